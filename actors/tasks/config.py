@@ -1,0 +1,47 @@
+"""The `[task]` section: where prompts come from and what rewards them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+
+class _TaskConfig(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    template: str = Field(
+        default="{question}",
+        description="Prompt text; {name} is a column of the item, {metadata[name]} an entry of its metadata.",
+    )
+    chat: bool = Field(default=False, description="Wrap the prompt as a user turn of the tokenizer's chat template.")
+    system_prompt: str | None = Field(default=None, description="System turn; needs chat = true.")
+    num_train: PositiveInt = Field(default=4096, description="Distinct training prompts.")
+    num_heldout: PositiveInt = Field(default=1024, description="Distinct held-out problems, split by question hash.")
+    heldout_share: float = Field(
+        default=0.125, gt=0, lt=1, description="Share of all questions whose hash sets them aside for evaluation."
+    )
+    rewards: tuple[str, ...] = Field(
+        default=(), description="Reward functions as FILE.py:FUNCTION; their values are summed."
+    )
+
+
+class ReasoningGymTask(_TaskConfig):
+    """Any reasoning-gym dataset by name; scored by the dataset itself unless `rewards` are named."""
+
+    type: Literal["reasoning_gym"]
+    name: str = Field(description="Dataset of reasoning-gym, for example chain_sum.")
+    params: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
+    seed: int = Field(default=0, description="Seed of the dataset's item stream.")
+
+
+class FileTask(_TaskConfig):
+    """A JSONL or Parquet file of prompts, and reward functions in Python files."""
+
+    type: Literal["file"]
+    path: str = Field(description="JSONL or Parquet file; one row per prompt.")
+    question_column: str = Field(default="question", description="Column whose normalised text the split hashes.")
+    heldout_path: str | None = Field(default=None, description="Held-out rows; unset: split `path` by question hash.")
+
+
+TaskConfig = Annotated[ReasoningGymTask | FileTask, Field(discriminator="type")]

@@ -1,0 +1,260 @@
+"""Control messages between `BufferClient` and `BufferService`.
+
+A message is [header, body]: the header is one of these structs as msgpack (tagged by its type),
+the body, where there is one, an Arrow IPC stream of trajectories. Nothing is ever unpickled.
+
+A request is answered by exactly one reply. It is safe to send any request again: each names what
+it is about (an epoch and sequence number, a lease, a step), so the service can recognise it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of every header. The tag is the name of the class."""
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First message of a client. Opens a new epoch of an actor, which fences its older ones."""
+
+    run_id: str
+    role: str
+    name: str
+    session: str
+    """Random per client process: the same Hello sent twice opens one epoch only."""
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class LeaseRequest(Message, frozen=True):
+    """An actor asks for up to `max_groups` groups to generate."""
+
+    actor: str
+    epoch: int
+    request_number: int
+    """Counts up per epoch; the same number asked again returns the same leases."""
+    max_groups: int
+
+
+class Push(Message, frozen=True):
+    """Completed trajectories; the body is an Arrow IPC stream of them."""
+
+    actor: str
+    epoch: int
+
+
+class GiveUp(Message, frozen=True):
+    """Samples of a lease that will not come: generation or reward failed."""
+
+    actor: str
+    epoch: int
+    lease_id: int
+    attempt: int
+    sample_indices: list[int]
+    reason: str
+
+
+class Renew(Message, frozen=True):
+    """The actor still works on these leases."""
+
+    actor: str
+    epoch: int
+    lease_ids: list[int]
+
+
+class DrawRequest(Message, frozen=True):
+    """The learner asks for the groups of step `step`, trained at `version`."""
+
+    step: int
+    version: int
+    incarnation: int
+    num_groups: int
+    wait_s: float
+    """The service answers at the latest after this time, ready or not."""
+
+
+class WriteScores(Message, frozen=True):
+    """Reference log-probabilities of drawn trajectories; the body is an Arrow IPC stream."""
+
+
+class StepFinished(Message, frozen=True):
+    """Step `step` is done and the learner is now at `version` (unchanged where the step was skipped)."""
+
+    step: int
+    version: int
+    skipped: bool = False
+
+
+class Published(Message, frozen=True):
+    """This version can be pulled from the weight store."""
+
+    incarnation: int
+    version: int
+
+
+class CheckpointDurable(Message, frozen=True):
+    """Uses up to and including `step` are final."""
+
+    step: int
+
+
+class BeginIncarnation(Message, frozen=True):
+    """A learner starts (or restarts from a checkpoint) at `version`, having finished `step` steps."""
+
+    session: str
+    version: int
+    step: int
+
+
+class Drain(Message, frozen=True):
+    """Grant no further leases."""
+
+
+class StatusRequest(Message, frozen=True):
+    """Ask for the ledger and what is in flight."""
+
+
+# --- replies --------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """Answer to Hello."""
+
+    run_id: str
+    epoch: int
+    group_size: int
+    newest: tuple[int, int]
+    """(incarnation, version) of the newest published weights."""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Permission to generate samples of one group."""
+
+    lease_id: int
+    attempt: int
+    group_id: int
+    prompt_id: int
+    sample_indices: list[int]
+    """The samples still missing: all K of them at the first attempt."""
+    group_size: int
+    min_version: int
+    """No request of this lease starts below this version."""
+    timeout_s: float
+
+
+class LeaseGrant(Message, frozen=True):
+    """Answer to LeaseRequest; without leases where admission is closed for now."""
+
+    leases: list[Lease]
+    newest: tuple[int, int]
+    draining: bool
+
+
+class RowResult(msgspec.Struct, frozen=True):
+    """What became of one pushed trajectory."""
+
+    seq: int
+    outcome: str
+    """'committed', 'duplicate', 'late', 'fenced' or 'quarantined'."""
+    reason: str = ""
+
+
+class PushReply(Message, frozen=True):
+    """Answer to Push, sent after the transaction is on disk."""
+
+    results: list[RowResult]
+
+
+class RenewReply(Message, frozen=True):
+    """Answer to Renew: these leases are no longer the actor's."""
+
+    lost: list[int]
+
+
+class DrawReply(Message, frozen=True):
+    """Answer to DrawRequest. Where `ready`, the body holds the trajectories in the order of `group_ids`."""
+
+    ready: bool
+    step: int
+    group_ids: list[int]
+    record_ids: list[int]
+    """One per trajectory: the key under which scores are written back."""
+    waiting_for: str = ""
+    """Where not ready: what is missing and who owes it."""
+
+
+class IncarnationReply(Message, frozen=True):
+    """Answer to BeginIncarnation."""
+
+    incarnation: int
+    resumed_at: dict[int, int]
+    """For every incarnation, the version that it started from."""
+
+
+class Status(Message, frozen=True):
+    """Answer to StatusRequest."""
+
+    ledger: dict[str, int]
+    """Counts by the names of `buffer.ledger`, with 'gap' (0 or a bug)."""
+    quarantined_by_reason: dict[str, int]
+    failed_by_reason: dict[str, int]
+    num_ready_groups: int
+    num_open_groups: int
+    num_drawn_groups: int
+    newest: tuple[int, int]
+    version: int
+    in_flight_by_actor: dict[str, int]
+    """Samples leased and not yet committed, per actor."""
+    num_records: int
+    size_bytes: int
+    draining: bool
+
+
+class Done(Message, frozen=True):
+    """Answer to a request that returns nothing."""
+
+
+class Refused(Message, frozen=True):
+    """The request cannot be served; the client raises with this text."""
+
+    reason: str
+
+
+Request = (
+    Hello | LeaseRequest | Push | GiveUp | Renew | DrawRequest | WriteScores | StepFinished | Published
+    | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
+)  # fmt: skip
+Reply = (
+    Welcome | LeaseGrant | PushReply | RenewReply | DrawReply | IncarnationReply | Status | Done | Refused
+)  # fmt: skip
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """A request or reply with the number that pairs them."""
+
+    request_id: int
+    message: Request | Reply
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode(envelope: Envelope) -> bytes:
+    """The header frame of a message."""
+    return _encoder.encode(envelope)
+
+
+def decode(header: bytes | memoryview) -> Envelope:
+    """Read a header frame.
+
+    Raises:
+        msgspec.DecodeError: the frame is not a known message; it is quarantined, never guessed at.
+    """
+    return _decoder.decode(header)

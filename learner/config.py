@@ -1,0 +1,45 @@
+"""The `[learner]` section: the pipeline, the batch, the optimizer and checkpoints."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class LearnerConfig(BaseModel):
+    """Knobs of training."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_stages: PositiveInt = Field(default=2, description="Pipeline stages, one process each.")
+    num_steps: PositiveInt = Field(default=100, description="Optimizer steps of the run.")
+    groups_per_step: PositiveInt = Field(default=32, description="G, prompts (groups of K samples) per step.")
+    token_budget: PositiveInt = Field(default=1024, description="Tokens per micro-batch; every one has this shape.")
+    schedule: Literal["gpipe", "1f1b"] = Field(default="1f1b", description="Pipeline schedule.")
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Compute precision; weights and optimizer stay float32 either way."
+    )
+    learning_rate: PositiveFloat = Field(default=1e-5, description="Peak learning rate.")
+    warmup_steps: NonNegativeInt = Field(default=0, description="Steps of linear warm-up.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Decay of the learning rate after warm-up, over num_steps."
+    )
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Where the decay ends, as a share of the peak.")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay.")
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")
+    adam_eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon.")
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW decoupled weight decay.")
+    max_grad_norm: PositiveFloat = Field(default=1.0, description="Gradient norm over all stages is clipped to this.")
+    checkpoint_every: PositiveInt = Field(default=50, description="Write a checkpoint every so many steps.")
+    keep_checkpoints: PositiveInt = Field(default=2, description="How many checkpoints stay.")
+    num_threads: PositiveInt = Field(default=1, description="Compute threads per stage on CPU.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where stages compute.")
+    cpus: float = Field(default=0.5, ge=0, description="Ray CPUs reserved per stage.")
+    gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per stage.")
+    collective_timeout_s: PositiveFloat = Field(
+        default=120.0, description="A stage that waits longer for another raises, naming it."
+    )
+    batch_timeout_s: PositiveFloat = Field(
+        default=600.0, description="A learner that gets no batch for so long raises, naming who owes it."
+    )

@@ -1,0 +1,11 @@
+"""How weights travel from the learner to the actors, and how far behind they may be.
+
+staleness    PolicyVersion, StalenessConfig and the StalenessContract that actors, buffer and learner share
+manifest     Manifest: what a published version consists of, with a checksum for every tensor
+store        WeightStore: the folder of published versions; a version exists once its manifest does
+publisher    Publisher: the learner's side, one per pipeline stage
+puller       Puller: the actor's side, which verifies a version before anyone pauses for it
+vllm_engine  the WeightTransferEngine that vLLM loads as a plugin to apply a verified version
+
+This package imports nothing by itself, so that the buffer can use `staleness` without torch.
+"""
