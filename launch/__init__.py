@@ -1,0 +1,18 @@
+"""Composes everything: one command starts, watches and ends a run.
+
+cli         the `leeway` command
+config      Config: the ten sections of a run, composed from what each package owns
+load        TOML and command-line overrides to a Config, with errors that say what to type instead
+checks      what only the whole config can know, checked before any process starts
+run_folder  RunFolder: where everything of a run lies
+roles       the Ray actors that host buffer, stages and actors, one process and one log each
+crew        Crew: starts the roles, restarts what may be restarted, ends all of them
+spawn       Ray, and one process on it
+train       the run itself: evaluate, train, evaluate, export, summarise
+overlap     who generated while the learner stepped
+metrics     the registry of metrics
+tracking    metrics.jsonl, events.jsonl and Weights & Biases
+display     the live view
+bootstrap   installs the project (standard library only)
+cluster.sh  the same run on a Ray cluster
+"""

@@ -1,0 +1,39 @@
+# Every verb installs what is missing first. LEEWAY_EXTRA=gpu installs for a CUDA machine.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv/bin
+# Small tensors on few cores: one thread per process, or the processes fight.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test unit lint format bench install clean
+
+demo: install  ## train the demo: about 4 minutes on 2 cores
+	$(VENV)/leeway train examples/demo.toml
+
+test: install  ## everything: unit, property, faults and end to end (about 8 minutes)
+	@echo "Running all tests: about 8 minutes on 2 cores"
+	$(VENV)/python -m pytest tests
+
+unit: install  ## the fast tests: under a minute
+	$(VENV)/python -m pytest tests/unit
+
+lint: install  ## ruff, mypy --strict, import directions, shellcheck where it is installed
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+	$(VENV)/lint-imports
+	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh .ci/run; else bash -n launch/cluster.sh; fi
+
+format: install  ## apply ruff's fixes and format
+	$(VENV)/ruff check --fix .
+	$(VENV)/ruff format .
+
+bench: install  ## each benchmark prints one JSON line last
+	@for file in benchmarks/*.py; do echo "== $$file"; $(VENV)/python $$file || exit 1; done
+
+install:
+	@$(PYTHON) launch/bootstrap.py
+
+clean:  ## remove caches; runs/ and .venv/ stay
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

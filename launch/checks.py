@@ -1,0 +1,135 @@
+"""What only the whole config can know, checked before any process starts."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.tasks import TaskError, TaskFacts, check_task
+from algorithms.registry import ALGORITHMS
+from buffer.config import RunFacts
+from launch.config import Config
+from launch.load import ConfigError
+from launch.run_folder import RunFolder, already_there
+from weight_sync.serving import ModelFacts, ModelFolderError, check_model_folder
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config that passed every check, and what was learned on the way."""
+
+    config: Config
+    folder: RunFolder
+    model: ModelFacts | None
+    """None where the model has yet to be downloaded or made."""
+    task: TaskFacts
+    run_id: str
+
+    def run_facts(self, model: ModelFacts) -> RunFacts:
+        """What the buffer service is told of the run."""
+        config = self.config
+        return RunFacts(
+            run_id=self.run_id,
+            seed=config.run.seed,
+            num_prompts=self.task.num_train,
+            group_size=config.actors.group_size,
+            groups_per_step=config.learner.groups_per_step,
+            vocab_size=model.vocab_size,
+            max_tokens=config.actors.max_model_tokens,
+            staleness=config.weight_sync.staleness(),
+        )
+
+    def describe(self) -> str:
+        """A few lines for `--dry-run`."""
+        config = self.config
+        samples = config.learner.groups_per_step * config.actors.group_size
+        model = config.model.path or f"{config.model.hub} (from the Hub)"
+        if self.model is None:
+            model += ", not here yet and not checked"
+        return "\n".join(
+            [
+                f"run        {self.folder.root}",
+                f"model      {model}",
+                f"task       {config.task.type}, {self.task.num_train} prompts, {self.task.num_heldout} held out",
+                f"algorithm  {config.algorithm.type}",
+                f"actors     {config.actors.num_actors}, {config.actors.group_size} samples per prompt",
+                f"learner    {config.learner.num_stages} stages, {config.learner.num_steps} steps of "
+                f"{config.learner.groups_per_step} prompts ({samples} samples)",
+                f"staleness  max_lag = {config.weight_sync.max_lag}, on_stale = {config.weight_sync.on_stale}",
+                "Everything that can be checked without starting a process is in order.",
+            ]
+        )
+
+
+def check(config: Config, root: Path) -> Plan:
+    """Check a config against itself, its files and the model.
+
+    Raises:
+        ConfigError: one sentence that names the key, the reason and what to try.
+    """
+    if root.exists():
+        raise ConfigError(already_there(root))
+    _check_sizes(config)
+    try:
+        task = check_task(config.task)
+    except TaskError as error:
+        raise ConfigError(f"[task] {error}") from None
+    model = None
+    if config.model.path is not None and not _is_to_be_made(config):
+        model = check_model(config, Path(config.model.path), "model.path")
+    if config.model.reference_path is not None:
+        reference = check_model(config, Path(config.model.reference_path), "model.reference_path")
+        if model is not None and reference.vocab_size != model.vocab_size:
+            raise ConfigError(
+                f"model.reference_path has a vocabulary of {reference.vocab_size} tokens and the model one of "
+                f"{model.vocab_size}: they must share a tokenizer"
+            )
+    return Plan(config, RunFolder(root), model, task, run_id=uuid.uuid4().hex)
+
+
+def check_model(config: Config, path: Path, key: str) -> ModelFacts:
+    """Check that a model folder is there and fits the config."""
+    try:
+        model = check_model_folder(path)
+    except ModelFolderError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    if config.learner.num_stages > model.num_layers:
+        raise ConfigError(
+            f"learner.num_stages = {config.learner.num_stages}, but {path} has only {model.num_layers} layers; "
+            f"a stage needs at least one"
+        )
+    if model.max_position is not None and config.actors.max_model_tokens > model.max_position:
+        raise ConfigError(
+            f"actors.max_prompt_tokens + actors.max_new_tokens = {config.actors.max_model_tokens}, but {path} was "
+            f"made for at most {model.max_position} tokens"
+        )
+    return model
+
+
+def _is_to_be_made(config: Config) -> bool:
+    recipe = config.model.recipe
+    if recipe is None or config.model.path is None or Path(config.model.path).exists():
+        return False
+    if not Path(recipe).is_file():
+        raise ConfigError(f"model.recipe = '{recipe}': no such file, and model.path is not there either")
+    return True
+
+
+def _check_sizes(config: Config) -> None:
+    actors, learner = config.actors, config.learner
+    if ALGORITHMS[config.algorithm.type].needs_groups and actors.group_size < 2:
+        raise ConfigError(
+            f"actors.group_size = {actors.group_size}, but {config.algorithm.type} compares the samples of a prompt "
+            f"with each other and needs at least 2"
+        )
+    if learner.token_budget < actors.max_model_tokens:
+        raise ConfigError(
+            f"learner.token_budget = {learner.token_budget} is below actors.max_prompt_tokens + "
+            f"actors.max_new_tokens = {actors.max_model_tokens}: the longest sample would fit in no micro-batch"
+        )
+    if actors.max_running_samples < actors.group_size:
+        raise ConfigError(
+            f"actors.max_running_samples = {actors.max_running_samples} is below actors.group_size = "
+            f"{actors.group_size}: an actor could never hold a whole group"
+        )

@@ -1,0 +1,58 @@
+"""The `leeway` command.
+
+    leeway train CONFIG.toml [--section.key VALUE ...] [--dry-run]
+
+Exit status: 0 done; 1 the run failed; 2 the input is wrong, and nothing was started; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+OK, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="leeway", description="Asynchronous off-policy reinforcement learning for language models."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    train = verbs.add_parser(
+        "train",
+        help="train a model as a TOML file says",
+        description="Train a model as CONFIG says. Any key can be overridden: --learner.num_steps 20.",
+        epilog="Ctrl-C once: finish the step, write a checkpoint, end. Twice: stop now.",
+        allow_abbrev=False,
+    )
+    train.add_argument("config", type=Path, metavar="CONFIG.toml")
+    train.add_argument("--dry-run", action="store_true", help="check everything that can be checked, start nothing")
+    parsed, overrides = parser.parse_known_args(arguments)
+    return _train(parsed.config, overrides, dry_run=parsed.dry_run)
+
+
+def _train(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
+    from launch.checks import check
+    from launch.load import ConfigError, load_config
+    from launch.run_folder import choose_root
+
+    try:
+        config = load_config(path, overrides)
+        root = choose_root(config, path)
+        plan = check(config, root)
+    except ConfigError as error:
+        print(f"leeway: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    if dry_run:
+        print(plan.describe())
+        return OK
+    from launch.train import train
+
+    return train(plan)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

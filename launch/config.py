@@ -1,0 +1,92 @@
+"""The config of a run: ten sections, each owned by the package that reads it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from actors.config import ActorsConfig
+from actors.tasks.config import TaskConfig
+from algorithms.registry import AlgorithmConfig
+from buffer.config import BufferConfig
+from learner.config import LearnerConfig
+from weight_sync.config import WeightSyncConfig
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunConfig(_Section):
+    """`[run]`: the name, the seed and the place of a run."""
+
+    name: str | None = Field(default=None, description="Name of the run's folder; unset: the config's name and time.")
+    dir: str = Field(default="runs", description="Folder that holds the runs.")
+    seed: int = Field(default=0, ge=0, description="Seeds prompt order, sampling and initialisation.")
+
+
+class ModelConfig(_Section):
+    """`[model]`: the checkpoint to start from. Give `path` or `hub`."""
+
+    path: str | None = Field(default=None, description="Folder with config.json, safetensors and a tokenizer.")
+    recipe: str | None = Field(
+        default=None, description="Python script that makes `path` where it is missing; called with the folder."
+    )
+    hub: str | None = Field(default=None, description="Model of the Hugging Face Hub, ORGANISATION/NAME.")
+    revision: str = Field(default="main", description="Revision on the Hub.")
+    reference_path: str | None = Field(
+        default=None, description="Folder of the frozen reference model; unset: the model itself as it starts."
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("give exactly one of model.path (a folder) and model.hub (ORGANISATION/NAME)")
+        if self.recipe is not None and self.path is None:
+            raise ValueError("recipe makes model.path, which is not given")
+        return self
+
+
+class LaunchConfig(_Section):
+    """`[launch]`: processes and how long they may take."""
+
+    ray_address: str | None = Field(
+        default=None, description="Address of a running Ray cluster ('auto' finds it); unset: Ray starts itself here."
+    )
+    startup_timeout_s: PositiveFloat = Field(default=300.0, description="Every role must be ready within this time.")
+    shutdown_timeout_s: PositiveFloat = Field(default=60.0, description="A drain that takes longer is cut off.")
+    silence_timeout_s: PositiveFloat = Field(
+        default=60.0, description="A role that answers nothing for so long is reported as hung."
+    )
+    eval_timeout_s: PositiveFloat = Field(default=900.0, description="An evaluation that takes longer is an error.")
+    poll_interval_s: PositiveFloat = Field(default=0.5, description="How often the run asks its roles for news.")
+
+
+class TrackingConfig(_Section):
+    """`[tracking]`: where the figures go."""
+
+    wandb: Literal["offline", "online", "disabled"] = Field(
+        default="offline", description="Weights & Biases; offline writes into the run's folder."
+    )
+    project: str = Field(default="leeway", description="Weights & Biases project.")
+    display: Literal["auto", "live", "plain", "off"] = Field(
+        default="auto", description="Live view on a terminal, or a line every few seconds."
+    )
+    plain_interval_s: NonNegativeFloat = Field(default=5.0, description="Seconds between lines of the plain display.")
+    log_every: PositiveInt = Field(default=1, description="Write every n-th step to metrics.jsonl and W&B.")
+
+
+class Config(_Section):
+    """Everything about a run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    task: TaskConfig
+    algorithm: AlgorithmConfig
+    actors: ActorsConfig = ActorsConfig()
+    buffer: BufferConfig = BufferConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    launch: LaunchConfig = LaunchConfig()
+    tracking: TrackingConfig = TrackingConfig()

@@ -1,0 +1,126 @@
+"""Starts Ray and single processes on it, each told exactly what it needs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.loop import ActorSpec
+from launch.checks import Plan
+from launch.config import Config
+from learner.stage import LearnerSpec
+
+OBJECT_STORE_BYTES = 80 * 2**20
+"""Only control passes through Ray, so its object store stays near the smallest that it accepts."""
+
+
+class CrewError(RuntimeError):
+    """A role failed for good; the text names it and its log."""
+
+
+def start_ray(config: Config, namespace: str) -> None:
+    """Start Ray here, or join the cluster at launch.ray_address.
+
+    Raises:
+        CrewError: the roles reserve more CPUs or GPUs than there are.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, said aloud: it makes the token and prints no banner
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = config.launch.ray_address
+    local: dict[str, Any] = {}
+    if address is None:
+        local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "num_cpus": os.cpu_count()}
+    ray.init(
+        address=address,
+        namespace=namespace,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+        **local,
+    )
+    have = ray.cluster_resources()
+    for kind in ("cpus", "gpus"):
+        needed = config.actors.num_actors * getattr(config.actors, kind)
+        needed += config.learner.num_stages * getattr(config.learner, kind)
+        available = have.get(kind[:-1].upper(), 0.0)
+        if needed > available:
+            raise CrewError(
+                f"the roles reserve {needed:g} {kind[:-1].upper()}s and Ray has {available:g}; lower actors.{kind} or "
+                f"learner.{kind} (a reservation, not a limit), or start fewer actors or stages"
+            )
+
+
+def spawn(role: type, log: Path, *arguments: object, cpus: float, gpus: float, threads: int, concurrency: int) -> Any:  # noqa: ANN401 -- a Ray handle
+    """Start a role in a process of its own.
+
+    Args:
+        role: the class, whose first argument is the log.
+        log: where the process writes everything it prints.
+        arguments: further arguments of the class.
+        cpus: Ray CPUs to reserve.
+        gpus: Ray GPUs to reserve.
+        threads: compute threads; set in the environment, because libraries read it when they load.
+        concurrency: how many calls may run at the same time.
+    """
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    options = {
+        "num_cpus": cpus,
+        "num_gpus": gpus,
+        "max_concurrency": concurrency,
+        "max_restarts": 0,  # the crew restarts, because a fresh process must be told the newest state
+        "runtime_env": {"env_vars": environment},
+    }
+    return ray.remote(role).options(**options).remote(log, *arguments)
+
+
+def stage_spec(plan: Plan, rank: int, model_path: Path, buffer_address: str, rendezvous: str) -> LearnerSpec:
+    """What the stage of this rank is told."""
+    config = plan.config
+    reference = config.model.reference_path
+    return LearnerSpec(
+        rank=rank,
+        num_stages=config.learner.num_stages,
+        rendezvous=rendezvous,
+        model_path=model_path,
+        reference_path=Path(reference) if reference else model_path,
+        temperature=config.actors.temperature,
+        group_size=config.actors.group_size,
+        max_tokens=config.actors.max_model_tokens,
+        run_id=plan.run_id,
+        seed=config.run.seed,
+        buffer_address=buffer_address,
+        run_folder=plan.folder.root,
+        config=config.learner,
+        algorithm=config.algorithm,
+        weight_sync=config.weight_sync,
+        buffer=config.buffer,
+    )
+
+
+def actor_spec(plan: Plan, number: int, serving_path: Path, model_path: Path, buffer_address: str) -> ActorSpec:
+    """What the actor of this number is told."""
+    config = plan.config
+    return ActorSpec(
+        name=f"actor-{number}",
+        index=number,
+        run_id=plan.run_id,
+        seed=config.run.seed,
+        serving_model_path=serving_path,
+        tokenizer_path=model_path,
+        weights_folder=plan.folder.weights,
+        buffer_address=buffer_address,
+        config=config.actors,
+        task=config.task,
+        weight_sync=config.weight_sync,
+        buffer=config.buffer,
+    )

@@ -1,0 +1,97 @@
+"""Reading a config: overrides, paths, and errors that say what to type instead."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from launch.load import ConfigError, load_config, to_toml
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MINIMAL = """
+[model]
+path = "model"
+[task]
+type = "reasoning_gym"
+name = "chain_sum"
+[algorithm]
+type = "trajectory_balance"
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_example_loads(path):
+    load_config(path)
+
+
+def test_paths_in_a_file_are_relative_to_the_file_and_paths_on_the_command_line_to_the_current_folder(
+    minimal, tmp_path, monkeypatch
+):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert load_config(minimal).model.path == str(tmp_path / "model")
+    assert load_config(minimal, ["--model.path", "model"]).model.path == str(elsewhere / "model")
+
+
+def test_overrides_are_toml_values_or_plain_text(minimal):
+    config = load_config(
+        minimal, ["--learner.num_steps", "7", "--weight_sync.max_lag=unbounded", "--run.name", "first try"]
+    )
+    assert (config.learner.num_steps, config.weight_sync.max_lag, config.run.name) == (7, "unbounded", "first try")
+
+
+def test_a_resolved_config_read_back_is_the_same(minimal, tmp_path):
+    config = load_config(minimal, ["--task.params", "{min_terms = 2, deep = {a = [1, 2]}}", "--run.name", 'a "b" \\ c'])
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(config))
+    assert tomllib.loads(again.read_text())
+    assert load_config(again) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--learner.num_stage", "2"], "unknown key learner.num_stage; did you mean learner.num_stages?"),
+        (["--learnr.num_stages", "2"], "unknown key learnr; did you mean learner?"),
+        (["--learner.max_lag", "2"], "unknown key learner.max_lag; did you mean weight_sync.max_lag?"),
+        (["--actors.top_p", "0.9"], "actors.top_p is refused: training samples by temperature alone"),
+        (["--algorithm.type", "trajectory_balanse"], "did you mean 'trajectory_balance'?"),
+        (["--learner.num_steps", "many"], "learner.num_steps = 'many'"),
+        (["--weight_sync.max_lag", "0", "--weight_sync.publish_every", "2"], "can never be met"),
+        (["--weight_sync.max_lag", "0", "--weight_sync.max_actor_lag", "1"], "contradicts max_actor_lag"),
+        (["--model.hub", "a/b"], "exactly one of model.path"),
+        (["--learner.num_steps"], "has no value"),
+        (["learner.num_steps", "3"], "is not an override"),
+        (["--task.name.deep", "3"], "'name' is a value, not a section"),
+    ],
+)
+def test_a_mistake_is_named_with_what_to_type_instead(minimal, overrides, expected):
+    with pytest.raises(ConfigError) as error:
+        load_config(minimal, overrides)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_suggests_its_neighbour(minimal):
+    with pytest.raises(ConfigError, match=r"did you mean .*run\.toml"):
+        load_config(minimal.with_name("runn.toml"))
+
+
+def test_loading_a_config_imports_neither_vllm_nor_ray():
+    import subprocess
+    import sys
+
+    script = (
+        "import sys; import launch.checks, launch.cli; "
+        "print(sorted({'vllm', 'ray'} & {name.split('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
