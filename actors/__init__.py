@@ -2,7 +2,13 @@
 
 engine    Engine: the one file that knows vLLM's API
 tasks     Task: prompts and a reward; from reasoning-gym by name, or from files
-rewards   scoring with TRL's function shape; a failure is counted, never scored 0
-loop      ActorLoop: lease, generate, score, push; pulls newer weights in flight
-evaluate  held-out accuracy at one version, outside the ledger
+rewards   Scorer: TRL's function shape; a failure is counted, never scored 0
+weights   WeightFollower: pulls newer weights in flight, and says when a request may start
+sample    SampleMaker: one sample from a prompt to a scored trajectory
+loop      ActorLoop: lease, make samples, push, renew; ActorSpec is all that it must be told
+evaluate  Evaluator: held-out accuracy at one version, outside the ledger
+report    ActorReport: what an actor tells the launcher
+parts     assemble: starts the real task, engine, puller and client
+threads   DaemonThreads: for calls that may block for ever
+errors    ActorError: what ends an actor
 """

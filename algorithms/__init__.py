@@ -5,6 +5,7 @@ registry            the algorithms by name, and the config union that `algorithm
 trajectory_balance  VarGrad trajectory balance (TBA)
 online_dpo          best-against-worst preference loss
 off_policy_ppo      decoupled PPO with a group baseline
+metrics             how far the data are from the policy, the same for every algorithm
 
 This package imports torch and nothing of ours: it knows no pipeline, no buffer and no version.
 """

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+LOG_RATIO_LIMIT = 20.0
+"""Log ratios are clamped to +-20 before exp: e^20 is finite in float32, and far beyond any trust region."""
+
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -23,7 +26,7 @@ class LossInputs:
     behaviour_logprobs_T: Tensor
     """log mu: the policy that sampled the token, whichever version that was."""
     reference_logprobs_T: Tensor
-    """log pi_ref of the frozen reference model."""
+    """log pi_ref of the frozen reference model; NaN throughout where the algorithm declared it needs none."""
     sequence_T: Tensor
     """int64: the sequence (0..B-1) of each token."""
     group_B: Tensor
@@ -46,11 +49,17 @@ class LossInputs:
         total_B = torch.zeros(self.num_sequences, dtype=values_T.dtype, device=values_T.device)
         return total_B.index_add(0, self.sequence_T, values_T)
 
+    @property
+    def group_size_B(self) -> Tensor:
+        """How many sequences of the batch share the group of each sequence, in the dtype of the rewards."""
+        ones_B = torch.ones_like(self.rewards_B)
+        size_G = torch.zeros(self.num_groups, dtype=ones_B.dtype, device=ones_B.device)
+        return size_G.index_add(0, self.group_B, ones_B)[self.group_B]
+
     def mean_per_group(self, values_B: Tensor) -> Tensor:
         """Mean over the sequences of each group, spread back over its sequences: B -> B."""
         total_G = torch.zeros(self.num_groups, dtype=values_B.dtype, device=values_B.device)
-        count_G = torch.zeros_like(total_G).index_add(0, self.group_B, torch.ones_like(values_B))
-        return (total_G.index_add(0, self.group_B, values_B) / count_G.clamp_min(1))[self.group_B]
+        return total_G.index_add(0, self.group_B, values_B)[self.group_B] / self.group_size_B
 
 
 @dataclass(frozen=True)

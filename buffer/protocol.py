@@ -1,7 +1,8 @@
 """Control messages between `BufferClient` and `BufferService`.
 
 A message is [header, body]: the header is one of these structs as msgpack (tagged by its type),
-the body, where there is one, an Arrow IPC stream of trajectories. Nothing is ever unpickled.
+the body, where there is one, an Arrow IPC stream. Nothing is ever unpickled. Both are checked
+against an xxh3 checksum before they are looked at: the header's leads it, the body's is in it.
 
 A request is answered by exactly one reply. It is safe to send any request again: each names what
 it is about (an epoch and sequence number, a lease, a step), so the service can recognise it.
@@ -9,7 +10,10 @@ it is about (an epoch and sequence number, a lease, a step), so the service can 
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
+import xxhash
 
 PROTOCOL_VERSION = 1
 
@@ -72,7 +76,9 @@ class DrawRequest(Message, frozen=True):
     """The learner asks for the groups of step `step`, trained at `version`."""
 
     step: int
+    """Steps are counted from 1: step n makes n finished steps."""
     version: int
+    """Optimizer steps taken when this step trains."""
     incarnation: int
     num_groups: int
     wait_s: float
@@ -80,7 +86,7 @@ class DrawRequest(Message, frozen=True):
 
 
 class WriteScores(Message, frozen=True):
-    """Reference log-probabilities of drawn trajectories; the body is an Arrow IPC stream."""
+    """Reference log-probabilities of drawn trajectories; the body is an Arrow IPC stream of `schema.SCORES`."""
 
 
 class StepFinished(Message, frozen=True):
@@ -88,6 +94,7 @@ class StepFinished(Message, frozen=True):
 
     step: int
     version: int
+    incarnation: int
     skipped: bool = False
 
 
@@ -102,6 +109,7 @@ class CheckpointDurable(Message, frozen=True):
     """Uses up to and including `step` are final."""
 
     step: int
+    incarnation: int
 
 
 class BeginIncarnation(Message, frozen=True):
@@ -161,7 +169,7 @@ class RowResult(msgspec.Struct, frozen=True):
 
     seq: int
     outcome: str
-    """'committed', 'duplicate', 'late', 'fenced' or 'quarantined'."""
+    """'committed', 'duplicate' (settled before, so nothing is left to do), 'late', 'fenced' or 'quarantined'."""
     reason: str = ""
 
 
@@ -201,7 +209,7 @@ class Status(Message, frozen=True):
     """Answer to StatusRequest."""
 
     ledger: dict[str, int]
-    """Counts by the names of `buffer.ledger`, with 'gap' (0 or a bug)."""
+    """Counts by the names of `ledger.Ledger`, with 'gap' (0 or a bug)."""
     quarantined_by_reason: dict[str, int]
     failed_by_reason: dict[str, int]
     num_ready_groups: int
@@ -221,9 +229,10 @@ class Done(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The request cannot be served; the client raises with this text."""
+    """The request cannot be served; the client raises with this text, or where `retry`, sends it again."""
 
     reason: str
+    retry: bool = False
 
 
 Request = (
@@ -240,21 +249,33 @@ class Envelope(msgspec.Struct, frozen=True):
 
     request_id: int
     message: Request | Reply
+    body_checksum: int = 0
+    """xxh3-64 of the body; 0 where there is none."""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
+_SEAL = struct.Struct("<Q")
+
+
+def checksum(body: bytes | memoryview) -> int:
+    """xxh3-64 of a message body; 0 for an empty one."""
+    return int(xxhash.xxh3_64_intdigest(body)) if body else 0
 
 
 def encode(envelope: Envelope) -> bytes:
-    """The header frame of a message."""
-    return _encoder.encode(envelope)
+    """The header frame of a message: its checksum, then the envelope."""
+    payload = _encoder.encode(envelope)
+    return _SEAL.pack(checksum(payload)) + payload
 
 
 def decode(header: bytes | memoryview) -> Envelope:
     """Read a header frame.
 
     Raises:
-        msgspec.DecodeError: the frame is not a known message; it is quarantined, never guessed at.
+        msgspec.DecodeError: the frame is damaged or no known message; it is quarantined, never guessed at.
     """
-    return _decoder.decode(header)
+    payload = memoryview(header)[_SEAL.size :]
+    if len(payload) == 0 or _SEAL.unpack_from(header)[0] != checksum(payload):
+        raise msgspec.DecodeError(f"a header of {len(header)} bytes does not match its checksum")
+    return _decoder.decode(payload)

@@ -1,0 +1,66 @@
+"""Tasks: prompts that are leased by id, held-out problems, and functions that reward answers.
+
+config     the `[task]` section
+split      held_out: a question trains or evaluates by its own hash, never by a seed
+template   Template: an item's columns to the text of a prompt
+gym        any reasoning-gym dataset by name
+files      JSONL or Parquet rows
+functions  reward functions from FILE.py:FUNCTION, in TRL's shape
+task       Task, Problem, RewardFunction
+encode     PromptCodec: prompts to token ids, completions to text
+
+Importing this package, and `check_task`, imports neither torch, vllm nor ray.
+"""
+
+from __future__ import annotations
+
+from actors.tasks.config import FileTask, ReasoningGymTask
+from actors.tasks.errors import TaskError
+from actors.tasks.functions import check_functions, load_functions
+from actors.tasks.split import Split, held_out
+from actors.tasks.task import Problem, RewardFunction, Task, TaskFacts
+
+__all__ = ["Problem", "RewardFunction", "Task", "TaskError", "TaskFacts", "check_task", "held_out", "load_task"]
+
+
+def check_task(config: ReasoningGymTask | FileTask) -> TaskFacts:
+    """Find every mistake in a `[task]` section that can be found before a process starts.
+
+    Reads the data and renders every prompt; reward files are parsed, not run.
+
+    Returns:
+        How many prompts there are, and a fingerprint that every actor's task must share.
+
+    Raises:
+        TaskError: says which key or file is wrong and what to do.
+    """
+    split, columns = _problems(config)
+    check_functions(config.rewards, columns)
+    return Task(split.train, split.heldout, ()).facts()
+
+
+def load_task(config: ReasoningGymTask | FileTask) -> Task:
+    """The task itself, its prompts not yet encoded (see `Task.encoded`).
+
+    Raises:
+        TaskError: as `check_task`, and where importing a reward file fails.
+    """
+    split, columns = _problems(config)
+    rewards = load_functions(config.rewards, columns)
+    if not rewards:
+        assert isinstance(config, ReasoningGymTask), "a file task without rewards was refused before"
+        from actors.tasks.gym import gym_scorer
+
+        rewards = (gym_scorer(config),)
+    return Task(split.train, split.heldout, rewards)
+
+
+def _problems(config: ReasoningGymTask | FileTask) -> tuple[Split[Problem], list[str]]:
+    # Both adapters import libraries that a process which only reads the configuration need not load.
+    if isinstance(config, ReasoningGymTask):
+        from actors.tasks.gym import COLUMNS, gym_problems
+
+        return gym_problems(config), list(COLUMNS)
+    from actors.tasks.files import file_problems
+
+    return file_problems(config)

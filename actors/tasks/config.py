@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 
 class _TaskConfig(BaseModel):
@@ -12,18 +13,26 @@ class _TaskConfig(BaseModel):
 
     template: str = Field(
         default="{question}",
-        description="Prompt text; {name} is a column of the item, {metadata[name]} an entry of its metadata.",
+        description="Prompt text; {name} is a column of the item, {metadata[name]} an entry of its metadata, "
+        "and {name:compact} leaves out all white space.",
     )
     chat: bool = Field(default=False, description="Wrap the prompt as a user turn of the tokenizer's chat template.")
     system_prompt: str | None = Field(default=None, description="System turn; needs chat = true.")
-    num_train: PositiveInt = Field(default=4096, description="Distinct training prompts.")
-    num_heldout: PositiveInt = Field(default=1024, description="Distinct held-out problems, split by question hash.")
     heldout_share: float = Field(
         default=0.125, gt=0, lt=1, description="Share of all questions whose hash sets them aside for evaluation."
     )
     rewards: tuple[str, ...] = Field(
         default=(), description="Reward functions as FILE.py:FUNCTION; their values are summed."
     )
+    correct_at: float = Field(
+        default=1.0, description="A held-out answer with at least this reward counts as correct in an evaluation."
+    )
+
+    @model_validator(mode="after")
+    def _a_system_turn_needs_a_chat(self) -> _TaskConfig:
+        if self.system_prompt is not None and not self.chat:
+            raise ValueError("system_prompt is set but chat = false, so it would be ignored; set chat = true")
+        return self
 
 
 class ReasoningGymTask(_TaskConfig):
@@ -32,7 +41,12 @@ class ReasoningGymTask(_TaskConfig):
     type: Literal["reasoning_gym"]
     name: str = Field(description="Dataset of reasoning-gym, for example chain_sum.")
     params: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
-    seed: int = Field(default=0, description="Seed of the dataset's item stream.")
+    seed: int = Field(default=0, description="Seed of the dataset's item stream; it does not decide the split.")
+    num_train: PositiveInt = Field(default=4096, description="Distinct training prompts.")
+    num_heldout: PositiveInt = Field(default=1024, description="Distinct held-out problems, split by question hash.")
+    answer_tag: str | None = Field(
+        default=None, description="Score only what stands between <TAG> and </TAG>; unset: the whole completion."
+    )
 
 
 class FileTask(_TaskConfig):
@@ -42,6 +56,27 @@ class FileTask(_TaskConfig):
     path: str = Field(description="JSONL or Parquet file; one row per prompt.")
     question_column: str = Field(default="question", description="Column whose normalised text the split hashes.")
     heldout_path: str | None = Field(default=None, description="Held-out rows; unset: split `path` by question hash.")
+    num_train: PositiveInt | None = Field(default=None, description="Distinct training prompts; unset: all there are.")
+    num_heldout: PositiveInt | None = Field(
+        default=None, description="Distinct held-out problems; unset: all there are."
+    )
 
 
 TaskConfig = Annotated[ReasoningGymTask | FileTask, Field(discriminator="type")]
+
+
+def with_absolute_paths(config: ReasoningGymTask | FileTask, folder: Path) -> ReasoningGymTask | FileTask:
+    """The same task with its relative paths taken from `folder`, so that a process may start anywhere."""
+
+    def absolute(path: str) -> str:
+        return str((folder / Path(path).expanduser()).resolve())
+
+    rewards = []
+    for reference in config.rewards:
+        file, colon, function = reference.rpartition(":")
+        rewards.append(f"{absolute(file)}:{function}" if colon and file else reference)
+    changed: dict[str, Any] = {"rewards": tuple(rewards)}
+    if isinstance(config, FileTask):
+        changed["path"] = absolute(config.path)
+        changed["heldout_path"] = absolute(config.heldout_path) if config.heldout_path else None
+    return config.model_copy(update=changed)

@@ -1,0 +1,305 @@
+"""One vLLM engine: generates token in, token out, and takes newer weights while it does.
+
+The one file of `actors` that knows vLLM's API. The engine runs in processes of its own, which end
+with the process that started it, however that ends.
+
+    EngineError
+      EngineDead      the engine's process is gone or can no longer be trusted: start another
+      UpdateRefused   new weights were not as published; the engine goes on with the old ones
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.config import ActorsConfig
+from buffer.trajectory import VersionSpan
+from weight_sync.puller import StagedVersion
+from weight_sync.serving import check_model_folder
+from weight_sync.staleness import PolicyVersion
+from weight_sync.vllm_engine import BACKEND, OWNER_ENV, REFUSED
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.outputs import CompletionOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_STOP_TIMEOUT_S = 10.0
+_READY_TIMEOUT_S = 300
+_EXECUTOR_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+
+class EngineError(RuntimeError):
+    """Base of what can go wrong with an engine."""
+
+
+class EngineDead(EngineError):
+    """The engine's process is gone, or its model is in an unknown state: start another."""
+
+
+class UpdateRefused(EngineError):
+    """New weights were missing, changed or of another model; the old ones are still served."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What one request generated. The end-of-sequence token is part of it: the learner trains on it."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    """Of each token under the distribution that it was sampled from."""
+    spans: tuple[VersionSpan, ...]
+    """Which version sampled which tokens, without gap, in order."""
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTiming:
+    """What one update cost."""
+
+    pause_s: float
+    """From the request to pause until generation went on."""
+    load_s: float
+    """The share of it that verified and loaded the weights."""
+
+
+class Engine:
+    """A running vLLM engine. Create it with `Engine.start`, in the event loop that uses it."""
+
+    def __init__(self, llm: AsyncLLM, config: ActorsConfig, version: PolicyVersion, stop_token_ids: list[int]) -> None:
+        """Use `start`."""
+        self._llm = llm
+        self._config = config
+        self._version = version
+        self._stop_token_ids = stop_token_ids
+        self._numbers = itertools.count()
+        self._num_running = 0
+        self._broken: str | None = None
+        # held while weights change, so that a request's cache salt names the version that it starts under
+        self._updating = asyncio.Lock()
+
+    @classmethod
+    async def start(cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int) -> Engine:
+        """Start an engine. Takes 20 to 30 seconds on CPU, during which the event loop stands still.
+
+        Args:
+            model_path: checkpoint from `weight_sync.serving.prepare_serving_model`.
+            config: the `[actors]` section.
+            version: what the checkpoint's weights are called in spans.
+            seed: of the sampler; give every actor another one.
+
+        Raises:
+            ModelFolderError: the checkpoint is incomplete.
+            EngineDead: the engine did not come up.
+        """
+        facts = check_model_folder(model_path)
+        _set_environment(config)
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            llm = AsyncLLM.from_engine_args(_engine_args(model_path, config, seed))
+            engine = cls(llm, config, version, list(facts.eos_token_ids))
+            await llm.update_weight_version(str(version))
+        except Exception as error:
+            raise EngineDead(
+                f"the vLLM engine for {model_path} did not start: {error}; its own words are in this process's log"
+            ) from error
+        return engine
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version that new requests start under."""
+        return self._version
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being generated."""
+        return self._num_running
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        temperature: float | None = None,
+        max_new_tokens: int | None = None,
+        seed: int | None = None,
+    ) -> Completion:
+        """Complete one prompt. Cancelling the task aborts the request.
+
+        Args:
+            prompt_token_ids: the prompt, tokenized.
+            temperature: unset: the configured one; 0 is greedy, for evaluation.
+            max_new_tokens: unset: the configured one.
+            seed: makes this one request repeatable, at a cost per token; for tests.
+
+        Raises:
+            EngineDead: the engine is gone.
+        """
+        from vllm.inputs.engine import tokens_input
+
+        params = self._sampling(temperature, max_new_tokens, seed)
+        if self._updating.locked():
+            async with self._updating:
+                pass
+        self._require_alive()
+        # prefixes cached under one version are never reused under another
+        prompt = tokens_input(list(prompt_token_ids), cache_salt=str(self._version))
+        self._num_running += 1
+        try:
+            final = None
+            async for output in self._llm.generate(prompt, params, f"r{next(self._numbers)}"):
+                final = output
+        except Exception as error:
+            raise self._dead("while it generated", error) from error
+        finally:
+            self._num_running -= 1
+        if final is None or not final.finished:
+            raise self._dead("while it generated", None)
+        return _completion(final.outputs[0])
+
+    async def apply(self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"]) -> UpdateTiming:
+        """Put newer weights under the running requests. New requests wait until it is done.
+
+        Args:
+            staged: verified, and held against removal until this returns.
+            kv_cache: whether running requests keep their attention keys of the old version.
+
+        Raises:
+            UpdateRefused: the version is not as published, or of another model; nothing has changed.
+            EngineDead: the update failed half way, or the engine is gone.
+        """
+        async with self._updating:
+            self._require_alive()
+            started_s = time.perf_counter()
+            try:
+                await self._llm.pause_generation(mode="keep", clear_cache=kv_cache == "recompute")
+                load_started_s = time.perf_counter()
+                await self._load(staged)
+                load_s = time.perf_counter() - load_started_s
+                await self._llm.resume_generation()
+            except UpdateRefused:
+                await self._llm.resume_generation()
+                raise
+            except Exception as error:
+                self._broken = f"the update to version {staged.version} failed half way: {error}"
+                raise self._dead(f"while it took version {staged.version}", error) from error
+            return UpdateTiming(pause_s=time.perf_counter() - started_s, load_s=load_s)
+
+    async def stop(self) -> None:
+        """End the engine's processes; running requests are lost. May be called twice."""
+        self._broken = self._broken or "it was stopped"
+        await asyncio.to_thread(self._llm.shutdown, _STOP_TIMEOUT_S)
+
+    async def _load(self, staged: StagedVersion) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        update = {"folder": str(staged.folder), "version": str(staged.version)}
+        await self._llm.start_weight_update()
+        try:
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+        except Exception as error:
+            if REFUSED in str(error):
+                raise UpdateRefused(f"version {staged.version}: {error}; still serving {self._version}") from error
+            raise
+        await self._llm.finish_weight_update(weight_version=str(staged.version))
+        self._version = staged.version
+
+    def _sampling(self, temperature: float | None, max_new_tokens: int | None, seed: int | None) -> SamplingParams:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        return SamplingParams(
+            temperature=self._config.temperature if temperature is None else temperature,
+            max_tokens=self._config.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            seed=seed,
+            stop_token_ids=self._stop_token_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    def _require_alive(self) -> None:
+        if self._broken is not None:
+            raise EngineDead(f"the vLLM engine is not usable: {self._broken}; start another")
+        if self._llm.errored:
+            raise self._dead("before this request", None)
+
+    def _dead(self, when: str, error: Exception | None) -> EngineDead:
+        cause = f": {error}" if error is not None else ""
+        return EngineDead(
+            f"the vLLM engine that serves version {self._version} died {when}{cause}; "
+            f"its last words are in the log of this process ({os.getpid()})"
+        )
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    spans = tuple(
+        VersionSpan(PolicyVersion.parse(span.version), span.start, span.end) for span in output.weight_versions
+    )
+    return Completion(
+        token_ids=np.asarray(output.token_ids, dtype=np.int32),
+        logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
+        spans=spans,
+        finish_reason="stop" if output.finish_reason == "stop" else "length",
+    )
+
+
+def _set_environment(config: ActorsConfig) -> None:
+    """What vLLM reads from the environment only. Inherited by the engine's processes."""
+    os.environ[OWNER_ENV] = str(os.getpid())
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(_READY_TIMEOUT_S),
+        # a forked child would not load our plugin again, and so not die with its owner
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # engines share the cores of a machine: none may bind itself to the cores of another
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(config.num_threads),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngineArgs:
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    placement: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_share}
+    if on_cpu:
+        placement = {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "enforce_eager": True}
+        if config.tensor_parallel_size == 1:
+            # vLLM would put the model into a third process, which costs a round trip for every step
+            placement["distributed_executor_backend"] = _EXECUTOR_IN_PROCESS
+    return AsyncEngineArgs(
+        model=str(model_path),
+        skip_tokenizer_init=True,
+        dtype=config.dtype,
+        seed=seed,
+        max_model_len=config.max_model_tokens,
+        max_num_seqs=config.max_running_samples,
+        tensor_parallel_size=config.tensor_parallel_size,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        # our sampling parameters alone decide, not a generation_config.json
+        generation_config="vllm",
+        disable_log_stats=True,
+        **placement,
+    )

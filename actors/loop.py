@@ -1,0 +1,386 @@
+"""ActorLoop: one actor's life. Lease, generate, score, push; renew, follow the weights, report.
+
+    starting -> running -> draining -> stopped
+                   `-------------------^  (stop, or an error that ends the actor)
+
+Every sample is a task of its own and leaves when it is complete: nobody waits for the batch. Three
+more tasks lease prompts while there is room, renew what is held, and follow the weight store. The
+first of them to fail ends the loop with its error; a failed sample is only given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from actors.config import ActorsConfig
+from actors.errors import ActorError
+from actors.evaluate import EvalRequest, EvalResult, Evaluator
+from actors.report import ActorReport
+from actors.rewards import Scorer
+from actors.sample import Decoder, SampleFailed, SampleMaker
+from actors.tasks import Problem, Task
+from actors.tasks.config import FileTask, ReasoningGymTask
+from actors.threads import DaemonThreads
+from actors.weights import WeightFollower
+from buffer.config import BufferConfig
+from buffer.protocol import Lease, RowResult
+from weight_sync.config import WeightSyncConfig
+from weight_sync.staleness import PolicyVersion
+
+if TYPE_CHECKING:
+    from actors.engine import Engine
+    from buffer.client import BufferClient
+    from weight_sync.puller import Puller
+
+_log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+_LEASE_POLL_S = (0.01, 0.05)
+"""First and longest pause before asking again while admission is closed."""
+_GOODBYE_S = 10.0
+"""Bound of each step of stopping."""
+
+
+class ActorFenced(ActorError):
+    """A newer process acts under this actor's name, so what this one sends is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """All that an actor must be told, plain enough to travel to another machine."""
+
+    name: str
+    index: int
+    run_id: str
+    seed: int
+    serving_model_path: Path
+    """What the engine loads: version 0 of incarnation 0."""
+    tokenizer_path: Path
+    weights_folder: Path
+    buffer_address: str
+    config: ActorsConfig
+    task: ReasoningGymTask | FileTask
+    weight_sync: WeightSyncConfig
+    buffer: BufferConfig
+
+
+@dataclass(slots=True)
+class Parts:
+    """What an actor works with, each already started."""
+
+    task: Task
+    """With encoded prompts."""
+    decoder: Decoder
+    engine: Engine
+    puller: Puller
+    client: BufferClient
+
+
+@dataclass(slots=True, eq=False)
+class _HeldLease:
+    lease: Lease
+    problem: Problem
+    open: set[int]
+    """Sample indices neither acknowledged nor given up."""
+    renew_at_s: float
+    """On the loop's clock."""
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """Those that still generate or score; once a sample is being pushed nothing cancels it."""
+
+
+class ActorLoop:
+    """One actor. `start`, then `run` until the buffer drains or `stop` is called; `evaluate` any time between."""
+
+    def __init__(
+        self,
+        spec: ActorSpec,
+        assemble: Callable[[ActorSpec], Awaitable[Parts]] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare, starting nothing.
+
+        Args:
+            spec: what to do, and where.
+            assemble: starts the parts; `actors.parts.assemble` unless told otherwise.
+            clock: seconds, monotonic.
+        """
+        self.spec = spec
+        self._assemble = assemble
+        self._parts: Parts | None = None
+        self._held: dict[int, _HeldLease] = {}
+        self._room_changed = asyncio.Event()
+        self._leased = asyncio.Event()
+        self._clock = clock
+        self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._ended.set()
+        self._samples: set[asyncio.Task[None]] = set()
+        self._failure: ActorError | Exception | None = None
+        self._evaluating = 0
+        self._waiting = "starting"
+
+    # --- life -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the task, start the engine, greet the buffer, and pull weights if the store is ahead.
+
+        Raises:
+            TaskError: the task is not as the configuration says.
+            EngineDead: the engine does not start.
+            PolicyTimeout: the newest weights could not be applied in time.
+            BufferError: the buffer does not answer, or refuses this run.
+        """
+        if self._assemble is None:
+            from actors.parts import assemble  # vLLM comes with it
+
+            self._assemble = assemble
+        parts = await self._assemble(self.spec)
+        spec, config = self.spec, self.spec.config
+        self._parts = parts
+        self._fingerprint = parts.task.facts().fingerprint
+        self._scorer = Scorer(parts.task.rewards, retries=config.reward_retries, timeout_s=config.reward_timeout_s)
+        self._follower = WeightFollower(spec.name, parts.engine, parts.puller, spec.weight_sync)
+        common = (parts.engine, self._follower, self._scorer, parts.decoder)
+        self._maker = SampleMaker(spec.seed, config, *common)
+        self._evaluator = Evaluator(spec.seed, config, spec.task.correct_at, *common)
+        await self._follower.update()
+        self._waiting = "not running yet"
+
+    async def run(self) -> None:
+        """Make samples until the buffer is drained or `stop` is called.
+
+        Raises:
+            EngineDead: the engine is gone.
+            ActorError: a policy version did not come, or a newer process took the name.
+            BufferError: the buffer did not answer in time, or refused.
+        """
+        assert self._parts is not None, "start() comes first"
+        jobs: list[Coroutine[Any, Any, object]] = [
+            self._lease_groups(),
+            self._stopping.wait(),
+            self._follower.run(),
+            self._renew_leases(),
+        ]
+        tasks = [asyncio.create_task(job) for job in jobs]
+        self._ended.clear()
+        try:
+            # the first two end by themselves; the others end only by failing
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            await self._cancel_samples(self._held.values())
+            self._waiting = "stopped"
+            self._ended.set()
+        failures = [one for one in results if isinstance(one, Exception)]
+        if self._failure is not None or failures:
+            raise self._failure or failures[0]
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        """Held-out accuracy at one version. Weight updates and new training requests wait meanwhile.
+
+        Raises:
+            ValueError: the request does not fit the task.
+            PolicyTimeout: the version asked for did not arrive in time.
+        """
+        assert self._parts is not None, "start() comes first"
+        self._evaluating += 1
+        try:
+            return await self._evaluator.evaluate(request, self._parts.task.heldout)
+        finally:
+            self._evaluating -= 1
+
+    async def stop(self) -> None:
+        """End `run`, hand back what is leased, and stop the engine. May be called twice."""
+        self._stopping.set()
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), 2 * _GOODBYE_S)
+        await self._cancel_samples(self._held.values())
+        if self._samples:  # what is left is being pushed: let it arrive, so that it is not given up below
+            await asyncio.wait(self._samples, timeout=_GOODBYE_S)
+        give_ups = [
+            asyncio.wrap_future(parts.client.give_up(held.lease, sorted(held.open), "actor stopped"))
+            for held in self._held.values()
+            if held.open
+        ]
+        if give_ups:
+            # Not heard, the leases run out by themselves: only time is lost.
+            await asyncio.wait(give_ups, timeout=_GOODBYE_S)
+        self._held.clear()
+        self._scorer.close()
+        self._follower.close()
+        closer = DaemonThreads(f"{self.spec.name}-close", max_threads=1)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GOODBYE_S):
+                await closer.run(parts.client.close)
+        await parts.engine.stop()
+
+    def report(self) -> ActorReport:
+        """What this actor has done and what it waits for."""
+        assert self._parts is not None, "start() comes first"
+        pause_s, load_s = self._follower.take_timings()
+        counts = self._maker.counts
+        return ActorReport(
+            name=self.spec.name,
+            version=(self._follower.version.incarnation, self._follower.version.version),
+            task_fingerprint=self._fingerprint,
+            num_samples=counts.num_samples,
+            num_tokens=counts.num_tokens,
+            num_outcomes=dict(counts.outcomes),
+            num_failed=dict(counts.failed),
+            num_leases_lost=counts.num_leases_lost,
+            num_running=self._maker.busy.num_running,
+            num_leased=self._num_open(),
+            busy_intervals=self._maker.busy.take(),
+            num_updates=self._follower.num_updates,
+            pause_s=pause_s,
+            load_s=load_s,
+            waiting=self._waiting_for(),
+        )
+
+    def _waiting_for(self) -> str:
+        if self._evaluating:
+            return f"training waits for an evaluation at policy {self._follower.version}"
+        if self._held and self._follower.waits_for is not None:
+            return f"waiting for policy {self._follower.waits_for}"
+        return self._waiting
+
+    # --- leases -----------------------------------------------------------------------------------
+
+    def _num_open(self) -> int:
+        return sum(len(held.open) for held in self._held.values())
+
+    def _room(self) -> int:
+        """How many groups fit; one always does in an idle actor, however large its groups."""
+        group_size = self.spec.config.group_size
+        room = (self.spec.config.max_running_samples - self._num_open()) // group_size
+        return room if self._held else max(1, room)
+
+    async def _lease_groups(self) -> None:
+        """Lease whenever a group fits, until the buffer drains."""
+        assert self._parts is not None
+        client = self._parts.client
+        pause_s = _LEASE_POLL_S[0]
+        while True:
+            self._room_changed.clear()
+            if (room := self._room()) < 1:
+                self._waiting = ""
+                await self._room_changed.wait()
+                continue
+            grant = await _settled(client.lease(room))
+            self._follower.hear_of(PolicyVersion(*grant.newest))
+            for lease in grant.leases:
+                self._take(lease)
+            if grant.leases:
+                pause_s = _LEASE_POLL_S[0]
+                continue
+            if grant.draining and not self._held:
+                return
+            self._waiting = "draining" if grant.draining else "waiting for a lease: admission closed"
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LEASE_POLL_S[1])
+
+    def _take(self, lease: Lease) -> None:
+        assert self._parts is not None
+        problem = self._parts.task.prompt(lease.prompt_id)
+        held = _HeldLease(lease, problem, set(lease.sample_indices), self._clock() + lease.timeout_s / 3)
+        self._held[lease.lease_id] = held
+        self._leased.set()
+        for index in lease.sample_indices:
+            task = asyncio.create_task(self._make_sample(held, index))
+            held.tasks[index] = task
+            self._samples.add(task)
+            task.add_done_callback(self._on_sample_done)
+
+    async def _renew_leases(self) -> None:
+        """Renew each lease at every third of its timeout; what the buffer took back is cancelled."""
+        assert self._parts is not None
+        client = self._parts.client
+        while True:
+            next_s = min((held.renew_at_s for held in self._held.values()), default=None)
+            self._leased.clear()
+            with contextlib.suppress(TimeoutError):
+                # a lease that comes meanwhile may be due sooner
+                await asyncio.wait_for(self._leased.wait(), None if next_s is None else next_s - self._clock())
+            now_s = self._clock()
+            due = {key: held for key, held in self._held.items() if held.renew_at_s <= now_s}
+            if not due:
+                continue
+            for held in due.values():
+                held.renew_at_s = now_s + held.lease.timeout_s / 3
+            reply = await _settled(client.renew(list(due)))
+            lost = [self._held.pop(lease_id) for lease_id in reply.lost if lease_id in self._held]
+            # A lease whose last sample was just committed is gone as well, but nothing is lost with it.
+            self._maker.counts.num_leases_lost += sum(1 for held in lost if held.tasks)
+            await self._cancel_samples(lost)
+            self._room_changed.set()
+
+    async def _cancel_samples(self, leases: Iterable[_HeldLease]) -> None:
+        """Cancel what is generated or scored for these leases; what is being pushed finishes its push."""
+        tasks = [task for held in leases for task in held.tasks.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_GOODBYE_S)
+
+    # --- samples ----------------------------------------------------------------------------------
+
+    async def _make_sample(self, held: _HeldLease, index: int) -> None:
+        assert self._parts is not None
+        client = self._parts.client
+        counts = self._maker.counts
+        try:
+            try:
+                trajectory = await self._maker.make(held.lease, held.problem, index)
+            finally:
+                del held.tasks[index]
+            self._account(await _settled(client.push(trajectory)), held.lease, index)
+        except SampleFailed as failure:
+            counts.failure(str(failure))
+            await _settled(client.give_up(held.lease, [index], str(failure)))
+        self._settle(held, index)
+
+    def _account(self, result: RowResult, lease: Lease, index: int) -> None:
+        if result.outcome == "fenced":
+            raise ActorFenced(
+                f"{self.spec.name}: the buffer refuses this process, because a newer one says it is {self.spec.name}. "
+                "It was restarted while this one was thought dead, or two actors share a name"
+            )
+        if result.outcome == "quarantined":
+            _log.error("the buffer quarantined group %d, sample %d: %s", lease.group_id, index, result.reason)
+        self._maker.counts.outcome(result.outcome)
+
+    def _settle(self, held: _HeldLease, index: int) -> None:
+        held.open.discard(index)
+        if not held.open:
+            self._held.pop(held.lease.lease_id, None)
+        self._room_changed.set()
+
+    def _on_sample_done(self, task: asyncio.Task[None]) -> None:
+        self._samples.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A sample's own failures were given up; this one concerns them all.
+            assert isinstance(error, Exception)
+            self._failure = self._failure or error
+            self._stopping.set()
+
+
+async def _settled(future: Future[R]) -> R:
+    """Wait for the buffer. The wait is bounded by the client, and cancelling it leaves the request alone:
+    the client owns its futures and must be able to complete them.
+    """
+    return await asyncio.shield(asyncio.wrap_future(future))

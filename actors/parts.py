@@ -1,0 +1,47 @@
+"""Starting what an actor works with: task, engine, puller, client. The one place that wires real ones."""
+
+from __future__ import annotations
+
+from actors.engine import Engine
+from actors.loop import ActorSpec, Parts
+from actors.tasks import Task, load_task
+from actors.tasks.encode import PromptCodec
+from actors.threads import DaemonThreads
+from buffer.client import BufferClient
+from weight_sync.puller import Puller
+from weight_sync.staleness import PolicyVersion
+
+
+async def assemble(spec: ActorSpec) -> Parts:
+    """Start the parts, the cheap and error-prone ones first; on failure stop what was started.
+
+    Raises:
+        TaskError: the task or tokenizer is not as the configuration says.
+        EngineDead: the engine does not start.
+        BufferError: the buffer does not answer, or refuses this run.
+    """
+    threads = DaemonThreads(f"{spec.name}-start", max_threads=2)
+    task, codec = await threads.run(_load, spec)
+    puller = Puller(spec.weights_folder)
+    client = BufferClient(spec.buffer_address, run_id=spec.run_id, role="actor", name=spec.name, config=spec.buffer)
+    try:
+        engine = await Engine.start(
+            spec.serving_model_path, spec.config, version=PolicyVersion(0, 0), seed=spec.seed + spec.index
+        )
+        try:
+            # Greeted last: from here on an older process of this name is fenced.
+            await threads.run(client.connect)
+        except BaseException:
+            await engine.stop()
+            raise
+    except BaseException:
+        await threads.run(client.close)
+        raise
+    finally:
+        threads.close()
+    return Parts(task, codec, engine, puller, client)
+
+
+def _load(spec: ActorSpec) -> tuple[Task, PromptCodec]:
+    codec = PromptCodec(spec.tokenizer_path, spec.task.chat, spec.task.system_prompt)
+    return load_task(spec.task).encoded(codec.encode, spec.config.max_prompt_tokens), codec

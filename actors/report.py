@@ -1,0 +1,99 @@
+"""What an actor tells the launcher: counts, when it was busy, and what it waits for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ActorReport:
+    """Plain values only. Counts are since the start of the actor, lists since the last report."""
+
+    name: str
+    version: tuple[int, int]
+    """(incarnation, version) that the engine serves."""
+    task_fingerprint: str
+    """Equal for all actors, or they disagree about what a prompt id means."""
+    num_samples: int
+    """Completions generated."""
+    num_tokens: int
+    """Tokens of those completions."""
+    num_outcomes: dict[str, int]
+    """Pushed trajectories by outcome: committed, duplicate, late, quarantined."""
+    num_failed: dict[str, int]
+    """Samples given up, by reason."""
+    num_leases_lost: int
+    num_running: int
+    """Training requests in the engine now."""
+    num_leased: int
+    """Samples of held leases that are not yet acknowledged or given up."""
+    busy_intervals: list[tuple[float, float]]
+    """Wall-clock (start, end) in seconds since the epoch, during which a training request was running."""
+    num_updates: int
+    pause_s: list[float]
+    """How long each weight update paused generation."""
+    load_s: list[float]
+    """How long each weight update took to load."""
+    waiting: str
+    """What keeps the actor from running more; empty while nothing does."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """The counts behind a report."""
+
+    num_samples: int = 0
+    num_tokens: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+    num_leases_lost: int = 0
+
+    def outcome(self, name: str) -> None:
+        """One more trajectory with this outcome."""
+        self.outcomes[name] = self.outcomes.get(name, 0) + 1
+
+    def failure(self, reason: str, num_samples: int = 1) -> None:
+        """More samples given up for this reason."""
+        self.failed[reason] = self.failed.get(reason, 0) + num_samples
+
+
+class BusyClock:
+    """Merged intervals during which at least one request was running."""
+
+    def __init__(self, wall: Callable[[], float] = time.time, max_intervals: int = 4096) -> None:
+        """Start idle.
+
+        Args:
+            wall: seconds since the epoch.
+            max_intervals: if nobody takes them, the oldest are forgotten beyond this number.
+        """
+        self.num_running = 0
+        self._wall = wall
+        self._since_s = 0.0
+        self._closed: deque[tuple[float, float]] = deque(maxlen=max_intervals)
+
+    def enter(self) -> None:
+        """A request starts."""
+        if self.num_running == 0:
+            self._since_s = self._wall()
+        self.num_running += 1
+
+    def leave(self) -> None:
+        """A request ends."""
+        assert self.num_running > 0, "a request ended that never started"
+        self.num_running -= 1
+        if self.num_running == 0:
+            self._closed.append((self._since_s, self._wall()))
+
+    def take(self) -> list[tuple[float, float]]:
+        """The intervals since the last call; one that is still open is cut here."""
+        if self.num_running:
+            now = self._wall()
+            self._closed.append((self._since_s, now))
+            self._since_s = now
+        intervals = list(self._closed)
+        self._closed.clear()
+        return intervals

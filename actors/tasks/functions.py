@@ -1,0 +1,156 @@
+"""Reward functions from files: `FILE.py:FUNCTION` in TRL's shape, f(prompts, completions, **columns).
+
+A function may name only the arguments that it needs: `prompts`, `completions`, any column of the
+task, or `**kwargs` for all of them. Each is a list with one entry per sample. It returns one number
+per sample, or None where it does not apply.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Collection, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from actors.tasks.errors import TaskError, did_you_mean
+from actors.tasks.task import Problem, RewardFunction, Scores
+
+_ALWAYS = ("prompts", "completions")
+
+
+def parse_reference(reference: str) -> tuple[Path, str]:
+    """Split `FILE.py:FUNCTION`.
+
+    Raises:
+        TaskError: it has another form, or there is no such file.
+    """
+    file, _, function = reference.rpartition(":")
+    if not file or not function.isidentifier():
+        raise TaskError(f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise TaskError(f"task.rewards: '{reference}': there is no file {path.absolute()}")
+    return path, function
+
+
+def check_functions(references: Sequence[str], columns: Collection[str]) -> None:
+    """Check reward functions without running their files, which may import anything.
+
+    Args:
+        references: each as FILE.py:FUNCTION.
+        columns: columns of the task that a function may ask for.
+
+    Raises:
+        TaskError: a file or function is missing, or a function needs an argument that no column provides.
+    """
+    names = [reference.rpartition(":")[2] for reference in references]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise TaskError(
+            f"task.rewards names {sorted(twice)} twice; parts of a reward are told apart by function name: rename one"
+        )
+    for reference in references:
+        path, function = parse_reference(reference)
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise TaskError(f"task.rewards: {path} is not Python: {error}") from error
+        _check_definition(tree, reference, function, columns)
+
+
+def _check_definition(tree: ast.Module, reference: str, function: str, columns: Collection[str]) -> None:
+    defined: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            defined.add(node.name)
+            if node.name == function:
+                positional = [*node.args.posonlyargs, *node.args.args]
+                required = positional[: len(positional) - len(node.args.defaults)]
+                keyword = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+                required += [argument for argument, default in keyword if default is None]
+                _check_arguments(reference, [argument.arg for argument in required], columns)
+        elif isinstance(node, ast.Assign):
+            defined.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            defined.update(alias.asname or alias.name for alias in node.names)
+    if function not in defined and "*" not in defined:
+        raise TaskError(
+            f"task.rewards: '{reference}': the file defines no '{function}'; {did_you_mean(function, defined)}"
+        )
+
+
+def _check_arguments(reference: str, required: Sequence[str], columns: Collection[str]) -> None:
+    known = {*_ALWAYS, *columns}
+    for name in required:
+        if name not in known:
+            raise TaskError(
+                f"task.rewards: '{reference}' needs an argument '{name}' that the task does not provide; "
+                f"{did_you_mean(name, known)}"
+            )
+
+
+def load_functions(references: Sequence[str], columns: Collection[str]) -> tuple[RewardFunction, ...]:
+    """Import the files and wrap their functions.
+
+    Raises:
+        TaskError: as `check_functions`, and where importing a file fails.
+    """
+    check_functions(references, columns)
+    return tuple(_load(reference, columns) for reference in references)
+
+
+def _load(reference: str, columns: Collection[str]) -> RewardFunction:
+    path, name = parse_reference(reference)
+    module_name = "rewards_" + blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None or spec.loader is None:
+            raise TaskError(f"task.rewards: '{reference}': Python cannot import {path}; it must end in .py")
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # the file is the user's: it may raise anything
+            raise TaskError(f"task.rewards: importing {path} failed: {type(error).__name__}: {error}") from error
+        sys.modules[module_name] = module
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise TaskError(f"task.rewards: '{reference}': '{name}' is not a function but {function!r}")
+    return RewardFunction(name, _in_trl_shape(function, reference, columns))
+
+
+def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collection[str]) -> Callable[..., Any]:
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+    named = {one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD}
+    _check_arguments(reference, [one.name for one in parameters if _required(one)], columns)
+    wanted = [name for name in columns if takes_all or name in named]
+
+    def arguments(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
+        values: dict[str, Any] = {name: [one.columns.get(name) for one in problems] for name in wanted}
+        if takes_all or "prompts" in named:
+            values["prompts"] = [one.text for one in problems]
+        if takes_all or "completions" in named:
+            values["completions"] = list(completions)
+        return values
+
+    if inspect.iscoroutinefunction(function):
+
+        async def call_async(problems: Sequence[Problem], completions: Sequence[str]) -> Scores:
+            return await function(**arguments(problems, completions))
+
+        return call_async
+
+    def call(problems: Sequence[Problem], completions: Sequence[str]) -> Scores:
+        return function(**arguments(problems, completions))
+
+    return call
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return parameter.default is inspect.Parameter.empty and not variadic

@@ -1,0 +1,113 @@
+"""Tasks from reasoning-gym: any of its datasets by name, streamed until enough questions are distinct."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.dataset import ProceduralDataset
+from reasoning_gym.factory import DATASETS
+from reasoning_gym.utils import extract_answer
+
+from actors.tasks.config import ReasoningGymTask
+from actors.tasks.errors import TaskError, did_you_mean
+from actors.tasks.split import Split
+from actors.tasks.task import Problem, RewardFunction, Scores, json_safe
+from actors.tasks.template import Template
+
+COLUMNS = ("question", "answer", "metadata")
+
+# A finite dataset repeats itself more and more before its last questions come up. It counts as
+# exhausted when so many items in a row were all known, plus one per distinct question found.
+_PATIENCE_ITEMS = 1000
+
+
+def gym_problems(config: ReasoningGymTask) -> Split[Problem]:
+    """Stream the dataset until both halves are full.
+
+    Raises:
+        TaskError: no such dataset or parameter, the template does not fit, or too few distinct questions.
+    """
+    dataset = _dataset(config)
+    template = Template(config.template)
+    split: Split[Problem] = Split(config.heldout_share, config.num_train, config.num_heldout)
+    # The stream yields a held-out question with probability heldout_share, so even an endless
+    # dataset needs that many items on average; ten times as many are allowed for repetitions.
+    need = max(config.num_train / (1 - config.heldout_share), config.num_heldout / config.heldout_share)
+    limit = _PATIENCE_ITEMS + 10 * math.ceil(need)
+    prompts: set[str] = set()
+    num_tried, last_new = 0, 0
+    while not split.full:
+        stalled = num_tried - last_new > _PATIENCE_ITEMS + split.num_distinct
+        if stalled or num_tried >= limit:
+            raise TaskError(_too_few(config, split, num_tried))
+        item = _item(dataset, num_tried, config.name)
+        num_tried += 1
+        if not split.is_new(item["question"]):
+            continue
+        last_new = num_tried
+        half = split.room_for(item["question"])
+        if half is None:
+            continue
+        text = template.render(item, f"{config.name} item {num_tried - 1}")
+        # Two questions may become one prompt where the template leaves something out.
+        if text in prompts:
+            continue
+        prompts.add(text)
+        columns = json_safe({name: item[name] for name in COLUMNS})
+        half.append(Problem(item["question"], text, columns, item))
+    return split
+
+
+def gym_scorer(config: ReasoningGymTask) -> RewardFunction:
+    """The dataset's own `score_answer`, on the completion or what it says between the answer tags."""
+    dataset = _dataset(config)
+
+    def score(problems: Sequence[Problem], completions: Sequence[str]) -> Scores:
+        values = []
+        for problem, completion in zip(problems, completions, strict=True):
+            answer = extract_answer(completion, config.answer_tag) if config.answer_tag else completion.strip()
+            values.append(float(dataset.score_answer(answer, problem.source)))
+        return values
+
+    return RewardFunction(config.name, score)
+
+
+def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
+    if config.name not in DATASETS:
+        raise TaskError(
+            f"task.name = '{config.name}' is not a dataset of reasoning-gym; {did_you_mean(config.name, DATASETS)}"
+        )
+    _, config_class = DATASETS[config.name]
+    known = {one.name for one in dataclasses.fields(config_class)} - {"seed", "size"}
+    for name in config.params:
+        if name in ("seed", "size"):
+            raise TaskError(f"task.params.{name}: set task.seed and task.num_train instead")
+        if name not in known:
+            raise TaskError(f"task.params.{name}: {config.name} has no such parameter; {did_you_mean(name, known)}")
+    try:
+        # Items are asked for by index; the size only has to be larger than any index.
+        return reasoning_gym.create_dataset(config.name, seed=config.seed, size=2**31 - 1, **config.params)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise TaskError(f"task.params: {config.name} refuses {dict(config.params)}: {error}") from error
+
+
+def _item(dataset: ProceduralDataset, index: int, name: str) -> dict[str, Any]:
+    try:
+        item: dict[str, Any] = dataset[index]
+    except Exception as error:  # generators of over a hundred datasets: say which one and where
+        raise TaskError(
+            f"reasoning-gym dataset {name} failed at item {index}: {type(error).__name__}: {error}"
+        ) from error
+    return item
+
+
+def _too_few(config: ReasoningGymTask, split: Split[Problem], num_tried: int) -> str:
+    return (
+        f"dataset {config.name} has only {split.num_distinct} distinct questions in {num_tried} items: "
+        f"{len(split.train)} of task.num_train = {config.num_train} and {len(split.heldout)} of task.num_heldout = "
+        f"{config.num_heldout} (heldout_share = {config.heldout_share}). Lower the numbers, or widen task.params"
+    )

@@ -1,0 +1,120 @@
+"""Task: training prompts by id, held-out problems, and the functions that reward completions."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+from actors.tasks.errors import TaskError
+
+Scores = Sequence[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One prompt and what is known of it."""
+
+    question: str
+    """What the split hashed."""
+    text: str
+    """The prompt after the template, before any chat template: what reward functions get."""
+    columns: Mapping[str, Any]
+    """JSON-safe: what reward functions get, and what is stored with every trajectory."""
+    source: Mapping[str, Any] = field(repr=False, compare=False)
+    """The item as its dataset made it."""
+    token_ids: list[int] = field(default_factory=list)
+    """The encoded prompt; empty until `Task.encoded`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A named function from completions to rewards. Sync ones run in a thread, async ones on the event loop."""
+
+    name: str
+    call: Callable[[Sequence[Problem], Sequence[str]], Scores | Awaitable[Scores]]
+
+    @property
+    def is_async(self) -> bool:
+        """Must its result be awaited?"""
+        return inspect.iscoroutinefunction(self.call)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFacts:
+    """What a run must know of a task. The fingerprint is equal where two processes see the same prompts."""
+
+    num_train: int
+    num_heldout: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompt ids are 0..num_train-1 and mean the same in every process."""
+
+    train: Sequence[Problem]
+    heldout: Sequence[Problem]
+    rewards: tuple[RewardFunction, ...]
+
+    def prompt(self, prompt_id: int) -> Problem:
+        """The training problem of this id.
+
+        Raises:
+            TaskError: there is no such prompt, so buffer and actor disagree about the task.
+        """
+        if not 0 <= prompt_id < len(self.train):
+            raise TaskError(
+                f"prompt {prompt_id} was leased but this actor's task has {len(self.train)} training prompts; "
+                "the buffer was opened for another [task]: check num_train and the task's files"
+            )
+        return self.train[prompt_id]
+
+    def facts(self) -> TaskFacts:
+        """Sizes and a hash over every prompt."""
+        digest = blake2b(digest_size=8)
+        for problem in (*self.train, *self.heldout):
+            digest.update(problem.text.encode() + b"\0")
+        return TaskFacts(len(self.train), len(self.heldout), digest.hexdigest())
+
+    def encoded(self, encode: Callable[[list[str]], list[list[int]]], max_prompt_tokens: int) -> Task:
+        """The same task with every prompt turned into token ids.
+
+        Args:
+            encode: texts to token ids.
+            max_prompt_tokens: the longest prompt allowed.
+
+        Raises:
+            TaskError: a prompt is empty or too long; names it.
+        """
+
+        def with_ids(problems: Sequence[Problem], half: str) -> list[Problem]:
+            token_ids = encode([problem.text for problem in problems])
+            for index, (problem, ids) in enumerate(zip(problems, token_ids, strict=True)):
+                if not 0 < len(ids) <= max_prompt_tokens:
+                    raise TaskError(
+                        f"{half} prompt {index} has {len(ids)} tokens, allowed are 1 to actors.max_prompt_tokens = "
+                        f"{max_prompt_tokens}: {problem.text[:200]!r}. Raise the limit or shorten task.template"
+                    )
+            return [replace(problem, token_ids=ids) for problem, ids in zip(problems, token_ids, strict=True)]
+
+        return replace(self, train=with_ids(self.train, "training"), heldout=with_ids(self.heldout, "held-out"))
+
+
+def json_safe(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy made of JSON types only: tuples become lists, numbers of numpy plain, anything else its text."""
+    safe: dict[str, Any] = json.loads(json.dumps(row, default=_plain, skipkeys=True))
+    return safe
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    if hasattr(value, "tolist"):  # numpy scalars and arrays
+        return value.tolist()
+    if hasattr(value, "isoformat"):  # dates and times
+        return value.isoformat()
+    return str(value)

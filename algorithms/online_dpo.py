@@ -1,0 +1,98 @@
+"""Asynchronous online DPO: the best answer of a group against its worst.
+
+Objective:
+    h = log(pi / pi_ref)(y+) - log(pi / pi_ref)(y-), with y+ = argmax r and y- = argmin r of a group
+    sigmoid: L = mean over pairs of -log sigmoid(beta * h)
+    ipo:     L = mean over pairs of (h - 1 / (2 * beta))^2
+
+Estimator:
+    One pair per group; among equal rewards the first sample in the group counts. A group whose rewards are all
+    equal has no preference and no gradient: it is dropped, counted in `dpo/tied_frac`, and leaves the mean.
+    An answer without an end-of-sequence token loses `missing_eos_penalty` before the comparison.
+
+Where the off-policy correction enters:
+    Nowhere: a preference between two answers holds whoever wrote them. Behaviour and proximal log-probabilities
+    are not read. The price is that pairs of an old policy say little about the present one.
+
+What we left out:
+    All pairs of a group, label smoothing, and length-normalised variants (SimPO).
+
+References:
+    Asynchronous RLHF, arXiv 2410.18252, section 3; DPO, arXiv 2305.18290, equation 7; IPO, arXiv 2310.12036, eq. 17.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor
+from torch.nn import functional as F
+
+from algorithms.inputs import LossInputs, LossOutput
+
+
+class OnlineDPOConfig(BaseModel):
+    """Knobs of online DPO."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["online_dpo"] = "online_dpo"
+    beta: PositiveFloat = Field(default=0.1, description="Strength of the pull towards the reference.")
+    variant: Literal["sigmoid", "ipo"] = Field(default="sigmoid", description="Loss of a pair.")
+    missing_eos_penalty: NonNegativeFloat = Field(
+        default=1.0, description="Taken from the reward of an answer that ended by length."
+    )
+
+
+def _first_of_each_group(chosen_B: Tensor, group_B: Tensor, num_groups: int) -> Tensor:
+    """Index of the first sequence of each group with `chosen_B` true: B, B -> G. Every group must have one."""
+    num_sequences = chosen_B.numel()
+    index_B = torch.arange(num_sequences, device=chosen_B.device)
+    candidate_B = torch.where(chosen_B, index_B, num_sequences)
+    first_G = torch.full((num_groups,), num_sequences, device=chosen_B.device)
+    return first_G.scatter_reduce(0, group_B, candidate_B, reduce="amin")
+
+
+def best_and_worst(rewards_B: Tensor, group_B: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The pair of every group.
+
+    Returns:
+        best_G, worst_G: int64, sequence indices; tied_G: bool, all rewards of the group are equal.
+    """
+    top_G = torch.full((num_groups,), -torch.inf, dtype=rewards_B.dtype, device=rewards_B.device)
+    top_G = top_G.scatter_reduce(0, group_B, rewards_B, reduce="amax")
+    low_G = torch.full_like(top_G, torch.inf).scatter_reduce(0, group_B, rewards_B, reduce="amin")
+    best_G = _first_of_each_group(rewards_B == top_G[group_B], group_B, num_groups)
+    worst_G = _first_of_each_group(rewards_B == low_G[group_B], group_B, num_groups)
+    return best_G, worst_G, top_G == low_G
+
+
+def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
+    """Evaluate the loss on a whole batch; see the module's docstring for the formula.
+
+    Returns:
+        The loss (0 where every group is tied), and metrics `dpo/tied_frac` (share of groups dropped),
+        `dpo/margin` (mean beta * h) and `dpo/accuracy` (share of pairs with h > 0); the last two are 0 without pairs.
+    """
+    rewards_B = inputs.rewards_B - config.missing_eos_penalty * (~inputs.finished_B).to(inputs.rewards_B.dtype)
+    best_G, worst_G, tied_G = best_and_worst(rewards_B, inputs.group_B, inputs.num_groups)
+    log_ratio_B = inputs.sum_per_sequence(inputs.logprobs_T - inputs.reference_logprobs_T)
+    margin_P = (log_ratio_B[best_G] - log_ratio_B[worst_G])[~tied_G]
+    num_pairs = margin_P.numel()
+    if config.variant == "sigmoid":
+        loss_P = -F.logsigmoid(config.beta * margin_P)
+    else:
+        loss_P = (margin_P - 1 / (2 * config.beta)).square()
+    # a sum over no pairs is 0 and still part of the graph, where a mean would be NaN
+    loss = loss_P.sum() / max(1, num_pairs)
+    margins_P = margin_P.detach()
+    return LossOutput(
+        loss,
+        {
+            "dpo/tied_frac": 1 - num_pairs / inputs.num_groups,
+            "dpo/margin": float(config.beta * margins_P.sum() / max(1, num_pairs)),
+            "dpo/accuracy": float((margins_P > 0).sum() / max(1, num_pairs)),
+        },
+    )

@@ -1,0 +1,176 @@
+"""Every request of the protocol against one transaction, without sockets.
+
+BufferCore composes groups, leases, intake and draws. The service hands it what arrives; tests drive
+it under a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from buffer import protocol as p
+from buffer import schema
+from buffer.config import BufferConfig, RunFacts
+from buffer.draws import Draws
+from buffer.errors import BadBody, BufferRefused, CorruptRecord, StoreError
+from buffer.groups import Groups
+from buffer.intake import Intake, set_aside
+from buffer.laws import Fifo
+from buffer.leases import Leases
+from buffer.ledger import live_gap
+from buffer.store import Transaction
+from buffer.tables import Draw
+from weight_sync.staleness import StalenessContract
+
+LAWS = {"fifo": Fifo}
+
+Answer = tuple[p.Reply, bytes]
+
+
+class BufferCore:
+    """The buffer's rules; its only state outside of the store are the deadlines of leases."""
+
+    def __init__(self, config: BufferConfig, facts: RunFacts, clock: Callable[[], float]) -> None:
+        """
+        Raises:
+            StoreError: the capacity is smaller than what the staleness bound lets be outstanding.
+        """
+        contract = StalenessContract(facts.staleness, facts.groups_per_step)
+        need = (contract.capacity() + facts.groups_per_step) * facts.group_size
+        if config.capacity_trajectories < need:
+            raise StoreError(
+                f"[buffer] capacity_trajectories = {config.capacity_trajectories} is below the {need} that the "
+                "staleness bound lets be outstanding: raise it, or lower max_lag, groups_per_step or group_size"
+            )
+        self.facts = facts
+        self.groups = Groups(config, facts.group_size)
+        self.leases = Leases(config, facts, contract, self.groups, clock)
+        self.intake = Intake(facts, self.groups, self.leases)
+        self.draws = Draws(facts, contract, self.groups, self.leases, LAWS[config.law]())
+
+    def handle(self, tx: Transaction, message: p.Request, body: bytes) -> Answer:
+        """Answer any request but a draw, which may have to wait.
+
+        Raises:
+            BufferRefused: the request cannot be served; nothing was changed.
+        """
+        match message:
+            case p.Push():
+                return p.PushReply(self.intake.push(tx, message, self._batch(tx, body))), b""
+            case p.LeaseRequest():
+                return self.leases.grant(tx, message), b""
+            case p.Renew():
+                return self.leases.renew(tx, message), b""
+            case p.Hello():
+                return self._hello(tx, message), b""
+            case p.BeginIncarnation():
+                return self.draws.begin(tx, message), b""
+            case p.StatusRequest():
+                return self._status(tx), b""
+            case p.GiveUp():
+                self.leases.give_up(tx, message)
+            case p.WriteScores():
+                self._write_scores(tx, body)
+            case p.StepFinished():
+                self.draws.finish(tx, message)
+            case p.Published():
+                self.draws.published(tx, message)
+            case p.CheckpointDurable():
+                self.draws.durable(tx, message)
+            case p.Drain():
+                tx.state.draining = True
+            case _:
+                raise BufferRefused(f"{type(message).__name__} is no request that the buffer answers")
+        return p.Done(), b""
+
+    def try_draw(self, tx: Transaction, request: p.DrawRequest) -> Answer | None:
+        """The reply to a draw; None where it must wait."""
+        draw = self.draws.draw(tx, request)
+        if draw is None:
+            return None
+        return p.DrawReply(True, draw.step, draw.group_ids, draw.record_ids), self._body(tx, draw)
+
+    def draw_timed_out(self, tx: Transaction, request: p.DrawRequest) -> Answer:
+        """The reply to a draw that waited long enough."""
+        return p.DrawReply(False, request.step, [], [], self.draws.waiting_for(tx, request)), b""
+
+    def _hello(self, tx: Transaction, message: p.Hello) -> p.Welcome:
+        if message.run_id != self.facts.run_id:
+            raise BufferRefused(f"this buffer serves run '{self.facts.run_id}', not '{message.run_id}': check the address")
+        if message.protocol_version != p.PROTOCOL_VERSION:
+            raise BufferRefused(
+                f"this buffer speaks protocol {p.PROTOCOL_VERSION}, the client {message.protocol_version}: "
+                "run the same version of leeway everywhere"
+            )
+        actor = self.leases.hello(tx, message)
+        return p.Welcome(self.facts.run_id, actor.epoch, self.facts.group_size, tx.state.newest)
+
+    def _batch(self, tx: Transaction, body: bytes) -> object:
+        try:
+            return schema.read_stream(body)
+        except BadBody as error:
+            set_aside(tx, error.category, body, matches_lease=False)
+            # The refusal is an answer, not a rollback: what was set aside stays counted.
+            raise BufferRefused(f"the message was quarantined: {error}") from error
+
+    def _body(self, tx: Transaction, draw: Draw) -> bytes:
+        try:
+            rows = [tx.records.require(record) for record in draw.record_ids]
+            scores = [_floats(tx.scores.get(record)) for record in draw.record_ids]
+        except CorruptRecord as error:
+            raise BufferRefused(f"step {draw.step} cannot be drawn again as it was: {error}") from error
+        return schema.write_stream(schema.join_rows(rows, scores))
+
+    def _write_scores(self, tx: Transaction, body: bytes) -> None:
+        """Store reference log-probabilities beside their records; writing them again changes nothing."""
+        try:
+            batch = schema.read_stream(body, schema.SCORES)
+        except BadBody as error:
+            set_aside(tx, error.category, body, matches_lease=False)
+            raise BufferRefused(f"the scores were quarantined: {error}") from error
+        values, bounds = schema.flat_values(batch.column(1))
+        scores: dict[int, bytes] = {}
+        for i, record in enumerate(batch.column(0).to_pylist()):
+            row = tx.records.get(record) if record > 0 else None
+            score = np.ascontiguousarray(values[bounds[i] : bounds[i + 1]], np.float32)
+            if row is None:
+                raise BufferRefused(f"record {record} is not in the buffer: it was never drawn, or was evicted")
+            if len(score) != schema.completion_length(row) or not np.isfinite(score).all():
+                raise BufferRefused(
+                    f"record {record} needs {schema.completion_length(row)} finite reference log-probabilities, "
+                    f"got {len(score)}"
+                )
+            scores[record] = score.tobytes()
+        for record, payload in scores.items():
+            tx.scores.put(payload, record)
+
+    def _status(self, tx: Transaction) -> p.Status:
+        state = tx.state
+        in_flight: Counter[str] = Counter()
+        for (group_id,) in tx.open_groups.keys():
+            group = tx.groups.require(group_id)
+            if group.lease_id:
+                in_flight[group.actor] += len(group.missing())
+        ledger = state.ledger
+        return p.Status(
+            ledger={**ledger.counts(), "gap": ledger.gap + live_gap(tx)},
+            quarantined_by_reason=ledger.quarantined_by_reason,
+            failed_by_reason=ledger.failed_by_reason,
+            num_ready_groups=tx.ready_groups.count,
+            num_open_groups=tx.open_groups.count,
+            num_drawn_groups=sum(state.pending_draws.values()),
+            newest=state.newest,
+            version=state.version,
+            in_flight_by_actor=dict(in_flight),
+            num_records=tx.records.count,
+            size_bytes=0,
+            draining=state.draining,
+        )
+
+
+def _floats(payload: bytes | None) -> npt.NDArray[np.float32] | None:
+    return None if payload is None else np.frombuffer(payload, np.float32)

@@ -1,0 +1,252 @@
+"""Which prompts are out with which actor, and when they are issued again.
+
+A lease is permission to generate the missing samples of one group. The rows are durable; only the
+deadlines live in memory, on the service's monotonic clock, and start anew when it restarts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from buffer.config import BufferConfig, RunFacts
+from buffer.errors import BufferRefused
+from buffer.groups import Groups
+from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Renew, RenewReply
+from buffer.store import Transaction
+from buffer.tables import NO_RECORD, Actor, Group
+from weight_sync.staleness import StalenessContract
+
+MAX_NAME_BYTES = 128
+
+
+class Leases:
+    """Grants, renews, expires and fences leases."""
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        facts: RunFacts,
+        contract: StalenessContract,
+        groups: Groups,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._facts = facts
+        self._contract = contract
+        self._groups = groups
+        self._clock = clock
+        self._deadlines: dict[int, float] = {}
+        """Lease -> when it expires. An entry whose lease is closed is swept when it is due."""
+
+    def restart(self, tx: Transaction) -> None:
+        """After the service started: every open lease gets its full time again."""
+        for (lease_id,) in tx.leases.keys():
+            self._extend(lease_id)
+
+    def hello(self, tx: Transaction, message: Hello) -> Actor:
+        """Open an epoch for a client, which fences its older ones: their leases are lost at once.
+
+        Raises:
+            BufferRefused: the name is taken by a client of another role, or is no usable name.
+        """
+        if not is_name(message.name):
+            raise BufferRefused(f"a client's name has 1 to {MAX_NAME_BYTES} bytes, got {message.name[:40]!r}")
+        actor = tx.actors.get(message.name)
+        if actor is None:
+            actor = Actor(message.name, message.role, message.session)
+        elif actor.role != message.role:
+            raise BufferRefused(f"'{message.name}' is the {actor.role} of this run; a {message.role} needs its own name")
+        elif actor.session == message.session:
+            return actor
+        else:
+            for (lease_id,), group_id in list(tx.leases.items()):
+                group = tx.groups.require(group_id)
+                if group.actor == message.name:
+                    assert group.lease_id == lease_id
+                    self._groups.lose_lease(tx, group, "fenced")
+            tx.seen.delete_texts(message.name)
+            actor = Actor(message.name, message.role, message.session, epoch=actor.epoch + 1)
+        tx.actors.put(actor, actor.name)
+        return actor
+
+    def current(self, tx: Transaction, name: str, epoch: int) -> Actor:
+        """The client's row.
+
+        Raises:
+            BufferRefused: it never said hello, or a newer process of its name did.
+        """
+        actor = tx.actors.get(name) if is_name(name) else None
+        if actor is None or epoch > actor.epoch:
+            raise BufferRefused(f"'{name[:MAX_NAME_BYTES]}' (epoch {epoch}) is unknown to this service: send Hello first")
+        if epoch < actor.epoch:
+            raise BufferRefused(f"'{name}' (epoch {epoch}) was replaced by a newer process (epoch {actor.epoch})")
+        return actor
+
+    def grant(self, tx: Transaction, request: LeaseRequest) -> LeaseGrant:
+        """Lease groups while admission is open: lost ones first, then returned prompts, then new ones."""
+        actor = self.current(tx, request.actor, request.epoch)
+        state = tx.state
+        if request.request_number == actor.last_request:
+            return LeaseGrant(actor.last_leases, state.newest, state.draining)
+        leases: list[Lease] = []
+        while request.request_number > actor.last_request and len(leases) < request.max_groups:
+            group = self._next_group(tx)
+            if group is None:
+                break
+            leases.append(self._issue(tx, group, actor))
+        if leases:
+            actor.last_request, actor.last_leases = request.request_number, leases
+            tx.actors.put(actor, actor.name)
+        return LeaseGrant(leases, state.newest, state.draining)
+
+    def renew(self, tx: Transaction, request: Renew) -> RenewReply:
+        """Extend the deadlines of leases that are still the actor's; name the others."""
+        lost = []
+        for lease_id in request.lease_ids:
+            group_id = tx.leases.get(lease_id) if lease_id > 0 else None
+            group = None if group_id is None else tx.groups.require(group_id)
+            if group is None or (group.actor, group.epoch) != (request.actor, request.epoch):
+                lost.append(lease_id)
+            else:
+                self._extend(lease_id)
+        return RenewReply(lost)
+
+    def give_up(self, tx: Transaction, request: GiveUp) -> None:
+        """Samples of a lease will not come. What is no longer missing is left alone: it is safe to say twice."""
+        group_id = tx.leases.get(request.lease_id) if request.lease_id > 0 else None
+        if group_id is None:
+            return
+        group = tx.groups.require(group_id)
+        if (group.actor, group.epoch, group.attempt) != (request.actor, request.epoch, request.attempt):
+            return
+        given_up = [index for index in group.missing() if index in request.sample_indices]
+        self._groups.fail(tx, group, given_up, request.reason or "given up")
+        self._groups.settle(tx, group)
+
+    def expire_due(self, tx: Transaction) -> None:
+        """Lose the leases whose time is over."""
+        now = self._clock()
+        for lease_id in [lease_id for lease_id, deadline in self._deadlines.items() if deadline <= now]:
+            group_id = tx.leases.get(lease_id)
+            if group_id is None:
+                # Closed in an earlier, committed turn: only now is it safe to forget the deadline.
+                del self._deadlines[lease_id]
+                continue
+            self._groups.lose_lease(tx, tx.groups.require(group_id), "lease expired")
+
+    def due_in_s(self) -> float | None:
+        """Seconds until the next lease is due; None without leases."""
+        return None if not self._deadlines else max(0.0, min(self._deadlines.values()) - self._clock())
+
+    def outstanding(self, tx: Transaction) -> int:
+        """Groups in flight, waiting, or held by steps that are not finished."""
+        return tx.open_groups.count + tx.ready_groups.count + sum(tx.state.pending_draws.values())
+
+    def closed_because(self, tx: Transaction) -> str:
+        """Why no new group may be leased now; '' where one may.
+
+        Beside the contract's capacity, which assumes that weights are published when they are due,
+        this counts how far publication really is behind: the group would be used by the step after
+        all outstanding ones, with tokens as old as `min_version`, and must be usable there. With
+        max_lag = 0 this holds admission back between a finished step and its publication.
+        """
+        state = tx.state
+        if state.draining:
+            return "the run is draining"
+        if state.incarnation < 0:
+            return "no learner has started"
+        if state.published is None:
+            return "the learner has not published weights"
+        outstanding = self.outstanding(tx)
+        if not self._contract.admit(outstanding):
+            return f"{outstanding} groups are outstanding, which is all that the staleness bound allows"
+        oldest = self._contract.min_version(state.effective(state.published))
+        if not self._contract.usable(oldest, state.version + outstanding // self._facts.groups_per_step):
+            return f"the learner is at version {state.version}, the newest published is {state.effective(state.published)}"
+        return ""
+
+    def _next_group(self, tx: Transaction) -> Group | None:
+        if tx.state.draining or tx.state.published is None:
+            return None
+        for (group_id,) in list(tx.unleased_groups.keys()):
+            group = tx.groups.require(group_id)
+            if not self._is_doomed(tx, group):
+                return group
+            self._drop_open(tx, group)
+        if self.closed_because(tx):
+            return None
+        prompt_id, failures = self._next_prompt(tx)
+        size = self._facts.group_size
+        group = Group(tx.state.next_group, prompt_id, ["missing"] * size, [NO_RECORD] * size, failures=failures)
+        tx.state.next_group += 1
+        tx.open_groups.put(b"", group.group_id)
+        return group
+
+    def _is_doomed(self, tx: Transaction, group: Group) -> bool:
+        """Are the group's committed samples past the bound already?"""
+        return group.oldest is not None and not self._contract.usable(
+            tx.state.effective(group.oldest), tx.state.version
+        )
+
+    def _drop_open(self, tx: Transaction, group: Group) -> None:
+        """Drop a group that has no lease: its missing samples were counted as failed when it lost the last one."""
+        for index in group.missing():
+            group.fates[index] = "failed"
+        tx.open_groups.delete(group.group_id)
+        tx.unleased_groups.delete(group.group_id)
+        self._groups.close(tx, group, "dropped_stale")
+        self._groups.return_prompt(tx, group, failures=group.failures)
+
+    def _next_prompt(self, tx: Transaction) -> tuple[int, int]:
+        """A returned prompt (with its failures), or the next one of the data's order."""
+        for (key,), returned in tx.returned_prompts.items():
+            break
+        else:
+            epoch, position = divmod(tx.state.cursor, self._facts.num_prompts)
+            tx.state.cursor += 1
+            return int(_order(self._facts.seed, epoch, self._facts.num_prompts)[position]), 0
+        tx.returned_prompts.delete(key)
+        return returned.prompt_id, returned.failures
+
+    def _issue(self, tx: Transaction, group: Group, actor: Actor) -> Lease:
+        state = tx.state
+        missing = group.missing()
+        group.lease_id = state.next_lease
+        group.attempt += 1
+        group.actor, group.epoch = actor.name, actor.epoch
+        group.min_version = self._contract.min_version(state.effective(state.newest))
+        group.issued += len(missing)
+        state.next_lease += 1
+        state.ledger.issue(len(missing))
+        tx.leases.put(group.group_id, group.lease_id)
+        tx.unleased_groups.delete(group.group_id)
+        self._groups.save(tx, group)
+        self._extend(group.lease_id)
+        return Lease(
+            lease_id=group.lease_id,
+            attempt=group.attempt,
+            group_id=group.group_id,
+            prompt_id=group.prompt_id,
+            sample_indices=missing,
+            group_size=self._facts.group_size,
+            min_version=group.min_version,
+            timeout_s=self._config.lease_timeout_s,
+        )
+
+    def _extend(self, lease_id: int) -> None:
+        self._deadlines[lease_id] = self._clock() + self._config.lease_timeout_s
+
+
+def is_name(text: str) -> bool:
+    """May a client be called so? The store uses names within keys, which are short."""
+    return 0 < len(text.encode()) <= MAX_NAME_BYTES and "\0" not in text
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, num_prompts: int) -> npt.NDArray[np.int64]:
+    """The order of prompts in one epoch of the data: the same after every restart."""
+    return np.random.default_rng([seed & 0xFFFFFFFF, epoch]).permutation(num_prompts)

@@ -1,0 +1,227 @@
+"""BufferService: the one process that owns the store, behind a ZeroMQ ROUTER.
+
+One thread, one loop. Each turn takes all messages that wait, answers them in ONE transaction, and
+sends the replies after its commit: under load many acknowledgements share one fsync.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from buffer import protocol as p
+from buffer.config import BufferConfig, RunFacts
+from buffer.core import BufferCore
+from buffer.errors import BufferRefused, StoreError
+from buffer.intake import set_aside
+from buffer.store import Store, Transaction
+
+log = logging.getLogger(__name__)
+
+_MAX_TURN_MESSAGES = 512
+_MAX_TURN_BYTES = 64 * 2**20
+_MAX_PARKED = 64
+"""Draws that wait at once; one learner has one or two."""
+_IDLE_S = 0.2
+"""How long a turn may wait for messages, which bounds how late `stop` is noticed."""
+_BIND_RETRY_S = 5.0
+_PORT_FILE = "port"
+
+
+class _Parked(NamedTuple):
+    """A draw that waits."""
+
+    identity: bytes
+    request_id: int
+    request: p.DrawRequest
+    deadline: float
+
+
+class _Outgoing(NamedTuple):
+    identity: bytes
+    request_id: int
+    reply: p.Reply
+    body: bytes
+
+
+class BufferService:
+    """Serves one run's buffer from one folder."""
+
+    def __init__(
+        self, config: BufferConfig, facts: RunFacts, folder: Path, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Open the store.
+
+        Raises:
+            StoreError: see `Store`; or the configuration contradicts itself.
+        """
+        self._config = config
+        self._clock = clock
+        self._core = BufferCore(config, facts, clock)
+        self._store = Store(folder, facts)
+        self._store.read(self._core.leases.restart)
+        self._folder = folder
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._parked: dict[tuple[bytes, int], _Parked] = {}
+
+    def bind(self) -> str:
+        """Bind, and return the address for clients. With port 0, the port of the last run in this folder is kept.
+
+        Raises:
+            StoreError: the address is in use or does not exist.
+        """
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.MAXMSGSIZE, self._config.max_message_mib * 2**20),
+            (zmq.LINGER, 0),
+            (zmq.RCVHWM, 1000),
+            (zmq.SNDHWM, 1000),
+            (zmq.HEARTBEAT_IVL, 2000),
+            (zmq.HEARTBEAT_TIMEOUT, 20000),
+        ):
+            self._socket.setsockopt(option, value)
+        remembered = self._folder / _PORT_FILE
+        port = self._config.port or (int(remembered.read_text()) if remembered.exists() else 0)
+        endpoint = f"tcp://{self._config.host}:{port or '*'}"
+        deadline = time.monotonic() + _BIND_RETRY_S
+        while True:
+            try:
+                self._socket.bind(endpoint)
+                break
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EADDRINUSE and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                raise StoreError(
+                    f"the buffer service cannot bind {endpoint} ({error}). Set [buffer] host and port to a free "
+                    f"address of this machine; the port of the last run is kept in {remembered}"
+                ) from error
+        address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        remembered.write_text(address.rsplit(":", 1)[1])
+        return address
+
+    def serve(self, stop: threading.Event) -> None:
+        """Answer until `stop` is set.
+
+        Raises:
+            StoreError: the disk failed. Nothing of the last turn was acknowledged, so clients send it again.
+        """
+        try:
+            while not stop.is_set():
+                self.turn()
+        finally:
+            self.close()
+
+    def turn(self) -> None:
+        """Wait for messages or a deadline, and answer what there is."""
+        inbox = self._receive()
+        due = self._core.leases.due_in_s()
+        if not inbox and not self._parked and (due is None or due > 0):
+            return
+        outbox, self._parked = self._store.write(lambda tx: self._answer(tx, inbox))
+        for outgoing in outbox:
+            self._send(outgoing)
+
+    def close(self) -> None:
+        """Give the address and the folder back."""
+        if not self._socket.closed:
+            self._socket.close()
+            self._context.term()
+            self._store.close()
+
+    def _receive(self) -> list[list[bytes]]:
+        now = self._clock()
+        waits = [_IDLE_S, *(parked.deadline - now for parked in self._parked.values())]
+        due = self._core.leases.due_in_s()
+        if due is not None:
+            waits.append(due)
+        inbox: list[list[bytes]] = []
+        if not self._socket.poll(max(0, int(min(waits) * 1000))):
+            return inbox
+        size = 0
+        while len(inbox) < _MAX_TURN_MESSAGES and size < _MAX_TURN_BYTES:
+            try:
+                inbox.append(self._socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            size += sum(map(len, inbox[-1]))
+        return inbox
+
+    def _answer(self, tx: Transaction, inbox: list[list[bytes]]) -> tuple[list[_Outgoing], dict[tuple[bytes, int], _Parked]]:
+        """All replies of one turn. May run twice where the store grows, so it changes nothing but `tx`."""
+        outbox: list[_Outgoing] = []
+        parked = dict(self._parked)
+        for identity, *frames in inbox:
+            self._answer_one(tx, identity, frames, outbox, parked)
+        self._core.leases.expire_due(tx)
+        now = self._clock()
+        for key, waiting in list(parked.items()):
+            answer = self._draw(tx, waiting.request)
+            if answer is None and waiting.deadline <= now:
+                answer = self._core.draw_timed_out(tx, waiting.request)
+            if answer is not None:
+                del parked[key]
+                outbox.append(_Outgoing(waiting.identity, waiting.request_id, *answer))
+        return outbox, parked
+
+    def _answer_one(
+        self,
+        tx: Transaction,
+        identity: bytes,
+        frames: list[bytes],
+        outbox: list[_Outgoing],
+        parked: dict[tuple[bytes, int], _Parked],
+    ) -> None:
+        try:
+            header, body = frames if len(frames) == 2 else (frames[0], b"") if len(frames) == 1 else (b"", b"")
+            envelope = p.decode(header)
+        except msgspec.DecodeError:
+            # There is no request to answer: whoever sent it will send it again, or is no client of ours.
+            set_aside(tx, "header", b"|".join(frames), matches_lease=False)
+            return
+        message, request_id = envelope.message, envelope.request_id
+        if envelope.body_checksum != p.checksum(body):
+            set_aside(tx, "checksum", body, matches_lease=False)
+            outbox.append(_Outgoing(identity, request_id, p.Refused("the body arrived damaged", retry=True), b""))
+        elif not isinstance(message, p.Request):
+            set_aside(tx, "header", header, matches_lease=False)
+        elif isinstance(message, p.DrawRequest):
+            if len(parked) >= _MAX_PARKED:
+                refused = p.Refused(f"{len(parked)} draws wait already: one learner draws from a buffer")
+                outbox.append(_Outgoing(identity, request_id, refused, b""))
+                return
+            deadline = self._clock() + min(max(message.wait_s, 0.0), 3600.0)
+            parked[identity, request_id] = _Parked(identity, request_id, message, deadline)
+        else:
+            try:
+                reply, reply_body = self._core.handle(tx, message, body)
+            except BufferRefused as error:
+                reply, reply_body = p.Refused(str(error)), b""
+            if isinstance(reply, p.Status):
+                reply = msgspec.structs.replace(reply, size_bytes=self._store.size_bytes)
+            outbox.append(_Outgoing(identity, request_id, reply, reply_body))
+
+    def _draw(self, tx: Transaction, request: p.DrawRequest) -> tuple[p.Reply, bytes] | None:
+        try:
+            return self._core.try_draw(tx, request)
+        except BufferRefused as error:
+            return p.Refused(str(error)), b""
+
+    def _send(self, outgoing: _Outgoing) -> None:
+        envelope = p.Envelope(outgoing.request_id, outgoing.reply, p.checksum(outgoing.body))
+        frames = [outgoing.identity, p.encode(envelope), *([outgoing.body] if outgoing.body else [])]
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            # The peer is gone or does not read. What it asked for is done; it will ask again.
+            log.info("a reply (%s) could not be delivered: %s", type(outgoing.reply).__name__, error)

@@ -1,0 +1,153 @@
+"""What the store's tables hold, as msgpack structs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from buffer.ledger import COMMITTED_STATES, Ledger
+from buffer.protocol import Lease
+from weight_sync.staleness import PolicyVersion, effective_version
+
+NO_RECORD = -1
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Which run and schema a store belongs to."""
+
+    run_id: str
+    schema_version: int
+    facts: str
+    """RunFacts as JSON."""
+
+
+class Incarnation(msgspec.Struct, frozen=True):
+    """One start of the learner."""
+
+    session: str
+    version: int
+    step: int
+
+
+class State(msgspec.Struct):
+    """Everything of the service that is not a row of its own."""
+
+    ledger: Ledger = msgspec.field(default_factory=Ledger)
+    version: int = 0
+    """Optimizer steps that the learner has taken, as far as the service was told."""
+    step: int = 0
+    """The last step of the learner that was finished."""
+    published: tuple[int, int] | None = None
+    """(incarnation, version) of the newest weights that actors can pull."""
+    incarnations: list[Incarnation] = []
+    pending_draws: dict[int, int] = {}
+    """For every step drawn but not finished in this incarnation, how many groups it holds."""
+    cursor: int = 0
+    """How many prompts were taken from the data's order so far."""
+    next_lease: int = 1
+    next_group: int = 1
+    next_record: int = 1
+    next_returned: int = 1
+    next_quarantine: int = 1
+    draining: bool = False
+    retired: dict[str, int] = {}
+    """Ledger counts of groups whose row was removed."""
+
+    @property
+    def incarnation(self) -> int:
+        """The current incarnation; -1 before the first learner."""
+        return len(self.incarnations) - 1
+
+    @property
+    def resumed_at(self) -> dict[int, int]:
+        """For every incarnation, the version that it started from."""
+        return {number: start.version for number, start in enumerate(self.incarnations)}
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The newest published weights; (0, 0) before any, when no lease is granted anyway."""
+        return self.published or (0, 0)
+
+    def effective(self, version: tuple[int, int]) -> int:
+        """The version that weights count with after learner restarts."""
+        return effective_version(PolicyVersion(*version), self.resumed_at)
+
+
+class Group(msgspec.Struct):
+    """K samples of one prompt. At most one lease of it is open."""
+
+    group_id: int
+    prompt_id: int
+    fates: list[str]
+    """Per sample: 'missing', 'failed', or one of `ledger.COMMITTED_STATES`."""
+    records: list[int]
+    """Per sample: its record, or NO_RECORD."""
+    phase: Literal["open", "ready", "drawn", "closed"] = "open"
+    failures: int = 0
+    """How often earlier groups of this prompt were filtered, in a row."""
+    attempt: int = 0
+    lease_id: int = 0
+    """0 while no lease is open."""
+    actor: str = ""
+    epoch: int = 0
+    min_version: int = 0
+    """No sample in flight starts below this version."""
+    oldest: tuple[int, int] | None = None
+    """(incarnation, version) of the oldest committed token."""
+    issued: int = 0
+    failed: int = 0
+
+    def missing(self) -> list[int]:
+        """The samples that are neither committed nor given up."""
+        return [index for index, fate in enumerate(self.fates) if fate == "missing"]
+
+    def having(self, fate: str) -> list[int]:
+        """The samples of this fate."""
+        return [index for index, each in enumerate(self.fates) if each == fate]
+
+    def oldest_effective(self, state: State) -> int:
+        """The version that the group's age is counted from: that of its oldest token, in flight or committed."""
+        bounds = [] if self.oldest is None else [state.effective(self.oldest)]
+        if self.phase == "open":
+            bounds.append(self.min_version)
+        return min(bounds, default=0)
+
+    def tallies(self) -> Mapping[str, int]:
+        """What `ledger.recount` counts of this group."""
+        counts = {state: self.fates.count(state) for state in COMMITTED_STATES}
+        return {"issued": self.issued, "failed": self.failed, **counts}
+
+
+class Draw(msgspec.Struct):
+    """The groups of one step."""
+
+    step: int
+    version: int
+    incarnation: int
+    group_ids: list[int]
+    record_ids: list[int]
+    """All trained samples, in the order of `group_ids`."""
+    finished_by: int = -1
+    """The incarnation that finished the step; -1: none yet."""
+
+
+class Actor(msgspec.Struct):
+    """A client by its name."""
+
+    name: str
+    role: str
+    session: str
+    epoch: int = 1
+    low_water: int = 0
+    """Every sequence number of this epoch below it was seen."""
+    last_request: int = -1
+    last_leases: list[Lease] = []
+
+
+class ReturnedPrompt(msgspec.Struct, frozen=True):
+    """A prompt whose group was dropped or filtered: it is leased again before new ones."""
+
+    prompt_id: int
+    failures: int

@@ -1,0 +1,283 @@
+"""Transport: one thread that owns a DEALER socket, sends requests, pairs replies, and resends.
+
+A request is sent again with its number when it went unanswered, when the connection was made anew,
+and when the service found its body damaged. Every request is safe to send again, so the service
+may be killed and restarted under a client at any time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from buffer import protocol as p
+from buffer.errors import BufferRefused, BufferUnavailable
+
+log = logging.getLogger(__name__)
+
+Result = tuple[p.Reply, bytes]
+
+_RETRY_S = 0.1
+_TICK_S = 0.5
+
+
+@dataclass(eq=False)
+class _Call:
+    request_id: int
+    name: str
+    frames: list[bytes]
+    future: Future[Result]
+    resend_after_s: float
+    gives_up_at: float
+    sent_at: float | None = None
+    """None while it waits to be sent."""
+    not_before: float = 0.0
+
+
+@dataclass(eq=False)
+class _Inbox:
+    """What other threads hand to the IO thread."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    calls: deque[_Call] = field(default_factory=deque)
+    closing_at: float | None = None
+    ended: bool = False
+
+
+class Transport:
+    """Requests in, futures out."""
+
+    def __init__(
+        self,
+        address: str,
+        request_timeout_s: float,
+        give_up_after_s: float,
+        *,
+        name: str,
+        pump: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """Start the IO thread.
+
+        Args:
+            address: of the service, tcp://HOST:PORT.
+            request_timeout_s: resend after so long without an answer.
+            give_up_after_s: fail after so long without an answer.
+            name: of the thread.
+            pump: called by the IO thread in every round; may submit, and returns in how many seconds
+                it wants to be called again (None: when woken).
+        """
+        self.address = address
+        self._request_timeout_s = request_timeout_s
+        self._give_up_after_s = give_up_after_s
+        self._pump = pump
+        self._inbox = _Inbox()
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count(1)
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._context = zmq.Context()
+        self._heard_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-buffer-io", daemon=True)
+        self._thread.start()
+
+    def submit(self, message: p.Request, body: bytes = b"", *, wait_s: float = 0.0) -> Future[Result]:
+        """Send a request.
+
+        Args:
+            message: the request.
+            body: an Arrow IPC stream, or nothing.
+            wait_s: how long the service may take to answer, beyond the usual.
+
+        Returns:
+            The reply and its body. Fails with BufferRefused or BufferUnavailable.
+        """
+        future: Future[Result] = Future()
+        now = time.monotonic()
+        with self._inbox.lock:
+            if self._inbox.ended or self._inbox.closing_at is not None:
+                raise BufferUnavailable(f"the client of the buffer service at {self.address} is closed")
+            number = next(self._numbers)
+            frames = [p.encode(p.Envelope(number, message, p.checksum(body))), *([body] if body else [])]
+            call = _Call(
+                number, type(message).__name__, frames, future,
+                resend_after_s=self._request_timeout_s + wait_s, gives_up_at=now + self._give_up_after_s + wait_s,
+            )  # fmt: skip
+            self._inbox.calls.append(call)
+        self.wake()
+        return future
+
+    def wake(self) -> None:
+        """Let the IO thread look around now."""
+        try:
+            os.write(self._wake_write, b"\0")
+        except BlockingIOError:
+            pass  # The pipe is full of wake-ups already.
+        except OSError:
+            if not self._inbox.ended:
+                raise
+
+    def close(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for what is outstanding, fail the rest, and end the thread."""
+        with self._inbox.lock:
+            if self._inbox.ended:
+                return
+            self._inbox.closing_at = time.monotonic() + timeout_s
+        self.wake()
+        self._thread.join(timeout_s + 10.0)
+        if self._thread.is_alive():
+            raise BufferUnavailable(f"the IO thread of the client of {self.address} did not end in {timeout_s + 10} s")
+
+    # --- the IO thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        socket, monitor = self._open()
+        try:
+            while True:
+                closing_at = self._inbox.closing_at
+                wake_in_s = self._pump()
+                self._take()
+                now = time.monotonic()
+                if closing_at is not None and (not self._calls or now >= closing_at):
+                    return
+                if self._expire(now):
+                    socket.close()
+                    monitor.close()
+                    socket, monitor = self._open()
+                has_unsent = self._send_due(socket, now)
+                self._wait(socket, monitor, has_unsent, _TICK_S if wake_in_s is None else min(_TICK_S, wake_in_s))
+        finally:
+            self._end(socket, monitor)
+
+    def _open(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        socket = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.IMMEDIATE, 1),
+            (zmq.RECONNECT_IVL, 50),
+            (zmq.RECONNECT_IVL_MAX, 1000),
+            (zmq.HEARTBEAT_IVL, 2000),
+            (zmq.HEARTBEAT_TIMEOUT, 20000),
+        ):
+            socket.setsockopt(option, value)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        socket.connect(self.address)
+        self._heard_at = time.monotonic()
+        return socket, monitor
+
+    def _take(self) -> None:
+        with self._inbox.lock:
+            while self._inbox.calls:
+                call = self._inbox.calls.popleft()
+                self._calls[call.request_id] = call
+
+    def _expire(self, now: float) -> bool:
+        """Fail what waited too long, mark what is to be sent again; True where the socket seems dead."""
+        dead = False
+        for call in list(self._calls.values()):
+            if now >= call.gives_up_at:
+                self._fail(call, f"did not answer {call.name} for {call.resend_after_s + self._give_up_after_s - self._request_timeout_s:.0f} s")
+            elif call.sent_at is not None and now - call.sent_at > call.resend_after_s:
+                dead = dead or self._heard_at < call.sent_at
+                call.sent_at = None
+        if dead:
+            log.info("no word from the buffer service at %s; connecting anew", self.address)
+            for call in self._calls.values():
+                call.sent_at = None
+        return dead
+
+    def _send_due(self, socket: zmq.Socket[bytes], now: float) -> bool:
+        """Send what waits; True where the socket would not take all of it."""
+        for call in self._calls.values():
+            if call.sent_at is None and call.not_before <= now:
+                try:
+                    socket.send_multipart(call.frames, zmq.NOBLOCK)
+                except zmq.Again:
+                    return True
+                call.sent_at = now
+        return False
+
+    def _wait(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], has_unsent: bool, wait_s: float) -> None:
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if has_unsent else 0))
+        poller.register(monitor, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        if any(call.not_before > time.monotonic() for call in self._calls.values()):
+            wait_s = min(wait_s, _RETRY_S)
+        ready = dict(poller.poll(max(0, int(wait_s * 1000))))
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
+        if monitor in ready:
+            recv_monitor_message(monitor)
+            # A new connection: what was sent on an older one may be lost.
+            for call in self._calls.values():
+                call.sent_at = None
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard_at = time.monotonic()
+            self._receive(frames)
+
+    def _receive(self, frames: list[bytes]) -> None:
+        body = frames[1] if len(frames) > 1 else b""
+        try:
+            envelope = p.decode(frames[0])
+        except msgspec.DecodeError as error:
+            log.warning("an unreadable reply from the buffer service at %s: %s", self.address, error)
+            return
+        call = self._calls.get(envelope.request_id)
+        if call is None:
+            return  # The answer to a request that was sent twice.
+        reply = envelope.message
+        if not isinstance(reply, p.Reply) or envelope.body_checksum != p.checksum(body):
+            log.warning("a damaged reply to %s from %s; asking again", call.name, self.address)
+            call.sent_at = None
+        elif isinstance(reply, p.Refused) and reply.retry:
+            call.sent_at, call.not_before = None, time.monotonic() + _RETRY_S
+        else:
+            del self._calls[call.request_id]
+            if isinstance(reply, p.Refused):
+                _settle(call.future, BufferRefused(f"the buffer service at {self.address} refused {call.name}: {reply.reason}"))
+            else:
+                _settle(call.future, (reply, body))
+
+    def _fail(self, call: _Call, why: str) -> None:
+        self._calls.pop(call.request_id, None)
+        text = f"the buffer service at {self.address} {why}. Is its process alive? Its log is in the run folder"
+        _settle(call.future, BufferUnavailable(text))
+
+    def _end(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+        with self._inbox.lock:
+            self._inbox.ended = True
+        self._take()
+        for call in list(self._calls.values()):
+            self._fail(call, f"had not answered {call.name} when the client was closed")
+        monitor.close()
+        socket.close()
+        self._context.term()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+def _settle(future: Future[Result], outcome: Result | Exception) -> None:
+    """Complete a future; its owner may have cancelled it meanwhile."""
+    try:
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except InvalidStateError:
+        pass

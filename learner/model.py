@@ -1,0 +1,262 @@
+"""StageModule: a contiguous share of a Hugging Face decoder's layers.
+
+The first stage owns the embedding, the last the final norm and the head; parameters keep the names of the
+Hugging Face checkpoint, so loading, publishing and export need no translation. The last stage returns
+log-probabilities, not logits: the schedule keeps every micro-batch's output, and V times less is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from learner.attention import IMPLEMENTATION, AttentionLayout
+from learner.hf_files import read_tensors, tensor_names
+from learner.packing import PackedBatch
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+LOGITS_AT_ONCE = 2**24
+"""Logits held at a time (64 MiB in float32); a larger head runs in chunks that backward computes again."""
+
+
+class DeviceBatch:
+    """A packed batch on the device of a stage, with what its layers need per micro-batch."""
+
+    def __init__(self, packed: PackedBatch, device: torch.device) -> None:
+        """Move a packed batch to a device."""
+        token_budget = packed.tokens_ML.shape[1]
+        self.packed = packed
+        self.tokens_ML = torch.from_numpy(packed.tokens_ML).to(device)
+        self.positions_ML = torch.from_numpy(packed.positions_ML).to(device)
+        self.layouts = [AttentionLayout.build(bounds, token_budget, device) for bounds in packed.bounds]
+        self.predicting = [torch.from_numpy(positions).to(device) for positions in packed.predicting]
+        self.rotations: dict[int, tuple[Tensor, Tensor]] = {}
+        """Rotary cosines and sines per micro-batch: the same for all layers and passes of a step."""
+
+
+@dataclass(frozen=True)
+class StageShare:
+    """Which layers a stage owns."""
+
+    rank: int
+    num_stages: int
+    first_layer: int
+    end_layer: int
+
+    @property
+    def is_first(self) -> bool:
+        """Does it own the embedding?"""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Does it own the head?"""
+        return self.rank == self.num_stages - 1
+
+
+def balance(layer_costs: Sequence[int], first_cost: int, last_cost: int, num_stages: int) -> list[tuple[int, int]]:
+    """Split layers into contiguous stages so that the most expensive stage is as cheap as possible.
+
+    Args:
+        layer_costs: cost of each layer, for example its parameter count.
+        first_cost: what the first stage carries besides (embedding).
+        last_cost: what the last stage carries besides (norm and head).
+        num_stages: how many stages, each with at least one layer.
+
+    Returns:
+        (first, end) of each stage's layers.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    num_layers = len(layer_costs)
+    if num_stages > num_layers:
+        raise ValueError(
+            f"learner.num_stages = {num_stages}, but the model has only {num_layers} layers and a stage needs one. "
+            f"Lower num_stages to {num_layers} or less"
+        )
+    # best[end]: (cost of the dearest stage, cuts) over splits of layers[:end] into the stages so far
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [0])}
+    for stage in range(num_stages):
+        extra = (first_cost if stage == 0 else 0) + (last_cost if stage == num_stages - 1 else 0)
+        longer: dict[int, tuple[int, list[int]]] = {}
+        for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
+            longer[end] = min(
+                (max(cost, extra + sum(layer_costs[start:end])), [*cuts, end])
+                for start, (cost, cuts) in best.items()
+                if start < end
+            )
+        best = longer
+    cuts = best[num_layers][1]
+    return list(itertools.pairwise(cuts))
+
+
+class StageModule(nn.Module):
+    """One stage: [1, L] tokens or [1, L, hidden] in; hidden or, on the last stage, [1, L] log-probabilities out."""
+
+    def __init__(self, whole: PreTrainedModel, share: StageShare, temperature: float) -> None:
+        """Take this stage's share out of a whole model.
+
+        Args:
+            whole: a decoder of the Llama family (`ForCausalLM`), usually on the meta device.
+            share: which layers are this stage's.
+            temperature: of sampling; log-probabilities are those of logits / temperature.
+
+        Raises:
+            ValueError: the model is built otherwise.
+        """
+        super().__init__()
+        body: Any = getattr(whole, "model", None)
+        for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
+            if not hasattr(body, part):
+                raise ValueError(
+                    f"{type(whole).__name__} has no model.{part}: the learner splits decoders of the Llama family "
+                    "(Llama, Qwen2, Qwen3, Mistral)"
+                )
+        self.share = share
+        self.temperature = temperature
+        self.hidden_size = int(whole.config.hidden_size)
+        self.vocab_size = int(whole.config.vocab_size)
+        self.tied = bool(whole.config.tie_word_embeddings)
+        self.autocast_dtype: torch.dtype | None = None
+        whole.config._attn_implementation = IMPLEMENTATION
+        self.model: Any = nn.Module()
+        self.model.rotary_emb = body.rotary_emb
+        self.model.layers = nn.ModuleDict({str(i): body.layers[i] for i in range(share.first_layer, share.end_layer)})
+        if share.is_first:
+            self.model.embed_tokens = body.embed_tokens
+        if share.is_last:
+            self.model.norm = body.norm
+            self.lm_head: Any = whole.lm_head
+            if self.tied and share.is_first:
+                self.lm_head.weight = self.model.embed_tokens.weight
+        self.batch: DeviceBatch | None = None
+        """What `forward`'s index refers to; set before a schedule runs."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters, and of hidden states between stages."""
+        return next(self.parameters()).dtype
+
+    def forward(self, states: Tensor, micro_batch: Tensor) -> Tensor:
+        """Run micro-batch `micro_batch` ([1], int64) of the bound batch through this stage."""
+        assert self.batch is not None, "bind a batch before running the stage"
+        m = int(micro_batch)
+        enabled = self.autocast_dtype is not None
+        with torch.autocast(states.device.type, dtype=self.autocast_dtype or torch.bfloat16, enabled=enabled):
+            hidden = self.model.embed_tokens(states) if self.share.is_first else states
+            rotation = self.batch.rotations.get(m)
+            if rotation is None:
+                rotation = self.model.rotary_emb(hidden, position_ids=self.batch.positions_ML[m : m + 1])
+                self.batch.rotations[m] = rotation
+            for layer in self.model.layers.values():
+                hidden = layer(hidden, position_embeddings=rotation, layout=self.batch.layouts[m])
+            return self._log_probabilities(hidden, m) if self.share.is_last else hidden
+
+    def _log_probabilities(self, hidden: Tensor, m: int) -> Tensor:
+        """Log pi of the next token where that is a completion token, 0 elsewhere: [1, L, hidden] -> [1, L]."""
+        assert self.batch is not None
+        where = self.batch.predicting[m]
+        tokens = self.batch.tokens_ML[m].index_select(0, where + 1)
+        selected = self.model.norm(hidden[0].index_select(0, where))
+        chunk = max(1, LOGITS_AT_ONCE // self.vocab_size)
+        if len(tokens) <= chunk:
+            logprobs = self._score(selected, tokens)
+        else:
+            parts = zip(torch.split(selected, chunk), torch.split(tokens, chunk), strict=True)
+            logprobs = torch.cat([checkpoint(self._score, *part, use_reentrant=False) for part in parts])
+        empty = torch.zeros((1, hidden.shape[1]), dtype=logprobs.dtype, device=logprobs.device)
+        return empty.index_copy(1, where, logprobs.unsqueeze(0))
+
+    def _score(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Log softmax(logits / temperature) at the given tokens: [n, hidden], [n] -> [n], float32 or wider."""
+        logits = self.lm_head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        return logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - logits.logsumexp(1)
+
+    def published_tensors(self) -> dict[str, Tensor]:
+        """This stage's weights by checkpoint name; `lm_head.weight` always has its own entry on the last stage.
+
+        A tied head must be sent as well: an engine that serves an untied copy would keep the old one.
+        """
+        tensors = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        if self.share.is_last:
+            tensors[HEAD] = self.lm_head.weight.detach()
+        return tensors
+
+    def exported_tensors(self) -> dict[str, Tensor]:
+        """This stage's weights for a Hugging Face folder: a tied head is left out, as its config says."""
+        tensors = self.published_tensors()
+        if self.tied:
+            tensors.pop(HEAD, None)
+        return tensors
+
+
+def load_stage(
+    model_path: Path,
+    rank: int,
+    num_stages: int,
+    *,
+    temperature: float,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> StageModule:
+    """Build a stage and read its own tensors, and no others, from a checkpoint folder.
+
+    Raises:
+        ValueError: the model is not of the Llama family, has fewer layers than stages, or lacks a tensor.
+        FileNotFoundError: the folder has no safetensors checkpoint.
+    """
+    config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    with init_empty_weights():
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    share = share_of(whole, rank, num_stages)
+    stage = StageModule(whole, share, temperature)
+    names = {name: name for name, _ in stage.named_parameters()}
+    if stage.tied and HEAD in names and HEAD not in tensor_names(model_path):
+        names[HEAD] = EMBEDDING
+    tensors = read_tensors(model_path, names.values())
+    # a clone, for an alias of two names would make the optimizer of one change the other
+    state = {name: tensors[source].to(device=device, dtype=dtype, copy=True) for name, source in names.items()}
+    stage.load_state_dict(state, strict=False, assign=True)
+    if stage.tied and share.is_first and share.is_last:
+        stage.lm_head.weight = stage.model.embed_tokens.weight
+    left_on_meta = [name for name, parameter in stage.named_parameters() if parameter.is_meta]
+    assert not left_on_meta, f"{left_on_meta} were not loaded"
+    return stage.to(device)
+
+
+def share_of(whole: PreTrainedModel, rank: int, num_stages: int) -> StageShare:
+    """The layers of a stage, balanced by parameter count with embedding, norm and head included.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+
+    def cost(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    body = whole.model
+    split = balance(
+        [cost(layer) for layer in body.layers],
+        cost(body.embed_tokens),
+        cost(body.norm) + cost(whole.lm_head),
+        num_stages,
+    )
+    return StageShare(rank, num_stages, *split[rank])

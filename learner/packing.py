@@ -1,0 +1,124 @@
+"""Best-fit-decreasing packing of whole sequences into micro-batches of one fixed shape.
+
+Every micro-batch is [1, token_budget]: real sequences side by side, padding on the right. A fixed shape
+lets the pipeline reuse its buffers, and whole sequences keep attention and positions exact. The packing
+depends on lengths and order alone, so every stage computes the same one from the same batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+PAD_TOKEN = 0
+"""Any valid token id: padding is attended to by nothing, and no loss reads it."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A batch as M micro-batches of L = token_budget tokens, and the way back to its T completion tokens.
+
+    T runs over the sequences in the order they were given, whatever micro-batch each landed in.
+    """
+
+    tokens_ML: IntArray
+    positions_ML: IntArray
+    """Position within its sequence; 0 on padding."""
+    bounds: tuple[IntArray, ...]
+    """Per micro-batch: where its sequences start, and where the last ends (num_sequences + 1 values)."""
+    predicting: tuple[IntArray, ...]
+    """Per micro-batch: the positions whose next token is a completion token, ascending."""
+    output_T: IntArray
+    """For each completion token, the flat index m * L + l of the output that holds its log-probability."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """M."""
+        return len(self.bounds)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, prompts included."""
+        return int(sum(bounds[-1] for bounds in self.bounds))
+
+    @property
+    def efficiency(self) -> float:
+        """Real tokens over tokens computed, 0..1."""
+        return self.num_tokens / max(1, self.tokens_ML.size)
+
+
+def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Assign sequences to bins: longest first, each into the fullest bin that still takes it.
+
+    Args:
+        lengths: tokens of each sequence.
+        token_budget: tokens of a bin.
+
+    Returns:
+        Per bin, the indices of its sequences.
+
+    Raises:
+        ValueError: a sequence is longer than the budget; names it.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if order and lengths[order[0]] > token_budget:
+        raise ValueError(
+            f"sequence {order[0]} of the batch has {lengths[order[0]]} tokens, and a micro-batch takes "
+            f"learner.token_budget = {token_budget}. Raise token_budget to the longest prompt plus completion, or more"
+        )
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (room left, bin), ascending
+    for i in order:
+        at = bisect_left(free, (lengths[i], -1))
+        if at == len(free):
+            bins.append([])
+            room, chosen = token_budget, len(bins) - 1
+        else:
+            room, chosen = free.pop(at)
+        bins[chosen].append(i)
+        insort(free, (room - lengths[i], chosen))
+    return bins
+
+
+def pack(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[int], token_budget: int) -> PackedBatch:
+    """Pack sequences (prompt, then completion) into micro-batches.
+
+    Args:
+        sequences: token ids of each sequence.
+        prompt_lengths: tokens of each prompt, at least 1.
+        token_budget: tokens of a micro-batch.
+
+    Raises:
+        ValueError: there is no sequence, one is longer than the budget, or one has no prompt.
+    """
+    if not sequences:
+        raise ValueError("there is nothing to pack: the batch has no sequence")
+    for i, prompt_length in enumerate(prompt_lengths):
+        if prompt_length < 1:
+            raise ValueError(f"sequence {i} has no prompt token, so nothing predicts its first completion token")
+    bins = best_fit([len(sequence) for sequence in sequences], token_budget)
+    tokens_ML = np.full((len(bins), token_budget), PAD_TOKEN, np.int64)
+    positions_ML = np.zeros((len(bins), token_budget), np.int64)
+    bounds: list[IntArray] = []
+    predicting: list[IntArray] = []
+    outputs: list[IntArray] = [np.zeros(0, np.int64)] * len(sequences)
+    for m, members in enumerate(bins):
+        edges = np.zeros(len(members) + 1, np.int64)
+        np.cumsum([len(sequences[i]) for i in members], out=edges[1:])
+        sources: list[IntArray] = []
+        for i, start, end in zip(members, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            tokens_ML[m, start:end] = sequences[i]
+            positions_ML[m, start:end] = np.arange(end - start)
+            # the output at position l holds log pi of the token at l + 1
+            source = np.arange(start + prompt_lengths[i] - 1, end - 1)
+            sources.append(source)
+            outputs[i] = m * token_budget + source
+        bounds.append(edges)
+        predicting.append(np.concatenate(sources))
+    return PackedBatch(tokens_ML, positions_ML, tuple(bounds), tuple(predicting), np.concatenate(outputs))

@@ -1,0 +1,182 @@
+"""Tasks: the split, templates, both adapters, and every mistake that is found before a process starts."""
+
+import json
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from actors.tasks import TaskError, check_task, held_out, load_task
+from actors.tasks.config import FileTask, ReasoningGymTask, with_absolute_paths
+from actors.tasks.task import json_safe
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
+
+
+def gym(**changes):
+    values = {"type": "reasoning_gym", "name": "chain_sum", "params": SUMS, "num_train": 300, "num_heldout": 60}
+    return ReasoningGymTask(**{**values, **changes})
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text(
+        "def exact(completions, answer, **columns):\n"
+        "    return [float(one == right) for one, right in zip(completions, answer)]\n"
+        "async def short(prompts, completions):\n"
+        "    return [None if len(one) > 3 else 0.25 for one in completions]\n"
+        "def needs(completions, anwser):\n"
+        "    return []\n"
+    )
+    return path
+
+
+@pytest.fixture
+def file_task(tmp_path, rewards):
+    path = tmp_path / "sums.jsonl"
+    rows = [{"question": f"{a} + 1 ?", "answer": str(a + 1), "level": {"digits": 1}} for a in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "question": " 0 +1 ? "}]))
+    return FileTask(type="file", path=str(path), rewards=(f"{rewards}:exact", f"{rewards}:short"))
+
+
+def test_the_split_is_by_question_so_seeds_and_templates_share_no_held_out_question_with_training():
+    one = load_task(gym(seed=1))
+    two = load_task(gym(seed=2, template="{metadata[expression]:compact}="))
+    heldout = {problem.question for task in (one, two) for problem in task.heldout}
+    train = {problem.question for task in (one, two) for problem in task.train}
+    assert not heldout & train
+    assert all(held_out(question, 0.125) for question in heldout)
+    assert held_out("42 - 25 = ?", 0.5) == held_out("42-25=?", 0.5) == held_out(" 42 -\n25 = ?", 0.5)
+    shares = [sum(held_out(str(n), share) for n in range(4000)) / 4000 for share in (0.125, 0.5)]
+    assert shares == pytest.approx([0.125, 0.5], abs=0.03)
+
+
+def test_prompts_are_distinct_and_the_same_in_every_process():
+    task = load_task(gym())
+    assert len({problem.text for problem in task.train}) == 300
+    code = (
+        "import sys; from actors.tasks import check_task; from actors.tasks.config import ReasoningGymTask;"
+        f"facts = check_task(ReasoningGymTask.model_validate_json({gym().model_dump_json()!r}));"
+        "print(facts.fingerprint, [name for name in ('torch', 'vllm', 'ray') if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert output.stdout.strip() == f"{task.facts().fingerprint} []"
+
+
+def test_chain_sum_is_scored_by_the_dataset_on_what_the_template_asks():
+    task = load_task(gym(template="{metadata[expression]:compact}="))
+    problem = task.prompt(0)
+    assert problem.text == "".join(problem.columns["metadata"]["expression"].split()) + "="
+    (score,) = task.rewards
+    assert score.name == "chain_sum"
+    assert score.call([problem, problem], [f" {problem.columns['answer']} ", "no"])[0] == 1.0
+    tagged = load_task(gym(answer_tag="answer")).rewards[0]
+    values = tagged.call([problem] * 2, [f"so <answer>{problem.columns['answer']}</answer>", problem.columns["answer"]])
+    assert values[0] == 1.0
+    assert values[1] < 1.0
+
+
+def test_a_file_task_splits_drops_duplicates_and_calls_rewards_with_its_columns(file_task):
+    task = load_task(file_task)
+    assert len(task.train) + len(task.heldout) == 60
+    assert all(held_out(problem.question, 0.125) for problem in task.heldout)
+    exact, short = task.rewards
+    assert (exact.name, exact.is_async, short.is_async) == ("exact", False, True)
+    problem = task.prompt(0)
+    assert exact.call([problem, problem], [problem.columns["answer"], "x"]) == [1.0, 0.0]
+    assert check_task(file_task) == task.facts()
+
+
+def test_a_parquet_file_with_held_out_rows_of_its_own_never_trains_on_them(tmp_path, file_task):
+    for name, numbers in (("train", range(20)), ("test", range(15, 25))):
+        table = pa.table({"question": [f"{n}+1" for n in numbers], "answer": [str(n + 1) for n in numbers]})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    config = file_task.model_copy(
+        update={"path": str(tmp_path / "train.parquet"), "heldout_path": str(tmp_path / "test.parquet")}
+    )
+    task = load_task(config)
+    assert [problem.question for problem in task.train] == [f"{n}+1" for n in range(15)]
+    assert len(task.heldout) == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "chainsum"}, "did you mean 'chain_sum'"),
+        ({"params": {"min_term": 2}}, "task.params.min_term.*did you mean 'min_terms'"),
+        ({"params": {"min_terms": 0}}, "min_terms must be positive"),
+        ({"params": {"seed": 3}}, "set task.seed"),
+        ({"params": {"max_terms": 1, "min_terms": 1, "max_digits": 1}}, "has only 10 distinct questions"),
+        ({"template": "{metadata[expresion]}="}, "did you mean 'expression'"),
+        ({"template": "{question.__class__}"}, "is not a template field"),
+        ({"template": "Add:"}, "names no column"),
+        ({"template": "{question"}, "does not parse"),
+        ({"rewards": ("nowhere.py:f",)}, "there is no file .*nowhere.py"),
+        ({"rewards": ("exact",)}, "not of the form FILE.py:FUNCTION"),
+    ],
+)
+def test_a_mistake_in_a_gym_task_is_found_before_a_process_starts(changes, message):
+    with pytest.raises(TaskError, match=message):
+        check_task(gym(**changes))
+
+
+def test_a_mistake_in_a_file_task_is_found_without_running_the_reward_file(tmp_path, rewards, file_task):
+    for changes, message in (
+        ({"path": "nowhere.jsonl"}, "task.path: there is no file .*nowhere.jsonl"),
+        ({"question_column": "qestion"}, "row 1; known.*did you mean 'question'"),
+        ({"template": "{levle[digits]}"}, "did you mean 'level'"),
+        ({"rewards": ()}, "task.rewards is empty"),
+        ({"rewards": (f"{rewards}:exat",)}, "defines no 'exat'.*did you mean 'exact'"),
+        ({"rewards": (f"{rewards}:needs",)}, "needs an argument 'anwser'.*did you mean 'answer'"),
+        ({"rewards": (f"{rewards}:exact", f"{rewards}:exact")}, "twice"),
+        ({"num_train": 500}, "only 60 distinct questions"),
+    ):
+        with pytest.raises(TaskError, match=message):
+            check_task(file_task.model_copy(update=changes))
+    (tmp_path / "heavy.py").write_text("raise SystemExit('was run')\ndef reward(completions): ...\n")
+    check_task(file_task.model_copy(update={"rewards": (f"{tmp_path / 'heavy.py'}:reward",)}))
+    (tmp_path / "bad.jsonl").write_text('{"question": "a"}\n{"question": }\n')
+    with pytest.raises(TaskError, match=r"bad.jsonl, line 2 is not JSON"):
+        check_task(file_task.model_copy(update={"path": str(tmp_path / "bad.jsonl")}))
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_name():
+    with pytest.raises(TaskError, match=r"training prompt 0 has .*max_prompt_tokens = 5"):
+        load_task(gym()).encoded(lambda texts: [list(text.encode()) for text in texts], 5)
+
+
+def test_columns_become_json_and_relative_paths_absolute(tmp_path, file_task):
+    assert json_safe({"a": (1, 2), ("k",): 1, "s": {3}}) == {"a": [1, 2], "s": [3]}
+    moved = with_absolute_paths(file_task.model_copy(update={"path": "d.jsonl", "rewards": ("r.py:f",)}), tmp_path)
+    assert (moved.path, moved.rewards) == (str(tmp_path / "d.jsonl"), (f"{tmp_path / 'r.py'}:f",))
+
+
+def test_prompts_are_encoded_as_they_are_or_as_a_turn_of_the_chat_and_completions_lose_special_tokens(tmp_path):
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from actors.tasks.encode import PromptCodec
+
+    words = {token: number for number, token in enumerate(["<eos>", "<unk>", "1", "2", "+", "=", "U", "S", "A"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
+    tokenizer.save_pretrained(tmp_path)
+    codec = PromptCodec(tmp_path, chat=False, system_prompt=None)
+    assert codec.encode(["1+2=", "2="]) == [[2, 4, 3, 5], [3, 5]]
+    assert codec.decode([2, 3, 0]) == "12"
+    with pytest.raises(TaskError, match="has no chat template"):
+        PromptCodec(tmp_path, chat=True, system_prompt=None)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'S' if m.role == 'system' else 'U' }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}A{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    codec = PromptCodec(tmp_path, chat=True, system_prompt="1")
+    assert codec.encode(["2="]) == [[7, 2, 6, 3, 5, 8]]
+    with pytest.raises(TaskError, match="does not exist"):
+        PromptCodec(tmp_path / "none", chat=False, system_prompt=None)

@@ -1,0 +1,48 @@
+"""The plugin that every vLLM process loads (entry point group `vllm.general_plugins`).
+
+It does two things. It registers our weight transfer, which `WeightTransferConfig(backend=BACKEND)`
+then selects. And it ties the process to its owner: where `OWNER_ENV` names a process, an engine
+outlives it by milliseconds, even if the owner was killed with no chance to say so.
+
+Importing this module costs nothing and needs no vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+
+BACKEND = "leeway"
+OWNER_ENV = "LEEWAY_ENGINE_OWNER"
+"""Process id of the actor that an engine belongs to; set by the actor before it starts the engine."""
+REFUSED = "weights refused:"
+"""An update that failed with this text left the model as it was; any other failure did not."""
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes; may be called again."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "weight_sync.vllm_transfer", "StoreWeightTransfer")
+    owner = os.environ.get(OWNER_ENV, "")
+    if owner.isdigit() and int(owner) != os.getpid():
+        _die_with(int(owner))
+
+
+def _die_with(owner: int) -> None:
+    """Kill this process once `owner` has ended. vLLM's own clean-up runs only if the owner lives to ask for it."""
+    try:
+        descriptor = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    def watch() -> None:
+        # readable when the owner has ended
+        select.select([descriptor], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="owner-watch", daemon=True).start()
