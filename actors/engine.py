@@ -5,12 +5,15 @@ with the process that started it, however that ends.
 
     EngineError
       EngineDead      the engine's process is gone or can no longer be trusted: start another
+      RequestRefused  this request cannot be generated; others can
       UpdateRefused   new weights were not as published; the engine goes on with the old ones
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import gc
 import itertools
 import os
 import time
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
 _STOP_TIMEOUT_S = 10.0
 _READY_TIMEOUT_S = 300
+_CPU_BLOCK_TOKENS = 128
 _EXECUTOR_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
@@ -46,6 +50,10 @@ class EngineError(RuntimeError):
 
 class EngineDead(EngineError):
     """The engine's process is gone, or its model is in an unknown state: start another."""
+
+
+class RequestRefused(EngineError):
+    """This request is not one that the engine can generate; it goes on with the others."""
 
 
 class UpdateRefused(EngineError):
@@ -79,11 +87,12 @@ class Engine:
 
     def __init__(self, llm: AsyncLLM, config: ActorsConfig, version: PolicyVersion, stop_token_ids: list[int]) -> None:
         """Use `start`."""
-        self._llm = llm
+        self._llm: AsyncLLM | None = llm
         self._config = config
         self._version = version
         self._stop_token_ids = stop_token_ids
         self._numbers = itertools.count()
+        self._known_sampling: dict[tuple[float, int], SamplingParams] = {}
         self._num_running = 0
         self._broken: str | None = None
         # held while weights change, so that a request's cache salt names the version that it starts under
@@ -108,9 +117,16 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            llm = AsyncLLM.from_engine_args(_engine_args(model_path, config, seed))
-            engine = cls(llm, config, version, list(facts.eos_token_ids))
-            await llm.update_weight_version(str(version))
+            # held by `engine` alone: vLLM keeps this frame alive, and what it holds would outlive `stop`
+            engine = cls(
+                AsyncLLM.from_engine_args(_engine_args(model_path, config, seed)),
+                config,
+                version,
+                list(facts.eos_token_ids),
+            )
+            await engine._alive().update_weight_version(str(version))
+            # the first step of an engine takes seconds; an update must not have to wait for it
+            await engine.generate([facts.eos_token_ids[0]], max_new_tokens=1)
         except Exception as error:
             raise EngineDead(
                 f"the vLLM engine for {model_path} did not start: {error}; its own words are in this process's log"
@@ -141,9 +157,10 @@ class Engine:
             prompt_token_ids: the prompt, tokenized.
             temperature: unset: the configured one; 0 is greedy, for evaluation.
             max_new_tokens: unset: the configured one.
-            seed: makes this one request repeatable, at a cost per token; for tests.
+            seed: of this request's samples; unset: the engine's generator.
 
         Raises:
+            RequestRefused: too long, or otherwise not as the engine wants it.
             EngineDead: the engine is gone.
         """
         from vllm.inputs.engine import tokens_input
@@ -152,99 +169,137 @@ class Engine:
         if self._updating.locked():
             async with self._updating:
                 pass
-        self._require_alive()
+        llm = self._alive()
         # prefixes cached under one version are never reused under another
         prompt = tokens_input(list(prompt_token_ids), cache_salt=str(self._version))
         self._num_running += 1
         try:
             final = None
-            async for output in self._llm.generate(prompt, params, f"r{next(self._numbers)}"):
+            async for output in llm.generate(prompt, params, f"r{next(self._numbers)}"):
                 final = output
         except Exception as error:
-            raise self._dead("while it generated", error) from error
+            if self._broken is None and not llm.errored:
+                raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
+            self._broken = self._broken or "its process ended"
+            raise EngineDead(self._last_words()) from error
         finally:
             self._num_running -= 1
-        if final is None or not final.finished:
-            raise self._dead("while it generated", None)
+        if final is None:
+            raise RequestRefused("vLLM ended a request without an output")
         return _completion(final.outputs[0])
 
-    async def apply(self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"]) -> UpdateTiming:
+    async def apply(
+        self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], *, timeout_s: float = 120.0
+    ) -> UpdateTiming:
         """Put newer weights under the running requests. New requests wait until it is done.
 
         Args:
             staged: verified, and held against removal until this returns.
             kv_cache: whether running requests keep their attention keys of the old version.
+            timeout_s: an engine that takes longer counts as dead.
 
         Raises:
             UpdateRefused: the version is not as published, or of another model; nothing has changed.
             EngineDead: the update failed half way, or the engine is gone.
         """
         async with self._updating:
-            self._require_alive()
+            llm = self._alive()
             started_s = time.perf_counter()
+            # until generation goes on, whatever ends this early (cancellation too) leaves an engine to replace
+            self._broken = f"its update to version {staged.version} never ended"
             try:
-                await self._llm.pause_generation(mode="keep", clear_cache=kv_cache == "recompute")
-                load_started_s = time.perf_counter()
-                await self._load(staged)
-                load_s = time.perf_counter() - load_started_s
-                await self._llm.resume_generation()
-            except UpdateRefused:
-                await self._llm.resume_generation()
-                raise
+                async with asyncio.timeout(timeout_s):
+                    # not llm.pause_generation, which sleeps 20 ms after this very call
+                    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "recompute")
+                    load_started_s = time.perf_counter()
+                    refusal = await self._load(llm, staged)
+                    load_s = time.perf_counter() - load_started_s
+                    await llm.resume_generation()
             except Exception as error:
-                self._broken = f"the update to version {staged.version} failed half way: {error}"
-                raise self._dead(f"while it took version {staged.version}", error) from error
+                late = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+                self._broken = f"its update to version {staged.version} failed half way: {late}"
+                raise EngineDead(self._last_words()) from error
+            self._broken = None
+            if refusal is not None:
+                raise UpdateRefused(f"{refusal}; still serving version {self._version}")
             return UpdateTiming(pause_s=time.perf_counter() - started_s, load_s=load_s)
 
     async def stop(self) -> None:
-        """End the engine's processes; running requests are lost. May be called twice."""
-        self._broken = self._broken or "it was stopped"
-        await asyncio.to_thread(self._llm.shutdown, _STOP_TIMEOUT_S)
+        """End the engine's processes; running requests fail with `EngineDead`. May be called twice."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        self._broken = "it was stopped"
+        llm.output_processor.propagate_error(EngineDead(self._last_words()))
+        # nobody is left to read outputs; their end would be logged as a crash
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
+        await asyncio.to_thread(llm.shutdown, _STOP_TIMEOUT_S)
+        # it is part of a cycle, and if it lasts until the interpreter ends, its __del__ complains
+        del llm
+        gc.collect()
 
-    async def _load(self, staged: StagedVersion) -> None:
+    async def _load(self, llm: AsyncLLM, staged: StagedVersion) -> str | None:
+        """Load a version into the paused engine; the reason where it was refused before anything changed."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         update = {"folder": str(staged.folder), "version": str(staged.version)}
-        await self._llm.start_weight_update()
+        await llm.start_weight_update()
         try:
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+            await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         except Exception as error:
             if REFUSED in str(error):
-                raise UpdateRefused(f"version {staged.version}: {error}; still serving {self._version}") from error
+                return str(error)
             raise
-        await self._llm.finish_weight_update(weight_version=str(staged.version))
+        await llm.finish_weight_update(weight_version=str(staged.version))
         self._version = staged.version
+        return None
 
     def _sampling(self, temperature: float | None, max_new_tokens: int | None, seed: int | None) -> SamplingParams:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        return SamplingParams(
-            temperature=self._config.temperature if temperature is None else temperature,
-            max_tokens=self._config.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            seed=seed,
-            stop_token_ids=self._stop_token_ids,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
+        key = (
+            self._config.temperature if temperature is None else temperature,
+            self._config.max_new_tokens if max_new_tokens is None else max_new_tokens,
         )
+        # validating parameters takes longer than a token of a small model: once for each kind, then copies
+        if key not in self._known_sampling:
+            self._known_sampling[key] = SamplingParams(
+                temperature=key[0],
+                max_tokens=key[1],
+                stop_token_ids=self._stop_token_ids,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,
+            )
+        params = copy.copy(self._known_sampling[key])
+        params.seed = seed
+        return params
 
-    def _require_alive(self) -> None:
-        if self._broken is not None:
-            raise EngineDead(f"the vLLM engine is not usable: {self._broken}; start another")
-        if self._llm.errored:
-            raise self._dead("before this request", None)
+    def _alive(self) -> AsyncLLM:
+        if self._broken is None and (self._llm is None or self._llm.errored):
+            self._broken = "its process ended"
+        if self._broken is not None or self._llm is None:
+            raise EngineDead(self._last_words())
+        return self._llm
 
-    def _dead(self, when: str, error: Exception | None) -> EngineDead:
-        cause = f": {error}" if error is not None else ""
-        return EngineDead(
-            f"the vLLM engine that serves version {self._version} died {when}{cause}; "
-            f"its last words are in the log of this process ({os.getpid()})"
+    def _last_words(self) -> str:
+        return (
+            f"the vLLM engine that served version {self._version} is not usable: {self._broken}; "
+            f"its own words are in the log of this process ({os.getpid()}). Start another"
         )
 
 
 def _completion(output: CompletionOutput) -> Completion:
+    """Read vLLM's output.
+
+    Raises:
+        RequestRefused: the request ended neither by an end-of-sequence token nor by length.
+    """
+    if output.finish_reason not in ("stop", "length"):
+        raise RequestRefused(f"a request ended with '{output.finish_reason}' after {len(output.token_ids)} tokens")
     spans = tuple(
         VersionSpan(PolicyVersion.parse(span.version), span.start, span.end) for span in output.weight_versions
     )
@@ -252,13 +307,14 @@ def _completion(output: CompletionOutput) -> Completion:
         token_ids=np.asarray(output.token_ids, dtype=np.int32),
         logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
         spans=spans,
-        finish_reason="stop" if output.finish_reason == "stop" else "length",
+        finish_reason=output.finish_reason,
     )
 
 
 def _set_environment(config: ActorsConfig) -> None:
     """What vLLM reads from the environment only. Inherited by the engine's processes."""
     os.environ[OWNER_ENV] = str(os.getpid())
+    os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
     defaults = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -270,7 +326,6 @@ def _set_environment(config: ActorsConfig) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # engines share the cores of a machine: none may bind itself to the cores of another
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(config.num_threads),
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -288,6 +343,9 @@ def _engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngi
         if config.tensor_parallel_size == 1:
             # vLLM would put the model into a third process, which costs a round trip for every step
             placement["distributed_executor_backend"] = _EXECUTOR_IN_PROCESS
+        if config.max_prompt_tokens < _CPU_BLOCK_TOKENS:
+            # no prompt fills a block, so none could be shared: save the hashing
+            placement["enable_prefix_caching"] = False
     return AsyncEngineArgs(
         model=str(model_path),
         skip_tokenizer_init=True,

@@ -118,6 +118,8 @@ class _Lane:
         return await waiting.value
 
     def close(self) -> None:
+        for one in self._waiting:
+            one.value.cancel()
         for task in self._tasks:
             task.cancel()
         self._threads.close()
@@ -130,6 +132,14 @@ class _Lane:
             task.add_done_callback(self._tasks.discard)
 
     async def _score(self, batch: Sequence[_Waiting]) -> None:
+        try:
+            await self._score_batch(batch)
+        finally:
+            # Cancelled by `close`: nobody may go on waiting.
+            for one in batch:
+                one.value.cancel()
+
+    async def _score_batch(self, batch: Sequence[_Waiting]) -> None:
         if len(batch) == 1:
             await self._score_alone(batch[0])
             return

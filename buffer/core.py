@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from buffer import protocol as p
 from buffer import schema
@@ -35,7 +36,8 @@ class BufferCore:
     """The buffer's rules; its only state outside of the store are the deadlines of leases."""
 
     def __init__(self, config: BufferConfig, facts: RunFacts, clock: Callable[[], float]) -> None:
-        """
+        """Compose the rules for one run.
+
         Raises:
             StoreError: the capacity is smaller than what the staleness bound lets be outstanding.
         """
@@ -56,11 +58,11 @@ class BufferCore:
         """Answer any request but a draw, which may have to wait.
 
         Raises:
-            BufferRefused: the request cannot be served; nothing was changed.
+            BufferRefused: the request cannot be served; nothing was changed but the quarantine.
         """
         match message:
             case p.Push():
-                return p.PushReply(self.intake.push(tx, message, self._batch(tx, body))), b""
+                return p.PushReply(self.intake.push(tx, message, self._read(tx, body, schema.SCHEMA))), b""
             case p.LeaseRequest():
                 return self.leases.grant(tx, message), b""
             case p.Renew():
@@ -71,10 +73,16 @@ class BufferCore:
                 return self.draws.begin(tx, message), b""
             case p.StatusRequest():
                 return self._status(tx), b""
+        self._note(tx, message, body)
+        return p.Done(), b""
+
+    def _note(self, tx: Transaction, message: p.Request, body: bytes) -> None:
+        """The requests whose answer is only that they were done."""
+        match message:
             case p.GiveUp():
                 self.leases.give_up(tx, message)
             case p.WriteScores():
-                self._write_scores(tx, body)
+                self._write_scores(tx, self._read(tx, body, schema.SCORES))
             case p.StepFinished():
                 self.draws.finish(tx, message)
             case p.Published():
@@ -85,7 +93,6 @@ class BufferCore:
                 tx.state.draining = True
             case _:
                 raise BufferRefused(f"{type(message).__name__} is no request that the buffer answers")
-        return p.Done(), b""
 
     def try_draw(self, tx: Transaction, request: p.DrawRequest) -> Answer | None:
         """The reply to a draw; None where it must wait."""
@@ -100,7 +107,9 @@ class BufferCore:
 
     def _hello(self, tx: Transaction, message: p.Hello) -> p.Welcome:
         if message.run_id != self.facts.run_id:
-            raise BufferRefused(f"this buffer serves run '{self.facts.run_id}', not '{message.run_id}': check the address")
+            raise BufferRefused(
+                f"this buffer serves run '{self.facts.run_id}', not '{message.run_id}': check the address"
+            )
         if message.protocol_version != p.PROTOCOL_VERSION:
             raise BufferRefused(
                 f"this buffer speaks protocol {p.PROTOCOL_VERSION}, the client {message.protocol_version}: "
@@ -109,12 +118,12 @@ class BufferCore:
         actor = self.leases.hello(tx, message)
         return p.Welcome(self.facts.run_id, actor.epoch, self.facts.group_size, tx.state.newest)
 
-    def _batch(self, tx: Transaction, body: bytes) -> object:
+    def _read(self, tx: Transaction, body: bytes, expected: pa.Schema) -> pa.RecordBatch:
         try:
-            return schema.read_stream(body)
+            return schema.read_stream(body, expected)
         except BadBody as error:
+            # The refusal is an answer, not a rollback: what is set aside stays counted.
             set_aside(tx, error.category, body, matches_lease=False)
-            # The refusal is an answer, not a rollback: what was set aside stays counted.
             raise BufferRefused(f"the message was quarantined: {error}") from error
 
     def _body(self, tx: Transaction, draw: Draw) -> bytes:
@@ -125,13 +134,8 @@ class BufferCore:
             raise BufferRefused(f"step {draw.step} cannot be drawn again as it was: {error}") from error
         return schema.write_stream(schema.join_rows(rows, scores))
 
-    def _write_scores(self, tx: Transaction, body: bytes) -> None:
+    def _write_scores(self, tx: Transaction, batch: pa.RecordBatch) -> None:
         """Store reference log-probabilities beside their records; writing them again changes nothing."""
-        try:
-            batch = schema.read_stream(body, schema.SCORES)
-        except BadBody as error:
-            set_aside(tx, error.category, body, matches_lease=False)
-            raise BufferRefused(f"the scores were quarantined: {error}") from error
         values, bounds = schema.flat_values(batch.column(1))
         scores: dict[int, bytes] = {}
         for i, record in enumerate(batch.column(0).to_pylist()):
@@ -151,7 +155,7 @@ class BufferCore:
     def _status(self, tx: Transaction) -> p.Status:
         state = tx.state
         in_flight: Counter[str] = Counter()
-        for (group_id,) in tx.open_groups.keys():
+        for (group_id,) in tx.open_groups.all_keys():
             group = tx.groups.require(group_id)
             if group.lease_id:
                 in_flight[group.actor] += len(group.missing())

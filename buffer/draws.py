@@ -49,7 +49,7 @@ class Draws:
         if message.session in sessions[:-1]:
             raise BufferRefused(f"this learner was replaced by incarnation {state.incarnation}; only one may train")
         if message.session not in sessions:
-            ready = [tx.groups.require(group_id) for _, group_id in tx.ready_groups.keys()]
+            ready = [tx.groups.require(group_id) for _, group_id in tx.ready_groups.all_keys()]
             for group in ready:
                 tx.ready_groups.delete(group.oldest_effective(state), group.group_id)
             state.incarnations.append(Incarnation(message.session, message.version, message.step))
@@ -91,7 +91,7 @@ class Draws:
         unfinished = [step for step in tx.state.pending_draws if step <= message.step]
         if unfinished:
             raise BufferRefused(f"a checkpoint at step {message.step} cannot be durable: {unfinished} are unfinished")
-        for step in [step for (step,) in tx.draws.keys() if step <= message.step]:
+        for step in [step for (step,) in tx.draws.all_keys() if step <= message.step]:
             draw = tx.draws.require(step)
             for group_id in draw.group_ids:
                 self._groups.make_evictable(tx, tx.groups.require(group_id))
@@ -134,7 +134,7 @@ class Draws:
                 return draw
             self._release_from(tx, request.step)
         self._drop_stale(tx, request.version)
-        chosen = self._law.choose((ReadyGroup(*key) for key in tx.ready_groups.keys()), request.num_groups)
+        chosen = self._law.choose((ReadyGroup(*key) for key in tx.ready_groups.all_keys()), request.num_groups)
         damaged = [group for key in chosen if (group := self._damaged(tx, key.group_id)) is not None]
         for group in damaged:
             self._groups.drop_ready(tx, group, "evicted_unused")
@@ -145,13 +145,15 @@ class Draws:
     def waiting_for(self, tx: Transaction, request: DrawRequest) -> str:
         """What the step still lacks, and who owes it."""
         ready = tx.ready_groups.count
-        chosen = self._law.choose((ReadyGroup(*key) for key in tx.ready_groups.keys()), request.num_groups)
+        chosen = self._law.choose((ReadyGroup(*key) for key in tx.ready_groups.all_keys()), request.num_groups)
         text = f"step {request.step} has {min(ready, request.num_groups)} of {request.num_groups} groups"
         held = [] if len(chosen) < request.num_groups else self._held_back_by(tx, chosen, request.version)
         if held:
-            text += f" and waits for older ones (on_stale = 'wait'): {_some([f'group {group_id}' for group_id in held])}"
+            text += (
+                f" and waits for older ones (on_stale = 'wait'): {_some([f'group {group_id}' for group_id in held])}"
+            )
         owed = []
-        for (group_id,) in tx.open_groups.keys():
+        for (group_id,) in tx.open_groups.all_keys():
             group = tx.groups.require(group_id)
             owner = f"{group.actor} (lease {group.lease_id})" if group.lease_id else "nobody: it waits for an actor"
             owed.append(f"group {group_id}, samples {group.missing()} from {owner}")
@@ -189,7 +191,7 @@ class Draws:
     def _drop_stale(self, tx: Transaction, version: int) -> None:
         """Drop the ready groups that are past the bound at this version; the index has them first."""
         stale = []
-        for oldest, group_id in tx.ready_groups.keys():
+        for oldest, group_id in tx.ready_groups.all_keys():
             if self._contract.usable(oldest, version):
                 break
             stale.append(group_id)
@@ -204,10 +206,10 @@ class Draws:
         younger than it must be in this very step instead of a younger one that was chosen.
         """
         drawn = set(chosen)
-        ready = [key for pair in tx.ready_groups.keys() if (key := ReadyGroup(*pair)) not in drawn]
+        ready = [key for pair in tx.ready_groups.all_keys() if (key := ReadyGroup(*pair)) not in drawn]
         still_open = [
             ReadyGroup(tx.groups.require(group_id).oldest_effective(tx.state), group_id)
-            for (group_id,) in tx.open_groups.keys()
+            for (group_id,) in tx.open_groups.all_keys()
         ]
         latest_at_risk = -1
         for i, group in enumerate(sorted(ready + still_open)):
@@ -252,7 +254,7 @@ class Draws:
         state = tx.state
         state.version, state.step = message.version, message.step
         state.pending_draws = {}
-        for (step,) in list(tx.draws.keys()):
+        for (step,) in list(tx.draws.all_keys()):
             draw = tx.draws.require(step)
             if step <= message.step:
                 if draw.finished_by < 0:
@@ -274,7 +276,7 @@ class Draws:
         All later ones, because groups held for them would keep admission closed while this step
         waits for new groups. What was trained on stays trained; what was not is ready again.
         """
-        for later in [each for (each,) in tx.draws.keys() if each >= step]:
+        for later in [each for (each,) in tx.draws.all_keys() if each >= step]:
             for group_id in tx.draws.require(later).group_ids:
                 group = tx.groups.require(group_id)
                 if group.phase == "drawn":

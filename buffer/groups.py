@@ -111,7 +111,10 @@ class Groups:
         excess = tx.records.count - self.config.capacity_trajectories
         if excess <= 0:
             return
-        oldest = [(record, group_id) for ((record,), group_id), _ in zip(tx.evictable.items(), range(excess), strict=False)]
+        oldest = [
+            (record, group_id)
+            for ((record,), group_id), _ in zip(tx.evictable.all_items(), range(excess), strict=False)
+        ]
         for record, group_id in oldest:
             tx.evictable.delete(record)
             tx.records.delete(record)

@@ -11,7 +11,7 @@ Good rows of a message pass whatever the others are.
 
 from __future__ import annotations
 
-from typing import Any
+import pyarrow as pa
 
 from buffer.config import RunFacts
 from buffer.groups import Groups
@@ -58,7 +58,7 @@ class Intake:
         self._groups = groups
         self._leases = leases
 
-    def push(self, tx: Transaction, message: Push, batch: Any) -> list[RowResult]:
+    def push(self, tx: Transaction, message: Push, batch: pa.RecordBatch) -> list[RowResult]:
         """Settle every row of a validated record batch.
 
         Raises:
@@ -95,7 +95,7 @@ class Intake:
         self,
         tx: Transaction,
         actor: Actor,
-        batch: Any,
+        batch: pa.RecordBatch,
         row: int,
         seq: int,
         claim: list[int],
@@ -127,7 +127,9 @@ class Intake:
             return None
         return group
 
-    def _commit(self, tx: Transaction, group: Group, index: int, batch: Any, row: int, reward: float | None) -> None:
+    def _commit(
+        self, tx: Transaction, group: Group, index: int, batch: pa.RecordBatch, row: int, reward: float | None
+    ) -> None:
         record = tx.state.next_record
         tx.state.next_record += 1
         tx.records.put(row_bytes(batch, row), record)

@@ -44,7 +44,7 @@ class Leases:
 
     def restart(self, tx: Transaction) -> None:
         """After the service started: every open lease gets its full time again."""
-        for (lease_id,) in tx.leases.keys():
+        for (lease_id,) in tx.leases.all_keys():
             self._extend(lease_id)
 
     def hello(self, tx: Transaction, message: Hello) -> Actor:
@@ -59,11 +59,13 @@ class Leases:
         if actor is None:
             actor = Actor(message.name, message.role, message.session)
         elif actor.role != message.role:
-            raise BufferRefused(f"'{message.name}' is the {actor.role} of this run; a {message.role} needs its own name")
+            raise BufferRefused(
+                f"'{message.name}' is the {actor.role} of this run; a {message.role} needs its own name"
+            )
         elif actor.session == message.session:
             return actor
         else:
-            for (lease_id,), group_id in list(tx.leases.items()):
+            for (lease_id,), group_id in list(tx.leases.all_items()):
                 group = tx.groups.require(group_id)
                 if group.actor == message.name:
                     assert group.lease_id == lease_id
@@ -81,7 +83,9 @@ class Leases:
         """
         actor = tx.actors.get(name) if is_name(name) else None
         if actor is None or epoch > actor.epoch:
-            raise BufferRefused(f"'{name[:MAX_NAME_BYTES]}' (epoch {epoch}) is unknown to this service: send Hello first")
+            raise BufferRefused(
+                f"'{name[:MAX_NAME_BYTES]}' (epoch {epoch}) is unknown to this service: send Hello first"
+            )
         if epoch < actor.epoch:
             raise BufferRefused(f"'{name}' (epoch {epoch}) was replaced by a newer process (epoch {actor.epoch})")
         return actor
@@ -166,13 +170,15 @@ class Leases:
             return f"{outstanding} groups are outstanding, which is all that the staleness bound allows"
         oldest = self._contract.min_version(state.effective(state.published))
         if not self._contract.usable(oldest, state.version + outstanding // self._facts.groups_per_step):
-            return f"the learner is at version {state.version}, the newest published is {state.effective(state.published)}"
+            return (
+                f"the learner is at version {state.version}, the newest published is {state.effective(state.published)}"
+            )
         return ""
 
     def _next_group(self, tx: Transaction) -> Group | None:
         if tx.state.draining or tx.state.published is None:
             return None
-        for (group_id,) in list(tx.unleased_groups.keys()):
+        for (group_id,) in list(tx.unleased_groups.all_keys()):
             group = tx.groups.require(group_id)
             if not self._is_doomed(tx, group):
                 return group
@@ -203,14 +209,12 @@ class Leases:
 
     def _next_prompt(self, tx: Transaction) -> tuple[int, int]:
         """A returned prompt (with its failures), or the next one of the data's order."""
-        for (key,), returned in tx.returned_prompts.items():
-            break
-        else:
-            epoch, position = divmod(tx.state.cursor, self._facts.num_prompts)
-            tx.state.cursor += 1
-            return int(_order(self._facts.seed, epoch, self._facts.num_prompts)[position]), 0
-        tx.returned_prompts.delete(key)
-        return returned.prompt_id, returned.failures
+        for (key,), returned in tx.returned_prompts.all_items():
+            tx.returned_prompts.delete(key)
+            return returned.prompt_id, returned.failures
+        epoch, position = divmod(tx.state.cursor, self._facts.num_prompts)
+        tx.state.cursor += 1
+        return int(_order(self._facts.seed, epoch, self._facts.num_prompts)[position]), 0
 
     def _issue(self, tx: Transaction, group: Group, actor: Actor) -> Lease:
         state = tx.state

@@ -106,8 +106,8 @@ def live_gap(tx: Transaction) -> int:
     """
     ledger = tx.state.ledger
     found: Counter[str] = Counter()
-    open_groups = [group_id for (group_id,) in tx.open_groups.keys()]
-    ready_groups = [group_id for _, group_id in tx.ready_groups.keys()]
+    open_groups = [group_id for (group_id,) in tx.open_groups.all_keys()]
+    ready_groups = [group_id for _, group_id in tx.ready_groups.all_keys()]
     drawn_groups = [g for step in tx.state.pending_draws for g in tx.draws.require(step).group_ids]
     for group_id in (*open_groups, *ready_groups, *drawn_groups):
         group = tx.groups.require(group_id)
@@ -120,7 +120,8 @@ def live_gap(tx: Transaction) -> int:
 def recount(tx: Transaction) -> dict[str, int]:
     """The two lines of the ledger, counted from the tables: every group, and what left them."""
     found: Counter[str] = Counter(tx.state.retired)
-    for _, group in tx.groups.items():
+    for (group_id,) in tx.groups.all_keys():
+        group = tx.groups.require(group_id)
         found["issued"] += group.issued
         found["failed"] += group.failed
         if group.lease_id:

@@ -66,7 +66,7 @@ _json_encoder = msgspec.json.Encoder()
 _json_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
-def to_batch(trajectories: Sequence[Trajectory], run_id: str) -> Any:
+def to_batch(trajectories: Sequence[Trajectory], run_id: str) -> pa.RecordBatch:
     """Trajectories as one Arrow record batch of `SCHEMA`.
 
     Raises:
@@ -92,7 +92,7 @@ def to_batch(trajectories: Sequence[Trajectory], run_id: str) -> Any:
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def write_stream(batch: Any) -> bytes:
+def write_stream(batch: pa.RecordBatch) -> bytes:
     """One record batch as an IPC stream: a message body."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -111,7 +111,7 @@ def encode_scores(record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.f
     return write_stream(pa.RecordBatch.from_arrays(columns, schema=SCORES))
 
 
-def read_stream(body: bytes | memoryview, expected: Any = SCHEMA) -> Any:
+def read_stream(body: bytes | memoryview, expected: pa.Schema = SCHEMA) -> pa.RecordBatch:
     """Read a message body from outside into a fully validated record batch of the expected schema.
 
     The order matters: a compressed body is refused by its metadata, before anything expands; the
@@ -151,7 +151,7 @@ def decode(body: bytes | memoryview) -> list[Trajectory]:
     return from_batch(read_stream(body))
 
 
-def from_batch(batch: Any) -> list[Trajectory]:
+def from_batch(batch: pa.RecordBatch) -> list[Trajectory]:
     """The rows of a record batch; arrays are read-only views into it."""
     column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
     plain = {name: column[name].to_pylist() for name in (*_INTEGERS, *_WALL_TIMES, "actor", "finish_reason", "reward")}
@@ -179,12 +179,12 @@ def from_batch(batch: Any) -> list[Trajectory]:
     ]
 
 
-def row_bytes(batch: Any, row: int) -> bytes:
+def row_bytes(batch: pa.RecordBatch, row: int) -> bytes:
     """One row as the bytes of a record on disk."""
     return batch.slice(row, 1).serialize().to_pybytes()
 
 
-def join_rows(rows: Sequence[bytes], scores: Sequence[npt.NDArray[np.float32] | None]) -> Any:
+def join_rows(rows: Sequence[bytes], scores: Sequence[npt.NDArray[np.float32] | None]) -> pa.RecordBatch:
     """Records from disk as one record batch, with the reference log-probabilities that were written since."""
     batches = [pa.ipc.read_record_batch(pa.py_buffer(row), SCHEMA) for row in rows]
     batch = pa.concat_batches(batches) if batches else SCHEMA.empty_table().to_batches(max_chunksize=1)[0]
@@ -198,7 +198,7 @@ def completion_length(row: bytes) -> int:
     return len(batch.column(SCHEMA.get_field_index("logprobs"))[0])
 
 
-def flat_values(column: Any) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+def flat_values(column: pa.Array) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
     """A list column as its flat values and the bounds of each row in them (num_rows + 1)."""
     lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     bounds = np.zeros(len(lengths) + 1, np.int64)
@@ -212,12 +212,12 @@ def _bounds(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
     return bounds
 
 
-def _lists(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> Any:
+def _lists(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> pa.Array:
     flat = np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)
     return pa.ListArray.from_arrays(pa.array(_bounds([len(array) for array in arrays])), pa.array(flat))
 
 
-def _optional_lists(arrays: Sequence[npt.NDArray[np.float32] | None]) -> Any:
+def _optional_lists(arrays: Sequence[npt.NDArray[np.float32] | None]) -> pa.Array:
     empty = np.zeros(0, np.float32)
     lists = _lists([empty if array is None else array for array in arrays], np.float32)
     missing = np.fromiter((array is None for array in arrays), np.bool_, len(arrays))
@@ -226,7 +226,7 @@ def _optional_lists(arrays: Sequence[npt.NDArray[np.float32] | None]) -> Any:
     return pa.ListArray.from_arrays(lists.offsets, lists.values, mask=pa.array(missing))
 
 
-def _spans(rows: Sequence[Trajectory]) -> Any:
+def _spans(rows: Sequence[Trajectory]) -> pa.Array:
     flat = np.array(
         [(*span.version, span.start, span.end) for row in rows for span in row.spans], dtype=np.int64
     ).reshape(-1, 4)
@@ -235,7 +235,7 @@ def _spans(rows: Sequence[Trajectory]) -> Any:
     return pa.ListArray.from_arrays(pa.array(_bounds([len(row.spans) for row in rows])), structs)
 
 
-def _reward_parts(rows: Sequence[Trajectory]) -> Any:
+def _reward_parts(rows: Sequence[Trajectory]) -> pa.Array:
     parts = [part for row in rows for part in row.reward_parts.items()]
     names = pa.array([name for name, _ in parts], pa.string())
     values = pa.array([value for _, value in parts], pa.float64())
@@ -243,7 +243,7 @@ def _reward_parts(rows: Sequence[Trajectory]) -> Any:
     return pa.ListArray.from_arrays(pa.array(_bounds([len(row.reward_parts) for row in rows])), structs)
 
 
-def _refuse_nulls(batch: Any) -> None:
+def _refuse_nulls(batch: pa.RecordBatch) -> None:
     """Arrow's own validation lets nulls pass where the schema forbids them."""
     for field, column in zip(batch.schema, batch.columns, strict=True):
         if field.name not in _NULLABLE and column.null_count:

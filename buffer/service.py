@@ -155,7 +155,9 @@ class BufferService:
             size += sum(map(len, inbox[-1]))
         return inbox
 
-    def _answer(self, tx: Transaction, inbox: list[list[bytes]]) -> tuple[list[_Outgoing], dict[tuple[bytes, int], _Parked]]:
+    def _answer(
+        self, tx: Transaction, inbox: list[list[bytes]]
+    ) -> tuple[list[_Outgoing], dict[tuple[bytes, int], _Parked]]:
         """All replies of one turn. May run twice where the store grows, so it changes nothing but `tx`."""
         outbox: list[_Outgoing] = []
         parked = dict(self._parked)

@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import lmdb
 import msgspec
@@ -63,17 +63,17 @@ def _digest(key: bytes, payload: bytes | memoryview) -> int:
 class Table(Generic[V]):
     """One table within a transaction; a value that fails its checksum raises CorruptRecord."""
 
-    def __init__(self, name: str, txn: Any, db: Any, kind: Any) -> None:
+    def __init__(self, name: str, txn: lmdb.Transaction, db: lmdb._Database) -> None:
         self._name = name
         self._txn = txn
         self._db = db
-        self._decoder = None if kind is bytes else _DECODERS[name]
+        self._decoder = _DECODERS.get(name)
 
     def get(self, *key: int | str) -> V | None:
         """The value, or None."""
         packed = _pack(key)
         value = self._txn.get(packed, db=self._db)
-        return None if value is None else self._open(packed, value)
+        return None if value is None else self._open(packed, bytes(value))
 
     def require(self, *key: int | str) -> V:
         """The value of a key that must be there."""
@@ -102,15 +102,15 @@ class Table(Generic[V]):
         """Number of entries."""
         return int(self._txn.stat(self._db)["entries"])
 
-    def keys(self) -> Iterator[tuple[int, ...]]:
+    def all_keys(self) -> Iterator[tuple[int, ...]]:
         """Keys made of integers, ascending. The table must not change while they are read."""
         for packed in self._txn.cursor(db=self._db).iternext(keys=True, values=False):
             yield struct.unpack(f">{len(packed) // 8}Q", packed)
 
-    def items(self) -> Iterator[tuple[tuple[int, ...], V]]:
+    def all_items(self) -> Iterator[tuple[tuple[int, ...], V]]:
         """Integer keys and their values, ascending. The table must not change while they are read."""
         for packed, value in self._txn.cursor(db=self._db).iternext(keys=True, values=True):
-            yield struct.unpack(f">{len(packed) // 8}Q", packed), self._open(packed, value)
+            yield struct.unpack(f">{len(packed) // 8}Q", packed), self._open(bytes(packed), bytes(value))
 
     def delete_texts(self, first: str) -> None:
         """Remove every key whose first part is this text."""
@@ -126,14 +126,12 @@ class Table(Generic[V]):
                 f"the store's table '{self._name}' has a value of {len(value)} bytes under key {key.hex()} that does "
                 "not match its checksum: the disk or the file is damaged"
             )
-        opened: V = payload if self._decoder is None else self._decoder.decode(payload)
+        opened: V = self._decoder.decode(payload) if self._decoder is not None else cast(V, payload)
         return opened
 
 
 _encoder = msgspec.msgpack.Encoder()
-_DECODERS: dict[str, Any] = {
-    name: msgspec.msgpack.Decoder(kind) for name, kind in _TABLES.items() if kind is not bytes
-}
+_DECODERS: dict[str, Any] = {name: msgspec.msgpack.Decoder(kind) for name, kind in _TABLES.items() if kind is not bytes}
 _state_decoder = msgspec.msgpack.Decoder(State)
 _identity_decoder = msgspec.msgpack.Decoder(Identity)
 
@@ -141,8 +139,8 @@ _identity_decoder = msgspec.msgpack.Decoder(Identity)
 class Transaction:
     """All tables and the state record, changed together or not at all."""
 
-    def __init__(self, txn: Any, dbs: dict[str, Any]) -> None:
-        tables: dict[str, Any] = {name: Table(name, txn, dbs[name], kind) for name, kind in _TABLES.items()}
+    def __init__(self, txn: lmdb.Transaction, dbs: dict[str, lmdb._Database]) -> None:
+        tables: dict[str, Any] = {name: Table(name, txn, dbs[name]) for name in _TABLES}
         self.meta: Table[bytes] = tables["meta"]
         self.groups: Table[Group] = tables["groups"]
         self.leases: Table[int] = tables["leases"]
@@ -190,7 +188,9 @@ class Store:
         except OSError as error:
             if isinstance(error, StoreError):
                 raise
-            raise StoreError(f"the buffer's folder {folder} cannot be used: {error}. Check its path and rights") from error
+            raise StoreError(
+                f"the buffer's folder {folder} cannot be used: {error}. Check its path and rights"
+            ) from error
         try:
             self._open(first_map_size)
             self._check_identity(facts)
@@ -202,7 +202,7 @@ class Store:
         data = self.folder / "data.mdb"
         size = data.stat().st_size if data.exists() else 0
         try:
-            self._env: Any = lmdb.open(
+            self._env = lmdb.open(
                 str(self.folder), map_size=max(first_map_size, size), max_dbs=len(_TABLES), writemap=False, sync=True
             )
             used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
@@ -248,7 +248,6 @@ class Store:
                     tx = Transaction(txn, self._dbs)
                     result = change(tx)
                     tx.flush()
-                return result
             except lmdb.MapFullError:
                 grown = self._env.info()["map_size"] * 2
                 log.info("the map of %s is full; growing it to %d MiB", self.folder, grown // 2**20)
@@ -258,6 +257,8 @@ class Store:
                     f"writing to the buffer in {self.folder} failed ({error}); nothing of this turn was acknowledged. "
                     "Check free disk space, then start the service again"
                 ) from error
+            else:
+                return result
 
     def read(self, look: Callable[[Transaction], T]) -> T:
         """Run `look` in a read-only transaction, which ends with it: a pinned reader would let the file grow."""

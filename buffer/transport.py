@@ -39,6 +39,7 @@ class _Call:
     frames: list[bytes]
     future: Future[Result]
     resend_after_s: float
+    asked_at: float
     gives_up_at: float
     sent_at: float | None = None
     """None while it waits to be sent."""
@@ -92,13 +93,16 @@ class Transport:
         self._thread = threading.Thread(target=self._run, name=f"{name}-buffer-io", daemon=True)
         self._thread.start()
 
-    def submit(self, message: p.Request, body: bytes = b"", *, wait_s: float = 0.0) -> Future[Result]:
+    def submit(
+        self, message: p.Request, body: bytes = b"", *, wait_s: float = 0.0, closing: bool = False
+    ) -> Future[Result]:
         """Send a request.
 
         Args:
             message: the request.
             body: an Arrow IPC stream, or nothing.
             wait_s: how long the service may take to answer, beyond the usual.
+            closing: allow it while the transport closes: for what `pump` still has to send.
 
         Returns:
             The reply and its body. Fails with BufferRefused or BufferUnavailable.
@@ -106,14 +110,19 @@ class Transport:
         future: Future[Result] = Future()
         now = time.monotonic()
         with self._inbox.lock:
-            if self._inbox.ended or self._inbox.closing_at is not None:
+            if self._inbox.ended or (self._inbox.closing_at is not None and not closing):
                 raise BufferUnavailable(f"the client of the buffer service at {self.address} is closed")
             number = next(self._numbers)
             frames = [p.encode(p.Envelope(number, message, p.checksum(body))), *([body] if body else [])]
             call = _Call(
-                number, type(message).__name__, frames, future,
-                resend_after_s=self._request_timeout_s + wait_s, gives_up_at=now + self._give_up_after_s + wait_s,
-            )  # fmt: skip
+                number,
+                type(message).__name__,
+                frames,
+                future,
+                resend_after_s=self._request_timeout_s + wait_s,
+                asked_at=now,
+                gives_up_at=now + self._give_up_after_s + wait_s,
+            )
             self._inbox.calls.append(call)
         self.wake()
         return future
@@ -187,7 +196,7 @@ class Transport:
         dead = False
         for call in list(self._calls.values()):
             if now >= call.gives_up_at:
-                self._fail(call, f"did not answer {call.name} for {call.resend_after_s + self._give_up_after_s - self._request_timeout_s:.0f} s")
+                self._fail(call, f"did not answer {call.name} for {call.gives_up_at - call.asked_at:.0f} s")
             elif call.sent_at is not None and now - call.sent_at > call.resend_after_s:
                 dead = dead or self._heard_at < call.sent_at
                 call.sent_at = None
@@ -250,7 +259,8 @@ class Transport:
         else:
             del self._calls[call.request_id]
             if isinstance(reply, p.Refused):
-                _settle(call.future, BufferRefused(f"the buffer service at {self.address} refused {call.name}: {reply.reason}"))
+                text = f"the buffer service at {self.address} refused {call.name}: {reply.reason}"
+                _settle(call.future, BufferRefused(text))
             else:
                 _settle(call.future, (reply, body))
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from buffer.config import RunFacts
 from buffer.schema import flat_values
@@ -34,7 +35,7 @@ class KnownVersions:
         return 0 <= version <= self.newest_by_incarnation.get(incarnation, -1)
 
 
-def faults(batch: Any, facts: RunFacts, known: KnownVersions) -> dict[int, str]:
+def faults(batch: pa.RecordBatch, facts: RunFacts, known: KnownVersions) -> dict[int, str]:
     """The rows that must not be stored, each with the first reason found, in a few fixed words."""
     column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
     found: dict[int, str] = {}
@@ -83,7 +84,7 @@ def _rows_of(bad_values: npt.NDArray[np.bool_], bounds: npt.NDArray[np.int64]) -
     return rows
 
 
-def _wrong_reference(column: Any, num_completion: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def _wrong_reference(column: pa.Array, num_completion: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     values, bounds = flat_values(column)
     present = column.is_valid().to_numpy(zero_copy_only=False)
     return present & ((np.diff(bounds) != num_completion) | _rows_of(~np.isfinite(values), bounds))
@@ -97,7 +98,7 @@ def _is_json_object(text: str) -> bool:
     return True
 
 
-def _span_faults(column: Any, num_completion: npt.NDArray[np.int64], known: KnownVersions) -> dict[int, str]:
+def _span_faults(column: pa.Array, num_completion: npt.NDArray[np.int64], known: KnownVersions) -> dict[int, str]:
     """Spans must cover the completion without gap, and their versions must exist and never fall."""
     found = {}
     for row, spans in enumerate(column.to_pylist()):

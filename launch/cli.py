@@ -8,11 +8,20 @@ Exit status: 0 done; 1 the run failed; 2 the input is wrong, and nothing was sta
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 OK, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+RAY_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",  # Ray's default; said aloud it prints no banner
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Read when Ray is imported, so it is set before."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,6 +58,8 @@ def _train(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
     if dry_run:
         print(plan.describe())
         return OK
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     from launch.train import train
 
     return train(plan)

@@ -12,16 +12,16 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # each role imports what it hosts inside its own process only
     from actors.evaluate import EvalRequest, EvalResult
     from actors.loop import ActorSpec
     from actors.report import ActorReport
     from buffer.config import BufferConfig, RunFacts
-    from learner.stage import LearnerSpec
+    from learner.report import Report
+    from learner.spec import LearnerSpec
 
 
 def redirect_output(log: Path) -> None:
@@ -86,7 +86,7 @@ class StageRole:
         """Train until the last step or `request_stop`."""
         self._stage.run()
 
-    def poll(self) -> tuple[list[Mapping[str, Any]], str]:
+    def poll(self) -> tuple[list[Report], str]:
         """Reports of the steps since the last call, and what the stage waits for now."""
         return self._stage.poll(), self._stage.waiting_for
 

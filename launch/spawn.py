@@ -12,7 +12,7 @@ import ray
 from actors.loop import ActorSpec
 from launch.checks import Plan
 from launch.config import Config
-from learner.stage import LearnerSpec
+from learner.spec import LearnerSpec
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """Only control passes through Ray, so its object store stays near the smallest that it accepts."""
@@ -28,9 +28,6 @@ def start_ray(config: Config, namespace: str) -> None:
     Raises:
         CrewError: the roles reserve more CPUs or GPUs than there are.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, said aloud: it makes the token and prints no banner
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = config.launch.ray_address
     local: dict[str, Any] = {}
     if address is None:

@@ -53,7 +53,7 @@ class Tracker:
         self._metrics.close()
         self._events.close()
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
             self._wandb = None
 
     def __enter__(self) -> Tracker:

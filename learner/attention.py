@@ -31,28 +31,28 @@ class AttentionLayout:
     gather: tuple[Tensor, ...]
     """Per bucket, int64 [N, L]: packed position of each grid cell; padding cells repeat the sequence's first."""
     scatter: Tensor
-    """int64 [token_budget]: for each packed position its row in the concatenated, flattened grids."""
+    """int64 [width]: for each packed position its row in the concatenated, flattened grids."""
     longest: int
     """Tokens of the longest sequence."""
 
     @classmethod
-    def build(cls, bounds: IntArray, token_budget: int, device: torch.device) -> AttentionLayout:
+    def build(cls, bounds: IntArray, width: int, device: torch.device) -> AttentionLayout:
         """Lay out the sequences of one micro-batch.
 
         Args:
             bounds: where its sequences start, and where the last ends.
-            token_budget: tokens of the micro-batch, padding included.
+            width: tokens of the micro-batch, padding included.
             device: of the hidden states.
         """
         starts, lengths = bounds[:-1], np.diff(bounds)
-        widths = np.maximum(SHORTEST_BUCKET, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
+        buckets = np.maximum(SHORTEST_BUCKET, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
         # padding of the micro-batch reads any row: nothing reads it in turn, and its gradient is zero
-        scatter = np.zeros(token_budget, np.int64)
+        scatter = np.zeros(width, np.int64)
         gather: list[Tensor] = []
         row = 0
-        for width in np.unique(widths):
-            chosen = widths == width
-            offset_L = np.arange(min(int(width), int(lengths[chosen].max())))
+        for bucket in np.unique(buckets):
+            chosen = buckets == bucket
+            offset_L = np.arange(lengths[chosen].max())
             inside_NL = offset_L < lengths[chosen, None]
             cell_NL = starts[chosen, None] + np.where(inside_NL, offset_L, 0)
             row_NL = row + np.arange(cell_NL.size).reshape(cell_NL.shape)
@@ -79,8 +79,8 @@ def packed_attention(
 
     Args:
         module: the attention module; not read.
-        query: [1, H, token_budget, D].
-        key: [1, H_kv, token_budget, D], H a multiple of H_kv.
+        query: [1, H, width, D].
+        key: [1, H_kv, width, D], H a multiple of H_kv.
         value: like `key`.
         attention_mask: not read; the layout says who sees whom.
         layout: of this micro-batch.
@@ -89,7 +89,7 @@ def packed_attention(
         sliding_window: tokens that a token sees; sequences must not be longer.
 
     Returns:
-        The output [1, token_budget, H, D], and None for the weights.
+        The output [1, width, H, D], and None for the weights.
 
     Raises:
         ValueError: dropout, or a sequence longer than the sliding window.

@@ -7,9 +7,6 @@ log-probabilities, not logits: the schedule keeps every micro-batch's output, an
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from learner.attention import IMPLEMENTATION, AttentionLayout
 from learner.hf_files import read_tensors, tensor_names
 from learner.packing import PackedBatch
+from learner.split import StageShare, share_of
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -35,71 +33,13 @@ class DeviceBatch:
 
     def __init__(self, packed: PackedBatch, device: torch.device) -> None:
         """Move a packed batch to a device."""
-        token_budget = packed.tokens_ML.shape[1]
         self.packed = packed
         self.tokens_ML = torch.from_numpy(packed.tokens_ML).to(device)
         self.positions_ML = torch.from_numpy(packed.positions_ML).to(device)
-        self.layouts = [AttentionLayout.build(bounds, token_budget, device) for bounds in packed.bounds]
+        self.layouts = [AttentionLayout.build(bounds, packed.width, device) for bounds in packed.bounds]
         self.predicting = [torch.from_numpy(positions).to(device) for positions in packed.predicting]
         self.rotations: dict[int, tuple[Tensor, Tensor]] = {}
         """Rotary cosines and sines per micro-batch: the same for all layers and passes of a step."""
-
-
-@dataclass(frozen=True)
-class StageShare:
-    """Which layers a stage owns."""
-
-    rank: int
-    num_stages: int
-    first_layer: int
-    end_layer: int
-
-    @property
-    def is_first(self) -> bool:
-        """Does it own the embedding?"""
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Does it own the head?"""
-        return self.rank == self.num_stages - 1
-
-
-def balance(layer_costs: Sequence[int], first_cost: int, last_cost: int, num_stages: int) -> list[tuple[int, int]]:
-    """Split layers into contiguous stages so that the most expensive stage is as cheap as possible.
-
-    Args:
-        layer_costs: cost of each layer, for example its parameter count.
-        first_cost: what the first stage carries besides (embedding).
-        last_cost: what the last stage carries besides (norm and head).
-        num_stages: how many stages, each with at least one layer.
-
-    Returns:
-        (first, end) of each stage's layers.
-
-    Raises:
-        ValueError: there are more stages than layers.
-    """
-    num_layers = len(layer_costs)
-    if num_stages > num_layers:
-        raise ValueError(
-            f"learner.num_stages = {num_stages}, but the model has only {num_layers} layers and a stage needs one. "
-            f"Lower num_stages to {num_layers} or less"
-        )
-    # best[end]: (cost of the dearest stage, cuts) over splits of layers[:end] into the stages so far
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [0])}
-    for stage in range(num_stages):
-        extra = (first_cost if stage == 0 else 0) + (last_cost if stage == num_stages - 1 else 0)
-        longer: dict[int, tuple[int, list[int]]] = {}
-        for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
-            longer[end] = min(
-                (max(cost, extra + sum(layer_costs[start:end])), [*cuts, end])
-                for start, (cost, cuts) in best.items()
-                if start < end
-            )
-        best = longer
-    cuts = best[num_layers][1]
-    return list(itertools.pairwise(cuts))
 
 
 class StageModule(nn.Module):
@@ -112,18 +52,9 @@ class StageModule(nn.Module):
             whole: a decoder of the Llama family (`ForCausalLM`), usually on the meta device.
             share: which layers are this stage's.
             temperature: of sampling; log-probabilities are those of logits / temperature.
-
-        Raises:
-            ValueError: the model is built otherwise.
         """
         super().__init__()
-        body: Any = getattr(whole, "model", None)
-        for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
-            if not hasattr(body, part):
-                raise ValueError(
-                    f"{type(whole).__name__} has no model.{part}: the learner splits decoders of the Llama family "
-                    "(Llama, Qwen2, Qwen3, Mistral)"
-                )
+        body: Any = whole.model
         self.share = share
         self.temperature = temperature
         self.hidden_size = int(whole.config.hidden_size)
@@ -138,9 +69,10 @@ class StageModule(nn.Module):
             self.model.embed_tokens = body.embed_tokens
         if share.is_last:
             self.model.norm = body.norm
-            self.lm_head: Any = whole.lm_head
+            head: Any = whole.lm_head
             if self.tied and share.is_first:
-                self.lm_head.weight = self.model.embed_tokens.weight
+                head.weight = body.embed_tokens.weight
+            self.lm_head = head
         self.batch: DeviceBatch | None = None
         """What `forward`'s index refers to; set before a schedule runs."""
 
@@ -240,23 +172,3 @@ def load_stage(
     left_on_meta = [name for name, parameter in stage.named_parameters() if parameter.is_meta]
     assert not left_on_meta, f"{left_on_meta} were not loaded"
     return stage.to(device)
-
-
-def share_of(whole: PreTrainedModel, rank: int, num_stages: int) -> StageShare:
-    """The layers of a stage, balanced by parameter count with embedding, norm and head included.
-
-    Raises:
-        ValueError: there are more stages than layers.
-    """
-
-    def cost(module: nn.Module) -> int:
-        return sum(parameter.numel() for parameter in module.parameters())
-
-    body = whole.model
-    split = balance(
-        [cost(layer) for layer in body.layers],
-        cost(body.embed_tokens),
-        cost(body.norm) + cost(whole.lm_head),
-        num_stages,
-    )
-    return StageShare(rank, num_stages, *split[rank])

@@ -1,8 +1,10 @@
-"""Best-fit-decreasing packing of whole sequences into micro-batches of one fixed shape.
+"""Best-fit-decreasing packing of whole sequences into micro-batches of one shape.
 
-Every micro-batch is [1, token_budget]: real sequences side by side, padding on the right. A fixed shape
-lets the pipeline reuse its buffers, and whole sequences keep attention and positions exact. The packing
-depends on lengths and order alone, so every stage computes the same one from the same batch.
+All micro-batches of a step are [1, L], L <= token_budget: real sequences side by side, padding on the
+right. One shape lets the pipeline reuse its buffers, and whole sequences keep attention and positions
+exact. L is the narrowest of 16 widths that needs no more micro-batches than the full budget: few shapes,
+and a batch just above 3 budgets does not compute 4 of them. The packing depends on lengths and order
+alone, so every stage computes the same one from the same batch.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ PAD_TOKEN = 0
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch as M micro-batches of L = token_budget tokens, and the way back to its T completion tokens.
+    """A batch as M micro-batches of L tokens, and the way back to its T completion tokens.
 
     T runs over the sequences in the order they were given, whatever micro-batch each landed in.
     """
@@ -41,6 +43,11 @@ class PackedBatch:
     def num_micro_batches(self) -> int:
         """M."""
         return len(self.bounds)
+
+    @property
+    def width(self) -> int:
+        """L, tokens of each micro-batch with padding."""
+        return int(self.tokens_ML.shape[1])
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +93,25 @@ def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return bins
 
 
+def narrowest(lengths: Sequence[int], token_budget: int) -> tuple[int, list[list[int]]]:
+    """The narrowest width, in sixteenths of the budget, that needs no more bins than the budget itself.
+
+    Returns:
+        The width in tokens, and the bins as `best_fit` gives them.
+
+    Raises:
+        ValueError: a sequence is longer than the budget; names it.
+    """
+    bins = best_fit(lengths, token_budget)
+    grain = max(1, token_budget // 16)
+    least = max(max(lengths), -(-sum(lengths) // len(bins)))
+    for width in range(-(-least // grain) * grain, token_budget, grain):
+        narrower = best_fit(lengths, width)
+        if len(narrower) <= len(bins):
+            return width, narrower
+    return token_budget, bins
+
+
 def pack(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[int], token_budget: int) -> PackedBatch:
     """Pack sequences (prompt, then completion) into micro-batches.
 
@@ -102,9 +128,9 @@ def pack(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[
     for i, prompt_length in enumerate(prompt_lengths):
         if prompt_length < 1:
             raise ValueError(f"sequence {i} has no prompt token, so nothing predicts its first completion token")
-    bins = best_fit([len(sequence) for sequence in sequences], token_budget)
-    tokens_ML = np.full((len(bins), token_budget), PAD_TOKEN, np.int64)
-    positions_ML = np.zeros((len(bins), token_budget), np.int64)
+    width, bins = narrowest([len(sequence) for sequence in sequences], token_budget)
+    tokens_ML = np.full((len(bins), width), PAD_TOKEN, np.int64)
+    positions_ML = np.zeros((len(bins), width), np.int64)
     bounds: list[IntArray] = []
     predicting: list[IntArray] = []
     outputs: list[IntArray] = [np.zeros(0, np.int64)] * len(sequences)
@@ -118,7 +144,7 @@ def pack(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[
             # the output at position l holds log pi of the token at l + 1
             source = np.arange(start + prompt_lengths[i] - 1, end - 1)
             sources.append(source)
-            outputs[i] = m * token_budget + source
+            outputs[i] = m * width + source
         bounds.append(edges)
         predicting.append(np.concatenate(sources))
     return PackedBatch(tokens_ML, positions_ML, tuple(bounds), tuple(predicting), np.concatenate(outputs))

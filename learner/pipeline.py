@@ -1,6 +1,6 @@
 """Pipeline: forward-only and training schedules over torch.distributed.pipelining.
 
-One schedule object serves one mode and one number of micro-batches: switching a schedule between modes
+One schedule object serves one mode and one shape [M, L] of batch: switching a schedule between modes
 would make it infer shapes anew. Shapes are given, never inferred, so nothing is pickled between stages.
 """
 
@@ -32,23 +32,20 @@ class Pipeline:
     def __init__(
         self,
         module: StageModule,
-        token_budget: int,
         schedule: Literal["gpipe", "1f1b"],
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Prepare to run; schedules are built as numbers of micro-batches come up.
+        """Prepare to run; schedules are built as shapes of batches come up.
 
         Args:
             module: this rank's stage.
-            token_budget: tokens of every micro-batch.
             schedule: of the training pass; forward-only passes need no choice.
             group: the process group of the stages, rank by rank; None: the default one.
         """
         self.module = module
-        self._token_budget = token_budget
         self._train_class = Schedule1F1B if schedule == "1f1b" else ScheduleGPipe
         self._group = group
-        self._schedules: OrderedDict[tuple[bool, int], PipelineScheduleSingle] = OrderedDict()
+        self._schedules: OrderedDict[tuple[bool, int, int], PipelineScheduleSingle] = OrderedDict()
 
     @torch.no_grad()
     def forward_only(self, batch: DeviceBatch) -> Tensor | None:
@@ -79,7 +76,7 @@ class Pipeline:
         return logprobs_ML
 
     def _schedule(self, batch: DeviceBatch, *, train: bool) -> PipelineScheduleSingle:
-        key = (train, batch.packed.num_micro_batches)
+        key = (train, batch.packed.num_micro_batches, batch.packed.width)
         schedule = self._schedules.get(key)
         if schedule is None:
             schedule = self._build(*key)
@@ -89,12 +86,12 @@ class Pipeline:
         self._schedules.move_to_end(key)
         return schedule
 
-    def _build(self, train: bool, num_micro_batches: int) -> PipelineScheduleSingle:
+    def _build(self, train: bool, num_micro_batches: int, width: int) -> PipelineScheduleSingle:
         module, share = self.module, self.module.share
-        tokens = torch.zeros(1, self._token_budget, dtype=torch.int64, device=module.device)
-        logprobs = torch.zeros(1, self._token_budget, dtype=torch.promote_types(module.dtype, torch.float32))
+        tokens = torch.zeros(1, width, dtype=torch.int64, device=module.device)
+        logprobs = torch.zeros(1, width, dtype=torch.promote_types(module.dtype, torch.float32))
         hidden = torch.zeros(
-            1, self._token_budget, module.hidden_size, dtype=module.dtype, device=module.device, requires_grad=train
+            1, width, module.hidden_size, dtype=module.dtype, device=module.device, requires_grad=train
         )
         stage = PipelineStage(
             module,

@@ -68,12 +68,19 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.dtype].itemsize
 
 
+class _AnyFormat(msgspec.Struct, frozen=True):
+    """What every document has, whatever its format."""
+
+    format_version: int = FORMAT_VERSION
+
+
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one pipeline stage contributed to a version; lies beside its safetensors file until all have come."""
 
     rank: int
     version: str
     tensors: tuple[TensorEntry, ...]
+    format_version: int = FORMAT_VERSION
     checksum: str = ""
     """Seal: xxh3-64 of this document with an empty checksum."""
 
@@ -177,16 +184,18 @@ def decode(data: bytes, kind: type[Sealed], source: Path) -> Sealed:
         WeightsCorrupt: it is not such a document, its format is newer, or it was changed.
     """
     try:
+        # first of all, so that a newer format is not taken for damage
+        found = msgspec.json.decode(data, type=_AnyFormat).format_version
+        if found != FORMAT_VERSION:
+            raise WeightsCorrupt(
+                f"{source}: format version {found}, but this program reads {FORMAT_VERSION}; "
+                "run learner and actors from the same release"
+            )
         document = msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WeightsCorrupt(f"{source}: not a valid {kind.__name__.lower()}: {error}") from error
     if document.checksum != _seal(document):
         raise WeightsCorrupt(f"{source}: its content does not match its own checksum; it was changed or cut")
-    if isinstance(document, Manifest) and document.format_version != FORMAT_VERSION:
-        raise WeightsCorrupt(
-            f"{source}: format version {document.format_version}, but this program reads {FORMAT_VERSION}; "
-            "run learner and actors from the same release"
-        )
     unknown = next((entry for entry in document.tensors if entry.dtype not in DTYPES), None)
     if unknown is not None:
         raise WeightsCorrupt(f"{source}: tensor '{unknown.name}' has the unknown dtype '{unknown.dtype}'")

@@ -22,6 +22,8 @@ HEAD = "lm_head.weight"
 UNTIED_MARK = "leeway_untied"
 """Key in the config.json of an untied copy: its source ties the head to the embedding."""
 _INDEX_NAME = "model.safetensors.index.json"
+_WHOLE_NAME = "model.safetensors"
+_BODY_NAME = "model_body.safetensors"
 _HEAD_FILE = "lm_head.safetensors"
 
 
@@ -119,6 +121,9 @@ def embedding_of(names: Iterable[str]) -> str:
 def _add_head(folder: Path) -> None:
     """Write the embedding once more, as the head, in a file of its own."""
     weight_map: dict[str, str] = {}
+    if (folder / _WHOLE_NAME).exists():
+        # readers prefer this name to the index, and would not find the head
+        (folder / _WHOLE_NAME).rename(folder / _BODY_NAME)
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:

@@ -99,7 +99,10 @@ async def test_a_blocked_function_times_out_and_neither_the_loop_nor_other_sampl
     assert time.monotonic() - started < 0.15
     with pytest.raises(RewardFailed, match=r"took longer than 0.2 s"):
         await blocked[0]
+    waiting = asyncio.create_task(scores.score(PROBLEM, "stuck"))
+    await asyncio.sleep(0.01)
     scores.close()
+    assert await asyncio.wait({waiting}, timeout=1) == ({waiting}, set())
     released.set()
 
 

@@ -1,0 +1,80 @@
+"""`python -m buffer --folder F --config JSON --facts JSON`: the service as a process.
+
+Prints its address as its only line of output. Ends on SIGTERM or SIGINT, and with its parent.
+With --verify it opens the store of a run that is over, recounts the ledger, and reports as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from buffer.config import BufferConfig, RunFacts
+from buffer.errors import BufferError
+from buffer.service import BufferService
+from buffer.store import Store
+from buffer.verify import verify
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run the service; 0 where it ended in order, 1 where it could not run, 2 where --verify found a fault."""
+    parser = argparse.ArgumentParser(prog="python -m buffer", description="The durable replay buffer of a run.")
+    parser.add_argument("--folder", type=Path, required=True, help="where the store lies")
+    parser.add_argument("--facts", required=True, help="RunFacts as JSON")
+    parser.add_argument("--config", default="{}", help="the [buffer] section as JSON")
+    parser.add_argument("--verify", action="store_true", help="check the store instead of serving it")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = BufferConfig.model_validate_json(args.config)
+    facts = RunFacts.model_validate_json(args.facts)
+    try:
+        if args.verify:
+            store = Store(args.folder, facts)
+            report = store.read(verify)
+            store.close()
+            print(json.dumps(report))
+            return 2 if report["faults"] else 0
+        return _serve(BufferService(config, facts, args.folder))
+    except BufferError as error:
+        print(f"buffer: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(service: BufferService) -> int:
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    _end_with_parent(stop)
+    print(service.bind(), flush=True)
+    service.serve(stop)
+    return 0
+
+
+def _end_with_parent(stop: threading.Event) -> None:
+    """Have the kernel send SIGTERM when the parent dies; elsewhere than on Linux, look for it."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            stop.set()
+        return
+
+    def watch() -> None:
+        while not stop.wait(1.0):
+            if os.getppid() != parent:
+                stop.set()
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

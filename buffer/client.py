@@ -1,0 +1,373 @@
+"""BufferClient: what actors and the learner talk to the buffer through.
+
+Every method returns a `concurrent.futures.Future` at once (`asyncio.wrap_future` makes it awaitable).
+A future fails with BufferRefused where the service will not serve the request, and with
+BufferUnavailable where it did not answer for `give_up_after_s`. Until then requests are sent again,
+so a service that is restarted in between is not noticed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from buffer import protocol as p
+from buffer import schema
+from buffer.config import BufferConfig
+from buffer.errors import BufferUnavailable
+from buffer.trajectory import Trajectory
+from buffer.transport import Result, Transport
+
+R = TypeVar("R")
+M = TypeVar("M", bound=p.Message)
+
+MAX_ROWS_PER_MESSAGE = 32
+MAX_OUTSTANDING_ROWS = 4096
+MAX_OUTSTANDING_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The batch of a step."""
+
+    ready: bool
+    step: int
+    group_ids: list[int]
+    record_ids: list[int]
+    """One per trajectory."""
+    waiting_for: str
+    """Where not ready: what is missing and who owes it."""
+    body: bytes
+    """The trajectories as an Arrow IPC stream, to hand on as it is; `decode_draw` reads it."""
+
+    @cached_property
+    def trajectories(self) -> list[Trajectory]:
+        """The trajectories, in the order of `group_ids`."""
+        return decode_draw(self.body)
+
+
+def decode_draw(body: bytes | memoryview) -> list[Trajectory]:
+    """The trajectories of `Draw.body`; their arrays are read-only views into it.
+
+    Raises:
+        BadBody: the bytes are not the body of a draw.
+    """
+    return schema.decode(body) if len(body) else []
+
+
+@dataclass(frozen=True)
+class _Row:
+    trajectory: Trajectory
+    future: Future[p.RowResult]
+    size_bytes: int
+    pushed_at: float
+
+
+class BufferClient:
+    """One client of the buffer service; safe to use from several threads."""
+
+    def __init__(self, address: str, *, run_id: str, role: str, name: str, config: BufferConfig) -> None:
+        """Start the client; nothing is sent before `connect`.
+
+        Args:
+            address: of the service, tcp://HOST:PORT.
+            run_id: the run; a service of another run refuses.
+            role: 'actor', 'learner' or another word for what the process is.
+            name: unique in the run; a new process of the same name fences the old one.
+            config: the `[buffer]` section.
+        """
+        self.address = address
+        self.name = name
+        self._run_id = run_id
+        self._role = role
+        self._config = config
+        self._session = secrets.token_hex(8)
+        self._epoch = 0
+        self._incarnation = -1
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        self._rows: deque[_Row] = deque()
+        self._outstanding_rows = 0
+        self._outstanding_bytes = 0
+        self._next_seq = 0
+        self._next_request = 0
+        self._waiting_leases: deque[tuple[int, Future[p.LeaseGrant]]] = deque()
+        self._lease_in_flight = False
+        self._closing = False
+        self._transport = Transport(
+            address, config.request_timeout_s, config.give_up_after_s, name=name, pump=self._pump
+        )
+
+    # --- any client -------------------------------------------------------------------------------
+
+    def connect(self) -> p.Welcome:
+        """Say hello; blocks until the service answers.
+
+        Raises:
+            BufferUnavailable: it did not for `give_up_after_s`.
+            BufferRefused: it serves another run, or speaks another protocol.
+        """
+        hello = p.Hello(self._run_id, self._role, self.name, self._session)
+        welcome = self._ask(hello, p.Welcome).result(self._config.give_up_after_s + 10.0)
+        self._epoch = welcome.epoch
+        return welcome
+
+    @property
+    def epoch(self) -> int:
+        """Counts the processes of this name; 0 before `connect`."""
+        return self._epoch
+
+    def status(self) -> Future[p.Status]:
+        """The ledger and what is in flight."""
+        return self._ask(p.StatusRequest(), p.Status)
+
+    def drain(self) -> Future[p.Done]:
+        """Let the service grant no further leases."""
+        return self._ask(p.Drain(), p.Done)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Give what is outstanding `timeout_s` (default: `request_timeout_s`) to be answered, then end."""
+        with self._lock:
+            self._closing = True
+        self._transport.close(self._config.request_timeout_s if timeout_s is None else timeout_s)
+        with self._lock:
+            rows, self._rows = list(self._rows), deque()
+            leases, self._waiting_leases = list(self._waiting_leases), deque()
+        closed = BufferUnavailable(f"the client of the buffer service at {self.address} was closed")
+        for row in rows:
+            self._settle_row(row, closed)
+        for _, future in leases:
+            _settle(future, closed)
+
+    # --- actors -----------------------------------------------------------------------------------
+
+    def lease(self, max_groups: int) -> Future[p.LeaseGrant]:
+        """Ask for up to `max_groups` groups. One request is on its way at a time, so that none is lost."""
+        future: Future[p.LeaseGrant] = Future()
+        with self._lock:
+            self._refuse_if_closing()
+            self._waiting_leases.append((max_groups, future))
+        self._send_next_lease()
+        return future
+
+    def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
+        """Hand in a trajectory; the future completes when it is on disk, or is known not to be needed.
+
+        Trajectories of some milliseconds travel together. Blocks while too many are unacknowledged.
+
+        Raises:
+            BufferUnavailable: room was not made for `give_up_after_s`.
+        """
+        size = trajectory.token_ids.nbytes + trajectory.logprobs.nbytes + 4096
+        deadline = time.monotonic() + self._config.give_up_after_s
+        with self._lock:
+            while self._outstanding_rows and (
+                self._outstanding_rows >= MAX_OUTSTANDING_ROWS or self._outstanding_bytes + size > MAX_OUTSTANDING_BYTES
+            ):
+                if not self._freed.wait(deadline - time.monotonic()):
+                    raise BufferUnavailable(
+                        f"the buffer service at {self.address} acknowledged none of {self._outstanding_rows} "
+                        f"trajectories for {self._config.give_up_after_s:g} s"
+                    )
+            self._refuse_if_closing()
+            row = _Row(
+                replace(trajectory, actor=self.name, epoch=self._epoch, seq=self._next_seq),
+                Future(),
+                size,
+                time.monotonic(),
+            )
+            self._next_seq += 1
+            self._outstanding_rows += 1
+            self._outstanding_bytes += size
+            self._rows.append(row)
+            wake = len(self._rows) in (1, MAX_ROWS_PER_MESSAGE)
+        if wake:
+            self._transport.wake()
+        return row.future
+
+    def give_up(self, lease: p.Lease, sample_indices: Sequence[int], reason: str) -> Future[p.Done]:
+        """Say that these samples of a lease will not come."""
+        message = p.GiveUp(self.name, self._epoch, lease.lease_id, lease.attempt, list(sample_indices), reason)
+        return self._ask(message, p.Done)
+
+    def renew(self, lease_ids: Sequence[int]) -> Future[p.RenewReply]:
+        """Say that these leases are still worked on; the reply names those that are lost."""
+        return self._ask(p.Renew(self.name, self._epoch, list(lease_ids)), p.RenewReply)
+
+    # --- the learner ------------------------------------------------------------------------------
+
+    def begin_incarnation(self, version: int, step: int) -> Future[p.IncarnationReply]:
+        """Start to learn at `version`, having finished `step` steps; the same client may say it again."""
+
+        def begun(result: Result) -> p.IncarnationReply:
+            reply = _expect(result, p.IncarnationReply)
+            self._incarnation = reply.incarnation
+            return reply
+
+        return self._then(self._transport.submit(p.BeginIncarnation(self._session, version, step)), begun)
+
+    def draw(self, step: int, version: int, incarnation: int, num_groups: int, wait_s: float) -> Future[Draw]:
+        """Ask for the batch of step `step` (counted from 1), trained at `version`; answered within `wait_s`."""
+
+        def drawn(result: Result) -> Draw:
+            reply = _expect(result, p.DrawReply)
+            return Draw(reply.ready, reply.step, reply.group_ids, reply.record_ids, reply.waiting_for, result[1])
+
+        request = p.DrawRequest(step, version, incarnation, num_groups, wait_s)
+        return self._then(self._transport.submit(request, wait_s=wait_s), drawn)
+
+    def write_scores(self, record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> Future[p.Done]:
+        """Store reference log-probabilities (one array per record, one value per completion token)."""
+        if len(record_ids) != len(logprobs):
+            raise ValueError(f"write_scores got {len(record_ids)} records but {len(logprobs)} arrays")
+        return self._ask(p.WriteScores(), p.Done, schema.encode_scores(record_ids, logprobs))
+
+    def step_finished(self, step: int, version: int, skipped: bool = False) -> Future[p.Done]:
+        """Say that step `step` is done and the learner is now at `version`."""
+        return self._ask(p.StepFinished(step, version, self._incarnation, skipped), p.Done)
+
+    def published(self, incarnation: int, version: int) -> Future[p.Done]:
+        """Say that these weights can be pulled."""
+        return self._ask(p.Published(incarnation, version), p.Done)
+
+    def checkpoint_durable(self, step: int) -> Future[p.Done]:
+        """Say that a checkpoint at or past `step` is on disk: uses up to it are final."""
+        return self._ask(p.CheckpointDurable(step, self._incarnation), p.Done)
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _ask(self, message: p.Request, kind: type[M], body: bytes = b"") -> Future[M]:
+        return self._then(self._transport.submit(message, body), lambda result: _expect(result, kind))
+
+    def _then(self, sent: Future[Result], read: Callable[[Result], R]) -> Future[R]:
+        """A future of what `read` makes of the reply."""
+        future: Future[R] = Future()
+
+        def done(answered: Future[Result]) -> None:
+            error = answered.exception()
+            if error is None:
+                try:
+                    _settle(future, read(answered.result()))
+                except (ValueError, TypeError) as unreadable:
+                    _settle(future, unreadable)
+            else:
+                _settle(future, error)
+
+        sent.add_done_callback(done)
+        return future
+
+    def _refuse_if_closing(self) -> None:
+        if self._closing:
+            raise BufferUnavailable(f"the client of the buffer service at {self.address} is closed")
+
+    def _send_next_lease(self) -> None:
+        with self._lock:
+            if self._lease_in_flight or not self._waiting_leases:
+                return
+            max_groups, future = self._waiting_leases.popleft()
+            self._lease_in_flight = True
+            request = p.LeaseRequest(self.name, self._epoch, self._next_request, max_groups)
+            self._next_request += 1
+
+        def answered(grant: Future[p.LeaseGrant]) -> None:
+            with self._lock:
+                self._lease_in_flight = False
+            error = grant.exception()
+            _settle(future, grant.result() if error is None else error)
+            self._send_next_lease()
+
+        try:
+            self._ask(request, p.LeaseGrant).add_done_callback(answered)
+        except BufferUnavailable as closed:
+            _settle(future, closed)
+
+    def _pump(self) -> float | None:
+        """Send the rows that waited long enough or fill a message; runs in the IO thread.
+
+        Returns:
+            In how many seconds the next row is due; None without rows.
+        """
+        while True:
+            with self._lock:
+                if not self._rows:
+                    return None
+                due_in_s = self._rows[0].pushed_at + self._config.coalesce_ms / 1000 - time.monotonic()
+                if due_in_s > 0 and len(self._rows) < MAX_ROWS_PER_MESSAGE and not self._closing:
+                    return due_in_s
+                rows = self._take_rows()
+            self._send_rows(rows)
+
+    def _take_rows(self) -> list[_Row]:
+        """As many rows as fit into one message."""
+        room = self._config.max_message_mib * 2**20 // 2
+        rows: list[_Row] = []
+        while self._rows and len(rows) < MAX_ROWS_PER_MESSAGE:
+            room -= self._rows[0].size_bytes
+            if rows and room < 0:
+                break
+            rows.append(self._rows.popleft())
+        return rows
+
+    def _send_rows(self, rows: list[_Row]) -> None:
+        try:
+            body = self._encode(rows)
+        except (TypeError, ValueError) as error:
+            if len(rows) == 1:
+                self._settle_row(rows[0], error)
+                return
+            # One row cannot be sent: find it, and let the others pass.
+            for row in rows:
+                self._send_rows([row])
+            return
+
+        def answered(push: Future[p.PushReply]) -> None:
+            failure = push.exception()
+            results = {} if failure is not None else {result.seq: result for result in push.result().results}
+            unknown = failure or TypeError(f"the buffer service at {self.address} left out a trajectory")
+            for row in rows:
+                self._settle_row(row, results.get(row.trajectory.seq, unknown))
+
+        sent = self._transport.submit(p.Push(self.name, self._epoch), body, closing=True)
+        self._then(sent, lambda result: _expect(result, p.PushReply)).add_done_callback(answered)
+
+    def _encode(self, rows: list[_Row]) -> bytes:
+        body = schema.encode([row.trajectory for row in rows], self._run_id)
+        limit_mib = self._config.max_message_mib
+        if len(body) > limit_mib * 2**20:
+            raise ValueError(f"a message of {len(body)} bytes exceeds [buffer] max_message_mib = {limit_mib}")
+        return body
+
+    def _settle_row(self, row: _Row, outcome: p.RowResult | BaseException) -> None:
+        with self._lock:
+            self._outstanding_rows -= 1
+            self._outstanding_bytes -= row.size_bytes
+            self._freed.notify_all()
+        _settle(row.future, outcome)
+
+
+def _expect(result: Result, kind: type[M]) -> M:
+    reply, _ = result
+    if not isinstance(reply, kind):
+        raise TypeError(f"the buffer service answered {type(reply).__name__} where {kind.__name__} was due")
+    return reply
+
+
+def _settle(future: Future[R], outcome: R | BaseException) -> None:
+    """Complete a future; its owner may have cancelled it meanwhile."""
+    try:
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except InvalidStateError:
+        pass

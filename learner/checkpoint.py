@@ -1,0 +1,154 @@
+"""Checkpoints: what a restart needs, written by all stages together and visible only once complete.
+
+    .step-00000050.tmp/   torch.distributed.checkpoint writes and syncs; the lead adds meta.json
+    step-00000050/        renamed when all of it is on disk
+
+Tensors are saved under names of the whole model, so a run may restart with another number of stages.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from learner.model import EMBEDDING, HEAD, StageModule
+from learner.optimizer import StageOptimizer
+
+logger = logging.getLogger(__name__)
+
+META_NAME = "meta.json"
+_COMPLETE = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training stands."""
+
+    step: int
+    """Steps finished, skipped ones included."""
+    version: int
+    """Optimizer steps taken."""
+    incarnation: int
+    """Of the learner that wrote the checkpoint."""
+
+
+class Checkpoints:
+    """Saves and restores one run's checkpoints. `save` and `restore` are called by all stages together."""
+
+    def __init__(self, folder: Path, keep: int, rank: int, num_stages: int) -> None:
+        """Look after a folder.
+
+        Args:
+            folder: of the checkpoints; created where missing.
+            keep: how many complete checkpoints stay.
+            rank: this stage; the last one leads.
+            num_stages: how many stages save together.
+        """
+        self._folder = folder
+        self._keep = keep
+        self._lead = num_stages - 1
+        self._is_lead = rank == self._lead
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, ascending."""
+        found = (_COMPLETE.fullmatch(path.name) for path in self._folder.iterdir() if (path / META_NAME).exists())
+        return sorted(int(match[1]) for match in found if match)
+
+    def save(self, module: StageModule, optimizer: StageOptimizer, progress: Progress) -> None:
+        """Write a checkpoint; on the lead it is durable once this returns.
+
+        Raises:
+            CheckpointException: a stage could not write, for example because the disk is full.
+        """
+        final = self._path(progress.step)
+        temporary = final.with_name(f".{final.name}.tmp")
+        if self._is_lead:
+            shutil.rmtree(temporary, ignore_errors=True)
+        dist.barrier()
+        save(_state(module, optimizer), checkpoint_id=temporary)
+        if not self._is_lead:
+            return
+        meta = temporary / META_NAME
+        meta.write_text(json.dumps(asdict(progress)) + "\n")
+        _sync(meta)
+        _sync(temporary)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync(self._folder)
+        for step in self.steps()[: -self._keep]:
+            shutil.rmtree(self._path(step))
+
+    def restore(self, module: StageModule, optimizer: StageOptimizer) -> Progress | None:
+        """Read the newest checkpoint that is whole.
+
+        Returns:
+            Where training stood, or None where there is no checkpoint.
+
+        Raises:
+            RuntimeError: there are checkpoints, and none can be read.
+        """
+        candidates = self.steps()
+        while True:
+            chosen = torch.tensor([candidates[-1] if candidates else -1])
+            # the lead decides: another stage may see a folder that is just being removed
+            dist.broadcast(chosen, src=self._lead)
+            step = int(chosen)
+            if step < 0:
+                return None
+            if self._read(step, module, optimizer):
+                progress = Progress(**json.loads((self._path(step) / META_NAME).read_text()))
+                logger.info("resumed from %s", self._path(step))
+                return progress
+            candidates = [candidate for candidate in candidates if candidate < step]
+            left = torch.tensor([len(candidates)])
+            dist.broadcast(left, src=self._lead)
+            if not int(left):
+                raise RuntimeError(
+                    f"no checkpoint in {self._folder} can be read. To start from the model again, move that folder away"
+                )
+
+    def _read(self, step: int, module: StageModule, optimizer: StageOptimizer) -> bool:
+        state = _state(module, optimizer)
+        try:
+            load(state, checkpoint_id=self._path(step))
+        except (CheckpointException, OSError, EOFError) as error:
+            logger.warning("checkpoint %s cannot be read, trying the one before: %s", self._path(step), error)
+            return False
+        torch.set_rng_state(state["rng"])
+        return True
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}"
+
+
+def _state(module: StageModule, optimizer: StageOptimizer) -> dict[str, Tensor]:
+    """Tensors by the name under which they are saved; reading changes them in place."""
+    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state().items()}
+    if module.tied:
+        # embedding and head are one tensor on two stages: saved once, read by both
+        tensors = {name.replace(HEAD, EMBEDDING): tensor for name, tensor in tensors.items()}
+    # every stage draws from the same seed, so one state serves all
+    return {**tensors, "rng": torch.get_rng_state()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

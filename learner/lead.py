@@ -1,0 +1,136 @@
+"""Lead: the one stage's conversation with the buffer service, with every wait bounded.
+
+While it waits it keeps the other stages informed, one heartbeat a second.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from buffer.client import BufferClient, Draw
+from learner.channel import HEARTBEAT_S, Channel, Kind
+from learner.spec import LearnerSpec
+from weight_sync.staleness import PolicyVersion
+
+R = TypeVar("R")
+
+
+class NoBatch(TimeoutError):
+    """No batch came for `batch_timeout_s`; the text names who owes it."""
+
+
+class Lead:
+    """Draws batches and reports progress; exists on the last stage only."""
+
+    def __init__(self, spec: LearnerSpec, channel: Channel) -> None:
+        """Connect to the buffer service.
+
+        Raises:
+            BufferUnavailable: it does not answer.
+            BufferRefused: it serves another run.
+        """
+        self._spec = spec
+        self._channel = channel
+        self._client = BufferClient(
+            spec.buffer_address, run_id=spec.run_id, role="learner", name="learner", config=spec.buffer
+        )
+        self._client.connect()
+        self._lock = threading.Lock()
+        self._pending: list[tuple[str, Future[object]]] = []
+        self.resumed_at: dict[int, int] = {}
+        self.incarnation = 0
+        self.newest_published = -1
+        self.waiting_for = ""
+        """Whom the learner waits for just now; empty while it computes."""
+
+    def begin(self, version: int, step: int) -> None:
+        """Open this learner's incarnation."""
+        future = self._client.begin_incarnation(version, step)
+        reply = future.result(self._spec.buffer.give_up_after_s + self._spec.buffer.request_timeout_s)
+        self.incarnation = reply.incarnation
+        self.resumed_at = dict(reply.resumed_at)
+
+    def draw(self, step: int, version: int, stop: threading.Event) -> Draw | None:
+        """The batch of step `step` (from 1), or None once `stop` is set. Sends heartbeats meanwhile.
+
+        Raises:
+            NoBatch: none came within `batch_timeout_s`.
+        """
+        self.settle()
+        config = self._spec.config
+        deadline_s = time.monotonic() + config.batch_timeout_s
+        self.waiting_for = f"the batch of step {step}"
+        while not stop.is_set():
+            future = self._client.draw(step, version, self.incarnation, config.groups_per_step, HEARTBEAT_S)
+            draw = self._answer(future, f"draw step {step}")
+            if draw.ready:
+                self.waiting_for = ""
+                return draw
+            self._channel.send(Kind.WAITING)
+            self.waiting_for = f"the batch of step {step}: {draw.waiting_for}"
+            if time.monotonic() > deadline_s:
+                raise NoBatch(
+                    f"no batch for step {step} within learner.batch_timeout_s = {config.batch_timeout_s:g} s; "
+                    f"waiting for {draw.waiting_for or 'the buffer service to say what is missing'}"
+                )
+        return None
+
+    def settle(self, *, heartbeats: bool = True) -> None:
+        """Wait until the service confirmed everything that was reported to it.
+
+        Args:
+            heartbeats: False where the other stages are not listening.
+        """
+        with self._lock:
+            pending, self._pending = self._pending, []
+        for what, future in pending:
+            self._answer(future, what, heartbeats=heartbeats)
+
+    def write_scores(self, record_ids: list[int], logprobs: list[npt.NDArray[np.float32]]) -> None:
+        """Store reference log-probabilities, so that no sample is scored twice."""
+        self._expect("store reference scores", self._client.write_scores(record_ids, logprobs))
+
+    def step_finished(self, step: int, version: int, *, skipped: bool) -> None:
+        """Report a step."""
+        self._expect(f"record step {step}", self._client.step_finished(step, version, skipped))
+
+    def published(self, version: PolicyVersion) -> None:
+        """Report committed weights; called by the publisher's thread."""
+        self.newest_published = version.version
+        self._expect(f"record version {version}", self._client.published(version.incarnation, version.version))
+
+    def checkpoint_durable(self, step: int) -> None:
+        """Report a checkpoint that is on disk."""
+        self._expect(f"record the checkpoint of step {step}", self._client.checkpoint_durable(step))
+
+    def close(self) -> None:
+        """End the conversation."""
+        self._client.close()
+
+    def _expect(self, what: str, future: Future[R]) -> None:
+        with self._lock:
+            self._pending.append((what, future))  # type: ignore[arg-type]  # a Future is read-only to us
+
+    def _answer(self, future: Future[R], what: str, *, heartbeats: bool = True) -> R:
+        """The reply; the client itself gives up on a silent service, and its error says so."""
+        patience_s = self._spec.buffer.give_up_after_s + 2 * self._spec.buffer.request_timeout_s
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                return future.result(HEARTBEAT_S)
+            except FutureTimeout:
+                if future.done():
+                    raise
+                if heartbeats:
+                    self._channel.send(Kind.WAITING)
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(
+                        f"the buffer service at {self._spec.buffer_address} did not {what} for {patience_s:g} s"
+                    ) from None

@@ -1,0 +1,89 @@
+"""What a step reports: the metrics by name, from the batch and the step's result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from learner.batch import StepBatch
+from learner.step import Metrics, StepResult
+
+Report = dict[str, float | int | bool | None]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """When a step happened."""
+
+    asked_s: float
+    """Wall time at which its batch was asked for, seconds since the Unix epoch."""
+    started_s: float
+    """Wall time at which the batch was there."""
+    finished_s: float
+    """Wall time at which the update was done."""
+
+
+def lag_metrics(batch: StepBatch, version: int, newest_published: int, started_s: float) -> Metrics:
+    """The lags of design and metric reference, over the tokens and trajectories of a batch.
+
+    Args:
+        batch: of the step.
+        version: the learner's, at which the batch is trained.
+        newest_published: the newest version that can be pulled.
+        started_s: wall time of the step.
+    """
+    bounds_T = batch.bounds_T()
+    written = bounds_T[1:] > bounds_T[:-1]
+    first_B, last_B = batch.lag_T[bounds_T[:-1][written]], batch.lag_T[bounds_T[1:][written] - 1]
+    waited_s = [started_s - trajectory.finished_s for trajectory in batch.trajectories]
+    return {
+        "lag/token_mean": float(batch.lag_T.mean()),
+        "lag/token_p50": float(np.percentile(batch.lag_T, 50)),
+        "lag/token_p95": float(np.percentile(batch.lag_T, 95)),
+        "lag/token_max": float(batch.lag_T.max()),
+        "lag/in_flight": float((first_B - last_B).mean()),
+        "lag/in_queue": float(last_B.mean()),
+        "lag/publish": float(version - newest_published),
+        "lag/wall_s": float(np.mean(waited_s)),
+        "lag/abandoned": float(batch.num_abandoned),
+    }
+
+
+def step_report(
+    batch: StepBatch, result: StepResult, step: int, version: int, newest_published: int, times: StepTimes
+) -> Report:
+    """Everything to log of one step.
+
+    Args:
+        batch: what was trained.
+        result: what the step did.
+        step: its number, counted from 1.
+        version: the learner's before the step.
+        newest_published: the newest version that could be pulled when the step began.
+        times: of the step.
+    """
+    rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.reward is not None]
+    lengths = [trajectory.num_completion_tokens for trajectory in batch.trajectories]
+    duration_s = times.finished_s - times.started_s
+    return {
+        "step": step,
+        "version": version + (0 if result.skipped else 1),
+        "skipped": result.skipped,
+        "started_s": times.started_s,
+        "finished_s": times.finished_s,
+        "reward/mean": float(np.mean(rewards)),
+        "reward/std": float(np.std(rewards)),
+        "length/trained_mean": float(np.mean(lengths)),
+        "batch/trajectories": len(batch.trajectories),
+        "batch/groups": batch.num_groups,
+        "batch/tokens": batch.packed.num_tokens,
+        "batch/completion_tokens": int(sum(lengths)),
+        "batch/micro_batches": batch.packed.num_micro_batches,
+        "batch/pack_efficiency": batch.packed.efficiency,
+        "time/wait_for_batch": times.started_s - times.asked_s,
+        "time/step": duration_s,
+        "perf/learner_tokens_per_s": batch.packed.num_tokens / max(duration_s, 1e-9),
+        **lag_metrics(batch, version, newest_published, times.started_s),
+        **result.metrics,
+    }

@@ -1,0 +1,59 @@
+"""LearnerSpec: all that one stage of the learner is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from algorithms.registry import AlgorithmConfig
+from buffer.config import BufferConfig
+from learner.config import LearnerConfig
+from weight_sync.config import WeightSyncConfig
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """One stage's orders. Stages differ in `rank` alone."""
+
+    rank: int
+    """0 .. num_stages - 1; the last one leads."""
+    num_stages: int
+    rendezvous: str
+    """tcp://HOST:PORT, free on the host of rank 0."""
+    model_path: Path
+    reference_path: Path
+    temperature: float
+    """Of sampling: all log-probabilities are those of logits / temperature."""
+    group_size: int
+    """K, samples per prompt."""
+    max_tokens: int
+    """Longest prompt plus completion."""
+    run_id: str
+    seed: int
+    buffer_address: str
+    """tcp://HOST:PORT of the buffer service."""
+    run_folder: Path
+    config: LearnerConfig
+    algorithm: AlgorithmConfig
+    weight_sync: WeightSyncConfig
+    buffer: BufferConfig
+
+    @property
+    def is_lead(self) -> bool:
+        """Does this stage evaluate the loss and talk to the buffer?"""
+        return self.rank == self.num_stages - 1
+
+    def check(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ValueError: names the keys at odds.
+        """
+        if not 0 <= self.rank < self.num_stages:
+            raise ValueError(f"rank {self.rank} is not one of the stages 0..{self.num_stages - 1}")
+        if self.config.token_budget < self.max_tokens:
+            raise ValueError(
+                f"learner.token_budget = {self.config.token_budget} is less than actors.max_prompt_tokens + "
+                f"actors.max_new_tokens = {self.max_tokens}, so the longest sample would fit no micro-batch. "
+                f"Raise token_budget to {self.max_tokens} or more"
+            )

@@ -1,0 +1,184 @@
+"""One real run: Ray, vLLM, LMDB, ZeroMQ, two stages, updates in flight. Every test reads the same run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    *("--learner.num_steps", "12"),
+    *("--learner.groups_per_step", "8"),
+    *("--learner.checkpoint_every", "5"),
+    *("--task.num_heldout", "64"),
+    *("--task.num_train", "512"),
+    *("--actors.eval_every", "6"),
+    *("--actors.eval_problems", "32"),
+]
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Start `leeway train` on the demo, in a process group of its own."""
+    command = [sys.executable, "-m", "launch.cli", "train", "examples/demo.toml", "--run.dir", str(folder)]
+    return subprocess.Popen(
+        [*command, "--run.name", "run", *SMALL, *overrides],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def wait_for_end(processes: list[psutil.Process], timeout_s: float) -> list[str]:
+    """Names of those that still run after the timeout."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return [process.name() for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for_steps(folder: Path, count: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        metrics = folder / "run" / "metrics.jsonl"
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= count:
+            return
+        time.sleep(0.2)
+    pytest.fail(f"no {count} steps within {timeout_s} s; logs in {folder / 'run' / 'logs'}")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run from its first to its last step, and the processes it had in its middle."""
+    folder = tmp_path_factory.mktemp("runs")
+    process = start(folder)
+    wait_for_steps(folder, 2, timeout_s=150)
+    family = descendants(process)
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, output
+    return folder / "run", output, family
+
+
+def rows(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(run: Path) -> list[dict]:
+    return [row for row in rows(run) if "loss" in row]
+
+
+def test_every_step_is_recorded_and_the_ledger_closes_at_each(finished):
+    run, output, _ = finished
+    assert [row["step"] for row in steps(run)] == list(range(1, 13)), output
+    assert {row["buffer/ledger_gap"] for row in steps(run)} == {0}
+
+
+def test_it_was_asynchronous_and_within_the_bound(finished):
+    run, _, _ = finished
+    summary = json.loads((run / "summary.json").read_text())
+    assert 0 < summary["lag_mean"] <= summary["lag_max"] <= summary["max_lag"] == 4
+    assert summary["overlap_frac"] > 0.2
+    assert all(share > 0 for share in summary["overlap_frac_by_actor"].values())
+    assert len(summary["overlap_frac_by_actor"]) == 2
+
+
+def test_weights_were_applied_in_flight(finished):
+    run, _, _ = finished
+    assert any(row["lag/in_flight"] > 0 for row in steps(run)), "no trajectory lived through an update"
+
+
+def test_actor_and_learner_agree_on_fresh_tokens(finished):
+    run, _, _ = finished
+    first = steps(run)[0]
+    assert first["mismatch/lag0_tokens"] > 0, "step 1 trains on version 0 alone"
+    assert first["mismatch/lag0_abs"] < 1e-3
+    for row in steps(run):
+        assert (row["mismatch/lag0_abs"] is None) == (row["mismatch/lag0_tokens"] == 0)
+        assert row["mismatch/lag0_abs"] is None or row["mismatch/lag0_abs"] < 1e-3
+
+
+def test_the_summary_is_complete(finished):
+    run, _, _ = finished
+    summary = json.loads((run / "summary.json").read_text())
+    expected = "accuracy_before accuracy_after num_heldout wall_s trained_trajectories lag_mean lag_max max_lag"
+    expected += " overlap_frac ledger_gap mismatch_lag0_abs"
+    assert not [key for key in expected.split() if summary.get(key) is None]
+    assert summary["num_heldout"] == 64
+    assert summary["trained_trajectories"] == 12 * 8 * 8
+    assert summary["ledger_gap"] == 0
+    ledger = summary["ledger"]
+    assert ledger["issued"] == ledger["in_flight"] + ledger["committed"] + ledger["failed"]
+
+
+def test_evaluations_are_labelled_with_their_version(finished):
+    run, _, _ = finished
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    versions = [event["eval/version"] for event in events if event["kind"] == "evaluated"]
+    assert versions[0] == "0.0"
+    assert versions[-1] == "0.12"
+    assert len(versions) >= 3, "no evaluation during the run"
+
+
+def test_the_export_loads_in_plain_transformers_and_answers_as_the_run_said(finished):
+    run, _, _ = finished
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    summary = json.loads((run / "summary.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    from actors.tasks import load_task
+    from launch.load import load_config
+
+    problems = load_task(load_config(run / "config.toml").task).heldout[:64]
+    correct = 0
+    for problem in problems:
+        prompt = tokenizer(problem.text, return_tensors="pt")
+        answer = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        correct += tokenizer.decode(answer, skip_special_tokens=True).strip() == problem.columns["answer"]
+    assert correct / len(problems) == pytest.approx(summary["accuracy_after"], abs=0.03)
+
+
+def test_no_process_is_left_behind_after_the_end(finished):
+    _, _, family = finished
+    assert len(family) > 6, "the run should have had Ray, a buffer, two stages, two actors and their engines"
+    assert wait_for_end(family, timeout_s=10) == []
+
+
+def test_an_existing_run_folder_is_refused(finished):
+    run, _, _ = finished
+    again = start(run.parent)
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 2
+    assert "exists already" in output
+
+
+def test_one_interrupt_ends_with_a_checkpoint_and_without_processes(tmp_path):
+    process = start(tmp_path, "--learner.num_steps", "100000", "--learner.checkpoint_every", "100000")
+    wait_for_steps(tmp_path, 2, timeout_s=150)
+    family = descendants(process)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, output
+    assert wait_for_end(family, timeout_s=10) == []
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy_after"] is None
+    assert list((tmp_path / "run" / "checkpoints").glob(f"*{summary['num_steps']}")), "no checkpoint of the last step"
+
+
+def test_when_the_command_is_killed_its_roles_and_engines_end(tmp_path):
+    process = start(tmp_path, "--learner.num_steps", "100000")
+    wait_for_steps(tmp_path, 1, timeout_s=150)
+    family = [each for each in descendants(process) if "Agent" not in " ".join(each.cmdline())]
+    assert any("EngineCore" in " ".join(each.cmdline()) for each in family)
+    process.kill()
+    process.communicate(timeout=10)
+    assert wait_for_end(family, timeout_s=30) == []

@@ -1,0 +1,32 @@
+"""An actor's busy time is exactly the union of its requests' intervals, however they overlap."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.report import BusyClock
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=30), st.sets(st.integers(0, 50)))
+def test_busy_intervals_are_the_union_of_the_requests_whenever_they_are_taken(requests, takes):
+    now = 0
+    clock = BusyClock(lambda: now)
+    intervals = []
+    for now in range(60):
+        # starts before ends: two requests that touch are one interval
+        for start, length in requests:
+            if start == now and length:
+                clock.enter()
+        for start, length in requests:
+            if start + length == now and length:
+                clock.leave()
+        if now in takes:
+            intervals += clock.take()
+    intervals += clock.take()
+    assert all(start <= end for start, end in intervals)
+    assert all(one[1] <= two[0] for one, two in itertools.pairwise(intervals))
+    busy = {second for start, end in intervals for second in range(start, end)}
+    assert busy == {second for start, length in requests for second in range(start, start + length)}
+    assert clock.num_running == 0
+    assert clock.take() == []

@@ -1,0 +1,218 @@
+"""Random schedules of actors, learner restarts and service restarts over the real rules and a real store."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from buffer import protocol as p
+from buffer.config import BufferConfig, RunFacts
+from buffer.testing import InProcessBuffer, make_trajectory
+from weight_sync.staleness import PolicyVersion, StalenessConfig, effective_version
+
+NAMES = ("a", "b")
+
+
+class ScheduledBuffer(RuleBasedStateMachine):
+    """What every schedule must keep: a closed ledger, the age bound, single use, and progress."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="buffer-property-"))
+        self.buffer = None
+
+    @initialize(
+        max_lag=st.integers(0, 3),
+        group_size=st.integers(1, 3),
+        groups_per_step=st.integers(1, 3),
+        on_stale=st.sampled_from(["drop", "wait"]),
+        data=st.data(),
+    )
+    def start(self, max_lag, group_size, groups_per_step, on_stale, data):
+        staleness = StalenessConfig(
+            max_lag=max_lag, max_actor_lag=data.draw(st.integers(0, min(1, max_lag))), on_stale=on_stale
+        )
+        facts = RunFacts(
+            run_id="r", seed=1, num_prompts=5, group_size=group_size, groups_per_step=groups_per_step,
+            vocab_size=16, max_tokens=16, staleness=staleness,
+        )  # fmt: skip
+        capacity = 4 * (max_lag + 2) * groups_per_step * group_size
+        self.buffer = InProcessBuffer(
+            self.folder, facts, BufferConfig(capacity_trajectories=capacity, max_attempts=1_000_000)
+        )
+        self.max_lag, self.staleness = max_lag, staleness
+        self.epochs = dict.fromkeys(NAMES, 0)
+        self.seqs = dict.fromkeys(NAMES, 0)
+        self.leases = {name: [] for name in NAMES}
+        self.sent = []
+        self.acknowledged = 0
+        self.used_at = {}
+        self.incarnation = -1
+        self.learner_restarted = False
+        self.version = self.step = self.checkpoint = 0
+        self.drawn = False
+        for name in NAMES:
+            self.restart_actor(name)
+        self.begin()
+
+    # --- actors -----------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(NAMES))
+    def restart_actor(self, name):
+        self.epochs[name] += 1
+        assert self.buffer.hello(name, f"session-{self.epochs[name]}").epoch == self.epochs[name]
+        self.seqs[name] = 0
+
+    @rule(name=st.sampled_from(NAMES), max_groups=st.integers(1, 4))
+    def lease(self, name, max_groups):
+        epoch = self.epochs[name]
+        self.leases[name] += [(lease, epoch) for lease in self.buffer.lease(name, max_groups, epoch=epoch)]
+
+    @rule(name=st.sampled_from(NAMES), data=st.data())
+    def push(self, name, data):
+        """A sample of any lease ever granted, now and then without reward or malformed."""
+        if not self.leases[name]:
+            return
+        lease, epoch = data.draw(st.sampled_from(self.leases[name][-6:]))
+        index = data.draw(st.sampled_from(lease.sample_indices))
+        reward = data.draw(st.sampled_from([1.0, 0.5, 1.0, None, float("nan")]))
+        row = make_trajectory(lease, index, seq=self.seqs[name], actor=name, epoch=epoch, reward=reward)
+        self.seqs[name] += epoch == self.epochs[name]
+        self.sent.append(row)
+        self.acknowledged += self.buffer.push([row]) == ["committed"]
+
+    @rule(data=st.data())
+    def resend(self, data):
+        if self.sent:
+            row = data.draw(st.sampled_from(self.sent))
+            expected = ["duplicate"] if row.epoch == self.epochs[row.actor] else ["fenced"]
+            assert self.buffer.push([row]) == expected
+
+    @rule(name=st.sampled_from(NAMES))
+    def give_up(self, name):
+        if self.leases[name]:
+            lease, epoch = self.leases[name][-1]
+            message = p.GiveUp(name, epoch, lease.lease_id, lease.attempt, lease.sample_indices[:1], "reward failed")
+            self.buffer.ask(message, p.Done)
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, 61.0]))
+    def pass_time(self, seconds):
+        self.buffer.now_s += seconds
+        self.buffer.expire()
+
+    # --- learner ----------------------------------------------------------------------------------
+
+    def begin(self):
+        reply = self.buffer.begin(self.checkpoint, self.checkpoint, session=f"learner-{self.incarnation}")
+        self.incarnation += 1
+        assert reply.incarnation == self.incarnation
+        self.resumed_at = reply.resumed_at
+        self.version = self.step = self.published = self.checkpoint
+        self.drawn = False
+
+    @rule()
+    def restart_learner(self):
+        self.learner_restarted = True
+        self.begin()
+
+    @rule()
+    def draw(self):
+        reply, rows = self.buffer.draw(self.step + 1, self.version, incarnation=self.incarnation)
+        if not reply.ready:
+            assert not self.drawn, "what was drawn once is drawn again"
+            return
+        self.drawn = True
+        groups = {}
+        for record, row in zip(reply.record_ids, rows, strict=True):
+            oldest = effective_version(row.oldest_version, self.resumed_at)
+            assert self.version - oldest <= self.max_lag
+            assert self.used_at.setdefault(record, self.step + 1) == self.step + 1 or self.learner_restarted
+            assert row.reward is not None
+            groups.setdefault(row.group_id, []).append(row.prompt_id)
+        assert list(groups) == reply.group_ids
+        assert all(len(prompts) >= min(2, self.buffer.facts.group_size) for prompts in groups.values())
+        assert all(len(set(prompts)) == 1 for prompts in groups.values())
+
+    @rule(is_published=st.booleans())
+    def finish(self, is_published):
+        if not self.drawn:
+            return
+        for _ in range(2):
+            self.buffer.finish(self.step + 1, self.version + 1, incarnation=self.incarnation)
+        self.step, self.version, self.drawn = self.step + 1, self.version + 1, False
+        if is_published:
+            self.publish()
+
+    @rule()
+    def publish(self):
+        self.buffer.publish(self.version, self.incarnation)
+
+    @rule()
+    def write_checkpoint(self):
+        if self.version == self.step:
+            self.buffer.ask(p.CheckpointDurable(self.step, self.incarnation), p.Done)
+            self.checkpoint = self.step
+
+    # --- service ----------------------------------------------------------------------------------
+
+    @rule()
+    def restart_service(self):
+        self.buffer.restart()
+
+    @invariant()
+    def the_ledger_closes(self):
+        if self.buffer is None:
+            return
+        status = self.buffer.status()
+        assert status.ledger["gap"] == 0
+        assert self.buffer.faults() == []
+        assert status.ledger["committed"] == self.acknowledged
+        if self.staleness.on_stale == "wait" and not self.learner_restarted:
+            assert status.ledger["dropped_stale"] == 0
+
+    def teardown(self):
+        if self.buffer is not None:
+            self.progress()
+            self.buffer.close()
+        shutil.rmtree(self.folder)
+
+    def progress(self):
+        """From wherever the schedule ended, willing actors and a learner get on: nothing is stuck."""
+        self.restart_actor("a")
+        self.publish()
+        for _ in range(6):
+            goal = self.step + 1
+            for _ in range(12):
+                self.pass_time(61.0)
+                self.lease("a", 100)
+                for lease, epoch in self.leases["a"]:
+                    if epoch == self.epochs["a"]:
+                        version = PolicyVersion(*self.buffer.status().newest)
+                        rows = []
+                        for index in lease.sample_indices:
+                            rows.append(
+                                make_trajectory(
+                                    lease, index, seq=self.seqs["a"], actor="a", epoch=epoch, version=version
+                                )
+                            )
+                            self.seqs["a"] += 1
+                        self.acknowledged += self.buffer.push(rows).count("committed")
+                self.leases["a"] = []
+                self.draw()
+                if self.drawn:
+                    break
+            assert self.drawn, self.buffer.draw(goal, self.version, incarnation=self.incarnation)[0].waiting_for
+            self.finish(True)
+        self.the_ledger_closes()
+
+
+TestScheduledBuffer = ScheduledBuffer.TestCase
+TestScheduledBuffer.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)

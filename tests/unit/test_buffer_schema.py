@@ -1,0 +1,142 @@
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from buffer import protocol as p
+from buffer import schema
+from buffer.config import RunFacts
+from buffer.errors import BadBody
+from buffer.testing import make_trajectory
+from buffer.trajectory import VersionSpan
+from buffer.validation import KnownVersions, faults
+from weight_sync.staleness import PolicyVersion, StalenessConfig
+
+FACTS = RunFacts(
+    run_id="r",
+    seed=0,
+    num_prompts=10,
+    group_size=4,
+    groups_per_step=2,
+    vocab_size=64,
+    max_tokens=16,
+    staleness=StalenessConfig(),
+)
+LEASE = p.Lease(1, 1, 1, 3, [0, 1, 2, 3], 4, 0, 60.0)
+KNOWN = KnownVersions({0: 5})
+
+
+def row(**changes):
+    return dataclasses.replace(make_trajectory(LEASE, 0, seq=0), **changes)
+
+
+def test_every_field_survives_the_wire():
+    rich = row(
+        spans=(VersionSpan(PolicyVersion(0, 3), 0, 1), VersionSpan(PolicyVersion(1, 2), 1, 4)),
+        reward=None,
+        reward_parts={"format": 0.5, "exact": None},
+        columns={"question": "7−5=", "nested": {"a": [1, None, "x"]}},
+        reference_logprobs=np.array([-1, -2, -3, -4], np.float32),
+        seq=2**40,
+    )
+    for sent, got in zip([row(), rich], schema.decode(schema.encode([row(), rich], "r")), strict=True):
+        for field in dataclasses.fields(sent):
+            before, after = getattr(sent, field.name), getattr(got, field.name)
+            if isinstance(before, np.ndarray):
+                assert after.dtype == before.dtype
+                np.testing.assert_array_equal(after, before)
+            else:
+                assert after == before, field.name
+
+
+def test_records_are_joined_with_the_scores_written_since():
+    batch = schema.to_batch([row(seq=1), row(seq=2)], "r")
+    score = np.array([-1, -2, -3, -4], np.float32)
+    joined = schema.from_batch(schema.join_rows([schema.row_bytes(batch, 1), schema.row_bytes(batch, 0)], [score, None]))
+    assert [each.seq for each in joined] == [2, 1]
+    np.testing.assert_array_equal(joined[0].reference_logprobs, score)
+    assert joined[1].reference_logprobs is None
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_a_compressed_body_is_refused_before_it_expands(codec):
+    batch = schema.to_batch([row()] * 8, "r")
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(BadBody, match="compressed"):
+        schema.decode(sink.getvalue().to_pybytes())
+
+
+def test_another_schema_nulls_and_garbage_are_refused():
+    batch = schema.to_batch([row()], "r")
+    older = batch.replace_schema_metadata({"schema_version": "0"})
+    with pytest.raises(BadBody, match="schema_version"):
+        schema.decode(schema.write_stream(older))
+    tokens = pa.array([[1, None, 2]], pa.list_(pa.int32()))
+    index = batch.schema.get_field_index("token_ids")
+    with pytest.raises(BadBody, match="token_ids"):
+        schema.decode(schema.write_stream(batch.set_column(index, batch.schema.field(index), tokens)))
+    good = schema.encode([row()], "r")
+    for garbage in (b"", b"x" * 100, good[: len(good) // 2]):
+        with pytest.raises(BadBody):
+            schema.decode(garbage)
+
+
+def test_mutated_bodies_are_read_or_refused_but_never_crash():
+    good = schema.encode([row(), row(seq=1, reward=None)], "r")
+    random = np.random.default_rng(0)
+    outcomes = set()
+    for _ in range(1500):
+        mutant = bytearray(good)
+        for at in random.integers(0, len(good), random.integers(1, 4)):
+            mutant[at] = random.integers(0, 256)
+        try:
+            faults(schema.read_stream(bytes(mutant)), FACTS, KNOWN)
+            outcomes.add("read")
+        except BadBody:
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}
+
+
+def test_a_flipped_bit_in_a_header_is_noticed():
+    header = p.encode(p.Envelope(1, p.Published(0, 7)))
+    assert p.decode(header).message == p.Published(0, 7)
+    for bit in range(8 * len(header)):
+        flipped = bytearray(header)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(p.msgspec.DecodeError):
+            p.decode(flipped)
+
+
+BAD = {
+    "token outside the vocabulary": {"token_ids": np.array([1, 2, 3, 4, 5, 64, 6], np.int32)},
+    "logprob not finite": {"logprobs": np.array([-1, np.nan, -1, -1], np.float32)},
+    "logprob above 0": {"logprobs": np.array([-1, -1, 0.01, -1], np.float32)},
+    "logprobs and completion differ in length": {"logprobs": np.zeros(3, np.float32)},
+    "prompt_length out of range": {"prompt_length": 0},
+    "empty completion": {"prompt_length": 7, "logprobs": np.zeros(0, np.float32), "spans": ()},
+    "longer than max_tokens": {"token_ids": np.zeros(17, np.int32)},
+    "reward not finite": {"reward": float("inf")},
+    "sample_index out of range": {"sample_index": 4},
+    "prompt_id out of range": {"prompt_id": -1},
+    "finish_reason": {"finish_reason": "abort"},
+    "reference_logprobs": {"reference_logprobs": np.zeros(3, np.float32)},
+    "wall time": {"finished_s": float("nan")},
+    "version that was never published": {"spans": (VersionSpan(PolicyVersion(0, 6), 0, 4),)},
+    "versions fall within a completion": {
+        "spans": (VersionSpan(PolicyVersion(0, 3), 0, 2), VersionSpan(PolicyVersion(0, 2), 2, 4))
+    },
+    "spans do not cover the completion": {"spans": (VersionSpan(PolicyVersion(0, 0), 0, 3),)},
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_row_is_named_and_its_neighbours_pass(reason):
+    batch = schema.to_batch([row(), row(**BAD[reason]), row()], "r")
+    assert faults(batch, FACTS, KNOWN) == {1: reason}
+
+
+def test_a_row_of_another_run_is_bad():
+    assert faults(schema.to_batch([row()], "other"), FACTS, KNOWN) == {0: "another run"}

@@ -1,0 +1,106 @@
+"""The folder that actors serve: checked without an engine, untied where its head is tied."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from weight_sync.serving import HEAD, UNTIED_MARK, ModelFolderError, check_model_folder, prepare_serving_model
+
+
+def checkpoint(folder: Path, *, tied: bool) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        eos_token_id=[2, 5],
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_the_facts_of_a_checkpoint_are_read(tmp_path: Path):
+    checkpoint(tmp_path, tied=True)
+    facts = check_model_folder(tmp_path)
+    assert (facts.vocab_size, facts.num_layers, facts.max_position) == (16, 3, 32)
+    assert facts.tied
+    assert facts.architecture == "LlamaForCausalLM"
+    assert facts.eos_token_ids == (2, 5)
+
+
+def test_a_tied_checkpoint_is_served_untied_and_computes_the_same(tmp_path: Path):
+    model = checkpoint(tmp_path / "model", tied=True)
+    served = prepare_serving_model(tmp_path / "model", tmp_path / "served")
+    assert served == tmp_path / "served"
+    assert not check_model_folder(served).tied
+    assert json.loads((served / "config.json").read_text())[UNTIED_MARK] is True
+    untied = LlamaForCausalLM.from_pretrained(served).eval()
+    assert untied.lm_head.weight.data_ptr() != untied.model.embed_tokens.weight.data_ptr()
+    tokens = torch.arange(10)[None]
+    with torch.no_grad():
+        assert torch.equal(untied(tokens).logits, model(tokens).logits)
+
+
+def test_an_untied_checkpoint_is_served_as_it_is(tmp_path: Path):
+    checkpoint(tmp_path / "model", tied=False)
+    assert prepare_serving_model(tmp_path / "model", tmp_path / "served") == tmp_path / "model"
+    assert not (tmp_path / "served").exists()
+
+
+def test_preparing_twice_gives_the_same_folder(tmp_path: Path):
+    checkpoint(tmp_path / "model", tied=True)
+    first = prepare_serving_model(tmp_path / "model", tmp_path / "served")
+    assert prepare_serving_model(tmp_path / "model", tmp_path / "served") == first
+    assert list(tmp_path.glob(".*.tmp")) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
+        (lambda folder: (folder / "config.json").write_text('{"eos_token_id": 1}'), "names no vocab_size"),
+        (lambda folder: (folder / "model.safetensors").unlink(), r"no \*\.safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 40), "not a readable safetensors file"),
+        (lambda folder: save_file({"w": torch.ones(1)}, folder / "model.safetensors"), "expected one input embedding"),
+    ],
+)
+def test_a_folder_that_cannot_be_served_says_why(tmp_path: Path, spoil, complaint: str):
+    checkpoint(tmp_path / "model", tied=True)
+    (tmp_path / "model" / "generation_config.json").unlink()
+    spoil(tmp_path / "model")
+    with pytest.raises(ModelFolderError, match=complaint):
+        prepare_serving_model(tmp_path / "model", tmp_path / "served")
+    assert not (tmp_path / "served").exists()
+
+
+def test_a_missing_folder_says_what_to_give(tmp_path: Path):
+    with pytest.raises(ModelFolderError, match="no such folder; give the path"):
+        check_model_folder(tmp_path / "nothing")
+
+
+def test_a_model_that_could_never_stop_is_refused(tmp_path: Path):
+    checkpoint(tmp_path, tied=False)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    with pytest.raises(ModelFolderError, match="eos_token_id"):
+        check_model_folder(tmp_path)
+
+
+def test_the_copy_holds_the_head_beside_the_other_tensors(tmp_path: Path):
+    checkpoint(tmp_path / "model", tied=True)
+    served = prepare_serving_model(tmp_path / "model", tmp_path / "served")
+    index = json.loads((served / "model.safetensors.index.json").read_text())
+    assert index["weight_map"][HEAD] == "lm_head.safetensors"
+    assert "model.embed_tokens.weight" in index["weight_map"]
