@@ -11,6 +11,8 @@ spawn       Ray, and one process on it
 train       the run itself: evaluate, train, evaluate, export, summarise
 overlap     who generated while the learner stepped
 metrics     the registry of metrics
+reference   docs/config.md and docs/metrics.md, written from the code
+progress    Progress: what is known of a run so far
 tracking    metrics.jsonl, events.jsonl and Weights & Biases
 display     the live view
 bootstrap   installs the project (standard library only)

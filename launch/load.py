@@ -190,7 +190,7 @@ def _walk(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
             continue
         keys.append(part)
         info = model.model_fields.get(part)
-        candidates = _models_of(info.annotation) if info is not None else []
+        candidates = models_of(info.annotation) if info is not None else []
         if len(candidates) == 1:
             model = candidates[0]
             models.append(model)
@@ -198,11 +198,12 @@ def _walk(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
     return models, keys
 
 
-def _models_of(annotation: object) -> list[type[BaseModel]]:
+def models_of(annotation: object) -> list[type[BaseModel]]:
+    """The config models in a field's annotation: one, or the members of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Union, UnionType, Annotated):
-        return [model for entry in get_args(annotation) for model in _models_of(entry)]
+        return [model for entry in get_args(annotation) for model in models_of(entry)]
     return []
 
 
@@ -216,7 +217,7 @@ def _suggest(keys: Sequence[str], model: type[BaseModel]) -> str:
     if near:
         return f"; did you mean {'.'.join([*keys[:-1], near[0]])}?"
     for section, info in Config.model_fields.items():  # the right key under the wrong section
-        for owner in _models_of(info.annotation):
+        for owner in models_of(info.annotation):
             if keys[-1] in owner.model_fields:
                 return f"; did you mean {section}.{keys[-1]}?"
     return f"; known keys are {', '.join(known)}"

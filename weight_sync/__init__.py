@@ -5,7 +5,9 @@ manifest     Manifest: what a published version consists of, with a checksum for
 store        WeightStore: the folder of published versions; a version exists once its manifest does
 publisher    Publisher: the learner's side, one per pipeline stage
 puller       Puller: the actor's side, which verifies a version before anyone pauses for it
-vllm_engine  the WeightTransferEngine that vLLM loads as a plugin to apply a verified version
+serving      the checkpoint folder that actors serve, checked and untied
+vllm_engine  the plugin that vLLM loads in all its processes: registers the transfer, ties engines to their owner
+vllm_transfer  StoreWeightTransfer: inside vLLM, verifies a version again and loads it
 
 This package imports nothing by itself, so that the buffer can use `staleness` without torch.
 """

@@ -71,6 +71,26 @@ class ScheduledBuffer(RuleBasedStateMachine):
         epoch = self.epochs[name]
         self.leases[name] += [(lease, epoch) for lease in self.buffer.lease(name, max_groups, epoch=epoch)]
 
+    @rule(name=st.sampled_from(NAMES), leave_out=st.integers(0, 1), is_newest=st.booleans())
+    def work(self, name, leave_out, is_newest):
+        """Every lease the actor just got is generated, or all but one sample; by any version that it may use."""
+        self.lease(name, 100)
+        for lease, epoch in self.leases[name]:
+            if epoch != self.epochs[name]:
+                continue
+            newest = PolicyVersion(*self.buffer.status().newest)
+            version = newest if is_newest else newest._replace(version=min(lease.min_version, newest.version))
+            rows = []
+            for index in lease.sample_indices[leave_out:]:
+                rows.append(
+                    make_trajectory(lease, index, seq=self.seqs[name], actor=name, epoch=epoch, version=version)
+                )
+                self.seqs[name] += 1
+            if rows:
+                self.sent += rows
+                self.acknowledged += self.buffer.push(rows).count("committed")
+        self.leases[name] = self.leases[name][-2:]
+
     @rule(name=st.sampled_from(NAMES), data=st.data())
     def push(self, name, data):
         """A sample of any lease ever granted, now and then without reward or malformed."""
@@ -146,6 +166,15 @@ class ScheduledBuffer(RuleBasedStateMachine):
         if is_published:
             self.publish()
 
+    @rule(num_steps=st.integers(1, 4))
+    def train(self, num_steps):
+        """Undisturbed steps."""
+        for _ in range(num_steps):
+            self.publish()
+            self.work("a", 0, True)
+            self.draw()
+            self.finish(True)
+
     @rule()
     def publish(self):
         self.buffer.publish(self.version, self.incarnation)
@@ -187,20 +216,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
             goal = self.step + 1
             for _ in range(12):
                 self.pass_time(61.0)
-                self.lease("a", 100)
-                for lease, epoch in self.leases["a"]:
-                    if epoch == self.epochs["a"]:
-                        version = PolicyVersion(*self.buffer.status().newest)
-                        rows = []
-                        for index in lease.sample_indices:
-                            rows.append(
-                                make_trajectory(
-                                    lease, index, seq=self.seqs["a"], actor="a", epoch=epoch, version=version
-                                )
-                            )
-                            self.seqs["a"] += 1
-                        self.acknowledged += self.buffer.push(rows).count("committed")
-                self.leases["a"] = []
+                self.work("a", 0, True)
                 self.draw()
                 if self.drawn:
                     break

@@ -53,7 +53,9 @@ def test_every_field_survives_the_wire():
 def test_records_are_joined_with_the_scores_written_since():
     batch = schema.to_batch([row(seq=1), row(seq=2)], "r")
     score = np.array([-1, -2, -3, -4], np.float32)
-    joined = schema.from_batch(schema.join_rows([schema.row_bytes(batch, 1), schema.row_bytes(batch, 0)], [score, None]))
+    joined = schema.from_batch(
+        schema.join_rows([schema.row_bytes(batch, 1), schema.row_bytes(batch, 0)], [score, None])
+    )
     assert [each.seq for each in joined] == [2, 1]
     np.testing.assert_array_equal(joined[0].reference_logprobs, score)
     assert joined[1].reference_logprobs is None

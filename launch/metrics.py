@@ -1,0 +1,97 @@
+"""The registry of metrics: every name that may stand in metrics.jsonl and W&B, and what it means.
+
+A metric that does not apply to a step is null there, never 0.
+"""
+
+from __future__ import annotations
+
+METRICS: dict[str, str] = {
+    # the step
+    "step": "Optimizer steps asked for, counted from 1; a skipped step counts here.",
+    "version": "Policy version after the step: optimizer steps taken.",
+    "skipped": "True where the loss or the gradient was not finite and no step was taken.",
+    "started_s": "Wall time at which the step's batch was there, seconds since the Unix epoch.",
+    "finished_s": "Wall time at which the update was done, seconds since the Unix epoch.",
+    "loss": "Value of the algorithm's loss on the whole batch.",
+    "grad_norm": "Gradient norm over all stages before clipping; tied weights count once.",
+    "lr": "Learning rate of the step.",
+    # reward and length
+    "reward/mean": "Mean reward of the trained samples.",
+    "reward/std": "Standard deviation of those rewards.",
+    "length/trained_mean": "Mean completion length of the trained samples, tokens.",
+    # staleness: u is the version that sampled a token, v the version that trains it
+    "lag/token_mean": "Mean of v - u over trained tokens, versions.",
+    "lag/token_p50": "Median of v - u over trained tokens.",
+    "lag/token_p95": "95th percentile of v - u over trained tokens.",
+    "lag/token_max": "Greatest v - u of a trained token; never above weight_sync.max_lag.",
+    "lag/in_flight": "Versions between first and last token of a trajectory, mean.",
+    "lag/in_queue": "Versions between the last token and the step, mean.",
+    "lag/publish": "Versions between the learner and the newest published weights when the step began.",
+    "lag/wall_s": "Seconds from the last token of a trajectory to its step, mean.",
+    "lag/abandoned": "Trained tokens from versions that a restart abandoned.",
+    # behaviour policy against the learner
+    "mismatch/k1": "mean(log mu - log pi) over trained tokens; staleness and implementation together.",
+    "mismatch/k3": "mean(rho - 1 - log rho) with rho = pi/mu.",
+    "mismatch/lag0_abs": "mean |log mu - log pi| on tokens with u = v in trajectories of a single version: the gap "
+    "between the two implementations. Null where there are no such tokens.",
+    "mismatch/lag0_k3": "mismatch/k3 on those tokens.",
+    "mismatch/lag0_tokens": "How many such tokens there were.",
+    "off_policy/chi2": "mean(rho^2) - 1.",
+    "off_policy/ess_token": "Effective sample size over tokens as a share: 1 / mean((w / mean w)^2) with w = rho.",
+    "off_policy/ess_sequence": "The same over sequences, with w the product of rho.",
+    "off_policy/ess_token_truncated": "ess_token after truncation of the weights.",
+    "off_policy/ess_sequence_truncated": "ess_sequence after truncation of the weights.",
+    "off_policy/clip_frac_low": "Share of tokens where the lower clip changes the objective.",
+    "off_policy/clip_frac_high": "Share of tokens where the upper clip changes the objective.",
+    "off_policy/truncated_frac": "Share of tokens whose weight pi_prox/mu was truncated.",
+    # the algorithms
+    "tb/beta": "beta of trajectory balance at this step.",
+    "tb/delta_abs": "Mean |delta| of trajectory balance.",
+    "tb/log_z": "Mean VarGrad estimate of log Z.",
+    "tb/kl_reference": "mean(log pi - log pi_ref) per sequence.",
+    "dpo/accuracy": "Share of pairs whose better sample has the greater implicit reward.",
+    "dpo/margin": "Mean difference of implicit rewards.",
+    "dpo/tied_frac": "Share of groups without a pair, because all rewards were equal.",
+    "ppo/advantage_abs": "Mean |advantage|.",
+    "ppo/kl_reference": "mean(log pi - log pi_ref) per token.",
+    # the batch
+    "batch/trajectories": "Samples in the step.",
+    "batch/groups": "Groups in the step.",
+    "batch/tokens": "Prompt and completion tokens in the step.",
+    "batch/completion_tokens": "Completion tokens in the step.",
+    "batch/micro_batches": "Packed micro-batches of the step.",
+    "batch/pack_efficiency": "Real tokens over tokens of the micro-batches.",
+    # the ledger, counted in samples since the start of the run, as the step's batch was drawn
+    "buffer/issued": "Samples leased; a sample leased again counts again.",
+    "buffer/in_flight": "Leased, neither committed nor failed.",
+    "buffer/committed": "On disk.",
+    "buffer/failed": "Lease lost, generation or reward failed, or quarantined.",
+    "buffer/waiting": "Committed and not drawn yet.",
+    "buffer/trained": "Used by at least one finished step.",
+    "buffer/dropped_stale": "Dropped with their group, because it would have passed max_lag.",
+    "buffer/filtered": "Without a reward, or in a group or step that was not used.",
+    "buffer/evicted_unused": "Removed before they were used.",
+    "buffer/duplicates": "Acknowledged again; outside the ledger.",
+    "buffer/late": "Committed by someone else before; outside the ledger.",
+    "buffer/ledger_gap": "By how many samples the identities of the ledger are violated: 0, or a bug.",
+    # time, and who waits for whom
+    "time/wait_for_batch": "Seconds that the learner waited for the step's batch.",
+    "time/step": "Seconds from the batch to the update.",
+    "time/reference": "Seconds spent scoring with the reference model.",
+    "time/forward": "Seconds of pass 1.",
+    "time/loss": "Seconds to evaluate the algorithm.",
+    "time/backward": "Seconds of pass 2.",
+    "time/optimizer": "Seconds of clipping and update.",
+    "time/weight_pause": "Seconds that a weight update paused generation, mean over recent updates.",
+    "perf/learner_tokens_per_s": "batch/tokens over time/step.",
+    "perf/trained_tokens_per_s": "Tokens trained per second of wall time, over the last seconds.",
+    "perf/generated_tokens_per_s": "Completion tokens generated per second of wall time by all actors.",
+    "actors/running_samples": "Samples that all actors have in flight.",
+    "overlap/frac": "Share of step time so far in which at least one actor generated.",
+    # evaluation
+    "eval/accuracy_greedy": "Held-out accuracy, greedy.",
+    "eval/accuracy_sampled": "Held-out accuracy at temperature 1, one sample each.",
+    "eval/num_problems": "Held-out problems of the evaluation.",
+    "eval/num_failed": "Answers that could not be generated or scored; neither right nor wrong.",
+    "eval/version": "Policy version that was evaluated.",
+}

@@ -1,0 +1,201 @@
+"""The service is a real process here, and is killed with SIGKILL while it works."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import wait
+
+import numpy as np
+import pytest
+
+from buffer.client import BufferClient
+from buffer.config import BufferConfig, RunFacts
+from buffer.errors import BufferRefused, BufferUnavailable
+from buffer.store import Store
+from buffer.testing import make_trajectory
+from buffer.verify import verify
+from weight_sync.staleness import StalenessConfig
+
+FACTS = RunFacts(
+    run_id="killed",
+    seed=0,
+    num_prompts=64,
+    group_size=4,
+    groups_per_step=8,
+    vocab_size=64,
+    max_tokens=16,
+    staleness=StalenessConfig(max_lag="unbounded"),
+)
+CONFIG = BufferConfig(request_timeout_s=1.0, give_up_after_s=30.0, lease_timeout_s=30.0)
+
+
+class Service:
+    """A buffer service in a process of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.start()
+
+    def start(self):
+        command = [sys.executable, "-m", "buffer", "--folder", str(self.folder), "--facts", FACTS.model_dump_json()]
+        self.process = subprocess.Popen(
+            [*command, "--config", CONFIG.model_dump_json()], stdout=subprocess.PIPE, text=True
+        )
+        self.address = self.process.stdout.readline().strip()
+        assert self.address.startswith("tcp://")
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+        self.process.stdout.close()
+
+    def stop(self):
+        self.process.terminate()
+        assert self.process.wait(10) == 0
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def service(tmp_path):
+    running = Service(tmp_path / "buffer")
+    yield running
+    if running.process.poll() is None:
+        running.kill()
+
+
+@pytest.fixture
+def connect(service):
+    clients = []
+
+    def make(name, role="actor", config=CONFIG):
+        clients.append(BufferClient(service.address, run_id="killed", role=role, name=name, config=config))
+        clients[-1].connect()
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close(1.0)
+
+
+def generate(client, stop, outcomes):
+    """Lease and push until told to stop; remember what was acknowledged."""
+    while not stop.is_set():
+        pushed = []
+        for lease in client.lease(4).result(40).leases:
+            for index in lease.sample_indices:
+                row = make_trajectory(lease, index, seq=0)
+                pushed.append(((lease.group_id, index), client.push(row)))
+        for key, future in pushed:
+            outcomes.append((key, future.result(40).outcome))
+        if not pushed:
+            time.sleep(0.01)
+
+
+def test_nothing_acknowledged_is_lost_or_doubled_when_the_service_is_killed_under_load(service, connect):
+    learner = connect("learner", "learner")
+    begun = learner.begin_incarnation(0, 0).result(5)
+    learner.published(begun.incarnation, 0).result(5)
+    stop = threading.Event()
+    outcomes = []
+    actors = [
+        threading.Thread(target=generate, args=(connect(f"actor-{number}"), stop, outcomes)) for number in range(2)
+    ]
+    for actor in actors:
+        actor.start()
+    drawn = {}
+    for step in range(1, 61):
+        if step % 12 == 0:
+            service.kill()
+            service.start()
+        draw = learner.draw(step, step - 1, 0, FACTS.groups_per_step, 20.0)
+        if step % 20 == 0:
+            # Killed between the draw and its reply, or right after: the client cannot tell.
+            time.sleep(0.002)
+            service.kill()
+            service.start()
+        batch = draw.result(40)
+        assert batch.ready, batch.waiting_for
+        drawn[step] = batch.record_ids
+        again = learner.draw(step, step - 1, 0, FACTS.groups_per_step, 1.0).result(40)
+        assert (again.record_ids, again.body) == (batch.record_ids, batch.body)
+        learner.step_finished(step, step).result(40)
+        learner.published(0, step).result(40)
+    stop.set()
+    for actor in actors:
+        actor.join(60)
+        assert not actor.is_alive()
+    status = learner.status().result(5)
+    service.stop()
+
+    records = [record for step in drawn.values() for record in step]
+    assert len(records) == len(set(records)) == 60 * 32
+    acknowledged = {key for key, outcome in outcomes if outcome in ("committed", "duplicate")}
+    assert len(acknowledged) == len(outcomes)
+    assert status.ledger["gap"] == 0
+    store = Store(service.folder, FACTS)
+    report = store.read(verify)
+    stored = store.read(lambda tx: {(g, i) for (g,), group in tx.groups.all_items() for i in range(len(group.fates))})
+    store.close()
+    assert report["faults"] == []
+    assert report["recount"]["committed"] == report["num_records"] == len(outcomes)
+    assert acknowledged <= stored
+
+
+def test_a_client_gives_up_and_names_the_service_when_it_stays_away(service, connect):
+    client = connect("actor-0", config=CONFIG.model_copy(update={"request_timeout_s": 0.3, "give_up_after_s": 1.0}))
+    service.kill()
+    pending = [client.status(), client.lease(1)]
+    wait(pending, 10)
+    for future in pending:
+        with pytest.raises(BufferUnavailable, match=service.address):
+            future.result(0)
+
+
+def test_a_restarted_service_keeps_its_port_and_a_second_one_is_refused(service):
+    address = service.address
+    command = [sys.executable, "-m", "buffer", "--folder", str(service.folder), "--facts", FACTS.model_dump_json()]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert second.returncode == 1
+    assert f"in use by process {service.process.pid}" in second.stderr
+    service.kill()
+    service.start()
+    assert service.address == address
+
+
+def test_garbage_on_the_wire_is_counted_and_the_service_answers_on(service, connect):
+    import zmq
+
+    from buffer import protocol as p
+
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.linger = 0
+    stranger.connect(service.address)
+    random = np.random.default_rng(0)
+    good = p.encode(p.Envelope(1, p.LeaseRequest("x" * 600, -5, 0, 1)))
+    requests = [
+        p.StepFinished(-1, 0, 0), p.CheckpointDurable(-1, 0), p.Renew("a", 1, [-1]), p.GiveUp("a", 1, -1, 1, [0], "x"),
+        p.DrawRequest(-2, -2, 0, 8, 0.0), p.Hello("killed", "actor", "n" * 999, "s"), p.Push("a\0", 1), p.WriteScores(),
+        p.BeginIncarnation("s", -1, -1), p.Published(9, -1), p.Done(),
+    ]  # fmt: skip
+    for message in requests:
+        stranger.send_multipart([p.encode(p.Envelope(2, message, p.checksum(b"body"))), b"body"])
+    for _ in range(200):
+        mutant = bytearray(good)
+        mutant[random.integers(0, len(good))] ^= 1 << int(random.integers(0, 8))
+        stranger.send_multipart([bytes(mutant)])
+        stranger.send_multipart([random.bytes(int(random.integers(0, 50))) for _ in range(random.integers(1, 5))])
+    stranger.send_multipart([p.encode(p.Envelope(3, p.Push("a", 1), 12345)), b"body"])
+    stranger.send_multipart([good])
+    client = connect("actor-0")
+    deadline = time.monotonic() + 10
+    while (status := client.status().result(10)).quarantined_by_reason.get("header", 0) < 401:
+        assert time.monotonic() < deadline, status
+    assert status.quarantined_by_reason["checksum"] == 1
+    assert status.ledger["gap"] == 0
+    with pytest.raises(BufferRefused, match="no learner has begun"):
+        client.draw(1, 0, 0, 8, 0.0).result(10)
+    stranger.close()
+    context.term()
