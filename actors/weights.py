@@ -154,7 +154,7 @@ class WeightFollower:
     async def _apply_whole(self, staged: StagedVersion) -> UpdateTiming:
         """Apply, to its end even if whoever follows is cancelled: half an update leaves the engine paused."""
         bound_s = self._config.update_timeout_s
-        applying = asyncio.create_task(self._engine.apply(staged, self._config.kv_cache))
+        applying = asyncio.create_task(self._engine.apply(staged, self._config.kv_cache, timeout_s=bound_s))
         try:
             async with asyncio.timeout(bound_s):
                 return await asyncio.shield(applying)

@@ -140,14 +140,7 @@ class BufferClient:
         with self._lock:
             self._closing = True
         self._transport.close(self._config.request_timeout_s if timeout_s is None else timeout_s)
-        with self._lock:
-            rows, self._rows = list(self._rows), deque()
-            leases, self._waiting_leases = list(self._waiting_leases), deque()
-        closed = BufferUnavailable(f"the client of the buffer service at {self.address} was closed")
-        for row in rows:
-            self._settle_row(row, closed)
-        for _, future in leases:
-            _settle(future, closed)
+        self._fail_waiting([], BufferUnavailable(f"the client of the buffer service at {self.address} was closed"))
 
     # --- actors -----------------------------------------------------------------------------------
 
@@ -267,7 +260,7 @@ class BufferClient:
         return future
 
     def _refuse_if_closing(self) -> None:
-        if self._closing:
+        if self._closing or self._transport.has_ended:
             raise BufferUnavailable(f"the client of the buffer service at {self.address} is closed")
 
     def _send_next_lease(self) -> None:
@@ -287,9 +280,22 @@ class BufferClient:
             self._send_next_lease()
 
         try:
-            self._ask(request, p.LeaseGrant).add_done_callback(answered)
+            sent = self._ask(request, p.LeaseGrant)
         except BufferUnavailable as closed:
-            _settle(future, closed)
+            self._fail_waiting([(max_groups, future)], closed)
+            return
+        sent.add_done_callback(answered)
+
+    def _fail_waiting(self, leases: list[tuple[int, Future[p.LeaseGrant]]], error: BufferUnavailable) -> None:
+        """There is no transport any more: whatever was not handed to it will not be sent."""
+        with self._lock:
+            rows, self._rows = list(self._rows), deque()
+            leases = leases + list(self._waiting_leases)
+            self._waiting_leases.clear()
+        for row in rows:
+            self._settle_row(row, error)
+        for _, future in leases:
+            _settle(future, error)
 
     def _pump(self) -> float | None:
         """Send the rows that waited long enough or fill a message; runs in the IO thread.

@@ -65,7 +65,6 @@ class Groups:
         if group.lease_id:
             self.end_lease(tx, group)
         tx.open_groups.delete(group.group_id)
-        tx.unleased_groups.delete(group.group_id)
         if len(group.having("waiting")) < self.num_needed:
             self.close(tx, group, "filtered")
             self.return_prompt(tx, group, failures=group.failures + 1)

@@ -7,6 +7,7 @@ sends the replies after its commit: under load many acknowledgements share one f
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -105,7 +106,10 @@ class BufferService:
                     f"address of this machine; the port of the last run is kept in {remembered}"
                 ) from error
         address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        remembered.write_text(address.rsplit(":", 1)[1])
+        bound_port = address.rsplit(":", 1)[1]
+        remembered.write_text(bound_port)
+        if self._config.host in ("0.0.0.0", "*"):  # every interface: name one that other machines can reach
+            return f"tcp://{socket.gethostbyname(socket.gethostname())}:{bound_port}"
         return address
 
     def serve(self, stop: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""A trajectory, and the one Arrow schema of wire, disk and exported table."""
+"""A trajectory: one sample and what is known of it. `buffer.schema` makes it bytes."""
 
 from __future__ import annotations
 

@@ -93,6 +93,11 @@ class Transport:
         self._thread = threading.Thread(target=self._run, name=f"{name}-buffer-io", daemon=True)
         self._thread.start()
 
+    @property
+    def has_ended(self) -> bool:
+        """Nothing can be sent any more."""
+        return self._inbox.ended
+
     def submit(
         self, message: p.Request, body: bytes = b"", *, wait_s: float = 0.0, closing: bool = False
     ) -> Future[Result]:

@@ -38,7 +38,12 @@ class StepBatch:
 
     @classmethod
     def build(
-        cls, trajectories: Sequence[Trajectory], version: int, resumed_at: Mapping[int, int], token_budget: int
+        cls,
+        trajectories: Sequence[Trajectory],
+        version: int,
+        resumed_at: Mapping[int, int],
+        token_budget: int,
+        min_micro_batches: int = 1,
     ) -> StepBatch:
         """Flatten and pack.
 
@@ -47,6 +52,7 @@ class StepBatch:
             version: the learner's, at which these tokens are trained.
             resumed_at: for every incarnation, the version that it started from.
             token_budget: tokens of a micro-batch.
+            min_micro_batches: what the pipeline's schedule needs.
 
         Raises:
             ValueError: a sequence does not fit the budget, or there is none.
@@ -55,6 +61,7 @@ class StepBatch:
             [trajectory.token_ids for trajectory in trajectories],
             [trajectory.prompt_length for trajectory in trajectories],
             token_budget,
+            min_micro_batches,
         )
         lengths = np.array([trajectory.num_completion_tokens for trajectory in trajectories], np.int64)
         _, group_B = np.unique([trajectory.group_id for trajectory in trajectories], return_inverse=True)

@@ -38,6 +38,8 @@ class PackedBatch:
     """Per micro-batch: the positions whose next token is a completion token, ascending."""
     output_T: IntArray
     """For each completion token, the flat index m * L + l of the output that holds its log-probability."""
+    num_tokens: int
+    """Real tokens, prompts included."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -48,11 +50,6 @@ class PackedBatch:
     def width(self) -> int:
         """L, tokens of each micro-batch with padding."""
         return int(self.tokens_ML.shape[1])
-
-    @property
-    def num_tokens(self) -> int:
-        """Real tokens, prompts included."""
-        return int(sum(bounds[-1] for bounds in self.bounds))
 
     @property
     def efficiency(self) -> float:
@@ -93,32 +90,45 @@ def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return bins
 
 
-def narrowest(lengths: Sequence[int], token_budget: int) -> tuple[int, list[list[int]]]:
+def narrowest(lengths: Sequence[int], token_budget: int, min_bins: int = 1) -> tuple[int, list[list[int]]]:
     """The narrowest width, in sixteenths of the budget, that needs no more bins than the budget itself.
 
+    Args:
+        lengths: tokens of each sequence.
+        token_budget: the greatest width.
+        min_bins: how many bins are needed in any case; a batch that fits fewer is spread over them.
+
     Returns:
-        The width in tokens, and the bins as `best_fit` gives them.
+        The width in tokens, and the bins as `best_fit` gives them, with empty ones up to `min_bins`.
 
     Raises:
         ValueError: a sequence is longer than the budget; names it.
     """
-    bins = best_fit(lengths, token_budget)
+    width, bins = token_budget, best_fit(lengths, token_budget)
+    num_bins = max(len(bins), min_bins)
     grain = max(1, token_budget // 16)
-    least = max(max(lengths), -(-sum(lengths) // len(bins)))
-    for width in range(-(-least // grain) * grain, token_budget, grain):
-        narrower = best_fit(lengths, width)
-        if len(narrower) <= len(bins):
-            return width, narrower
-    return token_budget, bins
+    least = max(max(lengths), -(-sum(lengths) // num_bins))
+    for narrower in range(-(-least // grain) * grain, token_budget, grain):
+        candidate = best_fit(lengths, narrower)
+        if len(candidate) <= num_bins:
+            width, bins = narrower, candidate
+            break
+    return width, bins + [[] for _ in range(num_bins - len(bins))]
 
 
-def pack(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[int], token_budget: int) -> PackedBatch:
+def pack(
+    sequences: Sequence[npt.NDArray[np.integer]],
+    prompt_lengths: Sequence[int],
+    token_budget: int,
+    min_micro_batches: int = 1,
+) -> PackedBatch:
     """Pack sequences (prompt, then completion) into micro-batches.
 
     Args:
         sequences: token ids of each sequence.
         prompt_lengths: tokens of each prompt, at least 1.
         token_budget: tokens of a micro-batch.
+        min_micro_batches: what the pipeline's schedule needs; missing ones are made of padding.
 
     Raises:
         ValueError: there is no sequence, one is longer than the budget, or one has no prompt.
@@ -128,16 +138,16 @@ def pack(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[
     for i, prompt_length in enumerate(prompt_lengths):
         if prompt_length < 1:
             raise ValueError(f"sequence {i} has no prompt token, so nothing predicts its first completion token")
-    width, bins = narrowest([len(sequence) for sequence in sequences], token_budget)
+    lengths = [len(sequence) for sequence in sequences]
+    width, bins = narrowest(lengths, token_budget, min_micro_batches)
     tokens_ML = np.full((len(bins), width), PAD_TOKEN, np.int64)
     positions_ML = np.zeros((len(bins), width), np.int64)
     bounds: list[IntArray] = []
     predicting: list[IntArray] = []
     outputs: list[IntArray] = [np.zeros(0, np.int64)] * len(sequences)
     for m, members in enumerate(bins):
-        edges = np.zeros(len(members) + 1, np.int64)
-        np.cumsum([len(sequences[i]) for i in members], out=edges[1:])
-        sources: list[IntArray] = []
+        edges = np.cumsum([0, *[lengths[i] for i in members]])
+        sources: list[IntArray] = [np.zeros(0, np.int64)]
         for i, start, end in zip(members, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             tokens_ML[m, start:end] = sequences[i]
             positions_ML[m, start:end] = np.arange(end - start)
@@ -145,6 +155,9 @@ def pack(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[
             source = np.arange(start + prompt_lengths[i] - 1, end - 1)
             sources.append(source)
             outputs[i] = m * width + source
-        bounds.append(edges)
+        # an empty micro-batch shows one sequence of one padding token, so that attention need not know of it
+        bounds.append(edges if members else np.array([0, 1]))
         predicting.append(np.concatenate(sources))
-    return PackedBatch(tokens_ML, positions_ML, tuple(bounds), tuple(predicting), np.concatenate(outputs))
+    return PackedBatch(
+        tokens_ML, positions_ML, tuple(bounds), tuple(predicting), np.concatenate(outputs), num_tokens=sum(lengths)
+    )

@@ -210,7 +210,9 @@ class Stage:
         # lags are the lead's to report; no other stage knows where earlier incarnations ended
         resumed_at = self._lead.resumed_at if self._lead is not None else {}
         token_budget = self.spec.config.token_budget
-        batch = StepBatch.build([rows[i] for i in chosen], version, resumed_at, token_budget)
+        batch = StepBatch.build(
+            [rows[i] for i in chosen], version, resumed_at, token_budget, min_micro_batches=self.spec.num_stages
+        )
         newest = self._lead.newest_published if self._lead is not None else 0
         result = self._train_step.run(batch, step - 1, version, token_budget)
         self._progress = Progress(step, version + (0 if result.skipped else 1), self._progress.incarnation)

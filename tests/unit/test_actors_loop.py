@@ -67,7 +67,7 @@ class FakeEngine:
             token_ids=tokens, logprobs=np.full(4, -0.5, np.float32), spans=spans, finish_reason="stop"
         )
 
-    async def apply(self, staged, kv_cache):
+    async def apply(self, staged, kv_cache, *, timeout_s):
         await asyncio.sleep(0.01)
         if staged.version in self.refuses:
             raise UpdateRefused(f"{staged.version}: another model")

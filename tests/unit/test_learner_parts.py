@@ -53,12 +53,17 @@ def sequences(lengths, seed=0):
 # --- packing --------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=40), st.integers(50, 90))
-def test_every_completion_token_is_found_again_behind_its_prediction(shapes, token_budget):
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=40),
+    st.integers(50, 90),
+    st.integers(1, 4),
+)
+def test_every_completion_token_is_found_again_behind_its_prediction(shapes, token_budget, min_micro_batches):
     rows = sequences([prompt + completion for prompt, completion in shapes])
     prompts = [prompt for prompt, _ in shapes]
-    packed = pack(rows, prompts, token_budget)
+    packed = pack(rows, prompts, token_budget, min_micro_batches)
     assert packed.width <= token_budget
+    assert packed.num_micro_batches >= min_micro_batches
     # the output at l predicts the token at l + 1, which must be the completion's, in order
     read_back = packed.tokens_ML.reshape(-1)[packed.output_T + 1]
     expected = [row[prompt:] for row, prompt in zip(rows, prompts, strict=True)]
@@ -66,6 +71,7 @@ def test_every_completion_token_is_found_again_behind_its_prediction(shapes, tok
     assert packed.num_tokens == sum(len(row) for row in rows)
     assert sum(len(positions) for positions in packed.predicting) == len(packed.output_T)
     for m, bounds in enumerate(packed.bounds):
+        assert len(bounds) >= 2, "attention needs a sequence in every micro-batch"
         restarts = packed.positions_ML[m][: bounds[-1]]
         np.testing.assert_array_equal(restarts, np.concatenate([np.arange(n) for n in np.diff(bounds)]))
 

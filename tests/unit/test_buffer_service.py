@@ -1,0 +1,129 @@
+"""Client and service over real sockets, in threads of one process."""
+
+import threading
+import time
+
+import pytest
+
+from buffer.client import BufferClient, decode_draw
+from buffer.config import BufferConfig, RunFacts
+from buffer.errors import BufferRefused, BufferUnavailable, StoreError
+from buffer.service import BufferService
+from buffer.testing import make_trajectory
+from weight_sync.staleness import StalenessConfig
+
+FACTS = RunFacts(
+    run_id="r",
+    seed=0,
+    num_prompts=100,
+    group_size=4,
+    groups_per_step=2,
+    vocab_size=64,
+    max_tokens=16,
+    staleness=StalenessConfig(max_lag=40),
+)
+CONFIG = BufferConfig(request_timeout_s=1.0, give_up_after_s=10.0)
+
+
+@pytest.fixture
+def service(tmp_path):
+    service = BufferService(CONFIG, FACTS, tmp_path / "buffer")
+    service.address = service.bind()
+    stop = threading.Event()
+    thread = threading.Thread(target=service.serve, args=(stop,))
+    thread.start()
+    yield service
+    stop.set()
+    thread.join(10)
+
+
+@pytest.fixture
+def connect(service):
+    clients = []
+
+    def make(name="actor-0", role="actor", run_id="r"):
+        clients.append(BufferClient(service.address, run_id=run_id, role=role, name=name, config=CONFIG))
+        clients[-1].connect()
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close(1.0)
+
+
+@pytest.fixture
+def learner(connect):
+    learner = connect("learner", "learner")
+    learner.published(learner.begin_incarnation(0, 0).result(5).incarnation, 0).result(5)
+    return learner
+
+
+def test_a_waiting_draw_holds_up_nobody_and_is_answered_as_soon_as_it_is_ready(connect, learner):
+    actor = connect()
+    started = time.monotonic()
+    draw = learner.draw(1, 0, 0, 2, wait_s=20.0)
+    leases = actor.lease(2).result(5).leases
+    pushed = [actor.push(make_trajectory(lease, index, seq=0)) for lease in leases for index in range(4)]
+    assert {future.result(5).outcome for future in pushed} == {"committed"}
+    batch = draw.result(5)
+    assert time.monotonic() - started < 10
+    assert batch.ready
+    assert [row.group_id for row in batch.trajectories] == [g for g in batch.group_ids for _ in range(4)]
+    assert [row.seq for row in decode_draw(batch.body)] == [row.seq for row in batch.trajectories]
+
+
+def test_a_draw_that_is_not_ready_in_time_names_who_owes_it(connect, learner):
+    lease = connect().lease(1).result(5).leases[0]
+    batch = learner.draw(1, 0, 0, 2, wait_s=0.1).result(5)
+    assert not batch.ready
+    assert batch.trajectories == []
+    assert f"samples [0, 1, 2, 3] from actor-0 (lease {lease.lease_id})" in batch.waiting_for
+
+
+def test_trajectories_pushed_together_share_commits(connect, learner, service, monkeypatch):
+    actor = connect()
+    leases = actor.lease(32).result(5).leases
+    commits = []
+    write = service._store.write
+    monkeypatch.setattr(service._store, "write", lambda change: commits.append(1) or write(change))
+    pushed = [actor.push(make_trajectory(lease, index, seq=0)) for lease in leases for index in range(4)]
+    assert {future.result(5).outcome for future in pushed} == {"committed"}
+    assert len(pushed) == 128
+    assert len(commits) <= 16
+
+
+def test_a_trajectory_that_cannot_be_encoded_fails_alone(connect, learner):
+    actor = connect()
+    lease = actor.lease(1).result(5).leases[0]
+    rows = [make_trajectory(lease, index, seq=0) for index in range(3)]
+    rows[1].columns["unspeakable"] = object()
+    good, bad, also_good = [actor.push(row) for row in rows]
+    assert (good.result(5).outcome, also_good.result(5).outcome) == ("committed", "committed")
+    with pytest.raises(TypeError):
+        bad.result(5)
+
+
+def test_concurrent_lease_requests_are_all_answered(connect, learner):
+    actor = connect()
+    grants = [actor.lease(1) for _ in range(10)]
+    groups = [lease.group_id for grant in grants for lease in grant.result(5).leases]
+    assert len(set(groups)) == 10
+
+
+def test_refusals_and_a_closed_client_raise(connect, service):
+    with pytest.raises(BufferRefused, match="serves run 'r', not 'other'"):
+        connect("launch", "launch", run_id="other")
+    client = connect()
+    client.close()
+    for call in (client.status, lambda: client.lease(1)):
+        with pytest.raises(BufferUnavailable, match="closed"):
+            call()
+
+
+def test_an_address_in_use_is_a_clear_error(service, tmp_path, monkeypatch):
+    monkeypatch.setattr("buffer.service._BIND_RETRY_S", 0.0)
+    port = int(service.address.rsplit(":", 1)[1])
+    other = BufferService(CONFIG.model_copy(update={"port": port}), FACTS, tmp_path / "other")
+    with pytest.raises(StoreError, match=f"cannot bind tcp://127.0.0.1:{port}"):
+        other.bind()
+    other.close()
