@@ -49,6 +49,8 @@ class Draw:
     """Where not ready: what is missing and who owes it."""
     body: bytes
     """The trajectories as an Arrow IPC stream, to hand on as it is; `decode_draw` reads it."""
+    ledger: dict[str, int]
+    """Counts of samples by the names of `buffer.ledger`, with 'gap', as the batch was drawn."""
 
     @cached_property
     def trajectories(self) -> list[Trajectory]:
@@ -214,7 +216,9 @@ class BufferClient:
 
         def drawn(result: Result) -> Draw:
             reply = _expect(result, p.DrawReply)
-            return Draw(reply.ready, reply.step, reply.group_ids, reply.record_ids, reply.waiting_for, result[1])
+            return Draw(
+                reply.ready, reply.step, reply.group_ids, reply.record_ids, reply.waiting_for, result[1], reply.ledger
+            )
 
         request = p.DrawRequest(step, version, incarnation, num_groups, wait_s)
         return self._then(self._transport.submit(request, wait_s=wait_s), drawn)

@@ -22,7 +22,7 @@ from buffer.groups import Groups
 from buffer.intake import Intake, set_aside
 from buffer.laws import Fifo
 from buffer.leases import Leases
-from buffer.ledger import live_gap
+from buffer.ledger import checked_counts
 from buffer.store import Transaction
 from buffer.tables import Draw
 from weight_sync.staleness import StalenessContract
@@ -99,7 +99,8 @@ class BufferCore:
         draw = self.draws.draw(tx, request)
         if draw is None:
             return None
-        return p.DrawReply(True, draw.step, draw.group_ids, draw.record_ids), self._body(tx, draw)
+        reply = p.DrawReply(True, draw.step, draw.group_ids, draw.record_ids, ledger=checked_counts(tx))
+        return reply, self._body(tx, draw)
 
     def draw_timed_out(self, tx: Transaction, request: p.DrawRequest) -> Answer:
         """The reply to a draw that waited long enough."""
@@ -161,7 +162,7 @@ class BufferCore:
                 in_flight[group.actor] += len(group.missing())
         ledger = state.ledger
         return p.Status(
-            ledger={**ledger.counts(), "gap": ledger.gap + live_gap(tx)},
+            ledger=checked_counts(tx),
             quarantined_by_reason=ledger.quarantined_by_reason,
             failed_by_reason=ledger.failed_by_reason,
             num_ready_groups=tx.ready_groups.count,

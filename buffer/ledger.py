@@ -117,6 +117,13 @@ def live_gap(tx: Transaction) -> int:
     return sum(abs(found[name] - getattr(ledger, name)) for name in ("in_flight", "waiting", "drawn"))
 
 
+def checked_counts(tx: Transaction) -> dict[str, int]:
+    """Every count by its name, how many rows are quarantined, and 'gap': 0, or a bug."""
+    ledger = tx.state.ledger
+    quarantined = sum(ledger.quarantined_by_reason.values())
+    return {**ledger.counts(), "quarantined": quarantined, "gap": ledger.gap + live_gap(tx)}
+
+
 def recount(tx: Transaction) -> dict[str, int]:
     """The two lines of the ledger, counted from the tables: every group, and what left them."""
     found: Counter[str] = Counter(tx.state.retired)

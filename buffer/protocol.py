@@ -195,6 +195,8 @@ class DrawReply(Message, frozen=True):
     """One per trajectory: the key under which scores are written back."""
     waiting_for: str = ""
     """Where not ready: what is missing and who owes it."""
+    ledger: dict[str, int] = {}
+    """The counts of `Status.ledger` in the transaction of the draw."""
 
 
 class IncarnationReply(Message, frozen=True):

@@ -190,6 +190,7 @@ class Crew:
             if not actor.lost and self._watch_actor(actor):
                 report = self._ask(actor, "report")
                 if report is not None:
+                    self._check_task(actor, report)
                     news.actors.append(report)
         if all(actor.lost for actor in self._actors):
             last = self._actors[-1]
@@ -201,6 +202,13 @@ class Crew:
             except TimeoutError:
                 self._notify("silent", f"the buffer service at {self._address} does not answer")
         return news
+
+    def _check_task(self, actor: _Member, report: ActorReport) -> None:
+        if report.task_fingerprint != self._plan.task.fingerprint:
+            raise CrewError(
+                f"{actor.name} sees other prompts than this command does, so its samples would be mixed up with others'; "
+                f"its files or its reasoning-gym differ from those here; see {actor.log}"
+            )
 
     def _ask(self, member: _Member, method: str) -> Any:  # noqa: ANN401
         """Call a method without waiting long: an unanswered call stays pending and is looked at next time."""

@@ -71,7 +71,8 @@ METRICS: dict[str, str] = {
     "buffer/dropped_stale": "Dropped with their group, because it would have passed max_lag.",
     "buffer/filtered": "Without a reward, or in a group or step that was not used.",
     "buffer/evicted_unused": "Removed before they were used.",
-    "buffer/duplicates": "Acknowledged again; outside the ledger.",
+    "buffer/quarantined": "Rows and messages that failed validation, set aside with their reason.",
+    "buffer/duplicate": "Acknowledged again; outside the ledger.",
     "buffer/late": "Committed by someone else before; outside the ledger.",
     "buffer/ledger_gap": "By how many samples the identities of the ledger are violated: 0, or a bug.",
     # time, and who waits for whom

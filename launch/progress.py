@@ -147,7 +147,7 @@ class Progress:
             self._lag_total += row["lag/token_mean"] * row["batch/tokens"]
             self._lag_tokens += int(row["batch/tokens"])
             self.lag_max = max(self.lag_max, int(row["lag/token_max"]))
-            self.largest_gap = max(self.largest_gap, abs(int(row.get("buffer/ledger_gap", 0))))
+            self.largest_gap = max(self.largest_gap, abs(int(row["buffer/ledger_gap"])))
             row["perf/trained_tokens_per_s"] = self.trained.value()
             row["perf/generated_tokens_per_s"] = self.generated.value()
             row |= self._actor_row()

@@ -6,6 +6,7 @@ A test compares the files with what this would write, so the reference cannot dr
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -52,7 +53,7 @@ def metrics_reference() -> str:
 
 
 def _tag(field: FieldInfo | None) -> str:
-    return str(field.annotation.__args__[0]) if field is not None and hasattr(field.annotation, "__args__") else ""
+    return "" if field is None else str(get_args(field.annotation)[0])
 
 
 def _default(field: FieldInfo) -> str:

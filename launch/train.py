@@ -63,7 +63,7 @@ def train(plan: Plan) -> int:
         try:
             return run.go()
         except CrewError as error:
-            notify("failed", str(error))
+            tracker.event("failed", str(error))
             display.fail(str(error))
             return FAILED
         except _Stopped:

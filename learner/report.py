@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,23 @@ from learner.batch import StepBatch
 from learner.step import Metrics, StepResult
 
 Report = dict[str, float | int | bool | None]
+
+LEDGER_METRICS = {
+    "buffer/issued": "issued",
+    "buffer/in_flight": "in_flight",
+    "buffer/committed": "committed",
+    "buffer/failed": "failed",
+    "buffer/waiting": "waiting",
+    "buffer/trained": "trained",
+    "buffer/dropped_stale": "dropped_stale",
+    "buffer/filtered": "filtered",
+    "buffer/evicted_unused": "evicted_unused",
+    "buffer/quarantined": "quarantined",
+    "buffer/duplicate": "duplicates",
+    "buffer/late": "late",
+    "buffer/ledger_gap": "gap",
+}
+"""Metric -> its name in the buffer's ledger."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +69,13 @@ def lag_metrics(batch: StepBatch, version: int, newest_published: int, started_s
 
 
 def step_report(
-    batch: StepBatch, result: StepResult, step: int, version: int, newest_published: int, times: StepTimes
+    batch: StepBatch,
+    result: StepResult,
+    step: int,
+    version: int,
+    newest_published: int,
+    times: StepTimes,
+    ledger: Mapping[str, int],
 ) -> Report:
     """Everything to log of one step.
 
@@ -62,6 +86,7 @@ def step_report(
         version: the learner's before the step.
         newest_published: the newest version that could be pulled when the step began.
         times: of the step.
+        ledger: the buffer's counts as the batch was drawn.
     """
     rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.reward is not None]
     lengths = [trajectory.num_completion_tokens for trajectory in batch.trajectories]
@@ -85,5 +110,6 @@ def step_report(
         "time/step": duration_s,
         "perf/learner_tokens_per_s": batch.packed.num_tokens / max(duration_s, 1e-9),
         **lag_metrics(batch, version, newest_published, times.started_s),
+        **{metric: ledger[name] for metric, name in LEDGER_METRICS.items()},
         **result.metrics,
     }

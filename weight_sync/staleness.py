@@ -121,10 +121,9 @@ class StalenessContract:
     """
 
     def __init__(self, config: StalenessConfig, groups_per_step: int) -> None:
-        """
-        Args:
-            config: the knobs.
-            groups_per_step: G, how many groups one optimizer step consumes.
+        """Args:
+        config: the knobs.
+        groups_per_step: G, how many groups one optimizer step consumes.
         """
         if groups_per_step < 1:
             raise ValueError(f"groups_per_step = {groups_per_step}: a step needs at least one group")

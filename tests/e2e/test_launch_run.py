@@ -46,14 +46,18 @@ def wait_for_end(processes: list[psutil.Process], timeout_s: float) -> list[str]
     return [process.name() for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def wait_for_steps(folder: Path, count: int, timeout_s: float) -> None:
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, count: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"the run ended with status {process.returncode}: {process.stdout.read()}")
         metrics = folder / "run" / "metrics.jsonl"
         if metrics.exists() and len(metrics.read_text().splitlines()) >= count:
             return
         time.sleep(0.2)
-    pytest.fail(f"no {count} steps within {timeout_s} s; logs in {folder / 'run' / 'logs'}")
+    os.killpg(process.pid, signal.SIGKILL)
+    output, _ = process.communicate()
+    pytest.fail(f"no {count} steps within {timeout_s} s; it said: {output}")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,7 @@ def finished(tmp_path_factory):
     """A run from its first to its last step, and the processes it had in its middle."""
     folder = tmp_path_factory.mktemp("runs")
     process = start(folder)
-    wait_for_steps(folder, 2, timeout_s=150)
+    wait_for_steps(process, folder, 2, timeout_s=150)
     family = descendants(process)
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
@@ -163,7 +167,7 @@ def test_an_existing_run_folder_is_refused(finished):
 
 def test_one_interrupt_ends_with_a_checkpoint_and_without_processes(tmp_path):
     process = start(tmp_path, "--learner.num_steps", "100000", "--learner.checkpoint_every", "100000")
-    wait_for_steps(tmp_path, 2, timeout_s=150)
+    wait_for_steps(process, tmp_path, 2, timeout_s=150)
     family = descendants(process)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=90)
@@ -176,7 +180,7 @@ def test_one_interrupt_ends_with_a_checkpoint_and_without_processes(tmp_path):
 
 def test_when_the_command_is_killed_its_roles_and_engines_end(tmp_path):
     process = start(tmp_path, "--learner.num_steps", "100000")
-    wait_for_steps(tmp_path, 1, timeout_s=150)
+    wait_for_steps(process, tmp_path, 1, timeout_s=150)
     family = [each for each in descendants(process) if "Agent" not in " ".join(each.cmdline())]
     assert any("EngineCore" in " ".join(each.cmdline()) for each in family)
     process.kill()
