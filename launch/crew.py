@@ -40,8 +40,10 @@ class _Member:
     number: int
     handle: Any
     log: Path
+    starting: Any = None
+    """Of an actor: the call that ends when it is ready."""
     running: Any = None
-    """The pending call that ends when the role's work does."""
+    """The call that ends when the role's work does; None before the work begins."""
     restarts: int = 0
     lost: str = ""
     """Why it was given up, where it was."""
@@ -96,9 +98,8 @@ class Crew:
         deadline = time.monotonic() + self._config.launch.startup_timeout_s
         self._start_buffer(deadline)
         stages = self._start_stages(deadline)
-        actors = [self._start_actor(number) for number in range(self._config.actors.num_actors)]
-        self._actors = actors
-        for member, pending in [*stages, *[(actor, actor.handle.start.remote()) for actor in actors]]:
+        self._actors = [self._start_actor(number) for number in range(self._config.actors.num_actors)]
+        for member, pending in [*stages, *[(actor, actor.starting) for actor in self._actors]]:
             self._await(pending, member, deadline, "to be ready")
 
     def begin(self) -> None:
@@ -158,7 +159,7 @@ class Crew:
         handle = spawn(
             ActorRole, path, spec, cpus=config.cpus, gpus=config.gpus, threads=config.num_threads, concurrency=16
         )
-        return _Member("actor", number, handle, path)
+        return _Member("actor", number, handle, path, starting=handle.start.remote())
 
     def _await(self, pending: object, member: _Member, deadline: float, what: str) -> Any:  # noqa: ANN401
         limit = self._config.launch.startup_timeout_s
@@ -206,7 +207,7 @@ class Crew:
     def _check_task(self, actor: _Member, report: ActorReport) -> None:
         if report.task_fingerprint != self._plan.task.fingerprint:
             raise CrewError(
-                f"{actor.name} sees other prompts than this command does, so its samples would be mixed up with others'; "
+                f"{actor.name} sees other prompts than this command does, so its groups would be mixed up: "
                 f"its files or its reasoning-gym differ from those here; see {actor.log}"
             )
 
@@ -248,23 +249,24 @@ class Crew:
         self._start_buffer(time.monotonic() + self._config.launch.startup_timeout_s)
 
     def _watch_actor(self, actor: _Member) -> bool:
-        """True where the actor can be asked for news."""
-        if actor.running is None or not _done(actor.running):
-            return True
-        reason = _outcome(actor.running)
+        """True where the actor works and can be asked for news; what died is started again."""
+        pending = actor.starting if actor.running is None else actor.running
+        if not _done(pending):
+            return actor.running is not None
+        reason = _outcome(pending)
         if not reason:
-            return True  # it finished because the run drains
+            if actor.running is None:
+                actor.running = actor.handle.run.remote()
+            return True  # else it finished, because the run drains
         if actor.restarts >= self._config.actors.max_restarts:
             actor.lost = reason
             self._notify("given_up", f"{actor.name} is given up after {actor.restarts} restarts: {reason}")
             return False
         self._notify("restart", f"{actor.name} died ({reason}) and is started again; its leases are issued anew")
         self._asked.pop(actor.name, None)
+        ray.kill(actor.handle, no_restart=True)  # it may have failed without dying
         fresh = self._start_actor(actor.number)
         fresh.restarts = actor.restarts + 1
-        ready = fresh.handle.start.remote()
-        fresh.running = fresh.handle.run.remote()
-        del ready  # `run` waits for `start` by itself
         self._actors[self._actors.index(actor)] = fresh
         return False
 
@@ -275,22 +277,34 @@ class Crew:
         return all(stage.running is not None and _done(stage.running) for stage in self._stages)
 
     def on_actors(self, method: str, arguments: Sequence[object], timeout_s: float) -> list[Any]:
-        """Call a method of the first len(arguments) living actors, one argument each, at the same time.
+        """Call a method of the first len(arguments) ready actors, one argument each, at the same time.
 
         Raises:
             CrewError: an actor failed or took too long.
         """
-        living = self.living_actors()
         calls = [
             (actor, getattr(actor.handle, method).remote(argument))
-            for actor, argument in zip(living, arguments, strict=False)
+            for actor, argument in zip(self.ready_actors(), arguments, strict=False)
         ]
         deadline = time.monotonic() + timeout_s
         return [self._await(call, actor, deadline, f"to {method}") for actor, call in calls]
 
-    def living_actors(self) -> list[_Member]:
-        """Actors that were not given up."""
-        return [actor for actor in self._actors if not actor.lost]
+    def ready_actors(self) -> list[_Member]:
+        """Actors that are started; at least one.
+
+        Raises:
+            CrewError: none is, and none became so within launch.startup_timeout_s.
+        """
+        deadline = time.monotonic() + self._config.launch.startup_timeout_s
+        while True:
+            alive = [actor for actor in self._actors if not actor.lost]
+            ready = [actor for actor in alive if _done(actor.starting) and not _outcome(actor.starting)]
+            if ready:
+                return ready
+            if not alive or time.monotonic() > deadline:
+                last = self._actors[-1]
+                raise CrewError(f"no actor is ready, the last is {last.name}; see {last.log}")
+            time.sleep(0.2)
 
     def request_stop(self) -> None:
         """Ask the learner to end after the step at hand, with a checkpoint, and close admission."""

@@ -163,13 +163,13 @@ class _Run:
         self._crew.begin()
         interrupted = self._train()
         self._crew.drain()
+        self._display.phase("exporting the model")
+        self._crew.export(self._plan.folder.export)
         after = None
         if not interrupted:
             final = PolicyVersion(*self._crew.status().newest)
             self._display.phase(f"evaluating version {final}")
             after = self._evaluate(self._plan.task.num_heldout, final)
-        self._display.phase("exporting the model")
-        self._crew.export(self._plan.folder.export)
         self._finish(before, after)
         return INTERRUPTED if interrupted else OK
 
@@ -213,7 +213,7 @@ class _Run:
             num_problems: how many.
             version: the version to evaluate at the earliest; None: whichever each actor has.
         """
-        num_shards = len(self._crew.living_actors())
+        num_shards = len(self._crew.ready_actors())
         requests = [
             EvalRequest(num_problems=num_problems, shard=shard, num_shards=num_shards, min_version=version)
             for shard in range(num_shards)

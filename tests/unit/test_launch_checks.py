@@ -1,0 +1,112 @@
+"""Bad input ends in one sentence and exit status 2, before any process or folder is there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.cli import OK, WRONG_INPUT, main
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "demo.toml"
+
+FILE_TASK = """
+[model]
+path = "{model}"
+[task]
+type = "file"
+path = "questions.jsonl"
+template = "{{question}}="
+rewards = [{rewards}]
+[algorithm]
+type = "online_dpo"
+[actors]
+max_prompt_tokens = 8
+max_new_tokens = 8
+"""
+
+
+@pytest.fixture
+def file_task(tmp_path):
+    """A function that writes a config for a task from files, with the given reward functions."""
+
+    def write(*rewards: str) -> Path:
+        questions = [{"question": f"{a}+{b}", "answer": str(a + b)} for a in range(10, 40) for b in range(10, 40)]
+        (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+        (tmp_path / "reward.py").write_text("def exact(prompts, completions, answer, **_):\n    return []\n")
+        path = tmp_path / "task.toml"
+        named = ", ".join(f'"{reward}"' for reward in rewards)
+        path.write_text(FILE_TASK.format(model=DEMO.parent / "demo_model", rewards=named))
+        return path
+
+    return write
+
+
+def run(capsys, *arguments: object) -> tuple[int, str]:
+    status = main(["train", *map(str, arguments)])
+    return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--learner.num_stage", "2"], "did you mean learner.num_stages?"),
+        (["--model.path", "/nowhere"], "no such folder"),
+        (["--model.path", "."], "config.json"),
+        (["--learner.num_stages", "9"], "has only 2 layers"),
+        (["--weight_sync.max_lag", "0", "--weight_sync.publish_every", "2"], "can never be met"),
+        (["--actors.group_size", "1"], "needs at least 2"),
+        (["--learner.token_budget", "8"], "the longest sample would fit in no micro-batch"),
+        (["--actors.max_running_samples", "4"], "could never hold a whole group"),
+        (["--task.name", "chain_sun"], "is not a dataset of reasoning-gym"),
+        (["--task.num_heldout", "5000"], "distinct"),
+        (["--task.template", "{metadata[expresion]}="], "did you mean 'expression'?"),
+        (["--actors.max_prompt_tokens", "100"], "was made for at most 64 tokens"),
+        (["--algorithm.beta", "0"], "algorithm.beta = 0"),
+        (["--run.name", "a/b"], "is not a folder name"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(capsys, tmp_path, overrides, expected):
+    status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", *overrides)
+    assert (status, expected in error, error.count("\n")) == (WRONG_INPUT, True, 1), error
+    assert error.startswith("leeway: ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_existing_run_folder_is_left_alone(capsys, tmp_path):
+    (tmp_path / "first").mkdir()
+    status, error = run(capsys, DEMO, "--run.dir", tmp_path, "--run.name", "first")
+    assert status == WRONG_INPUT
+    assert "exists already" in error
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        ("reward.py:exacts", "did you mean 'exact'?"),
+        ("rewards.py:exact", "there is no file"),
+        ("reward.py", "FILE.py:FUNCTION"),
+    ],
+)
+def test_a_task_file_without_its_reward_function_is_refused(capsys, file_task, reward, expected):
+    status, error = run(capsys, file_task(reward), "--dry-run")
+    assert status == WRONG_INPUT
+    assert expected in error
+
+
+def test_a_file_task_needs_a_reward_function(capsys, file_task):
+    status, error = run(capsys, file_task(), "--dry-run")
+    assert status == WRONG_INPUT
+    assert "task.rewards" in error
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_example_passes_a_dry_run(capsys, tmp_path, path):
+    assert main(["train", str(path), "--run.dir", str(tmp_path / "runs"), "--dry-run"]) == OK
+    assert "in order" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_task_with_its_reward_passes_a_dry_run(capsys, file_task, tmp_path):
+    arguments = ["train", str(file_task("reward.py:exact")), "--run.dir", str(tmp_path / "runs"), "--dry-run"]
+    assert main(arguments) == OK, capsys.readouterr().err
