@@ -1,0 +1,88 @@
+"""The demo for several seeds: writes docs/results/demo.md and prints one JSON line last.
+
+python benchmarks/demo_seeds.py [--seeds 0 1 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "docs" / "results" / "demo.md"
+RUN_TIMEOUT_S = 900
+COLUMNS = {
+    "seed": "{seed}",
+    "greedy before": "{accuracy_before:.3f}",
+    "greedy after": "{accuracy_after:.3f}",
+    "gain": "{gain:+.3f}",
+    "sampled before": "{accuracy_before_sampled:.3f}",
+    "sampled after": "{accuracy_after_sampled:.3f}",
+    "wall s": "{wall_s:.0f}",
+    "trajectories": "{trained_trajectories}",
+    "lag mean": "{lag_mean:.2f}",
+    "lag max": "{lag_max}",
+    "max_lag": "{max_lag}",
+    "overlap": "{overlap_frac:.2f}",
+    "lag-0 mismatch": "{mismatch_lag0_abs:.1e}",
+    "ledger gap": "{ledger_gap}",
+}
+"""Column -> how it reads from a run's summary."""
+
+
+def main() -> None:
+    """Run every seed and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    with tempfile.TemporaryDirectory() as folder:
+        summaries = [run(Path(folder), seed) for seed in parser.parse_args().seeds]
+    RESULT.write_text(page(summaries), encoding="utf-8")
+    keys = ("seed", "accuracy_before", "accuracy_after", "gain", "wall_s", "lag_mean", "lag_max", "overlap_frac")
+    print(json.dumps({"runs": [{key: summary[key] for key in keys} for summary in summaries]}))
+
+
+def run(folder: Path, seed: int) -> dict[str, Any]:
+    """One run's summary."""
+    command = [sys.executable, "-m", "launch.cli", "train", "examples/demo.toml", "--run.dir", str(folder)]
+    command += ["--run.name", str(seed), "--run.seed", str(seed)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=RUN_TIMEOUT_S)
+    summary: dict[str, Any] = json.loads((folder / str(seed) / "summary.json").read_text())
+    return {**summary, "seed": seed, "gain": summary["accuracy_after"] - summary["accuracy_before"]}
+
+
+def page(summaries: list[dict[str, Any]]) -> str:
+    """The page of results."""
+    rows = [[form.format(**summary) for form in COLUMNS.values()] for summary in summaries]
+    table = ["| " + " | ".join(row) + " |" for row in [list(COLUMNS), ["---"] * len(COLUMNS), *rows]]
+    return "\n".join(
+        [
+            "# The demo, measured",
+            "",
+            f"Written by `benchmarks/demo_seeds.py` on {os.cpu_count()} cores ({platform.machine()}), no GPU, "
+            f"Python {platform.python_version()}. Accuracy is over {summaries[0]['num_heldout']} held-out problems, "
+            "split by question hash: neither the recipe of the starting model nor a training prompt contained them. "
+            "The wall time starts with the command and ends with the last evaluation.",
+            "",
+            *table,
+            "",
+            "What it shows and what it does not: the starting model was taught by a pupil who first answered right "
+            "and then, three times out of four, forgot the carry, the borrow and the sign "
+            "(`examples/demo_model/make_checkpoint.py`). Its answers are well formed, its greedy answers are the "
+            "careless ones, and the right rule is its minority opinion. The run finds out from the verifier which of "
+            "the two pays. It does not discover arithmetic. From a model that was merely stopped early in ordinary "
+            "training (greedy 0.39), 300 steps of the same algorithm with lag 3 to 4 gained nothing "
+            "(0.391 to 0.402), so this demo says that the system learns, not how much there is to learn.",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
