@@ -6,8 +6,10 @@ load        TOML and command-line overrides to a Config, with errors that say wh
 checks      what only the whole config can know, checked before any process starts
 run_folder  RunFolder: where everything of a run lies
 roles       the Ray actors that host buffer, stages and actors, one process and one log each
-crew        Crew: starts the roles, restarts what may be restarted, ends all of them
+role_process  RoleProcess: one process as the supervisor sees it
 spawn       Ray, and one process on it
+supervisor  Supervisor: starts the roles, restarts what may be restarted, ends all of them
+evaluation  Evaluation: held-out problems spread over the actors
 train       the run itself: evaluate, train, evaluate, export, summarise
 overlap     who generated while the learner stepped
 metrics     the registry of metrics

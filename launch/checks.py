@@ -12,7 +12,9 @@ from buffer.config import RunFacts
 from launch.config import Config
 from launch.load import ConfigError
 from launch.run_folder import RunFolder, already_there
+from learner.config import FAMILIES
 from weight_sync.serving import ModelFacts, ModelFolderError, check_model_folder
+from weight_sync.staleness import StalenessContract
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Plan:
                 f"learner    {config.learner.num_stages} stages, {config.learner.num_steps} steps of "
                 f"{config.learner.groups_per_step} prompts ({samples} samples)",
                 f"staleness  max_lag = {config.weight_sync.max_lag}, on_stale = {config.weight_sync.on_stale}",
-                "Everything that can be checked without starting a process is in order.",
+                "Everything that can be checked before a process starts is in order.",
             ]
         )
 
@@ -75,6 +77,10 @@ def check(config: Config, root: Path) -> Plan:
         task = check_task(config.task)
     except TaskError as error:
         raise ConfigError(f"[task] {error}") from None
+    if config.actors.eval_every and config.actors.eval_problems > task.num_heldout:
+        raise ConfigError(
+            f"actors.eval_problems = {config.actors.eval_problems}, but the task holds out {task.num_heldout} problems"
+        )
     model = None
     if config.model.path is not None and not _is_to_be_made(config):
         model = check_model(config, Path(config.model.path), "model.path")
@@ -94,12 +100,16 @@ def check_model(config: Config, path: Path, key: str) -> ModelFacts:
         model = check_model_folder(path)
     except ModelFolderError as error:
         raise ConfigError(f"{key}: {error}") from None
+    if model.model_type not in FAMILIES:
+        raise ConfigError(
+            f"{key}: {path} is of type '{model.model_type}', and the learner trains {', '.join(FAMILIES)}"
+        )
     if config.learner.num_stages > model.num_layers:
         raise ConfigError(
             f"learner.num_stages = {config.learner.num_stages}, but {path} has only {model.num_layers} layers; "
             f"a stage needs at least one"
         )
-    if model.max_position is not None and config.actors.max_model_tokens > model.max_position:
+    if config.actors.max_model_tokens > model.max_position:
         raise ConfigError(
             f"actors.max_prompt_tokens + actors.max_new_tokens = {config.actors.max_model_tokens}, but {path} was "
             f"made for at most {model.max_position} tokens"
@@ -127,6 +137,23 @@ def _check_sizes(config: Config) -> None:
         raise ConfigError(
             f"learner.token_budget = {learner.token_budget} is below actors.max_prompt_tokens + "
             f"actors.max_new_tokens = {actors.max_model_tokens}: the longest sample would fit in no micro-batch"
+        )
+    if config.launch.eval_timeout_s >= learner.batch_timeout_s:
+        raise ConfigError(
+            f"launch.eval_timeout_s = {config.launch.eval_timeout_s:g} is not below learner.batch_timeout_s = "
+            f"{learner.batch_timeout_s:g}: an evaluating actor makes no samples, so the learner would give up first"
+        )
+    contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step)
+    outstanding = contract.capacity() * actors.group_size
+    if config.buffer.capacity_trajectories < outstanding:
+        raise ConfigError(
+            f"buffer.capacity_trajectories = {config.buffer.capacity_trajectories} is below the {outstanding} samples "
+            f"that may be outstanding at once (weight_sync.max_lag, learner.groups_per_step, actors.group_size)"
+        )
+    if actors.tensor_parallel_size > 1 and actors.gpus < actors.tensor_parallel_size:
+        raise ConfigError(
+            f"actors.tensor_parallel_size = {actors.tensor_parallel_size} needs as many GPUs, and actors.gpus = "
+            f"{actors.gpus:g}"
         )
     if actors.max_running_samples < actors.group_size:
         raise ConfigError(

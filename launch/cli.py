@@ -13,8 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-OK, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
-
+from launch.exit_status import ExitStatus
 
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's default; said aloud it prints no banner
@@ -57,10 +56,10 @@ def _train(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
         plan = check(config, root)
     except ConfigError as error:
         print(f"leeway: {error}", file=sys.stderr)
-        return WRONG_INPUT
+        return ExitStatus.WRONG_INPUT
     if dry_run:
         print(plan.describe())
-        return OK
+        return ExitStatus.OK
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from launch.train import train

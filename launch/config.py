@@ -54,12 +54,16 @@ class LaunchConfig(_Section):
     ray_address: str | None = Field(
         default=None, description="Address of a running Ray cluster ('auto' finds it); unset: Ray starts itself here."
     )
-    startup_timeout_s: PositiveFloat = Field(default=300.0, description="Every role must be ready within this time.")
-    shutdown_timeout_s: PositiveFloat = Field(default=60.0, description="A drain that takes longer is cut off.")
+    startup_timeout_s: PositiveFloat = Field(
+        default=300.0, description="Every role must be ready, and the model exported, within this time."
+    )
+    shutdown_timeout_s: PositiveFloat = Field(
+        default=60.0, description="After Ctrl-C, how long the learner may take to finish its step; then the run fails."
+    )
     silence_timeout_s: PositiveFloat = Field(
         default=60.0, description="A role that answers nothing for so long is reported as hung."
     )
-    eval_timeout_s: PositiveFloat = Field(default=900.0, description="An evaluation that takes longer is an error.")
+    eval_timeout_s: PositiveFloat = Field(default=500.0, description="An evaluation that takes longer is an error.")
     poll_interval_s: PositiveFloat = Field(default=0.5, description="How often the run asks its roles for news.")
 
 

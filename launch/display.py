@@ -28,7 +28,7 @@ class Display:
         wish = config.tracking.display
         self._is_live = wish == "live" or (wish == "auto" and sys.stdout.isatty())
         self._is_off = wish == "off"
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, markup=False)
         self._live: Live | None = None
         self._phase = ""
         self._event = ""
@@ -75,7 +75,10 @@ class Display:
     def finish(self, before: Accuracy, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
         """The last words of a run."""
         self.__exit__()
-        say = self._console.print
+
+        def say(text: str) -> None:
+            self._console.print(text, soft_wrap=True)
+
         if after is not None:
             say(f"held-out accuracy over {before.num_problems} problems   before   after    gain")
             for name, first, last in (
@@ -113,13 +116,14 @@ class Display:
         grid.add_row(
             "tokens/s", f"generated {progress.generated.value():,.0f}   trained {progress.trained.value():,.0f}"
         )
-        grid.add_row("learner", f"waits for {progress.learner_waits_for}" if progress.learner_waits_for else "training")
+        waits = progress.learner_waits_for
+        grid.add_row("learner", Text(f"waits for {waits}" if waits else "training"))
         for name, report in sorted(progress.actors.items()):
             state = report.waiting or f"{report.num_running} samples running"
-            grid.add_row(name, f"version {PolicyVersion(*report.version)}   {state}")
+            grid.add_row(name, Text(f"version {PolicyVersion(*report.version)}   {state}"))
         if progress.status is not None:
             grid.add_row("ledger", _ledger(progress.status.ledger))
-        grid.add_row("last", self._event)
+        grid.add_row("last", Text(self._event))
         return Group(Text(f"{self._folder.name}: {self._phase}   {progress.elapsed_s:.0f} s"), grid)
 
 

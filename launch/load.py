@@ -1,7 +1,7 @@
 """TOML and command-line overrides to a `Config`.
 
-Paths in a TOML file are relative to that file; paths given on the command line are relative to the
-current directory.
+Paths of models, data and rewards in a TOML file are relative to that file; those given on the command
+line, and run.dir, are relative to the current directory.
 """
 
 from __future__ import annotations
@@ -170,10 +170,12 @@ def _explain(error: ValidationError, path: Path) -> str:
     elif kind == "value_error":
         text = str(first["ctx"]["error"])
         text = f"[{dotted}] {text}" if dotted else text
-    else:
-        message = first["msg"][0].lower() + first["msg"][1:]
-        text = f"{dotted} = {first['input']!r}: {message}"
-    more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
+    else:  # several mistakes at one key are the branches of a union: it may be this or that
+        messages = [each["msg"] for each in mistakes if _walk([str(part) for part in each["loc"]])[1] == keys]
+        wanted = ", or ".join(message[0].lower() + message[1:] for message in dict.fromkeys(messages))
+        text = f"{dotted} = {first['input']!r}: {wanted}"
+    wrong_keys = {tuple(_walk([str(part) for part in each["loc"]])[1]) for each in mistakes}
+    more = f" (and {len(wrong_keys) - 1} more)" if len(wrong_keys) > 1 else ""
     return f"{path}: {text}{more}"
 
 
@@ -182,14 +184,18 @@ def _walk(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
     model: type[BaseModel] = Config
     models, keys = [model], []
     candidates: list[type[BaseModel]] = []
+    at_leaf = False
     for part in location:
         if candidates and any(_tag(candidate) == part for candidate in candidates):
             model = next(candidate for candidate in candidates if _tag(candidate) == part)
             candidates = []
             models.append(model)
             continue
-        keys.append(part)
         info = model.model_fields.get(part)
+        if at_leaf and not part.isdigit():
+            continue  # the branch of a union of plain values
+        keys.append(part)
+        at_leaf = info is not None and not models_of(info.annotation)
         candidates = models_of(info.annotation) if info is not None else []
         if len(candidates) == 1:
             model = candidates[0]

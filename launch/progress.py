@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from actors.evaluate import EvalCounts, EvalResult
 from actors.report import ActorReport
 from buffer.protocol import Status
 from launch.config import Config
-from launch.crew import News
 from launch.overlap import OverlapMeter
 
 
@@ -65,6 +64,16 @@ def number(value: float | None) -> str:
     return f"{value:.2e}" if value and abs(value) < 1e-2 else f"{value:.3f}"
 
 
+@dataclass
+class PollResult:
+    """What the roles reported at one poll."""
+
+    steps: list[Mapping[str, Any]] = field(default_factory=list)
+    learner_waits_for: str = ""
+    actors: list[ActorReport] = field(default_factory=list)
+    status: Status | None = None
+
+
 class Rate:
     """Events per second over the last few seconds, from a running total."""
 
@@ -109,19 +118,19 @@ class Progress:
         self.lag_max = 0
         self.largest_gap = 0
         self._lag_total = 0.0
-        self._lag_tokens = 0
         self.generated = Rate()
         self.trained = Rate()
-        self._generated_tokens: dict[str, int] = {}
+        self.num_generated_tokens = 0
+        self._tokens_by_actor: dict[str, int] = {}
+        self._pauses_s: list[float] = []
         self._trained_tokens = 0
-        self._training_s = 0.0
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the command started."""
         return time.monotonic() - self._started_s
 
-    def update(self, news: News) -> list[tuple[int, dict[str, Any]]]:
+    def update(self, news: PollResult) -> list[tuple[int, dict[str, Any]]]:
         """Take in one poll; returns (step, row) for every step that finished."""
         now = time.monotonic()
         self.learner_waits_for = news.learner_waits_for
@@ -129,24 +138,29 @@ class Progress:
         for report in news.actors:
             self.actors[report.name] = report
             self.overlap.add_busy(report.name, report.busy_intervals)
-            self._generated_tokens[report.name] = report.num_tokens
-        self.generated.update(now, sum(self._generated_tokens.values()))
+            before = self._tokens_by_actor.get(report.name, 0)
+            # a restarted actor counts from 0 again
+            self.num_generated_tokens += report.num_tokens - (before if report.num_tokens >= before else 0)
+            self._tokens_by_actor[report.name] = report.num_tokens
+            self._pauses_s += report.pause_s
+        self.generated.update(now, self.num_generated_tokens)
         rows = list(self._step_rows(news))
         self.trained.update(now, self._trained_tokens)
         if self.status is not None:
             self.largest_gap = max(self.largest_gap, abs(self.status.ledger["gap"]))
         return rows
 
-    def _step_rows(self, news: News) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _step_rows(self, news: PollResult) -> Iterator[tuple[int, dict[str, Any]]]:
         for report in news.steps:
             row = dict(report)
             self.step = int(row["step"])
             self.version = int(row["version"])
             self.overlap.add_step(row["started_s"], row["finished_s"])
-            self._trained_tokens += int(row["batch/tokens"])
-            self._lag_total += row["lag/token_mean"] * row["batch/tokens"]
-            self._lag_tokens += int(row["batch/tokens"])
-            self.lag_max = max(self.lag_max, int(row["lag/token_max"]))
+            if not row["skipped"]:
+                num_tokens = int(row["batch/completion_tokens"])
+                self._lag_total += row["lag/token_mean"] * num_tokens
+                self._trained_tokens += num_tokens
+                self.lag_max = max(self.lag_max, int(row["lag/token_max"]))
             self.largest_gap = max(self.largest_gap, abs(int(row["buffer/ledger_gap"])))
             row["perf/trained_tokens_per_s"] = self.trained.value()
             row["perf/generated_tokens_per_s"] = self.generated.value()
@@ -156,7 +170,7 @@ class Progress:
             yield self.step, row
 
     def _actor_row(self) -> dict[str, Any]:
-        pauses = [pause for report in self.actors.values() for pause in report.pause_s]
+        pauses, self._pauses_s = self._pauses_s, []
         return {
             "time/weight_pause": sum(pauses) / len(pauses) if pauses else None,
             "actors/running_samples": sum(report.num_running for report in self.actors.values()),
@@ -166,7 +180,7 @@ class Progress:
     @property
     def lag_mean(self) -> float | None:
         """Mean lag over all trained tokens so far, in versions."""
-        return self._lag_total / self._lag_tokens if self._lag_tokens else None
+        return self._lag_total / self._trained_tokens if self._trained_tokens else None
 
     def summary(self, before: Accuracy, after: Accuracy | None, status: Status) -> dict[str, Any]:
         """The values of summary.json."""
@@ -187,5 +201,7 @@ class Progress:
             "overlap_frac_by_actor": self.overlap.fraction_by_actor(),
             "ledger_gap": max(self.largest_gap, abs(status.ledger["gap"])),
             "ledger": status.ledger,
+            "failed_by_reason": status.failed_by_reason,
+            "quarantined_by_reason": status.quarantined_by_reason,
             "mismatch_lag0_abs": self.first_row.get("mismatch/lag0_abs"),
         }

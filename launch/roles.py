@@ -7,13 +7,14 @@ process with the run; data and weights never pass through it.
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import socket
 import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from launch.logs import configure_logging
 
 if TYPE_CHECKING:  # each role imports what it hosts inside its own process only
     from actors.evaluate import EvalRequest, EvalResult
@@ -31,9 +32,7 @@ def redirect_output(log: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
-    )
+    configure_logging()
     faulthandler.enable()
 
 

@@ -12,41 +12,42 @@ import ray
 from actors.loop import ActorSpec
 from launch.checks import Plan
 from launch.config import Config
+from launch.role_process import RunFailed
 from learner.spec import LearnerSpec
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """Only control passes through Ray, so its object store stays near the smallest that it accepts."""
 
 
-class CrewError(RuntimeError):
-    """A role failed for good; the text names it and its log."""
-
-
 def start_ray(config: Config, namespace: str) -> None:
     """Start Ray here, or join the cluster at launch.ray_address.
 
     Raises:
-        CrewError: the roles reserve more CPUs or GPUs than there are.
+        RunFailed: the roles reserve more CPUs or GPUs than there are.
     """
     address = config.launch.ray_address
     local: dict[str, Any] = {}
     if address is None:
         local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "num_cpus": os.cpu_count()}
-    ray.init(
-        address=address,
-        namespace=namespace,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        configure_logging=False,
-        **local,
-    )
+    try:
+        ray.init(
+            address=address or "local",  # unset, Ray would look for a cluster in the environment
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+            **local,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"no Ray cluster answers at launch.ray_address = '{address}'" if address else "Ray does not start here"
+        raise RunFailed(f"{where}: {str(error).splitlines()[0]}") from error
     have = ray.cluster_resources()
     for kind in ("cpus", "gpus"):
         needed = config.actors.num_actors * getattr(config.actors, kind)
         needed += config.learner.num_stages * getattr(config.learner, kind)
         available = have.get(kind[:-1].upper(), 0.0)
         if needed > available:
-            raise CrewError(
+            raise RunFailed(
                 f"the roles reserve {needed:g} {kind[:-1].upper()}s and Ray has {available:g}; lower actors.{kind} or "
                 f"learner.{kind} (a reservation, not a limit), or start fewer actors or stages"
             )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, TextIO
 
 from launch.config import Config
+from launch.load import ConfigError
 from launch.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -19,26 +21,35 @@ class Tracker:
     """Writes rows of metrics and events as they come; every line is flushed, so that a crash loses none."""
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
+        """Open the files, and Weights & Biases where it is wanted.
+
+        Raises:
+            ConfigError: Weights & Biases cannot be reached with the login at hand.
+        """
         self._config = config
         self._metrics: TextIO = folder.metrics.open("a", encoding="utf-8")
         self._events: TextIO = folder.events.open("a", encoding="utf-8")
         self._wandb: Any = None
-        self.last_event = ""
         if config.tracking.wandb != "disabled":
             self._wandb = _start_wandb(config, folder)
 
+    def step(self, row: Mapping[str, Any], step: int) -> None:
+        """Write the row of a step, if it is one of every tracking.log_every."""
+        if step % self._config.tracking.log_every == 0:
+            self.metrics(row, step)
+
     def metrics(self, row: Mapping[str, Any], step: int) -> None:
-        """Write one row; None means that the metric does not apply here, and is kept as null."""
-        if step % self._config.tracking.log_every:
-            return
-        self._metrics.write(json.dumps({"step": step, **row}, allow_nan=True) + "\n")
+        """Write one row; null stands for what does not apply here, or is not finite."""
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        }
+        self._metrics.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._metrics.flush()
         if self._wandb is not None:
-            self._wandb.log({key: value for key, value in row.items() if value is not None}, step=step)
+            self._wandb.log({key: value for key, value in finite.items() if value is not None}, step=step)
 
     def event(self, kind: str, text: str, **details: object) -> None:
         """Something happened that a reader of the run will want to find: a restart, an evaluation, an error."""
-        self.last_event = text
         log.info("%s: %s", kind, text)
         self._events.write(json.dumps({"time_s": time.time(), "kind": kind, "text": text, **details}) + "\n")
         self._events.flush()
@@ -68,13 +79,19 @@ class Tracker:
 def _start_wandb(config: Config, folder: RunFolder) -> Any:  # noqa: ANN401 -- wandb's Run
     import wandb
 
-    run = wandb.init(
-        project=config.tracking.project,
-        name=folder.name,
-        dir=str(folder.root),
-        mode=config.tracking.wandb,
-        config=config.model_dump(mode="json"),
-        settings=wandb.Settings(silent=True, console="off", init_timeout=60, x_disable_stats=True),
-    )
+    try:
+        run = wandb.init(
+            project=config.tracking.project,
+            name=folder.name,
+            dir=str(folder.root),
+            mode=config.tracking.wandb,
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=60, x_disable_stats=True),
+        )
+    except wandb.errors.Error as error:
+        raise ConfigError(
+            f"tracking.wandb = '{config.tracking.wandb}': {str(error).splitlines()[0]}; "
+            f"run 'wandb login', or use tracking.wandb = 'offline'"
+        ) from error
     run.define_metric("*", step_metric="step")
     return run

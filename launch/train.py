@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -15,60 +14,57 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from actors.evaluate import EvalRequest
+from actors.evaluate import EvalResult
 from launch.checks import Plan, check_model
-from launch.crew import Crew, News
 from launch.display import Display
+from launch.evaluation import Evaluation
+from launch.exit_status import ExitStatus
 from launch.load import ConfigError
-from launch.progress import Accuracy, Progress
-from launch.spawn import CrewError
+from launch.logs import configure_logging
+from launch.progress import Accuracy, PollResult, Progress
+from launch.role_process import RunFailed
+from launch.supervisor import Supervisor
 from launch.tracking import Tracker
-from weight_sync.serving import prepare_serving_model
+from weight_sync.serving import ModelFolderError, prepare_serving_model
 from weight_sync.staleness import PolicyVersion
-
-OK, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 RECIPE_TIMEOUT_S = 1800.0
 
-log = logging.getLogger(__name__)
 
-
-def train(plan: Plan) -> int:
-    """Run a plan to its end and return an exit status; no process is left behind whatever happens."""
+def train(plan: Plan) -> ExitStatus:
+    """Run a plan to its end; no process is left behind whatever happens."""
     started = time.monotonic()
     config, folder = plan.config, plan.folder
-    try:
-        folder.create(config)
-        logging.basicConfig(
-            filename=folder.log("launch", 0), format="%(asctime)s %(levelname)s %(name)s: %(message)s", level="INFO"
-        )
-        model_path = _fetch_model(plan)
-        model = plan.model or check_model(config, model_path, "model.hub")
-    except ConfigError as error:
-        print(f"leeway: {error}", file=sys.stderr)
-        return WRONG_INPUT
     with ExitStack() as stack:
-        tracker = stack.enter_context(Tracker(config, folder))
+        try:
+            model_path = _fetch_model(plan)  # before the folder is made: a typo leaves nothing behind
+            model = plan.model or check_model(config, model_path, "model.hub")
+            folder.create(config)
+            tracker = stack.enter_context(Tracker(config, folder))
+            serving_path = prepare_serving_model(model_path, folder.serving)
+        except (ConfigError, ModelFolderError, OSError) as error:
+            print(f"leeway: {error}", file=sys.stderr)
+            return ExitStatus.WRONG_INPUT
+        configure_logging(folder.log("launch", 0))
         display = stack.enter_context(Display(config, folder))
 
         def notify(kind: str, text: str) -> None:
             tracker.event(kind, text)
             display.event(text)
 
-        serving_path = prepare_serving_model(model_path, folder.serving)
-        crew = Crew(plan, model_path, model, serving_path, notify)
-        stack.callback(crew.stop)
-        interrupts = stack.enter_context(_Interrupts(notify))
-        run = _Run(plan, crew, tracker, display, interrupts, Progress(config, started))
+        supervisor = Supervisor(plan, model_path, model, serving_path, notify)
+        stack.callback(supervisor.stop)
+        interrupts = stack.enter_context(_Interrupts())
+        run = _Run(plan, supervisor, tracker, display, interrupts, Progress(config, started))
         try:
             return run.go()
-        except CrewError as error:
+        except RunFailed as error:
             tracker.event("failed", str(error))
             display.fail(str(error))
-            return FAILED
+            return ExitStatus.FAILED
         except _Stopped:
             display.fail(f"stopped; what was trained lies in {folder.root}")
-            return INTERRUPTED
+            return ExitStatus.INTERRUPTED
 
 
 def _fetch_model(plan: Plan) -> Path:
@@ -106,30 +102,31 @@ class _Stopped(Exception):
 
 
 class _Interrupts:
-    """Counts Ctrl-C and SIGTERM: the first asks for an orderly end, the second ends now."""
+    """Counts Ctrl-C and SIGTERM. While training, the first asks for an orderly end; any other ends now."""
 
-    def __init__(self, notify: Any) -> None:  # noqa: ANN401 -- a callable of kind and text
+    def __init__(self) -> None:
         self.count = 0
-        self._notify = notify
+        self.training = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> _Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._on_signal)
+        self._previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.install()
         return self
+
+    def install(self) -> None:
+        """Put the handlers in place."""
+        for number in self._previous:
+            signal.signal(number, self._on_signal)
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+        self.count += 1  # nothing else: a handler may come in the middle of a write
         if self.count > 1 or not self.training:
             raise _Stopped
-        self._notify("interrupt", "finishing the step and writing a checkpoint; once more stops now")
-
-    training = False
-    """While true, the first signal asks for an orderly end; before and after, it ends at once."""
 
 
 class _Run:
@@ -138,7 +135,7 @@ class _Run:
     def __init__(
         self,
         plan: Plan,
-        crew: Crew,
+        supervisor: Supervisor,
         tracker: Tracker,
         display: Display,
         interrupts: _Interrupts,
@@ -146,86 +143,89 @@ class _Run:
     ) -> None:
         self._plan = plan
         self._config = plan.config
-        self._crew = crew
+        self._supervisor = supervisor
         self._tracker = tracker
         self._display = display
         self._interrupts = interrupts
         self._progress = progress
         self._evaluated_at = 0
+        self._evaluation: Evaluation | None = None
 
-    def go(self) -> int:
+    def go(self) -> ExitStatus:
         self._display.phase("starting Ray, the buffer, the stages and the actors (about half a minute)")
-        self._crew.start()
+        self._supervisor.start()
+        self._interrupts.install()  # again, for Ray puts its own handler of SIGTERM in place
         self._display.phase("evaluating version 0")
-        self._crew.begin_learning()  # loads and publishes version 0 while the actors evaluate
-        before = self._evaluate(self._plan.task.num_heldout, PolicyVersion(0, 0))
+        before = self._evaluated(self._supervisor.evaluate(self._plan.task.num_heldout, PolicyVersion(0, 0)).wait())
         self._display.phase("training")
-        self._crew.begin()
+        self._supervisor.begin()
         interrupted = self._train()
-        self._crew.drain()
+        self._supervisor.drain()
         self._display.phase("exporting the model")
-        self._crew.export(self._plan.folder.export)
+        self._supervisor.export(self._plan.folder.export)
         after = None
         if not interrupted:
-            final = PolicyVersion(*self._crew.status().newest)
+            final = PolicyVersion(*self._supervisor.status().newest)
             self._display.phase(f"evaluating version {final}")
-            after = self._evaluate(self._plan.task.num_heldout, final)
+            after = self._evaluated(self._supervisor.evaluate(self._plan.task.num_heldout, final).wait())
         self._finish(before, after)
-        return INTERRUPTED if interrupted else OK
+        return ExitStatus.INTERRUPTED if interrupted else ExitStatus.OK
 
     def _train(self) -> bool:
         """Watch until the learner is done; returns whether that was because of an interrupt."""
         asked_at: float | None = None
+        limit_s = self._config.launch.shutdown_timeout_s
         self._interrupts.training = True
-        while not self._crew.learning_is_over():
+        while not self._supervisor.learning_is_over():
             time.sleep(self._config.launch.poll_interval_s)
-            self._digest(self._crew.poll())
+            self._digest(self._supervisor.poll())
             if self._interrupts.count and asked_at is None:
                 asked_at = time.monotonic()
-                self._crew.request_stop()
-            limit = self._config.launch.shutdown_timeout_s
-            if asked_at is not None and time.monotonic() - asked_at > limit:
-                raise CrewError(f"the learner did not finish its step within launch.shutdown_timeout_s = {limit:g} s")
-            self._maybe_evaluate()
+                self._notify("interrupt", "finishing the step and writing a checkpoint; once more stops now")
+                self._supervisor.request_stop()
+            if asked_at is not None and time.monotonic() - asked_at > limit_s:
+                raise RunFailed(
+                    f"the learner did not finish its step within launch.shutdown_timeout_s = {limit_s:g} s of the "
+                    f"interrupt; the newest checkpoint is in {self._plan.folder.checkpoints}"
+                )
+            self._evaluate_now_and_then()
         self._interrupts.training = False
-        self._digest(self._crew.poll())
+        for news in self._supervisor.last_poll():
+            self._digest(news)
+        if self._evaluation is not None and asked_at is None:
+            self._tracker.metrics(self._evaluated(self._evaluation.wait()).row(), self._progress.step)
         return asked_at is not None
 
-    def _digest(self, news: News) -> None:
-        rows = self._progress.update(news)
-        for step, row in rows:
-            self._tracker.metrics(row, step)
+    def _digest(self, news: PollResult) -> None:
+        for step, row in self._progress.update(news):
+            self._tracker.step(row, step)
         self._display.update(self._progress)
 
-    def _maybe_evaluate(self) -> None:
-        every = self._config.actors.eval_every
-        version = self._progress.version
-        if not every or version < self._evaluated_at + every or version >= self._config.learner.num_steps:
+    def _evaluate_now_and_then(self) -> None:
+        """Begin an evaluation every actors.eval_every versions, and take in the one that goes on."""
+        if self._evaluation is not None:
+            results = self._evaluation.poll()
+            if results is not None:
+                self._evaluation = None
+                self._tracker.metrics(self._evaluated(results).row(), self._progress.step)
             return
-        self._evaluated_at = version - version % every
-        accuracy = self._evaluate(self._config.actors.eval_problems, None)
-        self._tracker.metrics(accuracy.row(), self._progress.step)
+        every, version = self._config.actors.eval_every, self._progress.version
+        if every and self._evaluated_at + every <= version < self._config.learner.num_steps:
+            self._evaluated_at = version - version % every
+            self._evaluation = self._supervisor.evaluate(self._config.actors.eval_problems, None)
 
-    def _evaluate(self, num_problems: int, version: PolicyVersion | None) -> Accuracy:
-        """Spread held-out problems over the living actors.
-
-        Args:
-            num_problems: how many.
-            version: the version to evaluate at the earliest; None: whichever each actor has.
-        """
-        num_shards = len(self._crew.ready_actors())
-        requests = [
-            EvalRequest(num_problems=num_problems, shard=shard, num_shards=num_shards, min_version=version)
-            for shard in range(num_shards)
-        ]
-        results = self._crew.on_actors("evaluate", requests, self._config.launch.eval_timeout_s)
+    def _evaluated(self, results: list[EvalResult]) -> Accuracy:
         accuracy = Accuracy.of(results)
         self._tracker.event("evaluated", accuracy.describe(), **accuracy.row())
         self._display.event(accuracy.describe())
         return accuracy
 
+    def _notify(self, kind: str, text: str) -> None:
+        self._tracker.event(kind, text)
+        self._display.event(text)
+
     def _finish(self, before: Accuracy, after: Accuracy | None) -> None:
-        status = self._crew.status()
+        status = self._supervisor.status()
         values = self._progress.summary(before, after, status)
         text = json.dumps(values, indent=2)
         temporary = self._plan.folder.summary.with_suffix(".tmp")

@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose forward is embedding, layers, norm, head and nothing else: no scaling in between."""
+
 
 class LearnerConfig(BaseModel):
     """Knobs of training."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose forward is embedding, layers, norm, head and nothing else: no scaling in between."""
+from learner.config import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def share_of(whole: PreTrainedModel, rank: int, num_stages: int) -> StageShare:
     if whole.config.model_type not in FAMILIES:
         raise ValueError(
             f"the model is of type '{whole.config.model_type}', and the learner splits decoders of the Llama family: "
-            f"{', '.join(FAMILIES)}. Use one of those, or add the type to learner.split.FAMILIES once the tests of "
+            f"{', '.join(FAMILIES)}. Use one of those, or add the type to learner.config.FAMILIES once the tests of "
             "learner.model pass for it"
         )
 

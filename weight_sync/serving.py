@@ -39,8 +39,8 @@ class ModelFacts:
     num_layers: int
     tied: bool
     """Does the output head share the embedding's weights?"""
-    architecture: str
-    """As in config.json, for example 'LlamaForCausalLM'."""
+    model_type: str
+    """As in config.json, for example 'llama'."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a sequence."""
     max_position: int
@@ -56,11 +56,14 @@ def check_model_folder(path: Path) -> ModelFacts:
     if not path.is_dir():
         raise ModelFolderError(f"model {path}: no such folder; give the path of a Hugging Face checkpoint on disk")
     config = _read_json(path / CONFIG_NAME)
-    if not list(path.glob("*.safetensors")):
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
         raise ModelFolderError(
             f"model {path}: holds no *.safetensors file; convert it with "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
+    for file in files:
+        _check_header(file)
     generation = _read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_token_ids = tuple(eos) if isinstance(eos, list) else (eos,) if isinstance(eos, int) else ()
@@ -73,7 +76,7 @@ def check_model_folder(path: Path) -> ModelFacts:
         vocab_size=_integer(path, config, "vocab_size"),
         num_layers=_integer(path, config, "num_hidden_layers"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        architecture=str((config.get("architectures") or ["unknown"])[0]),
+        model_type=str(config.get("model_type", "unknown")),
         eos_token_ids=eos_token_ids,
         max_position=_integer(path, config, "max_position_embeddings"),
     )
@@ -137,6 +140,17 @@ def _add_head(folder: Path) -> None:
         save_file({HEAD: file.get_tensor(embedding)}, folder / _HEAD_FILE, metadata={"format": "pt"})
     weight_map[HEAD] = _HEAD_FILE
     (folder / _INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
+
+
+def _check_header(file: Path) -> None:
+    """A file that is cut short, or a Git-LFS pointer, is noticed before anything starts."""
+    try:
+        with safe_open(file, framework="np"):
+            return
+    except (SafetensorError, OSError) as error:
+        raise ModelFolderError(
+            f"{file}: not a readable safetensors file: {error}; it is damaged or only a pointer, so fetch it again"
+        ) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

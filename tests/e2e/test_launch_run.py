@@ -115,11 +115,15 @@ def test_an_existing_run_folder_is_refused(finished):
     assert "exists already" in output
 
 
-def test_one_interrupt_ends_with_a_checkpoint_and_without_processes(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_interrupt_ends_with_a_checkpoint_and_without_processes(tmp_path, number):
     process = start(tmp_path, "--learner.num_steps", "100000", "--learner.checkpoint_every", "100000")
     wait_for_steps(process, tmp_path, 2, timeout_s=150)
     family = descendants(process)
-    os.killpg(process.pid, signal.SIGINT)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does it: every process gets the signal
+    else:
+        process.send_signal(number)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 130, output
     assert wait_for_end(family, timeout_s=10) == []

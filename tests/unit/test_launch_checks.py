@@ -1,11 +1,15 @@
 """Bad input ends in one sentence and exit status 2, before any process or folder is there."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from launch.cli import OK, WRONG_INPUT, main
+from launch.cli import main
+from launch.exit_status import ExitStatus
+
+OK, WRONG_INPUT = ExitStatus.OK, ExitStatus.WRONG_INPUT
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.toml"
@@ -63,6 +67,10 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--task.template", "{metadata[expresion]}="], "did you mean 'expression'?"),
         (["--actors.max_prompt_tokens", "100"], "was made for at most 64 tokens"),
         (["--algorithm.beta", "0"], "algorithm.beta = 0"),
+        (["--buffer.capacity_trajectories", "10"], "may be outstanding at once"),
+        (["--actors.eval_every", "5", "--actors.eval_problems", "2000"], "holds out 1024"),
+        (["--launch.eval_timeout_s", "700"], "the learner would give up first"),
+        (["--actors.tensor_parallel_size", "2"], "needs as many GPUs"),
         (["--run.name", "a/b"], "is not a folder name"),
     ],
 )
@@ -71,6 +79,30 @@ def test_bad_input_is_one_sentence_and_status_2(capsys, tmp_path, overrides, exp
     assert (status, expected in error, error.count("\n")) == (WRONG_INPUT, True, 1), error
     assert error.startswith("leeway: ")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (
+            lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"),
+            "damaged or only a pointer",
+        ),
+        (lambda folder: set_model_type(folder, "gemma2"), "is of type 'gemma2'"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(capsys, tmp_path, damage, expected):
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO.parent / "demo_model", folder)
+    damage(folder)
+    status, error = run(capsys, DEMO, "--model.path", folder, "--dry-run")
+    assert status == WRONG_INPUT
+    assert expected in error
+
+
+def set_model_type(folder: Path, model_type: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
 
 
 def test_an_existing_run_folder_is_left_alone(capsys, tmp_path):

@@ -67,6 +67,8 @@ def test_a_resolved_config_read_back_is_the_same(minimal, tmp_path):
         (["--learner.num_steps", "many"], "learner.num_steps = 'many'"),
         (["--weight_sync.max_lag", "0", "--weight_sync.publish_every", "2"], "can never be met"),
         (["--weight_sync.max_lag", "0", "--weight_sync.max_actor_lag", "1"], "contradicts max_actor_lag"),
+        (["--weight_sync.max_lag", "unbound"], "weight_sync.max_lag = 'unbound': input should be a valid integer"),
+        (["--weight_sync.max_lag", "unbound"], "or input should be 'unbounded'"),
         (["--model.hub", "a/b"], "exactly one of model.path"),
         (["--learner.num_steps"], "has no value"),
         (["learner.num_steps", "3"], "is not an override"),

@@ -34,7 +34,7 @@ def test_the_facts_of_a_checkpoint_are_read(tmp_path: Path):
     facts = check_model_folder(tmp_path)
     assert (facts.vocab_size, facts.num_layers, facts.max_position) == (16, 3, 32)
     assert facts.tied
-    assert facts.architecture == "LlamaForCausalLM"
+    assert facts.model_type == "llama"
     assert facts.eos_token_ids == (2, 5)
 
 
