@@ -5,7 +5,8 @@ tasks     Task: prompts and a reward; from reasoning-gym by name, or from files
 rewards   Scorer: TRL's function shape; a failure is counted, never scored 0
 weights   WeightFollower: pulls newer weights in flight, and says when a request may start
 sample    SampleMaker: one sample from a prompt to a scored trajectory
-loop      ActorLoop: lease, make samples, push, renew; ActorSpec is all that it must be told
+spec      ActorSpec: all that an actor is told; Parts: what it works with
+loop      ActorLoop: lease, make samples, push, renew
 evaluate  Evaluator: held-out accuracy at one version, outside the ledger
 report    ActorReport: what an actor tells the launcher
 parts     assemble: starts the real task, engine, puller and client

@@ -12,6 +12,7 @@ with the process that started it, however that ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import gc
 import itertools
@@ -26,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.config import ActorsConfig
+from actors.threads import DaemonThreads
 from buffer.trajectory import VersionSpan
 from weight_sync.puller import StagedVersion
 from weight_sync.serving import check_model_folder
@@ -33,6 +35,7 @@ from weight_sync.staleness import PolicyVersion
 from weight_sync.vllm_engine import BACKEND, OWNER_ENV, REFUSED
 
 if TYPE_CHECKING:
+    import zmq
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.outputs import CompletionOutput
     from vllm.sampling_params import SamplingParams
@@ -93,7 +96,6 @@ class Engine:
         self._stop_token_ids = stop_token_ids
         self._numbers = itertools.count()
         self._known_sampling: dict[tuple[float, int], SamplingParams] = {}
-        self._num_running = 0
         self._broken: str | None = None
         # held while weights change, so that a request's cache salt names the version that it starts under
         self._updating = asyncio.Lock()
@@ -138,11 +140,6 @@ class Engine:
         """The version that new requests start under."""
         return self._version
 
-    @property
-    def num_running(self) -> int:
-        """Requests that are being generated."""
-        return self._num_running
-
     async def generate(
         self,
         prompt_token_ids: Sequence[int],
@@ -172,7 +169,6 @@ class Engine:
         llm = self._alive()
         # prefixes cached under one version are never reused under another
         prompt = tokens_input(list(prompt_token_ids), cache_salt=str(self._version))
-        self._num_running += 1
         try:
             final = None
             async for output in llm.generate(prompt, params, f"r{next(self._numbers)}"):
@@ -182,8 +178,6 @@ class Engine:
                 raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
             self._broken = self._broken or "its process ended"
             raise EngineDead(self._last_words()) from error
-        finally:
-            self._num_running -= 1
         if final is None:
             raise RequestRefused("vLLM ended a request without an output")
         return _completion(final.outputs[0])
@@ -234,7 +228,9 @@ class Engine:
         # nobody is left to read outputs; their end would be logged as a crash
         if llm.output_handler is not None:
             llm.output_handler.cancel()
+        context = llm.engine_core.resources.ctx
         await asyncio.to_thread(llm.shutdown, _STOP_TIMEOUT_S)
+        await _end_context(context)
         # it is part of a cycle, and if it lasts until the interpreter ends, its __del__ complains
         del llm
         gc.collect()
@@ -292,6 +288,18 @@ class Engine:
         )
 
 
+async def _end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """End vLLM's ZeroMQ context, which it leaves to the garbage collector.
+
+    Not in this thread: it waits for sockets, which after a crash are closed by this very event loop.
+    """
+    thread = DaemonThreads("engine-context", max_threads=1)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await thread.run(context.term)
+    thread.close()
+
+
 def _completion(output: CompletionOutput) -> Completion:
     """Read vLLM's output.
 
@@ -339,7 +347,13 @@ def _engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngi
     on_cpu = current_platform.is_cpu()
     placement: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_share}
     if on_cpu:
-        placement = {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "enforce_eager": True}
+        # Prompts are not split over steps: vLLM rewinds the generator of a seeded request after such a
+        # part, and a generator on CPU cannot be rewound, which ends the engine.
+        placement = {
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+        }
         if config.tensor_parallel_size == 1:
             # vLLM would put the model into a third process, which costs a round trip for every step
             placement["distributed_executor_backend"] = _EXECUTOR_IN_PROCESS

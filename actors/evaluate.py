@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -45,14 +44,12 @@ class EvalCounts:
     num_scored: int = 0
     num_failed: int = 0
     """Generation or a reward function failed, or none applied: neither right nor wrong."""
-    reward_sum: float = 0.0
 
     def __add__(self, other: EvalCounts) -> EvalCounts:
         return EvalCounts(
             self.num_correct + other.num_correct,
             self.num_scored + other.num_scored,
             self.num_failed + other.num_failed,
-            self.reward_sum + other.reward_sum,
         )
 
     @property
@@ -70,7 +67,6 @@ class EvalResult:
     greedy: EvalCounts
     sampled: EvalCounts
     """One answer per problem at temperature 1."""
-    seconds: float
 
 
 class Evaluator:
@@ -124,14 +120,12 @@ class Evaluator:
             await self._follower.catch_up(request.min_version)
         indices = range(request.shard, request.num_problems, request.num_shards)
         async with self._follower.held() as version:
-            started_s = time.monotonic()
             answers = [self._answer(heldout[index], index, temperature) for temperature in (0.0, SAMPLED_TEMPERATURE)
                        for index in indices]  # fmt: skip
             counts = await asyncio.gather(*answers)
-            seconds = time.monotonic() - started_s
         greedy = sum(counts[: len(indices)], EvalCounts())
         sampled = sum(counts[len(indices) :], EvalCounts())
-        return EvalResult(version, len(indices), greedy, sampled, seconds)
+        return EvalResult(version, len(indices), greedy, sampled)
 
     async def _answer(self, problem: Problem, index: int, temperature: float) -> EvalCounts:
         try:
@@ -148,4 +142,4 @@ class Evaluator:
             return EvalCounts(num_failed=1)
         if scored.reward is None:
             return EvalCounts(num_failed=1)
-        return EvalCounts(int(scored.reward >= self._correct_at), 1, 0, scored.reward)
+        return EvalCounts(int(scored.reward >= self._correct_at), 1)

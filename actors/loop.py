@@ -17,28 +17,20 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from actors.config import ActorsConfig
 from actors.errors import ActorError
 from actors.evaluate import EvalRequest, EvalResult, Evaluator
+from actors.parts import assemble
 from actors.report import ActorReport
 from actors.rewards import Scorer
-from actors.sample import Decoder, SampleFailed, SampleMaker
-from actors.tasks import Problem, Task
-from actors.tasks.config import FileTask, ReasoningGymTask
+from actors.sample import SampleFailed, SampleMaker
+from actors.spec import ActorSpec, Parts
+from actors.tasks import Problem
 from actors.threads import DaemonThreads
 from actors.weights import WeightFollower
-from buffer.config import BufferConfig
 from buffer.protocol import Lease, RowResult
-from weight_sync.config import WeightSyncConfig
 from weight_sync.staleness import PolicyVersion
-
-if TYPE_CHECKING:
-    from actors.engine import Engine
-    from buffer.client import BufferClient
-    from weight_sync.puller import Puller
 
 _log = logging.getLogger(__name__)
 
@@ -52,37 +44,6 @@ _GOODBYE_S = 10.0
 
 class ActorFenced(ActorError):
     """A newer process acts under this actor's name, so what this one sends is refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActorSpec:
-    """All that an actor must be told, plain enough to travel to another machine."""
-
-    name: str
-    index: int
-    run_id: str
-    seed: int
-    serving_model_path: Path
-    """What the engine loads: version 0 of incarnation 0."""
-    tokenizer_path: Path
-    weights_folder: Path
-    buffer_address: str
-    config: ActorsConfig
-    task: ReasoningGymTask | FileTask
-    weight_sync: WeightSyncConfig
-    buffer: BufferConfig
-
-
-@dataclass(slots=True)
-class Parts:
-    """What an actor works with, each already started."""
-
-    task: Task
-    """With encoded prompts."""
-    decoder: Decoder
-    engine: Engine
-    puller: Puller
-    client: BufferClient
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +64,7 @@ class ActorLoop:
     def __init__(
         self,
         spec: ActorSpec,
-        assemble: Callable[[ActorSpec], Awaitable[Parts]] | None = None,
+        assemble: Callable[[ActorSpec], Awaitable[Parts]] = assemble,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -140,10 +101,6 @@ class ActorLoop:
             PolicyTimeout: the newest weights could not be applied in time.
             BufferError: the buffer does not answer, or refuses this run.
         """
-        if self._assemble is None:
-            from actors.parts import assemble  # vLLM comes with it
-
-            self._assemble = assemble
         parts = await self._assemble(self.spec)
         spec, config = self.spec, self.spec.config
         self._parts = parts
@@ -244,7 +201,6 @@ class ActorLoop:
             num_failed=dict(counts.failed),
             num_leases_lost=counts.num_leases_lost,
             num_running=self._maker.busy.num_running,
-            num_leased=self._num_open(),
             busy_intervals=self._maker.busy.take(),
             num_updates=self._follower.num_updates,
             pause_s=pause_s,

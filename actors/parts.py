@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actors.engine import Engine
-from actors.loop import ActorSpec, Parts
+from actors.spec import ActorSpec, Parts
 from actors.tasks import Task, load_task
 from actors.tasks.encode import PromptCodec
 from actors.threads import DaemonThreads

@@ -28,8 +28,6 @@ class ActorReport:
     num_leases_lost: int
     num_running: int
     """Training requests in the engine now."""
-    num_leased: int
-    """Samples of held leases that are not yet acknowledged or given up."""
     busy_intervals: list[tuple[float, float]]
     """Wall-clock (start, end) in seconds since the epoch, during which a training request was running."""
     num_updates: int

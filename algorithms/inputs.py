@@ -67,4 +67,5 @@ class LossOutput:
     """A scalar loss, differentiable in `LossInputs.logprobs_T`, and what to log beside it."""
 
     loss: Tensor
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """None where a metric does not apply to this batch."""

@@ -74,7 +74,7 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
         objective), `off_policy/truncated_frac` (share of tokens at the cap), `ppo/advantage_abs`, and
         `ppo/kl_reference` (mean over sequences of log(pi_prox / pi_ref), where kl_beta > 0).
     """
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
     rewards_B = inputs.rewards_B
     if config.kl_beta > 0:
         kl_B = inputs.sum_per_sequence(inputs.proximal_logprobs_T - inputs.reference_logprobs_T).detach()

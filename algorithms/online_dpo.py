@@ -73,8 +73,8 @@ def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
     """Evaluate the loss on a whole batch; see the module's docstring for the formula.
 
     Returns:
-        The loss (0 where every group is tied), and metrics `dpo/tied_frac` (share of groups dropped),
-        `dpo/margin` (mean beta * h) and `dpo/accuracy` (share of pairs with h > 0); the last two are 0 without pairs.
+        The loss (0 where every group is tied), and metrics `dpo/tied_frac` (share of groups dropped), and, None
+        where there is no pair, `dpo/margin` (mean beta * h) and `dpo/accuracy` (share of pairs with h > 0).
     """
     rewards_B = inputs.rewards_B - config.missing_eos_penalty * (~inputs.finished_B).to(inputs.rewards_B.dtype)
     best_G, worst_G, tied_G = best_and_worst(rewards_B, inputs.group_B, inputs.num_groups)
@@ -92,7 +92,7 @@ def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
         loss,
         {
             "dpo/tied_frac": 1 - num_pairs / inputs.num_groups,
-            "dpo/margin": float(config.beta * margins_P.sum() / max(1, num_pairs)),
-            "dpo/accuracy": float((margins_P > 0).sum() / max(1, num_pairs)),
+            "dpo/margin": float(config.beta * margins_P.mean()) if num_pairs else None,
+            "dpo/accuracy": float((margins_P > 0).sum()) / num_pairs if num_pairs else None,
         },
     )

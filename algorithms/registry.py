@@ -31,12 +31,20 @@ class Algorithm:
     """A group of one (K = 1) gives no gradient, so a config with it is refused."""
     needs_reference: Callable[[Any], bool]
     """From its config: does the loss read reference log-probabilities?"""
+    weight_cap: Callable[[Any], float | None] = lambda config: None
+    """From its config: where the loss truncates pi_prox / mu; None where it does not."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "trajectory_balance": Algorithm(TrajectoryBalanceConfig, trajectory_balance, True, lambda config: True),
     "online_dpo": Algorithm(OnlineDPOConfig, online_dpo, True, lambda config: True),
-    "off_policy_ppo": Algorithm(OffPolicyPPOConfig, off_policy_ppo, True, lambda config: bool(config.kl_beta > 0)),
+    "off_policy_ppo": Algorithm(
+        OffPolicyPPOConfig,
+        off_policy_ppo,
+        needs_groups=True,
+        needs_reference=lambda config: bool(config.kl_beta > 0),
+        weight_cap=lambda config: config.behaviour_weight_cap,
+    ),
 }
 
 
@@ -51,11 +59,11 @@ def loss_for(config: AlgorithmConfig) -> Loss:
     return lambda inputs: loss(config, inputs)
 
 
-def needs_groups(config: AlgorithmConfig) -> bool:
-    """Is K = 1 refused?"""
-    return algorithm_of(config).needs_groups
-
-
 def needs_reference(config: AlgorithmConfig) -> bool:
     """Must trajectories be scored by the reference model?"""
     return algorithm_of(config).needs_reference(config)
+
+
+def weight_cap(config: AlgorithmConfig) -> float | None:
+    """Where the loss truncates the behaviour weights pi_prox / mu; None where it does not."""
+    return algorithm_of(config).weight_cap(config)

@@ -1,7 +1,10 @@
-"""`python -m buffer --folder F --config JSON --facts JSON`: the service as a process.
+"""The buffer as a process.
 
-Prints its address as its only line of output. Ends on SIGTERM or SIGINT, and with its parent.
-With --verify it opens the store of a run that is over, recounts the ledger, and reports as JSON.
+`python -m buffer --folder F --facts JSON --config JSON` serves. It prints its address as its only line
+of output, and ends on SIGTERM or SIGINT, and with its parent.
+
+`python -m buffer --folder F --verify` opens the store of a run that is over, changes nothing, checks
+every value, recounts the ledger, and reports as JSON.
 """
 
 from __future__ import annotations
@@ -29,24 +32,31 @@ def main() -> int:
     """Run the service; 0 where it ended in order, 1 where it could not run, 2 where --verify found a fault."""
     parser = argparse.ArgumentParser(prog="python -m buffer", description="The durable replay buffer of a run.")
     parser.add_argument("--folder", type=Path, required=True, help="where the store lies")
-    parser.add_argument("--facts", required=True, help="RunFacts as JSON")
+    parser.add_argument("--facts", help="RunFacts as JSON; needed to serve")
     parser.add_argument("--config", default="{}", help="the [buffer] section as JSON")
     parser.add_argument("--verify", action="store_true", help="check the store instead of serving it")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = BufferConfig.model_validate_json(args.config)
-    facts = RunFacts.model_validate_json(args.facts)
+    if args.facts is None and not args.verify:
+        parser.error("--facts is needed to serve; to check a store, add --verify")
     try:
         if args.verify:
-            store = Store(args.folder, facts)
-            report = store.read(verify)
-            store.close()
-            print(json.dumps(report))
-            return 2 if report["faults"] else 0
-        return _serve(BufferService(config, facts, args.folder))
+            return _verify(args.folder)
+        config = BufferConfig.model_validate_json(args.config)
+        return _serve(BufferService(config, RunFacts.model_validate_json(args.facts), args.folder))
     except BufferError as error:
         print(f"buffer: {error}", file=sys.stderr)
         return 1
+
+
+def _verify(folder: Path) -> int:
+    store = Store(folder, None)
+    try:
+        report = store.read(verify)
+    finally:
+        store.close()
+    print(json.dumps({"run_id": store.run_id, **report}))
+    return 2 if report["faults"] else 0
 
 
 def _serve(service: BufferService) -> int:

@@ -8,12 +8,13 @@ so a service that is restarted in between is not noticed.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -25,6 +26,7 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
+from buffer.futures import last_of, settle
 from buffer.trajectory import Trajectory
 from buffer.transport import Result, Transport
 
@@ -224,10 +226,23 @@ class BufferClient:
         return self._then(self._transport.submit(request, wait_s=wait_s), drawn)
 
     def write_scores(self, record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> Future[p.Done]:
-        """Store reference log-probabilities (one array per record, one value per completion token)."""
+        """Store reference log-probabilities (one array per record, one value per completion token).
+
+        Sent in as many messages as they need; the future completes when all of them are on disk.
+
+        Raises:
+            ValueError: as many records as arrays are needed, and one record must fit a message.
+        """
         if len(record_ids) != len(logprobs):
             raise ValueError(f"write_scores got {len(record_ids)} records but {len(logprobs)} arrays")
-        return self._ask(p.WriteScores(), p.Done, schema.encode_scores(record_ids, logprobs))
+        sizes = [array.nbytes + 64 for array in logprobs]
+        bodies = []
+        start = 0
+        while start < len(record_ids):
+            end = start + _num_fitting(itertools.islice(sizes, start, None), self._message_room)
+            bodies.append(self._checked(schema.encode_scores(record_ids[start:end], logprobs[start:end])))
+            start = end
+        return last_of([self._ask(p.WriteScores(), p.Done, body) for body in bodies], p.Done())
 
     def step_finished(self, step: int, version: int, skipped: bool = False) -> Future[p.Done]:
         """Say that step `step` is done and the learner is now at `version`."""
@@ -254,11 +269,11 @@ class BufferClient:
             error = answered.exception()
             if error is None:
                 try:
-                    _settle(future, read(answered.result()))
+                    settle(future, read(answered.result()))
                 except (ValueError, TypeError) as unreadable:
-                    _settle(future, unreadable)
+                    settle(future, unreadable)
             else:
-                _settle(future, error)
+                settle(future, error)
 
         sent.add_done_callback(done)
         return future
@@ -280,7 +295,7 @@ class BufferClient:
             with self._lock:
                 self._lease_in_flight = False
             error = grant.exception()
-            _settle(future, grant.result() if error is None else error)
+            settle(future, grant.result() if error is None else error)
             self._send_next_lease()
 
         try:
@@ -299,7 +314,7 @@ class BufferClient:
         for row in rows:
             self._settle_row(row, error)
         for _, future in leases:
-            _settle(future, error)
+            settle(future, error)
 
     def _pump(self) -> float | None:
         """Send the rows that waited long enough or fill a message; runs in the IO thread.
@@ -319,18 +334,18 @@ class BufferClient:
 
     def _take_rows(self) -> list[_Row]:
         """As many rows as fit into one message."""
-        room = self._config.max_message_mib * 2**20 // 2
-        rows: list[_Row] = []
-        while self._rows and len(rows) < MAX_ROWS_PER_MESSAGE:
-            room -= self._rows[0].size_bytes
-            if rows and room < 0:
-                break
-            rows.append(self._rows.popleft())
-        return rows
+        waiting = itertools.islice(self._rows, MAX_ROWS_PER_MESSAGE)
+        num_rows = _num_fitting((row.size_bytes for row in waiting), self._message_room)
+        return [self._rows.popleft() for _ in range(num_rows)]
+
+    @property
+    def _message_room(self) -> int:
+        """Bytes of payload to put into a message: half of the limit, for an estimate leaves out Arrow's part."""
+        return self._config.max_message_mib * 2**20 // 2
 
     def _send_rows(self, rows: list[_Row]) -> None:
         try:
-            body = self._encode(rows)
+            body = self._checked(schema.encode([row.trajectory for row in rows], self._run_id))
         except (TypeError, ValueError) as error:
             if len(rows) == 1:
                 self._settle_row(rows[0], error)
@@ -350,8 +365,8 @@ class BufferClient:
         sent = self._transport.submit(p.Push(self.name, self._epoch), body, closing=True)
         self._then(sent, lambda result: _expect(result, p.PushReply)).add_done_callback(answered)
 
-    def _encode(self, rows: list[_Row]) -> bytes:
-        body = schema.encode([row.trajectory for row in rows], self._run_id)
+    def _checked(self, body: bytes) -> bytes:
+        """The body, where the service would take it: a larger one would cost the connection, and be sent again."""
         limit_mib = self._config.max_message_mib
         if len(body) > limit_mib * 2**20:
             raise ValueError(f"a message of {len(body)} bytes exceeds [buffer] max_message_mib = {limit_mib}")
@@ -362,7 +377,13 @@ class BufferClient:
             self._outstanding_rows -= 1
             self._outstanding_bytes -= row.size_bytes
             self._freed.notify_all()
-        _settle(row.future, outcome)
+        settle(row.future, outcome)
+
+
+def _num_fitting(sizes: Iterable[int], room: int) -> int:
+    """How many of the first sizes fit; at least one, for one alone is refused by its true size."""
+    totals = itertools.accumulate(sizes)
+    return max(1, sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals)))
 
 
 def _expect(result: Result, kind: type[M]) -> M:
@@ -370,14 +391,3 @@ def _expect(result: Result, kind: type[M]) -> M:
     if not isinstance(reply, kind):
         raise TypeError(f"the buffer service answered {type(reply).__name__} where {kind.__name__} was due")
     return reply
-
-
-def _settle(future: Future[R], outcome: R | BaseException) -> None:
-    """Complete a future; its owner may have cancelled it meanwhile."""
-    try:
-        if isinstance(outcome, BaseException):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-    except InvalidStateError:
-        pass

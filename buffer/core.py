@@ -6,7 +6,6 @@ it under a virtual clock.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -28,6 +27,9 @@ from buffer.tables import Draw
 from weight_sync.staleness import StalenessContract
 
 LAWS = {"fifo": Fifo}
+
+MAX_PUSHED_ROWS = 4096
+"""More trajectories in one push are refused: a turn of the service must stay short."""
 
 Answer = tuple[p.Reply, bytes]
 
@@ -62,7 +64,8 @@ class BufferCore:
         """
         match message:
             case p.Push():
-                return p.PushReply(self.intake.push(tx, message, self._read(tx, body, schema.SCHEMA))), b""
+                rows = self._read(tx, body, schema.SCHEMA, max_rows=MAX_PUSHED_ROWS)
+                return p.PushReply(self.intake.push(tx, message, rows)), b""
             case p.LeaseRequest():
                 return self.leases.grant(tx, message), b""
             case p.Renew():
@@ -117,11 +120,13 @@ class BufferCore:
                 "run the same version of leeway everywhere"
             )
         actor = self.leases.hello(tx, message)
-        return p.Welcome(self.facts.run_id, actor.epoch, self.facts.group_size, tx.state.newest)
+        return p.Welcome(actor.epoch)
 
-    def _read(self, tx: Transaction, body: bytes, expected: pa.Schema) -> pa.RecordBatch:
+    def _read(
+        self, tx: Transaction, body: bytes, expected: pa.Schema, *, max_rows: int | None = None
+    ) -> pa.RecordBatch:
         try:
-            return schema.read_stream(body, expected)
+            return schema.read_stream(body, expected, max_rows=max_rows)
         except BadBody as error:
             # The refusal is an answer, not a rollback: what is set aside stays counted.
             set_aside(tx, error.category, body, matches_lease=False)
@@ -155,22 +160,15 @@ class BufferCore:
 
     def _status(self, tx: Transaction) -> p.Status:
         state = tx.state
-        in_flight: Counter[str] = Counter()
-        for (group_id,) in tx.open_groups.all_keys():
-            group = tx.groups.require(group_id)
-            if group.lease_id:
-                in_flight[group.actor] += len(group.missing())
         ledger = state.ledger
         return p.Status(
             ledger=checked_counts(tx),
             quarantined_by_reason=ledger.quarantined_by_reason,
             failed_by_reason=ledger.failed_by_reason,
             num_ready_groups=tx.ready_groups.count,
-            num_open_groups=tx.open_groups.count,
             num_drawn_groups=sum(state.pending_draws.values()),
             newest=state.newest,
             version=state.version,
-            in_flight_by_actor=dict(in_flight),
             num_records=tx.records.count,
             size_bytes=0,
             draining=state.draining,

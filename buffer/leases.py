@@ -236,7 +236,6 @@ class Leases:
             group_id=group.group_id,
             prompt_id=group.prompt_id,
             sample_indices=missing,
-            group_size=self._facts.group_size,
             min_version=group.min_version,
             timeout_s=self._config.lease_timeout_s,
         )

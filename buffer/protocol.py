@@ -134,11 +134,8 @@ class StatusRequest(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Answer to Hello."""
 
-    run_id: str
     epoch: int
-    group_size: int
-    newest: tuple[int, int]
-    """(incarnation, version) of the newest published weights."""
+    """Counts the processes of this name, from 1."""
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -150,7 +147,6 @@ class Lease(msgspec.Struct, frozen=True):
     prompt_id: int
     sample_indices: list[int]
     """The samples still missing: all K of them at the first attempt."""
-    group_size: int
     min_version: int
     """No request of this lease starts below this version."""
     timeout_s: float
@@ -215,12 +211,9 @@ class Status(Message, frozen=True):
     quarantined_by_reason: dict[str, int]
     failed_by_reason: dict[str, int]
     num_ready_groups: int
-    num_open_groups: int
     num_drawn_groups: int
     newest: tuple[int, int]
     version: int
-    in_flight_by_actor: dict[str, int]
-    """Samples leased and not yet committed, per actor."""
     num_records: int
     size_bytes: int
     draining: bool

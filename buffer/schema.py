@@ -1,7 +1,7 @@
 """The Arrow schema of a trajectory, and how trajectories become bytes and back.
 
 A message body is an Arrow IPC stream of exactly one uncompressed record batch. A record on disk is
-one row of it, as an IPC record batch without its schema. An exported table has the same columns.
+one row of it, as an IPC record batch without its schema.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from buffer.errors import BadBody
 from buffer.flatbuffer import is_compressed
 from buffer.trajectory import SCHEMA_VERSION, Trajectory, VersionSpan
 from weight_sync.staleness import PolicyVersion
-
-MAX_ROWS = 4096
-"""More rows in one message are refused."""
 
 _SPAN = pa.struct(
     [
@@ -111,14 +108,21 @@ def encode_scores(record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.f
     return write_stream(pa.RecordBatch.from_arrays(columns, schema=SCORES))
 
 
-def read_stream(body: bytes | memoryview, expected: pa.Schema = SCHEMA) -> pa.RecordBatch:
+def read_stream(
+    body: bytes | memoryview, expected: pa.Schema = SCHEMA, *, max_rows: int | None = None
+) -> pa.RecordBatch:
     """Read a message body from outside into a fully validated record batch of the expected schema.
 
     The order matters: a compressed body is refused by its metadata, before anything expands; the
     schema is compared before the columns are touched; offsets and UTF-8 are validated before use.
 
+    Args:
+        body: the message body.
+        expected: its schema, metadata included.
+        max_rows: refuse more; unset: any number, as in a draw, which is as large as its step.
+
     Raises:
-        BadBody: it is not one uncompressed record batch of exactly this schema.
+        BadBody: it is not one uncompressed record batch of exactly this schema, or has too many rows.
     """
     try:
         reader = pa.ipc.MessageReader.open_stream(pa.py_buffer(body))
@@ -131,8 +135,8 @@ def read_stream(body: bytes | memoryview, expected: pa.Schema = SCHEMA) -> pa.Re
         if is_compressed(message.metadata.to_pybytes()):
             raise BadBody("compressed", "a compressed body may expand without bound; send it uncompressed")
         batch = pa.ipc.read_record_batch(message, expected)
-        if batch.num_rows > MAX_ROWS:
-            raise BadBody("too many rows", f"{batch.num_rows} rows in one message; at most {MAX_ROWS}")
+        if max_rows is not None and batch.num_rows > max_rows:
+            raise BadBody("too many rows", f"{batch.num_rows} rows in one message; at most {max_rows}")
         batch.validate(full=True)
     except (pa.ArrowException, EOFError, StopIteration, OSError, ValueError, IndexError) as error:
         if isinstance(error, BadBody):

@@ -45,6 +45,7 @@ _TABLES: dict[str, Any] = {
     "evictable": int,
     "quarantine": bytes,
 }
+_DATA = "data.mdb"
 _FIRST_MAP_SIZE = 64 * 2**20
 _SEAL = struct.Struct("<Q")
 
@@ -175,13 +176,22 @@ class Transaction:
 class Store:
     """One folder, one owner."""
 
-    def __init__(self, folder: Path, facts: RunFacts, *, first_map_size: int = _FIRST_MAP_SIZE) -> None:
+    def __init__(self, folder: Path, facts: RunFacts | None, *, first_map_size: int = _FIRST_MAP_SIZE) -> None:
         """Open the store, or create it.
 
+        Args:
+            folder: where it lies.
+            facts: of the run, written into a new store and compared with those of an old one. None opens
+                the store of a run that is over to `read`: whatever run it is, and changing nothing.
+            first_map_size: bytes of a new store's map.
+
         Raises:
-            StoreError: another service owns the folder, it belongs to another run or schema, or it is damaged.
+            StoreError: another process owns the folder, it belongs to another run or schema, or it is damaged.
         """
         self.folder = folder
+        self._read_only = facts is None
+        if self._read_only and not (folder / _DATA).exists():
+            raise StoreError(f"there is no buffer in {folder}: {_DATA} is missing. It lies in the folder of a run")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _own(folder)
@@ -193,17 +203,23 @@ class Store:
             ) from error
         try:
             self._open(first_map_size)
-            self._check_identity(facts)
+            self.run_id = self._check_identity(facts)
         except BaseException:
             self.close()
             raise
 
     def _open(self, first_map_size: int) -> None:
-        data = self.folder / "data.mdb"
+        data = self.folder / _DATA
         size = data.stat().st_size if data.exists() else 0
         try:
             self._env = lmdb.open(
-                str(self.folder), map_size=max(first_map_size, size), max_dbs=len(_TABLES), writemap=False, sync=True
+                str(self.folder),
+                map_size=max(first_map_size, size),
+                max_dbs=len(_TABLES),
+                writemap=False,
+                sync=True,
+                readonly=self._read_only,
+                lock=not self._read_only,  # the folder is ours already
             )
             used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
             if size and data.stat().st_size < used:
@@ -211,19 +227,25 @@ class Store:
                     f"{data} is {data.stat().st_size} bytes long but its pages need {used}: it was cut off. "
                     "Restore it from a copy, or start a new run folder"
                 )
-            self._dbs = {name: self._env.open_db(name.encode()) for name in _TABLES}
+            self._dbs = {name: self._env.open_db(name.encode(), create=not self._read_only) for name in _TABLES}
         except lmdb.Error as error:
             raise StoreError(f"{data} cannot be opened ({error}). Restore it, or start a new run folder") from error
 
-    def _check_identity(self, facts: RunFacts) -> None:
-        mine = Identity(facts.run_id, SCHEMA_VERSION, facts.model_dump_json())
+    def _check_identity(self, facts: RunFacts | None) -> str:
+        """Compare the stored identity with ours, or store ours; returns the run's id."""
 
-        def check(tx: Transaction) -> None:
+        def check(tx: Transaction) -> str:
             stored = tx.meta.get("identity")
-            if stored is None:
+            theirs = None if stored is None else _identity_decoder.decode(stored)
+            if facts is not None:
+                mine = Identity(facts.run_id, SCHEMA_VERSION, facts.model_dump_json())
+            elif theirs is not None:
+                mine = msgspec.structs.replace(theirs, schema_version=SCHEMA_VERSION)
+            else:
+                raise StoreError(f"the buffer in {self.folder} is empty: its service ended before it had begun")
+            if theirs is None:
                 tx.meta.put(_encoder.encode(mine), "identity")
-                return
-            theirs = _identity_decoder.decode(stored)
+                return mine.run_id
             for name in ("run_id", "schema_version", "facts"):
                 if getattr(theirs, name) != getattr(mine, name):
                     raise StoreError(
@@ -231,7 +253,9 @@ class Store:
                         f"{getattr(mine, name)}. Start it with the configuration of that run, or use a new folder"
                     )
 
-        self.write(check)
+            return mine.run_id
+
+        return self.read(check) if self._read_only else self.write(check)
 
     def write(self, change: Callable[[Transaction], T]) -> T:
         """Run `change` in one transaction and commit it to disk; grow the map and run it anew where it is full.
@@ -268,7 +292,7 @@ class Store:
     @property
     def size_bytes(self) -> int:
         """Size of the file."""
-        return (self.folder / "data.mdb").stat().st_size
+        return (self.folder / _DATA).stat().st_size
 
     def close(self) -> None:
         """Give the folder back."""

@@ -66,8 +66,3 @@ class Trajectory:
     def oldest_version(self) -> PolicyVersion:
         """Version of the first token: versions only grow within a trajectory."""
         return self.spans[0].version
-
-    @property
-    def newest_version(self) -> PolicyVersion:
-        """Version of the last token."""
-        return self.spans[-1].version

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,6 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from buffer import protocol as p
 from buffer.errors import BufferRefused, BufferUnavailable
+from buffer.futures import settle
 
 log = logging.getLogger(__name__)
 
@@ -265,14 +266,14 @@ class Transport:
             del self._calls[call.request_id]
             if isinstance(reply, p.Refused):
                 text = f"the buffer service at {self.address} refused {call.name}: {reply.reason}"
-                _settle(call.future, BufferRefused(text))
+                settle(call.future, BufferRefused(text))
             else:
-                _settle(call.future, (reply, body))
+                settle(call.future, (reply, body))
 
     def _fail(self, call: _Call, why: str) -> None:
         self._calls.pop(call.request_id, None)
         text = f"the buffer service at {self.address} {why}. Is its process alive? Its log is in the run folder"
-        _settle(call.future, BufferUnavailable(text))
+        settle(call.future, BufferUnavailable(text))
 
     def _end(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
         with self._inbox.lock:
@@ -285,14 +286,3 @@ class Transport:
         self._context.term()
         os.close(self._wake_read)
         os.close(self._wake_write)
-
-
-def _settle(future: Future[Result], outcome: Result | Exception) -> None:
-    """Complete a future; its owner may have cancelled it meanwhile."""
-    try:
-        if isinstance(outcome, Exception):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-    except InvalidStateError:
-        pass

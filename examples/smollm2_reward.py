@@ -1,4 +1,4 @@
-"""A reward in TRL's shape: how close the last number of a completion is to the answer."""
+"""A reward in TRL's shape: how close the first number of a completion is to the answer."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def _score(completion: str, right: int) -> float:
     numbers = NUMBER.findall(completion)
     if not numbers:
         return 0.0
-    distance = abs(int(numbers[-1][:12]) - right)
+    distance = abs(int(numbers[0][:12]) - right)
     return 1.0 if distance == 0 else 0.5 / (1.0 + distance / 5.0)

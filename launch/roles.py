@@ -18,8 +18,8 @@ from launch.logs import configure_logging
 
 if TYPE_CHECKING:  # each role imports what it hosts inside its own process only
     from actors.evaluate import EvalRequest, EvalResult
-    from actors.loop import ActorSpec
     from actors.report import ActorReport
+    from actors.spec import ActorSpec
     from buffer.config import BufferConfig, RunFacts
     from learner.report import Report
     from learner.spec import LearnerSpec

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from actors.loop import ActorSpec
+from actors.spec import ActorSpec
 from launch.checks import Plan
 from launch.config import Config
 from launch.role_process import RunFailed
@@ -92,7 +92,6 @@ def stage_spec(plan: Plan, rank: int, model_path: Path, buffer_address: str, ren
         model_path=model_path,
         reference_path=Path(reference) if reference else model_path,
         temperature=config.actors.temperature,
-        group_size=config.actors.group_size,
         max_tokens=config.actors.max_model_tokens,
         run_id=plan.run_id,
         seed=config.run.seed,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from learner.model import EMBEDDING, HEAD, StageModule
 from learner.optimizer import StageOptimizer
+from weight_sync.files import replace_durably, write_durably
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +81,10 @@ class Checkpoints:
         save(_state(module, optimizer), checkpoint_id=temporary)
         if not self._is_lead:
             return
-        meta = temporary / META_NAME
-        meta.write_text(json.dumps(asdict(progress)) + "\n")
-        _sync(meta)
-        _sync(temporary)
+        write_durably(temporary / META_NAME, f"{json.dumps(asdict(progress))}\n".encode())
         if final.exists():
             shutil.rmtree(final)
-        temporary.rename(final)
-        _sync(self._folder)
+        replace_durably(temporary, final)
         for step in self.steps()[: -self._keep]:
             shutil.rmtree(self._path(step))
 
@@ -144,11 +140,3 @@ def _state(module: StageModule, optimizer: StageOptimizer) -> dict[str, Tensor]:
         tensors = {name.replace(HEAD, EMBEDDING): tensor for name, tensor in tensors.items()}
     # every stage draws from the same seed, so one state serves all
     return {**tensors, "rng": torch.get_rng_state()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,7 +18,7 @@ class LearnerConfig(BaseModel):
     num_stages: PositiveInt = Field(default=2, description="Pipeline stages, one process each.")
     num_steps: PositiveInt = Field(default=100, description="Optimizer steps of the run.")
     groups_per_step: PositiveInt = Field(default=32, description="G, prompts (groups of K samples) per step.")
-    token_budget: PositiveInt = Field(default=1024, description="Tokens per micro-batch; every one has this shape.")
+    token_budget: PositiveInt = Field(default=1024, description="Tokens per micro-batch, at most.")
     schedule: Literal["gpipe", "1f1b"] = Field(default="1f1b", description="Pipeline schedule.")
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Compute precision; weights and optimizer stay float32 either way."

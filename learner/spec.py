@@ -24,8 +24,6 @@ class LearnerSpec:
     reference_path: Path
     temperature: float
     """Of sampling: all log-probabilities are those of logits / temperature."""
-    group_size: int
-    """K, samples per prompt."""
     max_tokens: int
     """Longest prompt plus completion."""
     run_id: str

@@ -2,7 +2,7 @@
 
     setup   process group, model, optimizer, newest checkpoint; publishes the version it starts at
     run     batch -> step -> publish -> (checkpoint), until num_steps are finished or a stop is requested
-    export  the policy as a Hugging Face folder
+    export  the policy as a Hugging Face folder; the stages part with it
 
 All stages call the same methods. The lead decides (which batch, when to stop) and the others follow.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from algorithms.registry import loss_for, needs_reference
+from algorithms.registry import needs_reference
 from buffer.client import Draw, decode_draw
 from buffer.errors import BufferError
 from learner.batch import StepBatch, trainable
@@ -83,6 +83,9 @@ class Stage:
     def run(self) -> None:
         """Train until `num_steps` steps are finished or a stop is requested; ends with a checkpoint and weights.
 
+        The conversation with the buffer ends with it. A stage that raises has lost its place in the
+        pipeline: end its process.
+
         Raises:
             NoBatch: the lead got no batch within `batch_timeout_s`; LeadFailed on the other stages.
             StageLost: another stage died or hung.
@@ -105,21 +108,9 @@ class Stage:
         """Whom the learner waits for just now; empty while it computes, and on other stages than the lead."""
         return self._lead.waiting_for if self._lead is not None else ""
 
-    @property
-    def progress(self) -> Progress:
-        """Steps finished and version reached."""
-        return self._progress
-
     def export(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder; all stages call it, after `run`."""
+        """Write the policy as a Hugging Face folder; all stages call it, after `run` and as the last."""
         self._guard(lambda: self._export(folder), "export")
-
-    def close(self) -> None:
-        """End threads, connections and the process group."""
-        if self._lead is not None:
-            self._lead.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     # --- setup --------------------------------------------------------------------------------------
 
@@ -143,7 +134,7 @@ class Stage:
             reference = Pipeline(frozen, config.schedule, None)
         self._optimizer = StageOptimizer(self._module, config, None, tied_group(self._module))
         pipeline = Pipeline(self._module, config.schedule, None)
-        self._train_step = TrainStep(pipeline, reference, self._optimizer, loss_for(spec.algorithm))
+        self._train_step = TrainStep(pipeline, reference, self._optimizer, spec.algorithm)
         self._checkpoints = Checkpoints(
             spec.run_folder / "checkpoints", config.keep_checkpoints, spec.rank, spec.num_stages
         )
@@ -273,6 +264,7 @@ class Stage:
         self._publisher.close(self.spec.config.collective_timeout_s)
         if self._lead is not None:
             self._lead.settle(heartbeats=False)
+            self._lead.close()
 
     # --- the rest -----------------------------------------------------------------------------------
 
@@ -283,6 +275,7 @@ class Stage:
         if spec.is_lead:
             write_folder(folder, spec.model_path, spec.num_stages, self._module.dtype)
         dist.barrier()
+        dist.destroy_process_group()
 
     def _guard(self, action: Callable[[], None], what: str) -> None:
         """Run an action; say which stage lost which where the communication library says 'connection closed'."""

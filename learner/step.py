@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from algorithms.metrics import off_policy_metrics
-from algorithms.registry import Loss
+from algorithms.registry import AlgorithmConfig, loss_for, weight_cap
 from learner.batch import StepBatch
 from learner.model import DeviceBatch
 from learner.optimizer import StageOptimizer
@@ -43,19 +43,22 @@ class StepResult:
 class TrainStep:
     """Runs optimizer steps on one rank of the pipeline."""
 
-    def __init__(self, pipeline: Pipeline, reference: Pipeline | None, optimizer: StageOptimizer, loss: Loss) -> None:
+    def __init__(
+        self, pipeline: Pipeline, reference: Pipeline | None, optimizer: StageOptimizer, algorithm: AlgorithmConfig
+    ) -> None:
         """Wire the parts of a step.
 
         Args:
             pipeline: over the policy's stage.
             reference: over the frozen reference's stage; None where the algorithm needs no reference.
             optimizer: of the policy's stage.
-            loss: of the whole batch; called on the last rank only.
+            algorithm: its loss, of the whole batch, is evaluated on the last rank only.
         """
         self._pipeline = pipeline
         self._reference = reference
         self._optimizer = optimizer
-        self._loss = loss
+        self._loss = loss_for(algorithm)
+        self._weight_cap = weight_cap(algorithm)
 
     def run(self, batch: StepBatch, step: int, version: int, token_budget: int) -> StepResult:
         """Take one step.
@@ -89,7 +92,8 @@ class TrainStep:
                 coefficients_ML.view(-1)[output_T] = gradient_T
             lag_T = torch.from_numpy(batch.lag_T).to(module.device)
             single_B = torch.from_numpy(batch.single_version_B).to(module.device)
-            metrics = {"loss": output.loss.item(), **output.metrics, **off_policy_metrics(inputs, lag_T, single_B)}
+            distance = off_policy_metrics(inputs, lag_T, single_B, self._weight_cap)
+            metrics = {"loss": output.loss.item(), **output.metrics, **distance}
         clock.lap("time/loss")
         self._pipeline.train(on_device, coefficients_ML)
         clock.lap("time/backward")

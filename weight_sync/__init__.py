@@ -2,6 +2,7 @@
 
 staleness    PolicyVersion, StalenessConfig and the StalenessContract that actors, buffer and learner share
 manifest     Manifest: what a published version consists of, with a checksum for every tensor
+files        files that appear whole or not at all
 store        WeightStore: the folder of published versions; a version exists once its manifest does
 publisher    Publisher: the learner's side, one per pipeline stage
 puller       Puller: the actor's side, which verifies a version before anyone pauses for it

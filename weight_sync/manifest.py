@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 import torch
 import xxhash
 
@@ -62,11 +61,6 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: str
     """xxh3-64 of its bytes (C order, little endian), as hex."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the tensor."""
-        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.dtype].itemsize
-
 
 class _AnyFormat(msgspec.Struct, frozen=True):
     """What every document has, whatever its format."""
@@ -108,11 +102,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def policy(self) -> PolicyVersion:
         """The version that this manifest describes."""
         return PolicyVersion(self.incarnation, self.version)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(entry.size_bytes for entry in self.tensors)
 
 
 Sealed = TypeVar("Sealed", Part, Manifest)

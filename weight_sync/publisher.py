@@ -10,7 +10,6 @@ Versions queue up at most `QUEUE_LENGTH` deep; beyond that `publish` waits for t
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -21,9 +20,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from weight_sync.files import replace_durably, write_durably
 from weight_sync.manifest import Part, PublishFailed, TensorEntry, build_manifest, decode, encode, entry_of
 from weight_sync.staleness import PolicyVersion
-from weight_sync.store import WeightStore, publish_file, write_durably
+from weight_sync.store import WeightStore
 
 QUEUE_LENGTH = 2
 _POLL_S = 0.005
@@ -181,8 +181,7 @@ class Publisher:
         entries = tuple(entry_of(key, tensor, name) for key, tensor in job.tensors.items())
         temporary = folder / f".{name}.tmp"
         save_file(job.tensors, temporary)
-        _sync(temporary)
-        publish_file(temporary, folder / name)
+        replace_durably(temporary, folder / name)
         part = Part(rank=self._rank, version=str(job.version), tensors=entries)
         write_durably(folder / f"part-{self._rank}.json", encode(part))
         return part
@@ -197,8 +196,3 @@ class Publisher:
                 )
             time.sleep(_POLL_S)
         return decode(path.read_bytes(), Part, path).tensors
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())

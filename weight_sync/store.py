@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import IO
 import torch
 from safetensors import SafetensorError, safe_open
 
+from weight_sync.files import write_durably
 from weight_sync.manifest import (
     Manifest,
     PublishFailed,
@@ -182,26 +182,6 @@ class WeightStore:
         for path in list(self.folder.iterdir()):
             with contextlib.suppress(ValueError):
                 yield PolicyVersion.parse(path.name), path
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file so that after a crash it is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    publish_file(temporary, path)
-
-
-def publish_file(temporary: Path, path: Path) -> None:
-    """Give a synced temporary file its name, durably."""
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_part(path: Path, entries: list[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
@@ -63,20 +62,3 @@ class FileTask(_TaskConfig):
 
 
 TaskConfig = Annotated[ReasoningGymTask | FileTask, Field(discriminator="type")]
-
-
-def with_absolute_paths(config: ReasoningGymTask | FileTask, folder: Path) -> ReasoningGymTask | FileTask:
-    """The same task with its relative paths taken from `folder`, so that a process may start anywhere."""
-
-    def absolute(path: str) -> str:
-        return str((folder / Path(path).expanduser()).resolve())
-
-    rewards = []
-    for reference in config.rewards:
-        file, colon, function = reference.rpartition(":")
-        rewards.append(f"{absolute(file)}:{function}" if colon and file else reference)
-    changed: dict[str, Any] = {"rewards": tuple(rewards)}
-    if isinstance(config, FileTask):
-        changed["path"] = absolute(config.path)
-        changed["heldout_path"] = absolute(config.heldout_path) if config.heldout_path else None
-    return config.model_copy(update=changed)

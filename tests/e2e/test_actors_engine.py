@@ -147,7 +147,7 @@ async def test_an_update_under_32_running_requests_takes_effect_at_a_span_bounda
     with world.puller.fetch(version) as staged:
         running = [asyncio.create_task(world.engine.generate(prompt)) for prompt in asked]
         await asyncio.sleep(0.15)
-        assert world.engine.num_running > 0
+        assert not all(task.done() for task in running)
         timing = await world.engine.apply(staged, kv_cache)
     assert 0 < timing.load_s < timing.pause_s < 5
     completions = await asyncio.gather(*running)

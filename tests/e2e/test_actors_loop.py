@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from actors.config import ActorsConfig
 from actors.evaluate import EvalRequest
-from actors.loop import ActorLoop, ActorSpec
+from actors.loop import ActorLoop
+from actors.spec import ActorSpec
 from actors.tasks.config import ReasoningGymTask
 from buffer.client import BufferClient
 from buffer.config import BufferConfig, RunFacts
@@ -134,4 +135,4 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
     assert status.ledger["gap"] == 0
     assert status.ledger["in_flight"] == 0
     assert status.ledger["committed"] == report.num_outcomes["committed"] == report.num_samples
-    assert (report.num_updates, report.num_failed, report.num_leased) == (1, {}, 0)
+    assert (report.num_updates, report.num_failed) == (1, {})

@@ -28,7 +28,6 @@ def main() -> None:
             model_path=Path(orders["model_path"]),
             reference_path=Path(orders["model_path"]),
             temperature=1.0,
-            group_size=4,
             max_tokens=16,
             run_id="test",
             seed=0,
@@ -50,7 +49,6 @@ def main() -> None:
         with (folder / f"reports-{rank}.jsonl").open("a") as file:
             for report in stage.poll():
                 file.write(json.dumps(report) + "\n")
-        stage.close()
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from buffer.client import BufferClient
 from buffer.config import BufferConfig, RunFacts
 from buffer.errors import BufferRefused, BufferUnavailable
 from buffer.store import Store
-from buffer.testing import make_trajectory
 from buffer.verify import verify
+from tests.in_process_buffer import make_trajectory
 from weight_sync.staleness import StalenessConfig
 
 FACTS = RunFacts(

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from buffer import protocol as p
 from buffer.config import BufferConfig, RunFacts
-from buffer.testing import InProcessBuffer, make_trajectory
+from tests.in_process_buffer import InProcessBuffer, make_trajectory
 from weight_sync.staleness import PolicyVersion, StalenessConfig, effective_version
 
 NAMES = ("a", "b")

@@ -18,7 +18,8 @@ import pytest
 from actors.config import ActorsConfig
 from actors.engine import EngineDead, UpdateRefused
 from actors.evaluate import EvalRequest
-from actors.loop import ActorFenced, ActorLoop, ActorSpec, Parts
+from actors.loop import ActorFenced, ActorLoop
+from actors.spec import ActorSpec, Parts
 from actors.tasks import Problem, RewardFunction, Task
 from actors.tasks.config import ReasoningGymTask
 from actors.weights import PolicyTimeout
@@ -122,7 +123,7 @@ class FakeBuffer:
         leases = []
         while self.granted < self.num_groups and len(leases) < max_groups:
             self.granted += 1
-            lease = Lease(self.granted, 1, 100 + self.granted, self.granted % 8, list(range(K)), K, self.min_version,
+            lease = Lease(self.granted, 1, 100 + self.granted, self.granted % 8, list(range(K)), self.min_version,
                           self.timeout_s)  # fmt: skip
             leases.append(lease)
         return done(LeaseGrant(leases, self.newest, draining=self.granted == self.num_groups))
@@ -198,7 +199,7 @@ async def test_every_leased_sample_is_pushed_once_with_its_own_seed_and_the_loop
     assert one.token_ids.tolist() == [10 + one.prompt_id, 20, 10 + one.prompt_id, 1, 2, 3]
     assert (one.prompt_length, one.reward, one.reward_parts) == (2, 0.5, {"half": 0.5})
     assert report.num_outcomes == {"committed": 20 * K}
-    assert (report.num_leased, report.num_running, report.num_tokens) == (0, 0, 20 * K * 4)
+    assert (report.num_running, report.num_tokens) == (0, 20 * K * 4)
     assert report.busy_intervals
     assert all(start <= end for start, end in report.busy_intervals)
     assert buffer.closed

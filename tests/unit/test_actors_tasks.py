@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.tasks import TaskError, check_task, held_out, load_task
-from actors.tasks.config import FileTask, ReasoningGymTask, with_absolute_paths
+from actors.tasks.config import FileTask, ReasoningGymTask
 from actors.tasks.task import json_safe
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
@@ -148,10 +148,8 @@ def test_a_prompt_that_is_too_long_is_refused_by_name():
         load_task(gym()).encoded(lambda texts: [list(text.encode()) for text in texts], 5)
 
 
-def test_columns_become_json_and_relative_paths_absolute(tmp_path, file_task):
+def test_columns_become_json():
     assert json_safe({"a": (1, 2), ("k",): 1, "s": {3}}) == {"a": [1, 2], "s": [3]}
-    moved = with_absolute_paths(file_task.model_copy(update={"path": "d.jsonl", "rewards": ("r.py:f",)}), tmp_path)
-    assert (moved.path, moved.rewards) == (str(tmp_path / "d.jsonl"), (f"{tmp_path / 'r.py'}:f",))
 
 
 def test_prompts_are_encoded_as_they_are_or_as_a_turn_of_the_chat_and_completions_lose_special_tokens(tmp_path):

@@ -11,7 +11,7 @@ from algorithms.inputs import LossInputs
 from algorithms.metrics import off_policy_metrics
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig
-from algorithms.registry import ALGORITHMS, AlgorithmConfig, loss_for, needs_groups, needs_reference
+from algorithms.registry import ALGORITHMS, AlgorithmConfig, loss_for, needs_reference
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
 
 LENGTHS = [3, 1, 4, 2, 5, 2, 1, 3, 2]
@@ -104,7 +104,7 @@ def test_rewards_may_be_shifted_by_any_constant(config):
 def test_groups_of_one_give_no_gradient(config):
     inputs = batch(groups=list(range(len(LENGTHS))))
     _, grad = gradient(config, inputs)
-    assert needs_groups(config)
+    assert ALGORITHMS[config.type].needs_groups
     torch.testing.assert_close(grad, torch.zeros_like(grad), rtol=0, atol=1e-14)
 
 
@@ -188,6 +188,8 @@ def test_dpo_drops_and_counts_tied_groups():
     loss, grad = gradient(OnlineDPOConfig(), all_tied)
     assert loss == 0
     assert grad.abs().max() == 0
+    no_pairs = {"dpo/tied_frac": 1.0, "dpo/margin": None, "dpo/accuracy": None}
+    assert loss_for(OnlineDPOConfig())(all_tied).metrics == no_pairs
 
 
 def test_an_answer_cut_off_by_length_is_penalised_before_the_comparison():

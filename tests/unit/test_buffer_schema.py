@@ -8,9 +8,9 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import RunFacts
 from buffer.errors import BadBody
-from buffer.testing import make_trajectory
 from buffer.trajectory import VersionSpan
 from buffer.validation import KnownVersions, faults
+from tests.in_process_buffer import make_trajectory
 from weight_sync.staleness import PolicyVersion, StalenessConfig
 
 FACTS = RunFacts(
@@ -23,7 +23,7 @@ FACTS = RunFacts(
     max_tokens=16,
     staleness=StalenessConfig(),
 )
-LEASE = p.Lease(1, 1, 1, 3, [0, 1, 2, 3], 4, 0, 60.0)
+LEASE = p.Lease(1, 1, 1, 3, [0, 1, 2, 3], 0, 60.0)
 KNOWN = KnownVersions({0: 5})
 
 
@@ -100,6 +100,15 @@ def test_mutated_bodies_are_read_or_refused_but_never_crash():
         except BadBody:
             outcomes.add("refused")
     assert outcomes == {"read", "refused"}
+
+
+def test_a_body_may_have_any_number_of_rows_unless_its_reader_sets_a_limit():
+    body = schema.encode([row()] * 10_000, "r")
+    assert len(schema.decode(body)) == 10_000
+    scores = schema.encode_scores(range(10_000), [np.zeros(1, np.float32)] * 10_000)
+    assert schema.read_stream(scores, schema.SCORES).num_rows == 10_000
+    with pytest.raises(BadBody, match="10000 rows in one message; at most 4096"):
+        schema.read_stream(body, max_rows=4096)
 
 
 def test_a_flipped_bit_in_a_header_is_noticed():

@@ -3,13 +3,14 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from buffer.client import BufferClient, decode_draw
 from buffer.config import BufferConfig, RunFacts
 from buffer.errors import BufferRefused, BufferUnavailable, StoreError
 from buffer.service import BufferService
-from buffer.testing import make_trajectory
+from tests.in_process_buffer import make_trajectory
 from weight_sync.staleness import StalenessConfig
 
 FACTS = RunFacts(
@@ -101,6 +102,43 @@ def test_a_trajectory_that_cannot_be_encoded_fails_alone(connect, learner):
     assert (good.result(5).outcome, also_good.result(5).outcome) == ("committed", "committed")
     with pytest.raises(TypeError):
         bad.result(5)
+
+
+def test_a_step_far_larger_than_a_message_is_drawn_and_its_scores_are_written_back(tmp_path):
+    """8 MB of trajectories and 4 MB of scores, where a message to the service may have 1 MiB."""
+    config = CONFIG.model_copy(update={"max_message_mib": 1})
+    facts = FACTS.model_copy(update={"group_size": 32, "groups_per_step": 1, "max_tokens": 32_003})
+    service = BufferService(config, facts, tmp_path / "buffer")
+    address, stop = service.bind(), threading.Event()
+    thread = threading.Thread(target=service.serve, args=(stop,))
+    thread.start()
+    actor, learner = (BufferClient(address, run_id="r", role=n, name=n, config=config) for n in ("actor", "learner"))
+    try:
+        learner.connect()
+        learner.published(learner.begin_incarnation(0, 0).result(5).incarnation, 0).result(5)
+        actor.connect()
+        (lease,) = actor.lease(1).result(5).leases
+        rows = [make_trajectory(lease, index, seq=0, num_completion_tokens=32_000) for index in range(32)]
+        for row in rows:
+            row.token_ids[:] = 1
+        assert {pushed.result(5).outcome for pushed in [actor.push(row) for row in rows]} == {"committed"}
+        draw = learner.draw(1, 0, 0, 1, wait_s=5.0).result(10)
+        assert (draw.ready, len(draw.trajectories)) == (True, 32)
+        assert len(draw.body) > 7 * 2**20
+        scores = [np.full(32_000, -index, np.float32) for index in range(32)]
+        learner.write_scores(draw.record_ids, scores).result(10)
+        learner.write_scores([], []).result(1)
+        again = learner.draw(1, 0, 0, 1, wait_s=5.0).result(10).trajectories
+        assert [row.reference_logprobs[-1] for row in again] == [-index for index in range(32)]
+        with pytest.raises(ValueError, match="max_message_mib = 1"):
+            learner.write_scores([1], [np.zeros(300_000, np.float32)])
+        with pytest.raises(BufferRefused, match="record 999 is not in the buffer"):
+            learner.write_scores([*draw.record_ids, 999], [*scores, scores[0]]).result(10)
+    finally:
+        actor.close(1.0)
+        learner.close(1.0)
+        stop.set()
+        thread.join(10)
 
 
 def test_concurrent_lease_requests_are_all_answered(connect, learner):

@@ -87,7 +87,7 @@ def train_one_rank() -> None:
         module = load()
         reference = Pipeline(load().requires_grad_(False), schedule, None) if needs_reference(algorithm) else None
         optimizer = StageOptimizer(module, CONFIG, None, tied_group(module))
-        train_step = TrainStep(Pipeline(module, schedule, None), reference, optimizer, loss_for(algorithm))
+        train_step = TrainStep(Pipeline(module, schedule, None), reference, optimizer, algorithm)
         tensors = {}
         for step in range(NUM_STEPS):
             # the second step fits one micro-batch: it is spread over the stages, and one more stays empty
@@ -99,6 +99,8 @@ def train_one_rank() -> None:
             tensors[f"grad_norm.{step}"] = torch.tensor(result.metrics["grad_norm"], dtype=torch.float64)
             if module.share.is_last:
                 tensors[f"loss.{step}"] = torch.tensor(result.metrics["loss"], dtype=torch.float64)
+                truncated = [f"off_policy/ess_{of}_truncated" in result.metrics for of in ("token", "sequence")]
+                assert truncated == [algorithm.type == "off_policy_ppo"] * 2, "logged where, and only where, truncated"
         # copies: a file refuses two names for one memory
         tensors |= {name: tensor.clone() for name, tensor in module.published_tensors().items()}
         save_file(tensors, folder / f"{kind}-{schedule}-{num_stages}-{rank}.safetensors")

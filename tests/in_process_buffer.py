@@ -1,7 +1,6 @@
 """InProcessBuffer: the buffer's rules over a real store, without sockets, under a clock of the caller's.
 
-It is part of the package because whoever talks to the buffer can test against it: what answers is
-what the service runs, only the wire is left out.
+What answers is what the service runs; only the wire is left out.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class InProcessBuffer:
         """
         refused: list[BufferRefused] = []
 
-        def answer(tx: Any) -> p.Reply | None:  # noqa: ANN401 - a Transaction
+        def answer(tx: Any) -> p.Reply | None:
             try:
                 return self.core.handle(tx, message, body)[0]
             except BufferRefused as error:

@@ -1,0 +1,50 @@
+"""ActorSpec: all that an actor is told. Parts: all that it works with once they are started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actors.config import ActorsConfig
+from actors.tasks.config import FileTask, ReasoningGymTask
+from buffer.config import BufferConfig
+from weight_sync.config import WeightSyncConfig
+
+if TYPE_CHECKING:  # whoever gives orders needs none of these
+    from actors.engine import Engine
+    from actors.sample import Decoder
+    from actors.tasks import Task
+    from buffer.client import BufferClient
+    from weight_sync.puller import Puller
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """All that an actor must be told, plain enough to travel to another machine."""
+
+    name: str
+    index: int
+    run_id: str
+    seed: int
+    serving_model_path: Path
+    """What the engine loads: version 0 of incarnation 0."""
+    tokenizer_path: Path
+    weights_folder: Path
+    buffer_address: str
+    config: ActorsConfig
+    task: ReasoningGymTask | FileTask
+    weight_sync: WeightSyncConfig
+    buffer: BufferConfig
+
+
+@dataclass(slots=True)
+class Parts:
+    """What an actor works with, each already started."""
+
+    task: Task
+    """With encoded prompts."""
+    decoder: Decoder
+    engine: Engine
+    puller: Puller
+    client: BufferClient
