@@ -1,0 +1,53 @@
+"""What the tests of the buffer's rules share: a small run, an actor, and a buffer under a virtual clock."""
+
+from buffer.config import RunFacts
+from tests.in_process_buffer import make_trajectory
+from weight_sync.staleness import StalenessConfig
+
+
+def facts(**changes):
+    staleness = {key: changes.pop(key) for key in list(changes) if key in StalenessConfig.model_fields}
+    defaults = {
+        "run_id": "r",
+        "seed": 7,
+        "num_prompts": 10,
+        "group_size": 2,
+        "groups_per_step": 2,
+        "vocab_size": 64,
+        "max_tokens": 16,
+    }
+    return RunFacts(**{**defaults, **changes}, staleness=StalenessConfig(**staleness))
+
+
+class Actor:
+    """Generates what it is told to, with sequence numbers of its own."""
+
+    def __init__(self, buffer, name="actor-0", session="1"):
+        self.buffer, self.name, self.seq = buffer, name, 0
+        self.epoch = buffer.hello(name, session).epoch
+
+    def lease(self, max_groups=100):
+        return self.buffer.lease(self.name, max_groups, epoch=self.epoch)
+
+    def rows(self, lease, indices=None, **fields):
+        rows = []
+        for index in lease.sample_indices if indices is None else indices:
+            rows.append(make_trajectory(lease, index, seq=self.seq, actor=self.name, epoch=self.epoch, **fields))
+            self.seq += 1
+        return rows
+
+    def work(self, lease, indices=None, **fields):
+        return self.buffer.push(self.rows(lease, indices, **fields))
+
+
+def run_steps(buffer, actor, steps):
+    drawn = {}
+    for step in steps:
+        for lease in actor.lease():
+            actor.work(lease)
+        reply, _ = buffer.draw(step, step - 1)
+        assert reply.ready
+        drawn[step] = reply.record_ids
+        buffer.finish(step, step)
+        buffer.publish(step)
+    return drawn

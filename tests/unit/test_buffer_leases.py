@@ -1,0 +1,219 @@
+"""Leases, commits and admission, driven without sockets under a virtual clock."""
+
+import dataclasses
+
+import pytest
+
+from buffer import protocol as p
+from buffer.config import BufferConfig
+from buffer.errors import BufferRefused
+from tests.unit.buffer_rules import Actor
+
+
+def test_a_sample_goes_from_lease_to_trained(make):
+    buffer = make()
+    actor = Actor(buffer)
+    buffer.begin()
+    for lease in actor.lease(2):
+        assert actor.work(lease) == ["committed", "committed"]
+    reply, rows = buffer.draw(1, 0)
+    assert reply.ready
+    assert [row.group_id for row in rows] == [g for g in reply.group_ids for _ in range(2)]
+    buffer.finish(1, 1)
+    ledger = buffer.status().ledger
+    assert (ledger["issued"], ledger["trained"], ledger["uses"]) == (4, 4, 4)
+
+
+def test_no_lease_is_granted_before_weights_are_published_or_while_draining(make):
+    buffer = make()
+    actor = Actor(buffer)
+    assert actor.lease() == []
+    buffer.begin()
+    assert len(actor.lease(1)) == 1
+    buffer.ask(p.Drain(), p.Done)
+    assert actor.lease() == []
+
+
+def test_prompts_follow_a_permutation_that_a_restart_neither_skips_nor_repeats(make):
+    buffer = make(max_lag=50)
+    actor = Actor(buffer)
+    buffer.begin()
+    seen = []
+    for _ in range(10):
+        seen += [lease.prompt_id for lease in actor.lease(2)]
+        buffer.restart()
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert seen[:10] != seen[10:]
+
+
+def test_the_same_lease_request_returns_the_same_leases(make):
+    buffer = make()
+    Actor(buffer)
+    buffer.begin()
+    request = p.LeaseRequest("actor-0", 1, 0, 2)
+    first = buffer.ask(request, p.LeaseGrant).leases
+    buffer.restart()
+    assert buffer.ask(request, p.LeaseGrant).leases == first
+    assert buffer.status().ledger["issued"] == 4
+
+
+def test_a_duplicate_is_acknowledged_and_not_stored_also_after_eviction(make):
+    buffer = make(BufferConfig(capacity_trajectories=12), max_lag=1, max_actor_lag=0)
+    actor = Actor(buffer)
+    buffer.begin()
+    first = None
+    for step in range(1, 6):
+        for lease in actor.lease():
+            rows = actor.rows(lease)
+            first = first or rows
+            buffer.push(rows)
+        assert buffer.draw(step, step - 1)[0].ready
+        buffer.finish(step, step)
+        buffer.publish(step)
+        buffer.ask(p.CheckpointDurable(step, 0), p.Done)
+    assert buffer.status().num_records == 12
+    assert buffer.push(first) == ["duplicate", "duplicate"]
+    assert buffer.status().ledger["duplicates"] == 2
+
+
+def test_out_of_order_sequence_numbers_are_remembered(make):
+    buffer = make()
+    actor = Actor(buffer)
+    buffer.begin()
+    one, two = actor.rows(actor.lease(1)[0])
+    assert [buffer.push([two]), buffer.push([two]), buffer.push([one]), buffer.push([one, two])] == [
+        ["committed"], ["duplicate"], ["committed"], ["duplicate", "duplicate"],
+    ]  # fmt: skip
+
+
+def test_the_first_commit_of_an_index_wins_and_later_ones_are_late(make):
+    buffer = make()
+    actor = Actor(buffer)
+    buffer.begin()
+    lease = actor.lease(1)[0]
+    assert actor.work(lease, [0, 0, 1]) == ["committed", "late", "committed"]
+    assert actor.work(lease, [1]) == ["late"]
+    assert buffer.status().ledger["late"] == 2
+
+
+def test_an_expired_lease_is_issued_again_for_its_missing_samples_only(make):
+    buffer = make()
+    slow, fast = Actor(buffer, "slow"), Actor(buffer, "fast")
+    buffer.begin()
+    lease = slow.lease(1)[0]
+    slow.work(lease, [0])
+    buffer.now_s = 40.0
+    assert buffer.ask(p.Renew("slow", 1, [lease.lease_id]), p.RenewReply).lost == []
+    buffer.now_s = 90.0
+    buffer.expire()
+    assert fast.lease(1)[0].attempt == 1, "renewed, so still the slow actor's"
+    buffer.now_s = 101.0
+    buffer.expire()
+    again = fast.lease(1)[0]
+    assert (again.group_id, again.sample_indices, again.attempt) == (lease.group_id, [1], 2)
+    assert slow.work(lease, [1]) == ["late"]
+    assert buffer.ask(p.Renew("slow", 1, [lease.lease_id]), p.RenewReply).lost == [lease.lease_id]
+    assert fast.work(again) == ["committed"]
+    status = buffer.status()
+    assert status.failed_by_reason == {"lease expired": 1}
+    assert (status.ledger["issued"], status.num_ready_groups) == (5, 1)
+
+
+def test_deadlines_start_anew_when_the_service_restarts(make):
+    buffer = make()
+    actor = Actor(buffer)
+    buffer.begin()
+    actor.lease(1)
+    buffer.now_s = 59.0
+    buffer.restart()
+    buffer.now_s = 61.0
+    buffer.expire()
+    assert buffer.status().ledger["failed"] == 0
+    buffer.now_s = 120.0
+    buffer.expire()
+    assert buffer.status().ledger["failed"] == 2
+
+
+def test_after_max_attempts_the_missing_samples_are_given_up(make):
+    buffer = make(BufferConfig(max_attempts=2), group_size=3)
+    actor = Actor(buffer)
+    buffer.begin()
+    actor.work(actor.lease(1)[0], [0, 1])
+    for attempt in range(2):
+        buffer.now_s += 61.0
+        buffer.expire()
+        if attempt == 0:
+            assert actor.lease(1)[0].sample_indices == [2]
+    assert buffer.status().num_ready_groups == 1
+
+
+def test_a_new_process_of_an_actor_fences_the_old_one(make):
+    buffer = make()
+    old = Actor(buffer, session="old")
+    buffer.begin()
+    lease = old.lease(1)[0]
+    new = Actor(buffer, session="new")
+    assert (old.epoch, new.epoch) == (1, 2)
+    assert old.work(lease) == ["fenced", "fenced"]
+    with pytest.raises(BufferRefused, match="newer process"):
+        old.lease()
+    again = new.lease(1)[0]
+    assert again.group_id == lease.group_id
+    assert new.work(again) == ["committed", "committed"]
+    assert buffer.status().failed_by_reason == {"fenced": 2}
+
+
+def test_given_up_samples_leave_a_group_that_is_ready_if_two_have_rewards(make):
+    buffer = make(group_size=3)
+    actor = Actor(buffer)
+    buffer.begin()
+    good, poor = actor.lease(2)
+    for lease, done in ((good, [0, 1]), (poor, [0])):
+        actor.work(lease, done)
+        rest = [index for index in range(3) if index not in done]
+        give_up = p.GiveUp("actor-0", 1, lease.lease_id, lease.attempt, rest, "reward failed")
+        for _ in range(2):
+            buffer.ask(give_up, p.Done)
+    status = buffer.status()
+    assert status.failed_by_reason == {"reward failed": 3}
+    assert (status.num_ready_groups, status.ledger["filtered"]) == (1, 1)
+    assert actor.lease(1)[0].prompt_id == poor.prompt_id, "a filtered group's prompt is leased again"
+
+
+def test_a_prompt_that_never_yields_a_group_is_given_up(make):
+    buffer = make(BufferConfig(max_attempts=3), num_prompts=2)
+    actor = Actor(buffer)
+    buffer.begin()
+    prompts = []
+    for _ in range(4):
+        lease = actor.lease(1)[0]
+        prompts.append(lease.prompt_id)
+        actor.work(lease, reward=None)
+    assert prompts[0] == prompts[1] == prompts[2] != prompts[3]
+    assert buffer.status().ledger["prompts_given_up"] == 1
+
+
+def test_a_sample_without_reward_is_not_handed_to_the_learner(make):
+    buffer = make(group_size=3, groups_per_step=1)
+    actor = Actor(buffer)
+    buffer.begin()
+    lease = actor.lease(1)[0]
+    actor.work(lease, [0, 2])
+    actor.work(lease, [1], reward=None)
+    _, rows = buffer.draw(1, 0)
+    assert [row.sample_index for row in rows] == [0, 2]
+    assert buffer.status().ledger["filtered"] == 1
+
+
+def test_a_bad_row_is_quarantined_its_sample_failed_and_its_neighbours_committed(make):
+    buffer = make(group_size=3)
+    actor = Actor(buffer)
+    buffer.begin()
+    rows = actor.rows(actor.lease(1)[0])
+    rows[1] = dataclasses.replace(rows[1], reward=float("nan"))
+    stray = dataclasses.replace(rows[1], seq=99, group_id=77)
+    assert buffer.push([*rows, stray]) == ["committed", "quarantined", "committed", "quarantined"]
+    status = buffer.status()
+    assert status.quarantined_by_reason == {"reward not finite": 2}
+    assert status.failed_by_reason == {"quarantined: reward not finite": 1}
+    assert (status.ledger["quarantined_outside"], status.num_ready_groups) == (1, 1)
