@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     with tempfile.TemporaryDirectory() as folder:
         summaries = [run(Path(folder), seed) for seed in parser.parse_args().seeds]
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(page(summaries), encoding="utf-8")
     keys = ("seed", "accuracy_before", "accuracy_after", "gain", "wall_s", "lag_mean", "lag_max", "overlap_frac")
     print(json.dumps({"runs": [{key: summary[key] for key in keys} for summary in summaries]}))

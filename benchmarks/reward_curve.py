@@ -35,6 +35,7 @@ def main() -> None:
         rows = [row for row in map(json.loads, lines) if "loss" in row]
         summary = json.loads((run / "summary.json").read_text())
     result = ROOT / "docs" / "results" / f"{config.stem}.md"
+    result.parent.mkdir(parents=True, exist_ok=True)
     result.write_text(page(config, overrides, rows, summary, peak_gib), encoding="utf-8")
     print(json.dumps({"peak_gib": round(peak_gib, 2), "num_steps": len(rows), **summary}))
 
