@@ -21,6 +21,8 @@ class _Section(BaseModel):
 class RunConfig(_Section):
     """`[run]`: the name, the seed and the place of a run."""
 
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # --run.name 7 is a name
+
     name: str | None = Field(default=None, description="Name of the run's folder; unset: the config's name and time.")
     dir: str = Field(default="runs", description="Folder that holds the runs.")
     seed: int = Field(default=0, ge=0, description="Seeds prompt order, sampling and initialisation.")

@@ -48,6 +48,11 @@ def test_overrides_are_toml_values_or_plain_text(minimal):
     assert (config.learner.num_steps, config.weight_sync.max_lag, config.run.name) == (7, "unbounded", "first try")
 
 
+def test_a_number_is_a_name_too(minimal):
+    config = load_config(minimal, ["--run.name", "7", "--run.seed", "7"])
+    assert (config.run.name, config.run.seed) == ("7", 7)
+
+
 def test_a_resolved_config_read_back_is_the_same(minimal, tmp_path):
     config = load_config(minimal, ["--task.params", "{min_terms = 2, deep = {a = [1, 2]}}", "--run.name", 'a "b" \\ c'])
     again = tmp_path / "again.toml"
