@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -12,13 +13,11 @@ R = TypeVar("R")
 
 def settle(future: Future[R], outcome: R | BaseException) -> None:
     """Complete a future, unless its owner has cancelled it or it is complete."""
-    try:
+    with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
-    except InvalidStateError:
-        pass
 
 
 def last_of(futures: Sequence[Future[R]], of_none: R) -> Future[R]:

@@ -18,7 +18,7 @@ from launch.exit_status import ExitStatus
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's default; said aloud it prints no banner
     "RAY_USAGE_STATS_ENABLED": "0",
-    # the crew looks at every call itself, and says which role died
+    # the supervisor looks at every call itself, and says which role died
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -96,7 +96,7 @@ class Rate:
 
 
 class Progress:
-    """Digests the news of the crew."""
+    """Takes in what the roles report, poll by poll."""
 
     def __init__(self, config: Config, started_s: float) -> None:
         """Nothing has happened yet.
@@ -152,10 +152,12 @@ class Progress:
 
     def _step_rows(self, news: PollResult) -> Iterator[tuple[int, dict[str, Any]]]:
         for report in news.steps:
+            self.overlap.add_step(report["started_s"], report["finished_s"])
+        overlap_frac = self.overlap.fraction() if news.steps else None  # looks at the whole run: once a poll
+        for report in news.steps:
             row = dict(report)
             self.step = int(row["step"])
             self.version = int(row["version"])
-            self.overlap.add_step(row["started_s"], row["finished_s"])
             if not row["skipped"]:
                 num_tokens = int(row["batch/completion_tokens"])
                 self._lag_total += row["lag/token_mean"] * num_tokens
@@ -164,6 +166,7 @@ class Progress:
             self.largest_gap = max(self.largest_gap, abs(int(row["buffer/ledger_gap"])))
             row["perf/trained_tokens_per_s"] = self.trained.value()
             row["perf/generated_tokens_per_s"] = self.generated.value()
+            row["overlap/frac"] = overlap_frac
             row |= self._actor_row()
             self.first_row = self.first_row or row
             self.last_row = row
@@ -174,7 +177,6 @@ class Progress:
         return {
             "time/weight_pause": sum(pauses) / len(pauses) if pauses else None,
             "actors/running_samples": sum(report.num_running for report in self.actors.values()),
-            "overlap/frac": self.overlap.fraction(),
         }
 
     @property

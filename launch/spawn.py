@@ -75,7 +75,7 @@ def spawn(role: type, log: Path, *arguments: object, cpus: float, gpus: float, t
         "num_cpus": cpus,
         "num_gpus": gpus,
         "max_concurrency": concurrency,
-        "max_restarts": 0,  # the crew restarts, because a fresh process must be told the newest state
+        "max_restarts": 0,  # the supervisor restarts, because a fresh process must be told the newest state
         "runtime_env": {"env_vars": environment},
     }
     return ray.remote(role).options(**options).remote(log, *arguments)
