@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from actors.spec import ActorSpec
@@ -17,6 +19,10 @@ from learner.spec import LearnerSpec
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """Only control passes through Ray, so its object store stays near the smallest that it accepts."""
+
+
+RAY_GOODBYE_S = 3.0
+"""How long Ray's own processes may take to end after it was shut down."""
 
 
 def start_ray(config: Config, namespace: str) -> None:
@@ -51,6 +57,27 @@ def start_ray(config: Config, namespace: str) -> None:
                 f"the roles reserve {needed:g} {kind[:-1].upper()}s and Ray has {available:g}; lower actors.{kind} or "
                 f"learner.{kind} (a reservation, not a limit), or start fewer actors or stages"
             )
+
+
+def end_ray() -> None:
+    """End what `start_ray` started here, and whichever of Ray's own processes outlives that.
+
+    Stopped in the middle of its start, Ray leaves agents behind that go on for a minute or two.
+    """
+    family = [child for child in psutil.Process().children(recursive=True) if _is_of_ray(child)]
+    ray.shutdown()
+    _, alive = psutil.wait_procs(family, timeout=RAY_GOODBYE_S)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _is_of_ray(process: psutil.Process) -> bool:
+    try:
+        command = process.cmdline()
+    except psutil.Error:
+        return False
+    return bool(command) and (command[0].startswith("ray::") or any("site-packages/ray/" in part for part in command))
 
 
 def spawn(role: type, log: Path, *arguments: object, cpus: float, gpus: float, threads: int, concurrency: int) -> Any:  # noqa: ANN401 -- a Ray handle

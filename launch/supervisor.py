@@ -20,7 +20,7 @@ from launch.evaluation import Evaluation
 from launch.progress import PollResult
 from launch.role_process import RoleProcess, RunFailed, all_results, done, outcome, reason
 from launch.roles import ActorRole, BufferRole, StageRole
-from launch.spawn import actor_spec, spawn, stage_spec, start_ray
+from launch.spawn import actor_spec, end_ray, spawn, stage_spec, start_ray
 from weight_sync.serving import ModelFacts
 from weight_sync.staleness import PolicyVersion
 
@@ -344,6 +344,7 @@ class Supervisor:
             self._client.close()
             self._client = None
         if not ray.is_initialized():
+            end_ray()  # it may have been stopped in the middle of its start
             return
         deadline = time.monotonic() + GOODBYE_S
         polite = [actor.handle.stop.remote() for actor in self._actors if not actor.lost]
@@ -353,4 +354,4 @@ class Supervisor:
         for process in [*self._actors, *self._stages, *([self._buffer] if self._buffer else [])]:
             ray.kill(process.handle, no_restart=True)
         self._actors, self._stages, self._buffer = [], [], None
-        ray.shutdown()
+        end_ray()

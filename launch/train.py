@@ -62,7 +62,9 @@ def train(plan: Plan) -> ExitStatus:
             tracker.event("failed", str(error))
             display.fail(str(error))
             return ExitStatus.FAILED
-        except _Stopped:
+        except (_Stopped, SystemError) as error:
+            if isinstance(error, SystemError) and not isinstance(error.__cause__, _Stopped):
+                raise  # a signal in the middle of Ray's C code arrives wrapped; nothing else is ours
             display.fail(f"stopped; what was trained lies in {folder.root}")
             return ExitStatus.INTERRUPTED
 

@@ -1,7 +1,10 @@
 """Real runs in which a role is killed with SIGKILL: they heal, or end with a sentence that names it."""
 
 import json
+import os
+import signal
 import subprocess
+import time
 
 import psutil
 
@@ -30,6 +33,20 @@ def test_a_killed_actor_and_a_killed_buffer_are_started_again_and_nothing_is_los
     summary = json.loads((run / "summary.json").read_text())
     assert summary["ledger_gap"] == 0
     assert summary["trained_trajectories"] == 150 * 8 * 8
+
+
+def test_an_interrupt_while_starting_ends_at_once_and_without_processes(tmp_path):
+    process = start(tmp_path)
+    deadline = time.monotonic() + 60
+    while not any("ray::" in " ".join(each.cmdline()) for each in descendants(process)):
+        assert time.monotonic() < deadline, "no role was started"
+        time.sleep(0.2)
+    family = descendants(process)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert wait_for_end(family, timeout_s=10) == []
 
 
 def test_a_killed_stage_ends_the_run_with_its_name_and_log(tmp_path):
