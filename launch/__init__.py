@@ -6,13 +6,15 @@ load        TOML and command-line overrides to a Config, with errors that say wh
 checks      what only the whole config can know, checked before any process starts
 run_folder  RunFolder: where everything of a run lies
 roles       the Ray actors that host buffer, stages and actors, one process and one log each
-role_process  RoleProcess: one process as the supervisor sees it
+role_process RoleProcess: one process as the supervisor sees it
 spawn       Ray, and one process on it
 supervisor  Supervisor: starts the roles, restarts what may be restarted, ends all of them
 evaluation  Evaluation: held-out problems spread over the actors
 train       the run itself: evaluate, train, evaluate, export, summarise
 overlap     who generated while the learner stepped
 metrics     the registry of metrics
+logs        one form of log line for every process
+exit_status what the command's exit status means
 reference   docs/config.md and docs/metrics.md, written from the code
 progress    Progress: what is known of a run so far
 tracking    metrics.jsonl, events.jsonl and Weights & Biases
