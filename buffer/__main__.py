@@ -3,8 +3,8 @@
 `python -m buffer --folder F --facts JSON --config JSON` serves. It prints its address as its only line
 of output, and ends on SIGTERM or SIGINT, and with its parent.
 
-`python -m buffer --folder F --verify` opens the store of a run that is over, changes nothing, checks
-every value, recounts the ledger, and reports as JSON.
+`python -m buffer --folder F --verify` opens the store of any run, changes nothing, checks every value,
+recounts the ledger, and reports as JSON.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def _verify(folder: Path) -> int:
     store = Store(folder, None)
     try:
         report = store.read(verify)
+        report["faults"] += store.structure_faults()
     finally:
         store.close()
     print(json.dumps({"run_id": store.run_id, **report}))

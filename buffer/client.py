@@ -11,11 +11,10 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -27,15 +26,16 @@ from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
 from buffer.futures import last_of, settle
+from buffer.outbox import Outbox, checked, message_room, num_fitting
 from buffer.trajectory import Trajectory
 from buffer.transport import Result, Transport
 
+SILENCE_S = 2.0
+LONG_SILENCE_S = 20.0
+"""After so long without a heartbeat the connection is made anew."""
+
 R = TypeVar("R")
 M = TypeVar("M", bound=p.Message)
-
-MAX_ROWS_PER_MESSAGE = 32
-MAX_OUTSTANDING_ROWS = 4096
-MAX_OUTSTANDING_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class Draw:
     """The trajectories as an Arrow IPC stream, to hand on as it is; `decode_draw` reads it."""
     ledger: dict[str, int]
     """Counts of samples by the names of `buffer.ledger`, with 'gap', as the batch was drawn."""
+    lengths: list[int]
+    """Tokens of each trajectory, prompt included."""
+    fidelity_ks: float
+    """How far the lengths trained so far are from those generated; see `buffer.lengths`."""
 
     @cached_property
     def trajectories(self) -> list[Trajectory]:
@@ -67,14 +71,6 @@ def decode_draw(body: bytes | memoryview) -> list[Trajectory]:
         BadBody: the bytes are not the body of a draw.
     """
     return schema.decode(body) if len(body) else []
-
-
-@dataclass(frozen=True)
-class _Row:
-    trajectory: Trajectory
-    future: Future[p.RowResult]
-    size_bytes: int
-    pushed_at: float
 
 
 class BufferClient:
@@ -99,17 +95,19 @@ class BufferClient:
         self._epoch = 0
         self._incarnation = -1
         self._lock = threading.Lock()
-        self._freed = threading.Condition(self._lock)
-        self._rows: deque[_Row] = deque()
-        self._outstanding_rows = 0
-        self._outstanding_bytes = 0
-        self._next_seq = 0
         self._next_request = 0
         self._waiting_leases: deque[tuple[int, Future[p.LeaseGrant]]] = deque()
         self._lease_in_flight = False
         self._closing = False
+        self._outbox = Outbox(name, run_id, config, lambda: self._transport)
         self._transport = Transport(
-            address, config.request_timeout_s, config.give_up_after_s, name=name, pump=self._pump
+            address,
+            config.request_timeout_s,
+            config.give_up_after_s,
+            name=name,
+            # An actor's messages are small, so a silent link is a broken one; a batch may take long to pass.
+            silence_s=SILENCE_S if role == "actor" else LONG_SILENCE_S,
+            pump=self._outbox.pump,
         )
 
     # --- any client -------------------------------------------------------------------------------
@@ -124,6 +122,7 @@ class BufferClient:
         hello = p.Hello(self._run_id, self._role, self.name, self._session)
         welcome = self._ask(hello, p.Welcome).result(self._config.give_up_after_s + 10.0)
         self._epoch = welcome.epoch
+        self._outbox.open(welcome.epoch, welcome.credit)
         return welcome
 
     @property
@@ -143,6 +142,7 @@ class BufferClient:
         """Give what is outstanding `timeout_s` (default: `request_timeout_s`) to be answered, then end."""
         with self._lock:
             self._closing = True
+        self._outbox.close()
         self._transport.close(self._config.request_timeout_s if timeout_s is None else timeout_s)
         self._fail_waiting([], BufferUnavailable(f"the client of the buffer service at {self.address} was closed"))
 
@@ -160,37 +160,13 @@ class BufferClient:
     def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
         """Hand in a trajectory; the future completes when it is on disk, or is known not to be needed.
 
-        Trajectories of some milliseconds travel together. Blocks while too many are unacknowledged.
+        Trajectories of some milliseconds travel together. Blocks while the credit that the service
+        gave is used up by what it did not acknowledge yet.
 
         Raises:
-            BufferUnavailable: room was not made for `give_up_after_s`.
+            BufferUnavailable: there was no credit, and no word from the service, for `give_up_after_s`.
         """
-        size = trajectory.token_ids.nbytes + trajectory.logprobs.nbytes + 4096
-        deadline = time.monotonic() + self._config.give_up_after_s
-        with self._lock:
-            while self._outstanding_rows and (
-                self._outstanding_rows >= MAX_OUTSTANDING_ROWS or self._outstanding_bytes + size > MAX_OUTSTANDING_BYTES
-            ):
-                if not self._freed.wait(deadline - time.monotonic()):
-                    raise BufferUnavailable(
-                        f"the buffer service at {self.address} acknowledged none of {self._outstanding_rows} "
-                        f"trajectories for {self._config.give_up_after_s:g} s"
-                    )
-            self._refuse_if_closing()
-            row = _Row(
-                replace(trajectory, actor=self.name, epoch=self._epoch, seq=self._next_seq),
-                Future(),
-                size,
-                time.monotonic(),
-            )
-            self._next_seq += 1
-            self._outstanding_rows += 1
-            self._outstanding_bytes += size
-            self._rows.append(row)
-            wake = len(self._rows) in (1, MAX_ROWS_PER_MESSAGE)
-        if wake:
-            self._transport.wake()
-        return row.future
+        return self._outbox.push(trajectory)
 
     def give_up(self, lease: p.Lease, sample_indices: Sequence[int], reason: str) -> Future[p.Done]:
         """Say that these samples of a lease will not come."""
@@ -219,7 +195,15 @@ class BufferClient:
         def drawn(result: Result) -> Draw:
             reply = _expect(result, p.DrawReply)
             return Draw(
-                reply.ready, reply.step, reply.group_ids, reply.record_ids, reply.waiting_for, result[1], reply.ledger
+                ready=reply.ready,
+                step=reply.step,
+                group_ids=reply.group_ids,
+                record_ids=reply.record_ids,
+                waiting_for=reply.waiting_for,
+                body=result[1],
+                ledger=reply.ledger,
+                lengths=reply.lengths,
+                fidelity_ks=reply.fidelity_ks,
             )
 
         request = p.DrawRequest(step, version, incarnation, num_groups, wait_s)
@@ -239,8 +223,8 @@ class BufferClient:
         bodies = []
         start = 0
         while start < len(record_ids):
-            end = start + _num_fitting(itertools.islice(sizes, start, None), self._message_room)
-            bodies.append(self._checked(schema.encode_scores(record_ids[start:end], logprobs[start:end])))
+            end = start + num_fitting(itertools.islice(sizes, start, None), message_room(self._config))
+            bodies.append(checked(schema.encode_scores(record_ids[start:end], logprobs[start:end]), self._config))
             start = end
         return last_of([self._ask(p.WriteScores(), p.Done, body) for body in bodies], p.Done())
 
@@ -258,7 +242,7 @@ class BufferClient:
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _ask(self, message: p.Request, kind: type[M], body: bytes = b"") -> Future[M]:
+    def _ask(self, message: p.Request, kind: type[M], body: bytes | memoryview = b"") -> Future[M]:
         return self._then(self._transport.submit(message, body), lambda result: _expect(result, kind))
 
     def _then(self, sent: Future[Result], read: Callable[[Result], R]) -> Future[R]:
@@ -308,82 +292,11 @@ class BufferClient:
     def _fail_waiting(self, leases: list[tuple[int, Future[p.LeaseGrant]]], error: BufferUnavailable) -> None:
         """There is no transport any more: whatever was not handed to it will not be sent."""
         with self._lock:
-            rows, self._rows = list(self._rows), deque()
             leases = leases + list(self._waiting_leases)
             self._waiting_leases.clear()
-        for row in rows:
-            self._settle_row(row, error)
+        self._outbox.fail(error)
         for _, future in leases:
             settle(future, error)
-
-    def _pump(self) -> float | None:
-        """Send the rows that waited long enough or fill a message; runs in the IO thread.
-
-        Returns:
-            In how many seconds the next row is due; None without rows.
-        """
-        while True:
-            with self._lock:
-                if not self._rows:
-                    return None
-                due_in_s = self._rows[0].pushed_at + self._config.coalesce_ms / 1000 - time.monotonic()
-                if due_in_s > 0 and len(self._rows) < MAX_ROWS_PER_MESSAGE and not self._closing:
-                    return due_in_s
-                rows = self._take_rows()
-            self._send_rows(rows)
-
-    def _take_rows(self) -> list[_Row]:
-        """As many rows as fit into one message."""
-        waiting = itertools.islice(self._rows, MAX_ROWS_PER_MESSAGE)
-        num_rows = _num_fitting((row.size_bytes for row in waiting), self._message_room)
-        return [self._rows.popleft() for _ in range(num_rows)]
-
-    @property
-    def _message_room(self) -> int:
-        """Bytes of payload to put into a message: half of the limit, for an estimate leaves out Arrow's part."""
-        return self._config.max_message_mib * 2**20 // 2
-
-    def _send_rows(self, rows: list[_Row]) -> None:
-        try:
-            body = self._checked(schema.encode([row.trajectory for row in rows], self._run_id))
-        except (TypeError, ValueError) as error:
-            if len(rows) == 1:
-                self._settle_row(rows[0], error)
-                return
-            # One row cannot be sent: find it, and let the others pass.
-            for row in rows:
-                self._send_rows([row])
-            return
-
-        def answered(push: Future[p.PushReply]) -> None:
-            failure = push.exception()
-            results = {} if failure is not None else {result.seq: result for result in push.result().results}
-            unknown = failure or TypeError(f"the buffer service at {self.address} left out a trajectory")
-            for row in rows:
-                self._settle_row(row, results.get(row.trajectory.seq, unknown))
-
-        sent = self._transport.submit(p.Push(self.name, self._epoch), body, closing=True)
-        self._then(sent, lambda result: _expect(result, p.PushReply)).add_done_callback(answered)
-
-    def _checked(self, body: bytes) -> bytes:
-        """The body, where the service would take it: a larger one would cost the connection, and be sent again."""
-        limit_mib = self._config.max_message_mib
-        if len(body) > limit_mib * 2**20:
-            raise ValueError(f"a message of {len(body)} bytes exceeds [buffer] max_message_mib = {limit_mib}")
-        return body
-
-    def _settle_row(self, row: _Row, outcome: p.RowResult | BaseException) -> None:
-        with self._lock:
-            self._outstanding_rows -= 1
-            self._outstanding_bytes -= row.size_bytes
-            self._freed.notify_all()
-        settle(row.future, outcome)
-
-
-def _num_fitting(sizes: Iterable[int], room: int) -> int:
-    """How many of the first sizes fit; at least one, for one alone is refused by its true size."""
-    totals = itertools.accumulate(sizes)
-    return max(1, sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals)))
 
 
 def _expect(result: Result, kind: type[M]) -> M:

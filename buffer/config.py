@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from weight_sync.staleness import StalenessConfig
+
+RestLaw = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"]
+Law = Literal["fifo", "on_policy_share", "uniform", "reward_softmax", "prioritised", "length_balanced"]
 
 
 class BufferConfig(BaseModel):
@@ -16,8 +19,60 @@ class BufferConfig(BaseModel):
 
     host: str = Field(default="127.0.0.1", description="Address that the service binds; loopback by default.")
     port: int = Field(default=0, ge=0, le=65535, description="TCP port; 0 lets the system choose a free one.")
-    law: Literal["fifo"] = Field(
-        default="fifo", description="Sampling law: 'fifo' draws each ready group once, oldest tokens first."
+    law: Law = Field(
+        default="fifo",
+        description="Which groups a step takes: 'fifo' the oldest tokens first, 'on_policy_share' partly the newest, "
+        "'reward_softmax', 'uniform', 'prioritised' by spread of reward and age, 'length_balanced' from every length.",
+    )
+    on_policy_share: float = Field(
+        default=0.5,
+        ge=0.0,
+        le=1.0,
+        description="law = 'on_policy_share': this share of a step's groups are the newest (TBA's m); replay_law "
+        "chooses the rest.",
+    )
+    replay_law: RestLaw = Field(default="uniform", description="law = 'on_policy_share': what chooses the rest.")
+    reward_temperature: PositiveFloat = Field(
+        default=1.0, description="'reward_softmax' draws a group with weight exp(mean reward / this)."
+    )
+    priority_alpha: float = Field(
+        default=1.0, ge=0.0, description="'prioritised' draws with weight priority^this * exp(-age / age_tau)."
+    )
+    priority_epsilon: PositiveFloat = Field(
+        default=0.01, description="'prioritised': the priority is the spread of a group's rewards plus this."
+    )
+    age_tau: PositiveFloat = Field(
+        default=8.0, description="'prioritised': after so many versions the weight of a group has fallen by e."
+    )
+    max_uses: PositiveInt | Literal["unlimited"] = Field(
+        default=1, description="How many steps may use a group; 1 is single use, more is replay."
+    )
+    with_replacement: bool = Field(
+        default=False, description="One step may take a group several times; for the laws that draw by weight."
+    )
+    selection_pool: float = Field(
+        default=1.0,
+        ge=1.0,
+        le=64.0,
+        description="The law offers so many times the groups of a step for length_correction and pack_tokens to "
+        "choose from.",
+    )
+    length_correction: bool = Field(
+        default=False, description="Choose from the pool the lengths that were trained less than they were generated."
+    )
+    pack_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Choose from the pool what packs well into micro-batches of so many tokens; 0 does not.",
+    )
+    fidelity_alarm: float = Field(
+        default=0.2,
+        gt=0.0,
+        le=1.0,
+        description="Warn where trained and generated lengths differ by more than this Kolmogorov-Smirnov distance.",
+    )
+    fidelity_memory: PositiveInt = Field(
+        default=4096, description="Samples after which the compared counts of lengths have faded by e."
     )
     lease_timeout_s: PositiveFloat = Field(
         default=60.0, description="A lease that is neither completed nor renewed for so long is issued again."
@@ -35,9 +90,63 @@ class BufferConfig(BaseModel):
     give_up_after_s: PositiveFloat = Field(
         default=120.0, description="A client that got no answer for so long raises, naming the service."
     )
-    capacity_trajectories: PositiveInt = Field(
-        default=1_000_000, description="Above this count the oldest evictable trajectories are removed."
+    inbox_mib: PositiveInt = Field(
+        default=256, description="What all clients together may have sent without an acknowledgement."
     )
+    durability: Literal["commit", "interval", "os"] = Field(
+        default="commit",
+        description="'commit' syncs before it acknowledges: survives kill -9 and a power cut. 'interval' syncs every "
+        "sync_interval_ms, 'os' leaves it to the system: both survive kill -9, not a power cut.",
+    )
+    sync_interval_ms: PositiveFloat = Field(default=100.0, description="With durability 'interval': how often to sync.")
+    scrub_every_s: float = Field(
+        default=600.0, ge=0.0, description="Pause between two passes over all records that look for damage; 0: none."
+    )
+    capacity_trajectories: PositiveInt = Field(
+        default=1_000_000, description="Above this count trajectories that no recorded draw needs are evicted."
+    )
+    capacity_gib: float = Field(
+        default=0.0, ge=0.0, description="Above this size of stored data they are evicted as well; 0 sets no limit."
+    )
+    eviction: Literal["oldest", "lowest_reward"] = Field(
+        default="oldest",
+        description="Who is evicted first among the groups of the same kind; closed ones always go first.",
+    )
+
+    @model_validator(mode="after")
+    def _laws_must_agree(self) -> BufferConfig:
+        chosen = self.replay_law if self.law == "on_policy_share" else self.law
+        in_order = chosen in ("fifo", "length_balanced")
+        where = f"replay_law = '{chosen}'" if self.law == "on_policy_share" else f"law = '{chosen}'"
+        if self.with_replacement and self.max_uses == 1:
+            raise ValueError(
+                "with_replacement takes a group several times, but max_uses = 1 allows one: raise max_uses"
+            )
+        if self.with_replacement and in_order:
+            raise ValueError(
+                f"with_replacement needs a law that draws by weight, and {where} takes groups in order: choose "
+                "'uniform', 'reward_softmax' or 'prioritised', or set with_replacement = false"
+            )
+        if self.max_uses == "unlimited" and in_order:
+            raise ValueError(
+                f"max_uses = 'unlimited' with {where} would draw the same oldest groups at every step: give max_uses "
+                "a number, or choose 'uniform', 'reward_softmax' or 'prioritised'"
+            )
+        if (self.length_correction or self.pack_tokens) and self.selection_pool == 1.0:
+            raise ValueError(
+                "length_correction and pack_tokens choose among candidates, and selection_pool = 1.0 leaves none: "
+                "raise it, to 4.0 say"
+            )
+        if self.selection_pool > 1.0 and self.with_replacement:
+            raise ValueError(
+                "selection_pool chooses among different groups, which with_replacement does not offer: use one of them"
+            )
+        return self
+
+    @property
+    def replays(self) -> bool:
+        """May a group be used by more than one step?"""
+        return self.max_uses != 1
 
 
 class RunFacts(BaseModel):
@@ -53,3 +162,9 @@ class RunFacts(BaseModel):
     vocab_size: PositiveInt = Field(description="Token ids are below this.")
     max_tokens: PositiveInt = Field(description="Longest prompt plus completion, in tokens.")
     staleness: StalenessConfig
+    shard: int = Field(default=0, ge=0, description="Which of the shards this service is.")
+    num_shards: PositiveInt = Field(default=1, description="Into how many shards the prompts are divided; fixed.")
+
+    def global_id(self, number: int) -> int:
+        """The id of this shard's `number`-th lease, group or record: unique over all shards, and ascending."""
+        return number * self.num_shards + self.shard

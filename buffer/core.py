@@ -6,7 +6,7 @@ it under a virtual clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +19,18 @@ from buffer.draws import Draws
 from buffer.errors import BadBody, BufferRefused, CorruptRecord, StoreError
 from buffer.groups import Groups
 from buffer.intake import Intake, set_aside
-from buffer.laws import Fifo
 from buffer.leases import Leases
 from buffer.ledger import checked_counts
-from buffer.store import Transaction
+from buffer.rows import flat_values
+from buffer.steps import Steps
 from buffer.tables import Draw
+from buffer.transaction import Transaction
 from weight_sync.staleness import StalenessContract
-
-LAWS = {"fifo": Fifo}
 
 MAX_PUSHED_ROWS = 4096
 """More trajectories in one push are refused: a turn of the service must stay short."""
 
-Answer = tuple[p.Reply, bytes]
+Answer = tuple[p.Reply, bytes | memoryview]
 
 
 class BufferCore:
@@ -41,8 +40,10 @@ class BufferCore:
         """Compose the rules for one run.
 
         Raises:
-            StoreError: the capacity is smaller than what the staleness bound lets be outstanding.
+            StoreError: the capacity is smaller than what the staleness bound lets be outstanding, or the
+                sampling law contradicts on_stale.
         """
+        _check_waits(config, facts)
         contract = StalenessContract(facts.staleness, facts.groups_per_step)
         need = (contract.capacity() + facts.groups_per_step) * facts.group_size
         if config.capacity_trajectories < need:
@@ -51,21 +52,20 @@ class BufferCore:
                 "staleness bound lets be outstanding: raise it, or lower max_lag, groups_per_step or group_size"
             )
         self.facts = facts
-        self.groups = Groups(config, facts.group_size)
+        self.groups = Groups(config, facts.group_size, num_kept=contract.capacity())
         self.leases = Leases(config, facts, contract, self.groups, clock)
         self.intake = Intake(facts, self.groups, self.leases)
-        self.draws = Draws(facts, contract, self.groups, self.leases, LAWS[config.law]())
+        self.steps = Steps(contract, self.groups)
+        self.draws = Draws(facts, contract, self.groups, self.leases, self.steps)
 
-    def handle(self, tx: Transaction, message: p.Request, body: bytes) -> Answer:
-        """Answer any request but a draw, which may have to wait.
+    def handle(self, tx: Transaction, message: p.Request, body: bytes | memoryview) -> Answer:
+        """Answer any request but a push, for which see `push`, and a draw, which may have to wait.
 
         Raises:
             BufferRefused: the request cannot be served; nothing was changed but the quarantine.
         """
+        self.groups.prepare(tx)
         match message:
-            case p.Push():
-                rows = self._read(tx, body, schema.SCHEMA, max_rows=MAX_PUSHED_ROWS)
-                return p.PushReply(self.intake.push(tx, message, rows)), b""
             case p.LeaseRequest():
                 return self.leases.grant(tx, message), b""
             case p.Renew():
@@ -73,13 +73,31 @@ class BufferCore:
             case p.Hello():
                 return self._hello(tx, message), b""
             case p.BeginIncarnation():
-                return self.draws.begin(tx, message), b""
+                return self.steps.begin(tx, message), b""
             case p.StatusRequest():
                 return self._status(tx), b""
         self._note(tx, message, body)
         return p.Done(), b""
 
-    def _note(self, tx: Transaction, message: p.Request, body: bytes) -> None:
+    def push(
+        self, tx: Transaction, pushes: Sequence[tuple[p.Push, bytes | memoryview]]
+    ) -> list[p.PushReply | p.Refused]:
+        """Answer pushes, in order; many of one turn cost little more than one."""
+        self.groups.prepare(tx)
+        replies: dict[int, p.PushReply | p.Refused] = {}
+        readable: dict[int, tuple[p.Push, pa.RecordBatch]] = {}
+        for i, (message, body) in enumerate(pushes):
+            try:
+                readable[i] = message, self._read(tx, body, schema.SCHEMA, max_rows=MAX_PUSHED_ROWS)
+            except BufferRefused as refusal:
+                replies[i] = p.Refused(str(refusal))
+        if readable:
+            outcomes = self.intake.push(tx, list(readable.values()))
+            for i, outcome in zip(readable, outcomes, strict=True):
+                replies[i] = p.PushReply(outcome) if isinstance(outcome, list) else p.Refused(str(outcome))
+        return [replies[i] for i in range(len(pushes))]
+
+    def _note(self, tx: Transaction, message: p.Request, body: bytes | memoryview) -> None:
         """The requests whose answer is only that they were done."""
         match message:
             case p.GiveUp():
@@ -87,11 +105,11 @@ class BufferCore:
             case p.WriteScores():
                 self._write_scores(tx, self._read(tx, body, schema.SCORES))
             case p.StepFinished():
-                self.draws.finish(tx, message)
+                self.steps.finish(tx, message)
             case p.Published():
-                self.draws.published(tx, message)
+                self.steps.published(tx, message)
             case p.CheckpointDurable():
-                self.draws.durable(tx, message)
+                self.steps.durable(tx, message)
             case p.Drain():
                 tx.state.draining = True
             case _:
@@ -99,10 +117,19 @@ class BufferCore:
 
     def try_draw(self, tx: Transaction, request: p.DrawRequest) -> Answer | None:
         """The reply to a draw; None where it must wait."""
+        self.groups.prepare(tx)
         draw = self.draws.draw(tx, request)
         if draw is None:
             return None
-        reply = p.DrawReply(True, draw.step, draw.group_ids, draw.record_ids, ledger=checked_counts(tx))
+        reply = p.DrawReply(
+            True,
+            draw.step,
+            draw.group_ids,
+            draw.record_ids,
+            ledger=checked_counts(tx),
+            lengths=draw.lengths,
+            fidelity_ks=tx.state.fidelity.ks,
+        )
         return reply, self._body(tx, draw)
 
     def draw_timed_out(self, tx: Transaction, request: p.DrawRequest) -> Answer:
@@ -123,7 +150,7 @@ class BufferCore:
         return p.Welcome(actor.epoch)
 
     def _read(
-        self, tx: Transaction, body: bytes, expected: pa.Schema, *, max_rows: int | None = None
+        self, tx: Transaction, body: bytes | memoryview, expected: pa.Schema, *, max_rows: int | None = None
     ) -> pa.RecordBatch:
         try:
             return schema.read_stream(body, expected, max_rows=max_rows)
@@ -132,17 +159,17 @@ class BufferCore:
             set_aside(tx, error.category, body, matches_lease=False)
             raise BufferRefused(f"the message was quarantined: {error}") from error
 
-    def _body(self, tx: Transaction, draw: Draw) -> bytes:
+    def _body(self, tx: Transaction, draw: Draw) -> memoryview:
         try:
-            rows = [tx.records.require(record) for record in draw.record_ids]
+            records = [tx.records.view(record) for record in draw.record_ids]
             scores = [_floats(tx.scores.get(record)) for record in draw.record_ids]
         except CorruptRecord as error:
             raise BufferRefused(f"step {draw.step} cannot be drawn again as it was: {error}") from error
-        return schema.write_stream(schema.join_rows(rows, scores))
+        return schema.write_stream(schema.join_rows(records, scores))
 
     def _write_scores(self, tx: Transaction, batch: pa.RecordBatch) -> None:
         """Store reference log-probabilities beside their records; writing them again changes nothing."""
-        values, bounds = schema.flat_values(batch.column(1))
+        values, bounds = flat_values(batch.column(1))
         scores: dict[int, bytes] = {}
         for i, record in enumerate(batch.column(0).to_pylist()):
             row = tx.records.get(record) if record > 0 else None
@@ -172,6 +199,19 @@ class BufferCore:
             num_records=tx.records.count,
             size_bytes=0,
             draining=state.draining,
+            fidelity_ks=state.fidelity.ks,
+            fidelity_alarm=state.fidelity.is_alarming(self.groups.config.fidelity_alarm),
+        )
+
+
+def _check_waits(config: BufferConfig, facts: RunFacts) -> None:
+    """on_stale = "wait" promises that no group is dropped, which only drawing the oldest first can keep."""
+    is_plain = config.law == "fifo" and not config.replays and config.selection_pool == 1.0
+    if facts.staleness.on_stale == "wait" and not is_plain:
+        raise StoreError(
+            "on_stale = 'wait' lets no group pass the age bound, for which the oldest must be drawn first, but "
+            f"[buffer] has law = '{config.law}', max_uses = {config.max_uses}, selection_pool = {config.selection_pool}: use "
+            "law = 'fifo', max_uses = 1 and selection_pool = 1.0, or on_stale = 'drop'"
         )
 
 

@@ -5,6 +5,7 @@ BufferError
 ├── BufferRefused       the service answered that it will not serve the request
 ├── BadBody             a message body that is not what the schema says
 └── StoreError          the store cannot be opened or written
+    ├── StoreFull       the disk is full; it may be tried again
     └── CorruptRecord   a stored value does not match its checksum
 """
 
@@ -37,6 +38,10 @@ class BadBody(BufferError, ValueError):
 
 class StoreError(BufferError, OSError):
     """The store's folder cannot be used; names it and says what to do."""
+
+
+class StoreFull(StoreError):
+    """The disk is full. Nothing of the transaction was committed; it may be tried again."""
 
 
 class CorruptRecord(StoreError):

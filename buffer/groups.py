@@ -1,30 +1,69 @@
-"""The life of a group: open -> ready -> drawn -> closed, and the ledger entries of each change.
+"""The life of a group, and the ledger entries of each change.
+
+    open ----> ready <---> drawn
+      |          |           |
+      +----------+-----------+---> closed
 
     open    samples are missing: in flight under a lease, or waiting to be leased again
-    ready   all samples are committed or given up, and enough have rewards
+    ready   all samples are committed or given up, enough have rewards, and a step may take it
     drawn   recorded for a step that is not finished
-    closed  trained, dropped, filtered or evicted; its row stays as long as its records
+    closed  used up, dropped, filtered or evicted; its row stays as long as its records
 
-Every function changes the group's row, the indexes and the ledger in the given transaction.
+A group that may be used again is ready again after its step. Every function changes the group's row,
+the indexes and the ledger in the given transaction.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import NamedTuple
+
+from buffer import catalogue
 from buffer.config import BufferConfig
-from buffer.store import Transaction
+from buffer.eligible import EligibleIndex, clear
+from buffer.eviction import Eviction, EvictionOrder
+from buffer.lengths import PromptHistory
 from buffer.tables import NO_RECORD, Group, ReturnedPrompt
+from buffer.transaction import Transaction
+
+
+class Committed(NamedTuple):
+    """A sample that is on disk, as far as its group must know it."""
+
+    record: int
+    reward: float | None
+    """None: no reward function applied, so the sample is counted as filtered."""
+    num_tokens: int
+    """Prompt and completion."""
+    num_completion_tokens: int
+    oldest: tuple[int, int]
+    """(incarnation, version) of its first token."""
 
 
 class Groups:
     """The changes of state that leases, commits and draws share."""
 
-    def __init__(self, config: BufferConfig, group_size: int) -> None:
+    def __init__(self, config: BufferConfig, group_size: int, num_kept: int = 0) -> None:
+        """Args:
+        config: of the buffer.
+        group_size: K.
+        num_kept: how many ready groups eviction leaves alone.
+        """
         self.config = config
         self.num_needed = min(2, group_size)
         """Samples with rewards that a group must have: a comparison needs two."""
+        self.max_uses = float("inf") if config.max_uses == "unlimited" else float(config.max_uses)
+        self.index = EligibleIndex(config)
+        self.order = EvictionOrder(config)
+        self._eviction = Eviction(config, num_kept)
+
+    def prepare(self, tx: Transaction) -> None:
+        """Make the indexes fit the configuration; belongs before the first change of a transaction."""
+        self.index.prepare(tx, self)
 
     def save(self, tx: Transaction, group: Group) -> None:
         """Write the row; or, once nothing of the group is stored, fold it into the retired counts."""
+        self.order.place(tx, group)
         if group.phase != "closed" or any(record != NO_RECORD for record in group.records):
             tx.groups.put(group, group.group_id)
             return
@@ -57,6 +96,21 @@ class Groups:
             tx.unleased_groups.put(b"", group.group_id)
         self.settle(tx, group)
 
+    def commit(self, tx: Transaction, group: Group, index: int, sample: Committed) -> None:
+        """Enter a stored sample into its group's row; `settle` writes the row."""
+        size = len(group.fates)
+        if len(group.lengths) < size:  # a row of an older version
+            group.rewards = [None] * size
+            group.lengths, group.completion_lengths = [0] * size, [0] * size
+        fate = "filtered" if sample.reward is None else "waiting"
+        group.fates[index], group.records[index] = fate, sample.record
+        group.rewards[index] = sample.reward
+        group.lengths[index], group.completion_lengths[index] = sample.num_tokens, sample.num_completion_tokens
+        tx.state.ledger.commit(fate)
+        tx.state.fidelity.generated.add(sample.num_completion_tokens, self.config.fidelity_memory)
+        if sample.reward is not None:
+            group.oldest = sample.oldest if group.oldest is None else min(group.oldest, sample.oldest)
+
     def settle(self, tx: Transaction, group: Group) -> None:
         """After samples were committed or failed: is the group complete, and is it good for training?"""
         if group.missing():
@@ -64,32 +118,60 @@ class Groups:
             return
         if group.lease_id:
             self.end_lease(tx, group)
-        tx.open_groups.delete(group.group_id)
+        self.complete(tx, group)
         if len(group.having("waiting")) < self.num_needed:
             self.close(tx, group, "filtered")
             self.return_prompt(tx, group, failures=group.failures + 1)
             return
         group.phase = "ready"
-        tx.ready_groups.put(b"", group.oldest_effective(tx.state), group.group_id)
+        self.index.add(tx, group)
         self.save(tx, group)
 
-    def close(self, tx: Transaction, group: Group, fate: str, *, evictable: bool = True) -> None:
-        """Move the group's waiting or drawn samples to their last state."""
+    def complete(self, tx: Transaction, group: Group) -> None:
+        """No further sample of the group will come: it can be found, and its prompt remembers its lengths."""
+        tx.open_groups.delete(group.group_id)
+        lengths = [length for length in group.completion_lengths if length]
+        if all(record == NO_RECORD for record in group.records):
+            return
+        catalogue.add(tx, group)
+        history = tx.prompts.get(group.prompt_id) or PromptHistory()
+        history.add(lengths, group.mean_reward)
+        tx.prompts.put(history, group.prompt_id)
+
+    def close(self, tx: Transaction, group: Group, fate: str) -> None:
+        """Move the group's waiting or drawn samples to their last state; those trained on stay trained."""
         for source in ("waiting", "drawn"):
-            moved = group.having(source)
-            for index in moved:
-                group.fates[index] = fate
-            tx.state.ledger.move(len(moved), source, fate)
+            self.move(tx, group, source, fate)
         group.phase = "closed"
-        if evictable:
-            self.make_evictable(tx, group)
         self.save(tx, group)
 
-    def make_evictable(self, tx: Transaction, group: Group) -> None:
-        """Nothing will ask for the group's records again."""
-        for record in group.records:
-            if record != NO_RECORD:
-                tx.evictable.put(group.group_id, record)
+    def move(self, tx: Transaction, group: Group, source: str, target: str) -> None:
+        """Move the group's samples from one fate to another."""
+        moved = group.having(source)
+        for index in moved:
+            group.fates[index] = target
+        tx.state.ledger.move(len(moved), source, target)
+
+    def hold(self, tx: Transaction, group: Group) -> None:
+        """One more step that is not finished names the group: no other may take it."""
+        if group.phase == "ready":
+            self.index.remove(tx, group)
+        self.move(tx, group, "waiting", "drawn")
+        group.phase = "drawn"
+        group.pending += 1
+        self.save(tx, group)
+
+    def release(self, tx: Transaction, group: Group) -> None:
+        """One such step is finished or forgotten. After the last the group may be used again, or is closed."""
+        group.pending -= 1
+        if group.pending == 0:
+            self.move(tx, group, "drawn", "waiting")
+            if group.usable() and group.uses < self.max_uses:
+                group.phase = "ready"
+                self.index.add(tx, group)
+            else:
+                group.phase = "closed"
+        self.save(tx, group)
 
     def return_prompt(self, tx: Transaction, group: Group, *, failures: int) -> None:
         """Lease the prompt of a dropped or filtered group again, unless it never yields a group."""
@@ -100,24 +182,73 @@ class Groups:
         tx.state.next_returned += 1
 
     def drop_ready(self, tx: Transaction, group: Group, fate: str) -> None:
-        """Take a ready group out, whole, and lease its prompt again."""
-        tx.ready_groups.delete(group.oldest_effective(tx.state), group.group_id)
+        """Take a ready group out, whole, and lease its prompt again where it was never used."""
+        self.index.remove(tx, group)
+        is_unused = bool(group.having("waiting"))
         self.close(tx, group, fate)
-        self.return_prompt(tx, group, failures=group.failures)
+        if is_unused:
+            self.return_prompt(tx, group, failures=group.failures)
 
     def evict(self, tx: Transaction) -> None:
-        """Remove the oldest evictable records above the capacity."""
-        excess = tx.records.count - self.config.capacity_trajectories
-        if excess <= 0:
-            return
-        oldest = [
-            (record, group_id)
-            for ((record,), group_id), _ in zip(tx.evictable.all_items(), range(excess), strict=False)
-        ]
-        for record, group_id in oldest:
-            tx.evictable.delete(record)
-            tx.records.delete(record)
-            tx.scores.delete(record)
+        """Remove groups while the store is above its capacity."""
+        self._eviction.run(tx, self._evict)
+
+    def _evict(self, tx: Transaction, group: Group) -> None:
+        if group.phase == "ready":
+            self.index.remove(tx, group)
+            self.move(tx, group, "waiting", "evicted_unused")
+            group.phase = "closed"
+        catalogue.remove(tx, group)
+        for record in group.records:
+            if record != NO_RECORD:
+                tx.records.delete(record)
+                tx.scores.delete(record)
+        group.records = [NO_RECORD] * len(group.records)
+        self.save(tx, group)
+
+    def rebuild(self, tx: Transaction, last: BufferConfig | None) -> None:
+        """Build the indexes of groups that the configuration has changed. Reads all rows, and writes few.
+
+        Args:
+            tx: the transaction.
+            last: what the indexes were built for; None for a store of an older version, which has none.
+        """
+        is_new, is_ranked_anew = last is None, last is None or last.eviction != self.config.eviction
+        self.index.clear(tx, everything=is_new)
+        if is_ranked_anew:
+            clear(tx.eviction_order)
+        if is_new:
+            clear(tx.catalogue)
+            self._count_draws(tx)
+        moved: list[int] = []
+        for (group_id,), group in tx.groups.all_items():
+            if is_new and group.phase != "open":
+                catalogue.add(tx, group)
+            if group.phase == "ready":
+                (self.index.add if is_new else self.index.weigh)(tx, group)
+            if is_ranked_anew and group.rank_class >= 0:
+                tx.eviction_order.put(b"", group.rank_class, self.order.rank(group), group_id)
+            if self._is_used_up(group) or self.order.class_of(group) != group.rank_class:
+                moved.append(group_id)
+        for group_id in moved:
             group = tx.groups.require(group_id)
-            group.records = [NO_RECORD if each == record else each for each in group.records]
+            if self._is_used_up(group):
+                self.index.remove(tx, group)
+                group.phase = "closed"
             self.save(tx, group)
+
+    def _is_used_up(self, group: Group) -> bool:
+        return group.phase == "ready" and group.uses >= self.max_uses
+
+    def _count_draws(self, tx: Transaction) -> None:
+        """Enter into the groups' rows which recorded draws name them."""
+        held: Counter[int] = Counter()
+        pending: Counter[int] = Counter()
+        for (step,), draw in tx.draws.all_items():
+            held.update(set(draw.group_ids))
+            pending.update(set(draw.group_ids) if step in tx.state.pending_draws else ())
+        for group_id in held:
+            group = tx.groups.require(group_id)
+            group.held, group.pending = held[group_id], pending[group_id]
+            group.phase = "drawn" if group.pending else group.phase
+            tx.groups.put(group, group_id)

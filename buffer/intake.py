@@ -11,15 +11,22 @@ Good rows of a message pass whatever the others are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
 import pyarrow as pa
 
+from buffer import rows as records
 from buffer.config import RunFacts
-from buffer.groups import Groups
+from buffer.errors import BufferRefused
+from buffer.groups import Committed, Groups
 from buffer.leases import Leases, is_name
 from buffer.protocol import Push, RowResult
-from buffer.schema import row_bytes
-from buffer.store import Transaction
+from buffer.rows import list_bounds
 from buffer.tables import Actor, Group, State
+from buffer.transaction import Transaction
 from buffer.validation import KnownVersions, faults
 
 MAX_QUARANTINED = 1024
@@ -29,11 +36,11 @@ SEQ_WINDOW = 1_000_000
 """A sequence number so far above the low-water mark is not believed."""
 
 
-def set_aside(tx: Transaction, reason: str, data: bytes, *, matches_lease: bool) -> None:
+def set_aside(tx: Transaction, reason: str, data: bytes | memoryview, *, matches_lease: bool) -> None:
     """Count a quarantined row or message, and keep its first bytes."""
     state = tx.state
     state.ledger.quarantine(reason, matches_lease=matches_lease)
-    tx.quarantine.put(reason.encode() + b"\n" + data[:MAX_QUARANTINED_BYTES], state.next_quarantine)
+    tx.quarantine.put(reason.encode() + b"\n" + bytes(data[:MAX_QUARANTINED_BYTES]), state.next_quarantine)
     tx.quarantine.delete(max(0, state.next_quarantine - MAX_QUARANTINED))
     state.next_quarantine += 1
 
@@ -58,100 +65,137 @@ class Intake:
         self._groups = groups
         self._leases = leases
 
-    def push(self, tx: Transaction, message: Push, batch: pa.RecordBatch) -> list[RowResult]:
-        """Settle every row of a validated record batch.
+    def push(
+        self, tx: Transaction, pushes: Sequence[tuple[Push, pa.RecordBatch]]
+    ) -> list[list[RowResult] | BufferRefused]:
+        """Settle every row of some messages, in order.
 
-        Raises:
-            BufferRefused: the sender is unknown; nothing was changed.
+        Messages are validated and encoded together, because that costs the same for one as for many.
+
+        Args:
+            tx: the transaction.
+            pushes: each message with its validated record batch.
+
+        Returns:
+            For each message what became of its rows; a refusal where its sender is unknown.
         """
-        seqs = batch.column(batch.schema.get_field_index("seq")).to_pylist()
+        rows = pa.concat_batches([batch for _, batch in pushes])
+        bad = faults(rows, self._facts, known_versions(tx.state))
+        every = enumerate(_rows(rows))
+        outcomes: list[list[RowResult] | BufferRefused] = []
+        for message, batch in pushes:
+            mine = list(islice(every, batch.num_rows))
+            try:
+                outcomes.append(self._push_one(tx, message, mine, bad))
+            except BufferRefused as refusal:
+                outcomes.append(refusal)
+        self._groups.evict(tx)
+        return outcomes
+
+    def _push_one(
+        self, tx: Transaction, message: Push, rows: list[tuple[int, _Row]], bad: dict[int, str]
+    ) -> list[RowResult]:
         actor = tx.actors.get(message.actor) if is_name(message.actor) else None
         if actor is not None and message.epoch < actor.epoch:
-            tx.state.ledger.fenced += len(seqs)
-            return [RowResult(seq, "fenced", f"epoch {message.epoch} was replaced by {actor.epoch}") for seq in seqs]
+            tx.state.ledger.fenced += len(rows)
+            reason = f"epoch {message.epoch} was replaced by {actor.epoch}"
+            return [RowResult(row.seq, "fenced", reason) for _, row in rows]
         actor = self._leases.current(tx, message.actor, message.epoch)
-        bad = faults(batch, self._facts, known_versions(tx.state))
-        names = ("actor", "epoch", "lease_id", "attempt", "group_id", "sample_index", "reward")
-        columns = [batch.column(batch.schema.get_field_index(name)).to_pylist() for name in names]
         results = []
-        for row, (seq, name, epoch, *claim, reward) in enumerate(zip(seqs, *columns, strict=True)):
-            reason = bad.get(row, "")
-            if (name, epoch) != (actor.name, actor.epoch):
+        touched: dict[int, Group] = {}
+        for i, row in rows:
+            reason = bad.get(i, "")
+            if (row.actor, row.epoch) != (actor.name, actor.epoch):
                 reason = "row of another sender"
-            elif not 0 <= seq < actor.low_water + SEQ_WINDOW:
+            elif not 0 <= row.seq < actor.low_water + SEQ_WINDOW:
                 reason = "seq out of range"
-            elif self._seen(tx, actor, seq):
+            elif not self._is_first(tx, actor, row.seq):
                 tx.state.ledger.duplicates += 1
-                results.append(RowResult(seq, "duplicate"))
+                results.append(RowResult(row.seq, "duplicate"))
                 continue
-            else:
-                self._mark_seen(tx, actor, seq)
-            results.append(self._settle(tx, actor, batch, row, seq, claim, reward, reason))
+            results.append(self._take(tx, actor, row, reason, touched))
+        for group in touched.values():
+            self._groups.settle(tx, group)
         tx.actors.put(actor, actor.name)
-        self._groups.evict(tx)
         return results
 
-    def _settle(
-        self,
-        tx: Transaction,
-        actor: Actor,
-        batch: pa.RecordBatch,
-        row: int,
-        seq: int,
-        claim: list[int],
-        reward: float | None,
-        reason: str,
-    ) -> RowResult:
-        index = claim[-1]
-        group = self._claimed(tx, actor, claim)
+    def _take(self, tx: Transaction, actor: Actor, row: _Row, reason: str, touched: dict[int, Group]) -> RowResult:
+        """Commit a row, or say why not; its group is to be settled afterwards."""
+        group = self._claimed(tx, actor, row, touched)
         if reason:
-            set_aside(tx, reason, row_bytes(batch, row), matches_lease=group is not None)
+            set_aside(tx, reason, row.data, matches_lease=group is not None)
             if group is not None:
-                group.fates[index] = "failed"
+                group.fates[row.sample_index] = "failed"
                 group.failed += 1
-                self._groups.settle(tx, group)
-            return RowResult(seq, "quarantined", reason)
+            return RowResult(row.seq, "quarantined", reason)
         if group is None:
             tx.state.ledger.late += 1
-            return RowResult(seq, "late", f"lease {claim[0]} does not wait for sample {index}")
-        self._commit(tx, group, index, batch, row, reward)
-        return RowResult(seq, "committed")
+            return RowResult(row.seq, "late", f"lease {row.lease_id} does not wait for sample {row.sample_index}")
+        record = self._facts.global_id(tx.state.next_record)
+        tx.state.next_record += 1
+        tx.records.append(row.data, record)
+        sample = Committed(record, row.reward, row.num_tokens, row.num_completion_tokens, row.oldest)
+        self._groups.commit(tx, group, row.sample_index, sample)
+        return RowResult(row.seq, "committed")
 
-    def _claimed(self, tx: Transaction, actor: Actor, claim: list[int]) -> Group | None:
+    def _claimed(self, tx: Transaction, actor: Actor, row: _Row, touched: dict[int, Group]) -> Group | None:
         """The group that waits for exactly this sample of this attempt of this lease."""
-        lease_id, attempt, group_id, index = claim
-        group = tx.groups.get(group_id) if group_id > 0 else None
-        if group is None or lease_id < 1 or group.lease_id != lease_id or group.attempt != attempt:
+        if row.group_id < 1 or row.lease_id < 1:
             return None
-        if (group.actor, group.epoch) != (actor.name, actor.epoch) or index not in group.missing():
+        group = touched.get(row.group_id) or tx.groups.get(row.group_id)
+        if group is None or (group.lease_id, group.attempt) != (row.lease_id, row.attempt):
             return None
+        index = row.sample_index
+        if group.epoch != actor.epoch or group.actor != actor.name or not 0 <= index < len(group.fates):
+            return None
+        if group.fates[index] != "missing":
+            return None
+        touched[row.group_id] = group
         return group
 
-    def _commit(
-        self, tx: Transaction, group: Group, index: int, batch: pa.RecordBatch, row: int, reward: float | None
-    ) -> None:
-        record = tx.state.next_record
-        tx.state.next_record += 1
-        tx.records.put(row_bytes(batch, row), record)
-        fate = "filtered" if reward is None else "waiting"
-        group.fates[index], group.records[index] = fate, record
-        tx.state.ledger.commit(fate)
-        if reward is None:
-            tx.evictable.put(group.group_id, record)
-        else:
-            span = batch.column(batch.schema.get_field_index("spans"))[row].as_py()[0]
-            oldest = (span["incarnation"], span["version"])
-            group.oldest = oldest if group.oldest is None else min(group.oldest, oldest)
-        self._groups.settle(tx, group)
-
-    def _seen(self, tx: Transaction, actor: Actor, seq: int) -> bool:
-        return seq < actor.low_water or tx.seen.has(actor.name, actor.epoch, seq)
-
-    def _mark_seen(self, tx: Transaction, actor: Actor, seq: int) -> None:
-        """Remember a sequence number; what lies below the low-water mark needs no row."""
+    def _is_first(self, tx: Transaction, actor: Actor, seq: int) -> bool:
+        """Is it the first time that this sequence number arrives? What lies below the low-water mark needs no row."""
+        if seq < actor.low_water or (actor.num_seen_above and tx.seen.has(actor.name, actor.epoch, seq)):
+            return False
         if seq != actor.low_water:
             tx.seen.put(b"", actor.name, actor.epoch, seq)
-            return
+            actor.num_seen_above += 1
+            return True
         actor.low_water += 1
-        while tx.seen.delete(actor.name, actor.epoch, actor.low_water):
+        while actor.num_seen_above and tx.seen.delete(actor.name, actor.epoch, actor.low_water):
             actor.low_water += 1
+            actor.num_seen_above -= 1
+        return True
+
+
+class _Row(NamedTuple):
+    """What intake looks at of one pushed trajectory."""
+
+    actor: str
+    epoch: int
+    seq: int
+    lease_id: int
+    attempt: int
+    group_id: int
+    sample_index: int
+    reward: float | None
+    num_tokens: int
+    num_completion_tokens: int
+    oldest: tuple[int, int]
+    """(incarnation, version) of the first token: versions only grow within a trajectory."""
+    data: bytes
+    """The record."""
+
+
+def _rows(batch: pa.RecordBatch) -> Iterator[_Row]:
+    """The rows of a record batch; a whole column is read at once."""
+    column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
+    plain = [column[name].to_pylist() for name in _Row._fields[:8]]
+    lengths = [column[name].value_lengths().to_pylist() for name in ("token_ids", "logprobs")]
+    spans, bounds = column["spans"].flatten(), list_bounds(column["spans"])[:-1]
+    if len(spans):
+        first = np.minimum(bounds, len(spans) - 1)  # a row without spans is refused, whatever its version
+        oldest = zip(*(spans.field(i).to_numpy()[first].tolist() for i in range(2)), strict=True)
+    else:
+        oldest = zip([0] * batch.num_rows, [0] * batch.num_rows, strict=True)
+    return map(_Row, *plain, *lengths, oldest, records.encode(batch))

@@ -16,8 +16,8 @@ from buffer.config import BufferConfig, RunFacts
 from buffer.errors import BufferRefused
 from buffer.groups import Groups
 from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Renew, RenewReply
-from buffer.store import Transaction
 from buffer.tables import NO_RECORD, Actor, Group
+from buffer.transaction import Transaction
 from weight_sync.staleness import StalenessContract
 
 MAX_NAME_BYTES = 128
@@ -41,6 +41,8 @@ class Leases:
         self._clock = clock
         self._deadlines: dict[int, float] = {}
         """Lease -> when it expires. An entry whose lease is closed is swept when it is due."""
+        self._granted_none: dict[str, tuple[int, int]] = {}
+        """Actor -> the epoch and number of its last request that was granted nothing."""
 
     def restart(self, tx: Transaction) -> None:
         """After the service started: every open lease gets its full time again."""
@@ -96,6 +98,9 @@ class Leases:
         state = tx.state
         if request.request_number == actor.last_request:
             return LeaseGrant(actor.last_leases, state.newest, state.draining)
+        if (actor.epoch, request.request_number) <= self._granted_none.get(actor.name, (0, -1)):
+            # A late copy of a request that was answered: nobody waits for what it would be granted.
+            return LeaseGrant([], state.newest, state.draining)
         leases: list[Lease] = []
         while request.request_number > actor.last_request and len(leases) < request.max_groups:
             group = self._next_group(tx)
@@ -105,6 +110,8 @@ class Leases:
         if leases:
             actor.last_request, actor.last_leases = request.request_number, leases
             tx.actors.put(actor, actor.name)
+        else:
+            self._granted_none[actor.name] = actor.epoch, request.request_number
         return LeaseGrant(leases, state.newest, state.draining)
 
     def renew(self, tx: Transaction, request: Renew) -> RenewReply:
@@ -133,6 +140,7 @@ class Leases:
 
     def expire_due(self, tx: Transaction) -> None:
         """Lose the leases whose time is over."""
+        self._groups.prepare(tx)
         now = self._clock()
         for lease_id in [lease_id for lease_id, deadline in self._deadlines.items() if deadline <= now]:
             group_id = tx.leases.get(lease_id)
@@ -147,8 +155,15 @@ class Leases:
         return None if not self._deadlines else max(0.0, min(self._deadlines.values()) - self._clock())
 
     def outstanding(self, tx: Transaction) -> int:
-        """Groups in flight, waiting, or held by steps that are not finished."""
-        return tx.open_groups.count + tx.ready_groups.count + sum(tx.state.pending_draws.values())
+        """Groups in flight, waiting for their first use, or held by steps that are not finished.
+
+        Under replay without an age bound waiting groups do not count: actors run free, and eviction
+        bounds the store.
+        """
+        state = tx.state
+        runs_free = self._config.replays and self._contract.bound() is None
+        waiting = 0 if runs_free else tx.ready_groups.count - state.num_reusable
+        return tx.open_groups.count + waiting + sum(state.pending_draws.values())
 
     def closed_because(self, tx: Transaction) -> str:
         """Why no new group may be leased now; '' where one may.
@@ -202,8 +217,8 @@ class Leases:
         """Drop a group that has no lease: its missing samples were counted as failed when it lost the last one."""
         for index in group.missing():
             group.fates[index] = "failed"
-        tx.open_groups.delete(group.group_id)
         tx.unleased_groups.delete(group.group_id)
+        self._groups.complete(tx, group)
         self._groups.close(tx, group, "dropped_stale")
         self._groups.return_prompt(tx, group, failures=group.failures)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from buffer.store import Transaction
+    from buffer.transaction import Transaction
 
 COMMITTED_STATES = ("waiting", "drawn", "trained", "dropped_stale", "filtered", "evicted_unused")
 """What can become of a committed sample."""
@@ -99,22 +99,30 @@ class Ledger(msgspec.Struct):
             self.quarantined_outside += 1
 
 
+MAX_RECOUNTED = 1024
+"""Above so many ready groups `live_gap` takes the count of waiting samples as it is; `recount` never does."""
+
+
 def live_gap(tx: Transaction) -> int:
     """By how many samples the counters differ from the groups that are not finished yet: 0, or a bug.
 
-    Cheap enough for every status request: admission bounds the number of such groups.
+    Cheap enough for every status request: admission bounds the number of open and drawn groups, and
+    ready ones, of which replay keeps any number, are looked at only while there are few.
     """
     ledger = tx.state.ledger
     found: Counter[str] = Counter()
-    open_groups = [group_id for (group_id,) in tx.open_groups.all_keys()]
-    ready_groups = [group_id for _, group_id in tx.ready_groups.all_keys()]
-    drawn_groups = [g for step in tx.state.pending_draws for g in tx.draws.require(step).group_ids]
-    for group_id in (*open_groups, *ready_groups, *drawn_groups):
+    checked = ["in_flight", "drawn"]
+    group_ids = {group_id for (group_id,) in tx.open_groups.all_keys()}
+    group_ids |= {g for step in tx.state.pending_draws for g in tx.draws.require(step).group_ids}
+    if tx.ready_groups.count < MAX_RECOUNTED:
+        checked.append("waiting")
+        group_ids |= {group_id for _, group_id in tx.ready_groups.all_keys()}
+    for group_id in group_ids:
         group = tx.groups.require(group_id)
         found.update(group.fates)
         if group.lease_id:
             found["in_flight"] += group.fates.count("missing")
-    return sum(abs(found[name] - getattr(ledger, name)) for name in ("in_flight", "waiting", "drawn"))
+    return sum(abs(found[name] - getattr(ledger, name)) for name in checked)
 
 
 def checked_counts(tx: Transaction) -> dict[str, int]:

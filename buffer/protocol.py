@@ -15,7 +15,7 @@ import struct
 import msgspec
 import xxhash
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -131,11 +131,19 @@ class StatusRequest(Message, frozen=True):
 # --- replies --------------------------------------------------------------------------------------
 
 
+class Credit(msgspec.Struct, frozen=True):
+    """How much a client may have sent without an acknowledgement: it bounds the memory of both sides."""
+
+    rows: int = 1024
+    size_bytes: int = 16 * 2**20
+
+
 class Welcome(Message, frozen=True):
     """Answer to Hello."""
 
     epoch: int
     """Counts the processes of this name, from 1."""
+    credit: Credit = Credit()
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -173,6 +181,8 @@ class PushReply(Message, frozen=True):
     """Answer to Push, sent after the transaction is on disk."""
 
     results: list[RowResult]
+    credit: Credit | None = None
+    """From now on."""
 
 
 class RenewReply(Message, frozen=True):
@@ -193,6 +203,10 @@ class DrawReply(Message, frozen=True):
     """Where not ready: what is missing and who owes it."""
     ledger: dict[str, int] = {}
     """The counts of `Status.ledger` in the transaction of the draw."""
+    lengths: list[int] = []
+    """Tokens of each trajectory, prompt included: enough to pack them without reading the body."""
+    fidelity_ks: float = 0.0
+    """Kolmogorov-Smirnov distance of the lengths trained so far from those generated: 0 is the same."""
 
 
 class IncarnationReply(Message, frozen=True):
@@ -217,6 +231,12 @@ class Status(Message, frozen=True):
     num_records: int
     size_bytes: int
     draining: bool
+    num_damaged: int = 0
+    """Records that the last scrub found damaged."""
+    fidelity_ks: float = 0.0
+    """As in `DrawReply`."""
+    fidelity_alarm: bool = False
+    """It is above the knob `fidelity_alarm`."""
 
 
 class Done(Message, frozen=True):
@@ -239,7 +259,7 @@ Reply = (
 )  # fmt: skip
 
 
-class Envelope(msgspec.Struct, frozen=True):
+class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request or reply with the number that pairs them."""
 
     request_id: int
@@ -255,7 +275,7 @@ _SEAL = struct.Struct("<Q")
 
 def checksum(body: bytes | memoryview) -> int:
     """xxh3-64 of a message body; 0 for an empty one."""
-    return int(xxhash.xxh3_64_intdigest(body)) if body else 0
+    return int(xxhash.xxh3_64_intdigest(body)) if len(body) else 0
 
 
 def encode(envelope: Envelope) -> bytes:
@@ -264,13 +284,23 @@ def encode(envelope: Envelope) -> bytes:
     return _SEAL.pack(checksum(payload)) + payload
 
 
-def decode(header: bytes | memoryview) -> Envelope:
+def decode(header: bytes | memoryview, *, max_bytes: int | None = None) -> Envelope:
     """Read a header frame.
+
+    Args:
+        header: the frame.
+        max_bytes: a longer one is not looked at; None for any.
 
     Raises:
         msgspec.DecodeError: the frame is damaged or no known message; it is quarantined, never guessed at.
     """
+    if max_bytes is not None and len(header) > max_bytes:
+        raise msgspec.DecodeError(f"a header of {len(header)} bytes, at most {max_bytes} are read")
     payload = memoryview(header)[_SEAL.size :]
     if len(payload) == 0 or _SEAL.unpack_from(header)[0] != checksum(payload):
         raise msgspec.DecodeError(f"a header of {len(header)} bytes does not match its checksum")
-    return _decoder.decode(payload)
+    try:
+        return _decoder.decode(payload)
+    except (RecursionError, UnicodeDecodeError) as error:
+        # What msgspec does not call its own: nested too deeply, or text that is none.
+        raise msgspec.DecodeError(f"a header of {len(header)} bytes cannot be read ({type(error).__name__})") from None

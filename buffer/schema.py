@@ -1,49 +1,42 @@
 """The Arrow schema of a trajectory, and how trajectories become bytes and back.
 
 A message body is an Arrow IPC stream of exactly one uncompressed record batch. A record on disk is
-one row of it, as an IPC record batch without its schema.
+one row of it in the layout of `buffer.rows`; an exported table has the same columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from buffer import rows
 from buffer.errors import BadBody
 from buffer.flatbuffer import is_compressed
+from buffer.rows import INTEGERS, PART, SPAN, WALL_TIMES, flat_values, list_array
 from buffer.trajectory import SCHEMA_VERSION, Trajectory, VersionSpan
 from weight_sync.staleness import PolicyVersion
 
-_SPAN = pa.struct(
-    [
-        pa.field("incarnation", pa.int32(), nullable=False),
-        pa.field("version", pa.int64(), nullable=False),
-        pa.field("start", pa.int32(), nullable=False),
-        pa.field("end", pa.int32(), nullable=False),
-    ]
-)
-_PART = pa.struct([pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float64())])
-_INTEGERS = ("lease_id", "attempt", "group_id", "sample_index", "prompt_id", "prompt_length", "epoch", "seq")
-_WALL_TIMES = ("started_s", "finished_s")
 _NULLABLE = ("reward", "reference_logprobs")
 
 SCHEMA = pa.schema(
     [
         pa.field("run_id", pa.string(), nullable=False),
-        *(pa.field(name, pa.int64(), nullable=False) for name in _INTEGERS),
-        *(pa.field(name, pa.float64(), nullable=False) for name in _WALL_TIMES),
+        *(pa.field(name, pa.int64(), nullable=False) for name in INTEGERS),
+        *(pa.field(name, pa.float64(), nullable=False) for name in WALL_TIMES),
         pa.field("actor", pa.string(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
-        pa.field("spans", pa.list_(_SPAN), nullable=False),
+        pa.field("spans", pa.list_(SPAN), nullable=False),
         pa.field("reward", pa.float64()),
-        pa.field("reward_parts", pa.list_(_PART), nullable=False),
+        pa.field("reward_parts", pa.list_(PART), nullable=False),
         pa.field("columns", pa.string(), nullable=False),
         pa.field("reference_logprobs", pa.list_(pa.float32())),
     ],
@@ -59,50 +52,88 @@ SCORES = pa.schema(
 )
 """Reference log-probabilities on their way back from the learner."""
 
+_SCHEMA_1 = SCHEMA.with_metadata({"schema_version": "1"})
+"""The columns of version 1 were the same; its records were Arrow messages."""
+
+MAX_METADATA_BYTES = 64 * 2**10
+"""Ours has 4 kB. A schema of a million columns takes long to parse; it is refused by its size."""
+
+MAX_REWARD_PARTS = 256
+"""Per trajectory."""
+
+_integers_of = attrgetter(*INTEGERS)
+_wall_times_of = attrgetter(*WALL_TIMES)
 _json_encoder = msgspec.json.Encoder()
 _json_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
-def to_batch(trajectories: Sequence[Trajectory], run_id: str) -> pa.RecordBatch:
+class Sender(NamedTuple):
+    """What a client adds to its trajectories: the key for de-duplication."""
+
+    actor: str
+    epoch: int
+    seqs: Sequence[int]
+
+
+def to_batch(trajectories: Sequence[Trajectory], run_id: str, sender: Sender | None = None) -> pa.RecordBatch:
     """Trajectories as one Arrow record batch of `SCHEMA`.
+
+    Args:
+        trajectories: one per row.
+        run_id: of all of them.
+        sender: replaces `actor`, `epoch` and `seq` of the trajectories.
 
     Raises:
         TypeError: `columns` holds something that JSON cannot.
     """
-    rows = list(trajectories)
+    many = list(trajectories)
+    num = len(many)
+    integers = np.array([_integers_of(row) for row in many], np.int64).reshape(num, len(INTEGERS))
+    times = np.array([_wall_times_of(row) for row in many], np.float64).reshape(num, len(WALL_TIMES))
     columns: dict[str, Any] = {
-        "run_id": pa.array([run_id] * len(rows), pa.string()),
-        "actor": pa.array([row.actor for row in rows], pa.string()),
-        "finish_reason": pa.array([row.finish_reason for row in rows], pa.string()),
-        "token_ids": _lists([row.token_ids for row in rows], np.int32),
-        "logprobs": _lists([row.logprobs for row in rows], np.float32),
-        "spans": _spans(rows),
-        "reward": pa.array([row.reward for row in rows], pa.float64()),
-        "reward_parts": _reward_parts(rows),
-        "columns": pa.array([_json_encoder.encode(dict(row.columns)).decode() for row in rows], pa.string()),
-        "reference_logprobs": _optional_lists([row.reference_logprobs for row in rows]),
+        "run_id": pa.array([run_id] * num, pa.string()),
+        **{name: pa.array(integers[:, i].copy()) for i, name in enumerate(INTEGERS)},
+        **{name: pa.array(times[:, i].copy()) for i, name in enumerate(WALL_TIMES)},
+        "actor": pa.array([row.actor if sender is None else sender.actor for row in many], pa.string()),
+        "finish_reason": pa.array([row.finish_reason for row in many], pa.string()),
+        "token_ids": _lists([row.token_ids for row in many], np.int32),
+        "logprobs": _lists([row.logprobs for row in many], np.float32),
+        "spans": _spans(many),
+        "reward": pa.array([row.reward for row in many], pa.float64()),
+        "reward_parts": _reward_parts(many),
+        "columns": pa.array([_json_encoder.encode(row.columns).decode() for row in many], pa.string()),
+        "reference_logprobs": _optional_lists([row.reference_logprobs for row in many]),
     }
-    for name in _INTEGERS:
-        columns[name] = pa.array(np.fromiter((getattr(row, name) for row in rows), np.int64, len(rows)))
-    for name in _WALL_TIMES:
-        columns[name] = pa.array(np.fromiter((getattr(row, name) for row in rows), np.float64, len(rows)))
+    if sender is not None:
+        columns["epoch"] = pa.array(np.full(num, sender.epoch, np.int64))
+        columns["seq"] = pa.array(np.array(sender.seqs, np.int64))
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def write_stream(batch: pa.RecordBatch) -> bytes:
-    """One record batch as an IPC stream: a message body."""
-    sink = pa.BufferOutputStream()
+def write_stream(batch: pa.RecordBatch) -> memoryview:
+    """One record batch as an IPC stream: a message body, written once into memory of the right size."""
+    framing = _framing(batch.schema)
+    body = pa.allocate_buffer(framing + pa.ipc.get_record_batch_size(batch))
+    sink = pa.FixedSizeBufferWriter(body)
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
+    return memoryview(body)[: sink.tell()]
 
 
-def encode(trajectories: Sequence[Trajectory], run_id: str) -> bytes:
-    """Trajectories as a message body."""
-    return write_stream(to_batch(trajectories, run_id))
+@lru_cache(maxsize=8)
+def _framing(schema: pa.Schema) -> int:
+    """Bytes of an IPC stream of this schema beside its record batches."""
+    sink = pa.BufferOutputStream()
+    pa.ipc.new_stream(sink, schema).close()
+    return len(sink.getvalue())
 
 
-def encode_scores(record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> bytes:
+def encode(trajectories: Sequence[Trajectory], run_id: str, sender: Sender | None = None) -> memoryview:
+    """Trajectories as a message body; see `to_batch`."""
+    return write_stream(to_batch(trajectories, run_id, sender))
+
+
+def encode_scores(record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> memoryview:
     """Reference log-probabilities of records as a message body."""
     columns = [pa.array(record_ids, pa.int64()), _lists(logprobs, np.float32)]
     return write_stream(pa.RecordBatch.from_arrays(columns, schema=SCORES))
@@ -124,11 +155,13 @@ def read_stream(
     Raises:
         BadBody: it is not one uncompressed record batch of exactly this schema, or has too many rows.
     """
+    if reason := bomb(body):
+        raise BadBody("schema", reason)
     try:
         reader = pa.ipc.MessageReader.open_stream(pa.py_buffer(body))
         schema = pa.ipc.read_schema(reader.read_next_message())
         if not schema.equals(expected, check_metadata=True):
-            raise BadBody("schema", f"expected schema_version {SCHEMA_VERSION}, got {schema.metadata or 'another'}")
+            raise BadBody("schema", f"expected schema_version {SCHEMA_VERSION}, got {_version_of(schema)}")
         message = reader.read_next_message()
         if message.type != "record batch":
             raise BadBody("body", f"expected a record batch, got a {message.type}")
@@ -137,6 +170,7 @@ def read_stream(
         batch = pa.ipc.read_record_batch(message, expected)
         if max_rows is not None and batch.num_rows > max_rows:
             raise BadBody("too many rows", f"{batch.num_rows} rows in one message; at most {max_rows}")
+        _refuse_crowds(batch)
         batch.validate(full=True)
     except (pa.ArrowException, EOFError, StopIteration, OSError, ValueError, IndexError) as error:
         if isinstance(error, BadBody):
@@ -144,6 +178,12 @@ def read_stream(
         raise BadBody("body", f"not an Arrow stream of trajectories ({type(error).__name__}: {error})") from error
     _refuse_nulls(batch)
     return batch
+
+
+def bomb(body: bytes | memoryview) -> str:
+    """Why a message body is refused by its first eight bytes; '' where it is not. Costs nothing, whatever its size."""
+    size = int.from_bytes(body[4:8], "little")
+    return f"its schema takes {size} bytes, at most {MAX_METADATA_BYTES} are read" if size > MAX_METADATA_BYTES else ""
 
 
 def decode(body: bytes | memoryview) -> list[Trajectory]:
@@ -158,7 +198,7 @@ def decode(body: bytes | memoryview) -> list[Trajectory]:
 def from_batch(batch: pa.RecordBatch) -> list[Trajectory]:
     """The rows of a record batch; arrays are read-only views into it."""
     column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
-    plain = {name: column[name].to_pylist() for name in (*_INTEGERS, *_WALL_TIMES, "actor", "finish_reason", "reward")}
+    plain = {name: column[name].to_pylist() for name in (*INTEGERS, *WALL_TIMES, "actor", "finish_reason", "reward")}
     tokens, token_bounds = flat_values(column["token_ids"])
     logprobs, logprob_bounds = flat_values(column["logprobs"])
     reference, reference_bounds = flat_values(column["reference_logprobs"])
@@ -183,68 +223,80 @@ def from_batch(batch: pa.RecordBatch) -> list[Trajectory]:
     ]
 
 
-def row_bytes(batch: pa.RecordBatch, row: int) -> bytes:
-    """One row as the bytes of a record on disk."""
-    return batch.slice(row, 1).serialize().to_pybytes()
+def join_rows(
+    records: Sequence[bytes | memoryview], scores: Sequence[npt.NDArray[np.float32] | None]
+) -> pa.RecordBatch:
+    """Records from disk as one record batch, with the reference log-probabilities that were written since.
 
-
-def join_rows(rows: Sequence[bytes], scores: Sequence[npt.NDArray[np.float32] | None]) -> pa.RecordBatch:
-    """Records from disk as one record batch, with the reference log-probabilities that were written since."""
-    batches = [pa.ipc.read_record_batch(pa.py_buffer(row), SCHEMA) for row in rows]
-    batch = pa.concat_batches(batches) if batches else SCHEMA.empty_table().to_batches(max_chunksize=1)[0]
+    Args:
+        records: of any schema version.
+        scores: for each record its reference log-probabilities, one per completion token, or None.
+    """
+    if any(rows.is_first_version(record) for record in records):
+        batch = pa.concat_batches([_read_any(record) for record in records])
+    else:
+        columns = rows.decode(records)
+        batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    if all(score is None for score in scores):
+        return batch
     index = SCHEMA.get_field_index("reference_logprobs")
     return batch.set_column(index, SCHEMA.field(index), _optional_lists(list(scores)))
 
 
-def completion_length(row: bytes) -> int:
+def completion_length(record: bytes | memoryview) -> int:
     """Number of completion tokens of a record on disk."""
-    batch = pa.ipc.read_record_batch(pa.py_buffer(row), SCHEMA)
-    return len(batch.column(SCHEMA.get_field_index("logprobs"))[0])
+    if rows.is_first_version(record):
+        return len(_read_any(record).column(SCHEMA.get_field_index("logprobs"))[0])
+    return rows.Record(record).num_completion_tokens
 
 
-def flat_values(column: pa.Array) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """A list column as its flat values and the bounds of each row in them (num_rows + 1)."""
-    lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    bounds = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=bounds[1:])
-    return column.flatten().to_numpy(zero_copy_only=False), bounds
-
-
-def _bounds(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
-    bounds = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=bounds[1:])
-    return bounds
+def _read_any(record: bytes | memoryview) -> pa.RecordBatch:
+    """One record of any schema version as a record batch of today's."""
+    if rows.is_first_version(record):
+        return pa.ipc.read_record_batch(pa.py_buffer(record), _SCHEMA_1).replace_schema_metadata(SCHEMA.metadata)
+    columns = rows.decode([record])
+    return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
 def _lists(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> pa.Array:
     flat = np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)
-    return pa.ListArray.from_arrays(pa.array(_bounds([len(array) for array in arrays])), pa.array(flat))
+    return list_array([len(array) for array in arrays], pa.array(flat))
 
 
 def _optional_lists(arrays: Sequence[npt.NDArray[np.float32] | None]) -> pa.Array:
-    empty = np.zeros(0, np.float32)
-    lists = _lists([empty if array is None else array for array in arrays], np.float32)
     missing = np.fromiter((array is None for array in arrays), np.bool_, len(arrays))
-    if not missing.any():
-        return lists
-    return pa.ListArray.from_arrays(lists.offsets, lists.values, mask=pa.array(missing))
+    flat = [array for array in arrays if array is not None]
+    values = np.concatenate(flat).astype(np.float32, copy=False) if flat else np.zeros(0, np.float32)
+    return list_array([0 if array is None else len(array) for array in arrays], pa.array(values), missing=missing)
 
 
-def _spans(rows: Sequence[Trajectory]) -> pa.Array:
-    flat = np.array(
-        [(*span.version, span.start, span.end) for row in rows for span in row.spans], dtype=np.int64
-    ).reshape(-1, 4)
-    values = [pa.array(flat[:, i]).cast(_SPAN.field(i).type) for i in range(4)]
-    structs = pa.StructArray.from_arrays(values, fields=list(_SPAN))
-    return pa.ListArray.from_arrays(pa.array(_bounds([len(row.spans) for row in rows])), structs)
+def _spans(many: Sequence[Trajectory]) -> pa.Array:
+    table = np.array([(*span.version, span.start, span.end) for row in many for span in row.spans], np.int64)
+    fields = list(table.reshape(-1, 4).T)
+    return list_array([len(row.spans) for row in many], rows.span_structs(fields))
 
 
-def _reward_parts(rows: Sequence[Trajectory]) -> pa.Array:
-    parts = [part for row in rows for part in row.reward_parts.items()]
+def _reward_parts(many: Sequence[Trajectory]) -> pa.Array:
+    parts = [part for row in many for part in row.reward_parts.items()]
     names = pa.array([name for name, _ in parts], pa.string())
     values = pa.array([value for _, value in parts], pa.float64())
-    structs = pa.StructArray.from_arrays([names, values], fields=list(_PART))
-    return pa.ListArray.from_arrays(pa.array(_bounds([len(row.reward_parts) for row in rows])), structs)
+    structs = pa.StructArray.from_arrays([names, values], fields=list(PART))
+    return list_array([len(row.reward_parts) for row in many], structs)
+
+
+def _version_of(schema: pa.Schema) -> str:
+    version = (schema.metadata or {}).get(b"schema_version", b"none").decode("utf-8", "replace")
+    return version[:20] if version != str(SCHEMA_VERSION) else "other columns"
+
+
+def _refuse_crowds(batch: pa.RecordBatch) -> None:
+    """Refuse more spans or reward parts than the message can need, before each of them costs its time."""
+    if batch.schema is not SCHEMA and not batch.schema.equals(SCHEMA):
+        return
+    limits = {"spans": len(batch.column("token_ids").values), "reward_parts": MAX_REWARD_PARTS * batch.num_rows}
+    for name, limit in limits.items():
+        if (number := len(batch.column(name).values)) > limit:
+            raise BadBody(f"too many {name.replace('_', ' ')}", f"{number} in a message of {batch.num_rows} rows")
 
 
 def _refuse_nulls(batch: pa.RecordBatch) -> None:

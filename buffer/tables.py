@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import sqrt
+from statistics import fmean
 from typing import Literal
 
 import msgspec
 
 from buffer.ledger import COMMITTED_STATES, Ledger
+from buffer.lengths import Fidelity
 from buffer.protocol import Lease
 from weight_sync.staleness import PolicyVersion, effective_version
 
@@ -44,6 +47,13 @@ class State(msgspec.Struct):
     incarnations: list[Incarnation] = []
     pending_draws: dict[int, int] = {}
     """For every step drawn but not finished in this incarnation, how many groups it holds."""
+    indexed_for: str = ""
+    """The settings of `buffer.eligible.Eligible` that the indexes were built for."""
+    num_reusable: int = 0
+    """How many ready groups were used before."""
+    strata: dict[int, int] = {}
+    """How many ready groups each length bucket of the table `strata` has."""
+    fidelity: Fidelity = msgspec.field(default_factory=Fidelity)
     cursor: int = 0
     """How many prompts were taken from the data's order so far."""
     next_lease: int = 1
@@ -98,6 +108,20 @@ class Group(msgspec.Struct):
     """(incarnation, version) of the oldest committed token."""
     issued: int = 0
     failed: int = 0
+    rewards: list[float | None] = []
+    """Per sample; None where it is not committed or has no reward. Rows written by older versions lack it."""
+    lengths: list[int] = []
+    """Per sample: all its tokens, 0 where it is not committed."""
+    completion_lengths: list[int] = []
+    """Per sample: the tokens of its completion, 0 where it is not committed."""
+    uses: int = 0
+    """How many steps used the group; one that is redone counts once."""
+    pending: int = 0
+    """How many draws that are not finished in this incarnation name it; while any does, its phase is 'drawn'."""
+    held: int = 0
+    """How many recorded draws name the group, finished or not; while any does, its records stay."""
+    rank_class: int = -1
+    """Its class in the order of eviction; -1 where it has no place there."""
 
     def missing(self) -> list[int]:
         """The samples that are neither committed nor given up."""
@@ -106,6 +130,37 @@ class Group(msgspec.Struct):
     def having(self, fate: str) -> list[int]:
         """The samples of this fate."""
         return [index for index, each in enumerate(self.fates) if each == fate]
+
+    def usable(self) -> list[int]:
+        """The samples that a step may use: stored, with a reward, and not filtered."""
+        return [i for i, fate in enumerate(self.fates) if fate in ("waiting", "drawn", "trained")]
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Over the samples that have one; None where none has."""
+        known = [reward for reward in self.rewards if reward is not None]
+        return fmean(known) if known else None
+
+    @property
+    def reward_spread(self) -> float:
+        """Standard deviation of the rewards; 0 for fewer than two."""
+        known = [reward for reward in self.rewards if reward is not None]
+        if len(known) < 2:
+            return 0.0
+        mean = fmean(known)
+        return sqrt(fmean([(reward - mean) ** 2 for reward in known]))
+
+    @property
+    def mean_length(self) -> float | None:
+        """Tokens of a committed sample on average; None where no length is known."""
+        known = [length for length in self.lengths if length]
+        return fmean(known) if known else None
+
+    @property
+    def mean_completion(self) -> float:
+        """Completion tokens of a committed sample on average; 0 where no length is known."""
+        known = [length for length in self.completion_lengths if length]
+        return fmean(known) if known else 0.0
 
     def oldest_effective(self, state: State) -> int:
         """The version that the group's age is counted from: that of its oldest token, in flight or committed."""
@@ -128,9 +183,13 @@ class Draw(msgspec.Struct):
     incarnation: int
     group_ids: list[int]
     record_ids: list[int]
-    """All trained samples, in the order of `group_ids`."""
+    """All trained samples, in the order of `group_ids`, which may name a group several times."""
     finished_by: int = -1
     """The incarnation that finished the step; -1: none yet."""
+    is_trained: bool = False
+    """A finished step has trained on it; a skipped one does not count."""
+    lengths: list[int] = []
+    """Tokens of each of `record_ids`; rows of older versions lack it."""
 
 
 class Actor(msgspec.Struct):
@@ -142,6 +201,8 @@ class Actor(msgspec.Struct):
     epoch: int = 1
     low_water: int = 0
     """Every sequence number of this epoch below it was seen."""
+    num_seen_above: int = 0
+    """How many at or above it were seen: the rows of the actor in the table `seen`."""
     last_request: int = -1
     last_leases: list[Lease] = []
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from weight_sync.staleness import PolicyVersion
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 Result = tuple[p.Reply, bytes]
 
 _RETRY_S = 0.1
+_MAX_RETRY_S = 1.0
+_BUSY_FACTOR = 3
 _TICK_S = 0.5
 
 
@@ -37,7 +39,7 @@ _TICK_S = 0.5
 class _Call:
     request_id: int
     name: str
-    frames: list[bytes]
+    frames: list[bytes | memoryview]
     future: Future[Result]
     resend_after_s: float
     asked_at: float
@@ -45,6 +47,8 @@ class _Call:
     sent_at: float | None = None
     """None while it waits to be sent."""
     not_before: float = 0.0
+    num_refused: int = 0
+    """How often the service said to try again."""
 
 
 @dataclass(eq=False)
@@ -67,6 +71,7 @@ class Transport:
         give_up_after_s: float,
         *,
         name: str,
+        silence_s: float = 20.0,
         pump: Callable[[], float | None] = lambda: None,
     ) -> None:
         """Start the IO thread.
@@ -76,12 +81,14 @@ class Transport:
             request_timeout_s: resend after so long without an answer.
             give_up_after_s: fail after so long without an answer.
             name: of the thread.
+            silence_s: make the connection anew after so long without a heartbeat.
             pump: called by the IO thread in every round; may submit, and returns in how many seconds
                 it wants to be called again (None: when woken).
         """
         self.address = address
         self._request_timeout_s = request_timeout_s
         self._give_up_after_s = give_up_after_s
+        self._silence_s = silence_s
         self._pump = pump
         self._inbox = _Inbox()
         self._calls: dict[int, _Call] = {}
@@ -90,9 +97,14 @@ class Transport:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._context = zmq.Context()
-        self._heard_at = time.monotonic()
+        self._heard_at = self._answered_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"{name}-buffer-io", daemon=True)
         self._thread.start()
+
+    @property
+    def heard_at(self) -> float:
+        """When the service last said anything, on the monotonic clock."""
+        return self._answered_at
 
     @property
     def has_ended(self) -> bool:
@@ -100,7 +112,7 @@ class Transport:
         return self._inbox.ended
 
     def submit(
-        self, message: p.Request, body: bytes = b"", *, wait_s: float = 0.0, closing: bool = False
+        self, message: p.Request, body: bytes | memoryview = b"", *, wait_s: float = 0.0, closing: bool = False
     ) -> Future[Result]:
         """Send a request.
 
@@ -119,7 +131,7 @@ class Transport:
             if self._inbox.ended or (self._inbox.closing_at is not None and not closing):
                 raise BufferUnavailable(f"the client of the buffer service at {self.address} is closed")
             number = next(self._numbers)
-            frames = [p.encode(p.Envelope(number, message, p.checksum(body))), *([body] if body else [])]
+            frames = [p.encode(p.Envelope(number, message, p.checksum(body))), *([body] if len(body) else [])]
             call = _Call(
                 number,
                 type(message).__name__,
@@ -180,13 +192,17 @@ class Transport:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IMMEDIATE, 1),
+            (zmq.SNDHWM, 4),
+            (zmq.SNDBUF, 256 * 2**10),  # a heartbeat waits behind what the system holds
             (zmq.RECONNECT_IVL, 50),
-            (zmq.RECONNECT_IVL_MAX, 1000),
-            (zmq.HEARTBEAT_IVL, 2000),
-            (zmq.HEARTBEAT_TIMEOUT, 20000),
+            (zmq.RECONNECT_IVL_MAX, 400),
+            (zmq.CONNECT_TIMEOUT, 500),
+            (zmq.HANDSHAKE_IVL, 1000),
+            (zmq.HEARTBEAT_IVL, int(self._silence_s * 250)),
+            (zmq.HEARTBEAT_TIMEOUT, int(self._silence_s * 1000)),
         ):
             socket.setsockopt(option, value)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         socket.connect(self.address)
         self._heard_at = time.monotonic()
         return socket, monitor
@@ -203,7 +219,7 @@ class Transport:
         for call in list(self._calls.values()):
             if now >= call.gives_up_at:
                 self._fail(call, f"did not answer {call.name} for {call.gives_up_at - call.asked_at:.0f} s")
-            elif call.sent_at is not None and now - call.sent_at > call.resend_after_s:
+            elif call.sent_at is not None and now - call.sent_at > self._patience_s(call):
                 dead = dead or self._heard_at < call.sent_at
                 call.sent_at = None
         if dead:
@@ -212,15 +228,24 @@ class Transport:
                 call.sent_at = None
         return dead
 
+    def _patience_s(self, call: _Call) -> float:
+        """How long to wait for the answer: longer where others are answered, for a slow link loses nothing."""
+        is_alive = call.sent_at is not None and self._heard_at > call.sent_at
+        return call.resend_after_s * (_BUSY_FACTOR if is_alive else 1)
+
     def _send_due(self, socket: zmq.Socket[bytes], now: float) -> bool:
-        """Send what waits; True where the socket would not take all of it."""
-        for call in self._calls.values():
-            if call.sent_at is None and call.not_before <= now:
-                try:
-                    socket.send_multipart(call.frames, zmq.NOBLOCK)
-                except zmq.Again:
-                    return True
-                call.sent_at = now
+        """Send what waits, trajectories last; True where the socket would not take all of it.
+
+        The socket takes a few messages only, so that a request for leases, or a renewal, does not
+        wait behind all trajectories on a slow link.
+        """
+        due = [call for call in self._calls.values() if call.sent_at is None and call.not_before <= now]
+        for call in sorted(due, key=lambda call: call.name == p.Push.__name__):
+            try:
+                socket.send_multipart(call.frames, zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return True
+            call.sent_at = now
         return False
 
     def _wait(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], has_unsent: bool, wait_s: float) -> None:
@@ -234,16 +259,19 @@ class Transport:
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
         if monitor in ready:
-            recv_monitor_message(monitor)
-            # A new connection: what was sent on an older one may be lost.
-            for call in self._calls.values():
-                call.sent_at = None
+            event = recv_monitor_message(monitor)["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                log.warning("no word from the buffer service at %s; connecting anew", self.address)
+            else:
+                # A new connection: what was sent on an older one may be lost.
+                for call in self._calls.values():
+                    call.sent_at = None
         while True:
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._heard_at = time.monotonic()
+            self._heard_at = self._answered_at = time.monotonic()
             self._receive(frames)
 
     def _receive(self, frames: list[bytes]) -> None:
@@ -261,7 +289,7 @@ class Transport:
             log.warning("a damaged reply to %s from %s; asking again", call.name, self.address)
             call.sent_at = None
         elif isinstance(reply, p.Refused) and reply.retry:
-            call.sent_at, call.not_before = None, time.monotonic() + _RETRY_S
+            self._try_again(call, reply.reason)
         else:
             del self._calls[call.request_id]
             if isinstance(reply, p.Refused):
@@ -269,6 +297,15 @@ class Transport:
                 settle(call.future, BufferRefused(text))
             else:
                 settle(call.future, (reply, body))
+
+    def _try_again(self, call: _Call, reason: str) -> None:
+        """The service lives, but cannot serve the request now: wait a little longer each time."""
+        if call.num_refused in (1, 60):
+            log.warning("the buffer service at %s lets %s wait: %s", self.address, call.name, reason)
+        now = time.monotonic()
+        call.sent_at, call.not_before = None, now + min(_RETRY_S * 2**call.num_refused, _MAX_RETRY_S)
+        call.num_refused += 1
+        call.gives_up_at = max(call.gives_up_at, now + self._give_up_after_s)
 
     def _fail(self, call: _Call, why: str) -> None:
         self._calls.pop(call.request_id, None)

@@ -14,9 +14,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from buffer.config import RunFacts
-from buffer.schema import flat_values
+from buffer.rows import flat_values, list_bounds
+from buffer.schema import MAX_REWARD_PARTS
 
 LOGPROB_TOLERANCE = 1e-4
 """Log-probabilities may exceed 0 by rounding, no more."""
@@ -30,9 +32,9 @@ class KnownVersions:
 
     newest_by_incarnation: Mapping[int, int]
 
-    def has(self, incarnation: int, version: int) -> bool:
-        """Can a token have been sampled by this version?"""
-        return 0 <= version <= self.newest_by_incarnation.get(incarnation, -1)
+    def newest(self, incarnation: int) -> int:
+        """The newest version that can have sampled a token; -1 where there was no such incarnation."""
+        return self.newest_by_incarnation.get(incarnation, -1)
 
 
 def faults(batch: pa.RecordBatch, facts: RunFacts, known: KnownVersions) -> dict[int, str]:
@@ -44,8 +46,8 @@ def faults(batch: pa.RecordBatch, facts: RunFacts, known: KnownVersions) -> dict
         for row in np.flatnonzero(rows):
             found.setdefault(int(row), reason)
 
-    blame([run_id != facts.run_id for run_id in column["run_id"].to_pylist()], "another run")
-    blame([reason not in ("stop", "length") for reason in column["finish_reason"].to_pylist()], "finish_reason")
+    blame(_other_than(column["run_id"], (facts.run_id,)), "another run")
+    blame(_other_than(column["finish_reason"], ("stop", "length")), "finish_reason")
     for name, low, high in (
         ("sample_index", 0, facts.group_size),
         ("prompt_id", 0, facts.num_prompts),
@@ -67,12 +69,15 @@ def faults(batch: pa.RecordBatch, facts: RunFacts, known: KnownVersions) -> dict
     blame(_rows_of((tokens < 0) | (tokens >= facts.vocab_size), token_bounds), "token outside the vocabulary")
     blame(_rows_of(~np.isfinite(logprobs), logprob_bounds), "logprob not finite")
     blame(_rows_of(logprobs > LOGPROB_TOLERANCE, logprob_bounds), "logprob above 0")
-    blame([value is not None and not np.isfinite(value) for value in column["reward"].to_pylist()], "reward not finite")
+    blame(_not_finite(column["reward"]), "reward not finite")
+    parts = column["reward_parts"]
+    blame(np.diff(list_bounds(parts)) > MAX_REWARD_PARTS, "too many reward parts")
+    blame(_rows_of(_not_finite(parts.flatten().field(1)), list_bounds(parts)), "reward part not finite")
     blame(~np.isfinite(column["started_s"].to_numpy()) | ~np.isfinite(column["finished_s"].to_numpy()), "wall time")
     blame(_wrong_reference(column["reference_logprobs"], num_completion), "reference_logprobs")
-    blame([not _is_json_object(text) for text in column["columns"].to_pylist()], "columns are not JSON")
-    for row, reason in _span_faults(column["spans"], num_completion, known).items():
-        found.setdefault(row, reason)
+    blame(_not_json_objects(column["columns"]), "columns are not JSON")
+    for rows, reason in _span_faults(column["spans"], num_completion, known):
+        blame(rows, reason)
     return found
 
 
@@ -84,34 +89,65 @@ def _rows_of(bad_values: npt.NDArray[np.bool_], bounds: npt.NDArray[np.int64]) -
     return rows
 
 
+def _other_than(column: pa.Array, allowed: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+    return ~pc.is_in(column, pa.array(allowed)).to_numpy(zero_copy_only=False)
+
+
+def _not_finite(column: pa.Array) -> npt.NDArray[np.bool_]:
+    """Which values of a float column are there, but NaN or infinite."""
+    present = column.is_valid().to_numpy(zero_copy_only=False)
+    return present & ~np.isfinite(column.to_numpy(zero_copy_only=False))
+
+
 def _wrong_reference(column: pa.Array, num_completion: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     values, bounds = flat_values(column)
     present = column.is_valid().to_numpy(zero_copy_only=False)
     return present & ((np.diff(bounds) != num_completion) | _rows_of(~np.isfinite(values), bounds))
 
 
+def _not_json_objects(column: pa.Array) -> list[bool]:
+    """Which rows' text is no JSON object; equal texts, as those of one group, are looked at once."""
+    texts = column.to_pylist()
+    verdicts = {text: not _is_json_object(text) for text in set(texts)}
+    return [verdicts[text] for text in texts]
+
+
 def _is_json_object(text: str) -> bool:
     try:
         _json_decoder.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):  # nested beyond any use
         return False
     return True
 
 
-def _span_faults(column: pa.Array, num_completion: npt.NDArray[np.int64], known: KnownVersions) -> dict[int, str]:
+def _span_faults(
+    column: pa.Array, num_completion: npt.NDArray[np.int64], known: KnownVersions
+) -> list[tuple[npt.NDArray[np.bool_], str]]:
     """Spans must cover the completion without gap, and their versions must exist and never fall."""
-    found = {}
-    for row, spans in enumerate(column.to_pylist()):
-        end, newest = 0, (-1, -1)
-        for span in spans:
-            version = (span["incarnation"], span["version"])
-            if span["start"] != end or span["end"] <= end:
-                found[row] = "spans do not cover the completion"
-            elif version < newest:
-                found[row] = "versions fall within a completion"
-            elif not known.has(*version):
-                found[row] = "version that was never published"
-            end, newest = span["end"], version
-        if end != num_completion[row]:
-            found.setdefault(row, "spans do not cover the completion")
-    return found
+    bounds = list_bounds(column)
+    spans = column.flatten()
+    incarnation, version, start, end = (spans.field(i).to_numpy().astype(np.int64) for i in range(4))
+    num_rows = len(bounds) - 1
+    row_of = np.repeat(np.arange(num_rows), np.diff(bounds))
+    first = np.zeros(len(start), np.bool_)
+    first[bounds[:-1][np.diff(bounds) > 0]] = True
+    expected_start = np.where(first, 0, np.roll(end, 1))
+    older = (np.roll(incarnation, 1) > incarnation) | (
+        (np.roll(incarnation, 1) == incarnation) & (np.roll(version, 1) > version)
+    )
+    numbers, which = np.unique(incarnation, return_inverse=True)
+    newest = np.array([known.newest(int(number)) for number in numbers], np.int64)[which] if len(start) else version
+    last_end = np.zeros(num_rows, np.int64)
+    last_end[row_of] = end  # later spans of a row overwrite earlier ones
+
+    def rows(bad_spans: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        bad = np.zeros(num_rows, np.bool_)
+        bad[row_of[bad_spans]] = True
+        return bad
+
+    gaps = rows((start != expected_start) | (end <= start)) | (last_end != num_completion)
+    return [
+        (gaps, "spans do not cover the completion"),
+        (rows(~first & older), "versions fall within a completion"),
+        (rows((version < 0) | (version > newest)), "version that was never published"),
+    ]

@@ -1,8 +1,10 @@
 """The `leeway` command.
 
     leeway train CONFIG.toml [--section.key VALUE ...] [--dry-run]
+    leeway buffer ls|show|verify|export|compact RUN ...
 
 Exit status: 0 done; 1 the run failed; 2 the input is wrong, and nothing was started; 130 interrupted.
+Those of `leeway buffer` are in `launch.buffer_cli`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch import buffer_cli
 from launch.exit_status import ExitStatus
 
 RAY_ENVIRONMENT = {
@@ -41,7 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     train.add_argument("config", type=Path, metavar="CONFIG.toml")
     train.add_argument("--dry-run", action="store_true", help="check everything that can be checked, start nothing")
+    buffer_cli.add_parser(verbs)
     parsed, overrides = parser.parse_known_args(arguments)
+    if parsed.verb == "buffer":
+        if overrides:
+            parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+        return buffer_cli.run(parsed)
     return _train(parsed.config, overrides, dry_run=parsed.dry_run)
 
 

@@ -203,6 +203,8 @@ class Progress:
             "overlap_frac_by_actor": self.overlap.fraction_by_actor(),
             "ledger_gap": max(self.largest_gap, abs(status.ledger["gap"])),
             "ledger": status.ledger,
+            "fidelity_ks": status.fidelity_ks,
+            "damaged_records": status.num_damaged,
             "failed_by_reason": status.failed_by_reason,
             "quarantined_by_reason": status.quarantined_by_reason,
             "mismatch_lag0_abs": self.first_row.get("mismatch/lag0_abs"),

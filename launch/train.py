@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from actors.evaluate import EvalResult
+from buffer.protocol import Status
 from launch.checks import Plan, check_model
 from launch.display import Display
 from launch.evaluation import Evaluation
@@ -151,6 +152,8 @@ class _Run:
         self._interrupts = interrupts
         self._progress = progress
         self._evaluated_at = 0
+        self._alarms: frozenset[str] = frozenset()
+        """What was complained about and still holds."""
         self._evaluation: Evaluation | None = None
 
     def go(self) -> ExitStatus:
@@ -202,6 +205,25 @@ class _Run:
         for step, row in self._progress.update(news):
             self._tracker.step(row, step)
         self._display.update(self._progress)
+        self._warn_of_buffer(news.status)
+
+    def _warn_of_buffer(self, status: Status | None) -> None:
+        """Say once what somebody should look at."""
+        if status is None:
+            return
+        alarms = {
+            "fidelity": f"the lengths trained are not those generated (distance {status.fidelity_ks:.2f}, alarm at "
+            f"{self._config.buffer.fidelity_alarm:g}); see buffer.length_correction"
+            if status.fidelity_alarm
+            else "",
+            "damage": f"{status.num_damaged} records of the buffer are damaged; see `leeway buffer verify`"
+            if status.num_damaged
+            else "",
+        }
+        for kind, text in alarms.items():
+            if text and kind not in self._alarms:
+                self._notify(kind, text)
+            self._alarms = self._alarms | {kind} if text else self._alarms - {kind}
 
     def _evaluate_now_and_then(self) -> None:
         """Begin an evaluation every actors.eval_every versions, and take in the one that goes on."""

@@ -76,6 +76,7 @@ def step_report(
     newest_published: int,
     times: StepTimes,
     ledger: Mapping[str, int],
+    fidelity_ks: float,
 ) -> Report:
     """Everything to log of one step.
 
@@ -87,6 +88,7 @@ def step_report(
         newest_published: the newest version that could be pulled when the step began.
         times: of the step.
         ledger: the buffer's counts as the batch was drawn.
+        fidelity_ks: how far the lengths trained so far were from those generated.
     """
     rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.reward is not None]
     lengths = [trajectory.num_completion_tokens for trajectory in batch.trajectories]
@@ -100,6 +102,7 @@ def step_report(
         "reward/mean": float(np.mean(rewards)),
         "reward/std": float(np.std(rewards)),
         "length/trained_mean": float(np.mean(lengths)),
+        "length/fidelity_ks": fidelity_ks,
         "batch/trajectories": len(batch.trajectories),
         "batch/groups": batch.num_groups,
         "batch/tokens": batch.packed.num_tokens,

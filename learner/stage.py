@@ -213,7 +213,7 @@ class Stage:
                 records = [draw.record_ids[chosen[i]] for i in result.new_scores]
                 self._lead.write_scores(records, list(result.new_scores.values()))
             self._lead.step_finished(step, self._progress.version, skipped=result.skipped)
-            report = step_report(batch, result, step, version, newest, times, draw.ledger)
+            report = step_report(batch, result, step, version, newest, times, draw.ledger, draw.fidelity_ks)
             with self._reports_lock:
                 self._reports.append(report)
         self._handle_skip(step, result, draw)

@@ -61,12 +61,16 @@ class InProcessBuffer:
 
         def answer(tx: Any) -> p.Reply | None:
             try:
+                if isinstance(message, p.Push):
+                    return self.core.push(tx, [(message, body)])[0]
                 return self.core.handle(tx, message, body)[0]
             except BufferRefused as error:
                 refused.append(error)
                 return None
 
         reply = self.store.write(answer)
+        if isinstance(reply, p.Refused):
+            raise BufferRefused(reply.reason)
         if refused:
             raise refused[0]
         assert isinstance(reply, kind)

@@ -51,3 +51,27 @@ def run_steps(buffer, actor, steps):
         buffer.finish(step, step)
         buffer.publish(step)
     return drawn
+
+
+def generate(buffer, actor, num_groups, rewards=(1.0,), tokens=4, version=None):
+    """Complete groups, each of these rewards (the last one repeated) and this length; their ids."""
+    done = []
+    while len(done) < num_groups:
+        leases = actor.lease(num_groups - len(done))
+        assert leases, "admission is closed"
+        for lease in leases:
+            for index in lease.sample_indices:
+                reward = rewards[min(index, len(rewards) - 1)]
+                actor.work(lease, [index], reward=reward, num_completion_tokens=tokens, version=version)
+            done.append(lease.group_id)
+    return done
+
+
+def train(buffer, step, *, incarnation=0, publish=True):
+    """One whole step at version step - 1; the reply to its draw."""
+    reply, _ = buffer.draw(step, step - 1, incarnation=incarnation)
+    assert reply.ready, reply.waiting_for
+    buffer.finish(step, step, incarnation=incarnation)
+    if publish:
+        buffer.publish(step, incarnation)
+    return reply

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from buffer import protocol as p
-from buffer import schema
+from buffer import rows, schema
 from buffer.config import RunFacts
 from buffer.errors import BadBody
 from buffer.trajectory import VersionSpan
@@ -53,9 +53,8 @@ def test_every_field_survives_the_wire():
 def test_records_are_joined_with_the_scores_written_since():
     batch = schema.to_batch([row(seq=1), row(seq=2)], "r")
     score = np.array([-1, -2, -3, -4], np.float32)
-    joined = schema.from_batch(
-        schema.join_rows([schema.row_bytes(batch, 1), schema.row_bytes(batch, 0)], [score, None])
-    )
+    first, second = rows.encode(batch)
+    joined = schema.from_batch(schema.join_rows([second, first], [score, None]))
     assert [each.seq for each in joined] == [2, 1]
     np.testing.assert_array_equal(joined[0].reference_logprobs, score)
     assert joined[1].reference_logprobs is None

@@ -1,13 +1,16 @@
 """The store: damage, size, verification, and who may open it."""
 
 import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.__main__ import main
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
 from buffer.store import Store
@@ -55,29 +58,44 @@ def test_a_step_of_more_rows_than_one_push_may_have_is_drawn_and_scored(make, mo
     assert all(row.reference_logprobs.tolist() == [-0.25] * 4 for row in buffer.draw(1, 0)[1])
 
 
-def test_a_store_is_verified_from_its_folder_alone_and_not_changed(make, monkeypatch, capsys, tmp_path):
+def verified(folder):
+    """Exit status, report and errors of a process that checks a store."""
+    command = [sys.executable, "-m", "buffer", "--folder", str(folder), "--verify"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+
+
+def test_a_store_is_verified_by_another_process_while_it_is_written_and_afterwards(make, tmp_path):
     buffer = make(groups_per_step=1)
     buffer.begin()
     actor = Actor(buffer)
     for lease in actor.lease(2):
         actor.work(lease)
-
-    def verified(folder):
-        monkeypatch.setattr("sys.argv", ["python -m buffer", "--folder", str(folder), "--verify"])
-        return main(), capsys.readouterr()
-
-    status, said = verified(buffer.folder)
-    assert (status, "in use by process" in said.err) == (1, True)
-    buffer.store.close()
-    data = (buffer.folder / "data.mdb").read_bytes()
-    status, said = verified(buffer.folder)
-    report = json.loads(said.out)
-    assert (status, report["run_id"], report["num_records"], report["faults"]) == (0, "r", 4, [])
-    assert (buffer.folder / "data.mdb").read_bytes() == data
-    status, said = verified(tmp_path / "nowhere")
-    assert (status, "there is no buffer in" in said.err) == (1, True)
+    for is_closed in (False, True):
+        if is_closed:
+            buffer.store.close()
+        data = (buffer.folder / "data.mdb").read_bytes()
+        status, report, _ = verified(buffer.folder)
+        assert (status, report["run_id"], report["num_records"], report["faults"]) == (0, "r", 4, [])
+        assert (buffer.folder / "data.mdb").read_bytes() == data
+    status, _, said = verified(tmp_path / "nowhere")
+    assert (status, "there is no buffer in" in said) == (1, True)
     assert not (tmp_path / "nowhere").exists()
     buffer._open()
+
+
+def test_a_store_of_schema_version_1_is_read_but_not_continued(tmp_path):
+    folder = tmp_path / "old"
+    shutil.copytree(Path(__file__).parents[1] / "data" / "store_schema_1", folder)
+    store = Store(folder, None)
+    assert (store.run_id, store.schema_version) == ("schema-1", 1)
+    records = store.read(lambda tx: [tx.records.require(record) for (record,) in tx.records.all_keys()])
+    rows = schema.from_batch(schema.join_rows(records, [None] * len(records)))
+    assert [len(row.logprobs) for row in rows[:4]] == [3, 3, 4, 4]
+    assert all(row.spans[-1].end == len(row.logprobs) for row in rows)
+    store.close()
+    with pytest.raises(StoreError, match=r"has schema version 1, this Leeway writes 2.*leeway buffer export"):
+        Store(folder, facts(run_id="schema-1", max_lag=4))
 
 
 def test_a_store_is_refused_to_a_second_owner_another_run_and_when_cut_off(tmp_path):
@@ -85,13 +103,13 @@ def test_a_store_is_refused_to_a_second_owner_another_run_and_when_cut_off(tmp_p
     with pytest.raises(StoreError, match="in use by process"):
         Store(tmp_path, facts())
     store.close()
-    with pytest.raises(StoreError, match="made with run_id = r, this service has other"):
+    with pytest.raises(StoreError, match="belongs to run 'r', this service is for 'other'"):
         Store(tmp_path, facts(run_id="other"))
-    with pytest.raises(StoreError, match="made with facts"):
+    with pytest.raises(StoreError, match="was made with group_size = 2 where this service has 3"):
         Store(tmp_path, facts(group_size=3))
     data = tmp_path / "data.mdb"
     data.write_bytes(data.read_bytes()[:8192])
-    with pytest.raises(StoreError, match="cut off"):
+    with pytest.raises(StoreError, match=r"cut off|missing"):
         Store(tmp_path, facts())
 
 

@@ -1,0 +1,111 @@
+"""Where complete groups are found by prompt, version, reward or length.
+
+One table holds all four indexes: (index, value as an integer that sorts like it, group id). A group is
+in it from the moment that it is complete until nothing of it is stored. `value` says what an index
+sorts by; a group that has no such value, such as one without any reward, is not in that index.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from typing import Literal
+
+from buffer.tables import Group, State
+from buffer.transaction import Transaction
+
+Index = Literal["prompt", "version", "reward", "length"]
+INDEXES: tuple[Index, ...] = ("prompt", "version", "reward", "length")
+
+_DOUBLE = struct.Struct(">d")
+_WORD = struct.Struct(">Q")
+_SIGN = 2**63
+_MAX = 2**64 - 1
+
+
+def find(
+    tx: Transaction,
+    by: Index,
+    low: float | None = None,
+    high: float | None = None,
+    newest_first: bool = False,
+) -> Iterator[int]:
+    """Ids of the complete groups whose `by` lies in [low, high], in its order; descending where `newest_first`.
+
+    Args:
+        tx: the transaction to read in; it must not be changed while they are read.
+        by: 'prompt' (its id), 'version' (effective version of the oldest token), 'reward' (mean over the group's
+            samples with a reward) or 'length' (mean tokens of its samples).
+        low: least value, inclusive; None for no limit.
+        high: greatest value, inclusive; None for no limit.
+        newest_first: descending order.
+    """
+    index = INDEXES.index(by)
+    least = 0 if low is None else _sortable(by, low, up=True)
+    greatest = _MAX if high is None else _sortable(by, high, up=False)
+    if greatest < least:
+        return
+    first = (index, greatest, _MAX) if newest_first else (index, least, 0)
+    for number, value, group_id in tx.catalogue.all_keys(*first, reverse=newest_first):
+        if number != index or not least <= value <= greatest:
+            return
+        yield group_id
+
+
+def value(group: Group, state: State, by: Index) -> float | None:
+    """What the index sorts this group by; None where it has no such value."""
+    match by:
+        case "prompt":
+            return group.prompt_id
+        case "version":
+            return None if group.oldest is None else state.effective(group.oldest)
+        case "reward":
+            return group.mean_reward
+        case "length":
+            return group.mean_length
+
+
+def keys(group: Group, state: State) -> list[tuple[int, int, int]]:
+    """The group's keys in the table."""
+    values = [(number, by, value(group, state, by)) for number, by in enumerate(INDEXES)]
+    return [(number, _sortable(by, v, up=False), group.group_id) for number, by, v in values if v is not None]
+
+
+def add(tx: Transaction, group: Group) -> None:
+    """Enter a complete group."""
+    for key in keys(group, tx.state):
+        tx.catalogue.put(b"", *key)
+
+
+def remove(tx: Transaction, group: Group) -> None:
+    """Take a group out of which nothing is stored any more."""
+    for key in keys(group, tx.state):
+        tx.catalogue.delete(*key)
+
+
+def resume(tx: Transaction, version: int) -> None:
+    """The learner goes back to this version: tokens of later ones count as of this one from now on."""
+    index = INDEXES.index("version")
+    above = []
+    for key in tx.catalogue.all_keys(index, version + 1):
+        if key[0] != index:
+            break
+        above.append(key)
+    for key in above:
+        tx.catalogue.delete(*key)
+        tx.catalogue.put(b"", index, version, key[2])
+
+
+def sortable_float(number: float) -> int:
+    """An unsigned 64-bit integer that sorts as the number does."""
+    bits: int = _WORD.unpack(_DOUBLE.pack(number + 0.0))[0]  # + 0.0 makes -0.0 a 0.0
+    return bits ^ _MAX if bits & _SIGN else bits | _SIGN
+
+
+def _sortable(by: Index, number: float, *, up: bool) -> int:
+    if by in ("reward", "length"):
+        return sortable_float(number)
+    if math.isinf(number):
+        return 0 if number < 0 else _MAX
+    return min(_MAX, max(0, math.ceil(number) if up else math.floor(number)))

@@ -1,0 +1,138 @@
+"""The groups that may be drawn, in the orders and with the weights that the sampling law asks for.
+
+All of it is index: `ready_groups` by age for every law, the sum tree only for a law that draws by
+weight, strata only for one that balances lengths. Which of them a store has is written in its state
+record; where the law or a knob of it changed since, they are built anew, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from buffer import laws
+from buffer.config import BufferConfig
+from buffer.laws import ReadyGroup
+from buffer.lengths import bucket_of
+from buffer.sum_tree import Picker, SumTree
+from buffer.tables import Group
+from buffer.transaction import Table, Transaction
+
+_SETTINGS = frozenset(
+    {"law", "on_policy_share", "replay_law", "reward_temperature", "priority_alpha", "priority_epsilon", "age_tau"}
+    | {"max_uses", "eviction"}
+)
+"""The knobs that decide what is in an index."""
+
+
+class Rows(Protocol):
+    """Who can list the groups anew; `buffer.groups.Groups`."""
+
+    def rebuild(self, tx: Transaction, last: BufferConfig | None) -> None:
+        """Build the indexes that differ from those of the last configuration; None: every one."""
+        ...
+
+
+class EligibleIndex:
+    """Keeps the indexes of eligible groups."""
+
+    def __init__(self, config: BufferConfig) -> None:
+        self._config = config
+        self.settings = config.model_dump_json(include=set(_SETTINGS))
+        """What is written into the state record."""
+        self.law = laws.build(config)
+
+    def add(self, tx: Transaction, group: Group) -> None:
+        """A group may be drawn."""
+        tx.ready_groups.put(b"", group.oldest_effective(tx.state), group.group_id)
+        tx.state.num_reusable += bool(group.uses)
+        self.weigh(tx, group)
+
+    def weigh(self, tx: Transaction, group: Group) -> None:
+        """Enter the group into the indexes of this law alone."""
+        oldest = group.oldest_effective(tx.state)
+        if self.law.weight is not None:
+            SumTree.of(tx).set(group.group_id, self.law.weight.log_weight(group, oldest))
+        if self.law.needs_strata:
+            bucket = bucket_of(group.mean_completion)
+            tx.strata.put(b"", bucket, oldest, group.group_id)
+            tx.state.strata[bucket] = tx.state.strata.get(bucket, 0) + 1
+
+    def remove(self, tx: Transaction, group: Group) -> None:
+        """A group may no longer be drawn: it was, or it leaves."""
+        oldest = group.oldest_effective(tx.state)
+        tx.ready_groups.delete(oldest, group.group_id)
+        tx.state.num_reusable -= bool(group.uses)
+        if self.law.weight is not None:
+            SumTree.of(tx).discard(group.group_id)
+        if self.law.needs_strata:
+            bucket = bucket_of(group.mean_completion)
+            tx.strata.delete(bucket, oldest, group.group_id)
+            tx.state.strata[bucket] -= 1
+            if not tx.state.strata[bucket]:
+                del tx.state.strata[bucket]
+
+    def clear(self, tx: Transaction, *, everything: bool) -> None:
+        """Empty the indexes of any law, or all of them."""
+        SumTree.of(tx).clear()
+        clear(tx.strata)
+        tx.state.strata = {}
+        if everything:
+            clear(tx.ready_groups)
+            tx.state.num_reusable = 0
+
+    def above(self, tx: Transaction, version: int) -> list[Group]:
+        """The eligible groups whose oldest token is newer than this version."""
+        return [tx.groups.require(group_id) for _, group_id in list(tx.ready_groups.all_keys(version + 1, 0))]
+
+    def prepare(self, tx: Transaction, rows: Rows) -> None:
+        """Build the indexes anew where they were built for other settings; belongs before any change."""
+        if tx.state.indexed_for != self.settings:
+            last = tx.state.indexed_for
+            rows.rebuild(tx, BufferConfig.model_validate_json(last) if last else None)
+            tx.state.indexed_for = self.settings
+
+
+def clear(table: Table[bytes]) -> None:
+    """Remove every row."""
+    for key in list(table.all_keys()):
+        table.delete(*key)
+
+
+class Eligible:
+    """The eligible groups of one transaction, as laws see them."""
+
+    def __init__(self, tx: Transaction, max_uses: float) -> None:
+        """Args:
+        tx: the transaction.
+        max_uses: how often a group may be used; infinity where it is unlimited.
+        """
+        self._tx = tx
+        self._max_uses = max_uses
+
+    def in_order(self, *, newest_first: bool = False) -> Iterator[ReadyGroup]:
+        """By the version of their oldest token."""
+        return (ReadyGroup(*key) for key in self._tx.ready_groups.all_keys(reverse=newest_first))
+
+    def picker(self) -> Picker:
+        """To draw by the law's weights."""
+        return SumTree.of(self._tx).picker()
+
+    def strata(self) -> Mapping[int, int]:
+        """How many there are in each length bucket."""
+        return self._tx.state.strata
+
+    def stratum(self, bucket: int) -> Iterator[int]:
+        """The groups of one bucket, oldest first."""
+        for found, _, group_id in self._tx.strata.all_keys(bucket, 0, 0):
+            if found != bucket:
+                return
+            yield group_id
+
+    def bucket(self, group_id: int) -> int:
+        """The length bucket of a group."""
+        return bucket_of(self._tx.groups.require(group_id).mean_completion)
+
+    def uses_left(self, group_id: int) -> float:
+        """How many more times the group may be used."""
+        return self._max_uses - self._tx.groups.require(group_id).uses

@@ -1,0 +1,198 @@
+"""Writes a store as a Parquet file: one row per stored trajectory, with what became of it.
+
+The columns are those of `buffer.schema.SCHEMA`, then `STATE` below. Rows come in the order of their
+groups, in row groups of some megabytes, so that memory stays bounded however large the store is.
+The file appears under its name once it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from buffer.errors import StoreError
+from buffer.files import sync
+from buffer.inspect import Inspection
+from buffer.rows import list_bounds
+from buffer.schema import SCHEMA, join_rows
+from buffer.tables import State
+from buffer.views import GroupView, Sample, Selection
+from weight_sync.staleness import PolicyVersion, effective_version
+
+STATE = pa.schema(
+    [
+        pa.field("shard", pa.int32(), nullable=False),
+        pa.field("record_id", pa.int64(), nullable=False),
+        pa.field("fate", pa.string(), nullable=False),
+        pa.field("uses", pa.int64(), nullable=False),
+        pa.field("group_phase", pa.string(), nullable=False),
+        pa.field("group_oldest_version", pa.int64()),
+        pa.field("oldest_version", pa.int64(), nullable=False),
+        pa.field("newest_version", pa.int64(), nullable=False),
+        pa.field("trained_step", pa.int64()),
+        pa.field("trained_version", pa.int64()),
+        pa.field("lag", pa.int64()),
+    ]
+)
+"""What the store knows of a trajectory beside itself; docs/buffer.md says what each means."""
+
+ROW_GROUP_BYTES = 16 * 2**20
+ROW_GROUP_ROWS = 65536
+
+
+class Use(NamedTuple):
+    """A step that trained on a group."""
+
+    step: int
+    version: int
+    """Optimizer steps taken when it trained."""
+    incarnation: int
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    num_groups: int
+    num_rows: int
+    size_bytes: int
+    damaged: list[str]
+    """What was left out because it does not match its checksum, one sentence each."""
+
+
+def export(inspection: Inspection, wanted: Selection, path: Path) -> Exported:
+    """Write the stored trajectories of the groups wanted.
+
+    Args:
+        inspection: of the store, which may be live.
+        wanted: which groups.
+        path: of the Parquet file; replaced where it is there already.
+
+    Raises:
+        StoreError: the file cannot be written, or the store cannot be read.
+    """
+    partial = path.with_name(path.name + ".partial")
+    states = inspection.states()
+    first = inspection.stores[0]
+    metadata = {**(SCHEMA.metadata or {}), b"run_id": first.run_id, b"facts": first.facts.model_dump_json()}
+    schema = pa.schema([*SCHEMA, *STATE], metadata=metadata)
+    num_groups = num_rows = 0
+    try:
+        with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+            for groups in _batches(inspection.groups(wanted, with_samples=True)):
+                table = _table(groups, states, schema)
+                writer.write_table(table)
+                num_groups += len(groups)
+                num_rows += table.num_rows
+        sync(partial)
+        partial.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"{path} cannot be written ({error}). Check the folder, its rights and free space") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return Exported(num_groups, num_rows, path.stat().st_size, inspection.damaged)
+
+
+def uses_of(group: GroupView) -> list[Use]:
+    """The steps known to have trained on the group, oldest first; empty where that is forgotten or never was."""
+    if "trained" not in group.row.fates:
+        return []
+    return [
+        Use(draw.step, draw.version, draw.finished_by)
+        for draw in group.draws
+        # Rows of schema version 1 count no uses, and their draws do not say whether the step was skipped.
+        if draw.is_trained or (draw.finished_by >= 0 and not group.row.uses)
+    ]
+
+
+def version_bounds(spans: pa.Array, starts: Sequence[dict[int, int]]) -> tuple[list[int], list[int]]:
+    """Versions that the first and the last token of each row count with.
+
+    Args:
+        spans: column of `SCHEMA`.
+        starts: per row, the version that each incarnation of the learner started from.
+    """
+    values, bounds = spans.flatten(), list_bounds(spans)
+    incarnations = values.field("incarnation").to_numpy()
+    versions = values.field("version").to_numpy()
+
+    def counted(places: npt.NDArray[np.int64]) -> list[int]:
+        pairs = zip(incarnations[places].tolist(), versions[places].tolist(), starts, strict=True)
+        return [effective_version(PolicyVersion(number, version), start) for number, version, start in pairs]
+
+    return counted(bounds[:-1]), counted(bounds[1:] - 1)
+
+
+def _batches(groups: Iterator[GroupView]) -> Iterator[list[GroupView]]:
+    """Groups with stored samples, as many at a time as make a row group."""
+    batch: list[GroupView] = []
+    size = num_rows = 0
+    for group in groups:
+        if not group.samples:
+            continue
+        batch.append(group)
+        size += sum(len(sample.record) for sample in group.samples)
+        num_rows += len(group.samples)
+        if size >= ROW_GROUP_BYTES or num_rows >= ROW_GROUP_ROWS:
+            yield batch
+            batch, size, num_rows = [], 0, 0
+    if batch:
+        yield batch
+
+
+def _table(groups: Sequence[GroupView], states: Sequence[State], schema: pa.Schema) -> pa.Table:
+    rows = [(group, sample) for group in groups for sample in group.samples]
+    scores = [None if s.scores is None else np.frombuffer(s.scores, np.float32) for _, s in rows]
+    batch = join_rows([sample.record for _, sample in rows], scores)
+    columns = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
+    columns |= _state_columns(rows, columns["spans"], states)
+    arrays = [pa.array(columns[field.name], field.type) for field in schema]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _state_columns(
+    rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, states: Sequence[State]
+) -> dict[str, Any]:
+    fates = [group.row.fates[sample.sample_index] for group, sample in rows]
+    last = {id(group): known[-1] for group, _ in rows if (known := uses_of(group))}
+    uses = [last.get(id(group)) if fate == "trained" else None for (group, _), fate in zip(rows, fates, strict=True)]
+    restarts = _Restarts(states)
+    starts = [restarts.until(group.shard, use) for (group, _), use in zip(rows, uses, strict=True)]
+    oldest, newest = version_bounds(spans, starts)
+    return {
+        "shard": [group.shard for group, _ in rows],
+        "record_id": [sample.record_id for _, sample in rows],
+        "fate": fates,
+        "uses": [g.uses if fate == "trained" else 0 for (g, _), fate in zip(rows, fates, strict=True)],
+        "group_phase": [group.row.phase for group, _ in rows],
+        "group_oldest_version": [group.oldest_version for group, _ in rows],
+        "oldest_version": oldest,
+        "newest_version": newest,
+        "trained_step": [None if use is None else use.step for use in uses],
+        "trained_version": [None if use is None else use.version for use in uses],
+        "lag": [None if use is None else use.version - first for use, first in zip(uses, oldest, strict=True)],
+    }
+
+
+class _Restarts:
+    """From which version each incarnation of the learner started, as far as it was known at a use."""
+
+    def __init__(self, states: Sequence[State]) -> None:
+        self._states = states
+        self._known: dict[tuple[int, int | None], dict[int, int]] = {}
+
+    def until(self, shard: int, use: Use | None) -> dict[int, int]:
+        """Those up to the incarnation that trained: later ones do not change what lag a token had."""
+        key = shard, None if use is None else use.incarnation
+        if key not in self._known:
+            started = self._states[shard].resumed_at
+            self._known[key] = {i: version for i, version in started.items() if use is None or i <= use.incarnation}
+        return self._known[key]

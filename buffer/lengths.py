@@ -1,0 +1,125 @@
+"""What is known of lengths: of each prompt, and how faithfully training follows what was generated.
+
+Lengths are counted in log-spaced buckets, two to an octave. Both distributions, of completions that were
+committed and of completions that entered a step, are counted with exponential forgetting, so that
+they tell of the last few thousand samples however long the run is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import msgspec
+
+NUM_BUCKETS = 48
+"""Two to an octave: completions up to 2^24 tokens."""
+NUM_REMEMBERED = 16
+"""Lengths kept of each prompt."""
+MIN_SAMPLES = 256
+"""No alarm before so many completions were trained on: few samples differ from any distribution."""
+NUM_NAMED = 3
+"""How many starved buckets a warning names."""
+_RESCALE_AT = 1e9
+
+
+def bucket_of(num_tokens: float) -> int:
+    """The bucket of a length: 0 is one token, and each octave has two."""
+    return min(NUM_BUCKETS - 1, int(2 * math.log2(max(1.0, num_tokens))))
+
+
+def bounds_of(bucket: int) -> tuple[int, int]:
+    """The least and greatest length of a bucket, in tokens."""
+    return math.ceil(2 ** (bucket / 2)), math.ceil(2 ** ((bucket + 1) / 2)) - 1
+
+
+class LengthCounts(msgspec.Struct):
+    """How many completions of each bucket, the older ones counting less."""
+
+    counts: list[float] = []
+    unit: float = 1.0
+    """What the next sample counts; growing it is cheaper than fading all counts."""
+
+    def add(self, num_tokens: int, memory: float) -> None:
+        """Count a completion. After `memory` further ones it counts 1/e of a new one."""
+        if not self.counts:
+            self.counts = [0.0] * NUM_BUCKETS
+        self.counts[bucket_of(num_tokens)] += self.unit
+        self.unit *= 1.0 + 1.0 / memory
+        if self.unit > _RESCALE_AT:
+            self.counts = [count / self.unit for count in self.counts]
+            self.unit = 1.0
+
+    @property
+    def total(self) -> float:
+        """How many new samples all of them count as."""
+        return sum(self.counts) / self.unit
+
+    def shares(self) -> list[float]:
+        """The share of each bucket; all 0 before the first sample."""
+        total = sum(self.counts)
+        return [count / total for count in self.counts] if total else [0.0] * NUM_BUCKETS
+
+
+class Fidelity(msgspec.Struct):
+    """Lengths generated and lengths trained, side by side."""
+
+    generated: LengthCounts = msgspec.field(default_factory=LengthCounts)
+    trained: LengthCounts = msgspec.field(default_factory=LengthCounts)
+    warned_at: int = -1
+    """The step of the last warning."""
+
+    @property
+    def ks(self) -> float:
+        """Kolmogorov-Smirnov distance of the two, over the buckets: 0 the same, 1 disjoint; 0 before any training."""
+        if not self.trained.counts or not self.generated.counts:
+            return 0.0
+        return ks_distance(self.generated.shares(), self.trained.shares())
+
+    def is_alarming(self, threshold: float) -> bool:
+        """Do the two differ by more than this distance, after enough samples to tell?"""
+        return self.trained.total >= MIN_SAMPLES * (1 - 1e-9) and self.ks > threshold
+
+    def starved(self) -> str:
+        """The lengths that training misses most, in words."""
+        pairs = zip(self.generated.shares(), self.trained.shares(), strict=True)
+        missing = sorted(((made - used, made, used, b) for b, (made, used) in enumerate(pairs)), reverse=True)
+        named = [
+            "{}-{} tokens ({:.1%} of generated, {:.1%} of trained)".format(*bounds_of(bucket), made, used)
+            for gap, made, used, bucket in missing[:NUM_NAMED]
+            if gap > 0
+        ]
+        return "; ".join(named)
+
+
+class PromptHistory(msgspec.Struct):
+    """What earlier groups of a prompt were like."""
+
+    num_groups: int = 0
+    num_samples: int = 0
+    mean_tokens: float = 0.0
+    """Mean length of its completions."""
+    max_tokens: int = 0
+    last_tokens: list[int] = []
+    """The last completions, newest last."""
+    last_reward: float | None = None
+    """Mean reward of the last group that had any."""
+
+    def add(self, completion_lengths: Sequence[int], mean_reward: float | None) -> None:
+        """Enter a complete group."""
+        self.num_groups += 1
+        if mean_reward is not None:
+            self.last_reward = mean_reward
+        if not completion_lengths:
+            return
+        num = self.num_samples + len(completion_lengths)
+        self.mean_tokens += (sum(completion_lengths) - len(completion_lengths) * self.mean_tokens) / num
+        self.num_samples = num
+        self.max_tokens = max(self.max_tokens, *completion_lengths)
+        self.last_tokens = [*self.last_tokens, *completion_lengths][-NUM_REMEMBERED:]
+
+
+def ks_distance(first: Sequence[float], second: Sequence[float]) -> float:
+    """The greatest difference between two cumulative distributions over the same buckets."""
+    return max(abs(a - b) for a, b in zip(accumulate(first), accumulate(second), strict=True))

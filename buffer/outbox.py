@@ -1,0 +1,200 @@
+"""Trajectories on their way: collected into messages, bounded by credit, settled one by one."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from buffer import protocol as p
+from buffer import schema
+from buffer.config import BufferConfig
+from buffer.errors import BufferUnavailable
+from buffer.futures import settle
+from buffer.trajectory import Trajectory
+from buffer.transport import Transport
+
+MAX_ROWS_PER_MESSAGE = 256
+MAX_BYTES_PER_MESSAGE = 2**20
+"""More that wait are sent in several messages: a slow link must not be busy with one for long."""
+ROW_OVERHEAD_BYTES = 256
+"""What a trajectory takes in a message beside its tokens and log-probabilities, about."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    trajectory: Trajectory
+    seq: int
+    future: Future[p.RowResult]
+    size_bytes: int
+    pushed_at: float
+
+
+class Outbox:
+    """Takes trajectories from any thread; the IO thread of the transport sends them."""
+
+    def __init__(self, name: str, run_id: str, config: BufferConfig, transport: Callable[[], Transport]) -> None:
+        """Args:
+        name: of the client.
+        run_id: of all trajectories.
+        config: the `[buffer]` section.
+        transport: gives the client's transport, which is made after the outbox that it pumps.
+        """
+        self._name = name
+        self._run_id = run_id
+        self._config = config
+        self._transport = transport
+        self._epoch = 0
+        self._credit = p.Credit()
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        self._rows: deque[_Row] = deque()
+        self._waiting_bytes = 0
+        self._outstanding_rows = 0
+        self._outstanding_bytes = 0
+        self._next_seq = 0
+        self._closing = False
+
+    def open(self, epoch: int, credit: p.Credit) -> None:
+        """The service has welcomed the client."""
+        self._epoch, self._credit = epoch, credit
+
+    def close(self) -> None:
+        """Take no more; what is there is sent without waiting for company."""
+        with self._lock:
+            self._closing = True
+            self._freed.notify_all()
+
+    def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
+        """See `BufferClient.push`."""
+        size = trajectory.token_ids.nbytes + trajectory.logprobs.nbytes + ROW_OVERHEAD_BYTES
+        with self._lock:
+            while self._outstanding_rows and (
+                self._outstanding_rows >= self._credit.rows or self._outstanding_bytes + size > self._credit.size_bytes
+            ):
+                self._wait_for_credit()
+            self._refuse_if_closed()
+            row = _Row(trajectory, self._next_seq, Future(), size, time.monotonic())
+            self._next_seq += 1
+            self._outstanding_rows += 1
+            self._outstanding_bytes += size
+            was_full = self._is_full()
+            self._rows.append(row)
+            self._waiting_bytes += size
+            wake = len(self._rows) == 1 or (self._is_full() and not was_full)
+        if wake:
+            self._transport().wake()
+        return row.future
+
+    def pump(self) -> float | None:
+        """Send the rows that waited long enough or fill a message; runs in the IO thread.
+
+        Returns:
+            In how many seconds the next row is due; None without rows.
+        """
+        while True:
+            with self._lock:
+                if not self._rows:
+                    return None
+                due_in_s = self._rows[0].pushed_at + self._config.coalesce_ms / 1000 - time.monotonic()
+                if due_in_s > 0 and not self._is_full() and not self._closing:
+                    return due_in_s
+                rows = self._take_rows()
+            self._send(rows)
+
+    def fail(self, error: BufferUnavailable) -> None:
+        """There is no transport any more: what was not handed to it will not be sent."""
+        with self._lock:
+            rows, self._rows, self._waiting_bytes = list(self._rows), deque(), 0
+        self._settle(rows, [error] * len(rows))
+
+    def _wait_for_credit(self) -> None:
+        """Wait for an acknowledgement, as long as the service gives signs of life."""
+        since = time.monotonic()
+        while not self._freed.wait(1.0):
+            silent_s = time.monotonic() - max(since, self._transport().heard_at)
+            if silent_s > self._config.give_up_after_s:
+                raise BufferUnavailable(
+                    f"the buffer service at {self._transport().address} acknowledged none of "
+                    f"{self._outstanding_rows} trajectories for {silent_s:.0f} s"
+                )
+            self._refuse_if_closed()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closing or self._transport().has_ended:
+            raise BufferUnavailable(f"the client of the buffer service at {self._transport().address} is closed")
+
+    def _is_full(self) -> bool:
+        """Do the waiting rows fill a message?"""
+        return len(self._rows) >= MAX_ROWS_PER_MESSAGE or self._waiting_bytes >= MAX_BYTES_PER_MESSAGE
+
+    def _take_rows(self) -> list[_Row]:
+        """As many rows as fit into one message."""
+        waiting = itertools.islice(self._rows, MAX_ROWS_PER_MESSAGE)
+        room = min(message_room(self._config), MAX_BYTES_PER_MESSAGE)
+        taken = [self._rows.popleft() for _ in range(num_fitting((row.size_bytes for row in waiting), room))]
+        self._waiting_bytes -= sum(row.size_bytes for row in taken)
+        return taken
+
+    def _send(self, rows: list[_Row]) -> None:
+        try:
+            sender = schema.Sender(self._name, self._epoch, [row.seq for row in rows])
+            body = checked(schema.encode([row.trajectory for row in rows], self._run_id, sender), self._config)
+        except (TypeError, ValueError) as error:
+            if len(rows) == 1:
+                self._settle(rows, [error])
+                return
+            # One row cannot be sent: find it, and let the others pass.
+            for row in rows:
+                self._send([row])
+            return
+
+        def answered(push: Future[tuple[p.Reply, bytes]]) -> None:
+            failure = push.exception()
+            reply = None if failure is not None else push.result()[0]
+            if isinstance(reply, p.PushReply):
+                missing = TypeError(f"the buffer service at {self._transport().address} left out a trajectory")
+                results = {result.seq: result for result in reply.results}
+                self._settle(rows, [results.get(row.seq, missing) for row in rows], reply.credit)
+            else:
+                error = failure or TypeError(f"the buffer service answered a push with {type(reply).__name__}")
+                self._settle(rows, [error] * len(rows))
+
+        self._transport().submit(p.Push(self._name, self._epoch), body, closing=True).add_done_callback(answered)
+
+    def _settle(
+        self, rows: Sequence[_Row], outcomes: Sequence[p.RowResult | BaseException], credit: p.Credit | None = None
+    ) -> None:
+        with self._lock:
+            self._outstanding_rows -= len(rows)
+            self._outstanding_bytes -= sum(row.size_bytes for row in rows)
+            self._credit = credit or self._credit
+            self._freed.notify_all()
+        for row, outcome in zip(rows, outcomes, strict=True):
+            settle(row.future, outcome)
+
+
+def message_room(config: BufferConfig) -> int:
+    """Bytes of payload to put into a message: half of the limit, for an estimate leaves out Arrow's part."""
+    return config.max_message_mib * 2**20 // 2
+
+
+def num_fitting(sizes: Iterable[int], room: int) -> int:
+    """How many of the first sizes fit; at least one, for one alone is refused by its true size."""
+    totals = itertools.accumulate(sizes)
+    return max(1, sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals)))
+
+
+def checked(body: memoryview, config: BufferConfig) -> memoryview:
+    """The body, where the service would take it: a larger one would cost the connection, and be sent again.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    if len(body) > config.max_message_mib * 2**20:
+        raise ValueError(f"a message of {len(body)} bytes exceeds [buffer] max_message_mib = {config.max_message_mib}")
+    return body

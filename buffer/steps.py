@@ -1,0 +1,211 @@
+"""The learner's steps: what becomes of recorded draws when they are finished, redone, forgotten or durable.
+
+A restarted learner redoes the steps after its checkpoint from the recorded draws, as far as the
+age bound holds: tokens of abandoned versions count at most as the version it resumed from, so with
+publication on time the first max_lag + 1 steps are redone as they were and later ones are drawn
+anew. Uses become final, and the records evictable, with a durable checkpoint at or past the step.
+
+A group that several recorded draws name is held by each that this incarnation has not finished.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from buffer import catalogue
+from buffer.errors import BufferRefused
+from buffer.groups import Groups
+from buffer.protocol import BeginIncarnation, CheckpointDurable, IncarnationReply, Published, StepFinished
+from buffer.tables import Draw, Group, Incarnation, State
+from buffer.transaction import Transaction
+from weight_sync.staleness import StalenessContract
+
+log = logging.getLogger(__name__)
+
+WARN_EVERY_STEPS = 100
+"""The alarm of length fidelity is logged at most once in so many steps."""
+
+
+class Steps:
+    """Follows the learner."""
+
+    def __init__(self, contract: StalenessContract, groups: Groups) -> None:
+        self._contract = contract
+        self._groups = groups
+
+    def begin(self, tx: Transaction, message: BeginIncarnation) -> IncarnationReply:
+        """A learner starts; the same session said twice begins one incarnation only.
+
+        Raises:
+            BufferRefused: a newer learner has begun since.
+        """
+        if message.version < 0 or message.step < 0:
+            raise BufferRefused(f"a learner cannot begin at version {message.version} and step {message.step}")
+        state = tx.state
+        sessions = [start.session for start in state.incarnations]
+        if message.session in sessions[:-1]:
+            raise BufferRefused(f"this learner was replaced by incarnation {state.incarnation}; only one may train")
+        if message.session not in sessions:
+            self._abandon(tx, message)
+            self._resume(tx, message)
+        return IncarnationReply(state.incarnation, state.resumed_at)
+
+    def published(self, tx: Transaction, message: Published) -> None:
+        """Weights can be pulled; news from an abandoned incarnation changes nothing."""
+        version = (message.incarnation, message.version)
+        if message.incarnation == tx.state.incarnation:
+            tx.state.published = version if tx.state.published is None else max(tx.state.published, version)
+
+    def finish(self, tx: Transaction, message: StepFinished) -> None:
+        """Step `step` is done: its samples are trained (or filtered, where it was skipped)."""
+        state = tx.state
+        self.check_incarnation(state, message.incarnation)
+        draw = tx.draws.get(message.step) if message.step > 0 else None
+        if draw is None:
+            if message.step <= state.step:
+                return
+            raise BufferRefused(f"step {message.step} cannot be finished: it was never drawn")
+        if draw.finished_by == state.incarnation:
+            return
+        expected = draw.version + (0 if message.skipped else 1)
+        if message.version != expected:
+            raise BufferRefused(
+                f"step {message.step} was drawn for version {draw.version}, so {'skipping' if message.skipped else ''} "
+                f"it leads to version {expected}, not {message.version}"
+            )
+        self._finish(tx, draw, skipped=message.skipped)
+        state.version, state.step = message.version, message.step
+        self._watch_lengths(state)
+
+    def durable(self, tx: Transaction, message: CheckpointDurable) -> None:
+        """Uses up to and including `step` are final."""
+        self.check_incarnation(tx.state, message.incarnation)
+        unfinished = [step for step in tx.state.pending_draws if step <= message.step]
+        if unfinished:
+            raise BufferRefused(f"a checkpoint at step {message.step} cannot be durable: {unfinished} are unfinished")
+        for step in [step for (step,) in tx.draws.all_keys() if step <= message.step]:
+            for group_id in set(tx.draws.require(step).group_ids):
+                group = tx.groups.require(group_id)
+                group.held -= 1
+                self._groups.save(tx, group)
+            tx.draws.delete(step)
+        self._groups.evict(tx)
+
+    def check_incarnation(self, state: State, incarnation: int) -> None:
+        """Is it the present learner?
+
+        Raises:
+            BufferRefused: it is not.
+        """
+        if state.incarnation < 0:
+            raise BufferRefused("no learner has begun: send BeginIncarnation first")
+        if incarnation != state.incarnation:
+            raise BufferRefused(f"incarnation {incarnation} was replaced by {state.incarnation}; only one may train")
+
+    def record(self, tx: Transaction, draw: Draw) -> None:
+        """Write down a new draw, and hold its groups."""
+        for group_id in set(draw.group_ids):
+            group = tx.groups.require(group_id)
+            group.held += 1
+            self._groups.hold(tx, group)
+        tx.draws.put(draw, draw.step)
+        tx.state.pending_draws[draw.step] = len(set(draw.group_ids))
+
+    def all_usable(self, tx: Transaction, draw: Draw, version: int) -> bool:
+        """Are all groups of a recorded draw within the age bound at this version?"""
+        groups = [tx.groups.require(group_id) for group_id in draw.group_ids]
+        return all(self._contract.usable(group.oldest_effective(tx.state), version) for group in groups)
+
+    def release_from(self, tx: Transaction, step: int) -> None:
+        """Forget the draws of this step and all later ones.
+
+        All later ones, because groups held for them would keep admission closed while this step
+        waits for new groups. What was trained on stays trained; what was not is ready again.
+        """
+        for (later,) in list(tx.draws.all_keys(step)):
+            is_pending = later in tx.state.pending_draws
+            for group_id in set(tx.draws.require(later).group_ids):
+                group = tx.groups.require(group_id)
+                group.held -= 1
+                if is_pending:
+                    self._groups.release(tx, group)
+                else:
+                    self._groups.save(tx, group)
+            tx.draws.delete(later)
+            tx.state.pending_draws.pop(later, None)
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _abandon(self, tx: Transaction, message: BeginIncarnation) -> None:
+        """Open the incarnation. Tokens of abandoned versions now count as older than they were."""
+        changed = self._groups.index.above(tx, message.version)
+        for group in changed:
+            self._groups.index.remove(tx, group)
+        tx.state.incarnations.append(Incarnation(message.session, message.version, message.step))
+        for group in changed:
+            self._groups.index.add(tx, group)
+        catalogue.resume(tx, message.version)
+
+    def _resume(self, tx: Transaction, message: BeginIncarnation) -> None:
+        """Settle the recorded draws: those in the checkpoint are done, later ones are to be redone."""
+        state = tx.state
+        state.version, state.step = message.version, message.step
+        for (step,) in list(tx.draws.all_keys()):
+            draw = tx.draws.require(step)
+            if step <= message.step:
+                if step in state.pending_draws:
+                    # The checkpoint holds this step, but its StepFinished never arrived.
+                    self._finish(tx, draw, skipped=False)
+            elif not self.all_usable(tx, draw, message.version + step - message.step - 1):
+                self.release_from(tx, step)
+                return
+            elif step not in state.pending_draws:
+                for group_id in set(draw.group_ids):
+                    self._groups.hold(tx, tx.groups.require(group_id))
+                state.pending_draws[step] = len(set(draw.group_ids))
+
+    def _finish(self, tx: Transaction, draw: Draw, *, skipped: bool) -> None:
+        state = tx.state
+        is_redone = draw.is_trained
+        drawn = set(draw.record_ids)
+        for group_id, times in Counter(draw.group_ids).items():
+            group = tx.groups.require(group_id)
+            used = [index for index, record in enumerate(group.records) if record in drawn]
+            for index in used:
+                self._settle(tx, group, index, skipped=skipped)
+                if not skipped and not is_redone and group.completion_lengths:
+                    for _ in range(times):
+                        state.fidelity.trained.add(group.completion_lengths[index], self._groups.config.fidelity_memory)
+            if draw.finished_by < 0:
+                group.uses += times
+            self._groups.release(tx, group)
+        if not skipped:
+            state.ledger.uses += len(draw.record_ids)
+            state.ledger.redone_uses += len(draw.record_ids) if is_redone else 0
+            draw.is_trained = True
+        draw.finished_by = state.incarnation
+        tx.draws.put(draw, draw.step)
+        state.pending_draws.pop(draw.step, None)
+
+    def _settle(self, tx: Transaction, group: Group, index: int, *, skipped: bool) -> None:
+        """A sample of a finished step. What a skipped step filtered may be trained on when it is redone."""
+        fate, ledger = group.fates[index], tx.state.ledger
+        if fate == "drawn" or (fate == "filtered" and not skipped):
+            group.fates[index] = "filtered" if skipped else "trained"
+            ledger.move(1, fate, group.fates[index])
+
+    def _watch_lengths(self, state: State) -> None:
+        """Warn where training leaves some lengths out."""
+        fidelity = state.fidelity
+        if not fidelity.is_alarming(self._groups.config.fidelity_alarm):
+            return
+        if fidelity.warned_at < 0 or not 0 <= state.step - fidelity.warned_at < WARN_EVERY_STEPS:
+            fidelity.warned_at = state.step
+            log.warning(
+                "the lengths trained on differ from those generated: KS distance %.2f, above fidelity_alarm = %.2f. "
+                "Starved: %s. Set length_correction, or law = 'length_balanced'",
+                fidelity.ks,
+                self._groups.config.fidelity_alarm,
+                fidelity.starved(),
+            )

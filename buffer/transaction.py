@@ -1,0 +1,309 @@
+"""Tables within one LMDB transaction, and the checksum that every value carries.
+
+LMDB itself does not notice flipped bits. So every value is sealed with a checksum that is seeded by
+its key: a value that was damaged, or that belongs to another key, is never returned.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar, cast
+
+import lmdb
+import msgspec
+import xxhash
+
+from buffer.errors import CorruptRecord
+from buffer.lengths import PromptHistory
+from buffer.tables import Actor, Draw, Group, ReturnedPrompt, State
+
+V = TypeVar("V")
+
+TABLES: dict[str, Any] = {
+    "meta": bytes,
+    "groups": Group,
+    "leases": int,
+    "open_groups": bytes,
+    "unleased_groups": bytes,
+    "ready_groups": bytes,
+    "returned_prompts": ReturnedPrompt,
+    "draws": Draw,
+    "actors": Actor,
+    "seen": bytes,
+    "records": bytes,
+    "scores": bytes,
+    "eviction_order": bytes,
+    "catalogue": bytes,
+    "weights": bytes,
+    "strata": bytes,
+    "prompts": PromptHistory,
+    "quarantine": bytes,
+}
+"""Name and kind of every table."""
+
+_SEAL = struct.Struct("<Q")
+_encoder = msgspec.msgpack.Encoder()
+_DECODERS: dict[str, Any] = {name: msgspec.msgpack.Decoder(kind) for name, kind in TABLES.items() if kind is not bytes}
+_CACHED = frozenset(name for name, kind in TABLES.items() if kind not in (bytes, int))
+_state_decoder = msgspec.msgpack.Decoder(State)
+
+
+def _pack(parts: tuple[int | str, ...]) -> bytes:
+    """A key that sorts by its parts: integers big-endian, texts closed by a zero byte."""
+    if len(parts) == 1 and isinstance(parts[0], int):
+        return parts[0].to_bytes(8, "big")
+    return b"".join(
+        part.to_bytes(8, "big") if isinstance(part, int) else part.encode("utf-8", "replace") + b"\0" for part in parts
+    )
+
+
+def _digest(key: bytes, payload: bytes | memoryview) -> int:
+    return int(xxhash.xxh3_64_intdigest(payload, seed=xxhash.xxh3_64_intdigest(key)))
+
+
+class Table(Generic[V]):
+    """One table within a transaction; a value that fails its checksum raises CorruptRecord.
+
+    Rows that are structs are decoded once: within a write transaction `get` returns the same object
+    again, and what was `put` is written when the transaction ends. A struct that was changed must be
+    put; one that was not put must not be changed.
+    """
+
+    def __init__(self, name: str, txn: lmdb.Transaction, db: lmdb._Database | None, *, caches: bool) -> None:
+        """Args:
+        name: of the table.
+        txn: the transaction, opened with buffers=True.
+        db: None where the store is older than the table, which then is empty.
+        caches: keep decoded rows; only sensible in a write transaction, which is short.
+        """
+        self._name = name
+        self._txn = txn
+        self._db = db
+        self._decoder = _DECODERS.get(name)
+        self._caches = caches and name in _CACHED
+        self._rows: dict[bytes, V] = {}
+        self._unwritten: dict[bytes, V] = {}
+
+    def get(self, *key: int | str) -> V | None:
+        """The value, or None."""
+        packed = _pack(key)
+        if self._caches and (row := self._rows.get(packed)) is not None:
+            return row
+        payload = self._payload(packed)
+        if payload is None:
+            return None
+        opened = self._open(payload)
+        if self._caches:
+            self._rows[packed] = opened
+        return opened
+
+    def view(self, *key: int | str) -> memoryview:
+        """The bytes of a value that must be there, where they lie: valid until the next write or the end."""
+        payload = self._payload(_pack(key))
+        if payload is None:
+            raise self._lacks(key)
+        return payload
+
+    def require(self, *key: int | str) -> V:
+        """The value of a key that must be there."""
+        value = self.get(*key)
+        if value is None:
+            raise self._lacks(key)
+        return value
+
+    def put(self, value: V, *key: int | str) -> None:
+        """Write a value."""
+        packed = _pack(key)
+        if self._caches:
+            self._rows[packed] = self._unwritten[packed] = value
+        else:
+            self._write(packed, value)
+
+    def append(self, value: V, *key: int | str) -> None:
+        """Write a value under a key above all others, which fills pages better and is quicker."""
+        self._write(_pack(key), value, append=True)
+
+    def delete(self, *key: int | str) -> bool:
+        """Remove a key; False where it was not there."""
+        packed = _pack(key)
+        unwritten = self._unwritten.pop(packed, None) is not None
+        self._rows.pop(packed, None)
+        return bool(self._txn.delete(packed, db=self._db)) or unwritten
+
+    def has(self, *key: int | str) -> bool:
+        """Is the key there?"""
+        packed = _pack(key)
+        return packed in self._rows or (self._db is not None and self._txn.get(packed, db=self._db) is not None)
+
+    @property
+    def count(self) -> int:
+        """Number of entries."""
+        self.flush()
+        return 0 if self._db is None else int(self._txn.stat(self._db)["entries"])
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the file that the table's rows fill."""
+        if self._db is None:
+            return 0
+        stat = self._txn.stat(self._db)
+        return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
+
+    def all_keys(self, *first: int, reverse: bool = False) -> Iterator[tuple[int, ...]]:
+        """Keys made of integers, in order. The table must not change while they are read.
+
+        Args:
+            first: begin at the first key at or above this one (reverse: at the last one below or at it).
+            reverse: descending.
+        """
+        for packed, _ in self._scan(first, reverse=reverse, values=False):
+            yield self._unpack(packed)
+
+    def all_items(self, *first: int) -> Iterator[tuple[tuple[int, ...], V]]:
+        """Integer keys and their values, ascending from `first`. The table must not change while they are read."""
+        for packed, value in self._scan(first, reverse=False, values=True):
+            key = bytes(packed)
+            cached = self._rows.get(key)
+            yield self._unpack(key), self._open(self._checked(key, value)) if cached is None else cached
+
+    def damaged(self) -> Iterator[str]:
+        """One sentence for every value that does not match its checksum."""
+        for packed, value in self._scan((), reverse=False, values=True):
+            try:
+                self._checked(bytes(packed), value)
+            except CorruptRecord as error:
+                yield str(error)
+
+    def delete_texts(self, first: str) -> None:
+        """Remove every key whose first part is this text."""
+        cursor, prefix = self._txn.cursor(db=self._db), _pack((first,))
+        found = cursor.set_range(prefix)
+        while found and bytes(cursor.key()).startswith(prefix):
+            found = cursor.delete()
+
+    def flush(self) -> None:
+        """Write the rows that were put."""
+        if self._unwritten:
+            for packed in sorted(self._unwritten):
+                self._write(packed, self._unwritten[packed])
+            self._unwritten.clear()
+
+    def _scan(self, first: tuple[int, ...], *, reverse: bool, values: bool) -> Iterator[tuple[Any, Any]]:
+        self.flush()
+        if self._db is None:
+            return
+        cursor = self._txn.cursor(db=self._db)
+        if first:
+            wanted = _pack(first)
+            found = cursor.set_range(wanted)
+            if reverse and (not found or bytes(cursor.key()) != wanted):
+                found = cursor.prev() if found else cursor.last()
+            if not found:
+                return
+        step = cursor.iterprev if reverse else cursor.iternext
+        if values:
+            yield from step(keys=True, values=True)
+        else:
+            yield from ((packed, None) for packed in step(keys=True, values=False))
+
+    def _unpack(self, packed: bytes | memoryview) -> tuple[int, ...]:
+        if len(packed) % 8:
+            raise CorruptRecord(
+                f"the store's table '{self._name}' has a key of {len(packed)} bytes ({bytes(packed).hex()}), "
+                "where keys are made of 8-byte integers: the file is damaged, or was written by another program"
+            )
+        return struct.unpack(f">{len(packed) // 8}Q", packed)
+
+    def _payload(self, packed: bytes) -> memoryview | None:
+        if self._db is None:
+            return None
+        try:
+            value = cast("memoryview | None", self._txn.get(packed, db=self._db))
+        except lmdb.Error as error:
+            raise CorruptRecord(
+                f"the store's table '{self._name}' cannot be read at {packed.hex()} ({error})"
+            ) from error
+        return None if value is None else self._checked(packed, value)
+
+    def _checked(self, key: bytes, value: memoryview) -> memoryview:
+        payload = value[_SEAL.size :]
+        if len(value) < _SEAL.size or _SEAL.unpack_from(value)[0] != _digest(key, payload):
+            raise CorruptRecord(
+                f"the store's table '{self._name}' has a value of {len(value)} bytes under key {key.hex()} that does "
+                "not match its checksum: the disk or the file is damaged"
+            )
+        return payload
+
+    def _open(self, payload: memoryview) -> V:
+        opened: V = self._decoder.decode(payload) if self._decoder is not None else cast(V, bytes(payload))
+        return opened
+
+    def _write(self, packed: bytes, value: V, *, append: bool = False) -> None:
+        payload = value if self._decoder is None else _encoder.encode(value)
+        assert isinstance(payload, bytes)
+        self._txn.put(packed, _SEAL.pack(_digest(packed, payload)) + payload, append=append, db=self._db)
+
+    def _lacks(self, key: tuple[int | str, ...]) -> CorruptRecord:
+        return CorruptRecord(f"the store's table '{self._name}' lacks {key}, which another table names")
+
+
+class Transaction:
+    """All tables and the state record, changed together or not at all."""
+
+    def __init__(self, txn: lmdb.Transaction, dbs: dict[str, lmdb._Database], *, page_size: int, caches: bool) -> None:
+        self._page_size = page_size
+        self._tables: dict[str, Table[Any]] = {name: Table(name, txn, dbs.get(name), caches=caches) for name in TABLES}
+        tables: dict[str, Any] = self._tables
+        self.meta: Table[bytes] = tables["meta"]
+        self.groups: Table[Group] = tables["groups"]
+        self.leases: Table[int] = tables["leases"]
+        """Open leases: lease -> group."""
+        self.open_groups: Table[bytes] = tables["open_groups"]
+        self.unleased_groups: Table[bytes] = tables["unleased_groups"]
+        """Open groups whose missing samples are to be issued again."""
+        self.ready_groups: Table[bytes] = tables["ready_groups"]
+        """(version of the oldest token, group): in the order of age."""
+        self.returned_prompts: Table[ReturnedPrompt] = tables["returned_prompts"]
+        self.draws: Table[Draw] = tables["draws"]
+        """By step."""
+        self.actors: Table[Actor] = tables["actors"]
+        self.seen: Table[bytes] = tables["seen"]
+        """(actor, epoch, seq) at or above the actor's low-water mark."""
+        self.records: Table[bytes] = tables["records"]
+        self.scores: Table[bytes] = tables["scores"]
+        """record -> float32 reference log-probabilities."""
+        self.eviction_order: Table[bytes] = tables["eviction_order"]
+        """(class, rank, group): complete groups that no recorded draw needs, the first to go first."""
+        self.catalogue: Table[bytes] = tables["catalogue"]
+        """(index, value, group): complete groups by prompt, version, reward and length; see `buffer.catalogue`."""
+        self.weights: Table[bytes] = tables["weights"]
+        """(level, node): the sum tree over the groups that may be drawn; see `buffer.sum_tree`."""
+        self.strata: Table[bytes] = tables["strata"]
+        """(length bucket, version of the oldest token, group): those groups by length."""
+        self.prompts: Table[PromptHistory] = tables["prompts"]
+        self.quarantine: Table[bytes] = tables["quarantine"]
+        self.before_flush: list[Callable[[], None]] = []
+        """Called once, before the rows are written: for what else is kept in memory during the transaction."""
+        self._read = self.meta.get("state")
+        self.state: State = State() if self._read is None else _state_decoder.decode(self._read)
+
+    def flush(self) -> None:
+        """Write what is kept in memory; belongs right before the commit."""
+        for write in self.before_flush:
+            write()
+        for table in self._tables.values():
+            table.flush()
+        encoded = _encoder.encode(self.state)
+        if encoded != self._read:
+            self.meta.put(encoded, "state")
+
+    def damaged(self) -> Iterator[str]:
+        """One sentence for every value of any table that does not match its checksum. Reads everything."""
+        for table in self._tables.values():
+            yield from table.damaged()
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the file that hold rows; what is beyond them is free to be used again."""
+        return self._page_size * sum(table.num_pages for table in self._tables.values())

@@ -1,0 +1,161 @@
+"""What the service does beside answering: it syncs, watches who reads the store, and scrubs records.
+
+Each task has its time between two turns, and takes a few milliseconds of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from buffer.config import BufferConfig
+from buffer.errors import CorruptRecord
+from buffer.store import Reader, Store
+from buffer.transaction import Transaction
+
+log = logging.getLogger(__name__)
+
+_WATCH_EVERY_S = 0.25
+_PINNED_AFTER_S = 0.25
+_WARN_AFTER_S = 5.0
+_SLACK_BYTES = 16 * 2**20
+_SCRUB_EVERY_S = 0.2
+_SCRUB_BYTES = 4 * 2**20
+
+
+class Upkeep:
+    """Keeps a store durable, small and sound while it is served."""
+
+    def __init__(self, config: BufferConfig, store: Store, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+        self._sync_every_s = config.sync_interval_ms / 1000 if config.durability == "interval" else None
+        self._synced_at = clock()
+        self._watch = ReaderWatch(store, clock)
+        self._scrub = Scrub(store, pause_s=config.scrub_every_s, clock=clock)
+
+    @property
+    def due_in_s(self) -> float:
+        """In how many seconds `run` wants to be called again."""
+        return _WATCH_EVERY_S if self._sync_every_s is None else min(_WATCH_EVERY_S, self._sync_every_s)
+
+    @property
+    def pushes_wait_for(self) -> str:
+        """Why no trajectory may be taken in now; '' where it may."""
+        return self._watch.pushes_wait_for
+
+    @property
+    def num_damaged(self) -> int:
+        """How many records the last scrub found damaged."""
+        return self._scrub.num_damaged
+
+    def run(self, *, idle: bool) -> None:
+        """Do what is due.
+
+        Args:
+            idle: no message waits, so there is time to scrub.
+
+        Raises:
+            StoreError: the disk failed.
+        """
+        now = self._clock()
+        if self._sync_every_s is not None and now - self._synced_at >= self._sync_every_s:
+            self._store.sync()
+            self._synced_at = self._clock()
+        self._watch.run()
+        if idle:
+            self._scrub.run()
+
+
+class ReaderWatch:
+    """Notices a read transaction that stays open.
+
+    LMDB cannot reuse a page that somebody may still read, so the file grows as long as one reader
+    stays. The service cannot end it, for it lives in another process. It names the process, and
+    lets pushes wait before the file is twice as large as what it holds.
+    """
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+        self._looked_at = -1.0
+        self._seen: dict[Reader, tuple[float, int]] = {}
+        """Reader -> when it was first seen, and the size of the file then."""
+        self._warned: set[Reader] = set()
+        self.pushes_wait_for = ""
+
+    def run(self) -> None:
+        """Look at the reader table, a few times a second."""
+        now = self._clock()
+        if now - self._looked_at < _WATCH_EVERY_S:
+            return
+        self._looked_at = now
+        size = self._store.size_bytes
+        readers = [reader for reader in self._store.readers() if reader.pid != os.getpid()]
+        self._seen = {reader: self._seen.get(reader, (now, size)) for reader in readers}
+        self._warned &= self._seen.keys()
+        pinned = [reader for reader in readers if now - self._seen[reader][0] >= _PINNED_AFTER_S]
+        waits_for = ""
+        if pinned:
+            limit = 2 * self._store.read(lambda tx: tx.live_bytes) + _SLACK_BYTES
+            oldest = min(pinned, key=lambda reader: self._seen[reader])
+            since, size_then = self._seen[oldest]
+            if now - since >= _WARN_AFTER_S and oldest not in self._warned:
+                self._warned.add(oldest)
+                log.warning(
+                    "process %d has been reading the buffer for %.0f s without a pause", oldest.pid, now - since
+                )
+            if size > limit and size > size_then:
+                waits_for = (
+                    f"process {oldest.pid} has been reading the store for {now - since:.0f} s, so its file grows and "
+                    f"has {size // 2**20} MiB for {limit // 2**21} MiB of data. End that process"
+                )
+        if waits_for and not self.pushes_wait_for:
+            log.warning("pushes wait: %s", waits_for)
+        self.pushes_wait_for = waits_for
+
+
+class Scrub:
+    """Reads every record again and again, slowly, so that damage is found while there are copies elsewhere."""
+
+    def __init__(self, store: Store, *, pause_s: float, clock: Callable[[], float]) -> None:
+        """Args:
+        store: whose records to read.
+        pause_s: between the end of one pass and the next; 0 for no scrubbing.
+        clock: monotonic.
+        """
+        self._store = store
+        self._pause_s = pause_s
+        self._clock = clock
+        self._next = 0
+        self._resume_at = clock()
+        self._found: set[int] = set()
+        self.num_damaged = 0
+
+    def run(self) -> None:
+        """Read the next few records, where it is time."""
+        if self._pause_s == 0 or self._clock() < self._resume_at:
+            return
+        self._resume_at = self._clock() + _SCRUB_EVERY_S
+        following = self._store.read(self._read_some)
+        if following is None:
+            self.num_damaged = len(self._found)
+            self._resume_at = self._clock() + self._pause_s
+        self._next = following or 0
+
+    def _read_some(self, tx: Transaction) -> int | None:
+        """Where to go on; None at the end."""
+        if self._next == 0:
+            self._found = set()
+        num_bytes = 0
+        for (record,) in tx.records.all_keys(self._next):
+            if num_bytes >= _SCRUB_BYTES:
+                return record
+            try:
+                num_bytes += len(tx.records.view(record))
+            except CorruptRecord as error:
+                self._found.add(record)
+                self.num_damaged = max(self.num_damaged, len(self._found))
+                log.error("scrubbing found record %d damaged: %s", record, error)  # noqa: TRY400 - the text says all
+        return None

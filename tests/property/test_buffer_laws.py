@@ -1,0 +1,286 @@
+"""Random schedules of replay under every law, and the sum tree against a plain dict."""
+
+import math
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from buffer import protocol as p
+from buffer.catalogue import find
+from buffer.config import BufferConfig, RunFacts
+from buffer.selection import Offer, best_fit, fill, well_packed
+from buffer.sum_tree import FANOUT, SumTree
+from buffer.verify import verify
+from tests.in_process_buffer import InProcessBuffer, make_trajectory
+from weight_sync.staleness import PolicyVersion, StalenessConfig
+
+LAWS = ("fifo", "uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share")
+GROUPS_PER_STEP = 2
+
+
+@st.composite
+def configs(draw):
+    """Any knobs that do not contradict each other."""
+    law = draw(st.sampled_from(LAWS))
+    replay_law = draw(st.sampled_from(sorted(set(LAWS) - {"on_policy_share"})))
+    in_order = (replay_law if law == "on_policy_share" else law) in ("fifo", "length_balanced")
+    max_uses = draw(st.sampled_from([1, 2, 3] if in_order else [1, 2, 3, "unlimited"]))
+    with_replacement = max_uses != 1 and not in_order and draw(st.booleans())
+    pool = 1.0 if with_replacement else draw(st.sampled_from([1.0, 2.0]))
+    return BufferConfig(
+        law=law,
+        replay_law=replay_law,
+        on_policy_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        reward_temperature=0.1,
+        max_uses=max_uses,
+        with_replacement=with_replacement,
+        selection_pool=pool,
+        length_correction=pool > 1.0 and draw(st.booleans()),
+        pack_tokens=40 if pool > 1.0 and draw(st.booleans()) else 0,
+        eviction=draw(st.sampled_from(["oldest", "lowest_reward"])),
+        capacity_trajectories=draw(st.sampled_from([24, 1000])),
+        max_attempts=1_000_000,
+    )
+
+
+class Replay(RuleBasedStateMachine):
+    """What every schedule must keep under every law."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="buffer-laws-"))
+        self.buffer = None
+
+    @initialize(max_lag=st.sampled_from([1, 3, "unbounded"]), group_size=st.integers(1, 2), config=configs())
+    def start(self, max_lag, group_size, config):
+        facts = RunFacts(
+            run_id="r", seed=1, num_prompts=5, group_size=group_size, groups_per_step=GROUPS_PER_STEP,
+            vocab_size=64, max_tokens=64, staleness=StalenessConfig(max_lag=max_lag, max_actor_lag=0),
+        )  # fmt: skip
+        self.buffer = InProcessBuffer(self.folder, facts, config)
+        self.bound = math.inf if max_lag == "unbounded" else max_lag
+        self.buffer.hello("actor-0")
+        self.seq = self.acknowledged = 0
+        self.incarnation = -1
+        self.checkpoint = (0, 0)
+        self.recorded = {}
+        self.begin()
+
+    # --- actors -----------------------------------------------------------------------------------
+
+    @rule(num=st.integers(1, 6), data=st.data())
+    def generate(self, num, data):
+        """Whole groups, now and then one without reward or with a sample missing."""
+        for lease in self.buffer.lease("actor-0", num):
+            for index in lease.sample_indices:
+                if data.draw(st.integers(0, 9)) == 0:
+                    continue
+                row = make_trajectory(
+                    lease,
+                    index,
+                    seq=self.seq,
+                    version=PolicyVersion(*self.buffer.status().newest),
+                    reward=data.draw(st.sampled_from([0.0, 0.5, 1.0, 1.0, None])),
+                    num_completion_tokens=data.draw(st.sampled_from([1, 2, 4, 9, 30, 60])),
+                )
+                self.seq += 1
+                self.acknowledged += self.buffer.push([row]) == ["committed"]
+
+    @rule()
+    def expire(self):
+        self.buffer.now_s += 61.0
+        self.buffer.expire()
+
+    # --- learner ----------------------------------------------------------------------------------
+
+    def begin(self):
+        self.step, self.version = self.checkpoint
+        self.incarnation += 1
+        self.buffer.begin(self.version, self.step, session=f"learner-{self.incarnation}")
+        self.drawn = []
+        self.recorded = {step: records for step, records in self.recorded.items() if step <= self.last_recorded()}
+
+    def last_recorded(self):
+        """The newest step of which the store still has the draw."""
+        return self.buffer.store.read(lambda tx: max((step for (step,) in tx.draws.all_keys()), default=0))
+
+    @rule()
+    def restart_learner(self):
+        self.begin()
+
+    @rule()
+    def draw(self):
+        step, version = self.step + len(self.drawn) + 1, self.version + len(self.drawn)
+        if len(self.drawn) == 2:
+            return
+        before = self.pending()
+        reply, rows = self.buffer.draw(step, version, incarnation=self.incarnation)
+        if not reply.ready:
+            return
+        assert self.buffer.draw(step, version, incarnation=self.incarnation)[0].record_ids == reply.record_ids
+        if step in self.recorded and self.is_redoable(step, rows, version):
+            assert self.recorded[step] == reply.record_ids
+        elif step not in before:
+            assert set(reply.group_ids).isdisjoint(group for groups in before.values() for group in groups)
+        self.recorded[step] = reply.record_ids
+        self.drawn.append(step)
+        assert len(reply.group_ids) == GROUPS_PER_STEP
+        assert self.buffer.config.with_replacement or len(set(reply.group_ids)) == GROUPS_PER_STEP
+        assert reply.lengths == [len(row.token_ids) for row in rows]
+        groups = self.buffer.store.read(lambda tx: [tx.groups.require(group) for group in reply.group_ids])
+        state = self.buffer.store.read(lambda tx: tx.state)
+        assert all(version - group.oldest_effective(state) <= self.bound for group in groups)
+        records = [record for group in groups for record in group.records if record in reply.record_ids]
+        assert records == reply.record_ids, "whole groups, in their order"
+        if step not in before:
+            assert all(set(np.array(group.records)[group.usable()]) <= set(records) for group in groups)
+
+    def pending(self):
+        return self.buffer.store.read(
+            lambda tx: {step: tx.draws.require(step).group_ids for step in tx.state.pending_draws}
+        )
+
+    def is_redoable(self, step, rows, version):
+        """Was the step recorded before this incarnation, and is it still within the bound?"""
+        return self.bound == math.inf
+
+    @rule(skipped=st.integers(0, 5))
+    def finish(self, skipped):
+        if not self.drawn:
+            return
+        skip = skipped == 0 and len(self.drawn) == 1
+        for _ in range(2):
+            self.buffer.finish(self.drawn[0], self.version + (not skip), incarnation=self.incarnation, skipped=skip)
+        self.step, self.version = self.drawn.pop(0), self.version + (not skip)
+        self.buffer.publish(self.version, self.incarnation)
+
+    @rule(num_steps=st.integers(1, 5), data=st.data())
+    def train(self, num_steps, data):
+        """Undisturbed steps."""
+        for _ in range(num_steps):
+            self.generate(4, data)
+            self.draw()
+            self.finish(1)
+
+    @rule()
+    def write_checkpoint(self):
+        if not any(step <= self.step for step in self.pending()):
+            self.buffer.ask(p.CheckpointDurable(self.step, self.incarnation), p.Done)
+            self.checkpoint = (self.step, self.version)
+            self.recorded = {step: records for step, records in self.recorded.items() if step > self.step}
+
+    # --- service ----------------------------------------------------------------------------------
+
+    @rule()
+    def restart_service(self):
+        self.buffer.restart()
+
+    @rule(config=configs())
+    def change_the_law(self, config):
+        self.buffer.config = config.model_copy(
+            update={"capacity_trajectories": self.buffer.config.capacity_trajectories}
+        )
+        self.buffer.restart()
+        self.buffer.status()
+
+    @invariant()
+    def everything_agrees(self):
+        if self.buffer is None:
+            return
+        report = self.buffer.store.read(verify)
+        assert report["faults"] == []
+        status = self.buffer.status()
+        assert status.ledger["gap"] == 0
+        assert status.ledger["committed"] == self.acknowledged
+        self.buffer.store.read(self.every_index_finds_the_same)
+
+    def every_index_finds_the_same(self, tx):
+        complete = {g for (g,), group in tx.groups.all_items() if group.phase != "open"}
+        for by in ("prompt", "version", "length"):
+            found = Counter(find(tx, by))
+            assert set(found) <= complete
+            assert not found or max(found.values()) == 1
+            assert Counter(find(tx, by, newest_first=True)) == found
+        ready = {group for _, group in tx.ready_groups.all_keys()}
+        assert ready <= complete
+        assert all(tx.groups.require(group).usable() for group in ready)
+
+    def teardown(self):
+        if self.buffer is not None:
+            self.buffer.close()
+        shutil.rmtree(self.folder)
+
+
+TestReplay = Replay.TestCase
+TestReplay.settings = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+
+FACTS = RunFacts(
+    run_id="r", seed=1, num_prompts=5, group_size=1, groups_per_step=1, vocab_size=64, max_tokens=64,
+    staleness=StalenessConfig(),
+)  # fmt: skip
+ITEMS = st.one_of(st.integers(0, 5), st.integers(0, 3 * FANOUT), st.integers(0, 2 * FANOUT**2), st.integers(0, 2**40))
+CHANGES = st.lists(st.tuples(ITEMS, st.one_of(st.none(), st.floats(-1e6, 1e6))), max_size=12)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(turns=st.lists(CHANGES, max_size=8))
+def test_a_sum_tree_equals_a_plain_dict(turns):
+    folder = Path(tempfile.mkdtemp(prefix="buffer-tree-"))
+    buffer = InProcessBuffer(folder, FACTS)
+    plain = {}
+
+    def check(tx):
+        tree = SumTree.of(tx)
+        assert dict(tree.items()) == plain
+        assert tree.faults() == []
+        assert all(tree.get(item) == weight for item, weight in plain.items())
+        picker, random, left = tree.picker(), np.random.default_rng(0), dict(plain)
+        while left:
+            item = picker.pick(random)
+            assert left.pop(item) >= max(left.values(), default=-math.inf) - 800
+            picker.take_out(item)
+        assert picker.pick(random) is None
+
+    for changes in turns:
+
+        def apply(tx, changes=changes):
+            for item, weight in changes:
+                if weight is None:
+                    SumTree.of(tx).discard(item)
+                else:
+                    SumTree.of(tx).set(item, weight)
+
+        buffer.store.write(apply)
+        for item, weight in changes:
+            plain.pop(item, None)
+            if weight is not None:
+                plain[item] = weight
+        buffer.store.read(check)
+    buffer.close()
+    shutil.rmtree(folder)
+
+
+LENGTHS = st.lists(st.integers(1, 9000), min_size=1, max_size=40)
+
+
+@given(lengths=LENGTHS, budget=st.integers(1, 8192), num=st.integers(0, 40))
+def test_a_packed_choice_is_a_choice_and_never_fills_worse(lengths, budget, num):
+    offers = [Offer(i, (length,), (length,)) for i, length in enumerate(lengths)]
+    chosen, spare = offers[:num], offers[num:]
+    packed = well_packed([], chosen, spare, budget, np.random.default_rng(0))
+    assert len({offer.group_id for offer in packed}) == len(chosen) == len(packed)
+    assert fill(packed, budget) >= fill(chosen, budget)
+    bins = best_fit(lengths, budget)
+    assert sum(bins) == sum(lengths)
+    assert all(tokens <= budget or tokens in lengths for tokens in bins)

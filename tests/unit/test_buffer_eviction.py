@@ -1,0 +1,147 @@
+"""Eviction by capacity and by law, and the catalogue of what is there."""
+
+from buffer import protocol as p
+from buffer.catalogue import find, sortable_float
+from buffer.config import BufferConfig
+from tests.unit.buffer_rules import Actor, generate, train
+from weight_sync.staleness import PolicyVersion
+
+UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192, "num_prompts": 100}
+
+
+def started(make, config, **changes):
+    buffer = make(config, **{**UNBOUNDED, **changes})
+    actor = Actor(buffer)
+    buffer.begin()
+    return buffer, actor
+
+
+def stored(buffer):
+    return buffer.store.read(lambda tx: {group for (group,) in tx.groups.all_keys()})
+
+
+def found(buffer, by, low=None, high=None, **order):
+    return buffer.store.read(lambda tx: list(find(tx, by, low, high, **order)))
+
+
+# --- eviction ---------------------------------------------------------------------------------------
+
+
+def test_closed_groups_go_first_and_then_the_oldest_of_replay(make):
+    settings = BufferConfig(law="on_policy_share", on_policy_share=1.0, max_uses=2, capacity_trajectories=20)
+    buffer, actor = started(make, settings, groups_per_step=1)
+    old = generate(buffer, actor, 4)
+    for step in (1, 2):
+        train(buffer, step)
+    used_up = old[-1]
+    buffer.ask(p.CheckpointDurable(2, 0), p.Done)
+    new = generate(buffer, actor, 7, version=PolicyVersion(0, 2))
+    assert stored(buffer) == {*old, *new} - {used_up}
+    more = generate(buffer, actor, 2, version=PolicyVersion(0, 2))
+    assert stored(buffer) == {*old[2:], *new, *more} - {used_up}
+    ledger = buffer.status().ledger
+    assert (ledger["trained"], ledger["evicted_unused"], buffer.status().num_records) == (2, 4, 20)
+
+
+def test_the_lowest_reward_goes_first_where_the_knob_says_so(make):
+    settings = BufferConfig(law="uniform", max_uses="unlimited", eviction="lowest_reward", capacity_trajectories=20)
+    buffer, actor = started(make, settings, groups_per_step=1)
+    rewards = [5.0, -1.0, 3.0, 0.0, -2.5, 4.0, 2.0, 1.0, 9.0, 8.0, 7.0, 6.0]
+    groups = [generate(buffer, actor, 1, [reward])[0] for reward in rewards]
+    kept = {group for group, reward in zip(groups, rewards, strict=True) if reward >= 0.0}
+    assert stored(buffer) == kept
+    assert found(buffer, "reward") == [group for _, group in sorted(zip(rewards, groups, strict=True)) if group in kept]
+
+
+def test_what_a_recorded_draw_needs_stays_until_a_durable_checkpoint(make):
+    settings = BufferConfig(law="uniform", max_uses=2, capacity_trajectories=20)
+    buffer, actor = started(make, settings, groups_per_step=1)
+    generate(buffer, actor, 10)
+    drawn = {step: train(buffer, step).record_ids for step in range(1, 7)}
+    held = {record for records in drawn.values() for record in records}
+    generate(buffer, actor, 20)
+    assert held <= buffer.store.read(lambda tx: {record for (record,) in tx.records.all_keys()})
+    buffer.begin(0, 0, session="restarted")
+    for step, records in drawn.items():
+        assert train(buffer, step, incarnation=1).record_ids == records
+    buffer.ask(p.CheckpointDurable(6, 1), p.Done)
+    assert buffer.status().num_records <= 20
+
+
+def test_eviction_leaves_the_learner_what_admission_counts_on(make):
+    """Held records can exceed the capacity; evicting what is left would leave nothing to draw."""
+    settings = BufferConfig(law="uniform", max_uses=2, capacity_trajectories=20)
+    buffer, actor = started(make, settings, groups_per_step=1)
+    for step in range(1, 40):
+        generate(buffer, actor, 2)
+        train(buffer, step)
+    assert buffer.status().num_ready_groups >= 4
+    assert buffer.status().num_records > 20
+
+
+def test_the_size_of_stored_data_is_bounded_as_well(make):
+    settings = BufferConfig(law="uniform", max_uses="unlimited", capacity_gib=2**20 / 2**30)
+    buffer, actor = started(make, settings, groups_per_step=1)
+    for _ in range(40):
+        generate(buffer, actor, 2, tokens=4000)
+        live = buffer.store.read(lambda tx: tx.live_bytes)
+    assert 0.6 * 2**20 < live < 1.25 * 2**20
+    assert 10 < len(stored(buffer)) < 20
+
+
+def test_eviction_takes_every_trace_of_a_group(make):
+    settings = BufferConfig(law="length_balanced", max_uses=2, capacity_trajectories=20)
+    buffer, actor = started(make, settings, groups_per_step=1)
+    generate(buffer, actor, 30)
+    kept = stored(buffer)
+    assert len(kept) == 10
+    for by in ("prompt", "version", "reward", "length"):
+        assert sorted(found(buffer, by)) == sorted(kept)
+    assert buffer.store.read(lambda tx: tx.prompts.count) == 30, "what is known of the prompts stays"
+    ledger = buffer.status().ledger
+    assert (ledger["evicted_unused"], ledger["waiting"]) == (40, 20)
+
+
+# --- catalogue --------------------------------------------------------------------------------------
+
+
+def test_groups_are_found_by_prompt_version_reward_and_length(make):
+    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=9), groups_per_step=1)
+    groups, facts = [], []
+    for number, (reward, tokens) in enumerate([(0.5, 10), (-1.0, 40), (2.0, 5), (0.0, 20)]):
+        groups += generate(buffer, actor, 1, [reward], tokens, PolicyVersion(0, number))
+        facts.append((number, reward, tokens + 3))
+        train(buffer, number + 1)
+    buffer.lease(actor.name, 1)
+    assert found(buffer, "version") == groups
+    assert found(buffer, "version", 1, 2) == groups[1:3]
+    assert found(buffer, "version", 1, 2, newest_first=True) == [groups[2], groups[1]]
+    assert found(buffer, "reward") == [groups[1], groups[3], groups[0], groups[2]]
+    assert found(buffer, "reward", -1.0, 0.0) == [groups[1], groups[3]]
+    assert found(buffer, "reward", 0.1, newest_first=True) == [groups[2], groups[0]]
+    assert found(buffer, "length", 12.5, 23) == [groups[0], groups[3]]
+    assert found(buffer, "length", high=8) == [groups[2]]
+    assert found(buffer, "length", 9, 8) == []
+    prompts = buffer.store.read(lambda tx: {g: group.prompt_id for (g,), group in tx.groups.all_items()})
+    assert found(buffer, "prompt", prompts[groups[2]], prompts[groups[2]]) == [groups[2]]
+    assert found(buffer, "prompt", newest_first=True) == sorted(groups, key=prompts.get, reverse=True)
+
+
+def test_after_a_restart_of_the_learner_groups_are_found_by_the_version_they_count_with(make):
+    buffer, actor = started(make, BufferConfig(law="prioritised", max_uses=9), groups_per_step=1)
+    groups = []
+    for number in range(5):
+        groups += generate(buffer, actor, 1, version=PolicyVersion(0, number))
+        train(buffer, number + 1)
+    buffer.begin(2, 2, session="restarted")
+    assert found(buffer, "version", 2, 2) == groups[2:]
+    assert found(buffer, "version", 3) == []
+    assert buffer.faults() == []
+
+
+def test_sortable_floats_sort_as_the_numbers_do():
+    numbers = [float("-inf"), -1e300, -2.5, -1e-310, 0.0, 1e-310, 3.0, 1e300, float("inf")]
+    keys = [sortable_float(number) for number in numbers]
+    assert keys == sorted(set(keys))
+    assert (min(keys) >= 0, max(keys) < 2**64) == (True, True)
+    assert sortable_float(-0.0) == sortable_float(0.0)

@@ -1,0 +1,215 @@
+"""Parquet and compaction: what is written is what was stored, from any schema version, and never half."""
+
+import os
+import shutil
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from buffer import compact as compacting
+from buffer import export as exporting
+from buffer import inspect, schema
+from buffer import protocol as p
+from buffer.compact import compact
+from buffer.errors import StoreError
+from buffer.export import STATE, export, version_bounds
+from buffer.inspect import Inspection
+from buffer.rows import SPAN
+from buffer.store import Store, own
+from buffer.verify import verify
+from buffer.views import Selection
+from tests.in_process_buffer import InProcessBuffer
+from tests.unit.buffer_rules import Actor, facts
+
+SCHEMA_1 = Path(__file__).parent.parent / "data" / "store_schema_1"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A store that is over: two steps of two groups, all sampled at version 0, and what was left over."""
+    buffer = InProcessBuffer(tmp_path / "run" / "buffer", facts())
+    buffer.begin()
+    actor = Actor(buffer)
+    for number, lease in enumerate(actor.lease()):
+        actor.work(lease, reward=number / 4, num_completion_tokens=2 + number)
+    first, _ = buffer.draw(1, 0)
+    scores = [np.full(tokens, -0.25, np.float32) for tokens in (2, 2, 3, 3)]
+    buffer.ask(p.WriteScores(), p.Done, schema.encode_scores(first.record_ids, scores))
+    buffer.finish(1, 1)
+    buffer.draw(2, 1)
+    buffer.finish(2, 2)
+    buffer.close()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def old_run(tmp_path):
+    shutil.copytree(SCHEMA_1, tmp_path / "old")
+    return tmp_path / "old"
+
+
+def exported(folder, out, wanted=None):
+    with Inspection.open(folder) as inspection:
+        return export(inspection, wanted or Selection(), out)
+
+
+def damage(folder, record):
+    with lmdb.open(str(folder), max_dbs=64, map_size=2**26) as env:
+        records = env.open_db(b"records", create=False)
+        with env.begin(write=True) as txn:
+            key = record.to_bytes(8, "big")
+            value = bytearray(txn.get(key, db=records))
+            value[-1] ^= 1
+            txn.put(key, bytes(value), db=records)
+
+
+def test_every_stored_trajectory_is_exported_with_what_became_of_it(run, tmp_path):
+    out = tmp_path / "out.parquet"
+    done = exported(run, out)
+    table = pq.read_table(out)
+    assert table.schema.names == [*schema.SCHEMA.names, *STATE.names]
+    assert (done.num_rows, done.num_groups, table.num_rows) == (16, 8, 16)
+    rows = table.to_pylist()
+    assert [(row["fate"], row["trained_step"], row["trained_version"], row["lag"]) for row in rows[::2]] == [
+        *[("trained", 1, 0, 0)] * 2,
+        *[("trained", 2, 1, 1)] * 2,
+        *[("waiting", None, None, None)] * 4,
+    ]
+    assert [row["uses"] for row in rows[::2]] == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert [row["reward"] for row in rows[::2]] == [number / 4 for number in range(8)]
+    assert [len(row["logprobs"]) for row in rows[::2]] == list(range(2, 10))
+    assert [row["reference_logprobs"] for row in rows[:5:2]] == [[-0.25] * 2, [-0.25] * 3, None]
+    assert {row["group_phase"] for row in rows} == {"closed", "ready"}
+    assert table.schema.metadata[b"run_id"] == b"r"
+
+
+def test_a_store_of_the_first_schema_version_is_exported_as_it_was(old_run, tmp_path):
+    exported(old_run, tmp_path / "out.parquet")
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert len(rows) == 16
+    assert {row["run_id"] for row in rows} == {"schema-1"}
+    assert [(row["trained_step"], row["lag"]) for row in rows[:9:2]] == [(1, 0), (1, 0), (2, 1), (2, 1), (None, None)]
+    assert [row["reward"] for row in rows[:8:2]] == [0.0, 0.5, 1.0, 1.5]
+    assert all(len(row["logprobs"]) == len(row["token_ids"]) - 3 for row in rows)
+
+
+def test_a_selection_exports_only_its_groups(run, old_run, tmp_path):
+    for folder in (run, old_run):
+        exported(folder, tmp_path / "out.parquet", Selection(min_reward=0.75, max_length=8))
+        rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+        assert rows
+        assert all(row["reward"] >= 0.75 and len(row["token_ids"]) <= 8 for row in rows)
+    assert exported(run, tmp_path / "out.parquet", Selection(since_version=1)).num_rows == 0
+    assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
+
+
+def test_reading_one_group_per_transaction_and_writing_small_row_groups_changes_nothing(run, tmp_path, monkeypatch):
+    exported(run, tmp_path / "whole.parquet")
+    monkeypatch.setattr(inspect, "READ_S", 0.0)
+    transactions = []
+    read = Store.read
+    monkeypatch.setattr(Store, "read", lambda store, look: transactions.append(look) or read(store, look))
+    monkeypatch.setattr(exporting, "ROW_GROUP_ROWS", 3)
+    exported(run, tmp_path / "pieces.parquet")
+    assert len(transactions) > 8
+    assert pq.ParquetFile(tmp_path / "pieces.parquet").metadata.num_row_groups == 4
+    assert pq.read_table(tmp_path / "pieces.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
+
+
+def test_a_damaged_record_is_left_out_and_named(run, tmp_path):
+    damage(run / "buffer", 3)
+    done = exported(run, tmp_path / "out.parquet")
+    assert done.num_rows == 15
+    assert len(done.damaged) == 1
+    assert done.damaged[0].startswith("record 3 of group 2: ")
+    assert 3 not in pq.read_table(tmp_path / "out.parquet")["record_id"].to_pylist()
+
+
+def test_an_export_that_fails_leaves_neither_half_a_file_nor_the_old_one_changed(run, tmp_path, monkeypatch):
+    out = tmp_path / "out.parquet"
+    out.write_bytes(b"an older export")
+
+    def fail(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(exporting.pq.ParquetWriter, "write_table", fail)
+    with pytest.raises(StoreError, match=r"out.parquet cannot be written \(No space left"):
+        exported(run, out)
+    assert out.read_bytes() == b"an older export"
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.parquet"]
+
+
+def test_a_tokens_version_counts_with_the_restarts_known_when_it_trained():
+    first = {"incarnation": 0, "version": 5, "start": 0, "end": 2}
+    last = {"incarnation": 1, "version": 4, "start": 2, "end": 3}
+    spans = pa.array([[first, last]], pa.list_(SPAN))
+    assert version_bounds(spans, [{0: 0}]) == ([5], [4])
+    assert version_bounds(spans, [{0: 0, 1: 3}]) == ([3], [4])
+    assert version_bounds(spans, [{0: 0, 1: 3, 2: 2}]) == ([2], [2])
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars", "duckdb"])
+@pytest.mark.filterwarnings("default")
+def test_other_libraries_read_the_export(run, tmp_path, library):
+    package = pytest.importorskip(library)
+    out = tmp_path / "out.parquet"
+    exported(run, out)
+    if library == "duckdb":
+        found = package.sql(f"select sum(lag), sum(len(token_ids)), min(spans[1].version) from '{out}'").fetchall()[0]
+    else:
+        frame = package.read_parquet(out)
+        found = (frame["lag"].sum(), sum(map(len, frame["token_ids"])), frame["spans"][0][0]["version"])
+    assert tuple(map(int, found)) == (4, 136, 0)
+
+
+def test_compaction_leaves_out_free_pages_and_nothing_else(run, tmp_path):
+    folder = run / "buffer"
+    exported(run, tmp_path / "before.parquet")
+    with lmdb.open(str(folder), max_dbs=64, map_size=2**26) as env:
+        bulk = env.open_db(b"records", create=False)
+        for value in (b"x" * 2**20, None):
+            with env.begin(write=True) as txn:
+                for key in (b"bulk-1", b"bulk-2"):
+                    txn.put(key, value, db=bulk) if value else txn.delete(key, db=bulk)
+    (done,) = compact(folder)
+    assert done.after_bytes < done.before_bytes - 2**20
+    assert (folder / "data.mdb").stat().st_size == done.after_bytes
+    assert not (folder / "compacting").exists()
+    exported(run, tmp_path / "after.parquet")
+    assert pq.read_table(tmp_path / "after.parquet").equals(pq.read_table(tmp_path / "before.parquet"))
+    again = InProcessBuffer(folder, facts())
+    assert again.faults() == []
+    assert again.draw(3, 2)[0].ready
+    again.close()
+
+
+def test_a_store_in_use_is_not_compacted(run):
+    folder = run / "buffer"
+    data = (folder / "data.mdb").read_bytes()
+    lock = own(folder)
+    with pytest.raises(StoreError, match="in use by process"):
+        compact(folder)
+    assert (folder / "data.mdb").read_bytes() == data
+    os.close(lock)
+
+
+def test_a_copy_that_differs_does_not_replace_the_store(run, monkeypatch):
+    folder = run / "buffer"
+    data = (folder / "data.mdb").read_bytes()
+
+    def copy_badly(env, target):
+        env.copy(str(target), compact=True)
+        damage(target, 3)
+
+    monkeypatch.setattr(compacting, "_copy", copy_badly)
+    with pytest.raises(StoreError, match="differs from the buffer in table 'records'"):
+        compact(folder)
+    assert (folder / "data.mdb").read_bytes() == data
+    assert not (folder / "compacting").exists()
+    store = Store(folder, None)
+    assert store.read(verify)["faults"] == []
+    store.close()

@@ -1,0 +1,367 @@
+"""Sampling laws, replay and the indexes they draw from, without sockets."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from buffer import protocol as p
+from buffer.config import BufferConfig
+from buffer.errors import StoreError
+from buffer.laws import systematic_shares
+from buffer.sum_tree import FANOUT, SumTree
+from tests.in_process_buffer import InProcessBuffer
+from tests.unit.buffer_rules import Actor, facts, generate, train
+from weight_sync.staleness import PolicyVersion
+
+UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192}
+
+
+def config(law, **knobs):
+    return BufferConfig(law=law, **{"max_uses": "unlimited", **knobs})
+
+
+def started(make, settings, **changes):
+    buffer = make(settings, **{**UNBOUNDED, **changes})
+    actor = Actor(buffer)
+    buffer.begin()
+    return buffer, actor
+
+
+def drawn_in(buffer, num_steps, first=1):
+    """How often each group was drawn in so many steps."""
+    return Counter(group for step in range(first, first + num_steps) for group in train(buffer, step).group_ids)
+
+
+def assert_near(counts, expected, num):
+    """Frequencies within four standard deviations of what the formula says."""
+    for key, chance in expected.items():
+        assert abs(counts[key] - num * chance) <= 4 * math.sqrt(num * chance * (1 - chance)) + 1, (key, counts)
+
+
+# --- laws -------------------------------------------------------------------------------------------
+
+
+def test_reward_softmax_draws_in_proportion_to_exp_of_reward_over_temperature(make):
+    buffer, actor = started(make, config("reward_softmax", reward_temperature=0.5), groups_per_step=1)
+    groups = {generate(buffer, actor, 1, [reward])[0]: reward for reward in (0.0, 0.5, 1.0, 1.5)}
+    total = sum(math.exp(2 * reward) for reward in groups.values())
+    assert_near(drawn_in(buffer, 600), {g: math.exp(2 * r) / total for g, r in groups.items()}, 600)
+
+
+def test_uniform_draws_every_group_alike(make):
+    buffer, actor = started(make, config("uniform"), groups_per_step=2)
+    groups = generate(buffer, actor, 6)
+    assert_near(drawn_in(buffer, 300), dict.fromkeys(groups, 1 / 3), 300)
+
+
+def test_prioritised_draws_by_the_spread_of_rewards_and_the_age(make):
+    knobs = {"priority_alpha": 0.5, "priority_epsilon": 0.04, "age_tau": 2.0, "selection_pool": 1.0}
+    buffer, actor = started(make, config("prioritised", **knobs), groups_per_step=1)
+    flat, spread = generate(buffer, actor, 1, [1.0]) + generate(buffer, actor, 1, [1.0, 0.0])
+    for step in range(1, 3):
+        train(buffer, step)
+    young = generate(buffer, actor, 1, [1.0], version=PolicyVersion(0, 2))[0]
+    weight = {flat: math.sqrt(0.04), spread: math.sqrt(0.54), young: math.sqrt(0.04) * math.exp(2 / 2.0)}
+    total = sum(weight.values())
+    assert_near(drawn_in(buffer, 600, first=3), {g: w / total for g, w in weight.items()}, 600)
+
+
+def test_on_policy_share_takes_the_newest_and_leaves_the_rest_to_another_law(make):
+    settings = config("on_policy_share", on_policy_share=0.5, replay_law="reward_softmax", reward_temperature=0.02)
+    buffer, actor = started(make, settings, groups_per_step=4)
+    best = generate(buffer, actor, 2, [1.0])
+    generate(buffer, actor, 6, [0.0])
+    train(buffer, 1)
+    newest = generate(buffer, actor, 2, [0.0], version=PolicyVersion(0, 1))
+    assert set(train(buffer, 2).group_ids) == {*newest, *best}
+
+
+def test_length_balanced_takes_every_length_in_its_share_and_the_oldest_of_it_first(make):
+    buffer, actor = started(make, BufferConfig(law="length_balanced", max_uses=2), groups_per_step=4)
+    short = generate(buffer, actor, 12, tokens=8)
+    long = generate(buffer, actor, 4, tokens=4000)
+    first = train(buffer, 1).group_ids
+    assert sorted(first) == [*short[:3], long[0]]
+    longs = [len(set(train(buffer, step).group_ids) & set(long)) for step in range(2, 9)]
+    assert 6 <= sum(longs) <= 8, "a quarter of 28, each at most twice"
+
+
+def test_systematic_shares_are_exact_on_average_and_never_above_a_count():
+    counts = {3: 1, 5: 7, 9: 24}
+    starts = np.linspace(0, 1, 2000, endpoint=False)
+    shares = [systematic_shares(counts, 8, start) for start in starts]
+    assert all(sum(share.values()) == 8 for share in shares)
+    for stratum, count in counts.items():
+        assert np.mean([share[stratum] for share in shares]) == pytest.approx(8 * count / 32, abs=0.01)
+    assert all(systematic_shares(counts, 99, start) == counts for start in starts)
+    assert systematic_shares({}, 4, 0.5) == {}
+
+
+def test_without_replacement_a_step_holds_a_group_once_and_with_it_more_often(make):
+    for with_replacement in (False, True):
+        settings = config("reward_softmax", reward_temperature=0.1, with_replacement=with_replacement)
+        buffer, actor = started(make, settings, groups_per_step=4)
+        best = generate(buffer, actor, 1, [1.0])[0]
+        generate(buffer, actor, 3, [0.0])
+        reply, rows = buffer.draw(1, 0)
+        assert len(reply.group_ids) == 4
+        assert (reply.group_ids.count(best) > 1) == with_replacement
+        assert len(reply.record_ids) == len(rows) == len(reply.lengths) == 8
+        buffer.finish(1, 1)
+        assert buffer.status().ledger["uses"] == 8
+        assert not buffer.draw(2, 1)[0].group_ids[4:]
+
+
+def test_with_replacement_the_reuse_cap_holds_within_a_step(make):
+    settings = BufferConfig(law="reward_softmax", reward_temperature=0.01, with_replacement=True, max_uses=3)
+    buffer, actor = started(make, settings, groups_per_step=4)
+    best = generate(buffer, actor, 1, [1.0])[0]
+    generate(buffer, actor, 4, [0.0])
+    assert train(buffer, 1).group_ids.count(best) == 3
+    assert best not in train(buffer, 2).group_ids
+
+
+def test_a_replay_draw_waits_for_as_many_groups_as_a_step_has_also_with_replacement(make):
+    buffer, actor = started(make, config("uniform", with_replacement=True), groups_per_step=3)
+    generate(buffer, actor, 2)
+    reply, _ = buffer.draw(1, 0)
+    assert (reply.ready, "has 2 of 3 groups" in reply.waiting_for) == (False, True)
+    generate(buffer, actor, 1)
+    assert buffer.draw(1, 0)[0].ready
+
+
+# --- chance -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("law", ["uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share"])
+def test_the_same_store_and_step_draw_the_same_also_after_a_restart(make, law):
+    def run(seed, restarts):
+        buffer, actor = started(make, BufferConfig(law=law, max_uses=3), groups_per_step=3, seed=seed, num_prompts=50)
+        for reward in range(10):
+            generate(buffer, actor, 1, [float(reward)], tokens=1 << reward)
+        drawn = []
+        for step in range(1, 7):
+            if restarts:
+                buffer.restart()
+            drawn.append(train(buffer, step).record_ids)
+        return drawn
+
+    assert run(1, False) == run(1, True) != run(2, False)
+
+
+# --- replay -----------------------------------------------------------------------------------------
+
+
+def test_a_group_is_used_as_often_as_max_uses_says_and_its_samples_stay_trained(make):
+    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=2), groups_per_step=2)
+    groups = generate(buffer, actor, 4)
+    used = drawn_in(buffer, 4)
+    assert used == dict.fromkeys(groups, 2)
+    ledger = buffer.status().ledger
+    assert (ledger["trained"], ledger["uses"], ledger["redone_uses"]) == (8, 16, 0)
+    assert not buffer.draw(5, 4)[0].ready
+
+
+def test_a_group_of_an_unfinished_draw_is_in_no_other(make):
+    buffer, actor = started(make, config("uniform"), groups_per_step=2)
+    generate(buffer, actor, 4)
+    first, second = buffer.draw(1, 0)[0], buffer.draw(2, 1)[0]
+    assert set(first.group_ids).isdisjoint(second.group_ids)
+    assert not buffer.draw(3, 2)[0].ready
+    buffer.finish(1, 1)
+    assert set(buffer.draw(3, 2)[0].group_ids) == set(first.group_ids)
+
+
+def test_a_restarted_learner_redoes_replayed_steps_as_they_were(make):
+    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=4), groups_per_step=2)
+    generate(buffer, actor, 5)
+    drawn = {step: train(buffer, step).record_ids for step in range(1, 7)}
+    buffer.draw(7, 6)
+    for attempt in (1, 2):
+        buffer.begin(2, 2, session=f"restarted {attempt}")
+        buffer.restart()
+        for step in range(3, 7):
+            assert train(buffer, step, incarnation=attempt).record_ids == drawn[step]
+    ledger = buffer.status().ledger
+    assert (ledger["uses"], ledger["redone_uses"]) == (4 * 6 + 2 * 4 * 4, 2 * 4 * 4)
+    assert buffer.store.read(lambda tx: sum(group.uses for _, group in tx.groups.all_items())) == 2 * 6
+
+
+def test_a_replayed_group_past_the_age_bound_is_closed_and_an_unused_one_dropped(make):
+    buffer, actor = started(
+        make, BufferConfig(law="on_policy_share", on_policy_share=1.0, max_uses=9), groups_per_step=1, max_lag=1,
+        max_actor_lag=0,
+    )  # fmt: skip
+    unused = actor.lease(1)[0]
+    used = generate(buffer, actor, 1)[0]
+    train(buffer, 1)
+    actor.work(unused)
+    generate(buffer, actor, 1)
+    train(buffer, 2)
+    newest = generate(buffer, actor, 1)[0]
+    assert train(buffer, 3).group_ids == [newest]
+    ledger = buffer.status().ledger
+    phases = buffer.store.read(lambda tx: {g: group.phase for (g,), group in tx.groups.all_items()})
+    assert (ledger["dropped_stale"], phases[used], phases[unused.group_id]) == (2, "closed", "closed")
+    assert unused.prompt_id in {lease.prompt_id for lease in actor.lease()}
+
+
+def test_a_damaged_record_takes_its_group_out_of_replay(make):
+    buffer, actor = started(make, config("uniform"), groups_per_step=1)
+    damaged, good = generate(buffer, actor, 2)
+    record = buffer.store.read(lambda tx: tx.groups.require(damaged).records[0])
+    kept = buffer.store.read(lambda tx: tx.records.require(record))
+
+    def flip(tx):
+        key = record.to_bytes(8, "big")
+        stored = bytearray(tx.records._txn.get(key, db=tx.records._db))
+        stored[40] ^= 1
+        tx.records._txn.put(key, bytes(stored), db=tx.records._db)
+
+    buffer.store.write(flip)
+    for step in range(1, 12):
+        assert train(buffer, step).group_ids == [good]
+    assert [buffer.status().ledger[name] for name in ("evicted_unused", "trained")] == [2, 2]
+    buffer.store.write(lambda tx: tx.records.put(kept, record))
+
+
+def test_under_unbounded_replay_waiting_groups_do_not_close_admission(make):
+    buffer, actor = started(make, config("uniform"), groups_per_step=2, num_prompts=100)
+    generate(buffer, actor, 40)
+    assert len(actor.lease(100)) == 8, "in flight at once: the groups of four steps"
+    plain, worker = started(make, BufferConfig(), groups_per_step=2)
+    generate(plain, worker, 8)
+    assert worker.lease(100) == []
+
+
+def test_under_bounded_replay_used_groups_make_room_for_new_ones(make):
+    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=50), max_lag=30, max_actor_lag=0)
+    most = len(generate(buffer, actor, 62))
+    assert actor.lease(1) == [], "these wait for their first use"
+    for step in range(1, 10):
+        train(buffer, step)
+    assert len(actor.lease(100)) == buffer.store.read(lambda tx: tx.state.num_reusable) > 0
+    assert buffer.status().num_ready_groups == most
+
+
+# --- indexes ----------------------------------------------------------------------------------------
+
+
+def test_a_sum_tree_draws_in_proportion_grows_with_its_ids_and_shrinks_to_nothing(tmp_path):
+    buffer = InProcessBuffer(tmp_path, facts())
+    weights = {3: 0.0, FANOUT + 1: math.log(3), FANOUT**2 + 5: math.log(4), 3 * FANOUT**3: -1e9}
+    for item, weight in weights.items():
+        buffer.store.write(lambda tx, item=item, weight=weight: SumTree.of(tx).set(item, weight))
+
+    def draw(tx):
+        assert dict(SumTree.of(tx).items()) == weights
+        picker, random = SumTree.of(tx).picker(), np.random.default_rng(0)
+        counts = Counter(picker.pick(random) for _ in range(4000))
+        assert_near(counts, {3: 1 / 8, FANOUT + 1: 3 / 8, FANOUT**2 + 5: 4 / 8}, 4000)
+        assert counts.keys() == set(weights) - {3 * FANOUT**3}
+        for item in (3, FANOUT + 1, FANOUT**2 + 5):
+            picker.take_out(item)
+        assert picker.pick(random) == 3 * FANOUT**3, "however small its share was"
+        picker.take_out(3 * FANOUT**3)
+        assert picker.pick(random) is None
+        assert SumTree.of(tx).faults() == []
+
+    buffer.store.write(draw)
+
+    def empty(tx):
+        for item in weights:
+            SumTree.of(tx).discard(item)
+
+    buffer.store.write(empty)
+    assert buffer.store.read(lambda tx: tx.weights.count) == 0
+    assert buffer.store.read(lambda tx: SumTree.of(tx).picker().pick(np.random.default_rng(0))) is None
+    buffer.close()
+
+
+def test_another_law_finds_the_groups_of_the_last_one(make):
+    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=2), groups_per_step=1)
+    groups = generate(buffer, actor, 3, [0.0]) + generate(buffer, actor, 1, [9.0])
+    train(buffer, 1)
+    for law in ("length_balanced", "fifo", "prioritised", "reward_softmax"):
+        buffer.config = BufferConfig(law=law, max_uses=2, reward_temperature=0.01, eviction="lowest_reward")
+        buffer.restart()
+        assert buffer.status().num_ready_groups == 4
+        assert buffer.faults() == []
+    assert groups[-1] in train(buffer, 2).group_ids + train(buffer, 3).group_ids
+    buffer.config = BufferConfig()
+    buffer.restart()
+    assert buffer.status().num_ready_groups > 0, "the unused ones"
+    assert buffer.store.read(lambda tx: {g.phase for _, g in tx.groups.all_items() if g.uses}) == {"closed"}
+
+
+def test_verify_names_every_index_that_differs_from_the_groups(make):
+    buffer, actor = started(make, BufferConfig(law="length_balanced", max_uses=2), groups_per_step=1)
+    weighted, worker = started(make, config("uniform"), groups_per_step=1)
+    for each, hand in ((buffer, actor), (weighted, worker)):
+        generate(each, hand, 3)
+        hand.lease(1)
+        train(each, 1)
+        each.ask(p.CheckpointDurable(1, 0), p.Done)
+        each.draw(2, 1)
+        assert each.faults() == []
+
+    def without_first(name):
+        def change(tx):
+            table = getattr(tx, name)
+            key = next(table.all_keys())
+            value = table.get(*key)
+            table.delete(*key)
+            return key, value
+
+        return change
+
+    for owner, name in (
+        *((buffer, name) for name in ("ready_groups", "open_groups", "leases", "catalogue", "strata")),
+        *((weighted, name) for name in ("eviction_order", "weights", "draws", "records")),
+    ):
+        key, value = owner.store.write(without_first(name))
+        assert owner.faults(), name
+        owner.store.write(lambda tx, name=name, key=key, value=value: getattr(tx, name).put(value, *key))
+        assert owner.faults() == [], name
+
+    def add_to(name, change):
+        def apply(tx):
+            setattr(tx.state, name, change(getattr(tx.state, name)))
+
+        return apply
+
+    for owner, name in ((buffer, "num_reusable"), (weighted, "num_reusable")):
+        owner.store.write(add_to(name, lambda count: count + 1))
+        assert "used before" in owner.faults()[0]
+        owner.store.write(add_to(name, lambda count: count - 1))
+
+
+# --- settings ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("knobs", "sentence"),
+    [
+        ({"law": "uniform", "with_replacement": True}, "max_uses = 1 allows one"),
+        ({"law": "fifo", "with_replacement": True, "max_uses": 2}, "takes groups in order"),
+        ({"law": "fifo", "max_uses": "unlimited"}, "the same oldest groups at every step"),
+        ({"law": "on_policy_share", "replay_law": "fifo", "max_uses": "unlimited"}, "replay_law = 'fifo'"),
+        ({"length_correction": True}, "selection_pool = 1.0 leaves none"),
+        ({"pack_tokens": 512}, "selection_pool = 1.0 leaves none"),
+        ({"law": "uniform", "max_uses": 2, "with_replacement": True, "selection_pool": 2.0}, "use one of them"),
+        ({"law": "newest"}, "law"),
+        ({"max_uses": 0}, "max_uses"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_in_a_sentence(knobs, sentence):
+    with pytest.raises(ValidationError, match=sentence):
+        BufferConfig(**knobs)
+
+
+@pytest.mark.parametrize("knobs", [{"law": "uniform"}, {"max_uses": 2}, {"selection_pool": 2.0}])
+def test_on_stale_wait_is_refused_with_a_law_that_may_leave_a_group_behind(tmp_path, knobs):
+    with pytest.raises(StoreError, match="on_stale = 'wait'"):
+        InProcessBuffer(tmp_path, facts(on_stale="wait"), BufferConfig(**knobs))

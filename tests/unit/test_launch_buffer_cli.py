@@ -1,0 +1,278 @@
+"""`leeway buffer`: what it prints of a run that is over and of one that is live, and what it says when it cannot."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import lmdb
+import pyarrow.parquet as pq
+import pytest
+
+from buffer import inspect
+from buffer.client import BufferClient
+from buffer.config import BufferConfig
+from buffer.intake import set_aside
+from launch.cli import main
+from tests.in_process_buffer import InProcessBuffer, make_trajectory
+from tests.unit.buffer_rules import Actor, facts
+
+SCHEMA_1 = Path(__file__).parent.parent / "data" / "store_schema_1"
+
+
+@pytest.fixture
+def leeway(capsys):
+    def run(*arguments):
+        status = main(["buffer", *map(str, arguments)])
+        said = capsys.readouterr()
+        return status, said.out.splitlines(), said.err
+
+    return run
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that is over: eight groups of two, one trained step, one quarantined row, one group still open."""
+    folder = tmp_path / "runs" / "sums"
+    buffer = InProcessBuffer(folder / "buffer", facts())
+    buffer.begin()
+    actor = Actor(buffer)
+    *complete, still_open = actor.lease()
+    for number, lease in enumerate(complete):
+        actor.work(lease, reward=number / 4, num_completion_tokens=2 + number)
+    actor.work(still_open, [0])
+    assert actor.work(still_open, [1], reward=float("nan")) == ["quarantined"]
+    buffer.draw(1, 0)
+    buffer.finish(1, 1)
+    buffer.close()
+    return folder
+
+
+@pytest.fixture
+def old_run(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "data.mdb").write_bytes((SCHEMA_1 / "data.mdb").read_bytes())
+    return tmp_path / "old"
+
+
+def columns(lines, number):
+    """One column of the groups that `ls` listed."""
+    return [line.split()[number] for line in lines[2:-1]]
+
+
+def save_tokenizer(folder):
+    from tokenizers import Tokenizer, decoders, models
+
+    words = [*"abcdefghijklmno", "\x1b"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_ls_lists_every_group_and_adds_them_up(run, leeway):
+    status, lines, _ = leeway("ls", run)
+    assert status == 0
+    assert "run r, schema version 2, learner at version 1: 8 groups, 15 trajectories" in lines[0]
+    assert columns(lines, 2) == ["closed"] * 2 + ["ready"] * 5 + ["closed"]
+    assert columns(lines, 3)[:7] == [f"{number / 4:.3f}" for number in range(7)]
+    assert lines[3].endswith("2 trained")
+    assert lines[-1].startswith("8 groups, 16 samples (")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "found_in_old"),
+    [
+        (["--min-reward", 1.25], [6, 7], [4, 8]),
+        (["--max-length", 6], [1, 2], [1, 5]),
+        (["--phase", "ready", "--limit", 2], [3, 4], [5, 6]),
+        (["--version", 1], [], []),
+        (["--version", 0, "--max-length", 6], [1, 2], [1, 5]),
+        (["--since-version", 0, "--phase", "closed"], [1, 2, 8], [1, 2, 3, 4]),
+        (["--prompt", 8], [1], [1]),
+        (["--by", "reward", "--reverse", "--limit", 2], [7, 6], [8, 4]),
+        (["--by", "length", "--max-length", 7], [1, 2, 3, 8], [1, 5, 2, 6]),
+        (["--by", "version", "--phase", "ready", "--min-reward", 1.0], [5, 6, 7], [7, 8]),
+    ],
+)
+def test_ls_finds_groups_by_what_they_are(run, old_run, leeway, wanted, found, found_in_old):
+    for folder, expected in ((run, found), (old_run, found_in_old)):
+        status, lines, _ = leeway("ls", folder, *wanted)
+        assert (status, list(map(int, columns(lines, 0)))) == (0, expected)
+        assert lines[-1].startswith(f"{len(expected)} groups, ")
+
+
+def test_groups_that_are_still_open_are_listed_and_found_by_prompt(tmp_path, leeway):
+    buffer = InProcessBuffer(tmp_path, facts())
+    buffer.begin()
+    actor = Actor(buffer)
+    done, still_open, *_ = actor.lease(3)
+    actor.work(done)
+    actor.work(still_open, [0])
+    buffer.close()
+    assert columns(leeway("ls", tmp_path)[1], 2) == ["ready", "open", "open"]
+    lines = leeway("ls", tmp_path, "--prompt", still_open.prompt_id)[1]
+    assert (columns(lines, 2), columns(lines, 4)) == (["open"], ["0"])
+
+
+def test_show_prints_a_group_with_the_text_of_its_samples(run, leeway):
+    status, lines, _ = leeway("show", run, 2)
+    assert status == 0
+    assert lines[0].startswith("group 2: prompt ")
+    assert "  trained at step 1, version 0" in lines
+    assert any(line.startswith("sample 1: record 4, trained, reward 0.250 (exact 0.250), stop") for line in lines)
+    assert not any("'abc'" in line for line in lines)
+    save_tokenizer(run / "model")
+    lines = leeway("show", run / "buffer", 2)[1]
+    assert lines.count("  'abc'") == lines.count("  -> 'def'") == 2
+
+
+def test_show_prints_every_column_of_a_record(run, leeway):
+    status, lines, _ = leeway("show", run, "--record", 4)
+    assert status == 0
+    assert [line for line in lines if line.startswith("sample ")] == [
+        "sample 1: record 4, trained, reward 0.250 (exact 0.250), stop"
+    ]
+    assert "  token_ids: [0, 1, 2, 3, 4, 5]" in lines
+    assert "  logprobs: -0.5000 -0.5000 -0.5000" in lines
+    assert "  finished_s: 2.000 (1970-01-01T00:00:02Z)" in lines
+
+
+@pytest.mark.parametrize("what", [["99"], ["--record", "99"], ["--quarantined", "99"]])
+def test_what_is_not_there_is_an_error_that_says_where_to_look(run, leeway, what):
+    status, lines, said = leeway("show", run, *what)
+    assert (status, lines) == (1, [])
+    assert f"{run / 'buffer'}" in said
+    assert "99" in said
+    assert "leeway buffer ls" in said
+
+
+def test_the_quarantine_is_listed_with_reasons_and_its_rows_can_be_read(run, leeway):
+    _, lines, _ = leeway("ls", run, "--quarantine")
+    assert lines[2].split(maxsplit=2)[0::2] == ["1", "reward not finite"]
+    status, lines, _ = leeway("show", run, "--quarantined", 1)
+    assert (status, lines[0].split(";")[0]) == (0, "quarantined 1: reward not finite")
+    assert "  actor: actor-0" in lines
+
+
+def test_bytes_in_quarantine_that_are_no_row_are_shown_as_bytes(tmp_path, leeway):
+    buffer = InProcessBuffer(tmp_path, facts())
+    for body in (b"\x1b[2Jboo", b"\x02\0\0\0" + b"\xff" * 400):
+        buffer.store.write(lambda tx, body=body: set_aside(tx, "body", body, matches_lease=False))
+    buffer.close()
+    status, lines, _ = leeway("show", tmp_path, "--quarantined", 1)
+    assert status == 0
+    assert lines[-1].split() == ["0", "1b", "5b", "32", "4a", "62", "6f", "6f", ".[2Jboo"]
+    assert leeway("show", tmp_path, "--quarantined", 2)[1][-1].startswith("     240  ff ff")
+
+
+def test_verify_says_what_it_checked_and_finds_damage(run, leeway):
+    status, lines, _ = leeway("verify", run)
+    assert (status, lines[-1]) == (0, "15 records, every index and the ledger checked: no fault")
+    with lmdb.open(str(run / "buffer"), max_dbs=64, map_size=2**26) as env:
+        records = env.open_db(b"records", create=False)
+        with env.begin(write=True) as txn:
+            value = bytearray(txn.get((3).to_bytes(8, "big"), db=records))
+            value[-1] ^= 1
+            txn.put((3).to_bytes(8, "big"), bytes(value), db=records)
+    status, lines, _ = leeway("verify", run)
+    assert (status, lines[-1]) == (2, "15 records, every index and the ledger checked: 1 fault")
+    assert lines[-2].startswith("FAULT ")
+    status, _, said = leeway("export", run, run / "out.parquet")
+    assert (status, said.startswith("leeway: left out: record 3 of group 2: ")) == (1, True)
+    assert pq.read_table(run / "out.parquet").num_rows == 14
+
+
+def test_export_and_compact_say_what_they_did(run, leeway):
+    status, lines, _ = leeway("export", run, run / "out.parquet", "--since-version", 0)
+    assert (status, lines[0].split(" in ")[0]) == (0, "15 trajectories of 8 groups")
+    assert pq.read_table(run / "out.parquet").num_rows == 15
+    status, lines, _ = leeway("compact", run)
+    assert (status, len(lines)) == (0, 1)
+    assert leeway("verify", run)[0] == 0
+
+
+def test_a_run_is_found_by_its_name_and_a_wrong_one_named(run, leeway, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert leeway("ls", "sums")[0] == 0
+    for verb in (["ls"], ["verify"], ["compact"], ["export", "out.parquet"]):
+        status, _, said = leeway(verb[0], "summs", *verb[1:])
+        assert (status, "there is no buffer in summs" in said) == (1, True)
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_a_mistyped_option_is_refused(run, leeway, capsys):
+    with pytest.raises(SystemExit) as ended:
+        leeway("ls", run, "--frob", "1")
+    assert ended.value.code == 2
+    assert "--frob" in capsys.readouterr().err
+
+
+def test_output_may_be_cut_off_by_its_reader(run):
+    command = f"{sys.executable} -m launch.cli buffer show {run} 1 | true; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+class Live:
+    """A service in a process of its own, and a thread that pushes to it."""
+
+    def __init__(self, folder):
+        self.facts = facts(num_prompts=1000, group_size=4, groups_per_step=64, max_lag="unbounded")
+        config = BufferConfig(request_timeout_s=1.0, give_up_after_s=20.0)
+        command = [sys.executable, "-m", "buffer", "--folder", folder, "--facts", self.facts.model_dump_json()]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        address = self.process.stdout.readline().strip()
+        self.clients = [
+            BufferClient(address, run_id="r", role=role, name=role, config=config) for role in ("learner", "actor")
+        ]
+        for client in self.clients:
+            client.connect()
+        learner, self.actor = self.clients
+        learner.published(learner.begin_incarnation(0, 0).result(10).incarnation, 0).result(10)
+        self.num_committed = 0
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.push)
+        self.thread.start()
+
+    def push(self):
+        while not self.ended.is_set() and (leases := self.actor.lease(1).result(20).leases):
+            rows = [make_trajectory(leases[0], index, seq=0) for index in range(4)]
+            for future in [self.actor.push(row) for row in rows]:
+                assert future.result(20).outcome == "committed"
+                self.num_committed += 1
+            self.ended.wait(0.005)
+
+    def close(self):
+        self.ended.set()
+        self.thread.join(20)
+        for client in self.clients:
+            client.close(1.0)
+        self.process.terminate()
+        self.process.wait(10)
+        self.process.stdout.close()
+
+
+def test_a_live_run_is_read_while_its_service_writes(tmp_path, leeway, monkeypatch):
+    monkeypatch.setattr(inspect, "READ_S", 0.0)  # a transaction per group: many of the service's fall between
+    live = Live(tmp_path / "buffer")
+    try:
+        while live.num_committed < 40:
+            assert live.thread.is_alive()
+            time.sleep(0.01)
+        for _ in range(5):
+            before = live.num_committed
+            for verb in (["ls"], ["show", 1], ["verify"]):
+                status, _, said = leeway(verb[0], tmp_path, *verb[1:])
+                assert (status, said) == (0, "")
+            status, _, said = leeway("export", tmp_path, tmp_path / "live.parquet")
+            assert (status, said) == (0, "")
+            exported = pq.read_table(tmp_path / "live.parquet", columns=["record_id"])
+            assert before <= exported.num_rows == len(set(exported["record_id"].to_pylist()))
+        assert live.num_committed > 40
+        status, _, said = leeway("compact", tmp_path)
+        assert (status, f"in use by process {live.process.pid}" in said) == (1, True)
+    finally:
+        live.close()
+    assert leeway("verify", tmp_path)[0] == 0
