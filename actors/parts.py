@@ -7,7 +7,7 @@ from actors.spec import ActorSpec, Parts
 from actors.tasks import Task, load_task
 from actors.tasks.encode import PromptCodec
 from actors.threads import DaemonThreads
-from buffer.client import BufferClient
+from buffer.sharded import open_client
 from weight_sync.puller import Puller
 from weight_sync.staleness import PolicyVersion
 
@@ -23,7 +23,7 @@ async def assemble(spec: ActorSpec) -> Parts:
     threads = DaemonThreads(f"{spec.name}-start", max_threads=2)
     task, codec = await threads.run(_load, spec)
     puller = Puller(spec.weights_folder)
-    client = BufferClient(spec.buffer_address, run_id=spec.run_id, role="actor", name=spec.name, config=spec.buffer)
+    client = open_client(spec.buffer_addresses, run_id=spec.run_id, role="actor", name=spec.name, config=spec.buffer)
     try:
         engine = await Engine.start(
             spec.serving_model_path, spec.config, version=PolicyVersion(0, 0), seed=spec.seed + spec.index

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # whoever gives orders needs none of these
     from actors.sample import Decoder
     from actors.tasks import Task
     from buffer.client import BufferClient
+    from buffer.sharded import ShardedClient
     from weight_sync.puller import Puller
 
 
@@ -31,7 +32,8 @@ class ActorSpec:
     """What the engine loads: version 0 of incarnation 0."""
     tokenizer_path: Path
     weights_folder: Path
-    buffer_address: str
+    buffer_addresses: tuple[str, ...]
+    """Of the buffer service, shard by shard."""
     config: ActorsConfig
     task: ReasoningGymTask | FileTask
     weight_sync: WeightSyncConfig
@@ -47,4 +49,4 @@ class Parts:
     decoder: Decoder
     engine: Engine
     puller: Puller
-    client: BufferClient
+    client: BufferClient | ShardedClient

@@ -1,17 +1,34 @@
 """The durable replay buffer: every trajectory is on disk before it is acknowledged.
 
-trajectory  Trajectory and VersionSpan: one sample
-schema      the one Arrow schema of wire and disk; validation of what comes from outside
-protocol    the control messages between client and service (msgspec), one struct per request
-store       Store: the LMDB environment, its tables (`tables`) and checksummed values
-ledger      Ledger: where every issued sample is, and the identities that must hold
-groups      Groups: the life of a group of samples, and its entries in the ledger
-leases      Leases: which prompts are out with which actor, and when they are issued again
-intake      Intake: what becomes of pushed trajectories, row by row
-draws       Draws: which groups train at which step (`laws` choose), recorded and idempotent
-core        BufferCore: every request against one transaction, without sockets
-service     BufferService: the one process that owns the store, behind a ZeroMQ ROUTER
-client      BufferClient: what actors and the learner talk through (`transport` sends and resends,
-            `futures` completes)
-verify      checks a whole store; `python -m buffer --folder FOLDER --verify`
+Read it from the outside in. Imports point from each part to those below it.
+
+The processes
+    client      BufferClient: what actors and the learner talk through (`outbox` collects trajectories,
+                `transport` sends and resends, `futures` completes)
+    sharded     ShardedClient: several services behind one client (`links` to each, `joint` draws, `shards` shares)
+    service     BufferService: the one process that owns a store, behind a ZeroMQ ROUTER (`upkeep` syncs, watches
+                readers and scrubs; `credits` divides memory)
+    inspect     looks into a store, live or over (`views`: what it shows); `export` and `compact` write it anew
+What is said
+    protocol    the control messages (msgspec), one struct per request
+    schema      the one Arrow schema of wire and export; reads what comes from outside (`flatbuffer`)
+    validation  what a row must satisfy before it is stored
+The rules, each in the given transaction
+    core        BufferCore: every request, without sockets
+    leases      which prompts are out with which actor, and when they are issued again (`deadlines`)
+    intake      what becomes of pushed trajectories, row by row
+    draws       which groups train at which step, recorded and idempotent; `steps`: the learner's life
+    laws        the sampling laws, over what is `eligible`; `selection` among a pool
+    groups      the life of a group of samples
+    eviction    which records leave a store that is full
+    lengths     what was generated against what is trained, and each prompt's past
+    ledger      where every issued sample is, and the identities that must hold
+The store
+    store       Store: the LMDB environment of a folder (`pages` checks its file)
+    transaction tables within a transaction, sealed by checksums; `tables`: what their rows are
+    rows        a trajectory on disk
+    catalogue   complete groups by prompt, version, reward and length
+    sum_tree    draws by weight in logarithmic time
+    verify      proves a whole store (`index_checks`)
+trajectory, config and errors are what all of them speak of.
 """

@@ -1,8 +1,8 @@
 """Where complete groups are found by prompt, version, reward or length.
 
 One table holds all four indexes: (index, value as an integer that sorts like it, group id). A group is
-in it from the moment that it is complete until nothing of it is stored. `value` says what an index
-sorts by; a group that has no such value, such as one without any reward, is not in that index.
+in it from the moment that it is complete until nothing of it is stored. One that has no value to sort by,
+such as a group without any reward, is not in that index.
 """
 
 from __future__ import annotations
@@ -53,23 +53,15 @@ def find(
         yield group_id
 
 
-def value(group: Group, state: State, by: Index) -> float | None:
-    """What the index sorts this group by; None where it has no such value."""
-    match by:
-        case "prompt":
-            return group.prompt_id
-        case "version":
-            return None if group.oldest is None else state.effective(group.oldest)
-        case "reward":
-            return group.mean_reward
-        case "length":
-            return group.mean_length
-
-
 def keys(group: Group, state: State) -> list[tuple[int, int, int]]:
-    """The group's keys in the table."""
-    values = [(number, by, value(group, state, by)) for number, by in enumerate(INDEXES)]
-    return [(number, _sortable(by, v, up=False), group.group_id) for number, by, v in values if v is not None]
+    """The group's keys in the table, in the order of `INDEXES`."""
+    found = [(0, group.prompt_id, group.group_id)]
+    if group.oldest is not None:
+        found.append((1, state.effective(group.oldest), group.group_id))
+    for number, mean in ((2, group.mean_reward), (3, group.mean_length)):
+        if mean is not None:
+            found.append((number, sortable_float(mean), group.group_id))
+    return found
 
 
 def add(tx: Transaction, group: Group) -> None:

@@ -12,7 +12,7 @@ import itertools
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +30,7 @@ from buffer.outbox import Outbox, checked, message_room, num_fitting
 from buffer.trajectory import Trajectory
 from buffer.transport import Result, Transport
 
-SILENCE_S = 2.0
+SILENCE_S = 1.75
 LONG_SILENCE_S = 20.0
 """After so long without a heartbeat the connection is made anew."""
 
@@ -76,7 +76,17 @@ def decode_draw(body: bytes | memoryview) -> list[Trajectory]:
 class BufferClient:
     """One client of the buffer service; safe to use from several threads."""
 
-    def __init__(self, address: str, *, run_id: str, role: str, name: str, config: BufferConfig) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        run_id: str,
+        role: str,
+        name: str,
+        config: BufferConfig,
+        shard: int = 0,
+        num_shards: int = 1,
+    ) -> None:
         """Start the client; nothing is sent before `connect`.
 
         Args:
@@ -85,8 +95,12 @@ class BufferClient:
             role: 'actor', 'learner' or another word for what the process is.
             name: unique in the run; a new process of the same name fences the old one.
             config: the `[buffer]` section.
+            shard: which shard of the buffer the service is; another one refuses.
+            num_shards: how many shards it has.
         """
         self.address = address
+        self.shard = shard
+        self._num_shards = num_shards
         self.name = name
         self._run_id = run_id
         self._role = role
@@ -119,11 +133,21 @@ class BufferClient:
             BufferUnavailable: it did not for `give_up_after_s`.
             BufferRefused: it serves another run, or speaks another protocol.
         """
-        hello = p.Hello(self._run_id, self._role, self.name, self._session)
-        welcome = self._ask(hello, p.Welcome).result(self._config.give_up_after_s + 10.0)
-        self._epoch = welcome.epoch
-        self._outbox.open(welcome.epoch, welcome.credit)
-        return welcome
+        return self.hello().result(self._config.give_up_after_s + 10.0)
+
+    def hello(self) -> Future[p.Welcome]:
+        """As `connect`, without blocking."""
+
+        def welcomed(result: Result) -> p.Welcome:
+            welcome = _expect(result, p.Welcome)
+            self._epoch = welcome.epoch
+            self._outbox.open(welcome.epoch, welcome.credit)
+            return welcome
+
+        hello = p.Hello(
+            self._run_id, self._role, self.name, self._session, shard=self.shard, num_shards=self._num_shards
+        )
+        return self._then(self._transport.submit(hello), welcomed)
 
     @property
     def epoch(self) -> int:
@@ -179,18 +203,45 @@ class BufferClient:
 
     # --- the learner ------------------------------------------------------------------------------
 
-    def begin_incarnation(self, version: int, step: int) -> Future[p.IncarnationReply]:
-        """Start to learn at `version`, having finished `step` steps; the same client may say it again."""
+    def begin_incarnation(self, version: int, step: int, *, at_least: int = 0) -> Future[p.IncarnationReply]:
+        """Start to learn at `version`, having finished `step` steps; the same client may say it again.
+
+        Args:
+            version: optimizer steps taken.
+            step: steps finished.
+            at_least: the incarnation's number, or a lower one.
+        """
 
         def begun(result: Result) -> p.IncarnationReply:
             reply = _expect(result, p.IncarnationReply)
             self._incarnation = reply.incarnation
             return reply
 
-        return self._then(self._transport.submit(p.BeginIncarnation(self._session, version, step)), begun)
+        return self._then(self._transport.submit(p.BeginIncarnation(self._session, version, step, at_least)), begun)
 
-    def draw(self, step: int, version: int, incarnation: int, num_groups: int, wait_s: float) -> Future[Draw]:
-        """Ask for the batch of step `step` (counted from 1), trained at `version`; answered within `wait_s`."""
+    def offer(self, step: int, version: int, incarnation: int) -> Future[p.PlanReply]:
+        """Ask what the service could give to a step that is divided among several."""
+        return self._ask(p.PlanRequest(step, version, incarnation), p.PlanReply)
+
+    def draw(
+        self,
+        step: int,
+        version: int,
+        incarnation: int,
+        num_groups: int,
+        wait_s: float,
+        plan: Mapping[int, int] | None = None,
+    ) -> Future[Draw]:
+        """Ask for the batch of step `step`, or for a part of it.
+
+        Args:
+            step: counted from 1.
+            version: at which it trains.
+            incarnation: of the learner.
+            num_groups: how many groups to draw.
+            wait_s: answered within so long, ready or not.
+            plan: of several shards, how many groups each of them gives.
+        """
 
         def drawn(result: Result) -> Draw:
             reply = _expect(result, p.DrawReply)
@@ -206,7 +257,7 @@ class BufferClient:
                 fidelity_ks=reply.fidelity_ks,
             )
 
-        request = p.DrawRequest(step, version, incarnation, num_groups, wait_s)
+        request = p.DrawRequest(step, version, incarnation, num_groups, wait_s, dict(plan or {}))
         return self._then(self._transport.submit(request, wait_s=wait_s), drawn)
 
     def write_scores(self, record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> Future[p.Done]:
@@ -228,9 +279,18 @@ class BufferClient:
             start = end
         return last_of([self._ask(p.WriteScores(), p.Done, body) for body in bodies], p.Done())
 
-    def step_finished(self, step: int, version: int, skipped: bool = False) -> Future[p.Done]:
-        """Say that step `step` is done and the learner is now at `version`."""
-        return self._ask(p.StepFinished(step, version, self._incarnation, skipped), p.Done)
+    def step_finished(
+        self, step: int, version: int, skipped: bool = False, *, took_part: bool = True
+    ) -> Future[p.Done]:
+        """Say that step `step` is done and the learner is now at `version`.
+
+        Args:
+            step: counted from 1.
+            version: optimizer steps taken.
+            skipped: nothing was learnt from it.
+            took_part: this service gave groups to it.
+        """
+        return self._ask(p.StepFinished(step, version, self._incarnation, skipped, took_part), p.Done)
 
     def published(self, incarnation: int, version: int) -> Future[p.Done]:
         """Say that these weights can be pulled."""

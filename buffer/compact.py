@@ -14,10 +14,10 @@ from typing import NamedTuple
 import lmdb
 
 from buffer.errors import StoreError
-from buffer.files import sync
 from buffer.inspect import DATA, shard_folders
 from buffer.store import Store, own
 from buffer.transaction import TABLES
+from weight_sync.files import sync
 
 _LOCK = "lock.mdb"
 _NEW = "compacting"

@@ -19,6 +19,11 @@ class BufferConfig(BaseModel):
 
     host: str = Field(default="127.0.0.1", description="Address that the service binds; loopback by default.")
     port: int = Field(default=0, ge=0, le=65535, description="TCP port; 0 lets the system choose a free one.")
+    shards: PositiveInt = Field(
+        default=1,
+        description="Into how many services the prompts are divided, by their hash. Fixed when a buffer is made; with "
+        "a port given, shard n has port + n.",
+    )
     law: Law = Field(
         default="fifo",
         description="Which groups a step takes: 'fifo' the oldest tokens first, 'on_policy_share' partly the newest, "

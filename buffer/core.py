@@ -22,6 +22,7 @@ from buffer.intake import Intake, set_aside
 from buffer.leases import Leases
 from buffer.ledger import checked_counts
 from buffer.rows import flat_values
+from buffer.shards import of_shard, share_of
 from buffer.steps import Steps
 from buffer.tables import Draw
 from buffer.transaction import Transaction
@@ -40,19 +41,22 @@ class BufferCore:
         """Compose the rules for one run.
 
         Raises:
-            StoreError: the capacity is smaller than what the staleness bound lets be outstanding, or the
-                sampling law contradicts on_stale.
+            StoreError: the capacity is smaller than what the staleness bound lets be outstanding, there are
+                more shards than groups that may be outstanding, or the sampling law contradicts on_stale.
         """
         _check_waits(config, facts)
         contract = StalenessContract(facts.staleness, facts.groups_per_step)
-        need = (contract.capacity() + facts.groups_per_step) * facts.group_size
+        share = share_of(facts, contract)
+        config = of_shard(config, share)
+        need = (share.capacity + min(facts.groups_per_step, share.capacity)) * facts.group_size
         if config.capacity_trajectories < need:
+            part = f", which is shard {facts.shard}'s part," if facts.num_shards > 1 else ""
             raise StoreError(
-                f"[buffer] capacity_trajectories = {config.capacity_trajectories} is below the {need} that the "
+                f"[buffer] capacity_trajectories = {config.capacity_trajectories}{part} is below the {need} that the "
                 "staleness bound lets be outstanding: raise it, or lower max_lag, groups_per_step or group_size"
             )
         self.facts = facts
-        self.groups = Groups(config, facts.group_size, num_kept=contract.capacity())
+        self.groups = Groups(config, facts.group_size, num_kept=share.capacity)
         self.leases = Leases(config, facts, contract, self.groups, clock)
         self.intake = Intake(facts, self.groups, self.leases)
         self.steps = Steps(contract, self.groups)
@@ -74,6 +78,8 @@ class BufferCore:
                 return self._hello(tx, message), b""
             case p.BeginIncarnation():
                 return self.steps.begin(tx, message), b""
+            case p.PlanRequest():
+                return self.draws.offer(tx, message), b""
             case p.StatusRequest():
                 return self._status(tx), b""
         self._note(tx, message, body)
@@ -146,6 +152,11 @@ class BufferCore:
                 f"this buffer speaks protocol {p.PROTOCOL_VERSION}, the client {message.protocol_version}: "
                 "run the same version of leeway everywhere"
             )
+        if (message.shard, message.num_shards) != (self.facts.shard, self.facts.num_shards):
+            raise BufferRefused(
+                f"this is shard {self.facts.shard} of {self.facts.num_shards}, the client looked for shard "
+                f"{message.shard} of {message.num_shards}: give the addresses of all shards in their order"
+            )
         actor = self.leases.hello(tx, message)
         return p.Welcome(actor.epoch)
 
@@ -162,7 +173,8 @@ class BufferCore:
     def _body(self, tx: Transaction, draw: Draw) -> memoryview:
         try:
             records = [tx.records.view(record) for record in draw.record_ids]
-            scores = [_floats(tx.scores.get(record)) for record in draw.record_ids]
+            has_scores = tx.scores.count > 0
+            scores = [_floats(tx.scores.get(record)) if has_scores else None for record in draw.record_ids]
         except CorruptRecord as error:
             raise BufferRefused(f"step {draw.step} cannot be drawn again as it was: {error}") from error
         return schema.write_stream(schema.join_rows(records, scores))
@@ -210,8 +222,8 @@ def _check_waits(config: BufferConfig, facts: RunFacts) -> None:
     if facts.staleness.on_stale == "wait" and not is_plain:
         raise StoreError(
             "on_stale = 'wait' lets no group pass the age bound, for which the oldest must be drawn first, but "
-            f"[buffer] has law = '{config.law}', max_uses = {config.max_uses}, selection_pool = {config.selection_pool}: use "
-            "law = 'fifo', max_uses = 1 and selection_pool = 1.0, or on_stale = 'drop'"
+            f"[buffer] has law = '{config.law}', max_uses = {config.max_uses}, selection_pool = {config.selection_pool}: "
+            "use law = 'fifo', max_uses = 1 and selection_pool = 1.0, or on_stale = 'drop'"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from buffer.protocol import Credit
 
 _FORGET_S = 60.0
-_MAX_ROWS = 8192
+_MAX_ROWS = 3072
 _MIN_ROWS = 64
 _MIN_BYTES = 2**20
 

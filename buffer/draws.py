@@ -1,12 +1,13 @@
 """Which groups train at which step: recorded, so that the same step asked again gets the same groups.
 
-All chance comes from a generator seeded by run, step and incarnation: the same store draws the same
-groups, also after a restart. What becomes of recorded draws is in `buffer.steps`.
+All chance comes from a generator seeded by run, shard, step and incarnation: the same store draws the
+same groups, also after a restart. What becomes of recorded draws is in `buffer.steps`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 
@@ -18,8 +19,10 @@ from buffer.errors import BufferRefused, CorruptRecord
 from buffer.groups import Groups
 from buffer.laws import ReadyGroup
 from buffer.leases import Leases
-from buffer.protocol import DrawRequest
+from buffer.ledger import checked_counts
+from buffer.protocol import DrawRequest, PlanReply, PlanRequest
 from buffer.selection import Offer, corrected, well_packed
+from buffer.shards import share_of
 from buffer.steps import Steps
 from buffer.tables import Draw, Group
 from buffer.transaction import Transaction
@@ -41,6 +44,7 @@ class Draws:
         self._leases = leases
         self._steps = steps
         self._waits = contract.config.on_stale == "wait"
+        self._share = share_of(facts, contract)
 
     def draw(self, tx: Transaction, request: DrawRequest) -> Draw | None:
         """The groups of a step; None where the step must wait.
@@ -52,23 +56,60 @@ class Draws:
         self._check(tx, request)
         draw = tx.draws.get(request.step)
         if draw is not None and draw.incarnation == state.incarnation:
+            if draw.plan != request.plan:
+                raise BufferRefused(f"step {request.step} is divided as {draw.plan} already, not as {request.plan}")
             return draw
-        if not state.version <= request.version <= state.version + len(state.pending_draws):
+        ahead = request.version - state.version
+        # One of several shards need not have a part in every step that is drawn.
+        if ahead < 0 or (ahead > len(state.pending_draws) and not request.plan):
             raise BufferRefused(
                 f"step {request.step} cannot train at version {request.version}: the learner finished steps up to "
                 f"version {state.version} and {len(state.pending_draws)} more are drawn"
             )
         if draw is not None:
-            if self._steps.all_usable(tx, draw, request.version):
+            if draw.plan == request.plan and self._steps.all_usable(tx, draw, request.version):
                 draw.incarnation, draw.version = state.incarnation, request.version
                 tx.draws.put(draw, draw.step)
                 return draw
             self._steps.release_from(tx, request.step)
         self._drop_stale(tx, request.version)
         chosen = self._choose_sound(tx, request)
-        if len(chosen) < request.num_groups or self._held_back_by(tx, chosen, request.version):
+        # Where the step is divided, whoever divided it looked at what all shards would leave behind.
+        if len(chosen) < request.num_groups or (not request.plan and self._held_back_by(tx, chosen, request.version)):
             return None
         return self._record(tx, request, chosen)
+
+    def offer(self, tx: Transaction, request: PlanRequest) -> PlanReply:
+        """What this shard could give to a step. Reads as many keys as groups may be outstanding.
+
+        Raises:
+            BufferRefused: the learner was replaced, or the step is over.
+        """
+        self._steps.check_incarnation(tx.state, request.incarnation)
+        if request.version < tx.state.version:
+            raise BufferRefused(
+                f"step {request.step} cannot train at version {request.version}: the learner is at {tx.state.version}"
+            )
+        self._drop_stale(tx, request.version)
+        bound = self._contract.bound()
+        due: Counter[int] = Counter()
+        open_due: Counter[int] = Counter()
+        if bound is not None:
+            oldest_first = islice(tx.ready_groups.all_keys(), self._contract.capacity())
+            due.update(oldest + bound for oldest, _ in oldest_first)
+        if bound is not None and self._waits:
+            groups = (tx.groups.require(group_id) for (group_id,) in tx.open_groups.all_keys())
+            open_due.update(group.oldest_effective(tx.state) + bound for group in groups)
+        return PlanReply(
+            num_eligible=tx.ready_groups.count,
+            capacity=self._share.capacity,
+            due=dict(due),
+            open_due=dict(open_due),
+            waits=self._waits,
+            waiting_for=self._owed(tx),
+            ledger=checked_counts(tx),
+            fidelity_ks=tx.state.fidelity.ks,
+        )
 
     def waiting_for(self, tx: Transaction, request: DrawRequest) -> str:
         """What the step still lacks, and who owes it."""
@@ -81,17 +122,20 @@ class Draws:
                 f" and waits for older ones (on_stale = 'wait'): "
                 f"{_some([f'group {group_id}' for group_id in held], len(held))}"
             )
+        return f"{text}; {self._owed(tx)}"
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _owed(self, tx: Transaction) -> str:
+        """Who owes groups, and whether more may be leased."""
         owed = []
         for (group_id,) in islice(tx.open_groups.all_keys(), MAX_NAMED):
             group = tx.groups.require(group_id)
             owner = f"{group.actor} (lease {group.lease_id})" if group.lease_id else "nobody: it waits for an actor"
             owed.append(f"group {group_id}, samples {group.missing()} from {owner}")
-        if owed:
-            text += f"; owed: {_some(owed, tx.open_groups.count)}"
+        text = f"owed: {_some(owed, tx.open_groups.count)}; " if owed else ""
         closed = self._leases.closed_because(tx)
-        return text + (f"; no new leases: {closed}" if closed else "; new leases wait for an actor to ask")
-
-    # --- parts ------------------------------------------------------------------------------------
+        return text + (f"no new leases: {closed}" if closed else "new leases wait for an actor to ask")
 
     def _check(self, tx: Transaction, request: DrawRequest) -> None:
         """Refuse what no draw could answer."""
@@ -102,9 +146,10 @@ class Draws:
                 f"step {request.step} was done before this incarnation, which began after step {resumed}; "
                 f"its first step is {resumed + 1} (steps are counted from 1)"
             )
-        if request.num_groups != self._facts.groups_per_step:
+        plan = request.plan or {self._facts.shard: request.num_groups}
+        if sum(plan.values()) != self._facts.groups_per_step or plan.get(self._facts.shard) != request.num_groups:
             raise BufferRefused(
-                f"step {request.step} asks for {request.num_groups} groups, but admission counts on "
+                f"step {request.step} asks for {request.num_groups} groups of {plan}, but admission counts on "
                 f"{self._facts.groups_per_step} per step: make [learner] groups_per_step agree with the run's facts"
             )
 
@@ -123,7 +168,8 @@ class Draws:
         config, num = self._groups.config, request.num_groups
         if tx.ready_groups.count < num:
             return []
-        random = np.random.default_rng([self._facts.seed & 0xFFFFFFFF, request.step, request.incarnation])
+        seeds = [self._facts.seed & 0xFFFFFFFF, request.step, request.incarnation, self._facts.shard]
+        random = np.random.default_rng(seeds)
         candidates = Eligible(tx, self._groups.max_uses)
         if config.selection_pool == 1.0:
             return self._groups.index.law.choose(candidates, num, random)
@@ -158,7 +204,15 @@ class Draws:
             for index in group.usable():
                 record_ids.append(group.records[index])
                 lengths.append(group.lengths[index] if group.lengths else 0)
-        draw = Draw(request.step, request.version, request.incarnation, chosen, record_ids, lengths=lengths)
+        draw = Draw(
+            request.step,
+            request.version,
+            request.incarnation,
+            chosen,
+            record_ids,
+            lengths=lengths,
+            plan=request.plan,
+        )
         self._steps.record(tx, draw)
         return draw
 

@@ -24,7 +24,11 @@ _BYTES_PER_RECORD = 512
 
 
 class EvictionOrder:
-    """Keeps the order in which groups would go."""
+    """Keeps the order in which groups would go.
+
+    A group that is drawn keeps its place until eviction comes upon it, so that a draw need not touch the
+    order: most are back before that.
+    """
 
     def __init__(self, config: BufferConfig) -> None:
         self._by_reward = config.eviction == "lowest_reward"
@@ -33,17 +37,22 @@ class EvictionOrder:
     def place(self, tx: Transaction, group: Group) -> None:
         """Give the group the place that it now has; its row must be written after that."""
         wanted = self.class_of(group)
-        if wanted == group.rank_class:
+        if wanted == group.rank_class or (wanted == _NO_PLACE and _is_stored(group)):
             return
-        if group.rank_class != _NO_PLACE:
-            tx.eviction_order.delete(group.rank_class, self.rank(group), group.group_id)
+        self.remove(tx, group)
         if wanted != _NO_PLACE:
             tx.eviction_order.put(b"", wanted, self.rank(group), group.group_id)
         group.rank_class = wanted
 
+    def remove(self, tx: Transaction, group: Group) -> None:
+        """Take the group out of the order; its row must be written after that."""
+        if group.rank_class != _NO_PLACE:
+            tx.eviction_order.delete(group.rank_class, self.rank(group), group.group_id)
+            group.rank_class = _NO_PLACE
+
     def class_of(self, group: Group) -> int:
         """CLOSED, ELIGIBLE, or -1 for a group that must stay, or of which nothing is stored."""
-        if group.held or group.phase in ("open", "drawn") or all(record == NO_RECORD for record in group.records):
+        if group.held or group.phase in ("open", "drawn") or not _is_stored(group):
             return _NO_PLACE
         if group.phase == "closed":
             return CLOSED
@@ -61,13 +70,15 @@ class EvictionOrder:
 class Eviction:
     """Keeps the store within its capacity."""
 
-    def __init__(self, config: BufferConfig, num_kept: int) -> None:
+    def __init__(self, config: BufferConfig, order: EvictionOrder, num_kept: int) -> None:
         """Args:
         config: the capacities.
+        order: who goes first.
         num_kept: eligible groups that are never evicted, so that the learner does not run dry.
         """
         self._max_records = config.capacity_trajectories
         self._max_bytes = config.capacity_gib * 2**30
+        self._order = order
         self._num_kept = num_kept
 
     def run(self, tx: Transaction, evict: Callable[[Transaction, Group], None]) -> None:
@@ -79,8 +90,16 @@ class Eviction:
             if first is None or (first[0] == ELIGIBLE and tx.ready_groups.count <= self._num_kept):
                 return
             group = tx.groups.require(first[2])
+            if self._order.class_of(group) != first[0]:
+                self._order.remove(tx, group)
+                tx.groups.put(group, group.group_id)
+                continue
             # Pages are given back one by one, so what a group frees is estimated; the next run corrects it.
             excess_bytes -= _BYTES_PER_TOKEN * sum(group.lengths)
             num = sum(record != NO_RECORD for record in group.records)
             excess, excess_bytes = excess - num, excess_bytes - _BYTES_PER_RECORD * num
             evict(tx, group)
+
+
+def _is_stored(group: Group) -> bool:
+    return any(record != NO_RECORD for record in group.records)

@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from buffer.errors import StoreError
-from buffer.files import sync
 from buffer.inspect import Inspection
 from buffer.rows import list_bounds
 from buffer.schema import SCHEMA, join_rows
 from buffer.tables import State
 from buffer.views import GroupView, Sample, Selection
+from weight_sync.files import sync
 from weight_sync.staleness import PolicyVersion, effective_version
 
 STATE = pa.schema(
@@ -102,15 +102,11 @@ def export(inspection: Inspection, wanted: Selection, path: Path) -> Exported:
 
 
 def uses_of(group: GroupView) -> list[Use]:
-    """The steps known to have trained on the group, oldest first; empty where that is forgotten or never was."""
-    if "trained" not in group.row.fates:
-        return []
-    return [
-        Use(draw.step, draw.version, draw.finished_by)
-        for draw in group.draws
-        # Rows of schema version 1 count no uses, and their draws do not say whether the step was skipped.
-        if draw.is_trained or (draw.finished_by >= 0 and not group.row.uses)
-    ]
+    """The last steps known to have trained on the group, oldest first; empty where none did."""
+    if group.row.trained_at or "trained" not in group.row.fates:
+        return [Use(*at) for at in group.row.trained_at]
+    # Rows of schema version 1 do not say so, but draws that no durable checkpoint has made forgotten do.
+    return [Use(draw.step, draw.version, draw.finished_by) for draw in group.draws if draw.finished_by >= 0]
 
 
 def version_bounds(spans: pa.Array, starts: Sequence[dict[int, int]]) -> tuple[list[int], list[int]]:

@@ -55,7 +55,7 @@ class Groups:
         self.max_uses = float("inf") if config.max_uses == "unlimited" else float(config.max_uses)
         self.index = EligibleIndex(config)
         self.order = EvictionOrder(config)
-        self._eviction = Eviction(config, num_kept)
+        self._eviction = Eviction(config, self.order, num_kept)
 
     def prepare(self, tx: Transaction) -> None:
         """Make the indexes fit the configuration; belongs before the first change of a transaction."""
@@ -228,7 +228,7 @@ class Groups:
                 (self.index.add if is_new else self.index.weigh)(tx, group)
             if is_ranked_anew and group.rank_class >= 0:
                 tx.eviction_order.put(b"", group.rank_class, self.order.rank(group), group_id)
-            if self._is_used_up(group) or self.order.class_of(group) != group.rank_class:
+            if self._is_used_up(group) or self.order.class_of(group) not in (group.rank_class, -1):
                 moved.append(group_id)
         for group_id in moved:
             group = tx.groups.require(group_id)

@@ -87,7 +87,9 @@ class _Wanted:
                 self.weights[group_id] = self._index.law.weight.log_weight(group, oldest)
             if self._index.law.needs_strata:
                 self.strata.add((bucket_of(group.mean_completion), oldest, group_id))
+        # A group that is drawn may keep its place until eviction comes upon it.
         place = self._order.class_of(group)
+        place = group.rank_class if place < 0 else place
         if place >= 0:
             self.eviction.add((place, self._order.rank(group), group_id))
 

@@ -308,6 +308,23 @@ def shard_folders(folder: Path) -> list[Path]:
     return sorted(shards, key=lambda shard: int(shard.name.rpartition("-")[2])) or [folder]
 
 
+def new_folders(folder: Path, num_shards: int) -> list[Path]:
+    """Where the stores of a buffer are to lie, shard by shard: the folder itself where there is only one.
+
+    Raises:
+        StoreError: the folder has a buffer of another number of shards, as far as its entries tell. What they
+            do not tell, each store says when it is opened.
+    """
+    there = [shard for shard in shard_folders(folder) if (shard / DATA).exists()]
+    wanted = [folder] if num_shards == 1 else [folder / f"shard-{shard}" for shard in range(num_shards)]
+    if any(shard not in wanted for shard in there):
+        raise StoreError(
+            f"the buffer in {folder} has {len(there)} shards and [buffer] shards = {num_shards}: the number is fixed "
+            f"when a buffer is made. Set shards = {len(there)}, or use a new run folder"
+        )
+    return wanted
+
+
 def _recorded_draws(tx: Transaction) -> dict[int, list[Draw]]:
     """For every group, the recorded draws that name it, by step. They are few: a durable checkpoint forgets them."""
     found: dict[int, list[Draw]] = {}

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -32,6 +32,8 @@ from buffer.validation import KnownVersions, faults
 MAX_QUARANTINED = 1024
 """How many quarantined rows and messages are kept to look at; the oldest go first."""
 MAX_QUARANTINED_BYTES = 64 * 2**10
+MAX_BEHIND = 1024
+"""How many versions one of several shards may have missed while it was down."""
 SEQ_WINDOW = 1_000_000
 """A sequence number so far above the low-water mark is not believed."""
 
@@ -45,15 +47,20 @@ def set_aside(tx: Transaction, reason: str, data: bytes | memoryview, *, matches
     state.next_quarantine += 1
 
 
-def known_versions(state: State) -> KnownVersions:
+def known_versions(state: State, *, may_be_behind: bool = False) -> KnownVersions:
     """Which versions actors can have sampled from.
 
     News of a publication may reach an actor before it reaches the service, so the current
     incarnation may be ahead of what the service was told by the steps that it has batches for.
+
+    Args:
+        state: of the store.
+        may_be_behind: the learner goes on without this service while it is down.
     """
     newest = {number: 2**62 for number in range(state.incarnation)}
     published = state.newest[1] if state.newest[0] == state.incarnation else 0
-    newest[state.incarnation] = max(published, state.version + len(state.pending_draws))
+    ahead = len(state.pending_draws) + (MAX_BEHIND if may_be_behind else 0)
+    newest[state.incarnation] = max(published, state.version + ahead)
     return KnownVersions(newest)
 
 
@@ -80,7 +87,7 @@ class Intake:
             For each message what became of its rows; a refusal where its sender is unknown.
         """
         rows = pa.concat_batches([batch for _, batch in pushes])
-        bad = faults(rows, self._facts, known_versions(tx.state))
+        bad = faults(rows, self._facts, known_versions(tx.state, may_be_behind=self._facts.num_shards > 1))
         every = enumerate(_rows(rows))
         outcomes: list[list[RowResult] | BufferRefused] = []
         for message, batch in pushes:
@@ -168,7 +175,7 @@ class Intake:
         return True
 
 
-class _Row(NamedTuple):
+class _Row(msgspec.Struct, frozen=True, gc=False):
     """What intake looks at of one pushed trajectory."""
 
     actor: str
@@ -190,7 +197,7 @@ class _Row(NamedTuple):
 def _rows(batch: pa.RecordBatch) -> Iterator[_Row]:
     """The rows of a record batch; a whole column is read at once."""
     column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
-    plain = [column[name].to_pylist() for name in _Row._fields[:8]]
+    plain = [column[name].to_pylist() for name in _Row.__struct_fields__[:8]]
     lengths = [column[name].value_lengths().to_pylist() for name in ("token_ids", "logprobs")]
     spans, bounds = column["spans"].flatten(), list_bounds(column["spans"])[:-1]
     if len(spans):

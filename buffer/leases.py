@@ -13,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from buffer.config import BufferConfig, RunFacts
+from buffer.deadlines import Deadlines
 from buffer.errors import BufferRefused
 from buffer.groups import Groups
 from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Renew, RenewReply
+from buffer.shards import owned_prompts, share_of
 from buffer.tables import NO_RECORD, Actor, Group
 from buffer.transaction import Transaction
 from weight_sync.staleness import StalenessContract
@@ -39,7 +41,8 @@ class Leases:
         self._contract = contract
         self._groups = groups
         self._clock = clock
-        self._deadlines: dict[int, float] = {}
+        self._share = share_of(facts, contract)
+        self._deadlines = Deadlines()
         """Lease -> when it expires. An entry whose lease is closed is swept when it is due."""
         self._granted_none: dict[str, tuple[int, int]] = {}
         """Actor -> the epoch and number of its last request that was granted nothing."""
@@ -142,17 +145,18 @@ class Leases:
         """Lose the leases whose time is over."""
         self._groups.prepare(tx)
         now = self._clock()
-        for lease_id in [lease_id for lease_id, deadline in self._deadlines.items() if deadline <= now]:
+        for lease_id in self._deadlines.due(now):
             group_id = tx.leases.get(lease_id)
             if group_id is None:
                 # Closed in an earlier, committed turn: only now is it safe to forget the deadline.
-                del self._deadlines[lease_id]
+                self._deadlines.drop(lease_id)
                 continue
             self._groups.lose_lease(tx, tx.groups.require(group_id), "lease expired")
 
     def due_in_s(self) -> float | None:
         """Seconds until the next lease is due; None without leases."""
-        return None if not self._deadlines else max(0.0, min(self._deadlines.values()) - self._clock())
+        next_at = self._deadlines.next_at
+        return None if next_at is None else max(0.0, next_at - self._clock())
 
     def outstanding(self, tx: Transaction) -> int:
         """Groups in flight, waiting for their first use, or held by steps that are not finished.
@@ -168,8 +172,8 @@ class Leases:
     def closed_because(self, tx: Transaction) -> str:
         """Why no new group may be leased now; '' where one may.
 
-        Beside the contract's capacity, which assumes that weights are published when they are due,
-        this counts how far publication really is behind: the group would be used by the step after
+        Beside this shard's share of the contract's capacity, which assumes that weights are published
+        when they are due, this counts how far publication really is behind: the group would be used by the step after
         all outstanding ones, with tokens as old as `min_version`, and must be usable there. With
         max_lag = 0 this holds admission back between a finished step and its publication.
         """
@@ -180,11 +184,13 @@ class Leases:
             return "no learner has started"
         if state.published is None:
             return "the learner has not published weights"
+        if not self._share.capacity:
+            return f"no prompt belongs to shard {self._facts.shard} of {self._facts.num_shards}"
         outstanding = self.outstanding(tx)
-        if not self._contract.admit(outstanding):
+        if outstanding >= self._share.capacity:
             return f"{outstanding} groups are outstanding, which is all that the staleness bound allows"
         oldest = self._contract.min_version(state.effective(state.published))
-        if not self._contract.usable(oldest, state.version + outstanding // self._facts.groups_per_step):
+        if not self._contract.usable(oldest, state.version + self._share.steps_before(outstanding)):
             return (
                 f"the learner is at version {state.version}, the newest published is {state.effective(state.published)}"
             )
@@ -202,7 +208,8 @@ class Leases:
             return None
         prompt_id, failures = self._next_prompt(tx)
         size = self._facts.group_size
-        group = Group(tx.state.next_group, prompt_id, ["missing"] * size, [NO_RECORD] * size, failures=failures)
+        group_id = self._facts.global_id(tx.state.next_group)
+        group = Group(group_id, prompt_id, ["missing"] * size, [NO_RECORD] * size, failures=failures)
         tx.state.next_group += 1
         tx.open_groups.put(b"", group.group_id)
         return group
@@ -227,14 +234,14 @@ class Leases:
         for (key,), returned in tx.returned_prompts.all_items():
             tx.returned_prompts.delete(key)
             return returned.prompt_id, returned.failures
-        epoch, position = divmod(tx.state.cursor, self._facts.num_prompts)
+        epoch, position = divmod(tx.state.cursor, len(owned_prompts(self._facts)))
         tx.state.cursor += 1
-        return int(_order(self._facts.seed, epoch, self._facts.num_prompts)[position]), 0
+        return int(_order(self._facts, epoch)[position]), 0
 
     def _issue(self, tx: Transaction, group: Group, actor: Actor) -> Lease:
         state = tx.state
         missing = group.missing()
-        group.lease_id = state.next_lease
+        group.lease_id = self._facts.global_id(state.next_lease)
         group.attempt += 1
         group.actor, group.epoch = actor.name, actor.epoch
         group.min_version = self._contract.min_version(state.effective(state.newest))
@@ -256,7 +263,7 @@ class Leases:
         )
 
     def _extend(self, lease_id: int) -> None:
-        self._deadlines[lease_id] = self._clock() + self._config.lease_timeout_s
+        self._deadlines.set(lease_id, self._clock() + self._config.lease_timeout_s)
 
 
 def is_name(text: str) -> bool:
@@ -265,6 +272,6 @@ def is_name(text: str) -> bool:
 
 
 @lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, num_prompts: int) -> npt.NDArray[np.int64]:
-    """The order of prompts in one epoch of the data: the same after every restart."""
-    return np.random.default_rng([seed & 0xFFFFFFFF, epoch]).permutation(num_prompts)
+def _order(facts: RunFacts, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of this shard's prompts in one epoch of the data: the same after every restart."""
+    return np.random.default_rng([facts.seed & 0xFFFFFFFF, epoch]).permutation(owned_prompts(facts))

@@ -99,7 +99,7 @@ class Ledger(msgspec.Struct):
             self.quarantined_outside += 1
 
 
-MAX_RECOUNTED = 1024
+MAX_RECOUNTED = 256
 """Above so many ready groups `live_gap` takes the count of waiting samples as it is; `recount` never does."""
 
 

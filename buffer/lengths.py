@@ -26,7 +26,16 @@ _RESCALE_AT = 1e9
 
 def bucket_of(num_tokens: float) -> int:
     """The bucket of a length: 0 is one token, and each octave has two."""
-    return min(NUM_BUCKETS - 1, int(2 * math.log2(max(1.0, num_tokens))))
+    whole = int(num_tokens)
+    return _BUCKETS[whole] if whole < len(_BUCKETS) else _bucket(whole)
+
+
+def _bucket(num_tokens: int) -> int:
+    return min(NUM_BUCKETS - 1, int(2 * math.log2(max(1, num_tokens))))
+
+
+_BUCKETS = bytes(_bucket(num_tokens) for num_tokens in range(2**16))
+"""Looked up for every sample."""
 
 
 def bounds_of(bucket: int) -> tuple[int, int]:

@@ -46,6 +46,13 @@ class _Tree(NamedTuple):
     root: int
 
 
+class _Meta(NamedTuple):
+    transaction: int
+    free: _Tree
+    main: _Tree
+    num_pages: int
+
+
 class _Nodes(NamedTuple):
     """The nodes of many pages of one level, in order: one row per node."""
 
@@ -91,16 +98,20 @@ class _Walk:
         self._deep = deep
 
     def check(self) -> Structure:
-        free, main, num_pages = self._metas()
+        older, newest = self._metas()
         # LMDB never writes pages that it took and gave back in one transaction, so those at the end may be missing.
+        num_pages = newest.num_pages
         self._num_written = min(num_pages, self._data.stat().st_size // self._page_size)
         self._words: npt.NDArray[np.uint16] = np.memmap(
             self._data, np.uint16, "r", shape=(self._num_written * self._page_size // 2,)
         )
+        for meta in (older, newest):
+            self._uses = np.zeros(num_pages, np.uint8)
+            self._check_number(meta)
         self._uses = np.zeros(num_pages, np.uint8)
         self._uses[:2] = 1
-        freed = list(self._walk(free, "free list", _FREE_FLAGS))
-        for at, size in self._walk(main, "list of tables", _PLAIN_FLAGS, subtrees=True):
+        freed = list(self._walk(newest.free, "free list", _FREE_FLAGS))
+        for at, size in self._walk(newest.main, "list of tables", _PLAIN_FLAGS, subtrees=True):
             if size != _TREE_FORMAT.size:
                 raise self._damaged(f"has a table's entry of {size} bytes")
             tree = _Tree._make(_TREE_FORMAT.unpack(self._bytes(at, size)))
@@ -108,8 +119,8 @@ class _Walk:
                 pass
         return Structure(num_pages, self._account(freed), self._page_size)
 
-    def _metas(self) -> tuple[_Tree, _Tree, int]:
-        """The trees of the newest of the two meta pages; they must be of neighbouring transactions."""
+    def _metas(self) -> tuple[_Meta, _Meta]:
+        """The two meta pages, the newest last; they must be of neighbouring transactions."""
         with self._data.open("rb") as file:
             first = file.read(_HEADER + _META_FORMAT.size)
             if len(first) < _HEADER + _META_FORMAT.size:
@@ -127,14 +138,36 @@ class _Walk:
             magic, version, _, map_size, free, main, last_page, transaction = _META_FORMAT.unpack_from(page, _HEADER)
             if flags != _META or magic != _MAGIC or version != _VERSION:
                 raise self._damaged(f"has a meta page {number} that is none")
-            metas.append((transaction, free, main, last_page, map_size))
-        even, odd = metas[0][0], metas[1][0]
+            if not 1 <= last_page < map_size // self._page_size:
+                raise self._damaged(f"claims {last_page + 1} pages in a map of {map_size} bytes")
+            trees = [_Tree._make(_TREE_FORMAT.unpack(tree)) for tree in (free, main)]
+            metas.append(_Meta(transaction, trees[0], trees[1], last_page + 1))
+        even, odd = metas[0].transaction, metas[1].transaction
         if (even, odd) != (0, 0) and (even % 2 or not odd % 2 or abs(even - odd) != 1):
             raise self._damaged(f"has meta pages of the transactions {even} and {odd}, which do not follow each other")
-        _, free, main, last_page, map_size = max(metas)
-        if not 1 <= last_page < map_size // self._page_size:
-            raise self._damaged(f"claims {last_page + 1} pages in a map of {map_size} bytes")
-        return _Tree._make(_TREE_FORMAT.unpack(free)), _Tree._make(_TREE_FORMAT.unpack(main)), last_page + 1
+        older, newest = sorted(metas)
+        return older, newest
+
+    def _check_number(self, meta: _Meta) -> None:
+        """Every transaction lists the pages that it freed under its own number, which is the highest of its list."""
+        tree, name = meta.free, "free list"
+        if tree.root == _NONE:
+            if meta.transaction > 1:
+                raise self._damaged(f"has a transaction {meta.transaction} that freed no page")
+            return
+        pages = self._page(tree.root)
+        for _ in range(tree.depth - 1):
+            nodes = self._nodes(pages, _BRANCH, name)
+            pages = (nodes.low | nodes.flags << 32)[-1:]
+        nodes = self._nodes(pages, _LEAF, name)
+        number = int(self._unaligned(nodes.at[-1:] + _NODE)[0])
+        if number != meta.transaction:
+            raise self._damaged(f"has a meta page of transaction {meta.transaction} whose free list is of {number}")
+
+    @staticmethod
+    def _page(number: int) -> Pages:
+        """One page; a number beyond all files where it does not fit."""
+        return np.array([min(number, 2**62)], np.int64)
 
     def _walk(self, tree: _Tree, name: str, flags: int, *, subtrees: bool = False) -> Iterator[tuple[int, int]]:
         """Check one tree level by level; yields where the values that are trees or free lists lie, and their sizes."""
@@ -144,7 +177,7 @@ class _Walk:
             if any(tree[2:7]):
                 raise self._damaged(f"has a {name} without a root that claims {tree.num_entries} entries")
             return
-        pages = np.array([tree.root] if tree.root < 2**62 else [2**62], np.int64)
+        pages = self._page(tree.root)
         num_branches = 0
         for _ in range(tree.depth - 1):
             num_branches += len(pages)

@@ -34,6 +34,9 @@ class Hello(Message, frozen=True):
     session: str
     """Random per client process: the same Hello sent twice opens one epoch only."""
     protocol_version: int = PROTOCOL_VERSION
+    shard: int = 0
+    """Which shard the client believes to be talking to, and of how many."""
+    num_shards: int = 1
 
 
 class LeaseRequest(Message, frozen=True):
@@ -81,8 +84,19 @@ class DrawRequest(Message, frozen=True):
     """Optimizer steps taken when this step trains."""
     incarnation: int
     num_groups: int
+    """What this service is to give."""
     wait_s: float
     """The service answers at the latest after this time, ready or not."""
+    plan: dict[int, int] = {}
+    """Where the buffer has several shards: how many groups of the step each of them gives."""
+
+
+class PlanRequest(Message, frozen=True):
+    """What could a shard give to step `step`, trained at `version`? The client divides the step by the answers."""
+
+    step: int
+    version: int
+    incarnation: int
 
 
 class WriteScores(Message, frozen=True):
@@ -96,6 +110,8 @@ class StepFinished(Message, frozen=True):
     version: int
     incarnation: int
     skipped: bool = False
+    took_part: bool = True
+    """False where other shards gave all groups of the step: this one only learns how far the learner is."""
 
 
 class Published(Message, frozen=True):
@@ -118,6 +134,8 @@ class BeginIncarnation(Message, frozen=True):
     session: str
     version: int
     step: int
+    at_least: int = 0
+    """The incarnation gets this number or a higher one, so that it has the same number in every shard."""
 
 
 class Drain(Message, frozen=True):
@@ -168,7 +186,7 @@ class LeaseGrant(Message, frozen=True):
     draining: bool
 
 
-class RowResult(msgspec.Struct, frozen=True):
+class RowResult(msgspec.Struct, frozen=True, gc=False):
     """What became of one pushed trajectory."""
 
     seq: int
@@ -209,12 +227,35 @@ class DrawReply(Message, frozen=True):
     """Kolmogorov-Smirnov distance of the lengths trained so far from those generated: 0 is the same."""
 
 
+class PlanReply(Message, frozen=True):
+    """Answer to PlanRequest. A group is due at the last version whose step may use it."""
+
+    num_eligible: int
+    """Groups that the step may use."""
+    capacity: int
+    """More than this it cannot promise: its share of what admission lets be outstanding."""
+    due: dict[int, int]
+    """Version -> how many of the oldest eligible groups are due then; empty without an age bound."""
+    open_due: dict[int, int]
+    """The same of groups that are not complete, where a step must wait for them (on_stale = "wait")."""
+    waits: bool
+    """on_stale is "wait"."""
+    waiting_for: str
+    """Who owes it groups."""
+    ledger: dict[str, int]
+    """As in `DrawReply`."""
+    fidelity_ks: float
+    """As in `DrawReply`."""
+
+
 class IncarnationReply(Message, frozen=True):
     """Answer to BeginIncarnation."""
 
     incarnation: int
     resumed_at: dict[int, int]
     """For every incarnation, the version that it started from."""
+    plans: dict[int, dict[int, int]] = {}
+    """For every recorded draw that is to be redone, how its step was divided among the shards."""
 
 
 class Status(Message, frozen=True):
@@ -237,6 +278,8 @@ class Status(Message, frozen=True):
     """As in `DrawReply`."""
     fidelity_alarm: bool = False
     """It is above the knob `fidelity_alarm`."""
+    silent_shards: list[int] = []
+    """Shards that do not answer now: their part of the figures is the last that was known."""
 
 
 class Done(Message, frozen=True):
@@ -251,11 +294,11 @@ class Refused(Message, frozen=True):
 
 
 Request = (
-    Hello | LeaseRequest | Push | GiveUp | Renew | DrawRequest | WriteScores | StepFinished | Published
-    | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
+    Hello | LeaseRequest | Push | GiveUp | Renew | PlanRequest | DrawRequest | WriteScores | StepFinished
+    | Published | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
 )  # fmt: skip
 Reply = (
-    Welcome | LeaseGrant | PushReply | RenewReply | DrawReply | IncarnationReply | Status | Done | Refused
+    Welcome | LeaseGrant | PushReply | RenewReply | PlanReply | DrawReply | IncarnationReply | Status | Done | Refused
 )  # fmt: skip
 
 

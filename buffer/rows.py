@@ -96,7 +96,7 @@ def encode(batch: pa.RecordBatch) -> list[bytes]:
     head = headers.tobytes()
     size = HEADER.itemsize
     byte_bounds = [(bound * item).tolist() for bound, item in zip(bounds, _ITEM_SIZES.tolist(), strict=True)]
-    pieces: list[list[bytes | memoryview]] = [[head[i * size : (i + 1) * size] for i in range(batch.num_rows)]]
+    pieces = [[head[i * size : (i + 1) * size] for i in range(batch.num_rows)]]
     pieces += [
         [data[start:end] for start, end in itertools.pairwise(bound)]
         for data, bound in zip(flat, byte_bounds, strict=True)
@@ -197,7 +197,7 @@ def bounds_of(counts: npt.NDArray[Any] | Sequence[int]) -> npt.NDArray[np.int32]
     return bounds
 
 
-def _sections(column: dict[str, pa.Array]) -> tuple[list[memoryview], list[npt.NDArray[np.int64]]]:
+def _sections(column: dict[str, pa.Array]) -> tuple[list[bytes], list[npt.NDArray[np.int64]]]:
     """The flat bytes of every section, and the bounds of each row in items."""
     spans, parts = column["spans"], column["reward_parts"]
     span_bounds, part_bounds = list_bounds(spans), list_bounds(parts)
@@ -217,8 +217,8 @@ def _sections(column: dict[str, pa.Array]) -> tuple[list[memoryview], list[npt.N
         **{name: _text_bytes(column[name]) for name in TEXTS},
     }
     ordered = [flat[name] for name, _ in _SECTIONS]
-    data = [np.ascontiguousarray(values).data.cast("B") if len(values) else memoryview(b"") for values, _ in ordered]
-    return data, [bound for _, bound in ordered]
+    # Bytes and no views: the collector of garbage follows each of the many thousand views, but no bytes.
+    return [np.ascontiguousarray(values).tobytes() for values, _ in ordered], [bound for _, bound in ordered]
 
 
 def _text_bytes(column: pa.Array) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:

@@ -121,6 +121,14 @@ def write_stream(batch: pa.RecordBatch) -> memoryview:
 
 
 @lru_cache(maxsize=8)
+def _metadata_of(schema: pa.Schema) -> pa.Buffer:
+    """What the first message of our own streams holds: where it is the same, it need not be parsed."""
+    sink = pa.BufferOutputStream()
+    pa.ipc.new_stream(sink, schema).close()
+    return pa.ipc.MessageReader.open_stream(sink.getvalue()).read_next_message().metadata
+
+
+@lru_cache(maxsize=8)
 def _framing(schema: pa.Schema) -> int:
     """Bytes of an IPC stream of this schema beside its record batches."""
     sink = pa.BufferOutputStream()
@@ -159,9 +167,14 @@ def read_stream(
         raise BadBody("schema", reason)
     try:
         reader = pa.ipc.MessageReader.open_stream(pa.py_buffer(body))
-        schema = pa.ipc.read_schema(reader.read_next_message())
-        if not schema.equals(expected, check_metadata=True):
-            raise BadBody("schema", f"expected schema_version {SCHEMA_VERSION}, got {_version_of(schema)}")
+        first = reader.read_next_message()
+        if first.type != "schema":
+            # read_schema does not look at the type, and would read a table that nobody has verified.
+            raise BadBody("body", f"expected a schema, got a {first.type}")
+        if not first.metadata.equals(_metadata_of(expected)):
+            schema = pa.ipc.read_schema(first)
+            if not schema.equals(expected, check_metadata=True):
+                raise BadBody("schema", f"expected schema_version {SCHEMA_VERSION}, got {_version_of(schema)}")
         message = reader.read_next_message()
         if message.type != "record batch":
             raise BadBody("body", f"expected a record batch, got a {message.type}")
@@ -170,6 +183,7 @@ def read_stream(
         batch = pa.ipc.read_record_batch(message, expected)
         if max_rows is not None and batch.num_rows > max_rows:
             raise BadBody("too many rows", f"{batch.num_rows} rows in one message; at most {max_rows}")
+        batch.validate()  # the bounds of its arrays, before anyone asks how long they are
         _refuse_crowds(batch)
         batch.validate(full=True)
     except (pa.ArrowException, EOFError, StopIteration, OSError, ValueError, IndexError) as error:
@@ -241,6 +255,17 @@ def join_rows(
         return batch
     index = SCHEMA.get_field_index("reference_logprobs")
     return batch.set_column(index, SCHEMA.field(index), _optional_lists(list(scores)))
+
+
+def join_streams(bodies: Sequence[bytes]) -> bytes | memoryview:
+    """Several message bodies of trajectories as one.
+
+    Raises:
+        BadBody: see `read_stream`.
+    """
+    if len(bodies) == 1:
+        return bodies[0]
+    return write_stream(pa.concat_batches([read_stream(body) for body in bodies]))
 
 
 def completion_length(record: bytes | memoryview) -> int:

@@ -27,6 +27,7 @@ from buffer.schema import bomb
 from buffer.store import PORT, Store
 from buffer.transaction import Transaction
 from buffer.upkeep import Upkeep
+from weight_sync.files import write_durably
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class BufferService:
         ):
             self._socket.setsockopt(option, value)
         remembered = self._folder / PORT
-        port = self._config.port or (int(remembered.read_text()) if remembered.exists() else 0)
+        port = self._config.port or _port_in(remembered)
         endpoint = f"tcp://{self._config.host}:{port or '*'}"
         deadline = time.monotonic() + _BIND_RETRY_S
         while True:
@@ -138,7 +139,7 @@ class BufferService:
                 ) from error
         address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         bound_port = address.rsplit(":", 1)[1]
-        remembered.write_text(bound_port)
+        write_durably(remembered, bound_port.encode())
         if self._config.host in ("0.0.0.0", "*"):  # every interface: name one that other machines can reach
             return f"tcp://{socket.gethostbyname(socket.gethostname())}:{bound_port}"
         return address
@@ -319,3 +320,11 @@ class BufferService:
                 raise
             # The peer is gone or does not read. What it asked for is done; it will ask again.
             log.info("a reply (%s) could not be delivered: %s", type(outgoing.reply).__name__, error)
+
+
+def _port_in(file: Path) -> int:
+    """The port that the last service of the folder had; 0 where there was none."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return 0

@@ -17,7 +17,7 @@ from buffer import catalogue
 from buffer.errors import BufferRefused
 from buffer.groups import Groups
 from buffer.protocol import BeginIncarnation, CheckpointDurable, IncarnationReply, Published, StepFinished
-from buffer.tables import Draw, Group, Incarnation, State
+from buffer.tables import MAX_TRAINED_AT, Draw, Group, Incarnation, State
 from buffer.transaction import Transaction
 from weight_sync.staleness import StalenessContract
 
@@ -49,7 +49,11 @@ class Steps:
         if message.session not in sessions:
             self._abandon(tx, message)
             self._resume(tx, message)
-        return IncarnationReply(state.incarnation, state.resumed_at)
+        self._number(state, message.at_least)
+        plans = {step: tx.draws.require(step).plan for (step,) in tx.draws.all_keys(message.step + 1)}
+        return IncarnationReply(
+            state.incarnation, state.resumed_at, {step: plan for step, plan in plans.items() if plan}
+        )
 
     def published(self, tx: Transaction, message: Published) -> None:
         """Weights can be pulled; news from an abandoned incarnation changes nothing."""
@@ -62,6 +66,10 @@ class Steps:
         state = tx.state
         self.check_incarnation(state, message.incarnation)
         draw = tx.draws.get(message.step) if message.step > 0 else None
+        if not message.took_part:
+            if message.step > state.step:
+                state.version, state.step = message.version, message.step
+            return
         if draw is None:
             if message.step <= state.step:
                 return
@@ -137,6 +145,17 @@ class Steps:
 
     # --- parts ------------------------------------------------------------------------------------
 
+    def _number(self, state: State, at_least: int) -> None:
+        """Give the present incarnation the number that other shards gave it.
+
+        A learner that died while it began may have begun in some shards only. What fills its place here
+        resumed where the present one does, so it changes the age of no token.
+        """
+        mine = state.incarnations[-1]
+        filler = Incarnation("", mine.version, mine.step)
+        while state.incarnation < at_least:
+            state.incarnations.insert(-1, filler)
+
     def _abandon(self, tx: Transaction, message: BeginIncarnation) -> None:
         """Open the incarnation. Tokens of abandoned versions now count as older than they were."""
         changed = self._groups.index.above(tx, message.version)
@@ -179,6 +198,9 @@ class Steps:
                         state.fidelity.trained.add(group.completion_lengths[index], self._groups.config.fidelity_memory)
             if draw.finished_by < 0:
                 group.uses += times
+            if not skipped:
+                earlier = [use for use in group.trained_at if use[0] != draw.step]
+                group.trained_at = [*earlier, (draw.step, draw.version, state.incarnation)][-MAX_TRAINED_AT:]
             self._groups.release(tx, group)
         if not skipped:
             state.ledger.uses += len(draw.record_ids)

@@ -25,6 +25,7 @@ from buffer.errors import CorruptRecord, StoreError, StoreFull
 from buffer.tables import Identity
 from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import TABLES, Transaction
+from weight_sync.files import sync
 
 log = logging.getLogger(__name__)
 
@@ -321,15 +322,6 @@ def is_served(folder: Path) -> bool:
     finally:
         os.close(lock)
     return False
-
-
-def sync(folder: Path) -> None:
-    """Make the names within a folder durable."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _difference(theirs: str, mine: str) -> str:

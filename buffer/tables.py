@@ -15,6 +15,8 @@ from buffer.protocol import Lease
 from weight_sync.staleness import PolicyVersion, effective_version
 
 NO_RECORD = -1
+MAX_TRAINED_AT = 8
+"""How many of its steps a group remembers."""
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -82,6 +84,8 @@ class State(msgspec.Struct):
 
     def effective(self, version: tuple[int, int]) -> int:
         """The version that weights count with after learner restarts."""
+        if version[0] >= self.incarnation:
+            return version[1]
         return effective_version(PolicyVersion(*version), self.resumed_at)
 
 
@@ -118,6 +122,9 @@ class Group(msgspec.Struct):
     """How many steps used the group; one that is redone counts once."""
     pending: int = 0
     """How many draws that are not finished in this incarnation name it; while any does, its phase is 'drawn'."""
+    trained_at: list[tuple[int, int, int]] = []
+    """(step, version, incarnation) of the steps that trained on it, at most the last `MAX_TRAINED_AT`; a step that is
+    redone is in it once, as it was done last."""
     held: int = 0
     """How many recorded draws name the group, finished or not; while any does, its records stay."""
     rank_class: int = -1
@@ -190,6 +197,8 @@ class Draw(msgspec.Struct):
     """A finished step has trained on it; a skipped one does not count."""
     lengths: list[int] = []
     """Tokens of each of `record_ids`; rows of older versions lack it."""
+    plan: dict[int, int] = {}
+    """Where the buffer has several shards: how many groups of the step each of them gives."""
 
 
 class Actor(msgspec.Struct):

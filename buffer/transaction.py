@@ -24,35 +24,38 @@ TABLES: dict[str, Any] = {
     "meta": bytes,
     "groups": Group,
     "leases": int,
-    "open_groups": bytes,
-    "unleased_groups": bytes,
-    "ready_groups": bytes,
+    "open_groups": None,
+    "unleased_groups": None,
+    "ready_groups": None,
     "returned_prompts": ReturnedPrompt,
     "draws": Draw,
     "actors": Actor,
     "seen": bytes,
     "records": bytes,
     "scores": bytes,
-    "eviction_order": bytes,
-    "catalogue": bytes,
+    "eviction_order": None,
+    "catalogue": None,
     "weights": bytes,
-    "strata": bytes,
+    "strata": None,
     "prompts": PromptHistory,
     "quarantine": bytes,
 }
-"""Name and kind of every table."""
+"""Name and kind of every table; None: an index, which is nothing but keys. `verify` derives those anew."""
 
 _SEAL = struct.Struct("<Q")
+_INTEGERS = [struct.Struct(f">{number}Q") for number in range(8)]
 _encoder = msgspec.msgpack.Encoder()
-_DECODERS: dict[str, Any] = {name: msgspec.msgpack.Decoder(kind) for name, kind in TABLES.items() if kind is not bytes}
-_CACHED = frozenset(name for name, kind in TABLES.items() if kind not in (bytes, int))
+_DECODERS: dict[str, Any] = {
+    name: msgspec.msgpack.Decoder(kind) for name, kind in TABLES.items() if kind not in (None, bytes)
+}
+_CACHED = frozenset(name for name, kind in TABLES.items() if kind not in (None, bytes, int))
 _state_decoder = msgspec.msgpack.Decoder(State)
 
 
 def _pack(parts: tuple[int | str, ...]) -> bytes:
     """A key that sorts by its parts: integers big-endian, texts closed by a zero byte."""
-    if len(parts) == 1 and isinstance(parts[0], int):
-        return parts[0].to_bytes(8, "big")
+    if isinstance(parts[0], int):
+        return _INTEGERS[len(parts)].pack(*parts)
     return b"".join(
         part.to_bytes(8, "big") if isinstance(part, int) else part.encode("utf-8", "replace") + b"\0" for part in parts
     )
@@ -81,6 +84,7 @@ class Table(Generic[V]):
         self._txn = txn
         self._db = db
         self._decoder = _DECODERS.get(name)
+        self._has_values = TABLES[name] is not None
         self._caches = caches and name in _CACHED
         self._rows: dict[bytes, V] = {}
         self._unwritten: dict[bytes, V] = {}
@@ -227,6 +231,8 @@ class Table(Generic[V]):
         return None if value is None else self._checked(packed, value)
 
     def _checked(self, key: bytes, value: memoryview) -> memoryview:
+        if not self._has_values:
+            return value
         payload = value[_SEAL.size :]
         if len(value) < _SEAL.size or _SEAL.unpack_from(value)[0] != _digest(key, payload):
             raise CorruptRecord(
@@ -240,6 +246,9 @@ class Table(Generic[V]):
         return opened
 
     def _write(self, packed: bytes, value: V, *, append: bool = False) -> None:
+        if not self._has_values:
+            self._txn.put(packed, b"", db=self._db)
+            return
         payload = value if self._decoder is None else _encoder.encode(value)
         assert isinstance(payload, bytes)
         self._txn.put(packed, _SEAL.pack(_digest(packed, payload)) + payload, append=append, db=self._db)

@@ -83,37 +83,47 @@ class ReaderWatch:
         self._seen: dict[Reader, tuple[float, int]] = {}
         """Reader -> when it was first seen, and the size of the file then."""
         self._warned: set[Reader] = set()
+        self._limit_bytes = 0
+        """How large the file may become while somebody reads."""
         self.pushes_wait_for = ""
 
     def run(self) -> None:
-        """Look at the reader table, a few times a second."""
+        """Look at the reader table a few times a second, and at the size of the file in every turn while it matters."""
         now = self._clock()
-        if now - self._looked_at < _WATCH_EVERY_S:
-            return
-        self._looked_at = now
+        if now - self._looked_at >= _WATCH_EVERY_S:
+            self._looked_at = now
+            self._look(now)
+        waits_for = self._why_wait(now) if self._seen else ""
+        if waits_for and not self.pushes_wait_for:
+            log.warning("pushes wait: %s", waits_for)
+        self.pushes_wait_for = waits_for
+
+    def _look(self, now: float) -> None:
         size = self._store.size_bytes
         readers = [reader for reader in self._store.readers() if reader.pid != os.getpid()]
         self._seen = {reader: self._seen.get(reader, (now, size)) for reader in readers}
         self._warned &= self._seen.keys()
-        pinned = [reader for reader in readers if now - self._seen[reader][0] >= _PINNED_AFTER_S]
-        waits_for = ""
-        if pinned:
-            limit = 2 * self._store.read(lambda tx: tx.live_bytes) + _SLACK_BYTES
-            oldest = min(pinned, key=lambda reader: self._seen[reader])
-            since, size_then = self._seen[oldest]
-            if now - since >= _WARN_AFTER_S and oldest not in self._warned:
-                self._warned.add(oldest)
+        for reader, (since, _) in self._seen.items():
+            if now - since >= _WARN_AFTER_S and reader not in self._warned:
+                self._warned.add(reader)
                 log.warning(
-                    "process %d has been reading the buffer for %.0f s without a pause", oldest.pid, now - since
+                    "process %d has been reading the buffer for %.0f s without a pause", reader.pid, now - since
                 )
-            if size > limit and size > size_then:
-                waits_for = (
-                    f"process {oldest.pid} has been reading the store for {now - since:.0f} s, so its file grows and "
-                    f"has {size // 2**20} MiB for {limit // 2**21} MiB of data. End that process"
-                )
-        if waits_for and not self.pushes_wait_for:
-            log.warning("pushes wait: %s", waits_for)
-        self.pushes_wait_for = waits_for
+        if readers:
+            live = self._store.read(lambda tx: tx.live_bytes)
+            self._limit_bytes = max(live * 3 // 2, live + _SLACK_BYTES)
+
+    def _why_wait(self, now: float) -> str:
+        oldest = min(self._seen, key=lambda reader: self._seen[reader])
+        since, size_then = self._seen[oldest]
+        size = self._store.size_bytes
+        if now - since < _PINNED_AFTER_S or size <= max(self._limit_bytes, size_then):
+            return ""
+        return (
+            f"process {oldest.pid} has been reading the store for {now - since:.0f} s, so pages cannot be used again "
+            f"and the file has grown to {size // 2**20} MiB, at most {self._limit_bytes // 2**20} are sensible. "
+            "End that process"
+        )
 
 
 class Scrub:

@@ -9,6 +9,7 @@ from pathlib import Path
 from actors.tasks import TaskError, TaskFacts, check_task
 from algorithms.registry import ALGORITHMS
 from buffer.config import RunFacts
+from buffer.shards import admission_shares
 from launch.config import Config
 from launch.load import ConfigError
 from launch.run_folder import RunFolder, already_there
@@ -28,8 +29,8 @@ class Plan:
     task: TaskFacts
     run_id: str
 
-    def run_facts(self, model: ModelFacts) -> RunFacts:
-        """What the buffer service is told of the run."""
+    def run_facts(self, model: ModelFacts, shard: int) -> RunFacts:
+        """What a shard of the buffer is told of the run."""
         config = self.config
         return RunFacts(
             run_id=self.run_id,
@@ -40,6 +41,8 @@ class Plan:
             vocab_size=model.vocab_size,
             max_tokens=config.actors.max_model_tokens,
             staleness=config.weight_sync.staleness(),
+            shard=shard,
+            num_shards=config.buffer.shards,
         )
 
     def describe(self) -> str:
@@ -77,6 +80,11 @@ def check(config: Config, root: Path) -> Plan:
         task = check_task(config.task)
     except TaskError as error:
         raise ConfigError(f"[task] {error}") from None
+    contract = StalenessContract(config.weight_sync.staleness(), config.learner.groups_per_step)
+    try:
+        admission_shares(task.num_train, config.buffer.shards, contract.capacity())
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if config.actors.eval_every and config.actors.eval_problems > task.num_heldout:
         raise ConfigError(
             f"actors.eval_problems = {config.actors.eval_problems}, but the task holds out {task.num_heldout} problems"

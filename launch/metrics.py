@@ -19,7 +19,7 @@ METRICS: dict[str, str] = {
     "reward/mean": "Mean reward of the trained samples.",
     "reward/std": "Standard deviation of those rewards.",
     "length/trained_mean": "Mean completion length of the trained samples, tokens.",
-    "length/fidelity_ks": "Kolmogorov-Smirnov distance of the completion lengths trained so far from those generated: 0 "
+    "length/fidelity_ks": "Kolmogorov-Smirnov distance of the completion lengths trained from those generated: 0 "
     "is the same. What drops stale samples starves long answers; above buffer.fidelity_alarm the run says so.",
     # staleness: u is the version that sampled a token, v the version that trains it
     "lag/token_mean": "Mean of v - u over trained tokens, versions.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,9 @@ def spawn(role: type, log: Path, *arguments: object, cpus: float, gpus: float, t
     return ray.remote(role).options(**options).remote(log, *arguments)
 
 
-def stage_spec(plan: Plan, rank: int, model_path: Path, buffer_address: str, rendezvous: str) -> LearnerSpec:
+def stage_spec(
+    plan: Plan, rank: int, model_path: Path, buffer_addresses: Sequence[str], rendezvous: str
+) -> LearnerSpec:
     """What the stage of this rank is told."""
     config = plan.config
     reference = config.model.reference_path
@@ -122,7 +125,7 @@ def stage_spec(plan: Plan, rank: int, model_path: Path, buffer_address: str, ren
         max_tokens=config.actors.max_model_tokens,
         run_id=plan.run_id,
         seed=config.run.seed,
-        buffer_address=buffer_address,
+        buffer_addresses=tuple(buffer_addresses),
         run_folder=plan.folder.root,
         config=config.learner,
         algorithm=config.algorithm,
@@ -131,7 +134,9 @@ def stage_spec(plan: Plan, rank: int, model_path: Path, buffer_address: str, ren
     )
 
 
-def actor_spec(plan: Plan, number: int, serving_path: Path, model_path: Path, buffer_address: str) -> ActorSpec:
+def actor_spec(
+    plan: Plan, number: int, serving_path: Path, model_path: Path, buffer_addresses: Sequence[str]
+) -> ActorSpec:
     """What the actor of this number is told."""
     config = plan.config
     return ActorSpec(
@@ -142,7 +147,7 @@ def actor_spec(plan: Plan, number: int, serving_path: Path, model_path: Path, bu
         serving_model_path=serving_path,
         tokenizer_path=model_path,
         weights_folder=plan.folder.weights,
-        buffer_address=buffer_address,
+        buffer_addresses=tuple(buffer_addresses),
         config=config.actors,
         task=config.task,
         weight_sync=config.weight_sync,

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from actors.report import ActorReport
-from buffer.client import BufferClient
-from buffer.errors import BufferError
 from buffer.protocol import Status
+from launch.buffers import STARTUP_KEY, Buffers
 from launch.checks import Plan
 from launch.evaluation import Evaluation
 from launch.progress import PollResult
 from launch.role_process import RoleProcess, RunFailed, all_results, done, outcome, reason
-from launch.roles import ActorRole, BufferRole, StageRole
+from launch.roles import ActorRole, StageRole
 from launch.spawn import actor_spec, end_ray, spawn, stage_spec, start_ray
 from weight_sync.serving import ModelFacts
 from weight_sync.staleness import PolicyVersion
 
-R = TypeVar("R")
-
 GOODBYE_S = 15.0
 """How long the roles may take to end by themselves before they are killed."""
-STARTUP_KEY = "launch.startup_timeout_s"
-MAX_BUFFER_RESTARTS = 3
 
 
 class Supervisor:
@@ -55,12 +49,9 @@ class Supervisor:
         self._config = plan.config
         self._folder = plan.folder
         self._model_path = model_path
-        self._model = model
         self._serving_path = serving_path
         self._notify = notify
-        self._buffer: RoleProcess | None = None
-        self._client: BufferClient | None = None
-        self._address = ""
+        self._buffers = Buffers(plan, model, notify)
         self._stages: list[RoleProcess] = []
         self._actors: list[RoleProcess] = []
         self._asked: dict[str, tuple[Any, float]] = {}
@@ -75,7 +66,7 @@ class Supervisor:
         """
         start_ray(self._config, namespace=f"leeway-{self._plan.run_id}")
         deadline = time.monotonic() + self._config.launch.startup_timeout_s
-        self._start_buffer(deadline)
+        self._buffers.start(deadline)
         stages = self._start_stages(deadline)
         self._actors = [self._start_actor(number) for number in range(self._config.actors.num_actors)]
         calls = [*stages, *[(actor, actor.starting) for actor in self._actors]]
@@ -87,36 +78,6 @@ class Supervisor:
             if process.running is None:  # an actor that was started again works already
                 process.running = process.handle.run.remote()
 
-    def _start_buffer(self, deadline: float) -> None:
-        handle = spawn(
-            BufferRole,
-            self._folder.log("buffer", 0),
-            self._config.buffer,
-            self._plan.run_facts(self._model),
-            self._folder.buffer,
-            cpus=0.0,
-            gpus=0.0,
-            threads=1,
-            concurrency=3,
-        )
-        restarts = self._buffer.restarts if self._buffer is not None else 0
-        process = RoleProcess("buffer", 0, handle, self._folder.log("buffer", 0), restarts=restarts)
-        self._address = process.result(handle.bind.remote(), "to open its store", deadline, STARTUP_KEY)
-        process.running = handle.serve.remote()
-        self._buffer = process
-        if self._client is None:
-            self._client = BufferClient(
-                self._address, run_id=self._plan.run_id, role="launch", name="launch", config=self._config.buffer
-            )
-            self._connect(process)
-
-    def _connect(self, buffer: RoleProcess) -> None:
-        assert self._client is not None
-        try:
-            self._client.connect()
-        except BufferError as error:
-            raise RunFailed(f"the buffer service does not answer: {error}; see {buffer.log}") from error
-
     def _start_stages(self, deadline: float) -> list[tuple[RoleProcess, Any]]:
         config = self._config.learner
         for rank in range(config.num_stages):
@@ -127,15 +88,16 @@ class Supervisor:
             self._stages.append(RoleProcess("stage", rank, handle, path))
         first = self._stages[0]
         rendezvous = first.result(first.handle.rendezvous.remote(), "to name a meeting point", deadline, STARTUP_KEY)
+        addresses = self._buffers.addresses
         specs = [
-            stage_spec(self._plan, stage.number, self._model_path, self._address, rendezvous) for stage in self._stages
+            stage_spec(self._plan, stage.number, self._model_path, addresses, rendezvous) for stage in self._stages
         ]
         return [(stage, stage.handle.setup.remote(spec)) for stage, spec in zip(self._stages, specs, strict=True)]
 
     def _start_actor(self, number: int) -> RoleProcess:
         config = self._config.actors
         path = self._folder.log("actor", number)
-        spec = actor_spec(self._plan, number, self._serving_path, self._model_path, self._address)
+        spec = actor_spec(self._plan, number, self._serving_path, self._model_path, self._buffers.addresses)
         handle = spawn(
             ActorRole, path, spec, cpus=config.cpus, gpus=config.gpus, threads=config.num_threads, concurrency=16
         )
@@ -152,7 +114,7 @@ class Supervisor:
         Raises:
             RunFailed: a role that the run cannot go on without is gone.
         """
-        self._watch_buffer()
+        self._buffers.watch()
         news = PollResult()
         self._check_stages()
         answer = self._ask(self._stages[-1], "poll", patience_s)
@@ -208,17 +170,6 @@ class Supervisor:
         if failures:
             _, stage, failure = min(failures, key=lambda each: each[0])
             raise RunFailed(f"{stage.name} failed: {reason(failure)}; see {stage.log}")
-
-    def _watch_buffer(self) -> None:
-        buffer = self._buffer
-        if buffer is None or not done(buffer.running):
-            return
-        reason = outcome(buffer.running)
-        if buffer.restarts >= MAX_BUFFER_RESTARTS:
-            raise RunFailed(f"the buffer service ended {buffer.restarts + 1} times, last: {reason}; see {buffer.log}")
-        buffer.restarts += 1
-        self._notify("restart", f"the buffer service ended ({reason}) and is started again on the same store")
-        self._start_buffer(time.monotonic() + self._config.launch.startup_timeout_s)
 
     def _watch_actors(self) -> list[RoleProcess]:
         """Those that work; what died is started again.
@@ -303,34 +254,11 @@ class Supervisor:
 
     def drain(self) -> None:
         """Grant no further leases."""
-        self._ask_buffer(lambda client: client.drain())
+        self._buffers.ask(lambda client: client.drain())
 
     def status(self) -> Status:
         """The ledger and what is in flight."""
-        return self._ask_buffer(lambda client: client.status())
-
-    def _ask_buffer(self, request: Callable[[BufferClient], Future[R]]) -> R:
-        """Ask the buffer service; if it is down it is started again, and the client sends again.
-
-        Raises:
-            RunFailed: it did not answer within buffer.give_up_after_s.
-        """
-        assert self._client is not None, "start() comes first"
-        limit_s = self._config.buffer.give_up_after_s
-        deadline = time.monotonic() + limit_s
-        future = request(self._client)
-        while True:
-            try:
-                return future.result(timeout=1.0)
-            except BufferError as error:
-                raise RunFailed(f"the buffer service failed: {error}; see {self._folder.log('buffer', 0)}") from error
-            except TimeoutError:
-                self._watch_buffer()
-                if time.monotonic() > deadline:
-                    raise RunFailed(
-                        f"the buffer service at {self._address} did not answer for buffer.give_up_after_s = "
-                        f"{limit_s:g} s; see {self._folder.log('buffer', 0)}"
-                    ) from None
+        return self._buffers.ask(lambda client: client.status())
 
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder; all stages take part."""
@@ -340,18 +268,16 @@ class Supervisor:
 
     def stop(self) -> None:
         """End every process, politely where there is time. Safe to call at any moment, more than once."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._buffers.close()
         if not ray.is_initialized():
             end_ray()  # it may have been stopped in the middle of its start
             return
         deadline = time.monotonic() + GOODBYE_S
         polite = [actor.handle.stop.remote() for actor in self._actors if not actor.lost]
-        if self._buffer is not None:
-            polite += [self._buffer.handle.stop.remote(), self._buffer.running]
+        polite += self._buffers.ask_to_stop()
         ray.wait(polite, num_returns=len(polite), timeout=max(0.1, deadline - time.monotonic())) if polite else None
-        for process in [*self._actors, *self._stages, *([self._buffer] if self._buffer else [])]:
+        for process in [*self._actors, *self._stages]:
             ray.kill(process.handle, no_restart=True)
-        self._actors, self._stages, self._buffer = [], [], None
+        self._buffers.kill()
+        self._actors, self._stages = [], []
         end_ray()

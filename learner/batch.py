@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ class StepBatch:
             min_micro_batches,
         )
         lengths = np.array([trajectory.num_completion_tokens for trajectory in trajectories], np.int64)
-        _, group_B = np.unique([trajectory.group_id for trajectory in trajectories], return_inverse=True)
+        group_B = _group_numbers(trajectories)
         counted_T = np.concatenate([_per_token(trajectory, resumed_at) for trajectory in trajectories])
         sampled_T = np.concatenate([_per_token(trajectory, {}) for trajectory in trajectories])
         return cls(
@@ -118,3 +119,14 @@ def _per_token(trajectory: Trajectory, resumed_at: Mapping[int, int]) -> IntArra
     """The version that each completion token counts with."""
     versions = [effective_version(span.version, resumed_at) for span in trajectory.spans]
     return np.repeat(np.array(versions, np.int64), [span.end - span.start for span in trajectory.spans])
+
+
+def _group_numbers(trajectories: Sequence[Trajectory]) -> IntArray:
+    """The group of each sequence, numbered from 0; a group that a draw with replacement names twice counts as two."""
+    seen: Counter[tuple[int, int]] = Counter()
+    keys = []
+    for trajectory in trajectories:
+        sample = (trajectory.group_id, trajectory.sample_index)
+        keys.append((trajectory.group_id, seen[sample]))
+        seen[sample] += 1
+    return np.unique(np.array(keys), axis=0, return_inverse=True)[1].reshape(-1)

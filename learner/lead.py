@@ -14,7 +14,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from buffer.client import BufferClient, Draw
+from buffer.client import Draw
+from buffer.sharded import open_client
 from learner.channel import HEARTBEAT_S, Channel, Kind
 from learner.spec import LearnerSpec
 from weight_sync.staleness import PolicyVersion
@@ -38,8 +39,8 @@ class Lead:
         """
         self._spec = spec
         self._channel = channel
-        self._client = BufferClient(
-            spec.buffer_address, run_id=spec.run_id, role="learner", name="learner", config=spec.buffer
+        self._client = open_client(
+            spec.buffer_addresses, run_id=spec.run_id, role="learner", name="learner", config=spec.buffer
         )
         self._client.connect()
         self._lock = threading.Lock()
@@ -132,5 +133,6 @@ class Lead:
                     self._channel.send(Kind.WAITING)
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(
-                        f"the buffer service at {self._spec.buffer_address} did not {what} for {patience_s:g} s"
+                        f"the buffer service at {', '.join(self._spec.buffer_addresses)} did not {what} for "
+                        f"{patience_s:g} s"
                     ) from None

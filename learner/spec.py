@@ -28,8 +28,8 @@ class LearnerSpec:
     """Longest prompt plus completion."""
     run_id: str
     seed: int
-    buffer_address: str
-    """tcp://HOST:PORT of the buffer service."""
+    buffer_addresses: tuple[str, ...]
+    """tcp://HOST:PORT of the buffer service, shard by shard."""
     run_folder: Path
     config: LearnerConfig
     algorithm: AlgorithmConfig

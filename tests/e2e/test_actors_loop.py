@@ -41,7 +41,7 @@ def spec(tmp_path):
         serving_model_path=prepare_serving_model(MODEL, tmp_path / "serving"),
         tokenizer_path=MODEL,
         weights_folder=tmp_path / "weights",
-        buffer_address="",
+        buffer_addresses=(),
         config=config,
         task=ReasoningGymTask(
             type="reasoning_gym", name="chain_sum", params=SUMS, template="{metadata[expression]:compact}=",
@@ -85,7 +85,7 @@ async def drawn(learner, step, version):
 
 
 async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_closes(spec, service):
-    spec = type(spec)(**{**{name: getattr(spec, name) for name in spec.__slots__}, "buffer_address": service})
+    spec = type(spec)(**{**{name: getattr(spec, name) for name in spec.__slots__}, "buffer_addresses": (service,)})
     learner = BufferClient(service, run_id=spec.run_id, role="learner", name="learner", config=spec.buffer)
     learner.connect()
     await reply(learner.begin_incarnation(0, 0))

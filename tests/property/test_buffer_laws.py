@@ -131,7 +131,8 @@ class Replay(RuleBasedStateMachine):
         self.recorded[step] = reply.record_ids
         self.drawn.append(step)
         assert len(reply.group_ids) == GROUPS_PER_STEP
-        assert self.buffer.config.with_replacement or len(set(reply.group_ids)) == GROUPS_PER_STEP
+        if step not in before:
+            assert self.buffer.config.with_replacement or len(set(reply.group_ids)) == GROUPS_PER_STEP
         assert reply.lengths == [len(row.token_ids) for row in rows]
         groups = self.buffer.store.read(lambda tx: [tx.groups.require(group) for group in reply.group_ids])
         state = self.buffer.store.read(lambda tx: tx.state)
@@ -219,8 +220,8 @@ class Replay(RuleBasedStateMachine):
 
 TestReplay = Replay.TestCase
 TestReplay.settings = settings(
-    max_examples=60,
-    stateful_step_count=30,
+    max_examples=40,
+    stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
@@ -233,7 +234,7 @@ ITEMS = st.one_of(st.integers(0, 5), st.integers(0, 3 * FANOUT), st.integers(0, 
 CHANGES = st.lists(st.tuples(ITEMS, st.one_of(st.none(), st.floats(-1e6, 1e6))), max_size=12)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(turns=st.lists(CHANGES, max_size=8))
 def test_a_sum_tree_equals_a_plain_dict(turns):
     folder = Path(tempfile.mkdtemp(prefix="buffer-tree-"))

@@ -87,6 +87,19 @@ def test_every_stored_trajectory_is_exported_with_what_became_of_it(run, tmp_pat
     assert table.schema.metadata[b"run_id"] == b"r"
 
 
+def test_when_a_sample_was_trained_is_known_after_a_durable_checkpoint(run, tmp_path):
+    exported(run, tmp_path / "before.parquet")
+    buffer = InProcessBuffer(run / "buffer", facts())
+    buffer.ask(p.CheckpointDurable(2, 0), p.Done)
+    assert buffer.store.read(lambda tx: tx.draws.count) == 0
+    buffer.close()
+    exported(run, tmp_path / "after.parquet")
+    columns = ["record_id", "trained_step", "trained_version", "lag"]
+    before, after = (pq.read_table(tmp_path / f"{name}.parquet", columns=columns) for name in ("before", "after"))
+    assert after.equals(before)
+    assert after["lag"].null_count == 8
+
+
 def test_a_store_of_the_first_schema_version_is_exported_as_it_was(old_run, tmp_path):
     exported(old_run, tmp_path / "out.parquet")
     rows = pq.read_table(tmp_path / "out.parquet").to_pylist()

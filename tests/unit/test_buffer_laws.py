@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from buffer import protocol as p
+from buffer.catalogue import find
 from buffer.config import BufferConfig
 from buffer.errors import StoreError
 from buffer.laws import systematic_shares
@@ -77,6 +78,9 @@ def test_on_policy_share_takes_the_newest_and_leaves_the_rest_to_another_law(mak
     train(buffer, 1)
     newest = generate(buffer, actor, 2, [0.0], version=PolicyVersion(0, 1))
     assert set(train(buffer, 2).group_ids) == {*newest, *best}
+    newest = generate(buffer, actor, 2, [2.0], version=PolicyVersion(0, 2))
+    again = train(buffer, 3).group_ids
+    assert sorted(again) == sorted({*newest, *best}), "the newest are the best too, and still drawn once"
 
 
 def test_length_balanced_takes_every_length_in_its_share_and_the_oldest_of_it_first(make):
@@ -206,7 +210,9 @@ def test_a_replayed_group_past_the_age_bound_is_closed_and_an_unused_one_dropped
     ledger = buffer.status().ledger
     phases = buffer.store.read(lambda tx: {g: group.phase for (g,), group in tx.groups.all_items()})
     assert (ledger["dropped_stale"], phases[used], phases[unused.group_id]) == (2, "closed", "closed")
-    assert unused.prompt_id in {lease.prompt_id for lease in actor.lease()}
+    leased_again = {lease.prompt_id for lease in actor.lease()}
+    used_prompt = buffer.store.read(lambda tx: tx.groups.require(used).prompt_id)
+    assert (unused.prompt_id in leased_again, used_prompt in leased_again) == (True, False)
 
 
 def test_a_damaged_record_takes_its_group_out_of_replay(make):
@@ -295,6 +301,32 @@ def test_another_law_finds_the_groups_of_the_last_one(make):
     buffer.restart()
     assert buffer.status().num_ready_groups > 0, "the unused ones"
     assert buffer.store.read(lambda tx: {g.phase for _, g in tx.groups.all_items() if g.uses}) == {"closed"}
+
+
+def test_a_store_of_an_older_version_gets_its_indexes_and_keeps_its_recorded_draws(make):
+    buffer, actor = started(make, BufferConfig(), groups_per_step=1)
+    groups = generate(buffer, actor, 4)
+    drawn = train(buffer, 1).record_ids
+    buffer.draw(2, 1)
+
+    def forget(tx):
+        tx.state.indexed_for = ""
+        for table in (tx.catalogue, tx.eviction_order, tx.prompts):
+            for key in list(table.all_keys()):
+                table.delete(*key)
+        for (group_id,) in list(tx.groups.all_keys()):
+            group = tx.groups.require(group_id)
+            group.held = group.pending = 0
+            group.rank_class = -1
+            tx.groups.put(group, group_id)
+
+    buffer.store.write(forget)
+    assert buffer.faults() == [], "nothing is missing that the older version had"
+    assert buffer.status().ledger["gap"] == 0
+    assert buffer.store.read(lambda tx: list(find(tx, "version"))) == groups
+    assert buffer.faults() == []
+    buffer.begin(0, 0, session="restarted")
+    assert train(buffer, 1, incarnation=1).record_ids == drawn
 
 
 def test_verify_names_every_index_that_differs_from_the_groups(make):

@@ -27,7 +27,11 @@ def log_normal(random, num):
 
 def offers_of(lengths, group_size=1):
     return [
-        Offer(i, tuple(lengths[i * group_size : (i + 1) * group_size]), tuple(lengths[i * group_size : (i + 1) * group_size]))
+        Offer(
+            i,
+            tuple(lengths[i * group_size : (i + 1) * group_size]),
+            tuple(lengths[i * group_size : (i + 1) * group_size]),
+        )
         for i in range(len(lengths) // group_size)
     ]
 
@@ -110,6 +114,19 @@ def test_faithful_training_raises_no_alarm(make, caplog):
     assert buffer.status().fidelity_ks < 0.02
     assert not buffer.status().fidelity_alarm
     assert caplog.records == []
+
+
+def test_a_redone_step_does_not_count_its_lengths_again(make):
+    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=9), groups_per_step=2)
+    generate(buffer, actor, 4)
+    for step in (1, 2, 3):
+        train(buffer, step)
+    trained = buffer.store.read(lambda tx: tx.state.fidelity.trained.total)
+    assert trained == pytest.approx(12, rel=0.01)
+    buffer.begin(0, 0, session="restarted")
+    for step in (1, 2, 3):
+        train(buffer, step, incarnation=1)
+    assert buffer.store.read(lambda tx: tx.state.fidelity.trained.total) == trained
 
 
 def test_the_correction_brings_trained_lengths_nearer_to_generated_ones(make):

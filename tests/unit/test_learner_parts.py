@@ -227,6 +227,15 @@ def trajectory(spans, **changes) -> Trajectory:
     return replace(row, **changes)
 
 
+def test_a_group_that_is_drawn_twice_counts_as_two():
+    spans = [((0, 0), 0, 3)]
+    once = [trajectory(spans, group_id=4, sample_index=0), trajectory(spans, group_id=4, sample_index=1)]
+    other = [trajectory(spans, group_id=2, sample_index=0), trajectory(spans, group_id=2, sample_index=1)]
+    batch = StepBatch.build([*once, *other, *once], 0, {0: 0}, 64)
+    assert batch.num_groups == 3
+    assert batch.group_B.tolist() == [1, 1, 0, 0, 2, 2]
+
+
 def test_lags_count_from_the_checkpoint_that_a_restart_resumed_from():
     # incarnation 0 reached version 9, and incarnation 1 resumed from its checkpoint at version 6
     abandoned = trajectory([((0, 8), 0, 3)])

@@ -1,0 +1,208 @@
+"""Link: what a `ShardedClient` knows of one shard, and what the shard has not answered yet. Links: all of them.
+
+All of it lives in one event loop, so nothing is locked against threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from buffer import protocol as p
+from buffer.client import BufferClient, Draw
+from buffer.errors import BufferRefused, BufferUnavailable
+
+R = TypeVar("R")
+
+Request = Callable[[BufferClient], Future[R]]
+
+
+class Link:
+    """One shard."""
+
+    def __init__(self, client: BufferClient, patience_s: float) -> None:
+        """Args:
+        client: of the shard's service.
+        patience_s: the shard is silent once something is unanswered for so long.
+        """
+        self.client = client
+        self.shard = client.shard
+        self.is_connected = False
+        self.status: p.Status | None = None
+        """As it was last known."""
+        self.ledger: dict[str, int] = {}
+        """The newest counts that were heard."""
+        self.fidelity_ks = 0.0
+        self.waiting_for = ""
+        """What its part of a step waits for."""
+        self._patience_s = patience_s
+        self._order = asyncio.Lock()
+        self._unanswered: dict[asyncio.Task[Any], float] = {}
+        """Request -> when it was made, oldest first."""
+        self._told: set[asyncio.Task[Any]] = set()
+        self._single: dict[str, asyncio.Task[Any]] = {}
+
+    @property
+    def patience_left_s(self) -> float:
+        """After so long the shard counts as silent; not above 0 where it does."""
+        oldest = next(iter(self._unanswered.values()), None)
+        return self._patience_s if oldest is None else oldest + self._patience_s - time.monotonic()
+
+    @property
+    def is_silent(self) -> bool:
+        """Something has been unanswered for too long."""
+        return self.patience_left_s <= 0
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the oldest request is unanswered."""
+        return self._patience_s - self.patience_left_s
+
+    @property
+    def untold(self) -> list[asyncio.Task[Any]]:
+        """What was said in turn and is not answered."""
+        return list(self._told)
+
+    def tell(self, request: Request[R]) -> asyncio.Task[R]:
+        """Make a request once all earlier ones made by `tell` are answered."""
+        task = self._start(self._in_turn(request))
+        self._told.add(task)
+        task.add_done_callback(self._told.discard)
+        return task
+
+    def ask(self, request: Request[R]) -> asyncio.Task[R]:
+        """Make a request at once."""
+        return self._start(self._answer(request))
+
+    def ask_one(self, kind: str, request: Request[R]) -> asyncio.Task[R]:
+        """Make a request, unless one of its kind was made and its answer is not `taken`: then that one."""
+        task = self._single.get(kind)
+        if task is None:
+            task = self._single[kind] = self.ask(request)
+        return task
+
+    def taken(self, kind: str) -> None:
+        """The answer to `ask_one` was seen."""
+        self._single.pop(kind, None)
+
+    async def draw(self, step: int, version: int, incarnation: int, plan: dict[int, int], wait_s: float) -> Draw:
+        """This shard's part of a step, however long it takes."""
+        async with self._order:
+            pass  # it may have to learn first what it missed
+        num_groups = plan[self.shard]
+        while True:
+            draw = await self._answer(lambda client: client.draw(step, version, incarnation, num_groups, wait_s, plan))
+            self.hear(draw.ledger, draw.fidelity_ks)
+            if draw.ready:
+                return draw
+            self.waiting_for = draw.waiting_for
+
+    def hear(self, ledger: dict[str, int], fidelity_ks: float) -> None:
+        """Remember the newest figures."""
+        if ledger:
+            self.ledger, self.fidelity_ks = ledger, fidelity_ks
+
+    async def _in_turn(self, request: Request[R]) -> R:
+        async with self._order:
+            return await self._answer(request)
+
+    async def _answer(self, request: Request[R]) -> R:
+        try:
+            return await asyncio.wrap_future(request(self.client))
+        except BufferUnavailable as error:
+            raise BufferUnavailable(f"shard {self.shard}: {error}") from error
+        except BufferRefused as error:
+            raise BufferRefused(f"shard {self.shard}: {error}") from error
+
+    def _start(self, answer: Any) -> asyncio.Task[Any]:  # noqa: ANN401 -- a coroutine
+        task = asyncio.get_running_loop().create_task(answer)
+        self._unanswered[task] = time.monotonic()
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        del self._unanswered[task]
+        if not task.cancelled():
+            task.exception()  # whoever waits for it gets it; here it is only marked as seen
+
+
+class Links(list[Link]):
+    """All shards, in their order."""
+
+    def __init__(self, links: Iterable[Link], patience_s: float) -> None:
+        """Args:
+        links: in the order of their shards.
+        patience_s: as each of them has it.
+        """
+        super().__init__(links)
+        self._patience_s = patience_s
+        self.late_error: BaseException | None = None
+        """The first error of an answer that nobody waited for any more."""
+
+    def owner(self, number: int) -> Link:
+        """The shard of a lease, group or record."""
+        return self[number % len(self)]
+
+    @property
+    def ledger(self) -> dict[str, int]:
+        """The newest counts of all shards together."""
+        return _added([link.ledger for link in self])
+
+    @property
+    def fidelity_ks(self) -> float:
+        """The worst of the shards; that of all samples together is not above it."""
+        return max(link.fidelity_ks for link in self)
+
+    async def answered(self, tasks: Mapping[int, asyncio.Task[R]]) -> dict[int, R]:
+        """The answers of the shards that are not silent; while all shards are, wait for them.
+
+        What comes later is not lost: an error of it is raised by the next call.
+        """
+        while pending := [shard for shard, task in tasks.items() if not task.done()]:
+            lefts = [left for shard in pending if (left := self[shard].patience_left_s) > 0]
+            if not lefts and not all(link.is_silent for link in self):
+                break
+            await asyncio.wait(
+                [tasks[shard] for shard in pending],
+                timeout=min(lefts, default=self._patience_s),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        for task in tasks.values():
+            if not task.done():
+                task.add_done_callback(self._came_late)
+        return {shard: task.result() for shard, task in tasks.items() if task.done()}
+
+    def _came_late(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.late_error = self.late_error or error
+
+
+def sum_of(parts: Sequence[p.Status], silent: list[int]) -> p.Status:
+    """The status of all shards together."""
+    return p.Status(
+        ledger=_added([part.ledger for part in parts]),
+        quarantined_by_reason=_added([part.quarantined_by_reason for part in parts]),
+        failed_by_reason=_added([part.failed_by_reason for part in parts]),
+        num_ready_groups=sum(part.num_ready_groups for part in parts),
+        num_drawn_groups=sum(part.num_drawn_groups for part in parts),
+        newest=max(part.newest for part in parts),
+        version=max(part.version for part in parts),
+        num_records=sum(part.num_records for part in parts),
+        size_bytes=sum(part.size_bytes for part in parts),
+        draining=any(part.draining for part in parts),
+        num_damaged=sum(part.num_damaged for part in parts),
+        fidelity_ks=max(part.fidelity_ks for part in parts),
+        fidelity_alarm=any(part.fidelity_alarm for part in parts),
+        silent_shards=silent,
+    )
+
+
+def _added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(total)

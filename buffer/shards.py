@@ -1,0 +1,180 @@
+"""Which shard of a buffer owns what, and how many groups of a step each one gives. Pure functions.
+
+A prompt belongs to one shard for ever, by its hash. Leases, groups and records carry their shard in their
+id (`RunFacts.global_id`), so that whatever concerns them finds its way without being looked up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from buffer.config import BufferConfig, RunFacts
+from buffer.errors import StoreError
+from weight_sync.staleness import StalenessContract
+
+
+class Share(NamedTuple):
+    """What one shard has of the whole buffer."""
+
+    capacity: int
+    """How many of its groups may be outstanding at once; the shares of all shards add up to the contract's capacity."""
+    num_steps: int
+    """So many steps use up what is outstanding where it is full."""
+    num_shares: int
+    """Capacity of the whole buffer, of which `capacity` is a part."""
+
+    def steps_before(self, num_outstanding: int) -> int:
+        """How many steps use the outstanding groups before it is the turn of one more."""
+        return num_outstanding * self.num_steps // max(1, self.capacity)
+
+
+class Supply(NamedTuple):
+    """What a shard could give to a step; the fields of `protocol.PlanReply`."""
+
+    num_eligible: int
+    capacity: int
+    due: Mapping[int, int]
+    open_due: Mapping[int, int]
+
+
+def shard_of(prompt_id: int, num_shards: int) -> int:
+    """The shard that owns a prompt."""
+    return int(xxhash.xxh3_64_intdigest(prompt_id.to_bytes(8, "little"))) % num_shards
+
+
+@lru_cache(maxsize=2)
+def owned_prompts(facts: RunFacts) -> npt.NDArray[np.int64]:
+    """The prompts of this shard, ascending."""
+    return np.flatnonzero(_owners(facts.num_prompts, facts.num_shards) == facts.shard)
+
+
+def admission_shares(num_prompts: int, num_shards: int, capacity: int) -> list[int]:
+    """How many groups of each shard may be outstanding, in proportion to the prompts that it owns.
+
+    Args:
+        num_prompts: of the training set.
+        num_shards: into how many shards they are divided.
+        capacity: what the staleness contract lets be outstanding in all.
+
+    Raises:
+        ValueError: some shard would get nothing, so that its prompts would never be trained on.
+    """
+    owned = np.bincount(_owners(num_prompts, num_shards), minlength=num_shards).tolist()
+    num_owners = sum(1 for count in owned if count)
+    if capacity < num_owners:
+        raise ValueError(
+            f"buffer.shards = {num_shards}, but the staleness bound lets only {capacity} groups be outstanding, so "
+            "some shards could never lease one: use fewer shards, or raise max_lag or groups_per_step"
+        )
+    return apportion(capacity, owned, given=[int(count > 0) for count in owned])
+
+
+def share_of(facts: RunFacts, contract: StalenessContract) -> Share:
+    """The share of this shard.
+
+    Raises:
+        StoreError: there are more shards than groups that may be outstanding.
+    """
+    capacity = contract.capacity()
+    try:
+        shares = admission_shares(facts.num_prompts, facts.num_shards, capacity)
+    except ValueError as error:
+        raise StoreError(str(error)) from None
+    return Share(shares[facts.shard], capacity // facts.groups_per_step, capacity)
+
+
+def of_shard(config: BufferConfig, share: Share) -> BufferConfig:
+    """The configuration with this shard's part of what is meant for the whole buffer."""
+    part = share.capacity / share.num_shares
+    trajectories = max(1, round(config.capacity_trajectories * part))
+    return config.model_copy(update={"capacity_trajectories": trajectories, "capacity_gib": config.capacity_gib * part})
+
+
+def apportion(
+    total: int,
+    weights: Sequence[int],
+    *,
+    limits: Sequence[int] | None = None,
+    given: Sequence[int] | None = None,
+) -> list[int]:
+    """Divide `total` whole things in proportion to weights, as Webster's method does: the sum is exact.
+
+    Args:
+        total: what is divided; less where the limits allow no more.
+        weights: who weighs nothing gets nothing.
+        limits: the most that each may get.
+        given: what each has already, as a part of `total`.
+    """
+    shares = list(given) if given is not None else [0] * len(weights)
+    while sum(shares) < total:
+        open_to = [i for i, weight in enumerate(weights) if weight and (limits is None or shares[i] < limits[i])]
+        if not open_to:
+            break
+        shares[max(open_to, key=lambda i: (weights[i] / (2 * shares[i] + 1), -i))] += 1
+    return shares
+
+
+def divide_step(num_groups: int, version: int, supplies: Mapping[int, Supply], *, in_order: bool) -> dict[int, int]:
+    """How many groups of a step each shard gives; nothing where there are too few.
+
+    In proportion to what is eligible in each. But as many groups as the later steps could not use any
+    more in time are taken first, so that a shard which was down for a while does not lose its old ones.
+
+    Args:
+        num_groups: of the step.
+        version: at which it trains.
+        supplies: by shard.
+        in_order: take the groups that are due first, whatever shard has them.
+    """
+    shards = sorted(supplies)
+    eligible = [supplies[shard].num_eligible for shard in shards]
+    limits = [min(supplies[shard].num_eligible, supplies[shard].capacity) for shard in shards]
+    if sum(limits) < num_groups:
+        return {}
+    given = [0] * len(shards)
+    for last in sorted({due for supply in supplies.values() for due in supply.due}):
+        due = [sum(num for at, num in supplies[shard].due.items() if at <= last) for shard in shards]
+        must = num_groups if in_order else sum(due) - (last - version) * num_groups
+        most = [min(pair) for pair in zip(limits, due, strict=True)]
+        given = apportion(min(must, num_groups), due, limits=most, given=given)
+    given = apportion(num_groups, eligible, limits=limits, given=given)
+    return {shard: num for shard, num in zip(shards, given, strict=True) if num}
+
+
+def must_wait(plan: Mapping[int, int], version: int, num_groups: int, supplies: Mapping[int, Supply]) -> bool:
+    """Must a step wait for groups that are not complete (on_stale = "wait")? As `Draws` decides for one shard.
+
+    After this step the others are used at best G per step: the i-th of them at version + 1 + i // G.
+    Where one of them is due before that, an open group no younger than it must be in this very step
+    instead of a younger one.
+    """
+    drawn: list[int] = []
+    left: list[int] = []
+    still_open: list[int] = []
+    for shard, supply in supplies.items():
+        ready = list(_expanded(supply.due))
+        drawn += ready[: plan.get(shard, 0)]
+        left += ready[plan.get(shard, 0) :]
+        still_open += _expanded(supply.open_due)
+    at_risk = [due for i, due in enumerate(sorted(left + still_open)) if due < version + 1 + i // num_groups]
+    latest, youngest = max(at_risk, default=-1), max(drawn, default=-1)
+    return any(due <= latest and due < youngest for due in still_open)
+
+
+@lru_cache(maxsize=2)
+def _owners(num_prompts: int, num_shards: int) -> npt.NDArray[np.int64]:
+    """The shard of every prompt."""
+    if num_shards == 1:
+        return np.zeros(num_prompts, np.int64)
+    return np.fromiter((shard_of(prompt, num_shards) for prompt in range(num_prompts)), np.int64, num_prompts)
+
+
+def _expanded(counts: Mapping[int, int]) -> Iterator[int]:
+    return Counter(dict(sorted(counts.items()))).elements()
