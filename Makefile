@@ -5,7 +5,7 @@ VENV := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test unit lint format bench install clean
+.PHONY: demo test unit faults lint format bench install clean
 
 demo: install  ## train the demo: under 2 minutes on 2 cores
 	@echo "Training the demo: under 2 minutes on 2 cores"
@@ -17,6 +17,10 @@ test: install  ## everything: unit, property, faults and end to end (about 8 min
 
 unit: install  ## the fast tests: under a minute
 	$(VENV)/python -m pytest tests/unit
+
+faults: install  ## the fault matrix with full counts; writes docs/results/faults.md (root and apt's strace for all of it)
+	@echo "Injecting every fault: about 20 minutes on 2 cores"
+	LEEWAY_FAULTS=all LEEWAY_FAULTS_PAGE=docs/results/faults.md $(VENV)/python -m pytest tests/faults -m fault -rs
 
 lint: install  ## ruff, mypy --strict, import directions, shellcheck where it is installed
 	$(VENV)/ruff check .

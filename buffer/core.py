@@ -222,8 +222,8 @@ def _check_waits(config: BufferConfig, facts: RunFacts) -> None:
     if facts.staleness.on_stale == "wait" and not is_plain:
         raise StoreError(
             "on_stale = 'wait' lets no group pass the age bound, for which the oldest must be drawn first, but "
-            f"[buffer] has law = '{config.law}', max_uses = {config.max_uses}, selection_pool = {config.selection_pool}: "
-            "use law = 'fifo', max_uses = 1 and selection_pool = 1.0, or on_stale = 'drop'"
+            f"[buffer] has law = '{config.law}', max_uses = {config.max_uses}, selection_pool = "
+            f"{config.selection_pool}: use law = 'fifo', max_uses = 1 and selection_pool = 1.0, or on_stale = 'drop'"
         )
 
 

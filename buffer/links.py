@@ -78,10 +78,16 @@ class Link:
         """Make a request at once."""
         return self._start(self._answer(request))
 
-    def ask_one(self, kind: str, request: Request[R]) -> asyncio.Task[R]:
-        """Make a request, unless one of its kind was made and its answer is not `taken`: then that one."""
+    def ask_one(self, kind: str, request: Request[R], *, even_late: bool = False) -> asyncio.Task[R]:
+        """Make a request, unless one of its kind is not answered yet: then that one.
+
+        Args:
+            kind: of the request.
+            request: what to ask.
+            even_late: an answer that came when its caller had gone is not asked for again, but `taken`.
+        """
         task = self._single.get(kind)
-        if task is None:
+        if task is None or (task.done() and not even_late):
             task = self._single[kind] = self.ask(request)
         return task
 

@@ -187,7 +187,6 @@ class ShardedClient:
         )
         for shard, status in replies.items():
             link = self._links[shard]
-            link.taken("status")
             link.status = status
             link.hear(status.ledger, status.fidelity_ks)
         silent = [link.shard for link in self._links if link.shard not in replies]
@@ -213,7 +212,7 @@ class ShardedClient:
             if room <= 0:
                 break
             wanted = -(-room // (len(order) - i))
-            task = link.ask_one("lease", lambda client, num=wanted: client.lease(num))  # type: ignore[misc]
+            task = link.ask_one("lease", lambda client, num=wanted: client.lease(num), even_late=True)  # type: ignore[misc]
             answer = await self._links.answered({link.shard: task})
             if answer:
                 link.taken("lease")

@@ -31,7 +31,7 @@ def main() -> None:
             max_tokens=16,
             run_id="test",
             seed=0,
-            buffer_address=orders["buffer_address"],
+            buffer_addresses=(orders["buffer_address"],),
             run_folder=folder,
             config=config,
             algorithm=TypeAdapter(AlgorithmConfig).validate_python(orders["algorithm"]),

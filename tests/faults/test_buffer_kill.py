@@ -1,6 +1,5 @@
 """The service is a real process here, and is killed with SIGKILL while it works."""
 
-import signal
 import subprocess
 import sys
 import threading
@@ -10,87 +9,8 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 
-from buffer.client import BufferClient
-from buffer.config import BufferConfig, RunFacts
 from buffer.errors import BufferRefused, BufferUnavailable
-from buffer.store import Store
-from buffer.verify import verify
-from tests.in_process_buffer import make_trajectory
-from weight_sync.staleness import StalenessConfig
-
-FACTS = RunFacts(
-    run_id="killed",
-    seed=0,
-    num_prompts=64,
-    group_size=4,
-    groups_per_step=8,
-    vocab_size=64,
-    max_tokens=16,
-    staleness=StalenessConfig(max_lag="unbounded"),
-)
-CONFIG = BufferConfig(request_timeout_s=1.0, give_up_after_s=30.0, lease_timeout_s=30.0)
-
-
-class Service:
-    """A buffer service in a process of its own."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.start()
-
-    def start(self):
-        command = [sys.executable, "-m", "buffer", "--folder", str(self.folder), "--facts", FACTS.model_dump_json()]
-        self.process = subprocess.Popen(
-            [*command, "--config", CONFIG.model_dump_json()], stdout=subprocess.PIPE, text=True
-        )
-        self.address = self.process.stdout.readline().strip()
-        assert self.address.startswith("tcp://")
-
-    def kill(self):
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
-        self.process.stdout.close()
-
-    def stop(self):
-        self.process.terminate()
-        assert self.process.wait(10) == 0
-        self.process.stdout.close()
-
-
-@pytest.fixture
-def service(tmp_path):
-    running = Service(tmp_path / "buffer")
-    yield running
-    if running.process.poll() is None:
-        running.kill()
-
-
-@pytest.fixture
-def connect(service):
-    clients = []
-
-    def make(name, role="actor", config=CONFIG):
-        clients.append(BufferClient(service.address, run_id="killed", role=role, name=name, config=config))
-        clients[-1].connect()
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close(1.0)
-
-
-def generate(client, stop, outcomes):
-    """Lease and push until told to stop; remember what was acknowledged."""
-    while not stop.is_set():
-        pushed = []
-        for lease in client.lease(4).result(40).leases:
-            for index in lease.sample_indices:
-                row = make_trajectory(lease, index, seq=0)
-                pushed.append(((lease.group_id, index), client.push(row)))
-        for key, future in pushed:
-            outcomes.append((key, future.result(40).outcome))
-        if not pushed:
-            time.sleep(0.01)
+from tests.faults.service_process import CONFIG, FACTS, Kept, generate
 
 
 def test_nothing_acknowledged_is_lost_or_doubled_when_the_service_is_killed_under_load(service, connect):
@@ -134,13 +54,9 @@ def test_nothing_acknowledged_is_lost_or_doubled_when_the_service_is_killed_unde
     acknowledged = {key for key, outcome in outcomes if outcome in ("committed", "duplicate")}
     assert len(acknowledged) == len(outcomes)
     assert status.ledger["gap"] == 0
-    store = Store(service.folder, FACTS)
-    report = store.read(verify)
-    stored = store.read(lambda tx: {(g, i) for (g,), group in tx.groups.all_items() for i in range(len(group.fates))})
-    store.close()
-    assert report["faults"] == []
-    assert report["recount"]["committed"] == report["num_records"] == len(outcomes)
-    assert acknowledged <= stored
+    kept = Kept.read(service.folder)
+    kept.check(acknowledged)
+    assert kept.report["recount"]["committed"] == kept.report["num_records"] == len(outcomes)
 
 
 def test_a_client_gives_up_and_names_the_service_when_it_stays_away(service, connect):

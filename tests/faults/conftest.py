@@ -1,0 +1,115 @@
+"""Fixtures of the fault tests, and the table of what they showed."""
+
+from pathlib import Path
+
+import pytest
+
+from buffer.client import BufferClient
+from tests.faults import results
+from tests.faults.disks import Mounts
+from tests.faults.service_process import CONFIG, Load, Service
+
+_RECORDER = pytest.StashKey[results.Recorder]()
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "fault(row, what, control=False, tools=(), root=False, full=False): a row of the fault matrix, or its control",
+    )
+    config.stash[_RECORDER] = results.Recorder()
+
+
+def pytest_terminal_summary(terminalreporter):
+    missing = results.missing_tools(results.PACKAGES)
+    if results.FULL and missing:
+        terminalreporter.write_line(f"Some faults were not injected: {missing}", yellow=True)
+
+
+def pytest_runtest_setup(item):
+    marker = item.get_closest_marker("fault")
+    if marker is None:
+        return
+    shown = item.config.stash[_RECORDER].shown[item.nodeid] = results.parse(marker)
+    if reason := results.reason_to_skip(marker):
+        shown.outcome = f"skipped: {reason}"
+        pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    shown = item.config.stash[_RECORDER].shown.get(item.nodeid)
+    if shown is not None and not report.skipped and (report.when == "call" or report.failed):
+        shown.outcome = report.outcome
+    return report
+
+
+def pytest_sessionfinish(session):
+    if results.PAGE:
+        session.config.stash[_RECORDER].write(Path(results.PAGE))
+
+
+@pytest.fixture
+def show(request):
+    """`show("50 kills, 0 lost")`: a note for the table; several are joined by commas."""
+    return request.config.stash[_RECORDER].shown[request.node.nodeid].notes.append
+
+
+@pytest.fixture
+def start_service(tmp_path):
+    """`start_service(**arguments of Service)`: a service that ends with the test; by default in tmp_path/buffer."""
+    running = []
+
+    def start(folder=None, **arguments) -> Service:
+        running.append(Service(folder or tmp_path / "buffer", **arguments))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.close()
+
+
+@pytest.fixture
+def service(start_service):
+    """A service with the facts and config of `service_process`."""
+    return start_service()
+
+
+@pytest.fixture
+def connect(service):
+    """`connect(name, role)`: a client of `service` that is closed with the test."""
+    clients = []
+
+    def make(name, role="actor", config=CONFIG):
+        clients.append(BufferClient(service.address, run_id="killed", role=role, name=name, config=config))
+        clients[-1].connect()
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close(1.0)
+
+
+@pytest.fixture
+def load_on():
+    """`load_on(service, **arguments of Load)`: a running load whose clients are closed with the test."""
+    loads = []
+
+    def start(service, **arguments) -> Load:
+        loads.append(Load(service.address, **{"facts": service.facts, "config": service.config, **arguments}))
+        return loads[-1].start()
+
+    yield start
+    for each in loads:
+        each.close()
+
+
+@pytest.fixture
+def mounts(tmp_path):
+    """Small disks that are unmounted with the test, after what runs on them has ended."""
+    folder = tmp_path / "disks"
+    folder.mkdir()
+    made = Mounts(folder)
+    yield made
+    made.close()

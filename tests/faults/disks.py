@@ -1,0 +1,72 @@
+"""Small disks of our own: tmpfs, and ext4 on a loop device. Both need root, and are unmounted with the test."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+MIB = 2**20
+
+
+def run(*command: object) -> None:
+    """Run a program; its error is shown where it fails."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}: {done.stderr}"
+
+
+class Mounts:
+    """What is mounted, to be unmounted in reverse."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mounted: list[Path] = []
+
+    def tmpfs(self, name: str, size_mib: int) -> Path:
+        """A disk in memory of this size."""
+        return self._mount(name, "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs")
+
+    def ext4(self, name: str, size_mib: int) -> tuple[Path, Path]:
+        """(its folder, its image): a new ext4 in a file."""
+        image = self._folder / f"{name}.img"
+        with image.open("wb") as file:
+            file.truncate(size_mib * MIB)
+        run("mkfs.ext4", "-q", "-F", image)
+        return self.image(name, image), image
+
+    def image(self, name: str, image: Path) -> Path:
+        """The folder of an ext4 in this file; its journal is replayed as after a power cut."""
+        return self._mount(name, "-o", "loop", image)
+
+    def unmount(self, folder: Path) -> None:
+        run("umount", folder)
+        self._mounted.remove(folder)
+
+    def close(self) -> None:
+        for folder in reversed(self._mounted):
+            subprocess.run(["umount", "-l", str(folder)], capture_output=True, timeout=60, check=False)
+        self._mounted.clear()
+
+    def _mount(self, name: str, *options: object) -> Path:
+        folder = self._folder / name
+        folder.mkdir(exist_ok=True)
+        run("mount", *options, folder)
+        self._mounted.append(folder)
+        return folder
+
+
+def fill(folder: Path, *, leave_bytes: int) -> Path:
+    """A file that takes all space but so much; remove it to free the space."""
+    ballast = folder / "ballast"
+    free = shutil.disk_usage(folder).free
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free - leave_bytes)
+    return ballast
+
+
+def copy_at_one_moment(image: Path, copy: Path) -> None:
+    """Copy a disk to which nobody but the kernel's own write-back writes: again, until it held still meanwhile."""
+    for _ in range(50):
+        run("cp", "--sparse=always", image, copy)
+        if subprocess.run(["cmp", "-s", str(image), str(copy)], timeout=60, check=False).returncode == 0:
+            return
+    raise AssertionError(f"{image} never held still")

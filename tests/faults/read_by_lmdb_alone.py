@@ -1,0 +1,14 @@
+"""Reads every value of a store with LMDB and nothing else: `python read_by_lmdb_alone.py FOLDER`.
+
+What a damaged file does to a program that trusts it: the positive control of row 10.
+"""
+
+import sys
+
+import lmdb
+
+environment = lmdb.open(sys.argv[1], readonly=True, lock=False, max_dbs=64)
+with environment.begin() as txn:
+    names = [bytes(name) for name, _ in txn.cursor()]
+    tables = [environment.open_db(name, txn=txn, create=False) for name in names]
+    print(sum(len(value) for table in tables for _, value in txn.cursor(db=table)))

@@ -1,0 +1,363 @@
+"""The buffer service as a process that can be killed, stopped and started again, and a load on it that remembers.
+
+`Service` is one `python -m buffer`, or an entry script under tests/ that takes a protection out of it.
+`Load` is actors and a learner in threads of the test, whose memory of what was acknowledged outlives the service.
+`Kept` is what a store holds, read after the end.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from buffer import schema
+from buffer.client import BufferClient
+from buffer.config import BufferConfig, RunFacts
+from buffer.store import Store
+from buffer.tables import NO_RECORD
+from buffer.trajectory import Trajectory
+from buffer.verify import verify
+from tests.in_process_buffer import make_trajectory
+from weight_sync.staleness import StalenessConfig
+
+FACTS = RunFacts(
+    run_id="killed",
+    seed=0,
+    num_prompts=64,
+    group_size=4,
+    groups_per_step=8,
+    vocab_size=32_000,
+    max_tokens=8192,
+    staleness=StalenessConfig(max_lag="unbounded"),
+)
+CONFIG = BufferConfig(request_timeout_s=1.0, give_up_after_s=30.0, lease_timeout_s=30.0)
+MANY = FACTS.model_copy(update={"groups_per_step": 4096})
+"""Leases for 65,536 samples without a learner that draws."""
+
+Key = tuple[int, int]
+"""(group, index): what a sample is known by."""
+
+
+class Service:
+    """A buffer service in a process of its own."""
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: RunFacts = FACTS,
+        config: BufferConfig = CONFIG,
+        *,
+        entry: Sequence[str] = ("-m", "buffer"),
+        environment: dict[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            folder: of the store; the service's log lies beside it.
+            facts: of the run.
+            config: the service's.
+            entry: what Python is to run: the package, or a script that patches it first.
+            environment: variables beside those of the test.
+            log: where its stderr goes; by default a file beside the folder.
+        """
+        self.folder, self.facts, self.config = folder, facts, config
+        self._entry, self._environment = list(entry), environment or {}
+        self._log = log or folder.with_name(folder.name + ".log")
+        self.start()
+
+    def start(self, timeout_s: float = 30.0) -> None:
+        """Start the process anew and wait for its address."""
+        self.launch()
+        # A reader of its own: a pipe cannot be waited for with a limit.
+        reader = threading.Thread(target=self._read_address, daemon=True)
+        reader.start()
+        reader.join(timeout_s)
+        if not self.address.startswith("tcp://"):
+            self.close()
+            raise AssertionError(f"the service did not start: {self.log[-3000:]}")
+
+    def launch(self) -> None:
+        """Start the process without waiting for it."""
+        self.address = ""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("a") as log:
+            self.process = subprocess.Popen(
+                self.command(),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
+            )
+
+    def command(self) -> list[str]:
+        """The command line."""
+        facts, config = self.facts.model_dump_json(), self.config.model_dump_json()
+        return [sys.executable, *self._entry, "--folder", str(self.folder), "--facts", facts, "--config", config]
+
+    def _read_address(self) -> None:
+        self.address = self.process.stdout.readline().strip()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        """Everything that the processes of this service have written to stderr."""
+        return self._log.read_text()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self.process.kill()
+        self.wait()
+
+    def stop(self) -> None:
+        """End it in order."""
+        self.process.terminate()
+        assert self.wait() == 0, self.log[-3000:]
+
+    def wait(self, timeout_s: float = 15.0) -> int:
+        """Wait for its end; the exit code."""
+        code = self.process.wait(timeout_s)
+        self.process.stdout.close()
+        return code
+
+    def close(self) -> None:
+        """End it whatever state it is in."""
+        if self.is_alive:
+            self.process.kill()
+        self.process.wait(15)
+        self.process.stdout.close()
+
+    def memory_bytes(self) -> int:
+        """Its anonymous memory (RssAnon)."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def sample(lease, index: int, num_completion_tokens: int = 4) -> Trajectory:
+    """A trajectory whose tokens follow from its group and index, so that what is read back can be checked."""
+    row = make_trajectory(lease, index, seq=0, num_completion_tokens=num_completion_tokens)
+    return replace(row, token_ids=sample_tokens((lease.group_id, index), len(row.token_ids)))
+
+
+def sample_tokens(key: Key, num_tokens: int) -> np.ndarray:
+    """The tokens of a sample, prompt included."""
+    return np.random.default_rng(key).integers(0, FACTS.vocab_size, num_tokens, np.int32)
+
+
+def generate(client, stop, outcomes, *, num_completion_tokens: int = 4, groups: int = 4):
+    """Lease and push until told to stop; `outcomes` gets (key, outcome) for every answer."""
+    while not stop.is_set():
+        pushed = []
+        for lease in client.lease(groups).result(40).leases:
+            for index in lease.sample_indices:
+                row = sample(lease, index, num_completion_tokens)
+                pushed.append(((lease.group_id, index), client.push(row)))
+        for key, future in pushed:
+            outcomes.append((key, future.result(40).outcome))
+        if not pushed:
+            time.sleep(0.01)
+
+
+class Load:
+    """Actors, and a learner that draws every step, at a service that may come and go."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        facts: RunFacts = FACTS,
+        config: BufferConfig = CONFIG,
+        num_actors: int = 2,
+        num_completion_tokens: int = 4,
+        groups: int = 4,
+        draws: bool = True,
+    ) -> None:
+        """Connect all clients; `start` begins.
+
+        Args:
+            address: of the service.
+            facts: of its run.
+            config: of the clients.
+            num_actors: how many push.
+            num_completion_tokens: of every trajectory.
+            groups: how many groups an actor leases and pushes at once.
+            draws: let the learner draw and finish steps; else it only publishes version 0.
+        """
+        self._facts, self._draws = facts, draws
+        self._size = {"num_completion_tokens": num_completion_tokens, "groups": groups}
+        self._stop = threading.Event()
+        self.outcomes = _Outcomes()
+        self.drawn: dict[int, list[int]] = {}
+        """Step -> its records."""
+        self.errors: list[BaseException] = []
+        make = BufferClient
+        self.learner = make(address, run_id=facts.run_id, role="learner", name="learner", config=config)
+        self.actors = [
+            make(address, run_id=facts.run_id, role="actor", name=f"actor-{number}", config=config)
+            for number in range(num_actors)
+        ]
+        for client in (self.learner, *self.actors):
+            client.connect()
+        self.incarnation = self.learner.begin_incarnation(0, 0).result(30).incarnation
+        self.learner.published(self.incarnation, 0).result(30)
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(lambda a=actor: self._push(a),)) for actor in self.actors
+        ]
+        if draws:
+            self._threads.append(threading.Thread(target=self._guarded, args=(self._train,)))
+
+    def start(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def end(self, timeout_s: float = 60.0) -> None:
+        """Stop the threads; every push that was made is answered, or its error is raised here."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout_s)
+            assert not thread.is_alive(), "a client still waits"
+        if self.errors:
+            raise self.errors[0]
+
+    def close(self) -> None:
+        """Close the clients, whatever they wait for."""
+        self._stop.set()
+        for client in (self.learner, *self.actors):
+            client.close(0.1)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(30)
+
+    def wait_for(self, num_answers: int, timeout_s: float = 30.0) -> None:
+        """Wait until so many more pushes are answered."""
+        goal = len(self.outcomes) + num_answers
+        wait_until(lambda: len(self.outcomes) >= goal, f"{num_answers} acknowledgements", timeout_s, self.errors)
+
+    @property
+    def acknowledged(self) -> set[Key]:
+        """Samples that the service said are on disk."""
+        return {key for key, outcome in list(self.outcomes) if outcome in ("committed", "duplicate")}
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            if not self._stop.is_set():
+                self._stop.set()
+            self.errors.append(error)
+
+    def _push(self, client: BufferClient) -> None:
+        generate(client, self._stop, self.outcomes, **self._size)
+
+    def _train(self) -> None:
+        step = 0
+        while not self._stop.is_set():
+            batch = self.learner.draw(step + 1, step, self.incarnation, self._facts.groups_per_step, 0.5).result(60)
+            if not batch.ready:
+                continue
+            step += 1
+            for row in batch.trajectories:
+                assert np.array_equal(
+                    row.token_ids, sample_tokens((row.group_id, row.sample_index), len(row.token_ids))
+                )
+            self.drawn[step] = batch.record_ids
+            self.learner.step_finished(step, step).result(60)
+            self.learner.published(self.incarnation, step).result(60)
+            self.learner.checkpoint_durable(step).result(60)
+
+
+class _Outcomes(list):
+    """(key, outcome) of every answer, and when it came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times_s: list[float] = []
+
+    def append(self, item) -> None:
+        super().append(item)
+        self.times_s.append(time.monotonic())
+
+
+@dataclass
+class Kept:
+    """What a store holds."""
+
+    keys: set[Key]
+    """Samples whose record is there, passes its checksum, and holds the tokens that were pushed."""
+    doubles: int
+    """Records of a sample that another record holds too."""
+    torn: list[str]
+    """Records that do not hold what was pushed."""
+    report: dict
+    """Of `verify`."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Kept":
+        """Read the store of a service that has ended, and close it."""
+        store = Store(folder, None)
+        try:
+            return store.read(cls._look)
+        finally:
+            store.close()
+
+    @classmethod
+    def _look(cls, tx) -> "Kept":
+        holders: Counter[Key] = Counter()
+        torn = []
+        for (group_id,), group in tx.groups.all_items():
+            for index, record in enumerate(group.records):
+                if record == NO_RECORD:
+                    continue
+                (row,) = schema.from_batch(schema.join_rows([tx.records.require(record)], [None]))
+                if (row.group_id, row.sample_index) != (group_id, index) or not np.array_equal(
+                    row.token_ids, sample_tokens((group_id, index), len(row.token_ids))
+                ):
+                    torn.append(f"record {record} is not sample {index} of group {group_id}")
+                holders[row.group_id, row.sample_index] += 1
+        return cls(set(holders), holders.total() - len(holders), torn, verify(tx))
+
+    def check(self, acknowledged: set[Key]) -> None:
+        """Nothing acknowledged is lost, nothing is doubled or torn, and `verify` is clean."""
+        assert acknowledged, "nothing was acknowledged: the test shows nothing"
+        lost = acknowledged - self.keys
+        assert not lost, f"{len(lost)} of {len(acknowledged)} acknowledged samples are lost: {sorted(lost)[:5]}"
+        assert self.doubles == 0
+        assert self.torn == []
+        assert self.report["faults"] == []
+
+
+def wait_until(
+    condition: Callable[[], bool], what: str, timeout_s: float = 30.0, errors: Sequence[BaseException] = ()
+) -> float:
+    """Wait until the condition holds; seconds that it took."""
+    began = time.monotonic()
+    while not condition():
+        if errors:
+            raise errors[0]
+        assert time.monotonic() - began < timeout_s, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+def settle(seconds: float = 0.05) -> None:
+    """Let what is on its way between processes arrive."""
+    time.sleep(seconds)
