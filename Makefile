@@ -18,7 +18,7 @@ test: install  ## everything: unit, property, faults and end to end (about 8 min
 unit: install  ## the fast tests: under a minute
 	$(VENV)/python -m pytest tests/unit
 
-faults: install  ## the fault matrix with full counts; writes docs/results/faults.md (root and apt's strace for all of it)
+faults: install  ## the fault matrix with full counts; writes docs/results/faults.md (for all of it: root, and apt's strace iptables iproute2 faketime)
 	@echo "Injecting every fault: about 20 minutes on 2 cores"
 	LEEWAY_FAULTS=all LEEWAY_FAULTS_PAGE=docs/results/faults.md $(VENV)/python -m pytest tests/faults -m fault -rs
 

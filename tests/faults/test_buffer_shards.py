@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from buffer.errors import BufferUnavailable
 from buffer.sharded import PATIENCE_S, open_client
 from tests.faults.service_process import CONFIG, FACTS, Kept, Service, sample, sample_tokens, wait_until
-from weight_sync.staleness import StalenessConfig, effective_version
+from weight_sync.staleness import PolicyVersion, StalenessConfig, effective_version
 
 RUN = FACTS.model_copy(update={"staleness": StalenessConfig(max_lag=4)})
 DOWN_S = 5.0
@@ -137,10 +138,13 @@ class ShardedRun:
         pushed = []
         try:
             while not self._stop.is_set():
-                leases = client.lease(4).result(40).leases
-                made = [(lease, index) for lease in leases for index in lease.sample_indices]
-                pushed += [((lease.group_id, i), client.push(sample(lease, i))) for lease, i in made]
-                time.sleep(0.002 if leases else 0.01)
+                grant = client.lease(4).result(40)
+                for lease in grant.leases:
+                    version = PolicyVersion(grant.newest[0], lease.min_version)
+                    rows = [sample(lease, index) for index in lease.sample_indices]
+                    rows = [replace(row, spans=(replace(row.spans[0], version=version),)) for row in rows]
+                    pushed += [((row.group_id, row.sample_index), client.push(row)) for row in rows]
+                time.sleep(0.002 if grant.leases else 0.01)
             self.outcomes += [(key, future.result(40).outcome) for key, future in pushed]
         except BaseException as error:
             self.errors.append(error)
@@ -192,29 +196,31 @@ def test_while_one_shard_is_down_the_others_train_on_and_it_comes_back_with_all_
 
 def test_shards_that_are_killed_in_turn_and_started_again_lose_nothing(run):
     run = run()
-    kills = 0
     over = threading.Event()
+    failed = []
 
-    def kill() -> None:
-        nonlocal kills
-        while not over.wait(0.7):
-            service = run.services[kills % 3]
-            service.kill()
-            service.start()
-            kills += 1
+    def train() -> None:
+        try:
+            while not over.is_set():
+                run.train(1)
+        except BaseException as error:
+            failed.append(error)
 
-    killer = threading.Thread(target=kill)
-    killer.start()
+    trainer = threading.Thread(target=train)
+    trainer.start()
     try:
-        until = time.monotonic() + 12.0
-        while time.monotonic() < until:
-            run.train(1)
+        for kill in range(12):
+            time.sleep(0.7)
+            service = run.services[kill % 3]
+            service.kill()
+            service.start()  # here, for a service ends with the thread that started it
+            assert not failed, failed
     finally:
         over.set()
-        killer.join(30)
-    run.train(1)
-    assert kills >= 5
+        trainer.join(60)
+    assert not failed
     assert run.step >= 10
+    run.train(1)
     run.end()
 
 

@@ -1,0 +1,87 @@
+"""Messages that are small to send and large to receive."""
+
+import socket
+import struct
+
+import numpy as np
+import pyarrow as pa
+
+from buffer import protocol as p
+from buffer import schema
+from tests.faults.malformed import UNKNOWN_LEASE
+from tests.faults.service_process import sample
+
+ANNOUNCED_BYTES = 2 * 2**30
+"""Size of the frame that `announce_a_large_frame` never sends."""
+
+Frames = list[bytes]
+
+
+def compressed(run_id: str, name: str, epoch: int, size_bytes: int) -> Frames:
+    """A push whose tokens expand to so many bytes."""
+    batch = _batch(run_id, name, epoch)
+    tokens = pa.ListArray.from_arrays(pa.array([0, size_bytes // 4], pa.int32()), np.zeros(size_bytes // 4, np.int32))
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(sink, schema.SCHEMA, options=options) as writer:
+        writer.write_batch(_with(batch, "token_ids", tokens))
+    return _push(name, epoch, sink.getvalue().to_pybytes())
+
+
+def wide(name: str, epoch: int, num_columns: int) -> Frames:
+    """A push of so many columns."""
+    columns = pa.schema([pa.field("c", pa.int8())] * num_columns)
+    return _push(name, epoch, columns.serialize().to_pybytes())
+
+
+def nested(run_id: str, name: str, epoch: int, depth: int) -> Frames:
+    """A push of one trajectory whose task columns are nested so deeply."""
+    texts = pa.array(['{"a":' + "[" * depth + "]" * depth + "}"])
+    return _push(name, epoch, schema.write_stream(_with(_batch(run_id, name, epoch), "columns", texts)))
+
+
+def spanned(run_id: str, name: str, epoch: int, num_spans: int) -> Frames:
+    """A push of one trajectory of 4 tokens with so many version spans."""
+    kind = schema.SCHEMA.field("spans").type.value_type
+    fields = [pa.array(np.zeros(num_spans, np.int64)).cast(field.type) for field in kind]
+    values = pa.StructArray.from_arrays(fields, fields=list(kind))
+    spans = pa.ListArray.from_arrays(pa.array([0, num_spans], pa.int32()), values)
+    return _push(name, epoch, schema.write_stream(_with(_batch(run_id, name, epoch), "spans", spans)))
+
+
+def renewal(name: str, epoch: int, num_leases: int) -> Frames:
+    """A request to renew so many leases."""
+    return [p.encode(p.Envelope(1, p.Renew(name, epoch, list(range(1, num_leases + 1)))))]
+
+
+def announce_a_large_frame(address: str) -> socket.socket:
+    """Speak ZMTP 3.1 to a ROUTER, then announce a frame of `ANNOUNCED_BYTES` and send 1 KB of it."""
+    host, port = address.removeprefix("tcp://").rsplit(":", 1)
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY" + b"".join(
+        bytes([len(key)]) + key + struct.pack(">I", len(value)) + value
+        for key, value in ((b"Socket-Type", b"DEALER"), (b"Identity", b""))
+    )
+    connection.sendall(greeting + bytes([4, len(ready)]) + ready)
+    theirs = b""
+    while b"READY" not in theirs:
+        theirs += connection.recv(4096)
+    connection.sendall(b"\x02" + struct.pack(">Q", ANNOUNCED_BYTES) + bytes(1024))
+    return connection
+
+
+def _batch(run_id: str, name: str, epoch: int) -> pa.RecordBatch:
+    """One valid trajectory."""
+    body = schema.encode([sample(UNKNOWN_LEASE, 0)], run_id, schema.Sender(name, epoch, [0]))
+    return schema.read_stream(body)
+
+
+def _with(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
+    at = schema.SCHEMA.get_field_index(name)
+    return batch.set_column(at, schema.SCHEMA.field(at), column)
+
+
+def _push(name: str, epoch: int, body: bytes) -> Frames:
+    envelope = p.Envelope(1, p.Push(name, epoch), p.checksum(body))
+    return [p.encode(envelope), body]

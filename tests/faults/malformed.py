@@ -1,0 +1,167 @@
+"""Malformed messages made from a seed, and a sender of them that keeps a steady rate in a process of its own.
+
+Every message is broken in a known way, so that it is known what the service must make of it:
+`SET_ASIDE` are quarantined for certain; `RESEALED` carry right checksums over changed content, so some
+of them are valid messages that say something else, and must merely never get a trajectory stored.
+"""
+
+import random
+import sys
+import time
+from typing import NamedTuple
+
+import msgspec
+import pyarrow as pa
+import zmq
+
+from buffer import protocol as p
+from buffer import schema
+from tests.faults.service_process import sample
+
+NAME = "fuzzer"
+"""The client that all malformed messages claim to be from."""
+
+UNKNOWN_LEASE = p.Lease(2**40, 1, 2**40, 0, [0], 0, 60.0)
+"""No such lease was granted."""
+
+
+_PREFIX_BYTES = 8
+"""Before the metadata of an Arrow message: a marker and the metadata's length."""
+
+
+class Malformed(NamedTuple):
+    """A message, and how it is broken."""
+
+    kind: str
+    frames: list[bytes]
+
+
+class Source:
+    """An endless sequence of malformed messages, the same for the same seed."""
+
+    def __init__(self, run_id: str, epoch: int, seed: int, *, lease: p.Lease = UNKNOWN_LEASE) -> None:
+        """Args:
+        run_id: of the run.
+        epoch: of the client `NAME`.
+        seed: of everything.
+        lease: what the trajectories claim to be samples of.
+        """
+        self._chance = random.Random(seed)
+        self._push = p.Push(NAME, epoch)
+        self._numbers = 1
+        rows = [sample(lease, index, 8) for index in range(3)]
+        self._body = bytes(schema.encode(rows, run_id, schema.Sender(NAME, epoch, [0, 1, 2])))
+        self._schema_ends = _PREFIX_BYTES + int.from_bytes(self._body[4:8], "little")
+        self._type_at = _PREFIX_BYTES + _type_position(self._body[_PREFIX_BYTES : self._schema_ends])
+        table = pa.table({"lease_id": [1, 2], "reward": [0.5, None]})
+        self._foreign = schema.write_stream(table.to_batches()[0])
+
+    def next(self, *kinds: str) -> Malformed:
+        """The next one, of one of these kinds; its request number is its place in the sequence."""
+        kind = self._chance.choice(kinds)
+        frames: list[bytes] = getattr(self, f"_{kind}")()
+        self._numbers += 1
+        return Malformed(kind, frames)
+
+    def _header(self, body: bytes) -> bytes:
+        return p.encode(p.Envelope(self._numbers, self._push, p.checksum(body)))
+
+    def _flipped(self, data: bytes) -> bytes:
+        changed = bytearray(data)
+        for _ in range(self._chance.choice((1, 1, 4))):
+            changed[self._chance.randrange(len(data))] ^= 1 << self._chance.randrange(8)
+        return bytes(changed) if bytes(changed) != data else data[:-1]
+
+    def _cut_off(self, data: bytes) -> bytes:
+        return data[: self._chance.randrange(len(data))]
+
+    def _noise(self) -> list[bytes]:
+        return [self._chance.randbytes(self._chance.randrange(200)) for _ in range(self._chance.randrange(1, 6))]
+
+    def _flipped_header(self) -> list[bytes]:
+        return [self._flipped(self._header(self._body)), self._body]
+
+    def _cut_header(self) -> list[bytes]:
+        return [self._cut_off(self._header(self._body)), self._body]
+
+    def _frame_count(self) -> list[bytes]:
+        return [self._header(self._body), self._body, *[b"more"] * self._chance.randrange(1, 5)]
+
+    def _deep_header(self) -> list[bytes]:
+        envelope = msgspec.msgpack.encode({"request_id": self._numbers, "message": {"type": "StatusRequest"}})
+        return [_sealed(b"\x83" + envelope[1:] + b"\xa4more" + b"\x91" * 50_000 + b"\x90")]
+
+    def _reply_as_request(self) -> list[bytes]:
+        return [p.encode(p.Envelope(self._numbers, p.Done()))]
+
+    def _flipped_body(self) -> list[bytes]:
+        return [self._header(self._body), self._flipped(self._body)]
+
+    def _cut_body(self) -> list[bytes]:
+        return [self._header(self._body), self._cut_off(self._body)]
+
+    def _foreign_table(self) -> list[bytes]:
+        return [self._header(self._foreign), self._foreign]
+
+    def _no_arrow(self) -> list[bytes]:
+        body = self._chance.randbytes(self._chance.randrange(1, 500))
+        return [self._header(body), body]
+
+    def _unverified_schema(self) -> list[bytes]:
+        # Of an unknown type, so Arrow verifies nothing of what follows.
+        changed = bytearray(self._flipped(self._body[: self._schema_ends]) + self._body[self._schema_ends :])
+        changed[:_PREFIX_BYTES] = self._body[:_PREFIX_BYTES]
+        changed[self._type_at] = self._chance.randrange(6, 256)
+        return [self._header(bytes(changed)), bytes(changed)]
+
+    def _no_text(self) -> list[bytes]:
+        request = msgspec.msgpack.encode(p.Envelope(self._numbers, p.Drain()))
+        return [_sealed(request.replace(b"Drain", b"Dra\xfan"))]
+
+    def _resealed_body(self) -> list[bytes]:
+        body = self._flipped(self._body)
+        return [self._header(body), body]
+
+    def _resealed_header(self) -> list[bytes]:
+        return [_sealed(self._flipped(self._header(self._body)[8:])), self._body]
+
+
+def _type_position(metadata: bytes) -> int:
+    """Where the metadata of an Arrow message names its type (Message.fbs: the second field of the root table)."""
+    table = int.from_bytes(metadata[:4], "little")
+    vtable = table - int.from_bytes(metadata[table : table + 4], "little", signed=True)
+    return table + int.from_bytes(metadata[vtable + 6 : vtable + 8], "little")
+
+
+def _sealed(payload: bytes) -> bytes:
+    return p.checksum(payload).to_bytes(8, "little") + payload
+
+
+SET_ASIDE = (
+    "noise", "flipped_header", "cut_header", "frame_count", "deep_header", "reply_as_request", "flipped_body",
+    "cut_body", "foreign_table", "no_arrow", "unverified_schema", "no_text",
+)  # fmt: skip
+RESEALED = ("resealed_body", "resealed_header")
+
+
+def connect(context: zmq.Context, address: str) -> zmq.Socket:
+    """A raw socket to the service that waits for nothing when it is closed."""
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(address)
+    return socket
+
+
+def main(address: str, run_id: str, epoch: str, per_second: str) -> None:
+    """Send at a steady rate, and ignore the answers, until killed."""
+    socket = connect(zmq.Context(), address)
+    source = Source(run_id, int(epoch), seed=time.monotonic_ns())
+    while True:
+        socket.send_multipart(source.next(*SET_ASIDE, *RESEALED).frames)
+        due = time.monotonic() + 1 / float(per_second)
+        while socket.poll(max(0.0, due - time.monotonic()) * 1000):
+            socket.recv_multipart()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

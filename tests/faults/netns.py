@@ -1,0 +1,115 @@
+"""Link: a network of two ends, one of them in a namespace of its own, that can be cut, slowed and made to lose.
+
+Every rule and queue lives on the pair of interfaces that the link made, so nothing else on the machine
+notices. `missing()` says what the machine lacks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+
+TOOLS = ("ip", "iptables", "tc")
+
+
+def missing() -> str:
+    """Why a link cannot be made here; '' where it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    lacking = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if lacking:
+        return f"the commands {', '.join(lacking)} are missing (Debian: apt-get install iproute2 iptables)"
+    name = f"lwprobe{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"network namespaces cannot be made here: {made.stderr.strip()}"
+    _run("ip", "netns", "delete", name)
+    return ""
+
+
+class Link:
+    """The near end is this process; what runs under `prefix` lives at the far end. A context manager."""
+
+    def __init__(self) -> None:
+        number = random.SystemRandom().randrange(2**16)
+        self._name = f"lw{os.getpid()}x{number:04x}"[:15]
+        """Of the namespace."""
+        self._near_device, self._far_device = f"lwn{number:04x}", f"lwf{number:04x}"
+        subnet = f"10.213.{number >> 8}.{(number & 63) * 4}"
+        base = subnet.rsplit(".", 1)
+        self.near, self.far = (f"{base[0]}.{int(base[1]) + end}" for end in (1, 2))
+        """The addresses of both ends."""
+        self.prefix = ["ip", "netns", "exec", self._name]
+        """Put before a command to run it at the far end."""
+
+    def __enter__(self) -> Link:
+        _run("ip", "netns", "add", self._name)
+        try:
+            pair = ("peer", "name", self._far_device, "netns", self._name)
+            _run("ip", "link", "add", self._near_device, "type", "veth", *pair)
+            _run("ip", "addr", "add", f"{self.near}/30", "dev", self._near_device)
+            _run("ip", "link", "set", self._near_device, "up")
+            _run("ip", "-n", self._name, "addr", "add", f"{self.far}/30", "dev", self._far_device)
+            for device in (self._far_device, "lo"):
+                _run("ip", "-n", self._name, "link", "set", device, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Deleting an end of the pair deletes both at once; the namespace would do so a little later.
+        subprocess.run(["ip", "link", "delete", self._near_device], capture_output=True, check=False)
+        _run("ip", "netns", "delete", self._name)
+
+    def cut(self) -> None:
+        """Drop every packet in both directions; neither end is told."""
+        self._rule("INPUT")
+        self._rule("OUTPUT")
+
+    def cut_one_way(self, direction: str, near_port: int) -> None:
+        """Drop the packets of one connection in one direction: it is half open, and new ones can be made.
+
+        Args:
+            direction: 'to_near' or 'to_far'.
+            near_port: the near end's port of the connection.
+        """
+        if direction == "to_far":
+            self._rule("INPUT", "-p", "tcp", "--sport", str(near_port))
+        else:
+            self._rule("OUTPUT", "-p", "tcp", "--dport", str(near_port))
+
+    def lose(self, share: float) -> None:
+        """Drop this share of the packets at random, in each direction."""
+        for chain in ("INPUT", "OUTPUT"):
+            self._rule(chain, "-m", "statistic", "--mode", "random", "--probability", str(share))
+
+    def slow_down(self, megabits_per_s: float) -> None:
+        """Limit both directions to this rate; what does not fit a queue of 0.4 s is dropped."""
+        limit = ("root", "tbf", "rate", f"{megabits_per_s}mbit", "burst", "32kbit", "latency", "400ms")
+        _run("tc", "qdisc", "replace", "dev", self._near_device, *limit)
+        _run(*self.prefix, "tc", "qdisc", "replace", "dev", self._far_device, *limit)
+
+    def num_dropped(self) -> int:
+        """How many packets the rules of now have dropped: that an injection took place."""
+        listed = _run(*self.prefix, "iptables", "-L", "-v", "-x", "-n")
+        return sum(int(line.split()[0]) for line in listed.splitlines() if " DROP " in line and "Chain" not in line)
+
+    def heal(self) -> None:
+        """Take every rule and limit away."""
+        _run(*self.prefix, "iptables", "-F")
+        subprocess.run(["tc", "qdisc", "delete", "dev", self._near_device, "root"], capture_output=True, check=False)
+        far = [*self.prefix, "tc", "qdisc", "delete", "dev", self._far_device, "root"]
+        subprocess.run(far, capture_output=True, check=False)
+
+    def _rule(self, chain: str, *match: str) -> None:
+        _run(*self.prefix, "iptables", "-A", chain, *match, "-j", "DROP")
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)} failed with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout

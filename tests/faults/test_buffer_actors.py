@@ -1,0 +1,224 @@
+"""Actors are real processes here: killed in the middle of a send, stopped and replaced, or left without a buffer."""
+
+import itertools
+import random
+import signal
+import time
+
+import pytest
+
+from tests.faults.actor_process import ZOMBIE_EXIT, ActorProcess
+from tests.faults.results import FULL, pick
+from tests.faults.service_process import CONFIG, MANY, Kept, wait_until
+
+MIB = 2**20
+LEASE_TIMEOUT_S = 2.0
+SHORT_LEASES = CONFIG.model_copy(update={"lease_timeout_s": LEASE_TIMEOUT_S, "max_attempts": 100})
+SMALL_CREDIT = CONFIG.model_copy(update={"inbox_mib": 8})
+"""4 MiB for each of two actors."""
+GROWTH_LIMIT = 64 * MIB
+LONG_LEASES = CONFIG.model_copy(update={"lease_timeout_s": 3600.0})
+STOPPED_S = 5.0 if FULL else 2.0
+
+
+@pytest.fixture
+def start_actor(tmp_path):
+    """`start_actor(service, name, **options)`: an ActorProcess that ends with the test."""
+    started = []
+
+    def start(service, name, **options) -> ActorProcess:
+        started.append(ActorProcess(tmp_path, service, name, **options))
+        return started[-1]
+
+    yield start
+    for actor in started:
+        actor.kill()
+
+
+@pytest.fixture
+def start_run(start_service, load_on):
+    """`start_run(**arguments of Service)`: a service whose learner has published."""
+
+    def start(**arguments):
+        service = start_service(**{"facts": MANY, **arguments})
+        load_on(service, num_actors=0, draws=False)
+        return service
+
+    return start
+
+
+def kill_in_mid_send(start_actor, service, num_kills):
+    """Actors killed while they send: by turns one that comes back under its name, and one that never does.
+
+    Returns:
+        The actors, and for every sample that they were leased when its last holder was killed.
+    """
+    chance = random.Random(11)
+    victims, killed_at = [], {}
+    for number in range(num_kills):
+        name = "again" if number % 2 else f"once-{number}"
+        victim = start_actor(service, name, num_completion_tokens=4000, pause_s=0.002)
+        victim.wait_for("committed")
+        while not victim.keys("push") - victim.acknowledged:
+            victim.signal(signal.SIGCONT)
+            time.sleep(chance.uniform(0.0, 0.05))
+            victim.signal(signal.SIGSTOP)
+        victim.kill()
+        victims.append(victim)
+        killed_at |= dict.fromkeys(victim.leased, time.monotonic())
+    time.sleep(LEASE_TIMEOUT_S + 1.0)
+    return victims, killed_at
+
+
+@pytest.mark.fault(11, "kill -9 of an actor in the middle of a send")
+def test_leases_of_a_killed_actor_are_issued_again_in_time_and_the_others_do_not_notice(
+    start_service, start_actor, load_on, show
+):
+    service = start_service(facts=MANY, config=SHORT_LEASES)
+    load = load_on(service, draws=False)
+    num_kills = pick(4, 50)
+    victims, killed_at = kill_in_mid_send(start_actor, service, num_kills)
+    load.end()
+    assert load.learner.status().result(30).ledger["in_flight"] == 0
+    load.close()
+    service.stop()
+
+    kept = Kept.read(service.folder)
+    kept.check(load.acknowledged.union(*(victim.acknowledged for victim in victims)))
+    assert killed_at.keys() <= kept.keys, "samples of killed actors were not issued again"
+    answered_at = dict(zip((key for key, _ in load.outcomes), load.outcomes.times_s, strict=True))
+    waits_s = [answered_at[key] - at for key, at in killed_at.items() if key in answered_at]
+    assert waits_s, "no actor was killed with samples outstanding: the test shows nothing"
+    assert max(waits_s) <= LEASE_TIMEOUT_S + 1.0
+    times_s = load.outcomes.times_s
+    pause_s = max(later - sooner for sooner, later in itertools.pairwise(times_s))
+    assert pause_s <= 1.0, "the other actors had to wait"
+    show(f"{num_kills} kills, 0 acknowledged lost")
+    show(f"{len(waits_s)} samples issued again, the last answered {max(waits_s):.1f} s after the kill")
+    show(f"the others never paused for more than {pause_s:.2f} s")
+
+
+@pytest.mark.fault(11, "leases that do not expire", control=True, full=True)
+def test_control_samples_of_a_killed_actor_never_come_where_leases_do_not_expire(
+    start_service, start_actor, load_on, show
+):
+    service = start_service(facts=MANY, config=LONG_LEASES)
+    load = load_on(service, draws=False)
+    _, killed_at = kill_in_mid_send(start_actor, service, 1)
+    load.end()
+    load.close()
+    service.stop()
+    missing = killed_at.keys() - Kept.read(service.folder).keys
+    assert missing
+    show(f"{len(missing)} samples of one killed actor never came")
+
+
+def replace_a_stopped_actor(start_actor, service, name):
+    """Stop an actor that has more to push, replace it, let it go on; both, and what it pushed from then on."""
+    zombie = start_actor(service, name, groups=8, num_completion_tokens=64, pause_s=0.005)
+    zombie.wait_for("committed", 40)  # 32 to a lease request: it works on its second one
+    zombie.signal(signal.SIGSTOP)
+    replacement = start_actor(service, name, num_completion_tokens=64)
+    replacement.wait_for("committed", 8)
+    before = zombie.keys("push")
+    zombie.signal(signal.SIGCONT)
+    return zombie, replacement, before
+
+
+@pytest.mark.fault(12, "an actor is stopped, replaced and continued")
+def test_every_message_of_an_actor_that_was_replaced_while_it_slept_is_fenced(start_run, start_actor, show):
+    service = start_run()
+    acknowledged, num_fenced, num_rounds = set(), 0, pick(2, 20)
+    for number in range(num_rounds):
+        zombie, replacement, before = replace_a_stopped_actor(start_actor, service, f"actor-{number}")
+        assert zombie.process.wait(60) == ZOMBIE_EXIT
+        late_pushes = zombie.keys("push") - before
+        assert late_pushes, "the zombie had nothing left to push: the test shows nothing"
+        assert late_pushes <= zombie.keys("fenced")
+        assert zombie.keys("push") == zombie.acknowledged | zombie.keys("fenced")
+        assert "was replaced by a newer process (epoch 2)" in " ".join(zombie.events("refused")[0])
+        assert zombie.events("lost") == [["lost", "8", "of", "8"]]
+        replacement.wait_for("committed", 100)
+        replacement.kill()
+        assert replacement.keys("fenced", "late") == set()
+        acknowledged |= zombie.acknowledged | replacement.acknowledged
+        num_fenced += len(late_pushes)
+    service.stop()
+    kept = Kept.read(service.folder)
+    kept.check(acknowledged)
+    assert kept.report["ledger"]["fenced"] >= num_fenced
+    show(f"{num_rounds} zombies: all {num_fenced} of their late trajectories, their leases and renewals fenced, 0 lost")
+
+
+@pytest.mark.fault(12, "no epochs", control=True)
+def test_control_without_epochs_a_replacement_is_told_that_trajectories_are_stored_which_are_not(
+    start_run, start_actor, show
+):
+    service = start_run(entry=("-m", "tests.faults.unprotected_service", "epochs"))
+    zombie, replacement, _ = replace_a_stopped_actor(start_actor, service, "actor-0")
+    zombie.wait_for("committed", 8)
+    acknowledged = zombie.acknowledged | replacement.acknowledged
+    for actor in (zombie, replacement):
+        actor.kill()
+    service.stop()
+    lost = acknowledged - Kept.read(service.folder).keys
+    assert lost
+    show(f"{len(lost)} of {len(acknowledged)} acknowledged trajectories lost")
+
+
+def stop_the_buffer(start_service, start_actor, load_on, num_actors, **options):
+    """Stop a service while actors push large trajectories as fast as they can.
+
+    Returns:
+        The stopped service, the actors, and by how much the largest of them grew since it had nothing, in bytes.
+    """
+    service = start_service(facts=MANY, config=SMALL_CREDIT)
+    actors = [
+        start_actor(service, f"actor-{number}", groups=300, num_completion_tokens=8000, **options)
+        for number in range(num_actors)
+    ]
+    for actor in actors:
+        actor.wait_for("epoch")
+    idle = {actor: actor.memory_bytes() for actor in actors}
+    load_on(service, num_actors=0, draws=False)  # publishes, so leases are granted from now on
+    for actor in actors:
+        actor.wait_for("committed", 32)
+    service.signal(signal.SIGSTOP)
+    growth, until = 0, time.monotonic() + STOPPED_S
+    while time.monotonic() < until:
+        growth = max(growth, *(actor.memory_bytes() - idle[actor] for actor in actors))
+        time.sleep(0.05)
+    return service, actors, growth
+
+
+@pytest.mark.fault(13, f"the buffer is stopped for {STOPPED_S:g} s")
+def test_actors_hold_what_they_made_within_bounded_memory_while_the_buffer_is_stopped(
+    start_service, start_actor, load_on, show
+):
+    service, actors, growth = stop_the_buffer(start_service, start_actor, load_on, 2)
+    held = {actor: actor.keys("push") - actor.acknowledged for actor in actors}
+    service.signal(signal.SIGCONT)
+    went_on = time.monotonic()
+    for actor in actors:
+        wait_until(lambda a=actor: held[a] <= a.acknowledged, "what was held to be acknowledged", 30)
+    caught_up_s = time.monotonic() - went_on
+    for actor in actors:
+        actor.kill()
+        assert actor.keys("failed", "late", "fenced", "quarantined") == set()
+    service.stop()
+    Kept.read(service.folder).check(actors[0].acknowledged | actors[1].acknowledged)
+    assert min(map(len, held.values())) > 30, "the actors did not go on: the test shows nothing"
+    assert growth <= GROWTH_LIMIT
+    num_held = sum(map(len, held.values()))
+    show(f"{num_held} trajectories held and 0 lost, all acknowledged {caught_up_s:.1f} s later")
+    show(f"an actor grew by at most {growth // MIB} MiB")
+
+
+@pytest.mark.fault(13, "no credit", control=True, full=True)
+def test_control_without_credit_an_actor_grows_for_as_long_as_the_buffer_is_stopped(
+    start_service, start_actor, load_on, show
+):
+    service, _, growth = stop_the_buffer(start_service, start_actor, load_on, 1, bounded=False)
+    service.signal(signal.SIGCONT)
+    assert growth > GROWTH_LIMIT
+    show(f"the actor grew by {growth // MIB} MiB")

@@ -1,0 +1,144 @@
+"""The wall clock of the service or of an actor jumps by a day, or stands still.
+
+libfaketime turns the wall clock alone (DONT_FAKE_MONOTONIC): that is what a step of the system's time,
+by hand or by NTP, does to a process. CLOCK_MONOTONIC never jumps on a running kernel, so a fake of it
+would test what cannot happen.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.actor_process import ActorProcess
+from tests.faults.results import pick
+from tests.faults.service_process import CONFIG, FACTS, Kept, Load, sample, wait_until
+
+LEASE_TIMEOUT_S = 2.0
+SLACK_S = 0.7
+SHORT_LEASES = CONFIG.model_copy(update={"lease_timeout_s": LEASE_TIMEOUT_S})
+STEPS = {"a day ahead": "+1d", "a day back": "-1d", "standing still": "2030-01-01 00:00:00"}
+"""What libfaketime is told: an offset, or a time to stand still at."""
+needs_faketime = {"tools": ("faketime",), "full": True}
+
+
+class FakeClock:
+    """The wall clock of the processes that have `environment`."""
+
+    def __init__(self, folder: Path) -> None:
+        (library,) = Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")
+        self._file = folder / "faketime"
+        self.environment = {
+            "LD_PRELOAD": str(library),
+            "FAKETIME_TIMESTAMP_FILE": str(self._file),
+            "FAKETIME_NO_CACHE": "1",
+            "DONT_FAKE_MONOTONIC": "1",
+        }
+        self.set("+0")
+
+    def set(self, to: str) -> None:
+        """Let it jump; see `STEPS`."""
+        fresh = self._file.with_suffix(".new")
+        fresh.write_text(to + "\n")
+        fresh.rename(self._file)
+
+    def offset_s(self) -> float:
+        """By how much it differs from the true clock, as a process sees it."""
+        code = "import time; print(time.time())"
+        shown = subprocess.run(
+            [sys.executable, "-c", code], env=self.environment, capture_output=True, text=True, check=True
+        )
+        return float(shown.stdout) - time.time()
+
+
+@pytest.fixture
+def clock(tmp_path):
+    return FakeClock(tmp_path)
+
+
+def lease_and_wait(load: Load, wait_s: float) -> tuple[str, float]:
+    """Lease one group, push its first sample after `wait_s`, and watch the rest expire.
+
+    Returns:
+        What became of that sample; and how long after the request the lease was over, in seconds.
+    """
+    (client,) = load.actors
+    failed = load.learner.status().result(30).failed_by_reason.get("lease expired", 0)
+    asked_at = time.monotonic()
+    (lease,) = client.lease(1).result(30).leases
+    time.sleep(wait_s)
+    outcome = client.push(sample(lease, lease.sample_indices[0])).result(30).outcome
+    wait_until(lambda: load.learner.status().result(30).failed_by_reason.get("lease expired", 0) > failed, "expiry", 10)
+    return outcome, time.monotonic() - asked_at
+
+
+@pytest.fixture
+def join(request):
+    """`join(service)`: a learner and an actor that do only what they are told."""
+
+    def make(service) -> Load:
+        load = Load(service.address, facts=service.facts, config=service.config, num_actors=1)
+        request.addfinalizer(load.close)
+        return load
+
+    return make
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.fault(22, "the wall clock of the service jumps by a day or stands still", **needs_faketime)
+def test_leases_last_as_long_as_they_should_whatever_the_wall_clock_does(start_service, clock, join, step, show):
+    service = start_service(config=SHORT_LEASES, environment=clock.environment)
+    load = join(service)
+    assert abs(clock.offset_s()) < 60
+    clock.set(STEPS[step])
+    assert abs(clock.offset_s()) > 80_000, "the clock did not move: the test shows nothing"
+    outcome, over_after_s = lease_and_wait(load, 0.5 * LEASE_TIMEOUT_S)
+    load.close()
+    service.stop()
+    assert outcome == "committed"
+    assert LEASE_TIMEOUT_S <= over_after_s <= LEASE_TIMEOUT_S + SLACK_S
+    show(f"{step}: a lease of {LEASE_TIMEOUT_S:g} s was over after {over_after_s:.2f} s")
+
+
+@pytest.mark.fault(22, "deadlines on the wall clock", control=True, **needs_faketime)
+def test_control_on_the_wall_clock_a_jump_ends_every_lease(start_service, clock, join, show):
+    entry = ("-m", "tests.faults.unprotected_service", "monotonic_time")
+    service = start_service(config=SHORT_LEASES, environment=clock.environment, entry=entry)
+    load = join(service)
+    (client,) = load.actors
+    (lease,) = client.lease(1).result(30).leases
+    clock.set(STEPS["a day ahead"])
+    wait_until(lambda: client.status().result(30).failed_by_reason.get("lease expired", 0) > 0, "expiry")
+    outcome = client.push(sample(lease, 0)).result(30).outcome
+    load.close()
+    assert outcome == "late"
+    show("a lease was lost at once, and its trajectory came too late")
+
+
+@pytest.mark.fault(22, "the wall clocks of all processes jump under load", **needs_faketime)
+def test_work_goes_on_and_nothing_is_lost_while_the_clocks_of_all_jump(start_service, clock, load_on, tmp_path, show):
+    service = start_service(config=SHORT_LEASES, environment=clock.environment)
+    load = load_on(service)
+    actor = ActorProcess(tmp_path, service, "jumping", environment=clock.environment)
+    pauses_s, num_jumps = [], pick(1, 5)
+    try:
+        for to in [*STEPS.values()] * num_jumps:
+            actor.wait_for("committed", len(actor.events("committed")) + 20)
+            clock.set(to)
+            began, before = time.monotonic(), len(load.drawn)
+            actor.wait_for("committed", len(actor.events("committed")) + 20)
+            wait_until(lambda: len(load.drawn) > before + 2, "further steps", 30, load.errors)  # noqa: B023
+            pauses_s.append(time.monotonic() - began)
+    finally:
+        actor.kill()
+    load.end()
+    ledger = load.learner.status().result(30).ledger
+    load.close()
+    service.stop()
+    Kept.read(service.folder).check(load.acknowledged | actor.acknowledged)
+    assert ledger["dropped_stale"] == 0
+    assert max(pauses_s) <= LEASE_TIMEOUT_S
+    assert all(len(records) == FACTS.groups_per_step * FACTS.group_size for records in load.drawn.values())
+    show(f"{3 * num_jumps} jumps: 0 lost, 0 leases expired early, {len(load.drawn)} steps drawn, none stale")

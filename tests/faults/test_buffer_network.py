@@ -1,0 +1,330 @@
+"""The network between actors and the buffer is cut, slow, lossy, half open, or delivers out of order and twice."""
+
+import contextlib
+import logging
+import threading
+import time
+from concurrent.futures import wait
+
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+from buffer import protocol as p
+from buffer import schema
+from buffer.config import BufferConfig
+from buffer.errors import BufferUnavailable
+from tests.faults import netns
+from tests.faults.actor_process import ActorProcess
+from tests.faults.proxy import Proxy
+from tests.faults.results import pick
+from tests.faults.service_process import CONFIG, MANY, Kept, Load, Service, sample
+
+MIB = 2**20
+CUT_S = 7.0
+NOTICED_S, RESUMED_S, RECONNECTED_S = 2.5, 1.0, 3.0
+LINK_MBIT_PER_S = 10.0
+UNPROTECTED = ("-m", "tests.faults.unprotected_service")
+needs_link = {"tools": netns.TOOLS, "root": True, "full": True}
+
+
+@pytest.fixture
+def link():
+    if reason := netns.missing():
+        pytest.skip(reason)
+    with netns.Link() as made:
+        yield made
+
+
+@pytest.fixture
+def far_service(link, tmp_path):
+    """A service at the far end of the link, with the clients' default patience."""
+
+    class FarService(Service):
+        def command(self):
+            return [*link.prefix, *super().command()]
+
+    running = FarService(tmp_path / "buffer", MANY, BufferConfig(host=link.far, inbox_mib=32))
+    yield running
+    running.close()
+
+
+class Notices(logging.Handler):
+    """When clients said that they have no word from the service."""
+
+    def __init__(self):
+        super().__init__()
+        self.times_s = []
+
+    def emit(self, record):
+        if "no word from the buffer service at tcp://" in record.getMessage():
+            self.times_s.append(time.monotonic())
+
+
+@pytest.fixture
+def notices():
+    handler = Notices()
+    logger = logging.getLogger("buffer.transport")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def deaf_sockets(monkeypatch):
+    """Sockets made from now on by this process send no heartbeats."""
+
+    class Deaf(zmq.Socket):
+        def setsockopt(self, option, value):
+            if option not in (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT):
+                super().setsockopt(option, value)
+
+    monkeypatch.setattr(zmq.Context, "_socket_class", Deaf)
+
+
+def end_and_check(load, service) -> Kept:
+    """End the load and the service; nothing acknowledged is lost, and nothing was refused."""
+    load.end(120)
+    load.close()
+    service.stop()
+    assert {outcome for _, outcome in load.outcomes} <= {"committed", "duplicate"}
+    kept = Kept.read(service.folder)
+    kept.check(load.acknowledged)
+    return kept
+
+
+def answered_within(actors, timeout_s) -> float:
+    """Until each of these clients has an answer to a question asked now; seconds."""
+    began = time.monotonic()
+    answers = [actor.status() for actor in actors]
+    assert not wait(answers, timeout_s).not_done, f"no answer within {timeout_s} s"
+    return time.monotonic() - began
+
+
+@pytest.mark.fault(18, f"actors are cut off for {CUT_S:g} s", **needs_link)
+def test_a_cut_link_is_noticed_soon_and_work_resumes_at_once_when_it_is_back(link, far_service, load_on, notices, show):
+    load = load_on(far_service, draws=False)
+    noticed_s, resumed_s = [], []
+    for _ in range(pick(1, 5)):
+        load.wait_for(200)
+        notices.times_s.clear()
+        link.cut()
+        cut_at = time.monotonic()
+        time.sleep(CUT_S)
+        # The second actor's notice: both have one.
+        noticed_s += [at - cut_at for at in notices.times_s[:2]]
+        num_dropped = link.num_dropped()
+        link.heal()
+        resumed_s.append(answered_within(load.actors, 30))
+    end_and_check(load, far_service)
+    assert num_dropped
+    assert len(noticed_s) == 2 * len(resumed_s)
+    assert max(noticed_s) <= NOTICED_S
+    assert max(resumed_s) <= RESUMED_S
+    show(f"{len(resumed_s)} cuts: noticed after at most {max(noticed_s):.2f} s, resumed within {max(resumed_s):.2f} s")
+    show(f"0 of {len(load.acknowledged)} acknowledged lost")
+
+
+@pytest.mark.fault(18, "no heartbeats", control=True, **needs_link)
+@pytest.mark.usefixtures("deaf_sockets")
+def test_control_without_heartbeats_nobody_notices_that_the_link_is_cut(link, far_service, load_on, notices, show):
+    load = load_on(far_service, draws=False)
+    load.wait_for(200)
+    link.cut()
+    time.sleep(CUT_S)
+    link.heal()
+    assert notices.times_s == []
+    show(f"nothing noticed in {CUT_S:g} s")
+
+
+@pytest.mark.fault(18, "no acknowledgements", control=True, **needs_link)
+def test_control_a_sender_that_does_not_wait_for_acknowledgements_loses_what_was_under_way(
+    link, far_service, load_on, show
+):
+    load = load_on(far_service, draws=False, num_actors=1)
+    (client,) = load.actors
+    leases = client.lease(1000).result(30).leases
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    for option, value in ((zmq.LINGER, 0), (zmq.HEARTBEAT_IVL, 500), (zmq.HEARTBEAT_TIMEOUT, 2000)):
+        socket.setsockopt(option, value)
+    socket.connect(far_service.address)
+    sent, link_is_cut = set(), threading.Timer(0.5, link.cut)
+    link_is_cut.start()
+    for seq, lease in enumerate(leases):
+        body = schema.encode([sample(lease, 0)], MANY.run_id, schema.Sender(client.name, client.epoch, [seq]))
+        message = p.Push(client.name, client.epoch)
+        socket.send_multipart([p.encode(p.Envelope(seq, message, p.checksum(body))), body])
+        sent.add((lease.group_id, 0))
+        time.sleep(0.004)
+    link.heal()
+    time.sleep(2.0)
+    socket.close()
+    context.term()
+    load.close()
+    far_service.stop()
+    lost = sent - Kept.read(far_service.folder).keys
+    assert lost
+    show(f"{len(lost)} of {len(sent)} trajectories lost")
+
+
+def growth_of_memory(service, seconds) -> list[int]:
+    """By how much the service, and this process with its clients, grew at most; in bytes."""
+    own = psutil.Process()
+    first, most = np.array([service.memory_bytes(), own.memory_info().rss]), np.zeros(2, np.int64)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        most = np.maximum(most, np.array([service.memory_bytes(), own.memory_info().rss]) - first)
+        time.sleep(0.1)
+    return most.tolist()
+
+
+@pytest.mark.fault(19, "10 % of all packets are lost", **needs_link)
+def test_nothing_is_lost_and_memory_stays_flat_where_a_tenth_of_the_packets_is_lost(link, far_service, load_on, show):
+    load = load_on(far_service, draws=False, num_completion_tokens=500)
+    load.wait_for(1000)
+    link.lose(0.1)
+    before = len(load.outcomes)
+    grown = growth_of_memory(far_service, 20.0)
+    answered, dropped = len(load.outcomes) - before, link.num_dropped()
+    link.heal()
+    end_and_check(load, far_service)
+    assert dropped > 100
+    assert answered > 100, "work stopped"
+    assert max(grown) <= 32 * MIB
+    show(f"{dropped} packets lost, {answered / 20:.0f} trajectories/s acknowledged, 0 lost")
+    show(f"memory of the service grew by {grown[0] // MIB} MiB")
+    show("no control: TCP repeats lost packets, and is not ours to switch off")
+
+
+@pytest.mark.fault(19, f"a link of {LINK_MBIT_PER_S:g} Mbit/s", **needs_link)
+def test_sending_waits_and_memory_stays_flat_where_the_link_is_slow(link, far_service, load_on, notices, show):
+    load = load_on(far_service, draws=False, num_completion_tokens=8000, groups=64)
+    load.wait_for(1000)
+    link.slow_down(LINK_MBIT_PER_S)
+    # What lies in the sockets at the far end is acknowledged at its own speed; then the link sets the pace.
+    time.sleep(10.0)
+    before, seconds = len(load.outcomes), 40.0
+    grown = growth_of_memory(far_service, seconds)
+    megabits_per_s = (len(load.outcomes) - before) * 64_000 * 8 / 1e6 / seconds
+    link.heal()
+    kept = end_and_check(load, far_service)
+    assert 0.5 * LINK_MBIT_PER_S <= megabits_per_s <= 1.1 * LINK_MBIT_PER_S
+    assert max(grown) <= 64 * MIB
+    twice = kept.report["ledger"]["duplicates"] / kept.report["ledger"]["committed"]
+    assert twice <= 0.02, "what was under way was sent again"
+    assert notices.times_s == [], "a slow link was taken for a cut one"
+    show(f"{megabits_per_s:.1f} Mbit/s of trajectories acknowledged, 0 lost, {twice:.1%} sent twice")
+    show(f"memory of the service grew by {grown[0] // MIB} MiB, of two actors by {grown[1] // MIB} MiB")
+
+
+@pytest.mark.fault(19, "no credit, on the slow link", control=True, **needs_link)
+def test_control_without_credit_an_actor_on_a_slow_link_grows(link, far_service, load_on, tmp_path, show):
+    load_on(far_service, num_actors=0, draws=False)
+    link.slow_down(LINK_MBIT_PER_S)
+    actor = ActorProcess(tmp_path, far_service, "boundless", groups=500, num_completion_tokens=8000, bounded=False)
+    try:
+        actor.wait_for("push")
+        before = actor.memory_bytes()
+        time.sleep(10.0)
+        grown = actor.memory_bytes() - before
+    finally:
+        actor.kill()
+    assert grown > 64 * MIB
+    show(f"the actor grew by {grown // MIB} MiB in 10 s")
+
+
+@pytest.fixture
+def load_through_proxy():
+    """`load_through_proxy(service, **arguments of Load)`: a load behind a proxy, and the proxy."""
+    with contextlib.ExitStack() as running:
+
+        def start(service, **arguments):
+            proxy = running.enter_context(Proxy(service.address, seed=20))
+            load = Load(proxy.address, **{"facts": service.facts, "config": service.config, **arguments})
+            running.callback(load.close)
+            return load.start(), proxy
+
+        yield start
+
+
+@pytest.mark.fault(20, "messages are delayed, reordered and duplicated")
+def test_the_same_set_is_stored_where_messages_are_delayed_reordered_and_duplicated(
+    start_service, load_through_proxy, show
+):
+    service = start_service()
+    load, proxy = load_through_proxy(service, num_actors=6, groups=1)
+    load.wait_for(pick(1000, 8_000), 240)
+    load.end()
+    load.close()
+    service.stop()
+    kept = Kept.read(service.folder)
+    kept.check(load.acknowledged)
+    assert kept.keys == load.acknowledged == {key for key, _ in load.outcomes}
+    assert min(proxy.num_duplicated, proxy.num_overtaken) > 20
+    ledger = kept.report["ledger"]
+    assert ledger["failed"] == 0, "samples had to be issued again"
+    assert ledger["duplicates"] + ledger["late"] > 0
+    show(f"{proxy.num_messages} messages, {proxy.num_overtaken} overtaken, {proxy.num_duplicated} twice")
+    show(f"{len(kept.keys)} trajectories pushed, acknowledged and stored: the same set, none twice")
+
+
+@pytest.mark.fault(20, "no de-duplication", control=True, full=True)
+def test_control_without_deduplication_the_ledger_breaks_or_the_service_dies(start_service, load_through_proxy, show):
+    impatient = CONFIG.model_copy(update={"give_up_after_s": 3.0})
+    service = start_service(facts=MANY, config=impatient, entry=(*UNPROTECTED, "deduplication"))
+    load, _ = load_through_proxy(service, draws=False)
+    with contextlib.suppress(BufferUnavailable):
+        load.wait_for(400)
+        load.end()
+    if not service.is_alive:
+        show(f"the service died: {service.log.splitlines()[-1]}")
+        return
+    load.close()
+    service.stop()
+    faults = Kept.read(service.folder).report["faults"]
+    assert faults
+    show(f"verify finds {len(faults)} faults, as '{faults[0][:80]}'")
+
+
+def half_open(link, service, actors, direction) -> None:
+    """Cut every connection of this process to the service in one direction."""
+    port = int(service.address.rsplit(":", 1)[1])
+    open_ones = psutil.Process().net_connections("tcp")
+    near_ports = [each.laddr.port for each in open_ones if each.raddr and each.raddr.port == port]
+    assert len(near_ports) >= len(actors)
+    for near_port in near_ports:
+        link.cut_one_way(direction, near_port)
+
+
+@pytest.mark.parametrize("direction", ["to_near", "to_far"])
+@pytest.mark.fault(21, "a half-open connection", **needs_link)
+def test_a_half_open_connection_is_made_anew(link, far_service, load_on, direction, show):
+    load = load_on(far_service, draws=False)
+    waits_s = []
+    for _ in range(pick(1, 5)):
+        load.wait_for(200)
+        half_open(link, far_service, load.actors, direction)
+        waits_s.append(answered_within(load.actors, 30))
+        dropped = link.num_dropped()
+        link.heal()
+        assert dropped
+    end_and_check(load, far_service)
+    assert max(waits_s) <= RECONNECTED_S
+    show(f"{direction.replace('_', ' ')}: answered again after at most {max(waits_s):.2f} s, 0 lost")
+
+
+@pytest.mark.fault(21, "no heartbeats", control=True, **needs_link)
+@pytest.mark.usefixtures("deaf_sockets")
+def test_control_without_heartbeats_a_half_open_connection_is_kept(link, far_service, load_on, show):
+    load = load_on(far_service, draws=False)
+    load.wait_for(200)
+    half_open(link, far_service, load.actors, "to_near")
+    answers = [actor.status() for actor in load.actors]
+    assert len(wait(answers, RECONNECTED_S).not_done) == len(load.actors)
+    link.heal()
+    show(f"no answer for {RECONNECTED_S:g} s")
