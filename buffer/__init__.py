@@ -4,11 +4,12 @@ Read it from the outside in. Imports point from each part to those below it.
 
 The processes
     client      BufferClient: what actors and the learner talk through (`outbox` collects trajectories,
-                `transport` sends and resends, `futures` completes)
+                `transport` sends and resends, `wake` and `futures`)
     sharded     ShardedClient: several services behind one client (`links` to each, `joint` draws, `shards` shares)
-    service     BufferService: the one process that owns a store, behind a ZeroMQ ROUTER (`upkeep` syncs, watches
-                readers and scrubs; `credits` divides memory)
-    inspect     looks into a store, live or over (`views`: what it shows); `export` and `compact` write it anew
+    service     BufferService: the one process that owns a store, behind a ZeroMQ ROUTER (`inbox` opens messages,
+                `upkeep` syncs, watches readers and scrubs, `credits` divides memory, `process` is about its own)
+    inspect     looks into a store, live or over (`views`: what it shows; `reading`: in short transactions;
+                `quarantine`: what nobody validated); `export` and `compact` write it anew
 What is said
     protocol    the control messages (msgspec), one struct per request
     schema      the one Arrow schema of wire and export; reads what comes from outside (`flatbuffer`)

@@ -10,27 +10,19 @@ recounts the ledger, and reports as JSON.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import logging
-import os
 import signal
 import sys
 import threading
 from pathlib import Path
 
-import pyarrow as pa
-
 from buffer.config import BufferConfig, RunFacts
 from buffer.errors import BufferError
+from buffer.inspect import check_store
+from buffer.process import end_with_parent, keep_memory
 from buffer.service import BufferService
 from buffer.store import Store
-from buffer.verify import verify
-
-_PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of mallopt(3): above so many free bytes memory is given back; so large a block is mapped on its own."""
 
 
 def main() -> int:
@@ -39,6 +31,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True, help="where the store lies")
     parser.add_argument("--facts", help="RunFacts as JSON; needed to serve")
     parser.add_argument("--config", default="{}", help="the [buffer] section as JSON")
+    parser.add_argument("--parent", type=int, help="process id: where that is not the parent any more, end at once")
     parser.add_argument("--verify", action="store_true", help="check the store instead of serving it")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -48,7 +41,7 @@ def main() -> int:
         if args.verify:
             return _verify(args.folder)
         config = BufferConfig.model_validate_json(args.config)
-        return _serve(BufferService(config, RunFacts.model_validate_json(args.facts), args.folder))
+        return _serve(BufferService(config, RunFacts.model_validate_json(args.facts), args.folder), args.parent)
     except BufferError as error:
         print(f"buffer: {error}", file=sys.stderr)
         return 1
@@ -57,55 +50,22 @@ def main() -> int:
 def _verify(folder: Path) -> int:
     store = Store(folder, None)
     try:
-        report = store.read(verify)
-        report["faults"] += store.structure_faults()
+        report = check_store(store)
     finally:
         store.close()
     print(json.dumps({"run_id": store.run_id, **report}))
     return 2 if report["faults"] else 0
 
 
-def _serve(service: BufferService) -> int:
+def _serve(service: BufferService, parent: int | None) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    _end_with_parent(stop)
-    _keep_memory()
+    end_with_parent(stop, parent)
+    keep_memory()
     print(service.bind(), flush=True)
     service.serve(stop)
     return 0
-
-
-def _keep_memory() -> None:
-    """Spare a busy service what is sensible elsewhere: looking for cycles, and giving memory back after every turn.
-
-    A turn makes some ten thousand small objects and some buffers of megabytes. All of them are gone
-    after it, none in a cycle, and the next turn needs the same again.
-    """
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
-    pa.set_memory_pool(pa.system_memory_pool())
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc
-        libc.mallopt(_M_MMAP_THRESHOLD, 64 * 2**20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
-
-
-def _end_with_parent(stop: threading.Event) -> None:
-    """Have the kernel send SIGTERM when the parent dies; elsewhere than on Linux, look for it."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            stop.set()
-        return
-
-    def watch() -> None:
-        while not stop.wait(1.0):
-            if os.getppid() != parent:
-                stop.set()
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def find(
         newest_first: descending order.
     """
     index = INDEXES.index(by)
-    least = 0 if low is None else _sortable(by, low, up=True)
+    least = 0 if low is None else max(0, _sortable(by, low, up=True))
     greatest = _MAX if high is None else _sortable(by, high, up=False)
     if greatest < least:
         return
@@ -96,8 +96,9 @@ def sortable_float(number: float) -> int:
 
 
 def _sortable(by: Index, number: float, *, up: bool) -> int:
+    """The number's place in the index; below 0 where an unsigned index has none so low."""
     if by in ("reward", "length"):
         return sortable_float(number)
     if math.isinf(number):
-        return 0 if number < 0 else _MAX
-    return min(_MAX, max(0, math.ceil(number) if up else math.floor(number)))
+        return -1 if number < 0 else _MAX
+    return min(_MAX, math.ceil(number) if up else math.floor(number))

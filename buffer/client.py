@@ -122,6 +122,7 @@ class BufferClient:
             # An actor's messages are small, so a silent link is a broken one; a batch may take long to pass.
             silence_s=SILENCE_S if role == "actor" else LONG_SILENCE_S,
             pump=self._outbox.pump,
+            ended=self._outbox.fail,
         )
 
     # --- any client -------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class BufferClient:
         return self._ask(p.StatusRequest(), p.Status)
 
     def drain(self) -> Future[p.Done]:
-        """Let the service grant no further leases."""
+        """Let the service grant no further leases until another learner begins."""
         return self._ask(p.Drain(), p.Done)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -177,7 +178,7 @@ class BufferClient:
         future: Future[p.LeaseGrant] = Future()
         with self._lock:
             self._refuse_if_closing()
-            self._waiting_leases.append((max_groups, future))
+            self._waiting_leases.append((int(max_groups), future))
         self._send_next_lease()
         return future
 
@@ -191,6 +192,10 @@ class BufferClient:
             BufferUnavailable: there was no credit, and no word from the service, for `give_up_after_s`.
         """
         return self._outbox.push(trajectory)
+
+    def has_room(self, trajectory: Trajectory) -> bool:
+        """Would `push` return at once?"""
+        return self._outbox.has_room(trajectory)
 
     def give_up(self, lease: p.Lease, sample_indices: Sequence[int], reason: str) -> Future[p.Done]:
         """Say that these samples of a lease will not come."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import lmdb
 
 from buffer.errors import StoreError
-from buffer.inspect import DATA, shard_folders
-from buffer.store import Store, own
+from buffer.inspect import shard_folders
+from buffer.store import DATA, Store, own
 from buffer.transaction import TABLES
 from weight_sync.files import sync
 

@@ -59,8 +59,8 @@ class BufferConfig(BaseModel):
         default=1.0,
         ge=1.0,
         le=64.0,
-        description="The law offers so many times the groups of a step for length_correction and pack_tokens to "
-        "choose from.",
+        description="length_correction and pack_tokens choose from so many times the groups of a step: those that "
+        "the law takes, and those that it would take next.",
     )
     length_correction: bool = Field(
         default=False, description="Choose from the pool the lengths that were trained less than they were generated."
@@ -108,10 +108,15 @@ class BufferConfig(BaseModel):
         default=600.0, ge=0.0, description="Pause between two passes over all records that look for damage; 0: none."
     )
     capacity_trajectories: PositiveInt = Field(
-        default=1_000_000, description="Above this count trajectories that no recorded draw needs are evicted."
+        default=1_000_000,
+        description="Above this count trajectories that no recorded draw needs are evicted. Unused groups of single "
+        "use (max_uses = 1) never are: admission bounds them.",
     )
     capacity_gib: float = Field(
-        default=0.0, ge=0.0, description="Above this size of stored data they are evicted as well; 0 sets no limit."
+        default=0.0,
+        ge=0.0,
+        description="Above this size of stored data they are evicted as well; 0 sets no limit. What may not be evicted "
+        "(unused groups of single use, and under replay as many groups as may be outstanding) can exceed it.",
     )
     eviction: Literal["oldest", "lowest_reward"] = Field(
         default="oldest",
@@ -142,9 +147,19 @@ class BufferConfig(BaseModel):
                 "length_correction and pack_tokens choose among candidates, and selection_pool = 1.0 leaves none: "
                 "raise it, to 4.0 say"
             )
+        if self.selection_pool > 1.0 and not (self.length_correction or self.pack_tokens):
+            raise ValueError(
+                f"selection_pool = {self.selection_pool} offers candidates, but nothing chooses among them: set "
+                "length_correction or pack_tokens, or selection_pool = 1.0"
+            )
         if self.selection_pool > 1.0 and self.with_replacement:
             raise ValueError(
                 "selection_pool chooses among different groups, which with_replacement does not offer: use one of them"
+            )
+        if 0 < self.capacity_gib * 1024 < self.max_message_mib:
+            raise ValueError(
+                f"capacity_gib = {self.capacity_gib} is {self.capacity_gib * 1024:.3g} MiB, less than a single message "
+                f"may hold (max_message_mib = {self.max_message_mib}): raise it, or lower max_message_mib"
             )
         return self
 

@@ -7,6 +7,7 @@ it under a virtual clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from buffer.config import BufferConfig, RunFacts
 from buffer.draws import Draws
 from buffer.errors import BadBody, BufferRefused, CorruptRecord, StoreError
 from buffer.groups import Groups
-from buffer.intake import Intake, set_aside
+from buffer.intake import Intake, Pushes, set_aside
 from buffer.leases import Leases
 from buffer.ledger import checked_counts
 from buffer.rows import flat_values
@@ -32,6 +33,30 @@ MAX_PUSHED_ROWS = 4096
 """More trajectories in one push are refused: a turn of the service must stay short."""
 
 Answer = tuple[p.Reply, bytes | memoryview]
+
+
+class Unreadable(NamedTuple):
+    """A message body that holds no trajectories."""
+
+    error: BadBody
+    body: bytes | memoryview
+
+
+class OpenedPushes:
+    """Pushes that were read before any transaction, as far as they can be."""
+
+    def __init__(self, pushes: Sequence[tuple[p.Push, bytes]] | Sequence[tuple[p.Push, memoryview]]) -> None:
+        self.unreadable: list[Unreadable | None] = []
+        """For each message why it cannot be read, or None."""
+        messages, batches = [], []
+        for message, body in pushes:
+            try:
+                batches.append(schema.read_stream(body, max_rows=MAX_PUSHED_ROWS))
+                messages.append(message)
+                self.unreadable.append(None)
+            except BadBody as error:
+                self.unreadable.append(Unreadable(error, body))
+        self.readable = Pushes(messages, batches) if messages else None
 
 
 class BufferCore:
@@ -85,23 +110,19 @@ class BufferCore:
         self._note(tx, message, body)
         return p.Done(), b""
 
-    def push(
-        self, tx: Transaction, pushes: Sequence[tuple[p.Push, bytes | memoryview]]
-    ) -> list[p.PushReply | p.Refused]:
+    def push(self, tx: Transaction, opened: OpenedPushes) -> list[p.PushReply | p.Refused]:
         """Answer pushes, in order; many of one turn cost little more than one."""
         self.groups.prepare(tx)
-        replies: dict[int, p.PushReply | p.Refused] = {}
-        readable: dict[int, tuple[p.Push, pa.RecordBatch]] = {}
-        for i, (message, body) in enumerate(pushes):
-            try:
-                readable[i] = message, self._read(tx, body, schema.SCHEMA, max_rows=MAX_PUSHED_ROWS)
-            except BufferRefused as refusal:
-                replies[i] = p.Refused(str(refusal))
-        if readable:
-            outcomes = self.intake.push(tx, list(readable.values()))
-            for i, outcome in zip(readable, outcomes, strict=True):
-                replies[i] = p.PushReply(outcome) if isinstance(outcome, list) else p.Refused(str(outcome))
-        return [replies[i] for i in range(len(pushes))]
+        outcomes = iter([] if opened.readable is None else self.intake.push(tx, opened.readable))
+        replies: list[p.PushReply | p.Refused] = []
+        for unreadable in opened.unreadable:
+            if unreadable is not None:
+                set_aside(tx, unreadable.error.category, unreadable.body, matches_lease=False)
+                replies.append(p.Refused(f"the message was quarantined: {unreadable.error}"))
+            else:
+                outcome = next(outcomes)
+                replies.append(p.PushReply(outcome) if isinstance(outcome, list) else p.Refused(str(outcome)))
+        return replies
 
     def _note(self, tx: Transaction, message: p.Request, body: bytes | memoryview) -> None:
         """The requests whose answer is only that they were done."""
@@ -171,20 +192,36 @@ class BufferCore:
             raise BufferRefused(f"the message was quarantined: {error}") from error
 
     def _body(self, tx: Transaction, draw: Draw) -> memoryview:
+        has_scores = tx.scores.count > 0
+        # Before the records are looked at, because their views do not survive a write.
+        scores = [self._scores_of(tx, record) if has_scores else None for record in draw.record_ids]
         try:
             records = [tx.records.view(record) for record in draw.record_ids]
-            has_scores = tx.scores.count > 0
-            scores = [_floats(tx.scores.get(record)) if has_scores else None for record in draw.record_ids]
         except CorruptRecord as error:
-            raise BufferRefused(f"step {draw.step} cannot be drawn again as it was: {error}") from error
+            raise BufferRefused(
+                f"step {draw.step} cannot be drawn again as it was: {error}. Restart the learner: it then gets "
+                "another batch for this step"
+            ) from error
         return schema.write_stream(schema.join_rows(records, scores))
+
+    def _scores_of(self, tx: Transaction, record: int) -> npt.NDArray[np.float32] | None:
+        """Reference log-probabilities of a record. Damaged ones are deleted, and so the learner computes them anew."""
+        try:
+            payload = tx.scores.get(record)
+        except CorruptRecord:
+            tx.scores.delete(record)
+            return None
+        return None if payload is None else np.frombuffer(payload, np.float32)
 
     def _write_scores(self, tx: Transaction, batch: pa.RecordBatch) -> None:
         """Store reference log-probabilities beside their records; writing them again changes nothing."""
         values, bounds = flat_values(batch.column(1))
         scores: dict[int, bytes] = {}
         for i, record in enumerate(batch.column(0).to_pylist()):
-            row = tx.records.get(record) if record > 0 else None
+            try:
+                row = tx.records.get(record) if record > 0 else None
+            except CorruptRecord:
+                continue  # damaged since it was drawn: nobody will draw it again
             score = np.ascontiguousarray(values[bounds[i] : bounds[i + 1]], np.float32)
             if row is None:
                 raise BufferRefused(f"record {record} is not in the buffer: it was never drawn, or was evicted")
@@ -225,7 +262,3 @@ def _check_waits(config: BufferConfig, facts: RunFacts) -> None:
             f"[buffer] has law = '{config.law}', max_uses = {config.max_uses}, selection_pool = "
             f"{config.selection_pool}: use law = 'fifo', max_uses = 1 and selection_pool = 1.0, or on_stale = 'drop'"
         )
-
-
-def _floats(payload: bytes | None) -> npt.NDArray[np.float32] | None:
-    return None if payload is None else np.frombuffer(payload, np.float32)

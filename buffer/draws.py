@@ -17,6 +17,7 @@ from buffer.config import RunFacts
 from buffer.eligible import Eligible
 from buffer.errors import BufferRefused, CorruptRecord
 from buffer.groups import Groups
+from buffer.intake import MAX_BEHIND
 from buffer.laws import ReadyGroup
 from buffer.leases import Leases
 from buffer.ledger import checked_counts
@@ -24,7 +25,7 @@ from buffer.protocol import DrawRequest, PlanReply, PlanRequest
 from buffer.selection import Offer, corrected, well_packed
 from buffer.shards import share_of
 from buffer.steps import Steps
-from buffer.tables import Draw, Group
+from buffer.tables import Draw, Group, State
 from buffer.transaction import Transaction
 from weight_sync.staleness import StalenessContract
 
@@ -58,20 +59,14 @@ class Draws:
         if draw is not None and draw.incarnation == state.incarnation:
             if draw.plan != request.plan:
                 raise BufferRefused(f"step {request.step} is divided as {draw.plan} already, not as {request.plan}")
-            return draw
-        ahead = request.version - state.version
-        # One of several shards need not have a part in every step that is drawn.
-        if ahead < 0 or (ahead > len(state.pending_draws) and not request.plan):
-            raise BufferRefused(
-                f"step {request.step} cannot train at version {request.version}: the learner finished steps up to "
-                f"version {state.version} and {len(state.pending_draws)} more are drawn"
-            )
-        if draw is not None:
-            if draw.plan == request.plan and self._steps.all_usable(tx, draw, request.version):
-                draw.incarnation, draw.version = state.incarnation, request.version
-                tx.draws.put(draw, draw.step)
+            if draw.version == request.version or draw.step not in state.pending_draws:
                 return draw
-            self._steps.release_from(tx, request.step)
+        self._check_version(state, request)
+        if draw is not None and self._adopt(tx, draw, request):
+            return draw
+        if draw is None and request.step <= state.step:
+            raise BufferRefused(f"step {request.step} is over: the learner has finished step {state.step}")
+        self._steps.release_from(tx, request.step)
         self._drop_stale(tx, request.version)
         chosen = self._choose_sound(tx, request)
         # Where the step is divided, whoever divided it looked at what all shards would leave behind.
@@ -86,10 +81,9 @@ class Draws:
             BufferRefused: the learner was replaced, or the step is over.
         """
         self._steps.check_incarnation(tx.state, request.incarnation)
-        if request.version < tx.state.version:
-            raise BufferRefused(
-                f"step {request.step} cannot train at version {request.version}: the learner is at {tx.state.version}"
-            )
+        self._check_version(tx.state, request)
+        if request.step > tx.state.step and not tx.draws.has(request.step):
+            self._steps.release_from(tx, request.step)  # what is offered is drawn anew, as in `draw`
         self._drop_stale(tx, request.version)
         bound = self._contract.bound()
         due: Counter[int] = Counter()
@@ -147,21 +141,49 @@ class Draws:
                 f"its first step is {resumed + 1} (steps are counted from 1)"
             )
         plan = request.plan or {self._facts.shard: request.num_groups}
+        if request.num_groups < 1 or any(s not in range(self._facts.num_shards) or n < 0 for s, n in plan.items()):
+            raise BufferRefused(
+                f"step {request.step} asks for {request.num_groups} groups of {plan}: a part has at least 1, and the "
+                f"shards are 0 to {self._facts.num_shards - 1}"
+            )
         if sum(plan.values()) != self._facts.groups_per_step or plan.get(self._facts.shard) != request.num_groups:
             raise BufferRefused(
                 f"step {request.step} asks for {request.num_groups} groups of {plan}, but admission counts on "
                 f"{self._facts.groups_per_step} per step: make [learner] groups_per_step agree with the run's facts"
             )
 
+    def _check_version(self, state: State, request: DrawRequest | PlanRequest) -> None:
+        """Refuse a version that the learner cannot be at by the time of the step."""
+        # One of several shards need not have a part in every step that is drawn.
+        ahead = len(state.pending_draws) + (MAX_BEHIND if self._facts.num_shards > 1 else 0)
+        # A late copy of a request may still count on a step that was skipped since.
+        ahead = min(ahead, max(0, request.step - 1 - state.step))
+        if not state.version <= request.version <= state.version + ahead:
+            raise BufferRefused(
+                f"step {request.step} cannot train at version {request.version}: the learner finished steps up to "
+                f"version {state.version} and {len(state.pending_draws)} more are drawn"
+            )
+
+    def _adopt(self, tx: Transaction, draw: Draw, request: DrawRequest) -> bool:
+        """Make a recorded draw one of this incarnation at this version, if it can still be trained on."""
+        if draw.plan != request.plan or not self._steps.all_usable(tx, draw, request.version):
+            return False
+        if draw.incarnation != request.incarnation and self._is_damaged(tx, draw.record_ids):
+            return False
+        draw.incarnation, draw.version = request.incarnation, request.version
+        tx.draws.put(draw, draw.step)
+        return True
+
     def _choose_sound(self, tx: Transaction, request: DrawRequest) -> list[int]:
         """What the law takes for the step; groups with a damaged record leave, and it chooses again."""
         while True:
             chosen = self._choose(tx, request)
-            damaged = sorted({group_id for group_id in chosen if self._is_damaged(tx, group_id)})
+            groups = [tx.groups.require(group_id) for group_id in sorted(set(chosen))]
+            damaged = [each for each in groups if self._is_damaged(tx, [each.records[i] for i in each.usable()])]
             if not damaged:
                 return chosen
-            for group_id in damaged:
-                self._groups.drop_ready(tx, tx.groups.require(group_id), "evicted_unused")
+            for group in damaged:
+                self._groups.drop_ready(tx, group, "evicted_unused")
 
     def _choose(self, tx: Transaction, request: DrawRequest) -> list[int]:
         """What the law takes for the step; fewer groups than asked for where not enough are ready."""
@@ -170,23 +192,29 @@ class Draws:
             return []
         seeds = [self._facts.seed & 0xFFFFFFFF, request.step, request.incarnation, self._facts.shard]
         random = np.random.default_rng(seeds)
-        candidates = Eligible(tx, self._groups.max_uses)
-        if config.selection_pool == 1.0:
-            return self._groups.index.law.choose(candidates, num, random)
-        # Groups that no later step could use go first, so that no choice by length lets them starve.
-        due = []
-        for key in islice(candidates.in_order(), num):
-            if self._contract.usable(key.oldest, request.version + 1):
+        law, candidates = self._groups.index.law, Eligible(tx, self._groups.max_uses)
+        if not (config.length_correction or config.pack_tokens):
+            return law.choose(candidates, num, random)
+        # Groups that no later step could use go first, so that no choice by length lets them starve. What was
+        # used before may go: under replay the law decides who is used again.
+        due: list[int] = []
+        for key in candidates.in_order():
+            if len(due) == num or self._contract.usable(key.oldest, request.version + 1):
                 break
-            due.append(key.group_id)
+            if not tx.groups.require(key.group_id).uses:
+                due.append(key.group_id)
         num -= len(due)
-        pool = self._groups.index.law.choose(candidates, math.ceil(config.selection_pool * num), random, frozenset(due))
-        return due + self._select(tx, due, pool, num, random)
+        # The law's choice comes first in the pool, then what it would choose beside that: a law that does not
+        # choose in an order could not be cut off after the first `num` of the whole pool.
+        chosen = law.choose(candidates, num, random, frozenset(due))
+        num_spare = math.ceil(config.selection_pool * num) - num
+        spare = law.choose(candidates, num_spare, random, frozenset([*due, *chosen]))
+        return due + self._select(tx, due, [*chosen, *spare], num, random)
 
     def _select(
         self, tx: Transaction, due: Sequence[int], pool: Sequence[int], num: int, random: np.random.Generator
     ) -> list[int]:
-        """Choose from the pool by length."""
+        """Choose from the pool by length; its first `num` are what the law chose."""
         config = self._groups.config
         offers = [_offer(tx.groups.require(group_id)) for group_id in pool]
         chosen = corrected(offers, num, tx.state.fidelity) if config.length_correction else offers[:num]
@@ -250,12 +278,11 @@ class Draws:
         youngest_chosen = max(key.oldest for key in keys if key.group_id in drawn)
         return [g.group_id for g in still_open if g.oldest <= latest_at_risk and g.oldest < youngest_chosen]
 
-    def _is_damaged(self, tx: Transaction, group_id: int) -> bool:
-        """Does one of its records fail its checksum?"""
-        group = tx.groups.require(group_id)
+    def _is_damaged(self, tx: Transaction, records: Sequence[int]) -> bool:
+        """Does one of these records fail its checksum?"""
         try:
-            for index in group.usable():
-                tx.records.view(group.records[index])
+            for record in records:
+                tx.records.view(record)
         except CorruptRecord:
             return True
         return False

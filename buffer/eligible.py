@@ -18,11 +18,11 @@ from buffer.sum_tree import Picker, SumTree
 from buffer.tables import Group
 from buffer.transaction import Table, Transaction
 
-_SETTINGS = frozenset(
-    {"law", "on_policy_share", "replay_law", "reward_temperature", "priority_alpha", "priority_epsilon", "age_tau"}
-    | {"max_uses", "eviction"}
-)
-"""The knobs that decide what is in an index."""
+_KNOBS = {
+    "reward_softmax": {"reward_temperature"},
+    "prioritised": {"priority_alpha", "priority_epsilon", "age_tau"},
+}
+"""For each law that has any, the knobs that decide what it keeps in an index."""
 
 
 class Rows(Protocol):
@@ -38,7 +38,7 @@ class EligibleIndex:
 
     def __init__(self, config: BufferConfig) -> None:
         self._config = config
-        self.settings = config.model_dump_json(include=set(_SETTINGS))
+        self.settings = settings(config)
         """What is written into the state record."""
         self.law = laws.build(config)
 
@@ -91,6 +91,16 @@ class EligibleIndex:
             last = tx.state.indexed_for
             rows.rebuild(tx, BufferConfig.model_validate_json(last) if last else None)
             tx.state.indexed_for = self.settings
+
+
+def settings(config: BufferConfig) -> str:
+    """The knobs that decide what is in an index, as JSON that `BufferConfig` reads.
+
+    The newest of 'on_policy_share' are found by age, which every law has; so what counts is the law of the rest.
+    """
+    law = config.replay_law if config.law == "on_policy_share" else config.law
+    effective = config.model_copy(update={"law": law})
+    return effective.model_dump_json(include={"law", "max_uses", "eviction"} | _KNOBS.get(law, set()))
 
 
 def clear(table: Table[bytes]) -> None:

@@ -6,6 +6,7 @@ BufferError
 ├── BadBody             a message body that is not what the schema says
 └── StoreError          the store cannot be opened or written
     ├── StoreFull       the disk is full; it may be tried again
+    ├── StoreBusy       too many processes read it; it may be tried again
     └── CorruptRecord   a stored value does not match its checksum
 """
 
@@ -42,6 +43,10 @@ class StoreError(BufferError, OSError):
 
 class StoreFull(StoreError):
     """The disk is full. Nothing of the transaction was committed; it may be tried again."""
+
+
+class StoreBusy(StoreError):
+    """Too many read transactions are open. They may be fewer in a moment."""
 
 
 class CorruptRecord(StoreError):

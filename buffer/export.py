@@ -7,7 +7,9 @@ The file appears under its name once it is whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +78,9 @@ def export(inspection: Inspection, wanted: Selection, path: Path) -> Exported:
     Raises:
         StoreError: the file cannot be written, or the store cannot be read.
     """
-    partial = path.with_name(path.name + ".partial")
+    if not path.name or path.is_dir():
+        raise StoreError(f"{path} is a folder: give the export the name of a file, as in samples.parquet")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # another process may write to the same name
     states = inspection.states()
     first = inspection.stores[0]
     metadata = {**(SCHEMA.metadata or {}), b"run_id": first.run_id, b"facts": first.facts.model_dump_json()}
@@ -97,8 +101,9 @@ def export(inspection: Inspection, wanted: Selection, path: Path) -> Exported:
             raise
         raise StoreError(f"{path} cannot be written ({error}). Check the folder, its rights and free space") from error
     finally:
-        partial.unlink(missing_ok=True)
-    return Exported(num_groups, num_rows, path.stat().st_size, inspection.damaged)
+        with suppress(OSError):  # it is not there, or nothing can be done about it that the error does not say
+            partial.unlink()
+    return Exported(num_groups, num_rows, path.stat().st_size, list(dict.fromkeys(inspection.damaged)))
 
 
 def uses_of(group: GroupView) -> list[Use]:
@@ -144,7 +149,7 @@ def _batches(groups: Iterator[GroupView]) -> Iterator[list[GroupView]]:
         yield batch
 
 
-def _table(groups: Sequence[GroupView], states: Sequence[State], schema: pa.Schema) -> pa.Table:
+def _table(groups: Sequence[GroupView], states: Mapping[int, State], schema: pa.Schema) -> pa.Table:
     rows = [(group, sample) for group in groups for sample in group.samples]
     scores = [None if s.scores is None else np.frombuffer(s.scores, np.float32) for _, s in rows]
     batch = join_rows([sample.record for _, sample in rows], scores)
@@ -155,7 +160,7 @@ def _table(groups: Sequence[GroupView], states: Sequence[State], schema: pa.Sche
 
 
 def _state_columns(
-    rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, states: Sequence[State]
+    rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, states: Mapping[int, State]
 ) -> dict[str, Any]:
     fates = [group.row.fates[sample.sample_index] for group, sample in rows]
     last = {id(group): known[-1] for group, _ in rows if (known := uses_of(group))}
@@ -181,7 +186,7 @@ def _state_columns(
 class _Restarts:
     """From which version each incarnation of the learner started, as far as it was known at a use."""
 
-    def __init__(self, states: Sequence[State]) -> None:
+    def __init__(self, states: Mapping[int, State]) -> None:
         self._states = states
         self._known: dict[tuple[int, int | None], dict[int, int]] = {}
 

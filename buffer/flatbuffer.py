@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 
-_HEADER_TYPE, _HEADER = 1, 2
+_HEADER_TYPE, _HEADER, _CUSTOM_METADATA = 1, 2, 4
 """Positions of the fields in the table Message."""
 _COMPRESSION = 3
 """Position of the field in the table RecordBatch."""
@@ -31,6 +31,8 @@ def is_compressed(metadata: bytes) -> bool:
         header = _field(metadata, message, _HEADER)
         if kind is None or header is None or metadata[kind] != _RECORD_BATCH:
             raise ValueError("the message is not a record batch")
+        if _field(metadata, message, _CUSTOM_METADATA) is not None:
+            return True  # as Arrow 0.17 declared it, which pyarrow still heeds; ours have none
         batch = header + _u32(metadata, header)
         return _field(metadata, batch, _COMPRESSION) is not None
     except (struct.error, IndexError) as error:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from buffer import catalogue
 from buffer.config import BufferConfig
 from buffer.eligible import EligibleIndex, clear
+from buffer.errors import CorruptRecord
 from buffer.eviction import Eviction, EvictionOrder
 from buffer.lengths import PromptHistory
 from buffer.tables import NO_RECORD, Group, ReturnedPrompt
@@ -134,7 +135,10 @@ class Groups:
         if all(record == NO_RECORD for record in group.records):
             return
         catalogue.add(tx, group)
-        history = tx.prompts.get(group.prompt_id) or PromptHistory()
+        try:
+            history = tx.prompts.get(group.prompt_id) or PromptHistory()
+        except CorruptRecord:
+            history = PromptHistory()  # damaged: it only informs, so it begins anew
         history.add(lengths, group.mean_reward)
         tx.prompts.put(history, group.prompt_id)
 

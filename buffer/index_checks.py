@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 
 from buffer import catalogue
 from buffer.config import BufferConfig
@@ -12,7 +13,7 @@ from buffer.eligible import EligibleIndex
 from buffer.eviction import EvictionOrder
 from buffer.lengths import bucket_of
 from buffer.sum_tree import SumTree
-from buffer.tables import NO_RECORD, Group
+from buffer.tables import NO_RECORD, Draw, Group
 from buffer.transaction import Table, Transaction
 
 MAX_NAMED = 4
@@ -36,7 +37,9 @@ def misplaced(tx: Transaction) -> list[str]:
         *_differences("ready_groups", tx.ready_groups, wanted.ready),
         *_differences("open_groups", tx.open_groups, wanted.open),
         *_differences("unleased_groups", tx.unleased_groups, wanted.unleased),
-        *_differences("leases", tx.leases, wanted.leases),
+        *_differences("leases", tx.leases, wanted.leases.keys()),
+        *_lease_faults(tx, wanted.leases),
+        *_seen_faults(tx),
     ]
     if not settings:
         return faults
@@ -61,7 +64,7 @@ class _Wanted:
         self._order = order
         self.open: set[Key] = set()
         self.unleased: set[Key] = set()
-        self.leases: set[Key] = set()
+        self.leases: dict[Key, int] = {}
         self.ready: set[Key] = set()
         self.strata: set[Key] = set()
         self.eviction: set[Key] = set()
@@ -73,7 +76,7 @@ class _Wanted:
         """Enter a group."""
         group_id, oldest = group.group_id, group.oldest_effective(tx.state)
         if group.lease_id:
-            self.leases.add((group.lease_id,))
+            self.leases[(group.lease_id,)] = group_id
         if group.phase == "open":
             self.open.add((group_id,))
             if not group.lease_id:
@@ -94,12 +97,28 @@ class _Wanted:
             self.eviction.add((place, self._order.rank(group), group_id))
 
 
-def _differences(name: str, table: Table[bytes] | Table[int], wanted: set[Key]) -> Iterator[str]:
+def _differences(name: str, table: Table[bytes] | Table[int], wanted: AbstractSet[Key]) -> Iterator[str]:
     found = set(table.all_keys())
     if lacking := sorted(wanted - found):
         yield f"the index '{name}' lacks {len(lacking)} of {len(wanted)} keys, such as {lacking[:MAX_NAMED]}"
     if stray := sorted(found - wanted):
         yield f"the index '{name}' has {len(stray)} keys that no group explains, such as {stray[:MAX_NAMED]}"
+
+
+def _lease_faults(tx: Transaction, wanted: Mapping[Key, int]) -> Iterator[str]:
+    """A lease must lead to the group that it is of."""
+    for key, group_id in tx.leases.all_items():
+        if wanted.get(key, group_id) != group_id:
+            yield f"lease {key[0]} leads to group {group_id}, but group {wanted[key]} is the one that it is open for"
+
+
+def _seen_faults(tx: Transaction) -> Iterator[str]:
+    """Sequence numbers that arrived out of order: an actor's row must count those of its name."""
+    found, names = tx.seen.count_texts(), tx.actors.count_texts()
+    for name in sorted(names | found):
+        counted = tx.actors.require(name).num_seen_above if name in names else 0
+        if counted != found[name]:
+            yield f"'{name}' counts {counted} sequence numbers that came out of order, there are {found[name]}"
 
 
 def _weight_faults(tx: Transaction, wanted: dict[int, float]) -> Iterator[str]:
@@ -119,6 +138,7 @@ def _draw_faults(tx: Transaction) -> Iterator[str]:
     pending: Counter[int] = Counter()
     for (step,), draw in tx.draws.all_items():
         held.update(set(draw.group_ids))
+        yield from _sample_faults(tx, draw)
         if step in tx.state.pending_draws:
             pending.update(set(draw.group_ids))
             if tx.state.pending_draws[step] != len(set(draw.group_ids)):
@@ -131,3 +151,15 @@ def _draw_faults(tx: Transaction) -> Iterator[str]:
             )
         if (group.phase == "drawn") != (pending[group_id] > 0):
             yield f"group {group_id} is {group.phase}, and {pending[group_id]} unfinished draws name it"
+
+
+def _sample_faults(tx: Transaction, draw: Draw) -> Iterator[str]:
+    """A draw must name samples of its groups, with their lengths."""
+    lengths: dict[int, int] = {}
+    for group in (tx.groups.require(group_id) for group_id in set(draw.group_ids)):
+        lengths.update(zip(group.records, group.lengths or [0] * len(group.records), strict=True))
+    stray = [record for record in draw.record_ids if record == NO_RECORD or record not in lengths]
+    if stray:
+        yield f"step {draw.step} names {len(stray)} records that its groups do not have, such as {stray[:MAX_NAMED]}"
+    elif draw.lengths and draw.lengths != [lengths[record] for record in draw.record_ids]:
+        yield f"step {draw.step} has other lengths than the groups say for its records"

@@ -7,37 +7,26 @@ is seen as it was when its turn came, and one that is made or evicted meanwhile 
 
 from __future__ import annotations
 
+import heapq
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
-
-import numpy as np
+from typing import Any
 
 from buffer.catalogue import Index, find
 from buffer.errors import CorruptRecord, StoreError
-from buffer.rows import flat_values
+from buffer.reading import FIRST_INDEXED_VERSION, READ_BYTES, Reader, look_at, naming, sentence, walk
 from buffer.schema import join_rows
-from buffer.store import Store
-from buffer.tables import NO_RECORD, Draw, Group, State
+from buffer.store import DATA, Store, is_served
+from buffer.tables import State
 from buffer.transaction import Transaction
-from buffer.views import GroupView, Quarantined, Sample, Selection, Totals
-
-DATA = "data.mdb"
-READ_S = 0.1
-"""How long one transaction reads before it ends and the next one resumes."""
-READ_BYTES = 16 * 2**20
-"""How much one transaction reads at most, give or take one group."""
-FIRST_INDEXED_VERSION = 2
-"""Stores of an older schema version have no catalogue: their groups are looked at one by one."""
-
-T = TypeVar("T")
-Look = Callable[[Transaction], Callable[[int], tuple[list[T], int]]]
-"""Takes a transaction, and returns what takes a group's id and returns what it found and its size in bytes."""
+from buffer.verify import verify
+from buffer.views import GroupView, Quarantined, Selection, Totals
 
 
 @dataclass
@@ -47,19 +36,22 @@ class Inspection:
     folder: Path
     stores: list[Store]
     damaged: list[str] = field(default_factory=list)
-    """What could not be read because it does not match its checksum, one sentence each."""
+    """What could not be read because it does not match its checksum, one sentence each; some may be there twice."""
 
     @classmethod
     def open(cls, path: Path) -> Inspection:
         """Open the buffer of a run folder, or of a buffer folder.
 
         Raises:
-            StoreError: there is none, or it cannot be read.
+            StoreError: there is none, it cannot be read, or one of its shards is missing.
         """
         folder = buffer_folder(path)
         stores: list[Store] = []
         try:
-            stores.extend(Store(shard, None) for shard in shard_folders(folder))
+            for shard in shard_folders(folder):
+                with naming(shard):
+                    stores.append(Store(shard, None))
+            _refuse_gaps(folder, stores)
         except BaseException:
             for store in stores:
                 store.close()
@@ -83,7 +75,7 @@ class Inspection:
         reasons: dict[str, int] = {}
         version = num_groups = num_records = 0
         for store in self.stores:
-            state, groups, records = store.read(lambda tx: (tx.state, tx.groups.count, tx.records.count))
+            state, groups, records = look_at(store, lambda tx: (tx.state, tx.groups.count, tx.records.count))
             version = max(version, state.version)
             num_groups, num_records = num_groups + groups, num_records + records
             _add(ledger, state.ledger.counts())
@@ -91,9 +83,9 @@ class Inspection:
         size = sum(store.size_bytes for store in self.stores)
         return Totals(version, num_groups, num_records, size, ledger, reasons)
 
-    def states(self) -> list[State]:
+    def states(self) -> dict[int, State]:
         """The state record of each shard."""
-        return [store.read(lambda tx: tx.state) for store in self.stores]
+        return {store.facts.shard: look_at(store, lambda tx: tx.state) for store in self.stores}
 
     def groups(
         self,
@@ -103,7 +95,7 @@ class Inspection:
         newest_first: bool = False,
         with_samples: bool = False,
     ) -> Iterator[GroupView]:
-        """The groups wanted, shard by shard.
+        """The groups wanted: shard by shard, or where they are in the order of an index, all shards together.
 
         Args:
             wanted: which ones.
@@ -111,19 +103,30 @@ class Inspection:
             newest_first: descending order of `by`.
             with_samples: read the stored samples too.
         """
-        for shard, store in enumerate(self.stores):
-            reader = _Reader(shard, wanted, with_samples, self.damaged)
-            ids = self._narrowed(store, wanted) if by is None else self._in_order(store, reader, by, newest_first)
-            for found in walk(store, reader.at, ids):
-                view = reader.complete(found)
-                if wanted.accepts(view):
-                    yield view
+        readers = [Reader(store, wanted, with_samples, self.damaged) for store in self.stores]
+        of_shards = [self._groups_of(reader, by, newest_first) for reader in readers]
+        if by is None:
+            return chain.from_iterable(of_shards)
+
+        def place(group: GroupView) -> tuple[float, int]:
+            value = group.value(by)
+            return -inf if value is None else value, group.row.group_id
+
+        return heapq.merge(*of_shards, key=place, reverse=newest_first)
+
+    def _groups_of(self, reader: Reader, by: Index | None, newest_first: bool) -> Iterator[GroupView]:
+        """Those of one shard."""
+        ids = self._narrowed(reader) if by is None else self._in_order(reader, by, newest_first)
+        for found in walk(reader.store, reader.at, ids):
+            view = reader.complete(found)
+            if reader.wanted.accepts(view):
+                yield view
 
     def group(self, group_id: int) -> GroupView | None:
         """One group with its samples, whichever shard has it; None where there is none."""
-        for shard, store in enumerate(self.stores):
-            reader = _Reader(shard, Selection(), True, self.damaged)
-            found = store.read(partial(_one_group, reader=reader, group_id=group_id))
+        for store in self.stores:
+            reader = Reader(store, Selection(), True, self.damaged)
+            found = look_at(store, partial(_one_group, reader=reader, group_id=group_id))
             if found:
                 return reader.complete(found[0])
         return None
@@ -135,23 +138,36 @@ class Inspection:
             CorruptRecord: it is damaged.
         """
         for store in self.stores:
-            record = store.read(lambda tx: tx.records.get(record_id))
+            record = look_at(store, lambda tx: tx.records.get(record_id))
             if record is not None:
                 return self.group(join_rows([record], [None]).column("group_id")[0].as_py())
         return None
 
     def quarantined(self) -> Iterator[Quarantined]:
         """What is set aside, oldest first. The service keeps the last few only; `totals` counts all."""
-        for shard, store in enumerate(self.stores):
+        for store in self.stores:
             following: int | None = 0
             while following is not None:
-                found, following = store.read(partial(_some_quarantined, first=following))
+                some = partial(_some_quarantined, first=following, damaged=self.damaged, folder=store.folder)
+                found, following = look_at(store, some)
                 for number, value in found:
-                    reason, _, data = value.partition(b"\n")
-                    yield Quarantined(shard, number, reason.decode("utf-8", "replace"), data)
+                    yield _quarantined(store, number, value)
 
-    def _narrowed(self, store: Store, wanted: Selection) -> list[int] | None:
+    def quarantined_at(self, shard: int, number: int) -> Quarantined | None:
+        """What a shard set aside under this number; None where it is not there.
+
+        Raises:
+            CorruptRecord: it is damaged.
+        """
+        for store in self.stores:
+            if store.facts.shard == shard:
+                value = look_at(store, lambda tx: tx.quarantine.get(number))
+                return None if value is None else _quarantined(store, number, value)
+        return None
+
+    def _narrowed(self, reader: Reader) -> list[int] | None:
         """The groups among which those wanted are, where an index knows them; None: look at all."""
+        store, wanted = reader.store, reader.wanted
         narrow: tuple[Index, ...] = ("prompt", "version")
         by = next((by for by in narrow if wanted.bounds(by) != (None, None)), None)
         if by is None or store.schema_version < FIRST_INDEXED_VERSION:
@@ -161,14 +177,14 @@ class Inspection:
             still_open = [group_id for (group_id,) in tx.open_groups.all_keys()]  # not in the catalogue yet
             return sorted({*find(tx, by, *wanted.bounds(by)), *still_open})
 
-        return store.read(ids)
+        return look_at(store, ids)
 
-    def _in_order(self, store: Store, reader: _Reader, by: Index, newest_first: bool) -> list[int]:
+    def _in_order(self, reader: Reader, by: Index, newest_first: bool) -> list[int]:
         low, high = reader.wanted.bounds(by)
-        if store.schema_version >= FIRST_INDEXED_VERSION:
-            return store.read(lambda tx: list(find(tx, by, low, high, newest_first)))
+        if reader.store.schema_version >= FIRST_INDEXED_VERSION:
+            return look_at(reader.store, lambda tx: list(find(tx, by, low, high, newest_first)))
         keyed = []
-        for found in walk(store, reader.at, None):
+        for found in walk(reader.store, reader.at, None):
             view = reader.complete(found)
             value = view.value(by)
             if view.row.phase != "open" and value is not None and reader.wanted.accepts(view):
@@ -176,110 +192,35 @@ class Inspection:
         return [group_id for _, group_id in sorted(keyed, reverse=newest_first)]
 
 
-class _Reader:
-    """Reads one group within a transaction, and makes sense of it outside."""
+def check_store(store: Store) -> dict[str, Any]:
+    """The report of `verify`, with the faults in the structure of the file among its 'faults'.
 
-    def __init__(self, shard: int, wanted: Selection, with_samples: bool, damaged: list[str]) -> None:
-        self.wanted = wanted
-        self._shard = shard
-        self._with_samples = with_samples
-        self._damaged = damaged
-
-    def at(self, tx: Transaction) -> Callable[[int], tuple[list[GroupView], int]]:
-        """See `Look`: groups as far as their rows know them, with what else must be read of them."""
-        draws = _recorded_draws(tx) if self._with_samples else {}
-
-        def visit(group_id: int) -> tuple[list[GroupView], int]:
-            try:
-                group = tx.groups.get(group_id)
-            except CorruptRecord as error:
-                self._damaged.append(f"group {group_id}: {error}")
-                return [], 0
-            if group is None:
-                return [], 0
-            view, knows = self._of_row(group, tx.state)
-            if knows and not self.wanted.accepts(view):
-                return [], 0
-            samples = self._samples(tx, group) if self._with_samples or not knows else []
-            size = sum(len(sample.record) for sample in samples)
-            return [replace(view, draws=draws.get(group_id, ()), samples=samples)], size
-
-        return visit
-
-    def _of_row(self, group: Group, state: State) -> tuple[GroupView, bool]:
-        """The group, and whether its row knows its samples' rewards and lengths: rows of version 1 do not."""
-        num = len(group.fates)
-        knows = len(group.lengths) == num and not any(
-            record != NO_RECORD and not length for record, length in zip(group.records, group.lengths, strict=True)
-        )
-        oldest = None if group.oldest is None else state.effective(group.oldest)
-        rewards, lengths = (group.rewards, group.lengths) if knows else ([None] * num, [0] * num)
-        return GroupView(self._shard, group, oldest, rewards, lengths), knows
-
-    def complete(self, view: GroupView) -> GroupView:
-        """Fill in from the records what an older group's row does not say."""
-        if not view.samples or view.known_lengths:
-            return view
-        batch = join_rows([sample.record for sample in view.samples], [None] * len(view.samples))
-        rewards, lengths = list(view.rewards), list(view.lengths)
-        _, bounds = flat_values(batch.column("token_ids"))
-        for sample, reward, length in zip(
-            view.samples, batch.column("reward").to_pylist(), np.diff(bounds), strict=True
-        ):
-            rewards[sample.sample_index], lengths[sample.sample_index] = reward, int(length)
-        samples = view.samples if self._with_samples else ()
-        return replace(view, rewards=rewards, lengths=lengths, samples=samples)
-
-    def _samples(self, tx: Transaction, group: Group) -> list[Sample]:
-        samples = []
-        for index, record_id in enumerate(group.records):
-            if record_id == NO_RECORD:
-                continue
-            try:
-                samples.append(Sample(index, record_id, tx.records.require(record_id), tx.scores.get(record_id)))
-            except CorruptRecord as error:
-                self._damaged.append(f"record {record_id} of group {group.group_id}: {error}")
-        return samples
+    Returns:
+        See `verify`, and 'has_checked_pages': False where a service writes the file now, so that its structure
+        could not be looked at.
+    """
+    structure = store.structure_faults()
+    report = look_at(store, verify)
+    report["faults"] += structure
+    report["has_checked_pages"] = not is_served(store.folder)
+    return report
 
 
-def walk(store: Store, look: Look[T], ids: Sequence[int] | None) -> Iterator[T]:
-    """What `look` finds for the groups of these ids, or for all there are (None), in short transactions."""
-    position: int | None = 0
-    while position is not None:
-        found, position = store.read(partial(_some_groups, look=look, ids=ids, position=position))
-        yield from found
-
-
-def _some_groups(
-    tx: Transaction, look: Look[T], ids: Sequence[int] | None, position: int
-) -> tuple[list[T], int | None]:
-    """What one transaction reads, and where the next one goes on: an id, or a place in `ids`; None: at the end."""
-    deadline = time.monotonic() + READ_S
-    found: list[T] = []
-    size = 0
-    visit = look(tx)
-    places = (
-        ((group_id, group_id + 1) for (group_id,) in tx.groups.all_keys(position))
-        if ids is None
-        else ((ids[place], place + 1) for place in range(position, len(ids)))
-    )
-    for group_id, following in places:
-        more, num_bytes = visit(group_id)
-        found += more
-        size += num_bytes
-        if size >= READ_BYTES or time.monotonic() >= deadline:
-            return found, following
-    return found, None
-
-
-def _one_group(tx: Transaction, reader: _Reader, group_id: int) -> list[GroupView]:
+def _one_group(tx: Transaction, reader: Reader, group_id: int) -> list[GroupView]:
     return reader.at(tx)(group_id)[0]
 
 
-def _some_quarantined(tx: Transaction, first: int) -> tuple[list[tuple[int, bytes]], int | None]:
+def _some_quarantined(
+    tx: Transaction, first: int, damaged: list[str], folder: Path
+) -> tuple[list[tuple[int, bytes]], int | None]:
     found: list[tuple[int, bytes]] = []
     size = 0
-    for (number,), value in tx.quarantine.all_items(first):
+    for (number,) in tx.quarantine.all_keys(first):
+        try:
+            value = tx.quarantine.require(number)
+        except CorruptRecord as error:
+            damaged.append(sentence(f"quarantined {number}", error, folder))
+            continue
         found.append((number, value))
         size += len(value)
         if size >= READ_BYTES:
@@ -325,13 +266,20 @@ def new_folders(folder: Path, num_shards: int) -> list[Path]:
     return wanted
 
 
-def _recorded_draws(tx: Transaction) -> dict[int, list[Draw]]:
-    """For every group, the recorded draws that name it, by step. They are few: a durable checkpoint forgets them."""
-    found: dict[int, list[Draw]] = {}
-    for _, draw in tx.draws.all_items():
-        for group_id in dict.fromkeys(draw.group_ids):
-            found.setdefault(group_id, []).append(draw)
-    return found
+def _quarantined(store: Store, number: int, value: bytes) -> Quarantined:
+    reason, _, data = value.partition(b"\n")
+    return Quarantined(store.facts.shard, number, reason.decode("utf-8", "replace"), data)
+
+
+def _refuse_gaps(folder: Path, stores: Sequence[Store]) -> None:
+    """A listing without one of the shards would look whole. A shard's own folder may be looked at alone."""
+    first = stores[0]
+    missing = set(range(first.facts.num_shards)) - {store.facts.shard for store in stores}
+    if first.folder != folder and missing:
+        raise StoreError(
+            f"the buffer in {folder} has {first.facts.num_shards} shards, and shard-{min(missing)} is missing: restore "
+            f"it from a copy. Those that are there can be looked at one by one, as {first.folder}"
+        )
 
 
 def _add(total: dict[str, int], more: dict[str, int]) -> None:

@@ -34,7 +34,11 @@ MAX_QUARANTINED = 1024
 MAX_QUARANTINED_BYTES = 64 * 2**10
 MAX_BEHIND = 1024
 """How many versions one of several shards may have missed while it was down."""
-SEQ_WINDOW = 1_000_000
+_ANY_VERSION = 2**62
+"""For an incarnation of which an older version did not write down how far it came."""
+MAX_OVERTAKEN = 65_536
+"""A row so far behind its actor's newest is not on its way any more, for credit is much less: it counts as settled."""
+SEQ_WINDOW = 2 * MAX_OVERTAKEN
 """A sequence number so far above the low-water mark is not believed."""
 
 
@@ -48,20 +52,36 @@ def set_aside(tx: Transaction, reason: str, data: bytes | memoryview, *, matches
 
 
 def known_versions(state: State, *, may_be_behind: bool = False) -> KnownVersions:
-    """Which versions actors can have sampled from.
-
-    News of a publication may reach an actor before it reaches the service, so the current
-    incarnation may be ahead of what the service was told by the steps that it has batches for.
+    """Which versions actors can have sampled from: of every incarnation those up to its newest.
 
     Args:
         state: of the store.
         may_be_behind: the learner goes on without this service while it is down.
     """
-    newest = {number: 2**62 for number in range(state.incarnation)}
-    published = state.newest[1] if state.newest[0] == state.incarnation else 0
-    ahead = len(state.pending_draws) + (MAX_BEHIND if may_be_behind else 0)
-    newest[state.incarnation] = max(published, state.version + ahead)
+    missed = MAX_BEHIND if may_be_behind else 0
+    newest = {
+        number: _ANY_VERSION if start.newest is None else start.newest + missed
+        for number, start in enumerate(state.incarnations)
+    }
+    newest[state.incarnation] = state.newest_possible + missed
     return KnownVersions(newest)
+
+
+class Pushes:
+    """Some messages with trajectories, with all of the work done that needs no transaction.
+
+    They are joined, because validating and encoding many rows costs little more than a few.
+    """
+
+    def __init__(self, messages: Sequence[Push], batches: Sequence[pa.RecordBatch]) -> None:
+        """Args:
+        messages: at least one.
+        batches: the validated record batch of each.
+        """
+        self.messages = messages
+        self.num_rows = [batch.num_rows for batch in batches]
+        self.batch = pa.concat_batches(batches)
+        self.rows = list(_rows(self.batch))
 
 
 class Intake:
@@ -72,26 +92,17 @@ class Intake:
         self._groups = groups
         self._leases = leases
 
-    def push(
-        self, tx: Transaction, pushes: Sequence[tuple[Push, pa.RecordBatch]]
-    ) -> list[list[RowResult] | BufferRefused]:
+    def push(self, tx: Transaction, pushes: Pushes) -> list[list[RowResult] | BufferRefused]:
         """Settle every row of some messages, in order.
-
-        Messages are validated and encoded together, because that costs the same for one as for many.
-
-        Args:
-            tx: the transaction.
-            pushes: each message with its validated record batch.
 
         Returns:
             For each message what became of its rows; a refusal where its sender is unknown.
         """
-        rows = pa.concat_batches([batch for _, batch in pushes])
-        bad = faults(rows, self._facts, known_versions(tx.state, may_be_behind=self._facts.num_shards > 1))
-        every = enumerate(_rows(rows))
+        bad = faults(pushes.batch, self._facts, known_versions(tx.state, may_be_behind=self._facts.num_shards > 1))
+        every = enumerate(pushes.rows)
         outcomes: list[list[RowResult] | BufferRefused] = []
-        for message, batch in pushes:
-            mine = list(islice(every, batch.num_rows))
+        for message, num_rows in zip(pushes.messages, pushes.num_rows, strict=True):
+            mine = list(islice(every, num_rows))
             try:
                 outcomes.append(self._push_one(tx, message, mine, bad))
             except BufferRefused as refusal:
@@ -116,6 +127,10 @@ class Intake:
                 reason = "row of another sender"
             elif not 0 <= row.seq < actor.low_water + SEQ_WINDOW:
                 reason = "seq out of range"
+            elif row.seq < actor.forgotten_below:
+                tx.state.ledger.late += 1
+                results.append(RowResult(row.seq, "late", f"{MAX_OVERTAKEN} others have overtaken it"))
+                continue
             elif not self._is_first(tx, actor, row.seq):
                 tx.state.ledger.duplicates += 1
                 results.append(RowResult(row.seq, "duplicate"))
@@ -167,12 +182,22 @@ class Intake:
         if seq != actor.low_water:
             tx.seen.put(b"", actor.name, actor.epoch, seq)
             actor.num_seen_above += 1
+            self._raise_low_water(tx, actor, seq - MAX_OVERTAKEN)
             return True
         actor.low_water += 1
-        while actor.num_seen_above and tx.seen.delete(actor.name, actor.epoch, actor.low_water):
-            actor.low_water += 1
-            actor.num_seen_above -= 1
+        self._raise_low_water(tx, actor, actor.low_water)
         return True
+
+    def _raise_low_water(self, tx: Transaction, actor: Actor, least: int) -> None:
+        """Forget the numbers that need no row any more, up to `least` and on while they follow each other."""
+        while actor.num_seen_above:
+            if tx.seen.delete(actor.name, actor.epoch, actor.low_water):
+                actor.num_seen_above -= 1
+            elif actor.low_water >= least:
+                return
+            else:
+                actor.forgotten_below = actor.low_water + 1
+            actor.low_water += 1
 
 
 class _Row(msgspec.Struct, frozen=True, gc=False):

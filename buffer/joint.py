@@ -38,8 +38,8 @@ class JointDraws:
         self._links = links
         self._plans: dict[int, Plan] = {}
         """Step -> how it is divided; of the last steps."""
-        self._parts: dict[tuple[int, int, int], asyncio.Task[Draw]] = {}
-        """(step, incarnation, shard) -> its draw, until all of the step are there."""
+        self._parts: dict[tuple[int, int, int, int], asyncio.Task[Draw]] = {}
+        """(step, version, incarnation, shard) -> its draw, until all of the step are there."""
 
     def begin(self, recorded: Iterable[dict[int, Plan]]) -> dict[int, Plan]:
         """A learner begins: these plans are recorded, by shard. A shard that lacks one was not asked yet."""
@@ -66,18 +66,18 @@ class JointDraws:
                 await asyncio.sleep(_POLL_S)
         plan = self._plans[step]
         for shard in plan:
-            if (step, incarnation, shard) not in self._parts:
+            if (step, version, incarnation, shard) not in self._parts:
                 part = self._links[shard].draw(step, version, incarnation, plan, _PART_WAIT_S)
-                task = self._parts[step, incarnation, shard] = loop.create_task(part)
+                task = self._parts[step, version, incarnation, shard] = loop.create_task(part)
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        parts = {shard: self._parts[step, incarnation, shard] for shard in sorted(plan)}
+        parts = {shard: self._parts[step, version, incarnation, shard] for shard in sorted(plan)}
         _, missing = await asyncio.wait(parts.values(), timeout=max(0.0, deadline - loop.time()))
         done = [task.result() for task in parts.values() if task.done()]
         if missing:
             waits = [f"shard {shard}: {self._lacks(shard)}" for shard, task in parts.items() if task in missing]
             return self._joined(step, [], f"step {step} has {len(done)} of {len(parts)} parts; {'; '.join(waits)}")
         for shard in plan:
-            del self._parts[step, incarnation, shard]
+            del self._parts[step, version, incarnation, shard]
         return self._joined(step, done, "")
 
     async def _divide(self, step: int, version: int, incarnation: int, num_groups: int) -> tuple[dict[int, int], str]:

@@ -42,6 +42,7 @@ class Leases:
         self._groups = groups
         self._clock = clock
         self._share = share_of(facts, contract)
+        self._prompts = owned_prompts(facts)
         self._deadlines = Deadlines()
         """Lease -> when it expires. An entry whose lease is closed is swept when it is due."""
         self._granted_none: dict[str, tuple[int, int]] = {}
@@ -199,8 +200,9 @@ class Leases:
     def _next_group(self, tx: Transaction) -> Group | None:
         if tx.state.draining or tx.state.published is None:
             return None
-        for (group_id,) in list(tx.unleased_groups.all_keys()):
-            group = tx.groups.require(group_id)
+        # One at a time: whoever asks takes it off the table, and a list of all for each would grow with its square.
+        while (first := next(tx.unleased_groups.all_keys(), None)) is not None:
+            group = tx.groups.require(*first)
             if not self._is_doomed(tx, group):
                 return group
             self._drop_open(tx, group)
@@ -234,9 +236,9 @@ class Leases:
         for (key,), returned in tx.returned_prompts.all_items():
             tx.returned_prompts.delete(key)
             return returned.prompt_id, returned.failures
-        epoch, position = divmod(tx.state.cursor, len(owned_prompts(self._facts)))
+        epoch, position = divmod(tx.state.cursor, len(self._prompts))
         tx.state.cursor += 1
-        return int(_order(self._facts, epoch)[position]), 0
+        return int(self._prompts[_order(self._facts.seed, epoch, len(self._prompts))[position]]), 0
 
     def _issue(self, tx: Transaction, group: Group, actor: Actor) -> Lease:
         state = tx.state
@@ -272,6 +274,6 @@ def is_name(text: str) -> bool:
 
 
 @lru_cache(maxsize=2)
-def _order(facts: RunFacts, epoch: int) -> npt.NDArray[np.int64]:
-    """The order of this shard's prompts in one epoch of the data: the same after every restart."""
-    return np.random.default_rng([facts.seed & 0xFFFFFFFF, epoch]).permutation(owned_prompts(facts))
+def _order(seed: int, epoch: int, num_prompts: int) -> npt.NDArray[np.int64]:
+    """The order of prompts in one epoch of the data: the same after every restart."""
+    return np.random.default_rng([seed & 0xFFFFFFFF, epoch]).permutation(num_prompts)

@@ -106,8 +106,10 @@ MAX_RECOUNTED = 256
 def live_gap(tx: Transaction) -> int:
     """By how many samples the counters differ from the groups that are not finished yet: 0, or a bug.
 
-    Cheap enough for every status request: admission bounds the number of open and drawn groups, and
-    ready ones, of which replay keeps any number, are looked at only while there are few.
+    Cheap enough for every status request: admission bounds the number of open groups, and ready ones, of
+    which replay keeps any number, are looked at only while there are few. Drawn ones are those of the steps
+    at hand; after a restart of the learner, of every step that is to be redone, which under unbounded lag
+    are all since its checkpoint.
     """
     ledger = tx.state.ledger
     found: Counter[str] = Counter()

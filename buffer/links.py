@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from buffer import protocol as p
 from buffer.client import BufferClient, Draw
 from buffer.errors import BufferRefused, BufferUnavailable
+from buffer.futures import settle
+from buffer.trajectory import Trajectory
+
+_CREDIT_POLL_S = 0.02
 
 R = TypeVar("R")
 
@@ -31,6 +36,7 @@ class Link:
         """
         self.client = client
         self.shard = client.shard
+        self.overflow = Overflow(client)
         self.is_connected = False
         self.status: p.Status | None = None
         """As it was last known."""
@@ -72,6 +78,16 @@ class Link:
         task = self._start(self._in_turn(request))
         self._told.add(task)
         task.add_done_callback(self._told.discard)
+        return task
+
+    def greet(self) -> asyncio.Task[p.Welcome]:
+        """Say hello; the shard is connected once it has answered."""
+
+        def greeted(task: asyncio.Task[p.Welcome]) -> None:
+            self.is_connected = not task.cancelled() and task.exception() is None
+
+        task = self.tell(lambda client: client.hello())
+        task.add_done_callback(greeted)
         return task
 
     def ask(self, request: Request[R]) -> asyncio.Task[R]:
@@ -136,6 +152,47 @@ class Link:
             task.exception()  # whoever waits for it gets it; here it is only marked as seen
 
 
+class Overflow:
+    """Trajectories that a shard has no credit for yet: they wait here, so that their sender does not.
+
+    There are at most as many as were leased from the shard.
+    """
+
+    def __init__(self, client: BufferClient) -> None:
+        """Nothing waits.
+
+        Args:
+            client: of the shard.
+        """
+        self._client = client
+        self._waiting: deque[tuple[Trajectory, Future[p.RowResult]]] = deque()
+
+    def push(self, trajectory: Trajectory, loop: asyncio.AbstractEventLoop) -> Future[p.RowResult]:
+        """Push now or, from the thread of this loop, once there is credit. For any thread; never blocks."""
+        if not self._waiting and self._client.has_room(trajectory):
+            return self._client.push(trajectory)
+        future: Future[p.RowResult] = Future()
+        self._waiting.append((trajectory, future))
+        if len(self._waiting) == 1:
+            asyncio.run_coroutine_threadsafe(self._drain(), loop)
+        return future
+
+    async def _drain(self) -> None:
+        try:
+            while self._waiting:
+                trajectory, future = self._waiting[0]
+                if not self._client.has_room(trajectory):
+                    await asyncio.sleep(_CREDIT_POLL_S)
+                    continue
+                self._client.push(trajectory).add_done_callback(partial(_pass_on, future))
+                self._waiting.popleft()
+        except (asyncio.CancelledError, BufferUnavailable):
+            while self._waiting:
+                settle(
+                    self._waiting.popleft()[1], BufferUnavailable(f"the client of {self._client.address} was closed")
+                )
+
+
 class Links(list[Link]):
     """All shards, in their order."""
 
@@ -185,6 +242,10 @@ class Links(list[Link]):
     def _came_late(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.late_error = self.late_error or error
+
+
+def _pass_on(future: Future[R], answered: Future[R]) -> None:
+    settle(future, answered.exception() or answered.result())
 
 
 def sum_of(parts: Sequence[p.Status], silent: list[int]) -> p.Status:

@@ -28,7 +28,6 @@ ROW_OVERHEAD_BYTES = 256
 @dataclass(slots=True, eq=False)
 class _Row:
     trajectory: Trajectory
-    seq: int
     future: Future[p.RowResult]
     size_bytes: int
     pushed_at: float
@@ -57,6 +56,7 @@ class Outbox:
         self._outstanding_rows = 0
         self._outstanding_bytes = 0
         self._next_seq = 0
+        """Of the next row that is sent; the IO thread's alone."""
         self._closing = False
 
     def open(self, epoch: int, credit: p.Credit) -> None:
@@ -71,15 +71,12 @@ class Outbox:
 
     def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
         """See `BufferClient.push`."""
-        size = trajectory.token_ids.nbytes + trajectory.logprobs.nbytes + ROW_OVERHEAD_BYTES
+        size = _size_bytes(trajectory)
         with self._lock:
-            while self._outstanding_rows and (
-                self._outstanding_rows >= self._credit.rows or self._outstanding_bytes + size > self._credit.size_bytes
-            ):
+            while not self._has_room(size):
                 self._wait_for_credit()
             self._refuse_if_closed()
-            row = _Row(trajectory, self._next_seq, Future(), size, time.monotonic())
-            self._next_seq += 1
+            row = _Row(trajectory, Future(), size, time.monotonic())
             self._outstanding_rows += 1
             self._outstanding_bytes += size
             was_full = self._is_full()
@@ -89,6 +86,11 @@ class Outbox:
         if wake:
             self._transport().wake()
         return row.future
+
+    def has_room(self, trajectory: Trajectory) -> bool:
+        """Would `push` return at once?"""
+        with self._lock:
+            return self._has_room(_size_bytes(trajectory))
 
     def pump(self) -> float | None:
         """Send the rows that waited long enough or fill a message; runs in the IO thread.
@@ -111,6 +113,13 @@ class Outbox:
         with self._lock:
             rows, self._rows, self._waiting_bytes = list(self._rows), deque(), 0
         self._settle(rows, [error] * len(rows))
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """Is there credit for so much more? One row always has it."""
+        return not self._outstanding_rows or (
+            self._outstanding_rows < self._credit.rows
+            and self._outstanding_bytes + size_bytes <= self._credit.size_bytes
+        )
 
     def _wait_for_credit(self) -> None:
         """Wait for an acknowledgement, as long as the service gives signs of life."""
@@ -142,9 +151,10 @@ class Outbox:
 
     def _send(self, rows: list[_Row]) -> None:
         try:
-            sender = schema.Sender(self._name, self._epoch, [row.seq for row in rows])
+            seqs = range(self._next_seq, self._next_seq + len(rows))
+            sender = schema.Sender(self._name, self._epoch, seqs)
             body = checked(schema.encode([row.trajectory for row in rows], self._run_id, sender), self._config)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever a caller has put into a trajectory
             if len(rows) == 1:
                 self._settle(rows, [error])
                 return
@@ -153,13 +163,16 @@ class Outbox:
                 self._send([row])
             return
 
+        # Only now: a number that is never sent would be waited for as long as this client lives.
+        self._next_seq += len(rows)
+
         def answered(push: Future[tuple[p.Reply, bytes]]) -> None:
             failure = push.exception()
             reply = None if failure is not None else push.result()[0]
             if isinstance(reply, p.PushReply):
                 missing = TypeError(f"the buffer service at {self._transport().address} left out a trajectory")
                 results = {result.seq: result for result in reply.results}
-                self._settle(rows, [results.get(row.seq, missing) for row in rows], reply.credit)
+                self._settle(rows, [results.get(seq, missing) for seq in seqs], reply.credit)
             else:
                 error = failure or TypeError(f"the buffer service answered a push with {type(reply).__name__}")
                 self._settle(rows, [error] * len(rows))
@@ -176,6 +189,11 @@ class Outbox:
             self._freed.notify_all()
         for row, outcome in zip(rows, outcomes, strict=True):
             settle(row.future, outcome)
+
+
+def _size_bytes(trajectory: Trajectory) -> int:
+    arrays = trajectory.token_ids.nbytes + trajectory.logprobs.nbytes
+    return arrays + schema.columns_size(trajectory) + ROW_OVERHEAD_BYTES
 
 
 def message_room(config: BufferConfig) -> int:

@@ -11,11 +11,19 @@ it is about (an epoch and sequence number, a lease, a step), so the service can 
 from __future__ import annotations
 
 import struct
+from typing import Annotated
 
 import msgspec
 import xxhash
 
 PROTOCOL_VERSION = 2
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""What a request counts or numbers: so large a number leaves room to add to it in 64 bits."""
+Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
+"""An incarnation; -1 before the first."""
+Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+"""A time span; neither NaN nor infinite."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -33,37 +41,37 @@ class Hello(Message, frozen=True):
     name: str
     session: str
     """Random per client process: the same Hello sent twice opens one epoch only."""
-    protocol_version: int = PROTOCOL_VERSION
-    shard: int = 0
+    protocol_version: Count = PROTOCOL_VERSION
+    shard: Count = 0
     """Which shard the client believes to be talking to, and of how many."""
-    num_shards: int = 1
+    num_shards: Count = 1
 
 
 class LeaseRequest(Message, frozen=True):
     """An actor asks for up to `max_groups` groups to generate."""
 
     actor: str
-    epoch: int
-    request_number: int
+    epoch: Count
+    request_number: Count
     """Counts up per epoch; the same number asked again returns the same leases."""
-    max_groups: int
+    max_groups: Count
 
 
 class Push(Message, frozen=True):
     """Completed trajectories; the body is an Arrow IPC stream of them."""
 
     actor: str
-    epoch: int
+    epoch: Count
 
 
 class GiveUp(Message, frozen=True):
     """Samples of a lease that will not come: generation or reward failed."""
 
     actor: str
-    epoch: int
-    lease_id: int
-    attempt: int
-    sample_indices: list[int]
+    epoch: Count
+    lease_id: Count
+    attempt: Count
+    sample_indices: list[Count]
     reason: str
 
 
@@ -71,32 +79,32 @@ class Renew(Message, frozen=True):
     """The actor still works on these leases."""
 
     actor: str
-    epoch: int
-    lease_ids: list[int]
+    epoch: Count
+    lease_ids: list[Count]
 
 
 class DrawRequest(Message, frozen=True):
     """The learner asks for the groups of step `step`, trained at `version`."""
 
-    step: int
+    step: Count
     """Steps are counted from 1: step n makes n finished steps."""
-    version: int
+    version: Count
     """Optimizer steps taken when this step trains."""
-    incarnation: int
-    num_groups: int
+    incarnation: Number
+    num_groups: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     """What this service is to give."""
-    wait_s: float
+    wait_s: Seconds
     """The service answers at the latest after this time, ready or not."""
-    plan: dict[int, int] = {}
+    plan: dict[Count, Count] = {}
     """Where the buffer has several shards: how many groups of the step each of them gives."""
 
 
 class PlanRequest(Message, frozen=True):
     """What could a shard give to step `step`, trained at `version`? The client divides the step by the answers."""
 
-    step: int
-    version: int
-    incarnation: int
+    step: Count
+    version: Count
+    incarnation: Number
 
 
 class WriteScores(Message, frozen=True):
@@ -106,9 +114,9 @@ class WriteScores(Message, frozen=True):
 class StepFinished(Message, frozen=True):
     """Step `step` is done and the learner is now at `version` (unchanged where the step was skipped)."""
 
-    step: int
-    version: int
-    incarnation: int
+    step: Count
+    version: Count
+    incarnation: Number
     skipped: bool = False
     took_part: bool = True
     """False where other shards gave all groups of the step: this one only learns how far the learner is."""
@@ -117,29 +125,29 @@ class StepFinished(Message, frozen=True):
 class Published(Message, frozen=True):
     """This version can be pulled from the weight store."""
 
-    incarnation: int
-    version: int
+    incarnation: Number
+    version: Count
 
 
 class CheckpointDurable(Message, frozen=True):
     """Uses up to and including `step` are final."""
 
-    step: int
-    incarnation: int
+    step: Count
+    incarnation: Number
 
 
 class BeginIncarnation(Message, frozen=True):
     """A learner starts (or restarts from a checkpoint) at `version`, having finished `step` steps."""
 
     session: str
-    version: int
-    step: int
-    at_least: int = 0
+    version: Count
+    step: Count
+    at_least: Count = 0
     """The incarnation gets this number or a higher one, so that it has the same number in every shard."""
 
 
 class Drain(Message, frozen=True):
-    """Grant no further leases."""
+    """Grant no further leases until another learner begins."""
 
 
 class StatusRequest(Message, frozen=True):

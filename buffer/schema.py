@@ -55,6 +55,7 @@ SCORES = pa.schema(
 _SCHEMA_1 = SCHEMA.with_metadata({"schema_version": "1"})
 """The columns of version 1 were the same; its records were Arrow messages."""
 
+_CONTINUATION = b"\xff\xff\xff\xff"
 MAX_METADATA_BYTES = 64 * 2**10
 """Ours has 4 kB. A schema of a million columns takes long to parse; it is refused by its size."""
 
@@ -65,6 +66,14 @@ _integers_of = attrgetter(*INTEGERS)
 _wall_times_of = attrgetter(*WALL_TIMES)
 _json_encoder = msgspec.json.Encoder()
 _json_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+def columns_size(trajectory: Trajectory) -> int:
+    """Bytes of the task's columns in a message; 0 where they cannot be encoded, which `to_batch` says."""
+    try:
+        return len(_json_encoder.encode(trajectory.columns))
+    except Exception:  # whatever a caller has put into them
+        return 0
 
 
 class Sender(NamedTuple):
@@ -178,8 +187,11 @@ def read_stream(
         message = reader.read_next_message()
         if message.type != "record batch":
             raise BadBody("body", f"expected a record batch, got a {message.type}")
+        if message.metadata.size > MAX_METADATA_BYTES:
+            raise BadBody("body", f"its batch has {message.metadata.size} bytes of metadata")
         if is_compressed(message.metadata.to_pybytes()):
             raise BadBody("compressed", "a compressed body may expand without bound; send it uncompressed")
+        _refuse_more(reader)
         batch = pa.ipc.read_record_batch(message, expected)
         if max_rows is not None and batch.num_rows > max_rows:
             raise BadBody("too many rows", f"{batch.num_rows} rows in one message; at most {max_rows}")
@@ -196,6 +208,8 @@ def read_stream(
 
 def bomb(body: bytes | memoryview) -> str:
     """Why a message body is refused by its first eight bytes; '' where it is not. Costs nothing, whatever its size."""
+    if bytes(body[:4]) != _CONTINUATION:
+        return "it does not begin as an Arrow stream does"
     size = int.from_bytes(body[4:8], "little")
     return f"its schema takes {size} bytes, at most {MAX_METADATA_BYTES} are read" if size > MAX_METADATA_BYTES else ""
 
@@ -312,6 +326,15 @@ def _reward_parts(many: Sequence[Trajectory]) -> pa.Array:
 def _version_of(schema: pa.Schema) -> str:
     version = (schema.metadata or {}).get(b"schema_version", b"none").decode("utf-8", "replace")
     return version[:20] if version != str(SCHEMA_VERSION) else "other columns"
+
+
+def _refuse_more(reader: pa.ipc.MessageReader) -> None:
+    """A body is one record batch: a second one would be dropped in silence."""
+    try:
+        reader.read_next_message()
+    except StopIteration:
+        return
+    raise BadBody("body", "something follows its record batch")
 
 
 def _refuse_crowds(batch: pa.RecordBatch) -> None:

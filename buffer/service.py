@@ -22,8 +22,8 @@ from buffer.config import BufferConfig, RunFacts
 from buffer.core import Answer, BufferCore
 from buffer.credits import Credits
 from buffer.errors import BufferRefused, StoreError, StoreFull
-from buffer.intake import MAX_QUARANTINED_BYTES, set_aside
-from buffer.schema import bomb
+from buffer.inbox import Arrival, Asked, Pushed, Refusal, Spoiled, opened, requests_in
+from buffer.intake import set_aside
 from buffer.store import PORT, Store
 from buffer.transaction import Transaction
 from buffer.upkeep import Upkeep
@@ -39,11 +39,9 @@ _MAX_PARKED = 64
 _IDLE_S = 0.2
 """How long a turn may wait for messages, which bounds how late `stop` is noticed."""
 _BIND_RETRY_S = 5.0
-_MAX_HEADER_BYTES = 256 * 2**10
-"""Room for some ten thousand lease ids; each id of a longer list would cost its time before anyone else is served."""
-_LARGE_BYTES = 2**20
-_NOTHING = memoryview(b"")
+_MAX_FRAMES = 3
 _COMPLAIN_EVERY_S = 10.0
+_FULL_PAUSE_S = 1.0
 
 
 class _Parked(NamedTuple):
@@ -55,29 +53,14 @@ class _Parked(NamedTuple):
     deadline: float
 
 
-class _Push(NamedTuple):
-    """Trajectories that arrived."""
-
-    identity: bytes
-    request_id: int
-    message: p.Push
-    body: memoryview
-
-
-class _Asked(NamedTuple):
-    """Any other request that arrived."""
-
-    identity: bytes
-    request_id: int
-    message: p.Request
-    body: memoryview
-
-
 class _Outgoing(NamedTuple):
     identity: bytes
     request_id: int
     reply: p.Reply
     body: bytes | memoryview
+
+
+_Answers = tuple[list[_Outgoing], dict[tuple[bytes, int], _Parked]]
 
 
 class BufferService:
@@ -103,6 +86,8 @@ class BufferService:
         self._socket = self._context.socket(zmq.ROUTER)
         self._parked: dict[tuple[bytes, int], _Parked] = {}
         self._complain_at = 0.0
+        self._full_until = 0.0
+        """Until then the disk is taken to be full: nothing is written of which no message asks."""
 
     def bind(self) -> str:
         """Bind, and return the address for clients. With port 0, the port of the last run in this folder is kept.
@@ -114,7 +99,7 @@ class BufferService:
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.MAXMSGSIZE, self._config.max_message_mib * 2**20),
             (zmq.LINGER, 0),
-            (zmq.RCVHWM, 1000),
+            (zmq.RCVHWM, 32),  # per client, and in messages: credit is what bounds their bytes
             (zmq.SNDHWM, 1000),
             (zmq.HEARTBEAT_IVL, 2000),
             (zmq.HEARTBEAT_TIMEOUT, 20000),
@@ -139,9 +124,13 @@ class BufferService:
                 ) from error
         address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         bound_port = address.rsplit(":", 1)[1]
-        write_durably(remembered, bound_port.encode())
+        if _port_in(remembered) != int(bound_port):
+            try:
+                write_durably(remembered, bound_port.encode())
+            except OSError as error:
+                raise StoreError(f"{remembered} cannot be written ({error}). Free some space") from error
         if self._config.host in ("0.0.0.0", "*"):  # every interface: name one that other machines can reach
-            return f"tcp://{socket.gethostbyname(socket.gethostname())}:{bound_port}"
+            return f"tcp://{_outward_address()}:{bound_port}"
         return address
 
     def serve(self, stop: threading.Event) -> None:
@@ -158,33 +147,30 @@ class BufferService:
 
     def turn(self) -> None:
         """Wait for messages or a deadline, and answer what there is."""
-        inbox = self._receive()
-        self._upkeep.run(idle=not inbox)
+        arrivals = self._receive()
+        self._upkeep.run()
         due = self._core.leases.due_in_s()
-        if not inbox and not self._parked and (due is None or due > 0):
+        has_news = self._clock() >= self._full_until and (bool(self._parked) or (due is not None and due <= 0))
+        if not arrivals and not has_news:
             return
         try:
-            outbox, self._parked = self._store.write(lambda tx: self._answer(tx, inbox))
+            outbox, self._parked = self._store.write(lambda tx: self._answer(tx, arrivals))
         except StoreFull as error:
-            outbox = self._let_wait(inbox, str(error))
+            outbox = self._let_wait(arrivals, str(error))
+            self._full_until = self._clock() + _FULL_PAUSE_S
+            # What the failed turn did to leases is undone in the store, so their deadlines start anew too.
+            self._store.read(self._core.leases.restart)
         for outgoing in outbox:
             self._send(outgoing)
 
-    def _let_wait(self, inbox: list[list[memoryview]], reason: str) -> list[_Outgoing]:
+    def _let_wait(self, arrivals: list[Arrival], reason: str) -> list[_Outgoing]:
         """Nothing of this turn could be written: ask everyone to send it again a little later."""
         now = self._clock()
         if now >= self._complain_at:
             log.warning("%s. Everybody waits", reason)
             self._complain_at = now + _COMPLAIN_EVERY_S
-        outbox = []
-        for sender, *frames in inbox:
-            identity = bytes(sender)
-            try:
-                request_id = p.decode(frames[0], max_bytes=_MAX_HEADER_BYTES).request_id
-            except (msgspec.DecodeError, IndexError):
-                continue
-            outbox.append(_Outgoing(identity, request_id, p.Refused(reason, retry=True), b""))
-        return outbox
+        refused = p.Refused(reason, retry=True)
+        return [_Outgoing(identity, number, refused, b"") for identity, number in requests_in(arrivals)]
 
     def close(self) -> None:
         """Give the address and the folder back."""
@@ -193,40 +179,51 @@ class BufferService:
             self._context.term()
             self._store.close()
 
-    def _receive(self) -> list[list[memoryview]]:
+    def _receive(self) -> list[Arrival]:
+        """Wait until something is there or due, and open what is there."""
         now = self._clock()
-        waits = [_IDLE_S, self._upkeep.due_in_s, *(parked.deadline - now for parked in self._parked.values())]
-        due = self._core.leases.due_in_s()
-        if due is not None:
-            waits.append(due)
-        inbox: list[list[memoryview]] = []
+        waits = [_IDLE_S, self._upkeep.due_in_s]
+        if now >= self._full_until:
+            waits += [parked.deadline - now for parked in self._parked.values()]
+            waits += [due for due in [self._core.leases.due_in_s()] if due is not None]
         if not self._socket.poll(max(0, int(min(waits) * 1000))):
-            return inbox
+            return []
+        messages: list[list[memoryview]] = []
         size = 0
-        while len(inbox) < _MAX_TURN_MESSAGES and size < _MAX_TURN_BYTES:
+        while len(messages) < _MAX_TURN_MESSAGES and size < _MAX_TURN_BYTES:
             try:
-                inbox.append([frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)])
+                messages.append(self._receive_one())
             except zmq.Again:
                 break
-            size += sum(map(len, inbox[-1]))
-        return inbox
+            size += sum(map(len, messages[-1]))
+        return opened(messages, self._upkeep.pushes_wait_for)
 
-    def _answer(
-        self, tx: Transaction, inbox: list[list[memoryview]]
-    ) -> tuple[list[_Outgoing], dict[tuple[bytes, int], _Parked]]:
+    def _receive_one(self) -> list[memoryview]:
+        """The frames of one message: identity, header, body. One frame more shows that it is none of ours."""
+        frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            frames = [*frames, frame] if len(frames) <= _MAX_FRAMES else [*frames[:-1], frame]
+        return [frame.buffer for frame in frames]
+
+    def _answer(self, tx: Transaction, arrivals: list[Arrival]) -> _Answers:
         """All replies of one turn. May run twice where the store grows, so it changes nothing but `tx`."""
         outbox: list[_Outgoing] = []
         parked = dict(self._parked)
-        pushes: list[_Push] = []
-        for sender, *frames in inbox:
-            identity = bytes(sender)
-            request = self._opened(tx, identity, frames, outbox)
-            if isinstance(request, _Push):
-                pushes.append(request)
-            elif request is not None:
-                self._push(tx, pushes, outbox)
-                self._answer_one(tx, request, outbox, parked)
-        self._push(tx, pushes, outbox)
+        for arrival in arrivals:
+            match arrival:
+                case Pushed(requests, pushes):
+                    for request, reply in zip(requests, self._core.push(tx, pushes), strict=True):
+                        complete = self._completed(request.message, reply)
+                        outbox.append(_Outgoing(request.identity, request.request_id, complete, b""))
+                case Asked():
+                    self._answer_one(tx, arrival, outbox, parked)
+                case Spoiled(identity, request_id, reason, data, refused):
+                    set_aside(tx, reason, data, matches_lease=False)
+                    if refused is not None:
+                        outbox.append(_Outgoing(identity, request_id, refused, b""))
+                case Refusal(identity, request_id, refused):
+                    outbox.append(_Outgoing(identity, request_id, refused, b""))
         self._core.leases.expire_due(tx)
         now = self._clock()
         for key, waiting in list(parked.items()):
@@ -238,44 +235,8 @@ class BufferService:
                 outbox.append(_Outgoing(waiting.identity, waiting.request_id, *answer))
         return outbox, parked
 
-    def _opened(
-        self, tx: Transaction, identity: bytes, frames: list[memoryview], outbox: list[_Outgoing]
-    ) -> _Push | _Asked | None:
-        """A message that can be answered; None where it was set aside."""
-        try:
-            header, body = (*frames, _NOTHING)[:2] if 1 <= len(frames) <= 2 else (_NOTHING, _NOTHING)
-            envelope = p.decode(header, max_bytes=_MAX_HEADER_BYTES)
-        except msgspec.DecodeError:
-            # There is no request to answer: whoever sent it will send it again, or is no client of ours.
-            set_aside(tx, "header", b"|".join(frame[:MAX_QUARANTINED_BYTES] for frame in frames), matches_lease=False)
-            return None
-        message, request_id = envelope.message, envelope.request_id
-        if len(body) > _LARGE_BYTES and (reason := bomb(body)):
-            # Before its checksum is computed: that takes long for what is large.
-            set_aside(tx, "schema", body, matches_lease=False)
-            outbox.append(_Outgoing(identity, request_id, p.Refused(f"the message was quarantined: {reason}"), b""))
-        elif envelope.body_checksum != p.checksum(body):
-            set_aside(tx, "checksum", body, matches_lease=False)
-            outbox.append(_Outgoing(identity, request_id, p.Refused("the body arrived damaged", retry=True), b""))
-        elif not isinstance(message, p.Request):
-            set_aside(tx, "header", header, matches_lease=False)
-        elif not isinstance(message, p.Push):
-            return _Asked(identity, request_id, message, body)
-        elif reason := self._upkeep.pushes_wait_for:
-            outbox.append(_Outgoing(identity, request_id, p.Refused(reason, retry=True), b""))
-        else:
-            return _Push(identity, request_id, message, body)
-        return None
-
-    def _push(self, tx: Transaction, pushes: list[_Push], outbox: list[_Outgoing]) -> None:
-        """Take in what was collected, and empty the list."""
-        replies = self._core.push(tx, [(push.message, push.body) for push in pushes])
-        for push, reply in zip(pushes, replies, strict=True):
-            outbox.append(_Outgoing(push.identity, push.request_id, self._completed(push.message, reply), b""))
-        pushes.clear()
-
     def _answer_one(
-        self, tx: Transaction, asked: _Asked, outbox: list[_Outgoing], parked: dict[tuple[bytes, int], _Parked]
+        self, tx: Transaction, asked: Asked, outbox: list[_Outgoing], parked: dict[tuple[bytes, int], _Parked]
     ) -> None:
         identity, request_id, message, body = asked
         if isinstance(message, p.DrawRequest):
@@ -283,6 +244,9 @@ class BufferService:
                 refused = p.Refused(f"{len(parked)} draws wait already: one learner draws from a buffer")
                 outbox.append(_Outgoing(identity, request_id, refused, b""))
                 return
+            for key, earlier in list(parked.items()):
+                if (earlier.request.step, earlier.request.incarnation) == (message.step, message.incarnation):
+                    del parked[key]  # asked over a connection that is gone
             deadline = self._clock() + min(max(message.wait_s, 0.0), 3600.0)
             parked[identity, request_id] = _Parked(identity, request_id, message, deadline)
             return
@@ -328,3 +292,13 @@ def _port_in(file: Path) -> int:
         return int(file.read_text())
     except (OSError, ValueError):
         return 0
+
+
+def _outward_address() -> str:
+    """The address of the interface that leads away from this machine; loopback where none does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # of a range kept for documentation; nothing is sent
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 2.0
 """A shard that leaves something unanswered for so long is silent."""
 
+_CLOSED = "the client of the buffer's shards is closed"
+
 R = TypeVar("R")
 
 
@@ -122,8 +124,10 @@ class ShardedClient:
         return self._submit(lambda: self._lease(max_groups))
 
     def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
-        """Hand in a trajectory to the shard of its prompt."""
-        return self._links.owner(trajectory.lease_id).client.push(trajectory)
+        """Hand in a trajectory to the shard of its prompt. Does not block: what a shard has no credit for waits."""
+        if self._is_closed:
+            raise BufferUnavailable(_CLOSED)
+        return self._links.owner(trajectory.lease_id).overflow.push(trajectory, self._loop)
 
     def give_up(self, lease: p.Lease, sample_indices: Sequence[int], reason: str) -> Future[p.Done]:
         """Say that these samples of a lease will not come."""
@@ -172,12 +176,7 @@ class ShardedClient:
     # --- conversations ----------------------------------------------------------------------------
 
     async def _connect(self) -> p.Welcome:
-        async def greet(link: Link) -> p.Welcome:
-            welcome: p.Welcome = await link.tell(lambda client: client.hello())
-            link.is_connected = True
-            return welcome
-
-        greetings = {link.shard: self._loop.create_task(greet(link)) for link in self._links}
+        greetings = {link.shard: link.greet() for link in self._links}
         welcomes = await self._links.answered(greetings)
         return max(welcomes.values(), key=lambda welcome: welcome.epoch)
 
@@ -255,7 +254,7 @@ class ShardedClient:
 
     def _submit(self, talk: Callable[[], Coroutine[Any, Any, R]]) -> Future[R]:
         if self._is_closed:
-            raise BufferUnavailable("the client of the buffer's shards is closed")
+            raise BufferUnavailable(_CLOSED)
         return asyncio.run_coroutine_threadsafe(self._guarded(talk), self._loop)
 
     async def _guarded(self, talk: Callable[[], Coroutine[Any, Any, R]]) -> R:
@@ -264,7 +263,7 @@ class ShardedClient:
         try:
             return await talk()
         except asyncio.CancelledError:
-            raise BufferUnavailable("the client of the buffer's shards was closed") from None
+            raise BufferUnavailable(_CLOSED) from None
 
     def _tell(self, request: Request[p.Done], shards: Mapping[int, object] | None = None) -> Future[p.Done]:
         """Say something to all shards, or to these; completes when those that are not silent have answered."""

@@ -49,7 +49,6 @@ def shard_of(prompt_id: int, num_shards: int) -> int:
     return int(xxhash.xxh3_64_intdigest(prompt_id.to_bytes(8, "little"))) % num_shards
 
 
-@lru_cache(maxsize=2)
 def owned_prompts(facts: RunFacts) -> npt.NDArray[np.int64]:
     """The prompts of this shard, ascending."""
     return np.flatnonzero(_owners(facts.num_prompts, facts.num_shards) == facts.shard)
@@ -116,6 +115,10 @@ def apportion(
     while sum(shares) < total:
         open_to = [i for i, weight in enumerate(weights) if weight and (limits is None or shares[i] < limits[i])]
         if not open_to:
+            break
+        if len(open_to) == 1:
+            rest = total - sum(shares)
+            shares[open_to[0]] += rest if limits is None else min(rest, limits[open_to[0]] - shares[open_to[0]])
             break
         shares[max(open_to, key=lambda i: (weights[i] / (2 * shares[i] + 1), -i))] += 1
     return shares

@@ -13,9 +13,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
+from msgspec.structs import replace
+
 from buffer import catalogue
 from buffer.errors import BufferRefused
 from buffer.groups import Groups
+from buffer.intake import MAX_BEHIND
 from buffer.protocol import BeginIncarnation, CheckpointDurable, IncarnationReply, Published, StepFinished
 from buffer.tables import MAX_TRAINED_AT, Draw, Group, Incarnation, State
 from buffer.transaction import Transaction
@@ -25,6 +28,8 @@ log = logging.getLogger(__name__)
 
 WARN_EVERY_STEPS = 100
 """The alarm of length fidelity is logged at most once in so many steps."""
+MAX_FILLERS = 1024
+"""An incarnation is given no number that is further above the last one."""
 
 
 class Steps:
@@ -35,18 +40,21 @@ class Steps:
         self._groups = groups
 
     def begin(self, tx: Transaction, message: BeginIncarnation) -> IncarnationReply:
-        """A learner starts; the same session said twice begins one incarnation only.
+        """A learner starts, which ends draining; the same session said twice begins one incarnation only.
 
         Raises:
-            BufferRefused: a newer learner has begun since.
+            BufferRefused: a newer learner has begun since, or its number cannot be right.
         """
         if message.version < 0 or message.step < 0:
             raise BufferRefused(f"a learner cannot begin at version {message.version} and step {message.step}")
         state = tx.state
+        if message.at_least > state.incarnation + MAX_FILLERS:
+            raise BufferRefused(f"incarnation {message.at_least} cannot follow on incarnation {state.incarnation}")
         sessions = [start.session for start in state.incarnations]
         if message.session in sessions[:-1]:
             raise BufferRefused(f"this learner was replaced by incarnation {state.incarnation}; only one may train")
         if message.session not in sessions:
+            state.draining = False  # that was for the run that ended
             self._abandon(tx, message)
             self._resume(tx, message)
         self._number(state, message.at_least)
@@ -58,7 +66,8 @@ class Steps:
     def published(self, tx: Transaction, message: Published) -> None:
         """Weights can be pulled; news from an abandoned incarnation changes nothing."""
         version = (message.incarnation, message.version)
-        if message.incarnation == tx.state.incarnation:
+        if message.incarnation == tx.state.incarnation >= 0:
+            self._believe(tx.state, message.version)
             tx.state.published = version if tx.state.published is None else max(tx.state.published, version)
 
     def finish(self, tx: Transaction, message: StepFinished) -> None:
@@ -68,13 +77,14 @@ class Steps:
         draw = tx.draws.get(message.step) if message.step > 0 else None
         if not message.took_part:
             if message.step > state.step:
+                self._believe(state, message.version)
                 state.version, state.step = message.version, message.step
             return
         if draw is None:
             if message.step <= state.step:
                 return
             raise BufferRefused(f"step {message.step} cannot be finished: it was never drawn")
-        if draw.finished_by == state.incarnation:
+        if message.step not in state.pending_draws:  # said before, or it is in the checkpoint
             return
         expected = draw.version + (0 if message.skipped else 1)
         if message.version != expected:
@@ -126,14 +136,17 @@ class Steps:
         return all(self._contract.usable(group.oldest_effective(tx.state), version) for group in groups)
 
     def release_from(self, tx: Transaction, step: int) -> None:
-        """Forget the draws of this step and all later ones.
+        """Forget the draw of this step, and those of all later ones that this incarnation has not drawn itself.
 
-        All later ones, because groups held for them would keep admission closed while this step
+        Later ones, because groups held for them would keep admission closed while this step
         waits for new groups. What was trained on stays trained; what was not is ready again.
         """
         for (later,) in list(tx.draws.all_keys(step)):
+            draw = tx.draws.require(later)
+            if later > step and draw.incarnation == tx.state.incarnation:
+                continue
             is_pending = later in tx.state.pending_draws
-            for group_id in set(tx.draws.require(later).group_ids):
+            for group_id in set(draw.group_ids):
                 group = tx.groups.require(group_id)
                 group.held -= 1
                 if is_pending:
@@ -145,6 +158,12 @@ class Steps:
 
     # --- parts ------------------------------------------------------------------------------------
 
+    def _believe(self, state: State, version: int) -> None:
+        """Refuse a version that is further ahead than any news can be late."""
+        newest = state.version + len(state.pending_draws) + MAX_BEHIND
+        if version > newest:
+            raise BufferRefused(f"the learner cannot be at version {version}: it was at {state.version} a moment ago")
+
     def _number(self, state: State, at_least: int) -> None:
         """Give the present incarnation the number that other shards gave it.
 
@@ -152,18 +171,27 @@ class Steps:
         resumed where the present one does, so it changes the age of no token.
         """
         mine = state.incarnations[-1]
-        filler = Incarnation("", mine.version, mine.step)
+        filler = Incarnation("", mine.version, mine.step, newest=mine.version)
         while state.incarnation < at_least:
             state.incarnations.insert(-1, filler)
 
     def _abandon(self, tx: Transaction, message: BeginIncarnation) -> None:
         """Open the incarnation. Tokens of abandoned versions now count as older than they were."""
+        state = tx.state
         changed = self._groups.index.above(tx, message.version)
         for group in changed:
             self._groups.index.remove(tx, group)
-        tx.state.incarnations.append(Incarnation(message.session, message.version, message.step))
+        if state.incarnations:
+            state.incarnations[-1] = replace(state.incarnations[-1], newest=state.newest_possible)
+        state.incarnations.append(Incarnation(message.session, message.version, message.step))
         for group in changed:
             self._groups.index.add(tx, group)
+        # No index holds an open group by its age.
+        for (group_id,) in tx.open_groups.all_keys():
+            group = tx.groups.require(group_id)
+            if group.min_version > message.version:
+                group.min_version = message.version
+                tx.groups.put(group, group_id)
         catalogue.resume(tx, message.version)
 
     def _resume(self, tx: Transaction, message: BeginIncarnation) -> None:
@@ -174,8 +202,9 @@ class Steps:
             draw = tx.draws.require(step)
             if step <= message.step:
                 if step in state.pending_draws:
-                    # The checkpoint holds this step, but its StepFinished never arrived.
-                    self._finish(tx, draw, skipped=False)
+                    # The checkpoint holds this step, but its StepFinished never arrived. Of the last one
+                    # the checkpoint's version tells whether it was skipped.
+                    self._finish(tx, draw, skipped=step == message.step and draw.version == message.version)
             elif not self.all_usable(tx, draw, message.version + step - message.step - 1):
                 self.release_from(tx, step)
                 return

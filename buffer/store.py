@@ -12,6 +12,7 @@ import errno
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
@@ -21,7 +22,7 @@ import msgspec
 
 from buffer import pages
 from buffer.config import RunFacts
-from buffer.errors import CorruptRecord, StoreError, StoreFull
+from buffer.errors import CorruptRecord, StoreBusy, StoreError, StoreFull
 from buffer.tables import Identity
 from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import TABLES, Transaction
@@ -39,6 +40,9 @@ PORT = "port"
 RESTORE = "restore it from a copy, or start a new run folder"
 _OWNER = "owner.lock"
 _NO_ROOM_BYTES = 2**20
+_MAX_READERS = 1024
+_OWN_RETRY_S = 1.0
+"""Whoever looks whether a folder is served holds its lock for a moment."""
 _FIRST_MAP_SIZE = 2**30
 """Address space, not disk."""
 _encoder = msgspec.msgpack.Encoder()
@@ -125,6 +129,7 @@ class Store:
                 str(self.folder),
                 map_size=map_size,
                 max_dbs=len(TABLES),
+                max_readers=_MAX_READERS,
                 writemap=False,
                 sync=self._durability == "commit",
                 readonly=self._read_only,
@@ -137,7 +142,12 @@ class Store:
         except lmdb.Error:
             if not self._read_only or os.access(self.folder, os.W_OK):
                 raise
-            return opened(lock=False)  # a copy on a medium that takes no lock file: nobody writes there
+            if is_served(self.folder):
+                raise StoreError(
+                    f"the buffer in {self.folder} is being written, and to read it meanwhile its lock file must be "
+                    "written too: ask for write permission on the folder, or wait until the run is over"
+                ) from None
+            return opened(lock=False)  # a folder or medium that takes no lock file, and nobody writes there
 
     def _check_identity(self, facts: RunFacts | None) -> Identity:
         """Compare the stored identity with ours, or store ours."""
@@ -227,15 +237,21 @@ class Store:
             CorruptRecord: what it looks at is damaged.
         """
         try:
-            txn = self._env.begin(buffers=True)
-        except lmdb.MapResizedError:  # the writer has grown it
-            self._env.set_mapsize(0)
-            txn = self._env.begin(buffers=True)
-        try:
-            with txn:
+            with self._begin_read() as txn:
                 return look(Transaction(txn, self._dbs, page_size=self._page_size, caches=False))
+        except lmdb.ReadersFullError as error:
+            raise StoreBusy(
+                f"the buffer in {self.folder} has {_MAX_READERS} readers already; end some of them"
+            ) from error
         except lmdb.Error as error:
             raise CorruptRecord(f"the buffer in {self.folder} is damaged ({error}): {RESTORE}") from error
+
+    def _begin_read(self) -> lmdb.Transaction:
+        try:
+            return self._env.begin(buffers=True)
+        except lmdb.MapResizedError:  # the writer has grown it
+            self._env.set_mapsize(0)
+            return self._env.begin(buffers=True)
 
     def sync(self) -> None:
         """Force everything that was committed to disk.
@@ -295,18 +311,28 @@ def own(folder: Path) -> int:
         lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise StoreError(f"the buffer's folder {folder} cannot be used: {error}. Check its path and rights") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    deadline = time.monotonic() + _OWN_RETRY_S
+    while not _try_lock(lock):
+        if time.monotonic() < deadline:
+            time.sleep(0.02)
+            continue
         owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
         os.close(lock)
         raise StoreError(
             f"the buffer in {folder} is in use by process {owner or 'unknown'}: one service owns a folder. "
             "Stop that one, or use another run folder"
-        ) from None
+        )
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)
     return lock
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_served(folder: Path) -> bool:

@@ -33,7 +33,10 @@ class Incarnation(msgspec.Struct, frozen=True):
 
     session: str
     version: int
+    """That it started from."""
     step: int
+    newest: int | None = None
+    """The newest version that it can have published; None for the present one, and in rows of older versions."""
 
 
 class State(msgspec.Struct):
@@ -64,6 +67,7 @@ class State(msgspec.Struct):
     next_returned: int = 1
     next_quarantine: int = 1
     draining: bool = False
+    """No lease is granted until the next learner begins."""
     retired: dict[str, int] = {}
     """Ledger counts of groups whose row was removed."""
 
@@ -81,6 +85,16 @@ class State(msgspec.Struct):
     def newest(self) -> tuple[int, int]:
         """The newest published weights; (0, 0) before any, when no lease is granted anyway."""
         return self.published or (0, 0)
+
+    @property
+    def newest_possible(self) -> int:
+        """The newest version that the present incarnation can have published.
+
+        News of a publication may reach an actor before it reaches the service, so the learner may be ahead
+        of what the service was told by the steps that it has batches for.
+        """
+        published = self.newest[1] if self.newest[0] == self.incarnation else 0
+        return max(published, self.version + len(self.pending_draws))
 
     def effective(self, version: tuple[int, int]) -> int:
         """The version that weights count with after learner restarts."""
@@ -107,7 +121,7 @@ class Group(msgspec.Struct):
     actor: str = ""
     epoch: int = 0
     min_version: int = 0
-    """No sample in flight starts below this version."""
+    """No sample in flight counts with a version below this one."""
     oldest: tuple[int, int] | None = None
     """(incarnation, version) of the oldest committed token."""
     issued: int = 0
@@ -210,6 +224,8 @@ class Actor(msgspec.Struct):
     epoch: int = 1
     low_water: int = 0
     """Every sequence number of this epoch below it was seen."""
+    forgotten_below: int = 0
+    """Of the numbers below it, which the actor's others have overtaken by far, nobody knows which were seen."""
     num_seen_above: int = 0
     """How many at or above it were seen: the rows of the actor in the table `seen`."""
     last_request: int = -1

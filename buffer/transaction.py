@@ -7,6 +7,7 @@ its key: a value that was damaged, or that belongs to another key, is never retu
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar, cast
 
@@ -185,6 +186,11 @@ class Table(Generic[V]):
         found = cursor.set_range(prefix)
         while found and bytes(cursor.key()).startswith(prefix):
             found = cursor.delete()
+
+    def count_texts(self) -> Counter[str]:
+        """How many keys have each text as their first part. Reads all of them."""
+        keys = (bytes(packed) for packed, _ in self._scan((), reverse=False, values=False))
+        return Counter(key.partition(b"\0")[0].decode("utf-8", "replace") for key in keys)
 
     def flush(self) -> None:
         """Write the rows that were put."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from buffer import protocol as p
 from buffer.errors import BufferRefused, BufferUnavailable
 from buffer.futures import settle
+from buffer.wake import Wake
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class Transport:
         name: str,
         silence_s: float = 20.0,
         pump: Callable[[], float | None] = lambda: None,
+        ended: Callable[[BufferUnavailable], None] = lambda _: None,
     ) -> None:
         """Start the IO thread.
 
@@ -84,18 +85,18 @@ class Transport:
             silence_s: make the connection anew after so long without a heartbeat.
             pump: called by the IO thread in every round; may submit, and returns in how many seconds
                 it wants to be called again (None: when woken).
+            ended: called once by the IO thread when it ends, whatever ends it.
         """
         self.address = address
         self._request_timeout_s = request_timeout_s
         self._give_up_after_s = give_up_after_s
         self._silence_s = silence_s
         self._pump = pump
+        self._ended = ended
         self._inbox = _Inbox()
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._wake = Wake()
         self._context = zmq.Context()
         self._heard_at = self._answered_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"{name}-buffer-io", daemon=True)
@@ -147,13 +148,7 @@ class Transport:
 
     def wake(self) -> None:
         """Let the IO thread look around now."""
-        try:
-            os.write(self._wake_write, b"\0")
-        except BlockingIOError:
-            pass  # The pipe is full of wake-ups already.
-        except OSError:
-            if not self._inbox.ended:
-                raise
+        self._wake.set()
 
     def close(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for what is outstanding, fail the rest, and end the thread."""
@@ -239,7 +234,15 @@ class Transport:
         The socket takes a few messages only, so that a request for leases, or a renewal, does not
         wait behind all trajectories on a slow link.
         """
-        due = [call for call in self._calls.values() if call.sent_at is None and call.not_before <= now]
+        due = []
+        held_back = False
+        for call in self._calls.values():
+            is_push = call.name == p.Push.__name__
+            if call.sent_at is None and call.not_before > now:
+                # Asked to wait: what was said after it must not overtake it. Trajectories have no order.
+                held_back = held_back or not is_push
+            elif call.sent_at is None and (is_push or not held_back):
+                due.append(call)
         for call in sorted(due, key=lambda call: call.name == p.Push.__name__):
             try:
                 socket.send_multipart(call.frames, zmq.NOBLOCK, copy=False)
@@ -252,12 +255,12 @@ class Transport:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if has_unsent else 0))
         poller.register(monitor, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._wake.fd, zmq.POLLIN)
         if any(call.not_before > time.monotonic() for call in self._calls.values()):
             wait_s = min(wait_s, _RETRY_S)
         ready = dict(poller.poll(max(0, int(wait_s * 1000))))
-        if self._wake_read in ready:
-            os.read(self._wake_read, 4096)
+        if self._wake.fd in ready:
+            self._wake.clear()
         if monitor in ready:
             event = recv_monitor_message(monitor)["event"]
             if event == zmq.EVENT_DISCONNECTED:
@@ -303,7 +306,7 @@ class Transport:
         if call.num_refused in (1, 60):
             log.warning("the buffer service at %s lets %s wait: %s", self.address, call.name, reason)
         now = time.monotonic()
-        call.sent_at, call.not_before = None, now + min(_RETRY_S * 2**call.num_refused, _MAX_RETRY_S)
+        call.sent_at, call.not_before = None, now + min(_RETRY_S * 2 ** min(call.num_refused, 8), _MAX_RETRY_S)
         call.num_refused += 1
         call.gives_up_at = max(call.gives_up_at, now + self._give_up_after_s)
 
@@ -318,8 +321,8 @@ class Transport:
         self._take()
         for call in list(self._calls.values()):
             self._fail(call, f"had not answered {call.name} when the client was closed")
+        self._ended(BufferUnavailable(f"the client of the buffer service at {self.address} was closed"))
         monitor.close()
         socket.close()
         self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._wake.close()

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 
 from buffer.config import BufferConfig
-from buffer.errors import CorruptRecord
+from buffer.errors import CorruptRecord, StoreBusy
 from buffer.store import Reader, Store
 from buffer.transaction import Transaction
 
@@ -50,11 +50,8 @@ class Upkeep:
         """How many records the last scrub found damaged."""
         return self._scrub.num_damaged
 
-    def run(self, *, idle: bool) -> None:
+    def run(self) -> None:
         """Do what is due.
-
-        Args:
-            idle: no message waits, so there is time to scrub.
 
         Raises:
             StoreError: the disk failed.
@@ -63,9 +60,11 @@ class Upkeep:
         if self._sync_every_s is not None and now - self._synced_at >= self._sync_every_s:
             self._store.sync()
             self._synced_at = self._clock()
-        self._watch.run()
-        if idle:
+        try:
+            self._watch.run()
             self._scrub.run()
+        except StoreBusy as busy:
+            log.warning("%s", busy)
 
 
 class ReaderWatch:

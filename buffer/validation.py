@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,8 +21,11 @@ from buffer.schema import MAX_REWARD_PARTS
 
 LOGPROB_TOLERANCE = 1e-4
 """Log-probabilities may exceed 0 by rounding, no more."""
+MAX_REWARD = 1e100
+"""Beyond it, either way, the mean and the spread of a group's rewards would soon be no numbers any more."""
 
-_json_decoder = msgspec.json.Decoder(dict[str, Any])
+_json_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""Raw: that the values are well-formed is seen without making objects of them."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,12 @@ def faults(batch: pa.RecordBatch, facts: RunFacts, known: KnownVersions) -> dict
     blame(_rows_of(~np.isfinite(logprobs), logprob_bounds), "logprob not finite")
     blame(_rows_of(logprobs > LOGPROB_TOLERANCE, logprob_bounds), "logprob above 0")
     blame(_not_finite(column["reward"]), "reward not finite")
-    parts = column["reward_parts"]
-    blame(np.diff(list_bounds(parts)) > MAX_REWARD_PARTS, "too many reward parts")
-    blame(_rows_of(_not_finite(parts.flatten().field(1)), list_bounds(parts)), "reward part not finite")
+    blame(_too_large(column["reward"]), "reward out of range")
+    parts, part_bounds = column["reward_parts"], list_bounds(column["reward_parts"])
+    part_values = parts.flatten().field(1)
+    blame(np.diff(part_bounds) > MAX_REWARD_PARTS, "too many reward parts")
+    blame(_rows_of(_not_finite(part_values), part_bounds), "reward part not finite")
+    blame(_rows_of(_too_large(part_values), part_bounds), "reward part out of range")
     blame(~np.isfinite(column["started_s"].to_numpy()) | ~np.isfinite(column["finished_s"].to_numpy()), "wall time")
     blame(_wrong_reference(column["reference_logprobs"], num_completion), "reference_logprobs")
     blame(_not_json_objects(column["columns"]), "columns are not JSON")
@@ -97,6 +102,11 @@ def _not_finite(column: pa.Array) -> npt.NDArray[np.bool_]:
     """Which values of a float column are there, but NaN or infinite."""
     present = column.is_valid().to_numpy(zero_copy_only=False)
     return present & ~np.isfinite(column.to_numpy(zero_copy_only=False))
+
+
+def _too_large(column: pa.Array) -> npt.NDArray[np.bool_]:
+    """Which values of a float column are beyond any reward; what is not there, or not a number, is not."""
+    return np.abs(column.to_numpy(zero_copy_only=False)) > MAX_REWARD
 
 
 def _wrong_reference(column: pa.Array, num_completion: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

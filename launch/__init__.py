@@ -20,6 +20,7 @@ reference   docs/config.md and docs/metrics.md, written from the code
 progress    Progress: what is known of a run so far
 tracking    metrics.jsonl, events.jsonl and Weights & Biases
 display     the live view
+buffer_cli  `leeway buffer`: looks at the buffer of a run (`buffer_text`, `buffer_tokens`: what it prints)
 bootstrap   installs the project (standard library only)
 cluster.sh  the same run on a Ray cluster
 """

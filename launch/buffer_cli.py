@@ -2,7 +2,7 @@
 
     leeway buffer ls RUN                   groups; --quarantine: what failed validation
     leeway buffer show RUN GROUP           one group; --record N, --quarantined N
-    leeway buffer verify RUN               every checksum, every index, the ledger
+    leeway buffer verify RUN               every page, every checksum, every index, the ledger
     leeway buffer export RUN OUT.parquet   the trajectories as a table
     leeway buffer compact RUN              a smaller file; only where the run is over
 
@@ -31,6 +31,8 @@ FAULTS = 2
 """Exit status of `verify` where it found any."""
 PHASES = ("open", "ready", "drawn", "closed")
 INDEXES = ("prompt", "version", "reward", "length")
+_MAX_INTEGER = 2**63 - 1
+_SELECTION = ("prompt", "version", "since_version", "min_reward", "max_length", "phase")
 
 
 def add_parser(verbs: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
@@ -48,8 +50,8 @@ def add_parser(verbs: Any) -> None:  # noqa: ANN401 -- argparse has no public ty
     what.add_argument("group", nargs="?", type=_count, metavar="GROUP", help="the group's id")
     what.add_argument("--record", type=_count, metavar="N", help="one stored trajectory, in full")
     what.add_argument("--quarantined", type=_count, metavar="N", help="one quarantined row or message")
-    show.add_argument("--shard", type=int, default=0, metavar="S", help="whose --quarantined is meant; default 0")
-    _verb(parts, "verify", "prove every checksum and index, and recount the ledger")
+    show.add_argument("--shard", type=_integer, metavar="S", help="whose --quarantined is meant; default: the first")
+    _verb(parts, "verify", "prove every page, checksum and index, and recount the ledger")
     export = _verb(parts, "export", "write the stored trajectories as a Parquet file")
     export.add_argument("out", type=Path, metavar="OUT.parquet")
     _add_selection(export)
@@ -60,6 +62,9 @@ def run(parsed: argparse.Namespace) -> int:
     """Run one of the verbs and return the exit status."""
     from buffer.errors import BufferError
 
+    if contradiction := _contradiction(parsed):
+        print(f"leeway: {contradiction}", file=sys.stderr)
+        return ExitStatus.WRONG_INPUT
     verb = {"ls": _ls, "show": _show, "verify": _verify, "export": _export, "compact": _compact}[parsed.buffer_verb]
     try:
         status = verb(parsed)
@@ -81,19 +86,46 @@ def _verb(parts: Any, name: str, text: str) -> argparse.ArgumentParser:  # noqa:
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     chosen = parser.add_argument_group("which groups")
-    chosen.add_argument("--prompt", type=int, metavar="N", help="of this prompt")
-    chosen.add_argument("--version", type=int, metavar="V", help="whose oldest token is of policy version V")
-    chosen.add_argument("--since-version", type=int, metavar="V", help="whose oldest token is of version V or newer")
+    chosen.add_argument("--prompt", type=_integer, metavar="N", help="of this prompt")
+    version = chosen.add_mutually_exclusive_group()
+    version.add_argument("--version", type=_integer, metavar="V", help="whose oldest token is of policy version V")
+    version.add_argument(
+        "--since-version", type=_integer, metavar="V", help="whose oldest token is of version V or newer"
+    )
     chosen.add_argument("--min-reward", type=float, metavar="R", help="whose mean reward is at least R")
-    chosen.add_argument("--max-length", type=int, metavar="N", help="none of whose samples has more tokens than N")
+    chosen.add_argument("--max-length", type=_integer, metavar="N", help="none of whose samples has more tokens than N")
     chosen.add_argument("--phase", choices=PHASES, help="in this phase of their life")
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
+    return _integer(text, least=1)
+
+
+def _integer(text: str, least: int = 0) -> int:
+    """A number of the size that the store's keys have."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not least <= number <= _MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is no whole number from {least} to {_MAX_INTEGER}")
     return number
+
+
+def _contradiction(parsed: argparse.Namespace) -> str:
+    """Why these options do not go together; '' where they do."""
+    if parsed.buffer_verb == "show" and parsed.shard is not None and parsed.quarantined is None:
+        return "--shard says whose --quarantined is meant, and none is asked for: groups and records need no shard"
+    if parsed.buffer_verb != "ls":
+        return ""
+    given = [name for name in (*_SELECTION, "by") if getattr(parsed, name) is not None]
+    given += ["reverse"] if parsed.reverse else []
+    if parsed.quarantine and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        return f"--quarantine lists what belongs to no group, so it takes --limit alone: leave out {names}"
+    if parsed.reverse and parsed.by is None:
+        return f"--reverse turns the order of --by round, and there is none: add --by {'|'.join(INDEXES)}"
+    return ""
 
 
 def _selection(parsed: argparse.Namespace) -> Selection:
@@ -131,14 +163,14 @@ def _ls(parsed: argparse.Namespace) -> int:
             print(text.QUARANTINE_HEAD)
             for entry in islice(inspection.quarantined(), parsed.limit):
                 print(text.quarantine_line(entry))
-            return ExitStatus.OK
+            return _tell_damage(inspection.damaged, inspection.folder)
         tally = text.Tally()
         print(text.GROUPS_HEAD)
         for group in islice(_listed(inspection, parsed), parsed.limit):
             tally.add(group)
             print(text.group_line(group))
         print(tally.line())
-        return _tell_damage(inspection.damaged)
+        return _tell_damage(inspection.damaged, inspection.folder)
 
 
 def _listed(inspection: Inspection, parsed: argparse.Namespace) -> Iterator[GroupView]:
@@ -166,44 +198,51 @@ def _show(parsed: argparse.Namespace) -> int:
             return ExitStatus.FAILED
         for line in text.group_in_full(group, TextOf(inspection.folder), only_record=parsed.record):
             print(line)
-        return _tell_damage(inspection.damaged)
+        return _tell_damage(inspection.damaged, inspection.folder)
 
 
 def _show_quarantined(inspection: Inspection, parsed: argparse.Namespace) -> int:
     from launch import buffer_text as text
 
-    for entry in inspection.quarantined():
-        if (entry.shard, entry.number) == (parsed.shard, parsed.quarantined):
-            for line in text.quarantined_in_full(entry):
-                print(line)
-            return ExitStatus.OK
-    print(
-        f"leeway: the quarantine of {inspection.folder} does not hold number {parsed.quarantined}: it never did, or it "
-        "had to make room. `leeway buffer ls --quarantine` lists what there is",
-        file=sys.stderr,
-    )
-    return ExitStatus.FAILED
+    shard = inspection.stores[0].facts.shard if parsed.shard is None else parsed.shard
+    entry = inspection.quarantined_at(shard, parsed.quarantined)
+    if entry is None:
+        print(
+            f"leeway: the quarantine of shard {shard} in {inspection.folder} does not hold number "
+            f"{parsed.quarantined}: it never did, or it had to make room. `leeway buffer ls --quarantine` lists what "
+            "there is, as SHARD:NUMBER for all shards but the first",
+            file=sys.stderr,
+        )
+        return ExitStatus.FAILED
+    for line in text.quarantined_in_full(entry):
+        print(line)
+    return ExitStatus.OK
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from buffer.verify import verify
+    from buffer.inspect import check_store
+    from buffer.store import RESTORE
     from launch import buffer_text as text
 
     faults: list[str] = []
     with _open(parsed.run) as inspection:
         print(text.headline(inspection))
         sums: Counter[str] = Counter()
-        for shard, store in enumerate(inspection.stores):
-            report = store.read(verify)
-            where = "" if len(inspection.stores) == 1 else f"shard {shard}: "
+        for store in inspection.stores:
+            report = check_store(store)
+            where = "" if len(inspection.stores) == 1 else f"shard {store.facts.shard}: "
             faults += [where + fault for fault in report["faults"]]
             sums.update(report["ledger"])
             sums["records"] += report["num_records"]
+            if not report["has_checked_pages"]:
+                print(f"{where}a service writes the file now, so the structure of its pages was not checked")
     print("ledger   " + "  ".join(f"{name} {sums[name]}" for name in text.LEDGER_SHOWN))
     for fault in faults:
         print(f"FAULT    {fault}")
     found = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else "no fault"
     print(f"{sums['records']} records, every index and the ledger checked: {found}")
+    if faults:
+        print(f"leeway: {inspection.folder} is damaged: {RESTORE}", file=sys.stderr)
     return FAULTS if faults else ExitStatus.OK
 
 
@@ -211,11 +250,11 @@ def _export(parsed: argparse.Namespace) -> int:
     from buffer.export import export
 
     with _open(parsed.run) as inspection:
-        done = export(inspection, _selection(parsed), parsed.out)
+        done, folder = export(inspection, _selection(parsed), parsed.out), inspection.folder
     print(
         f"{done.num_rows} trajectories of {done.num_groups} groups in {parsed.out} ({done.size_bytes / 2**20:.1f} MiB)"
     )
-    return _tell_damage(done.damaged)
+    return _tell_damage(done.damaged, folder)
 
 
 def _compact(parsed: argparse.Namespace) -> int:
@@ -227,7 +266,14 @@ def _compact(parsed: argparse.Namespace) -> int:
     return ExitStatus.OK
 
 
-def _tell_damage(damaged: list[str]) -> int:
-    for sentence in damaged:
+def _tell_damage(damaged: list[str], folder: Path) -> int:
+    for sentence in dict.fromkeys(damaged):
         print(f"leeway: left out: {sentence}", file=sys.stderr)
-    return ExitStatus.FAILED if damaged else ExitStatus.OK
+    if not damaged:
+        return ExitStatus.OK
+    print(
+        f"leeway: {folder} is damaged: restore it from a copy, or do without what was left out. "
+        f"`leeway buffer verify {folder}` names all that is damaged",
+        file=sys.stderr,
+    )
+    return ExitStatus.FAILED

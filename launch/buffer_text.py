@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from buffer.errors import BadBody
 from buffer.export import uses_of
 from buffer.inspect import Inspection
+from buffer.quarantine import read_row
 from buffer.schema import SCHEMA, join_rows
 from buffer.views import GroupView, Quarantined, Sample
 
@@ -25,6 +25,10 @@ GROUPS_HEAD = f"{'group':>8} {'prompt':>8} {'phase':<6} {'reward':>8} {'version'
 QUARANTINE_HEAD = f"{'number':>8} {'bytes':>6}  reason"
 _WIDTH = 116
 _FIRST_BYTES = 256
+_MAX_TEXT = 65_536
+"""Characters of one text of a stored trajectory that are shown; an export has all of them."""
+_MAX_QUARANTINED_VALUE = 2_000
+"""Characters of one value of a quarantined row that are shown, whatever it is."""
 
 Decode = Callable[[Sequence[int]], str | None]
 
@@ -81,7 +85,7 @@ class Tally:
 def quarantine_line(entry: Quarantined) -> str:
     """One line of `ls --quarantine`."""
     name = str(entry.number) if not entry.shard else f"{entry.shard}:{entry.number}"
-    return f"{name:>8} {len(entry.data):>6}  {printable(entry.reason)}"
+    return f"{name:>8} {len(entry.data):>6}  {printable(entry.reason, _WIDTH)}"
 
 
 def group_in_full(group: GroupView, decode: Decode, *, only_record: int | None = None) -> Iterator[str]:
@@ -109,10 +113,10 @@ def group_in_full(group: GroupView, decode: Decode, *, only_record: int | None =
 
 def quarantined_in_full(entry: Quarantined) -> Iterator[str]:
     """`show --quarantined`: the reason, and the row where one can be read, else the first bytes."""
-    yield f"quarantined {entry.number}: {printable(entry.reason)}; {len(entry.data)} bytes are kept"
-    row = _row_of(entry.data)
+    yield f"quarantined {entry.number}: {printable(entry.reason, _WIDTH)}; {len(entry.data)} bytes are kept"
+    row = read_row(entry.data)
     if row is not None:
-        yield from _all_columns(row)
+        yield from _all_columns(row, _MAX_QUARANTINED_VALUE)
         return
     yield "  no row can be read from it; its first bytes:"
     for start in range(0, min(len(entry.data), _FIRST_BYTES), 16):
@@ -121,9 +125,10 @@ def quarantined_in_full(entry: Quarantined) -> Iterator[str]:
         yield f"  {start:>6}  {part.hex(' '):<47}  {seen}"
 
 
-def printable(text: str) -> str:
-    """The text with what would move the cursor, or not show, escaped."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+def printable(text: str, most: int = _MAX_TEXT) -> str:
+    """At most so many characters of the text, with what would move the cursor, or not show, escaped."""
+    rest = f" ... and {len(text) - most} more characters" if len(text) > most else ""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:most]) + rest
 
 
 def _sample(group: GroupView, sample: Sample, row: dict[str, Any], decode: Decode) -> Iterator[str]:
@@ -141,32 +146,27 @@ def _sample(group: GroupView, sample: Sample, row: dict[str, Any], decode: Decod
         yield from _indented(f"  -> {completion}")
 
 
-def _all_columns(row: dict[str, Any]) -> Iterator[str]:
+def _all_columns(row: dict[str, Any], most: int | None = None) -> Iterator[str]:
+    """One paragraph per column, with at most `most` characters of each value; None: of texts `_MAX_TEXT`.
+
+    In a quarantined row, which nobody has validated, any value and any part of one may be missing.
+    """
     for name in SCHEMA.names:
         value = row[name]
-        if name.endswith("_s"):
+        if name.endswith("_s") and value is not None:
             moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(value)) if 0 <= value < 2**40 else "no time"
-            yield f"  {name}: {value:.3f} ({moment})"
-        elif isinstance(value, list) and name.endswith("logprobs"):
-            yield from _indented(f"  {name}: " + " ".join(f"{each:.4f}" for each in value))
+            text = f"{value:.3f} ({moment})"
+        elif name.endswith("logprobs") and value is not None:
+            text = " ".join("null" if each is None else f"{each:.4f}" for each in value)
         else:
-            yield from _indented(f"  {name}: {printable(str(value))}")
+            text = str(value)
+        of_numbers = name in ("token_ids", "logprobs", "reference_logprobs", "spans")
+        yield from _indented(f"  {name}: {printable(text, most or (len(text) if of_numbers else _MAX_TEXT))}")
 
 
 def _batch(samples: Sequence[Sample]) -> pa.RecordBatch:
     scores = [None if s.scores is None else np.frombuffer(s.scores, np.float32) for s in samples]
     return join_rows([sample.record for sample in samples], scores)
-
-
-def _row_of(data: bytes) -> dict[str, Any] | None:
-    """The row that was quarantined; None where the bytes are none, or were cut off."""
-    try:
-        batch = join_rows([data], [None])
-        batch.validate(full=True)
-        rows: list[dict[str, Any]] = batch.to_pylist()
-    except (pa.ArrowException, BadBody, ValueError, IndexError, TypeError, OSError):
-        return None
-    return rows[0] if len(rows) == 1 else None
 
 
 def _summary(values: Sequence[float] | None) -> str:

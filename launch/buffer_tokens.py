@@ -38,6 +38,6 @@ class TextOf:
         yield self._run / "serving_model"
         try:
             path = tomllib.loads((self._run / "config.toml").read_text(encoding="utf-8"))["model"]["path"]
-        except (OSError, KeyError, tomllib.TOMLDecodeError):
+        except (OSError, KeyError, TypeError, ValueError):  # no such file, or another one
             return
         yield Path(path)

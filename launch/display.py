@@ -124,6 +124,8 @@ class Display:
         if progress.status is not None:
             grid.add_row("ledger", _ledger(progress.status.ledger))
             starved = "   long or short answers are starved" if progress.status.fidelity_alarm else ""
+            if progress.status.silent_shards:
+                grid.add_row("buffer", f"no answer from shards {progress.status.silent_shards}")
             grid.add_row("lengths", f"trained against generated: {progress.status.fidelity_ks:.3f}{starved}")
         grid.add_row("last", Text(self._event))
         return Group(Text(f"{self._folder.name}: {self._phase}   {progress.elapsed_s:.0f} s"), grid)

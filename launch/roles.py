@@ -41,8 +41,10 @@ class BufferRole:
 
     def __init__(self, log: Path, config: BufferConfig, facts: RunFacts, folder: Path) -> None:
         redirect_output(log)
+        from buffer.process import keep_memory
         from buffer.service import BufferService
 
+        keep_memory()
         self._service = BufferService(config, facts, folder)
         self._stop = threading.Event()
 

@@ -14,7 +14,7 @@ import numpy as np
 from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig, RunFacts
-from buffer.core import BufferCore
+from buffer.core import BufferCore, OpenedPushes
 from buffer.errors import BufferRefused
 from buffer.store import Store
 from buffer.trajectory import Trajectory, VersionSpan
@@ -62,7 +62,7 @@ class InProcessBuffer:
         def answer(tx: Any) -> p.Reply | None:
             try:
                 if isinstance(message, p.Push):
-                    return self.core.push(tx, [(message, body)])[0]
+                    return self.core.push(tx, OpenedPushes([(message, body)]))[0]
                 return self.core.handle(tx, message, body)[0]
             except BufferRefused as error:
                 refused.append(error)

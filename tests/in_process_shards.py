@@ -11,6 +11,7 @@ from dataclasses import replace
 from buffer import protocol as p
 from buffer import schema
 from buffer.client import Draw
+from buffer.core import OpenedPushes
 from buffer.errors import BufferRefused
 from buffer.futures import settle
 from tests.in_process_buffer import InProcessBuffer
@@ -44,6 +45,8 @@ class Shard:
         with self.lock:
             self.buffer.restart()
             self.is_up, self.goes_down_at = True, None
+            # Actors may find it before the learner, whose news it has missed.
+            self._waiting.sort(key=lambda entry: not isinstance(entry[0], p.Push))
             self._work()
 
     def cut_off(self):
@@ -85,7 +88,7 @@ class Shard:
                 if isinstance(message, p.DrawRequest):
                     return core.try_draw(tx, message)
                 if isinstance(message, p.Push):
-                    return core.push(tx, [(message, body)])[0], b""
+                    return core.push(tx, OpenedPushes([(message, body)]))[0], b""
                 return core.handle(tx, message, body)
             except BufferRefused as error:
                 refused.append(error)
@@ -141,6 +144,9 @@ class InProcessShard:
         self._seq += 1
         body = bytes(schema.encode([trajectory], self._to.buffer.facts.run_id))
         return self._ask(p.Push(self.name, self._epoch), lambda answer: answer[0].results[0], body)
+
+    def has_room(self, trajectory):
+        return True
 
     def renew(self, lease_ids):
         return self._ask(p.Renew(self.name, self._epoch, list(lease_ids)))

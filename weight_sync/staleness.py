@@ -1,12 +1,16 @@
 """The staleness contract: one object that actors, buffer and learner share.
 
 A version counts optimizer steps. For a token sampled at version u and trained at version v
-its lag is v - u. `StalenessContract` answers four questions about lag and nothing else does:
+its lag is v - u. `StalenessContract` holds the rules of lag:
 
-    bound    what lag the knobs imply
-    admit    may another group of samples be leased now?
-    usable   may a group enter the step that trains at version v?
-    holds    must that step wait for an admitted group first? (on_stale = "wait")
+    bound        what lag the knobs imply
+    capacity     how many groups may be leased and not yet trained on?
+    min_version  which version may start a request of a lease?
+    usable       may a group enter the step that trains at version v?
+    holds        must that step wait for an admitted group first? (on_stale = "wait")
+
+Who knows what is outstanding applies them: `buffer.leases` divides the capacity among shards and closes
+admission, `buffer.draws` drops, draws and waits; for a step of several shards `buffer.shards` decides the wait.
 
 This module uses the standard library and pydantic only: the buffer service imports it.
 """
@@ -110,7 +114,7 @@ class StalenessConfig(BaseModel):
 
 
 class StalenessContract:
-    """Decides admission and use of groups so that no trained token passes `max_lag`.
+    """The rules of admission and use of groups by which no trained token passes `max_lag`.
 
     Why the bound is rarely hit: let G groups enter each step and let S = max_lag - max_actor_lag -
     (publish_every - 1). A group is admitted only while fewer than (S + 1) * G groups are outstanding
@@ -135,7 +139,7 @@ class StalenessContract:
         return None if self.config.max_lag == "unbounded" else self.config.max_lag
 
     def capacity(self, unbounded_steps: int = 4) -> int:
-        """How many groups may be outstanding at once.
+        """How many groups may be outstanding at once: in flight, waiting, or drawn for an unfinished step.
 
         Args:
             unbounded_steps: how many steps' groups to allow where `max_lag` is unbounded.
@@ -145,10 +149,6 @@ class StalenessContract:
             return unbounded_steps * self.groups_per_step
         spare_steps = bound - self.config.actor_lag - (self.config.publish_every - 1)
         return (spare_steps + 1) * self.groups_per_step
-
-    def admit(self, num_outstanding: int) -> bool:
-        """May another group be leased while `num_outstanding` groups are in flight, waiting or being trained on?"""
-        return num_outstanding < self.capacity()
 
     def min_version(self, published: int) -> int:
         """The oldest version that may start a request of a lease granted while `published` is the newest."""

@@ -15,6 +15,7 @@ import zmq
 
 from buffer import protocol as p
 from buffer.client import BufferClient
+from buffer.inbox import opened
 from buffer.service import BufferService
 from tests.faults import bombs, malformed
 from tests.faults.results import pick
@@ -303,7 +304,7 @@ def _time_to_refuse(service, frames) -> float:
 
     def answer(tx):
         began = time.perf_counter()
-        (outgoing,), _ = service._answer(tx, [[b"bomber", *frames]])
+        (outgoing,), _ = service._answer(tx, opened([[memoryview(frame) for frame in (b"bomber", *frames)]], ""))
         took_s = time.perf_counter() - began
         assert isinstance(outgoing.reply, p.Refused)
         assert "quarantined" in outgoing.reply.reason

@@ -107,7 +107,7 @@ def test_garbage_on_the_wire_is_counted_and_the_service_answers_on(service, conn
     stranger.send_multipart([good])
     client = connect("actor-0")
     deadline = time.monotonic() + 10
-    while (status := client.status().result(10)).quarantined_by_reason.get("header", 0) < 401:
+    while (status := client.status().result(10)).quarantined_by_reason.get("header", 0) < 409:
         assert time.monotonic() < deadline, status
     assert status.quarantined_by_reason["checksum"] == 1
     assert status.ledger["gap"] == 0

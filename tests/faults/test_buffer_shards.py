@@ -164,8 +164,16 @@ def run(tmp_path):
         each.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_while_one_shard_is_down_the_others_train_on_and_it_comes_back_with_all_it_had(run, number):
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(
+            signal.SIGKILL, marks=pytest.mark.fault(1, "kill -9 of one of three shards, which stays down 5 s")
+        ),
+        pytest.param(signal.SIGSTOP, marks=pytest.mark.fault(13, "one of three shards stopped for 5 s")),
+    ],
+)
+def test_while_one_shard_is_down_the_others_train_on_and_it_comes_back_with_all_it_had(run, number, show):
     run = run()
     run.train(4)
     assert any(1 in run.shards_of(step) for step in run.steps), "shard 1 never had a part"
@@ -182,6 +190,7 @@ def test_while_one_shard_is_down_the_others_train_on_and_it_comes_back_with_all_
     assert all(1 not in run.shards_of(step) for step in range(first, run.step + 1))
     assert run.step > first + 5, "training stood still"
     assert run.learner.status().result(30).silent_shards == [1]
+    show(f"{run.step - first + 1} steps of the others meanwhile")
     if number == signal.SIGKILL:
         service.start()
     else:
@@ -194,7 +203,23 @@ def test_while_one_shard_is_down_the_others_train_on_and_it_comes_back_with_all_
     run.end()
 
 
-def test_shards_that_are_killed_in_turn_and_started_again_lose_nothing(run):
+@pytest.mark.fault(13, "steps wait for a shard that is down", control=True)
+def test_where_a_shard_that_is_down_is_not_left_out_training_stands_still(run, show):
+    run = run()
+    run.train(2)
+    for link in run.learner._links:
+        link._patience_s = 1e9
+    run.services[1].signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(TimeoutError):
+            run.learner.draw(run.step + 1, run.step, run.incarnation, RUN.groups_per_step, 0.5).result(DOWN_S)
+    finally:
+        run.services[1].signal(signal.SIGCONT)
+    show("no step in 5 s")
+
+
+@pytest.mark.fault(1, "kill -9 of three shards in turn, 12x under load")
+def test_shards_that_are_killed_in_turn_and_started_again_lose_nothing(run, show):
     run = run()
     over = threading.Event()
     failed = []
@@ -222,9 +247,11 @@ def test_shards_that_are_killed_in_turn_and_started_again_lose_nothing(run):
     assert run.step >= 10
     run.train(1)
     run.end()
+    show(f"{run.step} steps, {len(run.outcomes)} samples acknowledged, 0 lost, 0 twice")
 
 
-def test_a_learner_killed_between_two_shards_is_followed_by_one_that_draws_the_same(run, tmp_path):
+@pytest.mark.fault(15, "kill -9 of the learner between the draws of two shards")
+def test_a_learner_killed_between_two_shards_is_followed_by_one_that_draws_the_same(run, show):
     run = run(num_shards=2)
     script = Path(__file__).with_name("shard_learner_process.py")
     addresses = [service.address for service in run.services]
@@ -249,6 +276,7 @@ def test_a_learner_killed_between_two_shards_is_followed_by_one_that_draws_the_s
     assert len(redone) == RUN.groups_per_step * RUN.group_size
     run.train(3)
     run.end()
+    show("three steps redone as they were recorded")
 
 
 def test_a_shard_that_stays_down_ends_the_wait_with_its_name(run):

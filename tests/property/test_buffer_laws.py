@@ -32,7 +32,7 @@ def configs(draw):
     in_order = (replay_law if law == "on_policy_share" else law) in ("fifo", "length_balanced")
     max_uses = draw(st.sampled_from([1, 2, 3] if in_order else [1, 2, 3, "unlimited"]))
     with_replacement = max_uses != 1 and not in_order and draw(st.booleans())
-    pool = 1.0 if with_replacement else draw(st.sampled_from([1.0, 2.0]))
+    length_correction, packs = (not with_replacement and draw(st.booleans()) for _ in range(2))
     return BufferConfig(
         law=law,
         replay_law=replay_law,
@@ -40,9 +40,9 @@ def configs(draw):
         reward_temperature=0.1,
         max_uses=max_uses,
         with_replacement=with_replacement,
-        selection_pool=pool,
-        length_correction=pool > 1.0 and draw(st.booleans()),
-        pack_tokens=40 if pool > 1.0 and draw(st.booleans()) else 0,
+        selection_pool=2.0 if length_correction or packs else 1.0,
+        length_correction=length_correction,
+        pack_tokens=40 if packs else 0,
         eviction=draw(st.sampled_from(["oldest", "lowest_reward"])),
         capacity_trajectories=draw(st.sampled_from([24, 1000])),
         max_attempts=1_000_000,

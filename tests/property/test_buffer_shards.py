@@ -51,6 +51,7 @@ class ScheduledShards(RuleBasedStateMachine):
         self.sessions = itertools.count()
         self.acknowledged = 0
         self.pushed = []
+        self.leased = []
         self.drawn = {}
         self.finished = set()
         self.checkpoint = 0
@@ -69,14 +70,14 @@ class ScheduledShards(RuleBasedStateMachine):
 
     @rule(shard=st.integers(0, 2))
     def cut_off(self, shard):
-        """One at most: with two of three gone a step may rightly wait."""
-        if all(each.is_up for each in self.shards):
+        """One at most: with all of them gone everything rightly waits."""
+        if all(each.is_up and each.goes_down_at is None for each in self.shards):
             self.shards[shard % len(self.shards)].cut_off()
 
     @rule(shard=st.integers(0, 2), kind=st.sampled_from([p.DrawRequest, p.PlanRequest, p.StepFinished, p.Push]))
     def cut_off_at(self, shard, kind):
         """Between two messages of one conversation."""
-        if all(each.is_up for each in self.shards):
+        if all(each.is_up and each.goes_down_at is None for each in self.shards):
             self.shards[shard % len(self.shards)].goes_down_at = kind
 
     @rule()
@@ -93,12 +94,19 @@ class ScheduledShards(RuleBasedStateMachine):
 
     # --- the actor --------------------------------------------------------------------------------
 
+    @rule(max_groups=st.integers(1, 5))
+    def lease(self, max_groups):
+        """Leases that stay open for a while."""
+        leases = self.actor.lease(max_groups).result(LONG_S).leases
+        assert all(lease.lease_id % len(self.shards) == lease.group_id % len(self.shards) for lease in leases)
+        self.leased += leases
+
     @rule(max_groups=st.integers(1, 30), is_newest=st.booleans())
     def work(self, max_groups, is_newest=True):
         """Leases are generated and pushed, by any version that they allow; some answers come later, or never."""
-        grant = self.actor.lease(max_groups).result(LONG_S)
-        for lease in grant.leases:
-            assert lease.lease_id % len(self.shards) == lease.group_id % len(self.shards)
+        self.lease(max_groups)
+        leases, self.leased = self.leased, []
+        for lease in leases:
             newest = PolicyVersion(*self.published)
             low = min(lease.min_version, newest.version)
             version = newest if is_newest else newest._replace(version=low)
@@ -188,12 +196,14 @@ class ScheduledShards(RuleBasedStateMachine):
 
     @rule(num_steps=st.integers(1, 3))
     def train(self, num_steps):
-        """Undisturbed steps."""
+        """Undisturbed steps; what is leased already stays open."""
+        held, self.leased = self.leased, []
         for _ in range(num_steps):
             self.publish()
             self.work(100)
             self.draw()
             self.finish(True)
+        self.leased = held
 
     @rule()
     def write_checkpoint(self):
@@ -252,6 +262,42 @@ TestScheduledShards.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
+
+
+@pytest.fixture
+def schedule():
+    """`schedule(**settings)`: the machine above, to be driven by hand."""
+    machine = ScheduledShards()
+
+    def start(**settings):
+        machine.start(**{"num_shards": 2, "group_size": 1, "spare": 0, "on_stale": "drop", **settings})
+        return machine
+
+    yield start
+    machine.teardown()
+
+
+def test_a_shard_takes_samples_of_versions_that_it_missed_while_it_was_down(schedule):
+    run = schedule(max_lag=3)
+    run.lease(2)
+    run.cut_off(1)
+    run.train(2)
+    assert run.step == 2
+    run.work(1)
+    run.come_back()
+    run.count_answers()
+    assert run.pushed == []
+
+
+def test_under_wait_no_step_leaves_an_open_group_of_any_shard_behind(schedule):
+    run = schedule(max_lag=2, on_stale="wait")
+    run.lease(1)
+    run.train(6)
+    assert 0 < run.step < 6
+    run.work(1)
+    run.train(6)
+    assert run.step >= 6
+
 
 supplies = st.dictionaries(
     st.integers(0, 5),

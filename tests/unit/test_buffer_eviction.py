@@ -80,7 +80,7 @@ def test_eviction_leaves_the_learner_what_admission_counts_on(make):
 
 
 def test_the_size_of_stored_data_is_bounded_as_well(make):
-    settings = BufferConfig(law="uniform", max_uses="unlimited", capacity_gib=2**20 / 2**30)
+    settings = BufferConfig(law="uniform", max_uses="unlimited", capacity_gib=2**20 / 2**30, max_message_mib=1)
     buffer, actor = started(make, settings, groups_per_step=1)
     for _ in range(40):
         generate(buffer, actor, 2, tokens=4000)
@@ -122,6 +122,10 @@ def test_groups_are_found_by_prompt_version_reward_and_length(make):
     assert found(buffer, "length", 12.5, 23) == [groups[0], groups[3]]
     assert found(buffer, "length", high=8) == [groups[2]]
     assert found(buffer, "length", 9, 8) == []
+    for by in ("prompt", "version"):
+        for below in (-1, -0.5, float("-inf")):
+            assert found(buffer, by, high=below) == found(buffer, by, below, below) == []
+        assert found(buffer, by, -1) == found(buffer, by, float("-inf"), float("inf")) == found(buffer, by)
     prompts = buffer.store.read(lambda tx: {g: group.prompt_id for (g,), group in tx.groups.all_items()})
     assert found(buffer, "prompt", prompts[groups[2]], prompts[groups[2]]) == [groups[2]]
     assert found(buffer, "prompt", newest_first=True) == sorted(groups, key=prompts.get, reverse=True)

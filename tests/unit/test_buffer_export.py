@@ -12,8 +12,8 @@ import pytest
 
 from buffer import compact as compacting
 from buffer import export as exporting
-from buffer import inspect, schema
 from buffer import protocol as p
+from buffer import reading, schema
 from buffer.compact import compact
 from buffer.errors import StoreError
 from buffer.export import STATE, export, version_bounds
@@ -122,7 +122,7 @@ def test_a_selection_exports_only_its_groups(run, old_run, tmp_path):
 
 def test_reading_one_group_per_transaction_and_writing_small_row_groups_changes_nothing(run, tmp_path, monkeypatch):
     exported(run, tmp_path / "whole.parquet")
-    monkeypatch.setattr(inspect, "READ_S", 0.0)
+    monkeypatch.setattr(reading, "READ_S", 0.0)
     transactions = []
     read = Store.read
     monkeypatch.setattr(Store, "read", lambda store, look: transactions.append(look) or read(store, look))
@@ -154,6 +154,15 @@ def test_an_export_that_fails_leaves_neither_half_a_file_nor_the_old_one_changed
         exported(run, out)
     assert out.read_bytes() == b"an older export"
     assert [path.name for path in tmp_path.glob("out*")] == ["out.parquet"]
+
+
+def test_an_export_spares_the_half_written_file_of_another_process(run, tmp_path):
+    out, theirs = tmp_path / "out.parquet", tmp_path / "out.parquet.1.partial"
+    for other in (theirs, tmp_path / "out.parquet.partial"):
+        other.write_bytes(b"half of it")
+    exported(run, out)
+    assert theirs.read_bytes() == (tmp_path / "out.parquet.partial").read_bytes() == b"half of it"
+    assert len(list(tmp_path.glob("out*"))) == 3
 
 
 def test_a_tokens_version_counts_with_the_restarts_known_when_it_trained():

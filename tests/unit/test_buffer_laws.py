@@ -18,6 +18,7 @@ from tests.unit.buffer_rules import Actor, facts, generate, train
 from weight_sync.staleness import PolicyVersion
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192}
+PACKS = {"selection_pool": 2.0, "pack_tokens": 512}
 
 
 def config(law, **knobs):
@@ -383,7 +384,7 @@ def test_verify_names_every_index_that_differs_from_the_groups(make):
         ({"law": "on_policy_share", "replay_law": "fifo", "max_uses": "unlimited"}, "replay_law = 'fifo'"),
         ({"length_correction": True}, "selection_pool = 1.0 leaves none"),
         ({"pack_tokens": 512}, "selection_pool = 1.0 leaves none"),
-        ({"law": "uniform", "max_uses": 2, "with_replacement": True, "selection_pool": 2.0}, "use one of them"),
+        ({"law": "uniform", "max_uses": 2, "with_replacement": True, **PACKS}, "use one of them"),
         ({"law": "newest"}, "law"),
         ({"max_uses": 0}, "max_uses"),
     ],
@@ -393,7 +394,7 @@ def test_settings_that_contradict_each_other_are_refused_in_a_sentence(knobs, se
         BufferConfig(**knobs)
 
 
-@pytest.mark.parametrize("knobs", [{"law": "uniform"}, {"max_uses": 2}, {"selection_pool": 2.0}])
+@pytest.mark.parametrize("knobs", [{"law": "uniform"}, {"max_uses": 2}, PACKS])
 def test_on_stale_wait_is_refused_with_a_law_that_may_leave_a_group_behind(tmp_path, knobs):
     with pytest.raises(StoreError, match="on_stale = 'wait'"):
         InProcessBuffer(tmp_path, facts(on_stale="wait"), BufferConfig(**knobs))

@@ -134,7 +134,7 @@ def test_the_correction_brings_trained_lengths_nearer_to_generated_ones(make):
     for correction in (False, True):
         settings = BufferConfig(
             law="reward_softmax", reward_temperature=0.5, max_uses=40, length_correction=correction,
-            selection_pool=4.0,
+            selection_pool=4.0 if correction else 1.0,
         )  # fmt: skip
         buffer, actor = started(make, settings, groups_per_step=4, group_size=1)
         random = np.random.default_rng(1)
@@ -207,7 +207,7 @@ def test_packing_by_choice_fills_micro_batches_better_and_keeps_the_lengths():
 def test_a_draw_says_the_length_of_each_trajectory_and_packs_by_knob(make):
     fills = {}
     for pack_tokens in (0, 1000):
-        settings = BufferConfig(max_uses=2, selection_pool=4.0, pack_tokens=pack_tokens)
+        settings = BufferConfig(max_uses=2, selection_pool=4.0 if pack_tokens else 1.0, pack_tokens=pack_tokens)
         buffer, actor = started(make, settings, groups_per_step=4, max_lag=40, max_actor_lag=0)
         random = np.random.default_rng(4)
         for length in random.integers(200, 900, 64).tolist():

@@ -1,4 +1,5 @@
 import dataclasses
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -150,3 +151,36 @@ def test_a_bad_row_is_named_and_its_neighbours_pass(reason):
 
 def test_a_row_of_another_run_is_bad():
     assert faults(schema.to_batch([row()], "other"), FACTS, KNOWN) == {0: "another run"}
+
+
+def arrow_stream(*batches, schema=schema.SCHEMA, **options):
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def test_a_body_is_one_batch_in_todays_framing_and_its_metadata_is_small():
+    batch = schema.to_batch([row()], "r")
+    assert schema.read_stream(arrow_stream(batch)).num_rows == 1
+    with pytest.raises(BadBody, match="something follows"):
+        schema.read_stream(arrow_stream(batch, batch))
+    with pytest.raises(BadBody, match="does not begin"):
+        schema.read_stream(arrow_stream(batch, use_legacy_format=True))
+    stuffed = schema.SCHEMA.with_metadata({"schema_version": "2", "x": "y" * 2**17})
+    with pytest.raises(BadBody, match="its schema takes"):
+        schema.read_stream(arrow_stream(batch.replace_schema_metadata(stuffed.metadata), schema=stuffed))
+
+
+def test_a_bomb_of_json_costs_no_objects_and_a_text_that_is_none_is_named():
+    bomb = '{"a":[' + ",".join(["[]"] * 1_000_000) + "]}"
+    tables = {name: schema.to_batch([row(), row()], "r").column(name) for name in schema.SCHEMA.names}
+    tables["columns"] = pa.array([bomb, '{"a":[}'])
+    batch = pa.RecordBatch.from_arrays(list(tables.values()), schema=schema.SCHEMA)
+    tracemalloc.start()
+    found = faults(batch, FACTS, KNOWN)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == {1: "columns are not JSON"}
+    assert peak < 3 * len(bomb)

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +11,10 @@ import pytest
 from buffer.client import BufferClient, decode_draw
 from buffer.config import BufferConfig, RunFacts
 from buffer.errors import BufferRefused, BufferUnavailable, StoreError
+from buffer.outbox import _size_bytes
+from buffer.protocol import Lease
 from buffer.service import BufferService
+from buffer.transport import Transport, _Call
 from tests.in_process_buffer import make_trajectory
 from weight_sync.staleness import StalenessConfig
 
@@ -165,3 +170,55 @@ def test_an_address_in_use_is_a_clear_error(service, tmp_path, monkeypatch):
     with pytest.raises(StoreError, match=f"cannot bind tcp://127.0.0.1:{port}"):
         other.bind()
     other.close()
+
+
+@pytest.mark.parametrize("odd", [{"reward_parts": None}, {"group_id": 2**70}, {"columns": {"deep": None}}])
+def test_whatever_is_wrong_with_a_trajectory_fails_it_alone_and_the_client_lives(connect, learner, odd):
+    if "columns" in odd:
+        nested = []
+        for _ in range(100_000):
+            nested = [nested]
+        odd = {"columns": {"deep": nested}}
+    actor = connect()
+    lease = actor.lease(1).result(5).leases[0]
+    rows = [make_trajectory(lease, index, seq=0) for index in range(2)]
+    good, bad = actor.push(rows[0]), actor.push(replace(rows[1], **odd))
+    assert good.result(5).outcome == "committed"
+    with pytest.raises((AttributeError, OverflowError, RecursionError)):
+        bad.result(5)
+    assert actor.status().result(5).ledger["gap"] == 0
+
+
+def test_a_draw_asked_again_over_a_new_connection_replaces_the_one_that_waits(connect, learner, service):
+    first = learner.draw(1, 0, 0, 2, 60.0)
+    again = connect("learner", "learner")
+    again.begin_incarnation(0, 0)
+    with pytest.raises(BufferRefused, match="was replaced"):
+        learner.draw(1, 0, 0, 2, 60.0).result(5)
+    waiting = again.draw(1, 0, 1, 2, 60.0)
+    repeated = again.draw(1, 0, 1, 2, 0.2).result(5)
+    assert not repeated.ready
+    assert not service._parked
+    for future in (first, waiting):
+        assert not future.done() or isinstance(future.exception(), BufferRefused)
+
+
+def test_a_request_that_cannot_be_sent_does_not_keep_later_ones_from_being_sent(connect, learner):
+    actor = connect()
+    assert len(actor.lease(np.int64(1)).result(5).leases) == 1
+    assert len(actor.lease(1).result(5).leases) == 1
+
+
+def test_a_request_refused_very_often_is_still_sent_again():
+    transport = Transport("tcp://127.0.0.1:9", 1.0, 1.0, name="t")
+    call = _Call(1, "Renew", [], Future(), 1.0, 0.0, 0.0, num_refused=5000)
+    transport._try_again(call, "the disk is full")
+    assert call.not_before <= time.monotonic() + 1.0
+    transport.close(0.1)
+
+
+def test_credit_counts_the_columns_of_the_task():
+    lease = Lease(1, 1, 1, 1, [0], 0, 1.0)
+    small, large = make_trajectory(lease, 0, seq=0), make_trajectory(lease, 0, seq=0)
+    large.columns["document"] = "x" * 2**20
+    assert _size_bytes(large) - _size_bytes(small) >= 2**20

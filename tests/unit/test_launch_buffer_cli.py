@@ -10,7 +10,7 @@ import lmdb
 import pyarrow.parquet as pq
 import pytest
 
-from buffer import inspect
+from buffer import reading
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.intake import set_aside
@@ -54,6 +54,16 @@ def old_run(tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "data.mdb").write_bytes((SCHEMA_1 / "data.mdb").read_bytes())
     return tmp_path / "old"
+
+
+def damage(folder, table, number):
+    """Flip a bit of one row."""
+    with lmdb.open(str(folder), max_dbs=64, map_size=2**26) as env:
+        rows, key = env.open_db(table.encode(), create=False), number.to_bytes(8, "big")
+        with env.begin(write=True) as txn:
+            value = bytearray(txn.get(key, db=rows))
+            value[-1] ^= 1
+            txn.put(key, bytes(value), db=rows)
 
 
 def columns(lines, number):
@@ -170,18 +180,112 @@ def test_bytes_in_quarantine_that_are_no_row_are_shown_as_bytes(tmp_path, leeway
 def test_verify_says_what_it_checked_and_finds_damage(run, leeway):
     status, lines, _ = leeway("verify", run)
     assert (status, lines[-1]) == (0, "15 records, every index and the ledger checked: no fault")
-    with lmdb.open(str(run / "buffer"), max_dbs=64, map_size=2**26) as env:
-        records = env.open_db(b"records", create=False)
-        with env.begin(write=True) as txn:
-            value = bytearray(txn.get((3).to_bytes(8, "big"), db=records))
-            value[-1] ^= 1
-            txn.put((3).to_bytes(8, "big"), bytes(value), db=records)
+    damage(run / "buffer", "records", 3)
     status, lines, _ = leeway("verify", run)
     assert (status, lines[-1]) == (2, "15 records, every index and the ledger checked: 1 fault")
     assert lines[-2].startswith("FAULT ")
     status, _, said = leeway("export", run, run / "out.parquet")
     assert (status, said.startswith("leeway: left out: record 3 of group 2: ")) == (1, True)
     assert pq.read_table(run / "out.parquet").num_rows == 14
+
+
+def test_verify_looks_at_the_pages_of_the_file_as_the_service_does(tmp_path, leeway):
+    buffer = InProcessBuffer(tmp_path / "buffer", facts(max_tokens=20_000))
+    buffer.begin()
+    actor = Actor(buffer)
+    for lease in actor.lease(2):
+        actor.work(lease, num_completion_tokens=3000)
+    buffer.close()
+    data = tmp_path / "buffer" / "data.mdb"
+    pages = bytearray(data.read_bytes())
+    long_values = [at for at in range(0, len(pages), 4096) if pages[at + 10 : at + 12] == b"\x04\0"]
+    pages[long_values[0] + 12] ^= 8  # how many pages the value has: it claims those of others
+    data.write_bytes(pages)
+    status, lines, said = leeway("verify", tmp_path)
+    assert (status, lines[-1][-7:]) == (2, "1 fault")
+    assert "is used twice" in lines[-2]
+    assert f"{tmp_path / 'buffer'} is damaged: restore it from a copy" in said
+    command = [sys.executable, "-m", "buffer", "--folder", data.parent, "--verify"]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 2
+
+
+def test_what_is_damaged_is_named_with_its_folder_and_what_to_do(run, leeway):
+    damage(run / "buffer", "records", 3)
+    damage(run / "buffer", "groups", 5)
+    damage(run / "buffer", "quarantine", 1)
+    for verb, named in (
+        (["ls"], "left out: group 5: "),
+        (["show", 2], "left out: record 3 of group 2: "),
+        (["show", "--record", 3], "is damaged: "),
+        (["show", "--quarantined", 1], "is damaged: "),
+        (["ls", "--quarantine"], "left out: quarantined 1: "),
+        (["export", run / "out.parquet"], "left out: group 5: "),
+    ):
+        status, _, said = leeway(verb[0], run, *verb[1:])
+        assert status == 1
+        assert named in said
+        assert str(run / "buffer") in said
+        assert "estore it from a copy" in said
+        assert "`leeway buffer verify" in said
+
+
+def test_damaged_draws_are_of_no_concern_to_a_store_whose_groups_know_their_steps(run, old_run, leeway):
+    damage(run / "buffer", "draws", 1)
+    for verb in (["show", 1], ["export", run / "out.parquet"]):
+        assert leeway(verb[0], run, *verb[1:])[::2] == (0, "")
+    damage(old_run, "draws", 1)
+    status, lines, said = leeway("show", old_run, 3)
+    assert (status, said.count("left out: the draw of step 1: ")) == (1, 1)
+    assert lines[0].startswith("group 3: ")
+    status, lines, said = leeway("export", old_run, run / "out.parquet")
+    assert (status, said.count("left out: the draw of step 1: ")) == (1, 1)
+    assert pq.read_table(run / "out.parquet")["trained_step"].null_count == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["ls", "--quarantine", "--prompt", 1, "--by", "reward"], ["--prompt", "--by", "--quarantine"]),
+        (["ls", "--quarantine", "--phase", "ready"], ["--phase"]),
+        (["ls", "--quarantine", "--reverse"], ["--reverse"]),
+        (["ls", "--reverse"], ["--reverse", "--by"]),
+        (["show", 1, "--shard", 1], ["--shard", "--quarantined"]),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(run, leeway, options, named):
+    status, lines, said = leeway(options[0], run, *options[1:])
+    assert (status, lines, said.count("\n")) == (2, [], 1)
+    assert all(name in said for name in named)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["show", 2**63], ["show", 0], ["show", "--record", 2**64], ["show", "--quarantined", "9" * 5000]),
+        *(["ls", "--prompt", 10**400], ["ls", "--max-length", -1], ["ls", "--since-version", "x"]),
+        ["ls", "--version", 1, "--since-version", 2],
+    ],
+)
+def test_a_number_that_the_store_cannot_have_is_refused(run, leeway, capsys, options):
+    with pytest.raises(SystemExit) as ended:
+        leeway(options[0], run, *options[1:])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "is no whole number from" in said or "not allowed with argument" in said
+    assert len(said) < 200
+
+
+def test_the_largest_number_that_the_store_could_have_is_looked_for(run, leeway):
+    for options in (["show", 2**63 - 1], ["show", "--record", 2**63 - 1], ["show", "--quarantined", 2**63 - 1]):
+        assert leeway(options[0], run, *options[1:])[0] == 1
+    assert leeway("ls", run, "--prompt", 2**63 - 1)[0] == 0
+
+
+def test_a_folder_is_no_name_for_an_export(run, leeway, tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path, ".", "/", tmp_path / "file" / "out.parquet"):
+        status, _, said = leeway("export", run, out)
+        assert (status, said.startswith("leeway: ")) == (1, True)
 
 
 def test_export_and_compact_say_what_they_did(run, leeway):
@@ -255,7 +359,7 @@ class Live:
 
 
 def test_a_live_run_is_read_while_its_service_writes(tmp_path, leeway, monkeypatch):
-    monkeypatch.setattr(inspect, "READ_S", 0.0)  # a transaction per group: many of the service's fall between
+    monkeypatch.setattr(reading, "READ_S", 0.0)  # a transaction per group: many of the service's fall between
     live = Live(tmp_path / "buffer")
     try:
         while live.num_committed < 40:

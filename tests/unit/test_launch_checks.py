@@ -68,6 +68,7 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--actors.max_prompt_tokens", "100"], "was made for at most 64 tokens"),
         (["--algorithm.beta", "0"], "algorithm.beta = 0"),
         (["--buffer.capacity_trajectories", "10"], "may be outstanding at once"),
+        (["--buffer.shards", "500"], "use fewer shards"),
         (["--actors.eval_every", "5", "--actors.eval_problems", "2000"], "holds out 1024"),
         (["--launch.eval_timeout_s", "700"], "the learner would give up first"),
         (["--actors.tensor_parallel_size", "2"], "needs as many GPUs"),

@@ -1,0 +1,261 @@
+"""The buffer of this repository: `python -m buffer` and a BufferClient, at the default durability.
+
+Settings: one trajectory per `push`, 32 per message by the client's own coalescing (10 ms at most),
+groups of 8. A push counts when its future says 'committed', which is after the synced commit.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import statistics
+import time
+from collections import deque
+from concurrent.futures import Future
+from itertools import chain
+from pathlib import Path
+
+from buffer import schema
+from buffer.client import BufferClient, Draw
+from buffer.config import RunFacts
+from buffer.protocol import Lease, RowResult
+from buffer.trajectory import Trajectory
+from buffer_peers.service import LEASES_PER_REQUEST, Service, config_for, facts_for, lease_all, steps_for
+from buffer_peers.workload import (
+    BATCH_TRAJECTORIES,
+    GROUP_SIZE,
+    PATIENCE_S,
+    Figures,
+    Workload,
+    rates,
+    sampled,
+)
+
+LONE_GROUPS = 8
+HALF_LOAD_PART = 4
+"""One in so many trajectories is pushed again at half of the measured rate."""
+TIMED_EVERY = 8
+"""The latency of one in so many trajectories is taken."""
+DRAWS_IN_FLIGHT = 2
+NUM_SAMPLED_BATCHES = 60
+LEASES_AHEAD = 128
+"""Groups leased at a time while a store is filled: what admission allows with 32 groups per step."""
+
+
+def measure(work: Workload, folder: Path) -> Figures:
+    """Push the workload with leases taken before, and with leasing inside the clock; then draw it."""
+    figures = _push(work, folder / "push")
+    figures |= _push_with_leasing(work, folder / "leasing")
+    figures |= _sample(work, folder / "sample")
+    return figures
+
+
+def count_syncs(work: Workload, folder: Path) -> Figures:
+    """Commits, and the system calls that sync, per 1,000 trajectories; the calls need `strace`."""
+    tracer = shutil.which("strace")
+    trace = folder / "syncs.txt"
+    calls = "fsync,fdatasync,msync,sync_file_range"
+    under = [tracer, "-f", "-qq", "-e", f"trace={calls}", "-o", str(trace)] if tracer else []
+    with Service(folder / "store", _facts(work), config_for(), under=under) as service:
+        learner, actor = service.begin(), service.client("actor-0")
+        rows = work.leased(lease_all(actor, len(work) // GROUP_SIZE))
+        commits, syncs = service.num_commits(), _count_calls(trace)
+        push_all(actor, rows)
+        commits, syncs = service.num_commits() - commits, _count_calls(trace) - syncs
+        actor.close()
+        learner.close()
+    per_thousand = 1000 / len(work)
+    return {
+        "commits_per_1000": commits * per_thousand,
+        "fsync_calls_per_1000": syncs * per_thousand if tracer else None,
+    }
+
+
+def push_all(actor: BufferClient, rows: list[Trajectory], latencies_s: list[float] | None = None) -> None:
+    """Push and wait until all are acknowledged as committed.
+
+    Raises:
+        RuntimeError: one was not committed.
+    """
+    futures: list[Future[RowResult]] = []
+    for i, row in enumerate(rows):
+        pushed_at = time.perf_counter()
+        future = actor.push(row)
+        futures.append(future)
+        if latencies_s is not None and i % TIMED_EVERY == 0:
+            _time(future, pushed_at, latencies_s)
+    check(futures)
+
+
+def check(futures: list[Future[RowResult]]) -> None:
+    """Wait for every acknowledgement.
+
+    Raises:
+        RuntimeError: one is not 'committed'.
+    """
+    for future in futures:
+        result = future.result(PATIENCE_S)
+        if result.outcome != "committed":
+            raise RuntimeError(f"a trajectory was not committed: {result}")
+
+
+def _facts(work: Workload) -> RunFacts:
+    """Facts that admit the workload at once, and what is pushed beside it."""
+    return facts_for(steps_for(len(work) // GROUP_SIZE * 2 + LONE_GROUPS))
+
+
+def _push(work: Workload, folder: Path) -> Figures:
+    """Leases are taken before the clock starts. Then the latency at half of that rate, and of lone pushes."""
+    latencies_s: list[float] = []
+    with Service(folder, _facts(work), config_for()) as service:
+        learner, actor = service.begin(), service.client("actor-0")
+        rows = work.leased(lease_all(actor, len(work) // GROUP_SIZE))
+        commits = service.num_commits()
+        started = time.perf_counter()
+        push_all(actor, rows, latencies_s)
+        seconds = time.perf_counter() - started
+        commits = service.num_commits() - commits
+        at_half = _at_rate(actor, work.leased(_some_leases(work, actor)), len(rows) / seconds / 2)
+        lone = _lone(actor, work.leased(lease_all(actor, LONE_GROUPS)))
+        actor.close()
+        learner.close()
+    return rates(work, seconds) | {
+        "commits_per_s": commits / seconds,
+        "commits_per_1000": 1000 * commits / len(rows),
+        "ack_ms_saturated": 1000 * statistics.median(latencies_s),
+        "ack_ms_half_load": 1000 * at_half,
+        "ack_ms_lone": 1000 * lone,
+    }
+
+
+def _some_leases(work: Workload, actor: BufferClient) -> list[Lease]:
+    return lease_all(actor, max(1, len(work) // GROUP_SIZE // HALF_LOAD_PART))
+
+
+def _at_rate(actor: BufferClient, rows: list[Trajectory], per_s: float) -> float:
+    """Median seconds to the acknowledgement where a group is pushed every so often."""
+    latencies_s: list[float] = []
+    futures = []
+    started = time.perf_counter()
+    for i, row in enumerate(rows):
+        if i % GROUP_SIZE == 0:
+            time.sleep(max(0.0, started + i / per_s - time.perf_counter()))
+        pushed_at = time.perf_counter()
+        future = actor.push(row)
+        futures.append(future)
+        _time(future, pushed_at, latencies_s)
+    check(futures)
+    return statistics.median(latencies_s)
+
+
+def _lone(actor: BufferClient, rows: list[Trajectory]) -> float:
+    """Median seconds to the acknowledgement where nothing else is on its way."""
+    latencies_s = []
+    for row in rows:
+        started = time.perf_counter()
+        check([actor.push(row)])
+        latencies_s.append(time.perf_counter() - started)
+    return statistics.median(latencies_s)
+
+
+def _time(future: Future[RowResult], pushed_at: float, latencies_s: list[float]) -> None:
+    future.add_done_callback(lambda _: latencies_s.append(time.perf_counter() - pushed_at))
+
+
+def _push_with_leasing(work: Workload, folder: Path) -> Figures:
+    """Leases are taken within the clock, one request ahead of the pushes."""
+    with Service(folder, _facts(work), config_for()) as service:
+        learner, actor = service.begin(), service.client("actor-0")
+        futures = []
+        num_groups = len(work) // GROUP_SIZE
+        started = time.perf_counter()
+        leased = 0
+        ahead = actor.lease(LEASES_PER_REQUEST)
+        while leased < num_groups:
+            leases = ahead.result(PATIENCE_S).leases[: num_groups - leased]
+            ahead = actor.lease(LEASES_PER_REQUEST)
+            first, leased = leased * GROUP_SIZE, leased + len(leases)
+            samples = chain.from_iterable([(lease, index) for index in lease.sample_indices] for lease in leases)
+            futures += [actor.push(work.trajectory(first + i, *sample)) for i, sample in enumerate(samples)]
+        check(futures)
+        seconds = time.perf_counter() - started
+        actor.close()
+        learner.close()
+    return rates(work, seconds, name="push_with_leasing")
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+
+def _sample(work: Workload, folder: Path) -> Figures:
+    """Batches drawn uniformly, with reuse, from the whole workload; two draws in flight.
+
+    Each batch is decoded to Arrow columns and NumPy views, and its step is finished.
+    """
+    config = config_for(law="uniform", max_uses="unlimited")
+    groups_per_step = BATCH_TRAJECTORIES // GROUP_SIZE
+    with Service(folder, facts_for(groups_per_step), config) as service:
+        learner, actor = service.begin(), service.client("actor-0")
+        fill(actor, work, len(work))
+        started = time.perf_counter()
+        num_drawn = draw_steps(learner, 0, NUM_SAMPLED_BATCHES, groups_per_step)
+        seconds = time.perf_counter() - started
+        actor.close()
+        learner.close()
+    return sampled(NUM_SAMPLED_BATCHES, num_drawn, seconds)
+
+
+def fill(actor: BufferClient, work: Workload, num_trajectories: int, *, first: int = 0) -> None:
+    """Push so many trajectories, the workload's over and over, under leases that are taken as they go.
+
+    Args:
+        actor: who pushes.
+        work: what; the i-th trajectory pushed is its `i % len(work)`-th.
+        num_trajectories: how many; rounded down to whole groups.
+        first: where to begin in the workload.
+    """
+    pushed = 0
+    while pushed + GROUP_SIZE <= num_trajectories:
+        leases = lease_all(actor, min(LEASES_AHEAD, (num_trajectories - pushed) // GROUP_SIZE))
+        samples = [(lease, index) for lease in leases for index in lease.sample_indices]
+        numbers = range(first + pushed, first + pushed + len(samples))
+        rows = [work.trajectory(i % len(work), *sample) for i, sample in zip(numbers, samples, strict=True)]
+        push_all(actor, rows)
+        pushed += len(rows)
+
+
+def draw_steps(learner: BufferClient, done: int, num_steps: int, groups_per_step: int) -> int:
+    """Draw the steps after `done`, one ahead of the one at hand; returns the number of trajectories.
+
+    Raises:
+        RuntimeError: a batch was not ready.
+    """
+    ahead: deque[Future[Draw]] = deque()
+    asked, num_trajectories = done, 0
+    for step in range(done + 1, done + num_steps + 1):
+        while asked < done + num_steps and len(ahead) < DRAWS_IN_FLIGHT:
+            asked += 1
+            ahead.append(learner.draw(asked, asked - 1, 0, groups_per_step, PATIENCE_S))
+        draw = ahead.popleft().result(PATIENCE_S)
+        if not draw.ready:
+            raise RuntimeError(f"step {step} cannot be drawn: {draw.waiting_for}")
+        num_trajectories += open_batch(draw.body)
+        learner.step_finished(step, step).result(PATIENCE_S)
+    return num_trajectories
+
+
+def open_batch(body: bytes) -> int:
+    """A batch as NumPy views of its columns; returns the number of trajectories."""
+    batch = schema.read_stream(body)
+    for name in ("token_ids", "logprobs"):
+        values, bounds = schema.flat_values(batch.column(schema.SCHEMA.get_field_index(name)))
+        if bounds[-1] != len(values):
+            raise RuntimeError(f"column '{name}' of a batch is torn")
+    return int(batch.num_rows)
+
+
+def _count_calls(trace: Path) -> int:
+    """Lines of a trace that are calls; a call that was cut in two counts once."""
+    if not trace.exists():
+        return 0
+    return sum(1 for line in trace.read_text().splitlines() if re.match(r"^\d+ +\w+\(", line))

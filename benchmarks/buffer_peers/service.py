@@ -1,0 +1,170 @@
+"""A buffer service as a process, and clients of it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import lmdb
+
+from buffer.client import BufferClient
+from buffer.config import BufferConfig, RunFacts
+from buffer.protocol import Lease
+from buffer_peers.workload import GROUP_SIZE, MAX_TOKENS, NUM_PROMPTS, PATIENCE_S, VOCAB_SIZE
+from weight_sync.staleness import StalenessConfig
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RUN_ID = "benchmark"
+ADMITTED_STEPS = 4
+"""With an unbounded lag, so many steps' groups may be outstanding."""
+COALESCE_MS = 10.0
+LEASES_PER_REQUEST = 64
+
+
+def facts_for(groups_per_step: int) -> RunFacts:
+    """Facts of a replay run, whose lag is unbounded."""
+    return RunFacts(
+        run_id=RUN_ID,
+        seed=0,
+        num_prompts=NUM_PROMPTS,
+        group_size=GROUP_SIZE,
+        groups_per_step=groups_per_step,
+        vocab_size=VOCAB_SIZE,
+        max_tokens=MAX_TOKENS,
+        staleness=StalenessConfig(max_lag="unbounded"),
+    )
+
+
+def config_for(**overrides: object) -> BufferConfig:
+    """Defaults, but for what the benchmark's size needs."""
+    settings = {"coalesce_ms": COALESCE_MS, "lease_timeout_s": 3600.0, "give_up_after_s": PATIENCE_S, **overrides}
+    return BufferConfig.model_validate(settings)
+
+
+class Service:
+    """`python -m buffer` on a folder; a context that ends it."""
+
+    def __init__(self, folder: Path, facts: RunFacts, config: BufferConfig, *, under: Sequence[str] = ()) -> None:
+        """Name what to serve; `under` is a command to run the service with, such as a tracer."""
+        self.folder = folder
+        self.facts = facts
+        self.config = config
+        self._under = list(under)
+        self._log = (folder.parent / f"{folder.name}.log").open("ab")
+        self.start()
+
+    def start(self) -> None:
+        """Start the process and wait for the line with its address.
+
+        Raises:
+            RuntimeError: it ended, or was silent too long; carries its log.
+        """
+        command = [*self._under, sys.executable, "-m", "buffer", "--folder", str(self.folder)]
+        command += ["--facts", self.facts.model_dump_json(), "--config", self.config.model_dump_json()]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        started = time.monotonic()
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
+        self.address = self.process.stdout.readline().strip() if readable else ""
+        self.address_after_s = time.monotonic() - started
+        if not self.address:
+            self.stop()
+            log = Path(self._log.name).read_text(errors="replace")
+            raise RuntimeError(f"the buffer service on {self.folder} gave no address; its log ends: {log[-2000:]}")
+
+    @property
+    def pid(self) -> int:
+        """The service itself, also where it runs under another command."""
+        if not self._under:
+            return self.process.pid
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0]) if children else self.process.pid
+
+    def rss_anon_bytes(self) -> int:
+        """Anonymous resident memory: what the service allocated itself, without the pages of the store."""
+        return self._memory("RssAnon")
+
+    def rss_bytes(self) -> int:
+        """All resident memory, pages of the store included."""
+        return self._memory("VmRSS")
+
+    def _memory(self, key: str) -> int:
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+        raise RuntimeError(f"/proc/{self.pid}/status has no {key}")
+
+    def client(self, name: str, role: str = "actor") -> BufferClient:
+        """A connected client."""
+        client = BufferClient(self.address, run_id=RUN_ID, role=role, name=name, config=self.config)
+        client.connect()
+        return client
+
+    def begin(self) -> BufferClient:
+        """A learner that published its first version: from now on leases are granted."""
+        learner = self.client("learner", "learner")
+        learner.begin_incarnation(0, 0).result(PATIENCE_S)
+        learner.published(0, 0).result(PATIENCE_S)
+        return learner
+
+    def num_commits(self) -> int:
+        """How many write transactions the store has seen. LMDB's own count, read beside the service."""
+        environment = lmdb.open(str(self.folder), readonly=True, lock=False, max_dbs=64)
+        try:
+            return int(environment.info()["last_txnid"])
+        finally:
+            environment.close()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.process.wait(PATIENCE_S)
+
+    def stop(self) -> None:
+        """End the process in order, and by force where that takes too long."""
+        if self.process.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+        try:
+            self.process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(PATIENCE_S)
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        self._log.close()
+
+
+def lease_all(actor: BufferClient, num_groups: int) -> list[Lease]:
+    """Lease so many groups.
+
+    Raises:
+        RuntimeError: admission closed before.
+    """
+    leases: list[Lease] = []
+    while len(leases) < num_groups:
+        grant = actor.lease(min(LEASES_PER_REQUEST, num_groups - len(leases))).result(PATIENCE_S)
+        if not grant.leases:
+            raise RuntimeError(f"admission closed after {len(leases)} of {num_groups} groups")
+        leases += grant.leases
+    return leases
+
+
+def steps_for(num_groups: int) -> int:
+    """The groups per step with which so many groups can be outstanding."""
+    return -(-num_groups // ADMITTED_STEPS)

@@ -1,0 +1,164 @@
+"""Numbers that no client of ours sends: each is refused or set aside before it can do harm."""
+
+import math
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from buffer import protocol as p
+from buffer.config import BufferConfig
+from buffer.errors import BufferRefused
+from tests.in_process_buffer import InProcessBuffer
+from tests.unit.buffer_rules import Actor, facts, generate
+
+LARGEST = 2**53
+
+
+def as_sent(message):
+    """What arrives of it."""
+    return p.decode(p.encode(p.Envelope(1, message))).message
+
+
+@pytest.mark.parametrize("reward", [1.7e308, -1.1e100])
+@pytest.mark.parametrize("law", ["fifo", "reward_softmax", "prioritised"])
+def test_rewards_whose_mean_would_overflow_are_set_aside(make, law, reward):
+    buffer = make(BufferConfig(law=law))
+    actor = Actor(buffer)
+    buffer.begin()
+    assert actor.work(actor.lease(1)[0], reward=reward) == ["quarantined", "quarantined"]
+    assert buffer.status().quarantined_by_reason == {"reward out of range": 2}
+
+
+@pytest.mark.parametrize("law", ["fifo", "reward_softmax", "prioritised"])
+def test_the_largest_rewards_can_be_averaged_and_drawn(make, law):
+    buffer = make(BufferConfig(law=law, eviction="lowest_reward"), groups_per_step=1)
+    actor = Actor(buffer)
+    buffer.begin()
+    generate(buffer, actor, 2, rewards=(1e100, -1e100))
+    assert buffer.draw(1, 0)[0].ready
+
+
+def test_reward_parts_beyond_any_sum_are_set_aside(make):
+    buffer = make()
+    actor = Actor(buffer)
+    buffer.begin()
+    row = actor.rows(actor.lease(1)[0], [0])[0]
+    parts = {"exact": 1.0, "length": -1.7e308}
+    assert buffer.push([replace(row, reward_parts=parts)]) == ["quarantined"]
+    assert buffer.status().quarantined_by_reason == {"reward part out of range": 1}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        p.BeginIncarnation("s", 0, 2**64 - 1),
+        p.BeginIncarnation("s", LARGEST + 1, 0),
+        p.BeginIncarnation("s", -1, 0),
+        p.BeginIncarnation("s", 0, 0, at_least=-1),
+        p.Published(0, 2**63),
+        p.Published(-2, 0),
+        p.StepFinished(1, 2**63, 0, took_part=False),
+        p.StepFinished(-1, 1, 0),
+        p.CheckpointDurable(-5, 0),
+        p.Renew("a", 1, [1, 2**64 - 1]),
+        p.GiveUp("a", 1, 1, 1, [-1], ""),
+        p.LeaseRequest("a", 1, 0, -1),
+        p.Push("a", -1),
+        p.PlanRequest(1, 2**60, 0),
+        p.DrawRequest(1, 0, 0, 0, 0.0),
+        p.DrawRequest(1, 0, 0, 2, 0.0, {0: -5, 1: 7}),
+        p.DrawRequest(1, 0, 0, 2, math.nan),
+        p.DrawRequest(1, 0, 0, 2, math.inf),
+    ],
+)
+def test_a_header_with_a_number_out_of_range_is_no_message(message):
+    with pytest.raises(msgspec.DecodeError):
+        as_sent(message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        p.BeginIncarnation("s", LARGEST, LARGEST, at_least=LARGEST),
+        p.StepFinished(LARGEST, LARGEST, -1),
+        p.PlanRequest(1, 0, 0),
+        p.DrawRequest(1, 0, 0, 1, -0.5, {0: 1, 7: 0}),
+        p.Renew("a", 0, [0, LARGEST]),
+    ],
+)
+def test_a_header_with_numbers_at_the_ends_of_their_range_is_read(message):
+    assert as_sent(message) == message
+
+
+def test_the_largest_numbers_leave_a_store_that_works(make):
+    buffer = make()
+    actor = Actor(buffer)
+    buffer.begin(LARGEST, LARGEST)
+    for lease in actor.lease():
+        assert set(actor.work(lease)) == {"committed"}
+    assert buffer.draw(LARGEST + 1, LARGEST)[0].ready
+    buffer.restart()
+    buffer.begin(session="again")
+    assert buffer.status().ledger["gap"] == 0
+
+
+def test_versions_that_the_learner_cannot_be_at_are_refused_and_drop_nothing(make):
+    buffer = make()
+    actor = Actor(buffer)
+    buffer.begin()
+    generate(buffer, actor, 4)
+    far = 10**6
+    for message in (p.PlanRequest(1, far, 0), p.Published(0, far), p.StepFinished(1, far, 0, took_part=False)):
+        with pytest.raises(BufferRefused, match=str(far)):
+            buffer.ask(message, p.Message)
+    with pytest.raises(BufferRefused, match="cannot train at version 1000000"):
+        ask_for(buffer, p.DrawRequest(1, far, 0, 2, 0.0, {0: 2}))
+    status = buffer.status()
+    assert (status.num_ready_groups, status.version, status.newest) == (4, 0, (0, 0))
+
+
+def test_one_of_several_shards_may_have_missed_some_versions_but_not_any_number(tmp_path):
+    shard = InProcessBuffer(tmp_path / "shard", facts(num_prompts=60, shard=0, num_shards=2))
+    shard.begin()
+    assert shard.ask(p.PlanRequest(901, 900, 0), p.PlanReply).num_eligible == 0
+    with pytest.raises(BufferRefused, match="cannot train at version 1025"):
+        shard.ask(p.PlanRequest(1026, 1025, 0), p.PlanReply)
+    shard.close()
+
+
+@pytest.mark.parametrize("plan", [{0: 1, 1: 1}, {0: 3, 1: -1}, {0: 2, 2**60: 0}])
+def test_a_plan_for_shards_that_are_not_there_is_refused(make, plan):
+    buffer = make()
+    buffer.begin()
+    with pytest.raises(BufferRefused, match="the shards are 0 to 0"):
+        ask_for(buffer, p.DrawRequest(1, 0, 0, plan[0], 0.0, plan))
+
+
+def test_an_incarnation_of_any_number_is_not_made_up(make):
+    buffer = make()
+    buffer.begin()
+    with pytest.raises(BufferRefused, match="incarnation 1025 cannot follow on incarnation 0"):
+        buffer.ask(p.BeginIncarnation("other", 0, 0, at_least=1025), p.IncarnationReply)
+    assert buffer.ask(p.BeginIncarnation("other", 0, 0, at_least=1024), p.IncarnationReply).incarnation == 1024
+
+
+def test_before_a_learner_has_begun_nothing_is_published(make):
+    buffer = make()
+    buffer.ask(p.Published(-1, 3), p.Done)
+    assert buffer.status().newest == (0, 0)
+    assert Actor(buffer).lease() == []
+
+
+def ask_for(buffer, request):
+    refused = []
+
+    def answer(tx):
+        try:
+            buffer.core.try_draw(tx, request)
+        except BufferRefused as error:
+            refused.append(error)
+
+    buffer.store.write(answer)
+    for error in refused:
+        raise error

@@ -1,0 +1,121 @@
+"""What was damaged after it was stored: no request of anyone ends the service, and no step waits for it for ever."""
+
+import numpy as np
+import pytest
+
+from buffer import protocol as p
+from buffer import schema
+from buffer.config import BufferConfig
+from buffer.errors import BufferRefused
+from tests.unit.buffer_rules import Actor, generate, train
+
+
+def flip(buffer, table, key, at=20):
+    """Flip a bit of a stored value; what it was."""
+
+    def change(tx):
+        where, packed = getattr(tx, table), key.to_bytes(8, "big")
+        kept = where.require(key)
+        stored = bytearray(where._txn.get(packed, db=where._db))
+        stored[at] ^= 1
+        where._txn.put(packed, bytes(stored), db=where._db)
+        return kept
+
+    return buffer.store.write(change)
+
+
+def put_back(buffer, record, kept):
+    buffer.store.write(lambda tx: tx.records.put(kept, record))
+
+
+def scored(buffer, reply, value=-1.5):
+    scores = [np.full(4, value, np.float32) for _ in reply.record_ids]
+    return buffer.ask(p.WriteScores(), p.Done, schema.encode_scores(reply.record_ids, scores))
+
+
+def test_a_recorded_draw_that_is_damaged_since_is_drawn_anew_by_the_next_learner(make):
+    buffer = make(groups_per_step=1)
+    actor = Actor(buffer)
+    buffer.begin()
+    damaged, good, next_one = generate(buffer, actor, 3)
+    first, _ = buffer.draw(1, 0)
+    assert first.group_ids == [damaged]
+    assert buffer.draw(2, 1)[0].group_ids == [good]
+    kept = flip(buffer, "records", first.record_ids[0], at=40)
+    with pytest.raises(BufferRefused, match="Restart the learner"):
+        buffer.draw(1, 0)
+    buffer.begin(session="restarted")
+    again, _ = buffer.draw(1, 0, incarnation=1)
+    assert again.group_ids == [good], "what was recorded for later steps is ready again"
+    assert buffer.draw(1, 0, incarnation=1)[0] == again
+    assert buffer.draw(2, 1, incarnation=1)[0].group_ids == [next_one]
+    assert buffer.status().ledger["evicted_unused"] == 2
+    put_back(buffer, first.record_ids[0], kept)
+
+
+def test_a_trained_step_that_is_damaged_since_is_redone_with_other_groups(make):
+    buffer = make(groups_per_step=1)
+    actor = Actor(buffer)
+    buffer.begin()
+    generate(buffer, actor, 2)
+    first = train(buffer, 1)
+    kept = flip(buffer, "records", first.record_ids[1], at=40)
+    buffer.begin(session="restarted")
+    again = train(buffer, 1, incarnation=1)
+    assert set(again.record_ids).isdisjoint(first.record_ids)
+    ledger = buffer.status().ledger
+    assert (ledger["trained"], ledger["uses"], ledger["redone_uses"]) == (4, 4, 0)
+    put_back(buffer, first.record_ids[1], kept)
+
+
+def test_damaged_scores_are_deleted_and_written_anew(make):
+    buffer = make(BufferConfig(law="uniform", max_uses=2), groups_per_step=1, max_lag="unbounded")
+    actor = Actor(buffer)
+    buffer.begin()
+    generate(buffer, actor, 1)
+    first = train(buffer, 1)
+    scored(buffer, first)
+    flip(buffer, "scores", first.record_ids[0], at=10)
+    again, rows = buffer.draw(2, 1)
+    assert again.record_ids == first.record_ids
+    assert rows[0].reference_logprobs is None
+    np.testing.assert_array_equal(rows[1].reference_logprobs, np.full(4, -1.5, np.float32))
+    scored(buffer, again, -2.5)
+    np.testing.assert_array_equal(buffer.draw(2, 1)[1][0].reference_logprobs, np.full(4, -2.5, np.float32))
+
+
+def test_damaged_scores_of_a_recorded_draw_do_not_change_its_records(make):
+    buffer = make(groups_per_step=1)
+    actor = Actor(buffer)
+    buffer.begin()
+    generate(buffer, actor, 2)
+    first = train(buffer, 1)
+    scored(buffer, first)
+    flip(buffer, "scores", first.record_ids[1], at=10)
+    buffer.begin(session="restarted")
+    again, rows = buffer.draw(1, 0, incarnation=1)
+    assert again.record_ids == first.record_ids
+    assert [row.reference_logprobs is None for row in rows] == [False, True]
+
+
+def test_scores_of_a_record_that_is_damaged_are_skipped_and_the_others_stored(make):
+    buffer = make(groups_per_step=1)
+    actor = Actor(buffer)
+    buffer.begin()
+    generate(buffer, actor, 1)
+    drawn, _ = buffer.draw(1, 0)
+    kept = flip(buffer, "records", drawn.record_ids[0], at=40)
+    assert scored(buffer, drawn) == p.Done()
+    assert buffer.store.read(lambda tx: list(tx.scores.all_keys())) == [(drawn.record_ids[1],)]
+    put_back(buffer, drawn.record_ids[0], kept)
+
+
+def test_a_damaged_history_of_a_prompt_begins_anew(make):
+    buffer = make(num_prompts=1)
+    actor = Actor(buffer)
+    buffer.begin()
+    first, second = actor.lease(2)
+    actor.work(first)
+    flip(buffer, "prompts", 0, at=10)
+    assert actor.work(second) == ["committed", "committed"]
+    assert buffer.store.read(lambda tx: tx.prompts.require(0)).num_groups == 1

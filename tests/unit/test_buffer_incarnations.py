@@ -1,0 +1,115 @@
+"""What a new incarnation of the learner changes for leases, versions and draining."""
+
+from msgspec.structs import replace
+
+from buffer import protocol as p
+from buffer.intake import MAX_BEHIND, known_versions
+from tests.unit.buffer_rules import Actor, generate, run_steps, train
+from weight_sync.staleness import PolicyVersion
+
+ONE_BY_ONE = {"max_lag": 2, "max_actor_lag": 0, "groups_per_step": 1, "num_prompts": 50}
+
+
+def test_on_stale_wait_waits_for_a_group_that_an_abandoned_version_has_in_flight(make):
+    buffer = make(**ONE_BY_ONE, on_stale="wait")
+    slow, quick = Actor(buffer, "slow"), Actor(buffer, "quick")
+    buffer.begin()
+    for step in range(1, 7):
+        generate(buffer, quick, 1, version=PolicyVersion(0, step - 1))
+        train(buffer, step)
+    lease = slow.lease(1)[0]
+    assert lease.min_version == 6
+    buffer.begin(5, 5, session="restarted")
+    for step in range(6, 8):
+        generate(buffer, quick, 1, version=PolicyVersion(*buffer.status().newest))
+        train(buffer, step, incarnation=1)
+    # Tokens of version 6 count as of version 5 now, so step 8 is the group's last.
+    generate(buffer, quick, 1, version=PolicyVersion(1, 7))
+    reply, _ = buffer.draw(8, 7, incarnation=1)
+    assert not reply.ready
+    assert f"waits for older ones (on_stale = 'wait'): group {lease.group_id}" in reply.waiting_for
+    slow.work(lease, version=PolicyVersion(0, 6))
+    assert train(buffer, 8, incarnation=1).group_ids == [lease.group_id]
+    assert buffer.status().ledger["dropped_stale"] == 0
+    assert buffer.faults() == []
+
+
+def test_a_lease_of_an_older_version_than_the_checkpoint_keeps_its_age(make):
+    buffer = make(**ONE_BY_ONE)
+    actor = Actor(buffer)
+    buffer.begin()
+    lease = actor.lease(1)[0]
+    run_steps(buffer, actor, range(1, 3))
+    buffer.begin(2, 2, session="restarted")
+    assert buffer.store.read(lambda tx: tx.groups.require(lease.group_id).min_version) == 0
+
+
+def test_a_new_learner_ends_the_draining_that_was_for_the_last_one(make):
+    buffer = make()
+    actor = Actor(buffer)
+    buffer.begin()
+    buffer.ask(p.Drain(), p.Done)
+    buffer.restart()
+    buffer.begin()
+    assert actor.lease() == [], "the same learner again, which asks twice"
+    assert buffer.status().draining
+    buffer.begin(0, 0, session="resumed run")
+    assert not buffer.status().draining
+    assert actor.lease()
+
+
+def test_a_version_that_an_earlier_incarnation_never_published_is_refused(make):
+    buffer = make(max_lag=4)
+    actor = Actor(buffer)
+    buffer.begin()
+    leases = actor.lease(4)
+    run_steps(buffer, actor, range(1, 3))
+    buffer.begin(1, 1, session="restarted")
+    buffer.restart()
+    buffer.begin(1, 1, session="restarted again")
+    assert actor.work(leases.pop(), [0], version=PolicyVersion(0, 2)) == ["committed"]
+    for version in (PolicyVersion(0, 3), PolicyVersion(1, 3), PolicyVersion(2, 3)):
+        assert actor.work(leases.pop(), [0], version=version) == ["quarantined"]
+    assert buffer.status().quarantined_by_reason == {"version that was never published": 3}
+
+
+def test_weights_of_steps_that_a_learner_had_batches_for_may_exist_though_it_was_replaced(make):
+    buffer = make()
+    actor = Actor(buffer)
+    buffer.begin()
+    last, *leases = actor.lease()
+    for lease in leases:
+        actor.work(lease)
+    for step in (1, 2):
+        assert buffer.draw(step, step - 1)[0].ready
+    buffer.begin(0, 0, session="restarted")
+    assert actor.work(last, version=PolicyVersion(0, 2)) == ["committed", "committed"]
+
+
+def test_a_shard_that_was_down_takes_what_was_published_meanwhile_also_by_earlier_incarnations(make):
+    buffer = make()
+    buffer.begin()
+    buffer.publish(2)
+    buffer.ask(p.BeginIncarnation("restarted", 1, 1, at_least=2), p.IncarnationReply)
+    state = buffer.store.read(lambda tx: tx.state)
+    alone, one_of_several = known_versions(state), known_versions(state, may_be_behind=True)
+    assert [alone.newest(number) for number in range(4)] == [2, 1, 1, -1]
+    assert [one_of_several.newest(number) for number in range(4)] == [
+        2 + MAX_BEHIND,
+        1 + MAX_BEHIND,
+        1 + MAX_BEHIND,
+        -1,
+    ]
+
+
+def test_a_store_that_did_not_write_down_how_far_an_incarnation_came_takes_any_version_of_it(make):
+    buffer = make()
+    buffer.begin()
+    buffer.begin(1, 1, session="restarted")
+
+    def forget(tx):
+        tx.state.incarnations[0] = replace(tx.state.incarnations[0], newest=None)
+
+    buffer.store.write(forget)
+    buffer.restart()
+    assert buffer.store.read(lambda tx: known_versions(tx.state)).newest(0) > 10**9

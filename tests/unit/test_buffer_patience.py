@@ -1,0 +1,135 @@
+"""What happens where something does not come, or cannot be written for a while: order, deadlines, sequence numbers."""
+
+import threading
+import time
+
+import pytest
+import zmq
+
+from buffer import intake
+from buffer import protocol as p
+from buffer.client import BufferClient
+from buffer.config import BufferConfig
+from buffer.errors import StoreFull
+from buffer.service import BufferService
+from buffer.transport import Transport
+from tests.in_process_buffer import make_trajectory
+from tests.unit.buffer_rules import Actor, facts
+
+CONFIG = BufferConfig(request_timeout_s=1.0, give_up_after_s=10.0)
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """`serve()`: a service in a thread, on a store of its own."""
+    stop = threading.Event()
+    threads = []
+
+    def start(**changes):
+        service = BufferService(CONFIG.model_copy(update=changes), facts(max_lag="unbounded"), tmp_path / "buffer")
+        service.address = service.bind()
+        threads.append(threading.Thread(target=service.serve, args=(stop,)))
+        threads[0].start()
+        return service
+
+    yield start
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_what_was_said_later_does_not_overtake_a_request_that_is_asked_to_wait():
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    transport = Transport(f"tcp://127.0.0.1:{port}", 5.0, 20.0, name="t")
+    answered = []
+
+    def answer(*, retry):
+        identity, header, *_ = router.recv_multipart()
+        envelope = p.decode(header)
+        if not retry:
+            answered.append(type(envelope.message).__name__)
+        reply = p.Refused("the disk is full", retry=True) if retry else p.Done()
+        router.send_multipart([identity, p.encode(p.Envelope(envelope.request_id, reply))])
+
+    first = transport.submit(p.StepFinished(1, 1, 0))
+    for _ in range(4):  # its patience grows with every refusal
+        answer(retry=True)
+    time.sleep(0.2)  # the last refusal has arrived
+    second = transport.submit(p.CheckpointDurable(1, 0))
+    deadline = time.monotonic() + 10
+    while len(answered) < 2:
+        assert router.poll(max(0, int((deadline - time.monotonic()) * 1000))), answered
+        answer(retry=False)
+    assert answered == ["StepFinished", "CheckpointDurable"]
+    assert (first.result(5)[0], second.result(5)[0]) == (p.Done(), p.Done())
+    transport.close(1.0)
+    router.close(0)
+    context.term()
+
+
+def test_a_full_disk_is_not_written_to_all_the_time_and_leases_keep_a_deadline(serve, monkeypatch):
+    service = serve(lease_timeout_s=0.2)
+    client = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=CONFIG)
+    client.connect()
+    learner = BufferClient(service.address, run_id="r", role="learner", name="learner", config=CONFIG)
+    learner.connect()
+    learner.published(learner.begin_incarnation(0, 0).result(5).incarnation, 0).result(5)
+    assert len(client.lease(1).result(5).leases) == 1
+    write, attempts = service._store.write, []
+
+    def full(change):
+        attempts.append(time.monotonic())
+        # The change is made, and is then not committed.
+        with pytest.raises(ZeroDivisionError):
+            write(lambda tx: (change(tx), 1 // 0))
+        raise StoreFull("no space is left")
+
+    monkeypatch.setattr(service._store, "write", full)
+    time.sleep(1.5)
+    assert 1 <= len(attempts) <= 4
+    monkeypatch.setattr(service._store, "write", write)
+    deadline = time.monotonic() + 5
+    while (ledger := client.status().result(5).ledger)["failed"] == 0:
+        assert time.monotonic() < deadline, ledger
+        time.sleep(0.05)
+    assert (ledger["in_flight"], ledger["failed"], ledger["gap"]) == (0, 2, 0)
+    client.close(1.0)
+    learner.close(1.0)
+
+
+def test_a_trajectory_that_cannot_be_sent_leaves_no_hole_in_the_sequence(serve):
+    service = serve()
+    client = BufferClient(service.address, run_id="r", role="actor", name="actor-0", config=CONFIG)
+    client.connect()
+    learner = BufferClient(service.address, run_id="r", role="learner", name="learner", config=CONFIG)
+    learner.connect()
+    learner.published(learner.begin_incarnation(0, 0).result(5).incarnation, 0).result(5)
+    (lease,) = client.lease(1).result(5).leases
+    unsendable = make_trajectory(lease, 0, seq=0)
+    unsendable.columns["question"] = object()
+    with pytest.raises(TypeError):
+        client.push(unsendable).result(5)
+    assert client.push(make_trajectory(lease, 1, seq=0)).result(5).outcome == "committed"
+    row = service._store.read(lambda tx: tx.actors.require("actor-0"))
+    assert (row.low_water, row.num_seen_above) == (1, 0)
+    client.close(1.0)
+    learner.close(1.0)
+
+
+def test_a_number_that_never_arrives_is_not_waited_for_without_end(make, monkeypatch):
+    monkeypatch.setattr(intake, "MAX_OVERTAKEN", 8)
+    buffer = make(max_lag="unbounded", groups_per_step=20)
+    buffer.begin()
+    actor = Actor(buffer)
+    actor.seq = 1  # number 0 is lost
+    for lease in actor.lease(20):
+        assert actor.work(lease) == ["committed"] * 2
+    row = buffer.store.read(lambda tx: tx.actors.require("actor-0"))
+    assert row.low_water == actor.seq
+    assert buffer.store.read(lambda tx: tx.seen.count) == row.num_seen_above == 0
+    lost = make_trajectory(lease, 0, seq=0)
+    # Whether it was stored is not known any more, so it is not called a duplicate.
+    assert buffer.push([lost]) == ["late"]

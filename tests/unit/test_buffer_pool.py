@@ -1,0 +1,75 @@
+"""The pool that lengths are chosen from leaves the sampling law in charge."""
+
+from collections import Counter
+
+import pytest
+from pydantic import ValidationError
+
+from buffer.config import BufferConfig
+from tests.unit.buffer_rules import Actor, generate, train
+from weight_sync.staleness import PolicyVersion
+
+LONG = {"vocab_size": 8192, "max_tokens": 8192, "num_prompts": 500, "group_size": 1}
+PACKS = {"selection_pool": 4.0, "pack_tokens": 4096}
+
+
+def started(make, config, **changes):
+    buffer = make(config, **{**LONG, "max_lag": "unbounded", "groups_per_step": 4, **changes})
+    actor = Actor(buffer)
+    buffer.begin()
+    return buffer, actor
+
+
+def test_packing_leaves_length_balanced_its_shares(make):
+    buffer, actor = started(make, BufferConfig(law="length_balanced", max_uses=2, **PACKS))
+    length_of = {}
+    for tokens in (8, 64, 512, 4000):
+        length_of |= dict.fromkeys(generate(buffer, actor, 12, tokens=tokens), tokens)
+    drawn = Counter(length_of[group] for step in range(1, 9) for group in train(buffer, step).group_ids)
+    assert drawn == dict.fromkeys((8, 64, 512, 4000), 8)
+
+
+def test_packing_leaves_on_policy_share_its_share(make):
+    settings = BufferConfig(law="on_policy_share", on_policy_share=0.5, max_uses="unlimited", **PACKS)
+    buffer, actor = started(make, settings)
+    generate(buffer, actor, 400)
+    num_newest = 0
+    for step in range(1, 13):
+        new = set(generate(buffer, actor, 8, version=PolicyVersion(0, step - 1)))
+        num_newest += len(new & set(train(buffer, step).group_ids))
+    assert 24 <= num_newest <= 28, "half of 48, and now and then one by the other law"
+
+
+def test_the_spare_groups_are_those_that_the_law_would_take_next(make):
+    settings = BufferConfig(max_uses=2, selection_pool=2.0, length_correction=True)
+    buffer, actor = started(make, settings, groups_per_step=2)
+    groups = generate(buffer, actor, 2, tokens=8) + generate(buffer, actor, 4, tokens=4000)
+    drawn = [set(train(buffer, step).group_ids) for step in (1, 2)]
+    assert drawn[0] <= set(groups[:4])
+    assert drawn[0] & set(groups[2:4]), "the long ones were generated more often"
+    assert not (drawn[0] | drawn[1]) & set(groups[5:])
+
+
+def test_a_group_that_was_used_before_has_no_claim_to_its_last_chance(make):
+    settings = BufferConfig(law="on_policy_share", on_policy_share=1.0, max_uses=50, **PACKS)
+    buffer, actor = started(make, settings, max_lag=6, max_actor_lag=0)
+    newest = {}
+    for step in range(1, 20):
+        newest[step] = set(generate(buffer, actor, 4, version=PolicyVersion(0, step - 1)))
+        assert set(train(buffer, step).group_ids) == newest[step]
+
+
+def test_an_unused_group_at_its_last_chance_enters_the_step_though_used_ones_are_older(make):
+    settings = BufferConfig(law="on_policy_share", on_policy_share=1.0, max_uses=50, **PACKS)
+    buffer, actor = started(make, settings, groups_per_step=2, max_lag=2, max_actor_lag=0)
+    oldest = set(generate(buffer, actor, 4))
+    used = set(train(buffer, 1).group_ids)
+    generate(buffer, actor, 2, version=PolicyVersion(0, 1))
+    train(buffer, 2)
+    generate(buffer, actor, 2, version=PolicyVersion(0, 2))
+    assert set(train(buffer, 3).group_ids) == oldest - used
+
+
+def test_a_pool_that_nothing_chooses_from_is_refused():
+    with pytest.raises(ValidationError, match=r"nothing chooses among them: set length_correction or pack_tokens"):
+        BufferConfig(selection_pool=2.0)

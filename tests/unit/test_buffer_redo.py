@@ -1,0 +1,149 @@
+"""Steps that are asked for again: by a learner that goes further back, after a skipped step, or by a late copy."""
+
+import pytest
+
+from buffer import protocol as p
+from buffer.config import BufferConfig
+from buffer.errors import BufferRefused
+from tests.unit.buffer_rules import Actor, generate, run_steps, train
+from weight_sync.staleness import PolicyVersion
+
+
+def resumed(buffer, actor, steps, incarnation=1):
+    """Redo steps, and generate what they lack."""
+    for step in steps:
+        for _ in range(2):
+            for lease in actor.lease():
+                actor.work(lease, version=PolicyVersion(*buffer.status().newest))
+            reply, _ = buffer.draw(step, step - 1, incarnation=incarnation)
+        assert reply.ready, reply.waiting_for
+        buffer.finish(step, step, incarnation=incarnation)
+        buffer.publish(step, incarnation)
+
+
+@pytest.mark.parametrize("law", [BufferConfig(), BufferConfig(law="uniform", max_uses=2)])
+def test_a_learner_may_resume_from_before_the_newest_durable_checkpoint(make, law):
+    buffer = make(law, num_prompts=50, max_lag="unbounded")
+    actor = Actor(buffer)
+    buffer.begin()
+    for step in range(1, 21):
+        run_steps(buffer, actor, [step])
+        if step in (4, 10):
+            buffer.ask(p.CheckpointDurable(step, 0), p.Done)
+    buffer.begin(4, 4, session="from the older one")
+    # Of steps 5 to 10 nothing is recorded; what 11 to 20 would hold must not keep admission closed.
+    resumed(buffer, actor, range(5, 23))
+
+
+def test_an_offer_to_a_lost_step_gives_up_what_is_recorded_for_later_ones(make):
+    buffer = make(num_prompts=60, groups_per_step=1, max_lag="unbounded")
+    actor = Actor(buffer)
+    buffer.begin()
+    run_steps(buffer, actor, range(1, 9))
+    buffer.ask(p.CheckpointDurable(4, 0), p.Done)
+    buffer.begin(2, 2, session="again")
+    assert buffer.status().num_drawn_groups == 4
+    assert "new leases wait" in buffer.ask(p.PlanRequest(3, 2, 1), p.PlanReply).waiting_for
+    assert buffer.status().num_drawn_groups == 0
+
+
+def test_an_offer_to_a_step_that_is_over_releases_nothing(make):
+    buffer = make(groups_per_step=1, max_lag="unbounded")
+    actor = Actor(buffer)
+    buffer.begin()
+    run_steps(buffer, actor, range(1, 4))
+    buffer.ask(p.CheckpointDurable(1, 0), p.Done)
+    buffer.begin(1, 1, session="again")
+    buffer.ask(p.PlanRequest(1, 1, 1), p.PlanReply)
+    assert buffer.status().num_drawn_groups == 2
+
+
+def test_a_step_drawn_ahead_of_a_missing_one_keeps_its_batch(make):
+    buffer = make(groups_per_step=1, max_lag="unbounded")
+    actor = Actor(buffer)
+    buffer.begin()
+    drawn = run_steps(buffer, actor, range(1, 5))
+    buffer.ask(p.CheckpointDurable(3, 0), p.Done)
+    buffer.begin(2, 2, session="again")
+    ahead, _ = buffer.draw(4, 3, incarnation=1)
+    assert ahead.record_ids == drawn[4]
+    assert buffer.draw(3, 2, incarnation=1)[0].ready
+    assert buffer.draw(4, 3, incarnation=1)[0].record_ids == ahead.record_ids
+    buffer.finish(3, 3, incarnation=1)
+    buffer.finish(4, 4, incarnation=1)
+
+
+def test_a_step_drawn_ahead_is_trained_at_the_version_it_was_asked_for_again_after_a_skipped_one(make):
+    buffer = make(max_lag=4)
+    actor = Actor(buffer)
+    buffer.begin()
+    generate(buffer, actor, 4)
+    buffer.draw(1, 0)
+    ahead, _ = buffer.draw(2, 1)
+    buffer.finish(1, 0, skipped=True)
+    again, _ = buffer.draw(2, 0)
+    assert again.record_ids == ahead.record_ids
+    with pytest.raises(BufferRefused, match="cannot train at version 1"):
+        buffer.draw(2, 1)  # a late copy
+    buffer.finish(2, 1)
+    assert buffer.draw(2, 1)[0].record_ids == ahead.record_ids, "once finished it is only said again"
+    assert buffer.store.read(lambda tx: tx.draws.require(2).version) == 0
+    trained = buffer.store.read(lambda tx: tx.groups.require(again.group_ids[0]).trained_at)
+    assert trained == [(2, 0, 0)]
+
+
+def test_a_step_asked_for_again_at_a_version_past_the_bound_gets_other_groups(make):
+    buffer = make(max_lag=1, max_actor_lag=0, groups_per_step=1)
+    actor = Actor(buffer)
+    buffer.begin()
+    slow, quick = actor.lease()
+    actor.work(slow)
+    actor.work(quick)
+    old, _ = buffer.draw(3, 0)
+    train(buffer, 1)
+    generate(buffer, actor, 1, version=PolicyVersion(0, 1))
+    train(buffer, 2)
+    assert buffer.draw(3, 0)[0].record_ids == old.record_ids
+    generate(buffer, actor, 1, version=PolicyVersion(0, 2))
+    new, _ = buffer.draw(3, 2)
+    assert new.ready
+    assert set(new.record_ids).isdisjoint(old.record_ids)
+    buffer.finish(3, 3)
+
+
+def test_a_report_of_a_step_that_is_in_the_checkpoint_changes_nothing(make):
+    buffer = make(max_lag=4)
+    actor = Actor(buffer)
+    buffer.begin()
+    run_steps(buffer, actor, range(1, 3))
+    buffer.begin(2, 2, session="restarted")
+    buffer.finish(2, 2, incarnation=1)
+    assert buffer.status().ledger["uses"] == 8
+    assert buffer.faults() == []
+
+
+def test_a_late_copy_of_a_draw_whose_step_is_over_gets_no_groups(make):
+    buffer = make(max_lag=0)
+    actor = Actor(buffer)
+    buffer.begin()
+    generate(buffer, actor, 2)
+    buffer.draw(1, 0)
+    buffer.finish(1, 0, skipped=True)
+    buffer.ask(p.CheckpointDurable(1, 0), p.Done)
+    generate(buffer, actor, 2)
+    with pytest.raises(BufferRefused, match="step 1 is over"):
+        buffer.draw(1, 0)
+    assert buffer.draw(2, 0)[0].ready
+
+
+@pytest.mark.parametrize(("version", "fate"), [(0, "filtered"), (1, "trained")])
+def test_the_checkpoint_tells_whether_its_step_was_skipped_though_the_report_was_lost(make, version, fate):
+    buffer = make()
+    actor = Actor(buffer)
+    buffer.begin()
+    generate(buffer, actor, 2)
+    buffer.draw(1, 0)
+    buffer.begin(version, 1, session="restarted")
+    ledger = buffer.status().ledger
+    assert ledger[fate] == 4
+    assert ledger["uses"] == (4 if fate == "trained" else 0)

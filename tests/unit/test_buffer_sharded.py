@@ -1,0 +1,301 @@
+"""One client of three services over real sockets, in threads of one process."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from buffer.client import BufferClient
+from buffer.config import BufferConfig
+from buffer.errors import BufferRefused, BufferUnavailable
+from buffer.links import Link
+from buffer.service import BufferService
+from buffer.sharded import ShardedClient, open_client
+from tests.in_process_buffer import make_trajectory
+from tests.unit.buffer_rules import facts
+
+CONFIG = BufferConfig(request_timeout_s=1.0, give_up_after_s=10.0, shards=3)
+
+
+class Services:
+    """Three services; each answers unless it is told to pause."""
+
+    def __init__(self, folder, num_shards=3, config=CONFIG, **changes):
+        self._over = threading.Event()
+        self._paused = [threading.Event() for _ in range(num_shards)]
+        self._stands_still = [threading.Event() for _ in range(num_shards)]
+        self.services = []
+        self.addresses = []
+        for shard in range(num_shards):
+            run = facts(num_prompts=90, groups_per_step=6, shard=shard, num_shards=num_shards, **changes)
+            self.services.append(BufferService(config, run, folder / f"shard-{shard}"))
+            self.addresses.append(self.services[-1].bind())
+        self._threads = [threading.Thread(target=self._serve, args=(shard,)) for shard in range(num_shards)]
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self, shard):
+        try:
+            while not self._over.is_set():
+                if self._paused[shard].is_set():
+                    self._stands_still[shard].set()
+                    time.sleep(0.01)
+                else:
+                    self.services[shard].turn()
+        finally:
+            self.services[shard].close()
+
+    def pause(self, shard):
+        """From now on it answers nothing."""
+        self._stands_still[shard].clear()
+        self._paused[shard].set()
+        assert self._stands_still[shard].wait(5)
+
+    def resume(self, shard):
+        self._paused[shard].clear()
+
+    def close(self):
+        self._over.set()
+        for thread in self._threads:
+            thread.join(10)
+
+
+@pytest.fixture
+def services(tmp_path):
+    made = Services(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connect(services):
+    clients = []
+
+    def make(name="actor-0", role="actor", addresses=None):
+        addresses = addresses or services.addresses
+        clients.append(open_client(addresses, run_id="r", role=role, name=name, config=CONFIG))
+        clients[-1].connect()
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close(0.5)
+
+
+@pytest.fixture
+def learner(connect):
+    learner = connect("learner", "learner")
+    learner.published(learner.begin_incarnation(0, 0).result(5).incarnation, 0).result(5)
+    return learner
+
+
+def generate(actor, leases, reward=1.0):
+    pushed = [actor.push(make_trajectory(lease, index, seq=0, reward=reward)) for lease in leases for index in (0, 1)]
+    return [future.result(5).outcome for future in pushed]
+
+
+def test_one_address_needs_no_view(services):
+    client = open_client(services.addresses[:1], run_id="r", role="actor", name="actor-0", config=CONFIG)
+    assert isinstance(client, BufferClient)
+    with pytest.raises(BufferRefused, match="this is shard 0 of 3"):
+        client.connect()
+    client.close(0.5)
+
+
+def test_addresses_in_another_order_are_refused(connect, services):
+    with pytest.raises(BufferRefused, match="give the addresses of all shards in their order"):
+        connect(addresses=services.addresses[::-1])
+
+
+def test_leases_come_from_all_shards_and_what_is_made_of_them_finds_its_shard(connect, learner):
+    actor = connect()
+    leases = actor.lease(9).result(5).leases
+    assert sorted({lease.lease_id % 3 for lease in leases}) == [0, 1, 2]
+    assert len(leases) == 9
+    assert set(generate(actor, leases[:6])) == {"committed"}
+    assert actor.renew([lease.lease_id for lease in leases[6:]] + [10**9]).result(5).lost == [10**9]
+    for lease in leases[6:]:
+        actor.give_up(lease, [0, 1], "no reason").result(5)
+    status = learner.status().result(5)
+    assert status.ledger["committed"] == 12
+    assert status.failed_by_reason == {"no reason": 6}
+    assert status.ledger["gap"] == 0
+
+
+def test_one_group_at_a_time_comes_from_each_shard_in_turn(connect, learner):
+    actor = connect()
+    shards = [actor.lease(1).result(5).leases[0].lease_id % 3 for _ in range(6)]
+    assert sorted(shards) == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_step_is_one_batch_in_the_order_of_the_shards_and_scores_find_their_records(connect, learner):
+    actor = connect()
+    waiting = learner.draw(1, 0, 0, 6, 0.2).result(5)
+    assert not waiting.ready
+    assert "step 1 has 0 of 6 groups; shard 0 has 0" in waiting.waiting_for
+    generate(actor, actor.lease(12).result(5).leases)
+    batch = learner.draw(1, 0, 0, 6, 2.0).result(5)
+    assert batch.ready
+    assert learner.draw(1, 0, 0, 6, 2.0).result(5).record_ids == batch.record_ids
+    shards = [record % 3 for record in batch.record_ids]
+    assert shards == sorted(shards)
+    assert set(shards) == {0, 1, 2}
+    assert [row.group_id for row in batch.trajectories] == [group for group in batch.group_ids for _ in range(2)]
+    assert batch.lengths == [len(row.token_ids) for row in batch.trajectories]
+    assert batch.ledger["drawn"] == 12
+    scores = [np.full(4, -record, np.float32) for record in batch.record_ids]
+    learner.write_scores(batch.record_ids, scores).result(5)
+    again = learner.draw(1, 0, 0, 6, 2.0).result(5)
+    assert [row.reference_logprobs[0] for row in again.trajectories] == [-record for record in batch.record_ids]
+    learner.step_finished(1, 1).result(5)
+    assert learner.status().result(5).ledger["trained"] == 12
+
+
+def test_a_silent_shard_is_left_out_named_and_told_in_order_when_it_answers(connect, learner, services):
+    actor = connect()
+    while leases := actor.lease(24).result(5).leases:
+        generate(actor, leases)
+    assert learner.status().result(5).ledger["committed"] == 48
+    for link in learner._links:
+        link._patience_s = 0.3
+    services.pause(1)
+    for step in (1, 2):
+        batch = learner.draw(step, step - 1, 0, 6, 2.0).result(10)
+        assert batch.ready, batch.waiting_for
+        assert 1 not in {group % 3 for group in batch.group_ids}
+        learner.step_finished(step, step).result(5)
+        learner.published(0, step).result(5)
+    before = learner.status().result(5)
+    assert before.silent_shards == [1]
+    assert before.ledger["committed"] == 48, "what is known of a silent shard still counts"
+    waiting = learner.draw(3, 2, 0, 6, 0.1).result(10)
+    assert f"shard 1: no answer from {services.addresses[1]}" in waiting.waiting_for
+    services.resume(1)
+    batch = learner.draw(3, 2, 0, 6, 5.0).result(10)
+    assert 1 in {group % 3 for group in batch.group_ids}
+    learner.step_finished(3, 3).result(5)
+    after = learner.status().result(5)
+    assert (after.silent_shards, after.version, after.ledger["gap"]) == ([], 3, 0)
+
+
+def test_a_learner_waits_for_every_shard_before_it_begins(connect, services):
+    services.pause(2)
+    learner = connect("learner", "learner")
+    begun = learner.begin_incarnation(0, 0)
+    with pytest.raises(TimeoutError):
+        begun.result(1.0)
+    services.resume(2)
+    assert begun.result(5).incarnation == 0
+
+
+def test_leases_that_a_silent_shard_granted_late_are_not_lost(connect, learner, services):
+    actor = connect()
+    for link in actor._links:
+        link._patience_s = 0.3
+    services.pause(2)
+    first = actor.lease(6).result(5).leases
+    assert {lease.lease_id % 3 for lease in first} == {0, 1}
+    services.resume(2)
+    time.sleep(0.5)
+    late = actor.lease(1).result(5).leases + actor.lease(1).result(5).leases + actor.lease(1).result(5).leases
+    assert 2 in {lease.lease_id % 3 for lease in late}
+    status = learner.status().result(5)
+    assert status.ledger["in_flight"] == 2 * (len(first) + len(late)), "a lease went to nobody"
+
+
+def test_a_shard_without_credit_holds_up_no_push_to_another(tmp_path):
+    """Rows of 320 kB, of which a client may have 1 MiB unacknowledged at each shard."""
+    config = CONFIG.model_copy(update={"inbox_mib": 1})
+    services = Services(tmp_path, config=config, max_tokens=40_003, vocab_size=50_000, max_lag="unbounded")
+    actor, learner = (
+        open_client(services.addresses, run_id="r", role=name, name=name, config=config)
+        for name in ("actor", "learner")
+    )
+    actor.connect()
+    learner.connect()
+    learner.published(learner.begin_incarnation(0, 0).result(5).incarnation, 0).result(5)
+    leases = actor.lease(15).result(5).leases
+    services.pause(2)
+    began = time.monotonic()
+    pushed = [
+        (lease.lease_id % 3, actor.push(make_trajectory(lease, index, seq=0, num_completion_tokens=40_000)))
+        for lease in sorted(leases, key=lambda lease: -(lease.lease_id % 3))
+        for index in (0, 1)
+    ]
+    assert time.monotonic() - began < 1.0
+    assert len([shard for shard, _ in pushed if shard == 2]) > 4
+    assert {future.result(5).outcome for shard, future in pushed if shard != 2} == {"committed"}
+    assert not any(future.done() for shard, future in pushed if shard == 2)
+    services.resume(2)
+    assert {future.result(5).outcome for shard, future in pushed if shard == 2} == {"committed"}
+    actor.close(0.5)
+    learner.close(0.5)
+    services.close()
+
+
+def test_pushes_without_credit_fail_when_the_client_is_closed(connect, learner):
+    actor = connect()
+    lease = actor.lease(1).result(5).leases[0]
+    actor._links[lease.lease_id % 3].client.has_room = lambda _: False
+    waiting = actor.push(make_trajectory(lease, 0, seq=0))
+    actor.close(0.2)
+    with pytest.raises(BufferUnavailable):
+        waiting.result(5)
+    with pytest.raises(BufferUnavailable, match="closed"):
+        actor.push(make_trajectory(lease, 0, seq=0))
+
+
+async def test_what_a_shard_is_told_waits_until_it_has_answered_what_it_was_told_before():
+    made = []
+
+    def request(_):
+        made.append(Future())
+        return made[-1]
+
+    link = Link(SimpleNamespace(shard=0), patience_s=1.0)
+    told = [link.tell(request) for _ in range(3)]
+    for number in (1, 2, 3):
+        await asyncio.sleep(0.01)
+        assert len(made) == number
+        made[-1].set_result(number)
+    assert [await task for task in told] == [1, 2, 3]
+
+
+def test_what_waits_fails_when_the_client_is_closed_and_nothing_can_follow(connect, learner, services):
+    services.pause(0)
+    services.pause(1)
+    services.pause(2)
+    waiting = learner.published(0, 1)
+    learner.close(0.2)
+    learner.close(0.2)
+    with pytest.raises(BufferUnavailable):
+        waiting.result(5)
+    with pytest.raises(BufferUnavailable, match="closed"):
+        learner.status()
+
+
+def test_a_shard_that_never_answers_is_an_error_that_names_it(services):
+    config = CONFIG.model_copy(update={"give_up_after_s": 1.0, "request_timeout_s": 0.5})
+    client = open_client(services.addresses, run_id="r", role="learner", name="learner", config=config)
+    assert isinstance(client, ShardedClient)
+    client.connect()
+    client.begin_incarnation(0, 0).result(5)
+    for link in client._links:
+        link._patience_s = 0.2
+    services.pause(1)
+    began = time.monotonic()
+    with pytest.raises(BufferUnavailable, match=f"shard 1: the buffer service at {services.addresses[1]}"):
+        publish_for(client, 5.0)
+    assert time.monotonic() - began < 3.0
+    client.close(0.2)
+
+
+def publish_for(client, seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        client.published(0, 0).result(5)
+        time.sleep(0.02)
