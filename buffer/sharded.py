@@ -95,6 +95,11 @@ class ShardedClient:
         """
         return self._submit(self._connect).result(self._config.give_up_after_s + 20.0)
 
+    @property
+    def heard_at(self) -> float:
+        """When any shard last answered anything, on the monotonic clock."""
+        return max(link.client.heard_at for link in self._links)
+
     def status(self) -> Future[p.Status]:
         """The sum over all shards; of silent ones what was known last."""
         return self._submit(self._status)

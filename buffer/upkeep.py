@@ -17,7 +17,10 @@ from buffer.transaction import Transaction
 log = logging.getLogger(__name__)
 
 _WATCH_EVERY_S = 0.25
-_PINNED_AFTER_S = 0.25
+_PINNED_AFTER_S = 0.1
+"""What reads in order ends its transaction sooner."""
+_WATCH_EVERY_BYTES = 4 * 2**20
+"""Growth of the file after which readers are looked at, whenever that was last."""
 _WARN_AFTER_S = 5.0
 _SLACK_BYTES = 16 * 2**20
 _SCRUB_EVERY_S = 0.2
@@ -79,6 +82,7 @@ class ReaderWatch:
         self._store = store
         self._clock = clock
         self._looked_at = -1.0
+        self._looked_at_size = 0
         self._seen: dict[Reader, tuple[float, int]] = {}
         """Reader -> when it was first seen, and the size of the file then."""
         self._warned: set[Reader] = set()
@@ -89,8 +93,9 @@ class ReaderWatch:
     def run(self) -> None:
         """Look at the reader table a few times a second, and at the size of the file in every turn while it matters."""
         now = self._clock()
-        if now - self._looked_at >= _WATCH_EVERY_S:
-            self._looked_at = now
+        size = self._store.size_bytes
+        if now - self._looked_at >= _WATCH_EVERY_S or size - self._looked_at_size >= _WATCH_EVERY_BYTES:
+            self._looked_at, self._looked_at_size = now, size
             self._look(now)
         waits_for = self._why_wait(now) if self._seen else ""
         if waits_for and not self.pushes_wait_for:

@@ -108,7 +108,8 @@ class Lead:
         self._expect(f"record version {version}", self._client.published(version.incarnation, version.version))
 
     def checkpoint_durable(self, step: int) -> None:
-        """Report a checkpoint that is on disk."""
+        """Report a checkpoint that is on disk, once the steps in it are recorded: it must not overtake them."""
+        self.settle()
         self._expect(f"record the checkpoint of step {step}", self._client.checkpoint_durable(step))
 
     def close(self) -> None:
@@ -122,7 +123,7 @@ class Lead:
     def _answer(self, future: Future[R], what: str, *, heartbeats: bool = True) -> R:
         """The reply; the client itself gives up on a silent service, and its error says so."""
         patience_s = self._spec.buffer.give_up_after_s + 2 * self._spec.buffer.request_timeout_s
-        deadline_s = time.monotonic() + patience_s
+        asked_at = time.monotonic()
         while True:
             try:
                 return future.result(HEARTBEAT_S)
@@ -131,7 +132,8 @@ class Lead:
                     raise
                 if heartbeats:
                     self._channel.send(Kind.WAITING)
-                if time.monotonic() > deadline_s:
+                # A service whose disk is full answers that it waits: so do we.
+                if time.monotonic() - max(asked_at, self._client.heard_at) > patience_s:
                     raise TimeoutError(
                         f"the buffer service at {', '.join(self._spec.buffer_addresses)} did not {what} for "
                         f"{patience_s:g} s"
