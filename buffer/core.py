@@ -82,10 +82,10 @@ class BufferCore:
             )
         self.facts = facts
         self.groups = Groups(config, facts.group_size, num_kept=share.capacity)
-        self.leases = Leases(config, facts, contract, self.groups, clock)
+        self.leases = Leases(config, facts, contract, share, self.groups, clock)
         self.intake = Intake(facts, self.groups, self.leases)
         self.steps = Steps(contract, self.groups)
-        self.draws = Draws(facts, contract, self.groups, self.leases, self.steps)
+        self.draws = Draws(facts, contract, share, self.groups, self.leases, self.steps)
 
     def handle(self, tx: Transaction, message: p.Request, body: bytes | memoryview) -> Answer:
         """Answer any request but a push, for which see `push`, and a draw, which may have to wait.
@@ -181,11 +181,9 @@ class BufferCore:
         actor = self.leases.hello(tx, message)
         return p.Welcome(actor.epoch)
 
-    def _read(
-        self, tx: Transaction, body: bytes | memoryview, expected: pa.Schema, *, max_rows: int | None = None
-    ) -> pa.RecordBatch:
+    def _read(self, tx: Transaction, body: bytes | memoryview, expected: pa.Schema) -> pa.RecordBatch:
         try:
-            return schema.read_stream(body, expected, max_rows=max_rows)
+            return schema.read_stream(body, expected)
         except BadBody as error:
             # The refusal is an answer, not a rollback: what is set aside stays counted.
             set_aside(tx, error.category, body, matches_lease=False)

@@ -23,7 +23,7 @@ from buffer.leases import Leases
 from buffer.ledger import checked_counts
 from buffer.protocol import DrawRequest, PlanReply, PlanRequest
 from buffer.selection import Offer, corrected, well_packed
-from buffer.shards import share_of
+from buffer.shards import Share
 from buffer.steps import Steps
 from buffer.tables import Draw, Group, State
 from buffer.transaction import Transaction
@@ -37,7 +37,13 @@ class Draws:
     """Draws by the sampling law, and records what it drew."""
 
     def __init__(
-        self, facts: RunFacts, contract: StalenessContract, groups: Groups, leases: Leases, steps: Steps
+        self,
+        facts: RunFacts,
+        contract: StalenessContract,
+        share: Share,
+        groups: Groups,
+        leases: Leases,
+        steps: Steps,
     ) -> None:
         self._facts = facts
         self._contract = contract
@@ -45,7 +51,7 @@ class Draws:
         self._leases = leases
         self._steps = steps
         self._waits = contract.config.on_stale == "wait"
-        self._share = share_of(facts, contract)
+        self._share = share
 
     def draw(self, tx: Transaction, request: DrawRequest) -> Draw | None:
         """The groups of a step; None where the step must wait.

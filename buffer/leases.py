@@ -17,7 +17,7 @@ from buffer.deadlines import Deadlines
 from buffer.errors import BufferRefused
 from buffer.groups import Groups
 from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Renew, RenewReply
-from buffer.shards import owned_prompts, share_of
+from buffer.shards import Share, owned_prompts
 from buffer.tables import NO_RECORD, Actor, Group
 from buffer.transaction import Transaction
 from weight_sync.staleness import StalenessContract
@@ -33,6 +33,7 @@ class Leases:
         config: BufferConfig,
         facts: RunFacts,
         contract: StalenessContract,
+        share: Share,
         groups: Groups,
         clock: Callable[[], float],
     ) -> None:
@@ -41,7 +42,7 @@ class Leases:
         self._contract = contract
         self._groups = groups
         self._clock = clock
-        self._share = share_of(facts, contract)
+        self._share = share
         self._prompts = owned_prompts(facts)
         self._deadlines = Deadlines()
         """Lease -> when it expires. An entry whose lease is closed is swept when it is due."""

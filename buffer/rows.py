@@ -2,10 +2,10 @@
 
     header | spans | reward parts | token_ids | logprobs | reference_logprobs | names | texts
 
-Every section begins at a multiple of its item size, so that NumPy reads it in place, without a
+Every section begins at a multiple of the size of its numbers, so that NumPy reads it in place, without a
 copy. The header says how long each section is. An Arrow message per record would carry 2.4 kB of
 metadata and cost 25 microseconds; this layout is derived from `buffer.schema.SCHEMA`, column by
-column, and `to_arrays` gives those columns back.
+column, and `decode` gives those columns back.
 
 The first four bytes are the schema version. Records of version 1 were Arrow messages, which begin
 with four bytes of ones: `buffer.schema` reads those.
@@ -35,7 +35,8 @@ SPAN = pa.struct(
     ]
 )
 PART = pa.struct([pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float64())])
-_ARROW_MARK = b"\xff\xff\xff\xff"
+ARROW_MARK = b"\xff\xff\xff\xff"
+"""What an Arrow message begins with, and no record of ours."""
 
 _SECTIONS: tuple[tuple[str, int], ...] = (
     ("spans", 32),
@@ -124,7 +125,7 @@ def decode(records: Sequence[bytes | memoryview]) -> dict[str, pa.Array]:
         "reward": pa.array(np.ascontiguousarray(reward), mask=np.isnan(reward)),
         "token_ids": list_array(number["token_ids"], pa.array(np.frombuffer(data["token_ids"], np.int32))),
         "logprobs": list_array(number["logprobs"], pa.array(np.frombuffer(data["logprobs"], np.float32))),
-        "spans": list_array(number["spans"], _span_structs(np.frombuffer(data["spans"], np.int64).reshape(-1, 4))),
+        "spans": list_array(number["spans"], span_structs(np.frombuffer(data["spans"], np.int64).reshape(-1, 4))),
         "reward_parts": list_array(number["part_values"], _part_structs(data)),
         "reference_logprobs": list_array(
             number["reference_logprobs"],
@@ -145,10 +146,6 @@ class Record:
     def num_completion_tokens(self) -> int:
         """Length of the completion."""
         return int(self._header["num_logprobs"])
-
-    def integer(self, name: str) -> int:
-        """One of `INTEGERS`."""
-        return int(self._header[name])
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
@@ -172,7 +169,7 @@ class Record:
 
 def is_first_version(record: bytes | memoryview) -> bool:
     """Was the record written by schema version 1?"""
-    return bytes(record[:4]) == _ARROW_MARK
+    return bytes(record[:4]) == ARROW_MARK
 
 
 def list_array(
@@ -229,14 +226,10 @@ def _text_bytes(column: pa.Array) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np
     return flat[bounds[0] : bounds[-1]], bounds - bounds[0]
 
 
-def _span_structs(table: npt.NDArray[np.int64]) -> pa.Array:
-    return span_structs([table[:, i] for i in range(4)])
-
-
-def span_structs(fields: Sequence[npt.NDArray[Any]]) -> pa.Array:
-    """Spans as Arrow structs, from one integer array per field of `SPAN`."""
+def span_structs(table: npt.NDArray[np.int64]) -> pa.Array:
+    """Spans as Arrow structs, from a table with one row per span and one column per field of `SPAN`."""
     kinds = (np.int32, np.int64, np.int32, np.int32)
-    values = [pa.array(np.ascontiguousarray(field, kind)) for field, kind in zip(fields, kinds, strict=True)]
+    values = [pa.array(np.ascontiguousarray(table[:, i], kind)) for i, kind in enumerate(kinds)]
     return pa.StructArray.from_arrays(values, fields=list(SPAN))
 
 

@@ -55,7 +55,6 @@ SCORES = pa.schema(
 _SCHEMA_1 = SCHEMA.with_metadata({"schema_version": "1"})
 """The columns of version 1 were the same; its records were Arrow messages."""
 
-_CONTINUATION = b"\xff\xff\xff\xff"
 MAX_METADATA_BYTES = 64 * 2**10
 """Ours has 4 kB. A schema of a million columns takes long to parse; it is refused by its size."""
 
@@ -121,8 +120,7 @@ def to_batch(trajectories: Sequence[Trajectory], run_id: str, sender: Sender | N
 
 def write_stream(batch: pa.RecordBatch) -> memoryview:
     """One record batch as an IPC stream: a message body, written once into memory of the right size."""
-    framing = _framing(batch.schema)
-    body = pa.allocate_buffer(framing + pa.ipc.get_record_batch_size(batch))
+    body = pa.allocate_buffer(len(_empty_stream(batch.schema)) + pa.ipc.get_record_batch_size(batch))
     sink = pa.FixedSizeBufferWriter(body)
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -132,17 +130,15 @@ def write_stream(batch: pa.RecordBatch) -> memoryview:
 @lru_cache(maxsize=8)
 def _metadata_of(schema: pa.Schema) -> pa.Buffer:
     """What the first message of our own streams holds: where it is the same, it need not be parsed."""
-    sink = pa.BufferOutputStream()
-    pa.ipc.new_stream(sink, schema).close()
-    return pa.ipc.MessageReader.open_stream(sink.getvalue()).read_next_message().metadata
+    return pa.ipc.MessageReader.open_stream(_empty_stream(schema)).read_next_message().metadata
 
 
 @lru_cache(maxsize=8)
-def _framing(schema: pa.Schema) -> int:
-    """Bytes of an IPC stream of this schema beside its record batches."""
+def _empty_stream(schema: pa.Schema) -> pa.Buffer:
+    """An IPC stream of this schema without record batches."""
     sink = pa.BufferOutputStream()
     pa.ipc.new_stream(sink, schema).close()
-    return len(sink.getvalue())
+    return sink.getvalue()
 
 
 def encode(trajectories: Sequence[Trajectory], run_id: str, sender: Sender | None = None) -> memoryview:
@@ -208,7 +204,7 @@ def read_stream(
 
 def bomb(body: bytes | memoryview) -> str:
     """Why a message body is refused by its first eight bytes; '' where it is not. Costs nothing, whatever its size."""
-    if bytes(body[:4]) != _CONTINUATION:
+    if bytes(body[:4]) != rows.ARROW_MARK:
         return "it does not begin as an Arrow stream does"
     size = int.from_bytes(body[4:8], "little")
     return f"its schema takes {size} bytes, at most {MAX_METADATA_BYTES} are read" if size > MAX_METADATA_BYTES else ""
@@ -311,8 +307,7 @@ def _optional_lists(arrays: Sequence[npt.NDArray[np.float32] | None]) -> pa.Arra
 
 def _spans(many: Sequence[Trajectory]) -> pa.Array:
     table = np.array([(*span.version, span.start, span.end) for row in many for span in row.spans], np.int64)
-    fields = list(table.reshape(-1, 4).T)
-    return list_array([len(row.spans) for row in many], rows.span_structs(fields))
+    return list_array([len(row.spans) for row in many], rows.span_structs(table.reshape(-1, 4)))
 
 
 def _reward_parts(many: Sequence[Trajectory]) -> pa.Array:

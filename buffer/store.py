@@ -288,9 +288,8 @@ class Store:
     def close(self) -> None:
         """Give the folder back."""
         if hasattr(self, "_env"):
-            with contextlib.suppress(StoreError) if self._read_only else contextlib.nullcontext():
-                if not self._read_only and self._durability != "commit":
-                    self.sync()
+            if not self._read_only and self._durability != "commit":
+                self.sync()
             self._env.close()
         if self._lock is not None:
             os.close(self._lock)

@@ -19,3 +19,17 @@ def make(tmp_path):
         assert buffer.faults() == []
         assert buffer.status().ledger["gap"] == 0
         buffer.close()
+
+
+@pytest.fixture
+def leeway(capsys):
+    """`leeway(...)`: status, lines and errors of `leeway buffer ...`."""
+
+    def run(*arguments):
+        from launch.cli import main
+
+        status = main(["buffer", *map(str, arguments)])
+        said = capsys.readouterr()
+        return status, said.out.splitlines(), said.err
+
+    return run

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from buffer import protocol as p
-from buffer import schema
+from buffer import rows, schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
 from buffer.store import Store
@@ -116,3 +116,21 @@ def test_a_store_is_refused_to_a_second_owner_another_run_and_when_cut_off(tmp_p
 def test_a_capacity_below_what_may_be_outstanding_is_refused(tmp_path):
     with pytest.raises(StoreError, match="capacity_trajectories = 4"):
         InProcessBuffer(tmp_path, facts(), BufferConfig(capacity_trajectories=4))
+
+
+def test_tokens_are_read_where_they_lie_in_the_map(make):
+    buffer = make()
+    buffer.begin()
+    actor = Actor(buffer)
+    (row, _) = actor.rows(actor.lease(1)[0])
+    buffer.push([row])
+
+    def look(tx):
+        data = tx.records.view(1)
+        record = rows.Record(data)
+        for array, expected in ((record.token_ids, row.token_ids), (record.logprobs, row.logprobs)):
+            np.testing.assert_array_equal(array, expected)
+            assert np.shares_memory(array, np.frombuffer(data, np.uint8))
+            assert not array.flags.writeable
+
+    buffer.store.read(look)

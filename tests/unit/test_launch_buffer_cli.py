@@ -14,21 +14,10 @@ from buffer import reading
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.intake import set_aside
-from launch.cli import main
 from tests.in_process_buffer import InProcessBuffer, make_trajectory
 from tests.unit.buffer_rules import Actor, facts
 
 SCHEMA_1 = Path(__file__).parent.parent / "data" / "store_schema_1"
-
-
-@pytest.fixture
-def leeway(capsys):
-    def run(*arguments):
-        status = main(["buffer", *map(str, arguments)])
-        said = capsys.readouterr()
-        return status, said.out.splitlines(), said.err
-
-    return run
 
 
 @pytest.fixture

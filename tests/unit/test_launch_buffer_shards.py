@@ -8,20 +8,9 @@ import pytest
 from buffer import protocol as p
 from buffer.inspect import Inspection
 from buffer.views import Selection
-from launch.cli import main
 from tests.in_process_buffer import InProcessBuffer, make_trajectory
 from tests.unit.buffer_rules import facts
 from tests.unit.test_launch_buffer_cli import columns, damage
-
-
-@pytest.fixture
-def leeway(capsys):
-    def run(*arguments):
-        status = main(["buffer", *map(str, arguments)])
-        said = capsys.readouterr()
-        return status, said.out.splitlines(), said.err
-
-    return run
 
 
 @pytest.fixture
