@@ -246,7 +246,7 @@ class BufferClient:
 
         Args:
             step: counted from 1.
-            version: at which it trains.
+            version: at which it begins.
             incarnation: of the learner.
             num_groups: how many groups to draw.
             wait_s: answered within so long, ready or not.
@@ -297,7 +297,7 @@ class BufferClient:
         Args:
             step: counted from 1.
             version: optimizer steps taken.
-            skipped: nothing was learnt from it.
+            skipped: none of its updates was applied.
             took_part: this service gave groups to it.
         """
         return self._ask(p.StepFinished(step, version, self._incarnation, skipped, took_part), p.Done)

@@ -33,8 +33,8 @@ class BufferConfig(BaseModel):
         default=0.5,
         ge=0.0,
         le=1.0,
-        description="law = 'on_policy_share': this share of a step's groups are the newest (TBA's m); replay_law "
-        "chooses the rest.",
+        description="law = 'on_policy_share': this share of a step's groups are the newest (TBA's m), on average over "
+        "steps where it is no whole number of groups; replay_law chooses the rest.",
     )
     replay_law: RestLaw = Field(default="uniform", description="law = 'on_policy_share': what chooses the rest.")
     reward_temperature: PositiveFloat = Field(
@@ -54,6 +54,11 @@ class BufferConfig(BaseModel):
     )
     with_replacement: bool = Field(
         default=False, description="One step may take a group several times; for the laws that draw by weight."
+    )
+    groups_per_prompt: PositiveInt = Field(
+        default=1,
+        description="Each group that the law takes brings up to this minus 1 others of its prompt into the step, the "
+        "newest first, for losses that compare samples of one prompt across policy versions.",
     )
     selection_pool: float = Field(
         default=1.0,
@@ -156,12 +161,30 @@ class BufferConfig(BaseModel):
             raise ValueError(
                 "selection_pool chooses among different groups, which with_replacement does not offer: use one of them"
             )
+        if self.groups_per_prompt > 1:
+            self._mates_must_come_alone(chosen, where)
         if 0 < self.capacity_gib * 1024 < self.max_message_mib:
             raise ValueError(
                 f"capacity_gib = {self.capacity_gib} is {self.capacity_gib * 1024:.3g} MiB, less than a single message "
                 f"may hold (max_message_mib = {self.max_message_mib}): raise it, or lower max_message_mib"
             )
         return self
+
+    def _mates_must_come_alone(self, law: str, where: str) -> None:
+        """Refuse what would choose, beside the prompt, which groups come together."""
+        what = f"groups_per_prompt = {self.groups_per_prompt} brings different groups of a prompt together"
+        if self.with_replacement:
+            raise ValueError(f"{what}, and with_replacement one of them several times: use one of them")
+        if self.selection_pool > 1.0:
+            raise ValueError(
+                f"{what}, and length_correction or pack_tokens would part them again by their lengths: turn those off "
+                "(with selection_pool = 1.0), or set groups_per_prompt = 1"
+            )
+        if law == "length_balanced":
+            raise ValueError(
+                f"{what} whatever their lengths, so {where} could not balance those: choose 'fifo', 'uniform', "
+                "'reward_softmax' or 'prioritised', or set groups_per_prompt = 1"
+            )
 
     @property
     def replays(self) -> bool:
@@ -178,7 +201,10 @@ class RunFacts(BaseModel):
     seed: int = Field(description="Seeds the order of prompts.")
     num_prompts: PositiveInt = Field(description="Size of the training set; prompt ids are 0..num_prompts-1.")
     group_size: PositiveInt = Field(description="K, samples per prompt.")
-    groups_per_step: PositiveInt = Field(description="G, groups per optimizer step.")
+    groups_per_step: PositiveInt = Field(description="G, groups per step.")
+    updates_per_step: PositiveInt = Field(
+        default=1, description="M, optimizer steps on the groups of one step: each makes a policy version."
+    )
     vocab_size: PositiveInt = Field(description="Token ids are below this.")
     max_tokens: PositiveInt = Field(description="Longest prompt plus completion, in tokens.")
     staleness: StalenessConfig

@@ -67,10 +67,14 @@ class BufferCore:
 
         Raises:
             StoreError: the capacity is smaller than what the staleness bound lets be outstanding, there are
-                more shards than groups that may be outstanding, or the sampling law contradicts on_stale.
+                more shards than groups that may be outstanding, the sampling law contradicts on_stale, or no
+                group could be used within the bound.
         """
         _check_waits(config, facts)
-        contract = StalenessContract(facts.staleness, facts.groups_per_step)
+        try:
+            contract = StalenessContract(facts.staleness, facts.groups_per_step, facts.updates_per_step)
+        except ValueError as error:
+            raise StoreError(str(error)) from None
         share = share_of(facts, contract)
         config = of_shard(config, share)
         need = (share.capacity + min(facts.groups_per_step, share.capacity)) * facts.group_size
@@ -253,10 +257,12 @@ class BufferCore:
 
 def _check_waits(config: BufferConfig, facts: RunFacts) -> None:
     """on_stale = "wait" promises that no group is dropped, which only drawing the oldest first can keep."""
-    is_plain = config.law == "fifo" and not config.replays and config.selection_pool == 1.0
+    takes_others = config.replays or config.selection_pool != 1.0 or config.groups_per_prompt > 1
+    is_plain = config.law == "fifo" and not takes_others
     if facts.staleness.on_stale == "wait" and not is_plain:
         raise StoreError(
             "on_stale = 'wait' lets no group pass the age bound, for which the oldest must be drawn first, but "
             f"[buffer] has law = '{config.law}', max_uses = {config.max_uses}, selection_pool = "
-            f"{config.selection_pool}: use law = 'fifo', max_uses = 1 and selection_pool = 1.0, or on_stale = 'drop'"
+            f"{config.selection_pool}, groups_per_prompt = {config.groups_per_prompt}: use law = 'fifo', max_uses = 1, "
+            "selection_pool = 1.0 and groups_per_prompt = 1, or on_stale = 'drop'"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import numpy as np
@@ -91,20 +91,14 @@ class Draws:
         if request.step > tx.state.step and not tx.draws.has(request.step):
             self._steps.release_from(tx, request.step)  # what is offered is drawn anew, as in `draw`
         self._drop_stale(tx, request.version)
-        bound = self._contract.bound()
-        due: Counter[int] = Counter()
-        open_due: Counter[int] = Counter()
-        if bound is not None:
-            oldest_first = islice(tx.ready_groups.all_keys(), self._contract.capacity())
-            due.update(oldest + bound for oldest, _ in oldest_first)
-        if bound is not None and self._waits:
-            groups = (tx.groups.require(group_id) for (group_id,) in tx.open_groups.all_keys())
-            open_due.update(group.oldest_effective(tx.state) + bound for group in groups)
+        oldest_first = (oldest for oldest, _ in islice(tx.ready_groups.all_keys(), self._contract.capacity()))
+        still_open = (tx.groups.require(group_id) for (group_id,) in tx.open_groups.all_keys())
+        oldest_open = (group.oldest_effective(tx.state) for group in still_open) if self._waits else ()
         return PlanReply(
             num_eligible=tx.ready_groups.count,
             capacity=self._share.capacity,
-            due=dict(due),
-            open_due=dict(open_due),
+            due=self._due(oldest_first, request.version),
+            open_due=self._due(oldest_open, request.version),
             waits=self._waits,
             waiting_for=self._owed(tx),
             ledger=checked_counts(tx),
@@ -125,6 +119,11 @@ class Draws:
         return f"{text}; {self._owed(tx)}"
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _due(self, oldest: Iterable[int], version: int) -> dict[int, int]:
+        """Of groups with oldest tokens of these versions: steps -> how many are due then; {} without a bound."""
+        left = Counter(self._contract.steps_left(each, version) for each in oldest)
+        return {num_steps: count for num_steps, count in left.items() if num_steps is not None}
 
     def _owed(self, tx: Transaction) -> str:
         """Who owes groups, and whether more may be leased."""
@@ -164,7 +163,7 @@ class Draws:
         ahead = len(state.pending_draws) + (MAX_BEHIND if self._facts.num_shards > 1 else 0)
         # A late copy of a request may still count on a step that was skipped since.
         ahead = min(ahead, max(0, request.step - 1 - state.step))
-        if not state.version <= request.version <= state.version + ahead:
+        if not state.version <= request.version <= self._contract.latest_version(state.version, ahead):
             raise BufferRefused(
                 f"step {request.step} cannot train at version {request.version}: the learner finished steps up to "
                 f"version {state.version} and {len(state.pending_draws)} more are drawn"
@@ -204,8 +203,9 @@ class Draws:
         # Groups that no later step could use go first, so that no choice by length lets them starve. What was
         # used before may go: under replay the law decides who is used again.
         due: list[int] = []
+        after = self._contract.latest_version(request.version, 1)
         for key in candidates.in_order():
-            if len(due) == num or self._contract.usable(key.oldest, request.version + 1):
+            if len(due) == num or self._contract.usable(key.oldest, after):
                 break
             if not tx.groups.require(key.group_id).uses:
                 due.append(key.group_id)
@@ -263,10 +263,10 @@ class Draws:
     def _held_back_by(self, tx: Transaction, chosen: Sequence[int], version: int) -> list[int]:
         """Open groups that this step must wait for (on_stale = "wait").
 
-        After this step the others are used at best G per step, oldest first: the i-th of them at
-        version + 1 + i // G. Where one of them would be past the bound there, an open group no
-        younger than it must be in this very step instead of a younger one that was chosen. It reads all
-        ready groups: under this setting admission keeps them few.
+        After this step the others are used at best G per step, oldest first: the i-th of them in
+        the step 1 + i // G steps later. Where one of them would be past the bound there, an open group
+        no younger than it must be in this very step instead of a younger one that was chosen. It reads
+        all ready groups: under this setting admission keeps them few.
         """
         if not self._waits:
             return []
@@ -277,9 +277,9 @@ class Draws:
             ReadyGroup(tx.groups.require(group_id).oldest_effective(tx.state), group_id)
             for (group_id,) in tx.open_groups.all_keys()
         ]
-        latest_at_risk = -1
+        latest_at_risk, num_groups = -1, self._facts.groups_per_step
         for i, group in enumerate(sorted(ready + still_open)):
-            if self._contract.holds(group.oldest, version + i // self._facts.groups_per_step):
+            if self._contract.holds(group.oldest, self._contract.latest_version(version, i // num_groups)):
                 latest_at_risk = group.oldest
         youngest_chosen = max(key.oldest for key in keys if key.group_id in drawn)
         return [g.group_id for g in still_open if g.oldest <= latest_at_risk and g.oldest < youngest_chosen]

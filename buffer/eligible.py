@@ -8,9 +8,10 @@ record; where the law or a knob of it changed since, they are built anew, once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Protocol
 
-from buffer import laws
+from buffer import catalogue, laws
 from buffer.config import BufferConfig
 from buffer.laws import ReadyGroup
 from buffer.lengths import bucket_of
@@ -18,6 +19,8 @@ from buffer.sum_tree import Picker, SumTree
 from buffer.tables import Group
 from buffer.transaction import Table, Transaction
 
+MAX_MATES = 64
+"""So many of a prompt's groups are looked at for others of it: of single use, most that are stored are used up."""
 _KNOBS = {
     "reward_softmax": {"reward_temperature"},
     "prioritised": {"priority_alpha", "priority_epsilon", "age_tau"},
@@ -146,3 +149,11 @@ class Eligible:
     def uses_left(self, group_id: int) -> float:
         """How many more times the group may be used."""
         return self._max_uses - self._tx.groups.require(group_id).uses
+
+    def mates(self, group_id: int) -> Iterator[int]:
+        """The other eligible groups of its prompt, those leased last first; of the prompt's last `MAX_MATES` groups."""
+        prompt_id = self._tx.groups.require(group_id).prompt_id
+        same = catalogue.find(self._tx, "prompt", prompt_id, prompt_id, newest_first=True)
+        for each in islice(same, MAX_MATES):
+            if each != group_id and self._tx.groups.require(each).phase == "ready":
+                yield each

@@ -53,7 +53,7 @@ class Use(NamedTuple):
 
     step: int
     version: int
-    """Optimizer steps taken when it trained."""
+    """Optimizer steps taken when its last update trained."""
     incarnation: int
 
 

@@ -33,7 +33,7 @@ MAX_QUARANTINED = 1024
 """How many quarantined rows and messages are kept to look at; the oldest go first."""
 MAX_QUARANTINED_BYTES = 64 * 2**10
 MAX_BEHIND = 1024
-"""How many versions one of several shards may have missed while it was down."""
+"""How many steps one of several shards may have missed while it was down."""
 _ANY_VERSION = 2**62
 """For an incarnation of which an older version did not write down how far it came."""
 MAX_OVERTAKEN = 65_536
@@ -51,19 +51,20 @@ def set_aside(tx: Transaction, reason: str, data: bytes | memoryview, *, matches
     state.next_quarantine += 1
 
 
-def known_versions(state: State, *, may_be_behind: bool = False) -> KnownVersions:
+def known_versions(state: State, *, updates_per_step: int = 1, may_be_behind: bool = False) -> KnownVersions:
     """Which versions actors can have sampled from: of every incarnation those up to its newest.
 
     Args:
         state: of the store.
+        updates_per_step: how many versions the learner makes in a step, at most.
         may_be_behind: the learner goes on without this service while it is down.
     """
-    missed = MAX_BEHIND if may_be_behind else 0
+    missed = MAX_BEHIND * updates_per_step if may_be_behind else 0
     newest = {
         number: _ANY_VERSION if start.newest is None else start.newest + missed
         for number, start in enumerate(state.incarnations)
     }
-    newest[state.incarnation] = state.newest_possible + missed
+    newest[state.incarnation] = state.newest_possible(updates_per_step) + missed
     return KnownVersions(newest)
 
 
@@ -98,7 +99,9 @@ class Intake:
         Returns:
             For each message what became of its rows; a refusal where its sender is unknown.
         """
-        bad = faults(pushes.batch, self._facts, known_versions(tx.state, may_be_behind=self._facts.num_shards > 1))
+        facts = self._facts
+        known = known_versions(tx.state, updates_per_step=facts.updates_per_step, may_be_behind=facts.num_shards > 1)
+        bad = faults(pushes.batch, facts, known)
         every = enumerate(pushes.rows)
         outcomes: list[list[RowResult] | BufferRefused] = []
         for message, num_rows in zip(pushes.messages, pushes.num_rows, strict=True):

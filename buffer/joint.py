@@ -97,8 +97,8 @@ class JointDraws:
         }
         waits = any(offer.waits for offer in offers.values())
         is_whole = len(offers) == len(self._links)
-        plan = divide_step(num_groups, version, supplies, in_order=waits)
-        if plan and not (waits and (not is_whole or must_wait(plan, version, num_groups, supplies))):
+        plan = divide_step(num_groups, supplies, in_order=waits)
+        if plan and not (waits and (not is_whole or must_wait(plan, num_groups, supplies))):
             return plan, ""
         num_ready = sum(supply.num_eligible for supply in supplies.values())
         lacks = [f"shard {shard} has {offer.num_eligible}, {offer.waiting_for}" for shard, offer in offers.items()]

@@ -8,6 +8,7 @@ the generator it is given, so that a draw can be repeated.
     Weighted        by chance, in proportion to a weight: Uniform, RewardSoftmax or Prioritised
     LengthBalanced  from every length in proportion to how many there are, oldest first within it
     OnPolicyShare   a share of the newest tokens, the rest by another law
+    PromptMates     what another law takes, each with other groups of its prompt
 """
 
 from __future__ import annotations
@@ -75,6 +76,10 @@ class Candidates(Protocol):
 
     def uses_left(self, group_id: int) -> float:
         """How many more times the group may be used."""
+        ...
+
+    def mates(self, group_id: int) -> Iterator[int]:
+        """The other eligible groups of its prompt, those leased last first."""
         ...
 
 
@@ -223,7 +228,8 @@ class LengthBalanced:
 class OnPolicyShare:
     """A share m of the newest tokens, the rest by another law (trajectory balance with asynchrony, TBA).
 
-    The newest keep the learner near its own policy; the rest is replay.
+    The newest keep the learner near its own policy; the rest is replay. m * G need not be a whole number:
+    it is rounded up or down by chance, so that the newest have the share m on average over steps.
     """
 
     share: float
@@ -242,18 +248,53 @@ class OnPolicyShare:
     def choose(
         self, candidates: Candidates, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
     ) -> list[int]:
-        """The newest, then the rest; half a group is rounded up."""
-        num_newest = min(num_groups, math.floor(self.share * num_groups + 0.5))
+        """The newest and the rest, in an order of chance: the first few of them have the same shares."""
+        num_newest = min(num_groups, math.floor(self.share * num_groups + random.random()))
         newest = _first(num_newest, (key.group_id for key in candidates.in_order(newest_first=True)), taken)
-        rest = self.rest.choose(candidates, num_groups - len(newest), random, taken | set(newest))
-        return newest + rest
+        chosen = newest + self.rest.choose(candidates, num_groups - len(newest), random, taken | set(newest))
+        return [chosen[i] for i in random.permutation(len(chosen))]
+
+
+@dataclass(frozen=True)
+class PromptMates:
+    """What another law takes, each group followed by others of its prompt, so that a loss can compare them.
+
+    The other law must choose in an order of which a part can be left out: its later choices make room.
+    """
+
+    law: SamplingLaw
+    num_mates: int
+    """At most so many others of a prompt follow each group that the law takes."""
+    needs_strata: ClassVar[bool] = False
+
+    @property
+    def weight(self) -> Weight | None:
+        """That of the other law."""
+        return self.law.weight
+
+    def choose(
+        self, candidates: Candidates, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
+    ) -> list[int]:
+        """The law's choices in their order, each with its mates."""
+        chosen: dict[int, None] = {}
+        for group_id in self.law.choose(candidates, num_groups, random, taken):
+            if group_id in chosen:
+                continue  # it came as a mate, and brings no others
+            chosen[group_id] = None
+            free = (each for each in candidates.mates(group_id) if each not in taken and each not in chosen)
+            chosen.update(dict.fromkeys(islice(free, self.num_mates)))
+            if len(chosen) >= num_groups:
+                break
+        return list(chosen)[:num_groups]
 
 
 def build(config: BufferConfig) -> SamplingLaw:
     """The law that the configuration names."""
     if config.law == "on_policy_share":
-        return OnPolicyShare(config.on_policy_share, _simple(config.replay_law, config))
-    return _simple(config.law, config)
+        law: SamplingLaw = OnPolicyShare(config.on_policy_share, _simple(config.replay_law, config))
+    else:
+        law = _simple(config.law, config)
+    return PromptMates(law, config.groups_per_prompt - 1) if config.groups_per_prompt > 1 else law
 
 
 def systematic_shares(counts: Mapping[int, int], num: int, start: float) -> dict[int, int]:

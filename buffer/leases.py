@@ -192,7 +192,8 @@ class Leases:
         if outstanding >= self._share.capacity:
             return f"{outstanding} groups are outstanding, which is all that the staleness bound allows"
         oldest = self._contract.min_version(state.effective(state.published))
-        if not self._contract.usable(oldest, state.version + self._share.steps_before(outstanding)):
+        num_before = self._share.steps_before(outstanding)
+        if not self._contract.usable(oldest, self._contract.latest_version(state.version, num_before)):
             return (
                 f"the learner is at version {state.version}, the newest published is {state.effective(state.published)}"
             )

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """What a request counts or numbers: so large a number leaves room to add to it in 64 bits."""
@@ -84,12 +84,12 @@ class Renew(Message, frozen=True):
 
 
 class DrawRequest(Message, frozen=True):
-    """The learner asks for the groups of step `step`, trained at `version`."""
+    """The learner asks for the groups of step `step`, which begins at `version`."""
 
     step: Count
     """Steps are counted from 1: step n makes n finished steps."""
     version: Count
-    """Optimizer steps taken when this step trains."""
+    """Optimizer steps taken when this step begins."""
     incarnation: Number
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     """What this service is to give."""
@@ -100,7 +100,7 @@ class DrawRequest(Message, frozen=True):
 
 
 class PlanRequest(Message, frozen=True):
-    """What could a shard give to step `step`, trained at `version`? The client divides the step by the answers."""
+    """What could a shard give to step `step`, begun at `version`? The client divides the step by the answers."""
 
     step: Count
     version: Count
@@ -112,12 +112,13 @@ class WriteScores(Message, frozen=True):
 
 
 class StepFinished(Message, frozen=True):
-    """Step `step` is done and the learner is now at `version` (unchanged where the step was skipped)."""
+    """Step `step` is done and the learner is now at `version`: one more for each update that was applied."""
 
     step: Count
     version: Count
     incarnation: Number
     skipped: bool = False
+    """No update was applied: the version is that at which the step began."""
     took_part: bool = True
     """False where other shards gave all groups of the step: this one only learns how far the learner is."""
 
@@ -236,16 +237,17 @@ class DrawReply(Message, frozen=True):
 
 
 class PlanReply(Message, frozen=True):
-    """Answer to PlanRequest. A group is due at the last version whose step may use it."""
+    """Answer to PlanRequest. A group is due in as many steps after this one as could still use it; 0: in this one."""
 
     num_eligible: int
     """Groups that the step may use."""
     capacity: int
     """More than this it cannot promise: its share of what admission lets be outstanding."""
     due: dict[int, int]
-    """Version -> how many of the oldest eligible groups are due then; empty without an age bound."""
+    """Steps -> how many of the oldest eligible groups are due then; empty without an age bound."""
     open_due: dict[int, int]
-    """The same of groups that are not complete, where a step must wait for them (on_stale = "wait")."""
+    """The same of groups that are not complete, where a step must wait for them (on_stale = "wait"); negative
+    where they are past the bound."""
     waits: bool
     """on_stale is "wait"."""
     waiting_for: str

@@ -41,6 +41,7 @@ class Supply(NamedTuple):
     num_eligible: int
     capacity: int
     due: Mapping[int, int]
+    """Steps -> how many eligible groups no step may use that is more than so many steps later."""
     open_due: Mapping[int, int]
 
 
@@ -124,7 +125,7 @@ def apportion(
     return shares
 
 
-def divide_step(num_groups: int, version: int, supplies: Mapping[int, Supply], *, in_order: bool) -> dict[int, int]:
+def divide_step(num_groups: int, supplies: Mapping[int, Supply], *, in_order: bool) -> dict[int, int]:
     """How many groups of a step each shard gives; nothing where there are too few.
 
     In proportion to what is eligible in each. But as many groups as the later steps could not use any
@@ -132,7 +133,6 @@ def divide_step(num_groups: int, version: int, supplies: Mapping[int, Supply], *
 
     Args:
         num_groups: of the step.
-        version: at which it trains.
         supplies: by shard.
         in_order: take the groups that are due first, whatever shard has them.
     """
@@ -144,19 +144,19 @@ def divide_step(num_groups: int, version: int, supplies: Mapping[int, Supply], *
     given = [0] * len(shards)
     for last in sorted({due for supply in supplies.values() for due in supply.due}):
         due = [sum(num for at, num in supplies[shard].due.items() if at <= last) for shard in shards]
-        must = num_groups if in_order else sum(due) - (last - version) * num_groups
+        must = num_groups if in_order else sum(due) - last * num_groups
         most = [min(pair) for pair in zip(limits, due, strict=True)]
         given = apportion(min(must, num_groups), due, limits=most, given=given)
     given = apportion(num_groups, eligible, limits=limits, given=given)
     return {shard: num for shard, num in zip(shards, given, strict=True) if num}
 
 
-def must_wait(plan: Mapping[int, int], version: int, num_groups: int, supplies: Mapping[int, Supply]) -> bool:
+def must_wait(plan: Mapping[int, int], num_groups: int, supplies: Mapping[int, Supply]) -> bool:
     """Must a step wait for groups that are not complete (on_stale = "wait")? As `Draws` decides for one shard.
 
-    After this step the others are used at best G per step: the i-th of them at version + 1 + i // G.
-    Where one of them is due before that, an open group no younger than it must be in this very step
-    instead of a younger one.
+    After this step the others are used at best G per step: the i-th of them 1 + i // G steps later.
+    Where one of them is due before that, an open group that is due no later than it must be in this very
+    step instead of one that is due after it.
     """
     drawn: list[int] = []
     left: list[int] = []
@@ -166,7 +166,7 @@ def must_wait(plan: Mapping[int, int], version: int, num_groups: int, supplies: 
         drawn += ready[: plan.get(shard, 0)]
         left += ready[plan.get(shard, 0) :]
         still_open += _expanded(supply.open_due)
-    at_risk = [due for i, due in enumerate(sorted(left + still_open)) if due < version + 1 + i // num_groups]
+    at_risk = [due for i, due in enumerate(sorted(left + still_open)) if due < 1 + i // num_groups]
     latest, youngest = max(at_risk, default=-1), max(drawn, default=-1)
     return any(due <= latest and due < youngest for due in still_open)
 

@@ -2,7 +2,7 @@
 
 A restarted learner redoes the steps after its checkpoint from the recorded draws, as far as the
 age bound holds: tokens of abandoned versions count at most as the version it resumed from, so with
-publication on time the first max_lag + 1 steps are redone as they were and later ones are drawn
+publication on time as many steps as the bound has room for are redone as they were, later ones are drawn
 anew. Uses become final, and the records evictable, with a durable checkpoint at or past the step.
 
 A group that several recorded draws name is held by each that this incarnation has not finished.
@@ -86,13 +86,8 @@ class Steps:
             raise BufferRefused(f"step {message.step} cannot be finished: it was never drawn")
         if message.step not in state.pending_draws:  # said before, or it is in the checkpoint
             return
-        expected = draw.version + (0 if message.skipped else 1)
-        if message.version != expected:
-            raise BufferRefused(
-                f"step {message.step} was drawn for version {draw.version}, so {'skipping' if message.skipped else ''} "
-                f"it leads to version {expected}, not {message.version}"
-            )
-        self._finish(tx, draw, skipped=message.skipped)
+        self._check_outcome(draw, message)
+        self._finish(tx, draw, message.version)
         state.version, state.step = message.version, message.step
         self._watch_lengths(state)
 
@@ -160,7 +155,7 @@ class Steps:
 
     def _believe(self, state: State, version: int) -> None:
         """Refuse a version that is further ahead than any news can be late."""
-        newest = state.version + len(state.pending_draws) + MAX_BEHIND
+        newest = self._contract.latest_version(state.version, len(state.pending_draws) + MAX_BEHIND)
         if version > newest:
             raise BufferRefused(f"the learner cannot be at version {version}: it was at {state.version} a moment ago")
 
@@ -182,7 +177,8 @@ class Steps:
         for group in changed:
             self._groups.index.remove(tx, group)
         if state.incarnations:
-            state.incarnations[-1] = replace(state.incarnations[-1], newest=state.newest_possible)
+            newest = state.newest_possible(self._contract.updates_per_step)
+            state.incarnations[-1] = replace(state.incarnations[-1], newest=newest)
         state.incarnations.append(Incarnation(message.session, message.version, message.step))
         for group in changed:
             self._groups.index.add(tx, group)
@@ -202,10 +198,8 @@ class Steps:
             draw = tx.draws.require(step)
             if step <= message.step:
                 if step in state.pending_draws:
-                    # The checkpoint holds this step, but its StepFinished never arrived. Of the last one
-                    # the checkpoint's version tells whether it was skipped.
-                    self._finish(tx, draw, skipped=step == message.step and draw.version == message.version)
-            elif not self.all_usable(tx, draw, message.version + step - message.step - 1):
+                    self._finish(tx, draw, self._version_after(draw, message))
+            elif not self.all_usable(tx, draw, self._contract.latest_version(message.version, step - message.step - 1)):
                 self.release_from(tx, step)
                 return
             elif step not in state.pending_draws:
@@ -213,8 +207,30 @@ class Steps:
                     self._groups.hold(tx, tx.groups.require(group_id))
                 state.pending_draws[step] = len(set(draw.group_ids))
 
-    def _finish(self, tx: Transaction, draw: Draw, *, skipped: bool) -> None:
-        state = tx.state
+    def _version_after(self, draw: Draw, message: BeginIncarnation) -> int:
+        """Where a step led that the checkpoint holds, but whose StepFinished never arrived.
+
+        Of the last one the checkpoint's version tells it; earlier ones count as not skipped.
+        """
+        if draw.step == message.step and draw.version == message.version:
+            return draw.version
+        return max(draw.version + 1, min(message.version, self._contract.latest_version(draw.version, 1)))
+
+    def _check_outcome(self, draw: Draw, message: StepFinished) -> None:
+        """Refuse a version that the step cannot lead to: each of its updates made one, or was skipped."""
+        least, most = draw.version + 1, self._contract.latest_version(draw.version, 1)
+        if message.skipped:
+            least = most = draw.version
+        if not least <= message.version <= most:
+            versions = f"version {least}" if least == most else f"a version from {least} to {most}"
+            raise BufferRefused(
+                f"step {draw.step} was drawn for version {draw.version}, so {'skipping ' if message.skipped else ''}"
+                f"it leads to {versions}, not {message.version}"
+            )
+
+    def _finish(self, tx: Transaction, draw: Draw, version: int) -> None:
+        """The step led to this version; without any update it was skipped."""
+        state, skipped = tx.state, version == draw.version
         is_redone = draw.is_trained
         drawn = set(draw.record_ids)
         for group_id, times in Counter(draw.group_ids).items():
@@ -229,7 +245,7 @@ class Steps:
                 group.uses += times
             if not skipped:
                 earlier = [use for use in group.trained_at if use[0] != draw.step]
-                group.trained_at = [*earlier, (draw.step, draw.version, state.incarnation)][-MAX_TRAINED_AT:]
+                group.trained_at = [*earlier, (draw.step, version - 1, state.incarnation)][-MAX_TRAINED_AT:]
             self._groups.release(tx, group)
         if not skipped:
             state.ledger.uses += len(draw.record_ids)

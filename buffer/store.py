@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import lmdb
 import msgspec
@@ -185,7 +185,7 @@ class Store:
                 f"{mine.schema_version}. It can be read (`leeway buffer export {self.folder} OUT.parquet`); to go on "
                 "training start a new run folder, or the version of Leeway that wrote it"
             )
-        if theirs.facts != mine.facts:
+        if _with_defaults(theirs.facts) != _with_defaults(mine.facts):
             raise StoreError(
                 f"the buffer in {self.folder} was made with {_difference(theirs.facts, mine.facts)}. Start it with the "
                 "configuration of that run, or use a new run folder"
@@ -351,6 +351,12 @@ def is_served(folder: Path) -> bool:
 
 def _difference(theirs: str, mine: str) -> str:
     """The first fields in which two facts of a run differ, as a sentence."""
-    old, new = msgspec.json.decode(theirs), msgspec.json.decode(mine)
+    old, new = _with_defaults(theirs), _with_defaults(mine)
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return ", ".join(f"{name} = {old.get(name)} where this service has {new.get(name)}" for name in names[:4])
+
+
+def _with_defaults(facts: str) -> dict[str, Any]:
+    """Facts of a run; a store that is older than one of them has its default, as RunFacts has where it is read."""
+    defaults = {name: field.default for name, field in RunFacts.model_fields.items() if not field.is_required()}
+    return {**defaults, **msgspec.json.decode(facts)}

@@ -86,15 +86,14 @@ class State(msgspec.Struct):
         """The newest published weights; (0, 0) before any, when no lease is granted anyway."""
         return self.published or (0, 0)
 
-    @property
-    def newest_possible(self) -> int:
+    def newest_possible(self, updates_per_step: int) -> int:
         """The newest version that the present incarnation can have published.
 
         News of a publication may reach an actor before it reaches the service, so the learner may be ahead
         of what the service was told by the steps that it has batches for.
         """
         published = self.newest[1] if self.newest[0] == self.incarnation else 0
-        return max(published, self.version + len(self.pending_draws))
+        return max(published, self.version + len(self.pending_draws) * updates_per_step)
 
     def effective(self, version: tuple[int, int]) -> int:
         """The version that weights count with after learner restarts."""
@@ -138,7 +137,7 @@ class Group(msgspec.Struct):
     """How many draws that are not finished in this incarnation name it; while any does, its phase is 'drawn'."""
     trained_at: list[tuple[int, int, int]] = []
     """(step, version, incarnation) of the steps that trained on it, at most the last `MAX_TRAINED_AT`; a step that is
-    redone is in it once, as it was done last."""
+    redone is in it once, as it was done last. The version is that of the last update of the step."""
     held: int = 0
     """How many recorded draws name the group, finished or not; while any does, its records stay."""
     rank_class: int = -1
@@ -201,6 +200,7 @@ class Draw(msgspec.Struct):
 
     step: int
     version: int
+    """At which the step begins."""
     incarnation: int
     group_ids: list[int]
     record_ids: list[int]

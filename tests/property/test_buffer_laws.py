@@ -33,8 +33,11 @@ def configs(draw):
     max_uses = draw(st.sampled_from([1, 2, 3] if in_order else [1, 2, 3, "unlimited"]))
     with_replacement = max_uses != 1 and not in_order and draw(st.booleans())
     length_correction, packs = (not with_replacement and draw(st.booleans()) for _ in range(2))
+    in_strata = (replay_law if law == "on_policy_share" else law) == "length_balanced"
+    may_have_mates = not (with_replacement or length_correction or packs or in_strata)
     return BufferConfig(
         law=law,
+        groups_per_prompt=draw(st.sampled_from([1, 1, 2, 5])) if may_have_mates else 1,
         replay_law=replay_law,
         on_policy_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
         reward_temperature=0.1,
@@ -57,13 +60,21 @@ class Replay(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="buffer-laws-"))
         self.buffer = None
 
-    @initialize(max_lag=st.sampled_from([1, 3, "unbounded"]), group_size=st.integers(1, 2), config=configs())
-    def start(self, max_lag, group_size, config):
+    @initialize(
+        updates_per_step=st.sampled_from([1, 2, 4]),
+        max_lag=st.sampled_from([1, 3, "unbounded"]),
+        group_size=st.integers(1, 2),
+        config=configs(),
+    )
+    def start(self, updates_per_step, max_lag, group_size, config):
+        max_lag = max_lag if max_lag == "unbounded" else max_lag * updates_per_step + updates_per_step - 1
         facts = RunFacts(
             run_id="r", seed=1, num_prompts=5, group_size=group_size, groups_per_step=GROUPS_PER_STEP,
             vocab_size=64, max_tokens=64, staleness=StalenessConfig(max_lag=max_lag, max_actor_lag=0),
+            updates_per_step=updates_per_step,
         )  # fmt: skip
         self.buffer = InProcessBuffer(self.folder, facts, config)
+        self.updates_per_step = updates_per_step
         self.bound = math.inf if max_lag == "unbounded" else max_lag
         self.buffer.hello("actor-0")
         self.seq = self.acknowledged = 0
@@ -116,7 +127,7 @@ class Replay(RuleBasedStateMachine):
 
     @rule()
     def draw(self):
-        step, version = self.step + len(self.drawn) + 1, self.version + len(self.drawn)
+        step, version = self.step + len(self.drawn) + 1, self.version + len(self.drawn) * self.updates_per_step
         if len(self.drawn) == 2:
             return
         before = self.pending()
@@ -136,7 +147,8 @@ class Replay(RuleBasedStateMachine):
         assert reply.lengths == [len(row.token_ids) for row in rows]
         groups = self.buffer.store.read(lambda tx: [tx.groups.require(group) for group in reply.group_ids])
         state = self.buffer.store.read(lambda tx: tx.state)
-        assert all(version - group.oldest_effective(state) <= self.bound for group in groups)
+        last = version + self.updates_per_step - 1
+        assert all(last - group.oldest_effective(state) <= self.bound for group in groups)
         records = [record for group in groups for record in group.records if record in reply.record_ids]
         assert records == reply.record_ids, "whole groups, in their order"
         if step not in before:
@@ -151,15 +163,19 @@ class Replay(RuleBasedStateMachine):
         """Was the step recorded before this incarnation, and is it still within the bound?"""
         return self.bound == math.inf
 
-    @rule(skipped=st.integers(0, 5))
-    def finish(self, skipped):
+    @rule(num_skipped=st.sampled_from([0, 0, 0, 1, 2, 4]))
+    def finish(self, num_skipped):
+        """A step whose last updates are skipped; what was drawn ahead of its end then begins at a lower version."""
         if not self.drawn:
             return
-        skip = skipped == 0 and len(self.drawn) == 1
+        version = self.version + max(0, self.updates_per_step - num_skipped)
         for _ in range(2):
-            self.buffer.finish(self.drawn[0], self.version + (not skip), incarnation=self.incarnation, skipped=skip)
-        self.step, self.version = self.drawn.pop(0), self.version + (not skip)
+            self.buffer.finish(self.drawn[0], version, incarnation=self.incarnation, skipped=version == self.version)
+        self.step, self.version = self.drawn.pop(0), version
         self.buffer.publish(self.version, self.incarnation)
+        for step in self.drawn:
+            again, _ = self.buffer.draw(step, version, incarnation=self.incarnation)
+            assert again.record_ids == self.recorded[step]
 
     @rule(num_steps=st.integers(1, 5), data=st.data())
     def train(self, num_steps, data):
@@ -167,7 +183,7 @@ class Replay(RuleBasedStateMachine):
         for _ in range(num_steps):
             self.generate(4, data)
             self.draw()
-            self.finish(1)
+            self.finish(0)
 
     @rule()
     def write_checkpoint(self):

@@ -25,25 +25,27 @@ class ScheduledBuffer(RuleBasedStateMachine):
         self.buffer = None
 
     @initialize(
-        max_lag=st.integers(0, 3),
+        updates_per_step=st.sampled_from([1, 2, 4]),
+        spare_lag=st.integers(0, 5),
         group_size=st.integers(1, 3),
         groups_per_step=st.integers(1, 3),
         on_stale=st.sampled_from(["drop", "wait"]),
         data=st.data(),
     )
-    def start(self, max_lag, group_size, groups_per_step, on_stale, data):
+    def start(self, updates_per_step, spare_lag, group_size, groups_per_step, on_stale, data):
+        max_lag = updates_per_step - 1 + spare_lag
         staleness = StalenessConfig(
-            max_lag=max_lag, max_actor_lag=data.draw(st.integers(0, min(1, max_lag))), on_stale=on_stale
+            max_lag=max_lag, max_actor_lag=data.draw(st.integers(0, min(1, spare_lag))), on_stale=on_stale
         )
         facts = RunFacts(
             run_id="r", seed=1, num_prompts=5, group_size=group_size, groups_per_step=groups_per_step,
-            vocab_size=16, max_tokens=16, staleness=staleness,
+            vocab_size=16, max_tokens=16, staleness=staleness, updates_per_step=updates_per_step,
         )  # fmt: skip
         capacity = 4 * (max_lag + 2) * groups_per_step * group_size
         self.buffer = InProcessBuffer(
             self.folder, facts, BufferConfig(capacity_trajectories=capacity, max_attempts=1_000_000)
         )
-        self.max_lag, self.staleness = max_lag, staleness
+        self.max_lag, self.staleness, self.updates_per_step = max_lag, staleness, updates_per_step
         self.epochs = dict.fromkeys(NAMES, 0)
         self.seqs = dict.fromkeys(NAMES, 0)
         self.leases = {name: [] for name in NAMES}
@@ -52,7 +54,8 @@ class ScheduledBuffer(RuleBasedStateMachine):
         self.used_at = {}
         self.incarnation = -1
         self.learner_restarted = self.went_back = False
-        self.version = self.step = self.checkpoint = 0
+        self.checkpoint = (0, 0)
+        self.version = 0
         self.drawn = False
         for name in NAMES:
             self.restart_actor(name)
@@ -126,17 +129,18 @@ class ScheduledBuffer(RuleBasedStateMachine):
     # --- learner ----------------------------------------------------------------------------------
 
     def begin(self):
-        reply = self.buffer.begin(self.checkpoint, self.checkpoint, session=f"learner-{self.incarnation}")
+        self.step, self.version = self.checkpoint
+        reply = self.buffer.begin(self.version, self.step, session=f"learner-{self.incarnation}")
         self.incarnation += 1
         assert reply.incarnation == self.incarnation
         self.resumed_at = reply.resumed_at
-        self.version = self.step = self.published = self.checkpoint
+        self.num_updates = self.num_applied = 0
         self.drawn = False
 
     @rule()
     def restart_learner(self):
         # Groups of abandoned versions fall due together, after the steps to be redone: too many to use in time.
-        self.went_back |= self.checkpoint < self.version
+        self.went_back |= self.checkpoint[1] < self.version + self.num_applied
         self.learner_restarted = True
         self.begin()
 
@@ -150,7 +154,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
         groups = {}
         for record, row in zip(reply.record_ids, rows, strict=True):
             oldest = effective_version(row.oldest_version, self.resumed_at)
-            assert self.version - oldest <= self.max_lag
+            assert self.version + self.updates_per_step - 1 - oldest <= self.max_lag
             assert self.used_at.setdefault(record, self.step + 1) == self.step + 1 or self.learner_restarted
             assert row.reward is not None
             groups.setdefault(row.group_id, []).append(row.prompt_id)
@@ -158,13 +162,25 @@ class ScheduledBuffer(RuleBasedStateMachine):
         assert all(len(prompts) >= min(2, self.buffer.facts.group_size) for prompts in groups.values())
         assert all(len(set(prompts)) == 1 for prompts in groups.values())
 
-    @rule(is_published=st.booleans())
-    def finish(self, is_published):
+    @rule(is_applied=st.booleans(), is_published=st.booleans())
+    def update(self, is_applied, is_published):
+        """One of the updates of a step that is not over."""
+        if self.drawn and self.num_updates < self.updates_per_step:
+            self.num_updates, self.num_applied = self.num_updates + 1, self.num_applied + is_applied
+            if is_published:
+                self.publish()
+
+    @rule(num_skipped=st.integers(0, 4), is_published=st.booleans())
+    def finish(self, num_skipped, is_published):
+        """The rest of a step, some of its updates skipped."""
         if not self.drawn:
             return
+        self.num_applied += max(0, self.updates_per_step - self.num_updates - num_skipped)
+        version = self.version + self.num_applied
         for _ in range(2):
-            self.buffer.finish(self.step + 1, self.version + 1, incarnation=self.incarnation)
-        self.step, self.version, self.drawn = self.step + 1, self.version + 1, False
+            self.buffer.finish(self.step + 1, version, incarnation=self.incarnation, skipped=version == self.version)
+        self.step, self.version, self.drawn = self.step + 1, version, False
+        self.num_updates = self.num_applied = 0
         if is_published:
             self.publish()
 
@@ -175,17 +191,17 @@ class ScheduledBuffer(RuleBasedStateMachine):
             self.publish()
             self.work("a", 0, True)
             self.draw()
-            self.finish(True)
+            self.finish(0, True)
 
     @rule()
     def publish(self):
-        self.buffer.publish(self.version, self.incarnation)
+        self.buffer.publish(self.version + self.num_applied, self.incarnation)
 
     @rule()
     def write_checkpoint(self):
-        if self.version == self.step:
+        if not self.drawn:
             self.buffer.ask(p.CheckpointDurable(self.step, self.incarnation), p.Done)
-            self.checkpoint = self.step
+            self.checkpoint = (self.step, self.version)
 
     # --- service ----------------------------------------------------------------------------------
 
@@ -223,7 +239,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
                 if self.drawn:
                     break
             assert self.drawn, self.buffer.draw(goal, self.version, incarnation=self.incarnation)[0].waiting_for
-            self.finish(True)
+            self.finish(0, True)
         self.the_ledger_closes()
 
 

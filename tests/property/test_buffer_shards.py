@@ -32,19 +32,22 @@ class ScheduledShards(RuleBasedStateMachine):
 
     @initialize(
         num_shards=st.integers(2, 3),
-        max_lag=st.integers(0, 3),
+        updates_per_step=st.sampled_from([1, 2, 4]),
+        spare_lag=st.integers(0, 5),
         group_size=st.integers(1, 2),
         spare=st.integers(0, 2),
         on_stale=st.sampled_from(["drop", "drop", "wait"]),
     )
-    def start(self, num_shards, max_lag, group_size, spare, on_stale):
+    def start(self, num_shards, updates_per_step, spare_lag, group_size, spare, on_stale):
         groups_per_step = num_shards + spare
-        staleness = StalenessConfig(max_lag=max_lag, max_actor_lag=min(1, max_lag), on_stale=on_stale)
+        max_lag = updates_per_step - 1 + spare_lag
+        staleness = StalenessConfig(max_lag=max_lag, max_actor_lag=min(1, spare_lag), on_stale=on_stale)
         config = BufferConfig(capacity_trajectories=1000, max_attempts=1_000_000)
         for shard in range(num_shards):
             facts = RunFacts(
                 run_id="r", seed=1, num_prompts=12, group_size=group_size, groups_per_step=groups_per_step,
                 vocab_size=16, max_tokens=16, staleness=staleness, shard=shard, num_shards=num_shards,
+                updates_per_step=updates_per_step,
             )  # fmt: skip
             self.shards.append(Shard(self.folder / f"shard-{shard}", facts, config))
         self.facts, self.config, self.max_lag, self.staleness = facts, config, max_lag, staleness
@@ -54,7 +57,7 @@ class ScheduledShards(RuleBasedStateMachine):
         self.leased = []
         self.drawn = {}
         self.finished = set()
-        self.checkpoint = 0
+        self.checkpoint = (0, 0)
         self.learner_restarted = False
         self.actor = self.client("actor", "actor-0")
         self.actor.connect()
@@ -132,11 +135,11 @@ class ScheduledShards(RuleBasedStateMachine):
             self.learner.close(0.0)
         self.learner = self.client("learner", "learner")
         self.learner.connect()
-        reply = self.learner.begin_incarnation(self.checkpoint, self.checkpoint).result(LONG_S)
+        self.step, self.version = self.checkpoint
+        reply = self.learner.begin_incarnation(self.version, self.step).result(LONG_S)
         for shard in self.shards:
             assert shard.buffer.status().ledger["gap"] == 0
         self.incarnation, self.resumed_at = reply.incarnation, reply.resumed_at
-        self.version = self.step = self.checkpoint
         self.batch = None
         self.publish()
 
@@ -154,7 +157,7 @@ class ScheduledShards(RuleBasedStateMachine):
         shard = self.shards[self.step % len(self.shards)]
         if shard.is_up:
             shard.buffer.ask(
-                p.BeginIncarnation(f"dead-{next(self.sessions)}", self.checkpoint, self.checkpoint), p.IncarnationReply
+                p.BeginIncarnation(f"dead-{next(self.sessions)}", *reversed(self.checkpoint)), p.IncarnationReply
             )
             self.begin()
 
@@ -174,17 +177,18 @@ class ScheduledShards(RuleBasedStateMachine):
         assert batch.ledger["gap"] == 0
         for record, row in zip(batch.record_ids, batch.trajectories, strict=True):
             oldest = effective_version(row.oldest_version, self.resumed_at)
-            assert self.version - oldest <= self.max_lag
+            assert self.version + self.facts.updates_per_step - 1 - oldest <= self.max_lag
             assert self.drawn.setdefault(record, step) == step or self.learner_restarted
         self.batch = batch.record_ids
 
-    @rule(is_published=st.booleans())
-    def finish(self, is_published):
+    @rule(num_skipped=st.integers(0, 4), is_published=st.booleans())
+    def finish(self, num_skipped, is_published):
         if self.batch is None:
             return
-        self.step, self.version = self.step + 1, self.version + 1
-        self.learner.step_finished(self.step, self.version).result(LONG_S)
-        self.finished |= set(self.batch)
+        num_applied = max(0, self.facts.updates_per_step - num_skipped)
+        self.step, self.version = self.step + 1, self.version + num_applied
+        self.learner.step_finished(self.step, self.version, skipped=num_applied == 0).result(LONG_S)
+        self.finished |= set(self.batch) if num_applied else set()
         self.batch = None
         if is_published:
             self.publish()
@@ -202,14 +206,13 @@ class ScheduledShards(RuleBasedStateMachine):
             self.publish()
             self.work(100)
             self.draw()
-            self.finish(True)
+            self.finish(0, True)
         self.leased = held
 
     @rule()
     def write_checkpoint(self):
-        if self.version == self.step:
-            self.learner.checkpoint_durable(self.step).result(LONG_S)
-            self.checkpoint = self.step
+        self.learner.checkpoint_durable(self.step).result(LONG_S)
+        self.checkpoint = (self.step, self.version)
 
     # --- what must hold ---------------------------------------------------------------------------
 
@@ -244,7 +247,7 @@ class ScheduledShards(RuleBasedStateMachine):
                 .result(LONG_S)
                 .waiting_for
             )
-            self.finish(True)
+            self.finish(0, True)
         self.count_answers()
         status = self.learner.status().result(LONG_S)
         assert status.silent_shards == []
@@ -270,7 +273,9 @@ def schedule():
     machine = ScheduledShards()
 
     def start(**settings):
-        machine.start(**{"num_shards": 2, "group_size": 1, "spare": 0, "on_stale": "drop", **settings})
+        machine.start(
+            **{"num_shards": 2, "updates_per_step": 1, "group_size": 1, "spare": 0, "on_stale": "drop", **settings}
+        )
         return machine
 
     yield start
@@ -278,7 +283,7 @@ def schedule():
 
 
 def test_a_shard_takes_samples_of_versions_that_it_missed_while_it_was_down(schedule):
-    run = schedule(max_lag=3)
+    run = schedule(spare_lag=3)
     run.lease(2)
     run.cut_off(1)
     run.train(2)
@@ -289,8 +294,9 @@ def test_a_shard_takes_samples_of_versions_that_it_missed_while_it_was_down(sche
     assert run.pushed == []
 
 
-def test_under_wait_no_step_leaves_an_open_group_of_any_shard_behind(schedule):
-    run = schedule(max_lag=2, on_stale="wait")
+@pytest.mark.parametrize("updates_per_step", [1, 2, 4])
+def test_under_wait_no_step_leaves_an_open_group_of_any_shard_behind(schedule, updates_per_step):
+    run = schedule(spare_lag=2 * updates_per_step, updates_per_step=updates_per_step, on_stale="wait")
     run.lease(1)
     run.train(6)
     assert 0 < run.step < 6
@@ -303,7 +309,7 @@ supplies = st.dictionaries(
     st.integers(0, 5),
     st.builds(
         lambda due, more, capacity: Supply(len(due) + more, capacity, {at: due.count(at) for at in due}, {}),
-        st.lists(st.integers(5, 9), max_size=8),
+        st.lists(st.integers(0, 4), max_size=8),
         st.integers(0, 5),
         st.integers(1, 10),
     ),
@@ -313,7 +319,7 @@ supplies = st.dictionaries(
 
 @given(supplies, st.integers(1, 12), st.booleans())
 def test_a_divided_step_is_whole_and_asks_nobody_for_more_than_it_has(supplies, num_groups, in_order):
-    plan = divide_step(num_groups, 5, supplies, in_order=in_order)
+    plan = divide_step(num_groups, supplies, in_order=in_order)
     limits = {shard: min(supply.num_eligible, supply.capacity) for shard, supply in supplies.items()}
     assert sum(plan.values()) == (num_groups if sum(limits.values()) >= num_groups else 0)
     assert all(0 < num <= limits[shard] for shard, num in plan.items())

@@ -70,6 +70,21 @@ def test_an_unused_group_at_its_last_chance_enters_the_step_though_used_ones_are
     assert set(train(buffer, 3).group_ids) == oldest - used
 
 
+def test_the_last_chance_of_an_unused_group_is_the_last_step_whose_updates_are_all_within_the_bound(make):
+    settings = BufferConfig(law="on_policy_share", on_policy_share=1.0, max_uses=50, **PACKS)
+    buffer, actor = started(make, settings, groups_per_step=2, max_lag=8, max_actor_lag=0, updates_per_step=2)
+    unused = set(generate(buffer, actor, 4))
+    for step, version in enumerate((0, 2, 4, 6), start=1):
+        groups = set(buffer.draw(step, version)[0].group_ids)
+        unused -= groups if step == 1 else set()
+        # A step that begins at 8 trains at 9, which is more than 8 versions after the first groups.
+        assert bool(groups & unused) == (step == 4)
+        buffer.finish(step, version + 2)
+        buffer.publish(version + 2)
+        generate(buffer, actor, 2, version=PolicyVersion(0, version + 2))
+    assert groups == unused
+
+
 def test_a_pool_that_nothing_chooses_from_is_refused():
     with pytest.raises(ValidationError, match=r"nothing chooses among them: set length_correction or pack_tokens"):
         BufferConfig(selection_pool=2.0)

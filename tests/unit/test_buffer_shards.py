@@ -190,11 +190,11 @@ def test_a_shard_keeps_its_part_of_the_capacity(tmp_path):
 
 
 def test_a_step_is_divided_in_proportion_to_what_is_eligible():
-    assert divide_step(8, 0, {0: supply(12), 1: supply(6), 2: supply(6)}, in_order=False) == {0: 4, 1: 2, 2: 2}
+    assert divide_step(8, {0: supply(12), 1: supply(6), 2: supply(6)}, in_order=False) == {0: 4, 1: 2, 2: 2}
 
 
 def test_a_step_takes_no_more_than_a_shard_has_or_can_promise():
-    assert divide_step(6, 0, {0: supply(1), 1: supply(50, capacity=3), 2: supply(2)}, in_order=False) == {
+    assert divide_step(6, {0: supply(1), 1: supply(50, capacity=3), 2: supply(2)}, in_order=False) == {
         0: 1,
         1: 3,
         2: 2,
@@ -202,31 +202,31 @@ def test_a_step_takes_no_more_than_a_shard_has_or_can_promise():
 
 
 def test_a_shard_that_is_down_has_no_part_and_too_few_groups_elsewhere_wait_for_it():
-    assert divide_step(6, 0, {0: supply(3), 2: supply(3)}, in_order=False) == {0: 3, 2: 3}
-    assert divide_step(6, 0, {0: supply(3), 2: supply(2)}, in_order=False) == {}
+    assert divide_step(6, {0: supply(3), 2: supply(3)}, in_order=False) == {0: 3, 2: 3}
+    assert divide_step(6, {0: supply(3), 2: supply(2)}, in_order=False) == {}
 
 
 def test_groups_that_no_later_step_could_use_go_first():
     """Shard 1 was down: by its eligible groups it would give one, but four of them are due now."""
-    young = supply(20, due=[9] * 20)
-    assert divide_step(5, 5, {0: young, 1: supply(4, due=[5] * 4)}, in_order=False) == {0: 1, 1: 4}
+    young = supply(20, due=[4] * 20)
+    assert divide_step(5, {0: young, 1: supply(4, due=[0] * 4)}, in_order=False) == {0: 1, 1: 4}
 
 
 def test_groups_that_later_steps_could_not_use_in_time_go_first():
-    """Eight groups are due at version 6 and five fit into each step: three must go now."""
-    plan = divide_step(5, 5, {0: supply(40, due=[9] * 40), 1: supply(8, due=[6] * 8)}, in_order=False)
+    """Eight groups are due in the next step and five fit into each: three must go now."""
+    plan = divide_step(5, {0: supply(40, due=[4] * 40), 1: supply(8, due=[1] * 8)}, in_order=False)
     assert plan == {0: 2, 1: 3}
 
 
 def test_in_order_the_oldest_go_first_whatever_shard_has_them():
-    plan = divide_step(4, 0, {0: supply(3, due=[1, 5, 5]), 1: supply(9, due=[2, 3, 4, *[9] * 6])}, in_order=True)
+    plan = divide_step(4, {0: supply(3, due=[1, 5, 5]), 1: supply(9, due=[2, 3, 4, *[9] * 6])}, in_order=True)
     assert plan == {0: 1, 1: 3}
 
 
 def test_a_step_waits_for_an_open_group_of_another_shard_that_it_would_leave_behind():
-    ready = {0: supply(2, due=[7, 7]), 1: supply(2, due=[7, 7], still_open=[5])}
-    assert must_wait({0: 2}, 5, 2, ready)
-    assert not must_wait({0: 2}, 5, 2, {**ready, 1: supply(2, due=[7, 7], still_open=[6])})
+    ready = {0: supply(2, due=[2, 2]), 1: supply(2, due=[2, 2], still_open=[0])}
+    assert must_wait({0: 2}, 2, ready)
+    assert not must_wait({0: 2}, 2, {**ready, 1: supply(2, due=[2, 2], still_open=[1])})
 
 
 # --- what a shard does with its part --------------------------------------------------------------

@@ -1,0 +1,116 @@
+"""The replay law of TBA on a real store: a share m of the newest, the rest uniform or by exp(reward / temperature)."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffer.config import BufferConfig
+from buffer.laws import OnPolicyShare, ReadyGroup
+from tests.unit.buffer_rules import Actor, generate, train
+from weight_sync.staleness import PolicyVersion
+
+REWARDS = {"low": 0.0, "middle": 0.5, "high": 1.0}
+TEMPERATURE = 0.5
+
+
+class Plain:
+    """Candidates in a list, the oldest first."""
+
+    def __init__(self, num):
+        self.keys = [ReadyGroup(group, group) for group in range(num)]
+
+    def in_order(self, *, newest_first=False):
+        return iter(self.keys[::-1] if newest_first else self.keys)
+
+
+class OldestOfTheRest:
+    """A law for the rest that can be told from the newest."""
+
+    weight, needs_strata = None, False
+
+    def choose(self, candidates, num_groups, random, taken=frozenset()):
+        return [key.group_id for key in candidates.in_order() if key.group_id not in taken][:num_groups]
+
+
+@given(share=st.floats(0, 1), num_groups=st.integers(1, 64), seed=st.integers(0, 2**32 - 1))
+def test_a_step_has_the_share_of_newest_rounded_up_or_down_and_is_whole(share, num_groups, seed):
+    law = OnPolicyShare(share, OldestOfTheRest())
+    chosen = law.choose(Plain(200), num_groups, np.random.default_rng(seed))
+    num_newest = sum(group >= 200 - num_groups for group in chosen)
+    assert len(set(chosen)) == num_groups
+    assert abs(num_newest - share * num_groups) < 1 + 1e-9
+
+
+@pytest.mark.parametrize(("share", "num_groups"), [(0.95, 8), (0.5, 5), (0.01, 4), (0.99, 32)])
+def test_over_many_steps_the_mean_share_of_newest_is_exactly_m(share, num_groups):
+    law, random = OnPolicyShare(share, OldestOfTheRest()), np.random.default_rng(0)
+    num_steps = 4000
+    counts = [
+        sum(group >= 200 - num_groups for group in law.choose(Plain(200), num_groups, random)) for _ in range(num_steps)
+    ]
+    spread = math.sqrt(np.var(counts) / num_steps)
+    assert abs(np.mean(counts) - share * num_groups) <= 4 * spread + 1e-12
+    assert len(set(counts)) == (1 if share * num_groups == int(share * num_groups) else 2)
+
+
+def test_the_first_half_of_a_choice_has_the_same_shares():
+    law, random = OnPolicyShare(0.5, OldestOfTheRest()), np.random.default_rng(0)
+    halves = [law.choose(Plain(200), 8, random)[:4] for _ in range(2000)]
+    assert np.mean([group >= 192 for half in halves for group in half]) == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize("replay_law", ["reward_softmax", "uniform"])
+def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_law(make, replay_law):
+    """m = 0.9 of 4 groups: 3 or 4 of the newest, and the rest from all that is stored."""
+    settings = BufferConfig(
+        law="on_policy_share",
+        on_policy_share=0.9,
+        replay_law=replay_law,
+        reward_temperature=TEMPERATURE,
+        max_uses="unlimited",
+    )
+    buffer = make(settings, max_lag="unbounded", groups_per_step=4, num_prompts=50)
+    actor = Actor(buffer)
+    buffer.begin()
+    # Both samples count: a group weighs by its mean reward, and is drawn whole.
+    stored = {generate(buffer, actor, 1, [reward - 0.25, reward + 0.25])[0]: reward for reward in REWARDS.values()}
+    num_steps, num_newest, replayed = 400, 0, Counter()
+    buffer.publish(1)
+    newest = generate(buffer, actor, 4, [-5.0], version=PolicyVersion(0, 1))
+    for step in range(1, num_steps + 1):
+        groups = train(buffer, step, publish=False).group_ids
+        assert len(set(groups)) == 4
+        old = [group for group in groups if group in stored]
+        assert len(old) <= 1
+        # Of the newest four the oldest one is left for the replay law where three were taken.
+        num_newest += set(newest[1:]) <= set(groups)
+        replayed.update(old if old else ["newest"])
+    assert num_newest == num_steps
+    weights = {group: math.exp(reward / TEMPERATURE) for group, reward in stored.items()}
+    weights["left"] = math.exp(-5.0 / TEMPERATURE)
+    if replay_law == "uniform":
+        weights = dict.fromkeys(weights, 1.0)
+    # A fourth group is replayed in 0.4 of the steps: m * G = 3.6.
+    for group in stored:
+        chance = 0.4 * weights[group] / sum(weights.values())
+        assert abs(replayed[group] - num_steps * chance) <= 4 * math.sqrt(num_steps * chance * (1 - chance))
+
+
+def test_replay_goes_on_while_new_groups_arrive_and_old_ones_stay_within_reach(make):
+    settings = BufferConfig(law="on_policy_share", on_policy_share=0.75, max_uses="unlimited")
+    buffer = make(settings, max_lag="unbounded", groups_per_step=4, group_size=1, num_prompts=50)
+    actor = Actor(buffer)
+    buffer.begin()
+    generate(buffer, actor, 12)
+    num_new, ages = 0, []
+    for step in range(1, 61):
+        new = generate(buffer, actor, 3, version=PolicyVersion(0, step - 1))
+        groups = train(buffer, step).group_ids
+        num_new += len(set(new) & set(groups))
+        ages += [max(new) - group for group in groups if group not in new]
+    assert num_new == 180, "three of four are the newest"
+    assert max(ages) > 90, "and the fourth is any of those before"
