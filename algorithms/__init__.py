@@ -1,11 +1,16 @@
 """Pure functions from log-probabilities to a loss, and their config sections.
 
-inputs              LossInputs: what every loss may read; LossOutput: the loss and its metrics
 registry            the algorithms by name, and the config union that `algorithm.type` selects from
+section             what each of them declares: Algorithm, its config section, its Needs
+inputs              LossInputs: what every loss may read; LossOutput: the loss and its metrics
+checks              refuses a batch with values that no loss can use
 trajectory_balance  VarGrad trajectory balance (TBA)
 online_dpo          best-against-worst preference loss
-off_policy_ppo      decoupled PPO with a group baseline
+off_policy_ppo      decoupled PPO, over:
+    advantages      RLOO, GRPO, GAE
+    corrections     importance weights with truncations and masks, and the clipped surrogates
 metrics             how far the data are from the policy, the same for every algorithm
+ess                 EssRule: what to do with an update whose data say too little
 
 This package imports torch and nothing of ours: it knows no pipeline, no buffer and no version.
 """

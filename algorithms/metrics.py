@@ -1,55 +1,82 @@
-"""How far the data are from the policy: computed once per step, the same for every algorithm."""
+"""How far the data are from the policy: computed once per update, the same for every algorithm."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from algorithms.corrections import clamped_exp
 from algorithms.inputs import LOG_RATIO_LIMIT, LossInputs
 
+Metrics = dict[str, float | None]
 
-def effective_sample_share(weights: Tensor) -> float:
-    """1 / mean((w / mean w)^2), in (0, 1]: the share of samples that count, 1 where all weigh the same."""
-    return float(weights.mean().square() / weights.square().mean())
+NAMES = (
+    "mismatch/k1",
+    "mismatch/k3",
+    "mismatch/lag0_abs",
+    "mismatch/lag0_k3",
+    "off_policy/chi2",
+    "off_policy/ess_token",
+    "off_policy/ess_sequence",
+)
+
+
+def effective_sample_share(weights: Tensor) -> float | None:
+    """1 / mean((w / mean w)^2), in (0, 1]: the share of samples that count, 1 where all weigh the same.
+
+    None where there is no weight, or all are 0.
+    """
+    if weights.numel() == 0:
+        return None
+    wide = weights.double()  # squares of e^20 sum up beyond what float32 resolves
+    mean_square = float(wide.square().mean())
+    return float(wide.mean().square()) / mean_square if mean_square > 0 else None
 
 
 def off_policy_metrics(
-    inputs: LossInputs, lag_T: Tensor, single_version_B: Tensor, weight_cap: float | None = None
-) -> dict[str, float | None]:
+    inputs: LossInputs, lag_T: Tensor, single_version_B: Tensor, weights_T: Tensor | None = None
+) -> Metrics:
     """Diagnostics of rho = pi_prox / mu on the batch, before its update.
 
     Args:
-        inputs: the batch; its proximal log-probabilities are the learner's at the start of the step.
+        inputs: the batch; its proximal log-probabilities are the learner's at the start of the draw.
         lag_T: int64, versions between sampling and training of each token.
         single_version_B: bool, every token of the sequence was sampled by one version.
-        weight_cap: where set, also the effective sample shares of weights truncated there.
+        weights_T: the weights that the loss applied, after corrections; None where it has none.
 
     Returns:
         `mismatch/k1` mean(log mu - log pi) and `mismatch/k3` mean(rho - 1 - log rho), estimates of KL(mu || pi);
         `mismatch/lag0_abs`, `lag0_k3`, `lag0_tokens`: the same on tokens of lag 0 in single-version sequences, where
         any difference is an implementation gap and not staleness (None where there are none);
-        `off_policy/chi2` mean(rho^2) - 1; `off_policy/ess_token`, `ess_sequence`, and `*_truncated`.
+        `off_policy/chi2` mean(rho^2) - 1; `off_policy/ess_token`, `ess_sequence` of rho;
+        and of the applied weights `*_truncated` and `off_policy/masked_frac`, the share of tokens that weigh 0.
+        All but `lag0_tokens`, then 0, are None where a behaviour log-probability is missing (not finite), which some
+        losses allow; those of the applied weights are then left out.
     """
     log_rho_T = (inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T).detach()
-    clamped_T = log_rho_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if log_rho_T.numel() == 0:
-        return {"mismatch/lag0_abs": None, "mismatch/lag0_k3": None, "mismatch/lag0_tokens": 0.0}
-    rho_T = clamped_T.exp()
-    k3_T = rho_T - 1 - clamped_T
-    rho_B = inputs.sum_per_sequence(log_rho_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if log_rho_T.numel() == 0 or not bool(torch.isfinite(log_rho_T).all()):
+        return {**dict.fromkeys(NAMES), "mismatch/lag0_tokens": 0.0}
+    log_rho_T = log_rho_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    rho_T = log_rho_T.exp()
+    k3_T = rho_T - 1 - log_rho_T
+    written_B = inputs.length_B > 0
+    rho_B = clamped_exp(inputs.sum_per_sequence(log_rho_T))[written_B]
     same_T = (lag_T == 0) & single_version_B[inputs.sequence_T]
     num_same = int(same_T.sum())
-    metrics: dict[str, float | None] = {
+    metrics: Metrics = {
         "mismatch/k1": float(-log_rho_T.mean()),
         "mismatch/k3": float(k3_T.mean()),
         "mismatch/lag0_abs": float(log_rho_T[same_T].abs().mean()) if num_same else None,
         "mismatch/lag0_k3": float(k3_T[same_T].mean()) if num_same else None,
         "mismatch/lag0_tokens": float(num_same),
-        "off_policy/chi2": float(rho_T.square().mean() - 1),
+        "off_policy/chi2": float(rho_T.double().square().mean() - 1),
         "off_policy/ess_token": effective_sample_share(rho_T),
         "off_policy/ess_sequence": effective_sample_share(rho_B),
     }
-    if weight_cap is not None:
-        metrics["off_policy/ess_token_truncated"] = effective_sample_share(torch.clamp(rho_T, max=weight_cap))
-        metrics["off_policy/ess_sequence_truncated"] = effective_sample_share(torch.clamp(rho_B, max=weight_cap))
+    if weights_T is not None:
+        # a sequence weighs in the gradient as its tokens do on average
+        applied_B = inputs.mean_per_sequence(weights_T)[written_B]
+        metrics["off_policy/ess_token_truncated"] = effective_sample_share(weights_T)
+        metrics["off_policy/ess_sequence_truncated"] = effective_sample_share(applied_B)
+        metrics["off_policy/masked_frac"] = float((weights_T == 0).sum()) / weights_T.numel()
     return metrics

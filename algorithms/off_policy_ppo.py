@@ -1,102 +1,241 @@
-"""Decoupled off-policy PPO with a group baseline: behaviour policy and trust region are different things.
+"""Decoupled off-policy PPO: the policy that sampled and the centre of the trust region are different things.
 
 Objective:
-    J = 1/T * sum_t sg[min((pi_prox / mu)_t, C)] * min(u_t * A_t, clip(u_t, 1 - e_low, 1 + e_high) * A_t)
-    u = pi / pi_prox, T = all completion tokens of the batch, A_t = A of the sequence, L = -J
+    J = 1/T * sum_t sg[rho_t] * min(u_t * A_t, clip(u_t, 1 - e_low, 1 + e_high) * A_t),  L = -J + value and KL terms
+    rho = pi_prox / mu, u = pi / pi_prox, T = all completion tokens of the batch, before any mask
+    With a critic: + value_coef / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2), R = A + V_old.
 
 Estimator:
-    A_j from the rewards of the group, after subtracting kl_beta * log(pi_prox / pi_ref)(y_j) where kl_beta > 0:
-    rloo: r_j minus the mean of the other K-1.
-    grpo: r_j minus the mean of all K, divided by their standard deviation where `normalize_std`.
-    The denominator is the batch's token count, before any clipping: long answers are not favoured by short batches.
+    A from the rewards of the group (rloo, grpo), the same for every token of a sequence, or by GAE from a critic.
+    KL to the reference, where kl_beta > 0. In the reward: kl_beta * log(pi_prox / pi_ref) is taken from it, of the
+    sequence with a group baseline, token by token with a critic; then pi* ~ pi_ref * exp(r / kl_beta) is the optimum.
+    In the loss: + kl_beta / T * sum_t sg[rho_t] * k_t, with k2 = 1/2 log(pi / pi_ref)^2, whose gradient is that of
+    KL(pi || pi_ref) of each token, or k3 = pi_ref / pi - 1 - log(pi_ref / pi), GRPO's, whose gradient is that of
+    the other direction, KL(pi_ref || pi).
+    T counts what masks remove: long answers are not favoured by short batches, nor kept samples by dropped ones.
 
 Where the off-policy correction enters:
-    pi_prox / mu per token, constant in the gradient, truncated at `behaviour_weight_cap`: it repairs the expectation,
-    whoever sampled the token. The clip acts on pi / pi_prox alone, so stale data do not eat the trust region.
+    rho repairs the expectation over tokens that another policy sampled; it is constant in the gradient, and without
+    a correction neither bounded nor masked. The clip acts on u alone: pi_prox is the policy at the start of the
+    draw, so stale data do not eat the trust region. Where a draw is one update, u = 1 and nothing is ever
+    clipped: give it several (learner.num_minibatches, learner.num_epochs).
+    proximal = "behaviour" is plain PPO on stale data: pi_prox := mu, so rho = 1 and the clip holds pi near mu.
+
+Presets:
+    proximal_rloo (Asynchronous RLHF): proximal = "behaviour", baseline = "rloo", corrections = ["sequence_clip"],
+    kl_beta = 0.05 in the reward. Keys that are given win. T stays the denominator where the paper divides by the
+    number of sequences: the gradient is the paper's times sequences / T.
 
 What we left out:
-    A critic with GAE, an entropy bonus, dual clipping, and filters on the weight (IcePop, geometric masks).
+    An entropy bonus, dual clipping, V-trace (GAE takes the sampled continuations as they are), whitening of
+    advantages over the batch, and a bootstrap value for completions that were cut off.
 
 References:
-    AReaL, arXiv 2505.24298, equation 5; RLOO, arXiv 2402.14740; GRPO, arXiv 2402.03300.
+    AReaL, arXiv 2505.24298, equation 5; PPO, arXiv 1707.06347; Asynchronous RLHF, arXiv 2410.18252;
+    RLOO, arXiv 2402.14740; GRPO, arXiv 2402.03300; KL estimators: Schulman, Approximating KL Divergence (2020).
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from algorithms.inputs import LOG_RATIO_LIMIT, LossInputs, LossOutput
+from algorithms.advantages import gae, group_advantages, rewards_per_token
+from algorithms.corrections import (
+    AnySurrogate,
+    AnyWeight,
+    Corrections,
+    TokenClip,
+    check_corrections,
+    clamped_exp,
+    importance_weights,
+    surrogate_of,
+)
+from algorithms.inputs import LossInputs, LossOutput
+from algorithms.section import Algorithm, CriticKind, GroupSection, Needs
 
-STD_FLOOR = 1e-6
-"""Added to the group's standard deviation: with equal rewards the advantage is 0, not 0/0."""
+Metrics = dict[str, float | None]
+
+CLIP = 0.2
+"""Where the ratio is clipped, below and above, unless a run says otherwise."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "proximal_rloo": {
+        "proximal": "behaviour",
+        "baseline": "rloo",
+        "corrections": ["sequence_clip"],
+        "kl_beta": 0.05,
+        "kl_in": "reward",
+    },
+}
 
 
-class OffPolicyPPOConfig(BaseModel):
+class OffPolicyPPOConfig(GroupSection):
     """Knobs of decoupled PPO."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     type: Literal["off_policy_ppo"] = "off_policy_ppo"
-    baseline: Literal["rloo", "grpo"] = Field(default="rloo", description="How rewards become advantages.")
+    preset: Literal["proximal_rloo"] | None = Field(
+        default=None, description="A named set of defaults for the keys below; keys that are given win."
+    )
+    proximal: Literal["draw_start", "behaviour"] = Field(
+        default="draw_start",
+        description="pi_prox, the centre of the trust region: the policy at the start of the draw (decoupled), or the "
+        "one that sampled (plain PPO on stale data).",
+    )
+    baseline: Literal["rloo", "grpo", "critic"] = Field(default="rloo", description="How rewards become advantages.")
     normalize_std: bool = Field(default=True, description="grpo only: divide by the group's standard deviation.")
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description="pi / pi_prox is clipped below at 1 - clip_low.")
-    clip_high: PositiveFloat = Field(default=0.2, description="pi / pi_prox is clipped above at 1 + clip_high.")
-    behaviour_weight_cap: PositiveFloat | None = Field(
-        default=5.0, description="pi_prox / mu is truncated here; unset: not truncated."
+    clip_low: float = Field(default=CLIP, gt=0, le=1, description="pi / pi_prox is clipped below at 1 - clip_low.")
+    clip_high: PositiveFloat = Field(default=CLIP, description="pi / pi_prox is clipped above at 1 + clip_high.")
+    corrections: Corrections = Field(
+        default=(),
+        description="By name, or as tables with their knobs: at most one of 'token_tis', 'sequence_tis'; 'icepop', "
+        "'geometric_mask'; at most one of 'sequence_clip', 'gspo', 'cispo' in place of clip_low and clip_high.",
     )
     kl_beta: NonNegativeFloat = Field(
-        default=0.0, description="Weight of log(pi_prox / pi_ref) taken from the reward; 0 needs no reference."
+        default=0.0, description="Weight of the KL to the reference; 0 needs no reference."
+    )
+    kl_in: Literal["reward", "loss"] = Field(default="reward", description="Where the KL enters.")
+    kl_estimator: Literal["k2", "k3"] = Field(default="k2", description="kl_in = 'loss': which estimator.")
+    missing_eos_penalty: NonNegativeFloat = Field(
+        default=0.0, description="Taken from the reward of an answer that ended by length."
+    )
+    critic: CriticKind = Field(
+        default="head",
+        description="baseline = 'critic': a value head on the policy, or a model of its own that starts as the policy.",
+    )
+    gamma: float = Field(default=1.0, ge=0, le=1, description="baseline = 'critic': discount of GAE.")
+    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="baseline = 'critic': lambda of GAE.")
+    value_coef: PositiveFloat = Field(default=0.5, description="baseline = 'critic': weight of the value loss.")
+    value_clip: PositiveFloat | None = Field(
+        default=0.2, description="baseline = 'critic': a value moves by so much in a draw; unset: freely."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_the_preset(cls, values: Any) -> Any:  # noqa: ANN401 -- what TOML gave
+        if isinstance(values, dict) and values.get("preset") in PRESETS:
+            return {**PRESETS[values["preset"]], **values}
+        return values
 
-def group_advantages(config: OffPolicyPPOConfig, inputs: LossInputs, rewards_B: Tensor) -> Tensor:
-    """Advantage of each sequence from the rewards of its group: B -> B. A group of one has advantage 0."""
-    centred_B = rewards_B - inputs.mean_per_group(rewards_B)
-    size_B = inputs.group_size_B
-    if config.baseline == "rloo":
-        # r_j - mean of the others = K / (K - 1) * (r_j - mean of all)
-        return centred_B * size_B / (size_B - 1).clamp_min(1)
-    if not config.normalize_std:
-        return centred_B
-    variance_B = inputs.mean_per_group(centred_B.square()) * size_B / (size_B - 1).clamp_min(1)
-    return centred_B / (variance_B.sqrt() + STD_FLOOR)
+    @model_validator(mode="after")
+    def _keys_must_agree(self) -> OffPolicyPPOConfig:
+        check_corrections(self.corrections)
+        moved = [key for key in ("clip_low", "clip_high") if getattr(self, key) != CLIP]
+        for each in self.corrections:
+            if isinstance(each, AnyWeight) and self.proximal == "behaviour":
+                raise ValueError(
+                    f"the correction '{each.type}' acts on pi_prox / mu, which is 1 with proximal = 'behaviour': "
+                    "remove it, or use proximal = 'draw_start'"
+                )
+            if isinstance(each, AnySurrogate) and moved:
+                raise ValueError(
+                    f"{moved[0]} is not read with the correction '{each.type}': remove it, or write bounds as "
+                    f"corrections = [{{type = '{each.type}', ...}}]"
+                )
+        return self
+
+    @property
+    def needs(self) -> Needs:
+        """Groups for a group baseline, a critic for the other, a reference for the KL."""
+        return Needs(
+            groups=self.baseline != "critic",
+            reference=self.kl_beta > 0,
+            behaviour=True,
+            critic=self.critic if self.baseline == "critic" else None,
+        )
 
 
 def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput:
     """Evaluate the loss on a whole batch; see the module's docstring for the formula.
 
     Returns:
-        The loss, and metrics `off_policy/clip_frac_low` and `_high` (share of tokens where clipping changes the
-        objective), `off_policy/truncated_frac` (share of tokens at the cap), `ppo/advantage_abs`, and
-        `ppo/kl_reference` (mean over sequences of log(pi_prox / pi_ref), where kl_beta > 0).
+        The loss, the weights it applied, and metrics: `off_policy/clip_frac_low` and `_high` (share of tokens where
+        clipping changes the objective), `off_policy/NAME_frac` of each weight correction, `ppo/advantage_abs` (mean
+        over tokens), `ppo/kl_reference` where kl_beta > 0 (mean over sequences of log(pi_prox / pi_ref)), and with a
+        critic `ppo/value_loss`, `ppo/value_clip_frac` and `ppo/explained_variance` of the returns by the old values.
     """
-    metrics: dict[str, float | None] = {}
-    rewards_B = inputs.rewards_B
-    if config.kl_beta > 0:
-        kl_B = inputs.sum_per_sequence(inputs.proximal_logprobs_T - inputs.reference_logprobs_T).detach()
-        rewards_B = rewards_B - config.kl_beta * kl_B
-        metrics["ppo/kl_reference"] = float(kl_B.mean())
-    advantage_B = group_advantages(config, inputs, rewards_B)
-    advantage_T = advantage_B[inputs.sequence_T]
-
-    log_weight_T = (inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T).detach()
-    raw_weight_T = log_weight_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    weight_T = raw_weight_T.clamp(max=config.behaviour_weight_cap)
-    log_ratio_T = inputs.logprobs_T - inputs.proximal_logprobs_T.detach()
-    ratio_T = log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    clipped_T = ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high)
-    objective_T = torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
+    if config.proximal == "behaviour":
+        inputs = replace(inputs, proximal_logprobs_T=inputs.behaviour_logprobs_T)
     num_tokens = max(1, inputs.logprobs_T.numel())
-    loss = -(weight_T * objective_T).sum() / num_tokens
+    weighing = importance_weights(inputs, config.corrections)
+    metrics: Metrics = dict(weighing.metrics)
+    advantage_T = _advantages(config, inputs, metrics)
+    default = TokenClip(clip_low=config.clip_low, clip_high=config.clip_high)
+    surrogate = surrogate_of(config.corrections, default)
+    found = surrogate.objective(inputs, inputs.proximal_logprobs_T.detach(), advantage_T)
+    loss = -(weighing.weight_T * found.objective_T).sum() / num_tokens
+    metrics["off_policy/clip_frac_low"] = float((found.low_T & weighing.kept_T).sum()) / num_tokens
+    metrics["off_policy/clip_frac_high"] = float((found.high_T & weighing.kept_T).sum()) / num_tokens
+    metrics["ppo/advantage_abs"] = float(advantage_T.abs().sum()) / num_tokens
+    if config.kl_beta > 0 and config.kl_in == "loss":
+        loss = loss + config.kl_beta * (weighing.weight_T * _kl_terms(config, inputs)).sum() / num_tokens
+    if config.baseline == "critic":
+        loss = loss + config.value_coef * _value_loss(config, inputs, advantage_T, metrics)
+    return LossOutput(loss, metrics, weighing.weight_T)
 
-    low_T = (ratio_T < 1 - config.clip_low) & (advantage_T < 0)
-    high_T = (ratio_T > 1 + config.clip_high) & (advantage_T > 0)
-    metrics["off_policy/clip_frac_low"] = float(low_T.sum()) / num_tokens
-    metrics["off_policy/clip_frac_high"] = float(high_T.sum()) / num_tokens
-    metrics["off_policy/truncated_frac"] = float((weight_T < raw_weight_T).sum()) / num_tokens
-    metrics["ppo/advantage_abs"] = float(advantage_B.abs().mean())
-    return LossOutput(loss, metrics)
+
+def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Metrics) -> Tensor:
+    """Advantage of each token, constant: T."""
+    rewards_B = inputs.penalised_rewards_B(config.missing_eos_penalty)
+    penalty_T = torch.zeros_like(inputs.proximal_logprobs_T)
+    if config.kl_beta > 0:
+        log_ratio_T = (inputs.proximal_logprobs_T - inputs.reference_logprobs_T).detach()
+        metrics["ppo/kl_reference"] = float(inputs.sum_per_sequence(log_ratio_T).mean())
+        if config.kl_in == "reward":
+            penalty_T = config.kl_beta * log_ratio_T
+    if config.baseline == "critic":
+        assert inputs.old_values_T is not None, "the config needs a critic, and the batch has no values"
+        rewards_T = rewards_per_token(inputs, rewards_B, penalty_T)
+        return gae(inputs, rewards_T, inputs.old_values_T.detach(), config.gamma, config.gae_lambda)
+    shaped_B = rewards_B - inputs.sum_per_sequence(penalty_T)
+    advantage_B = group_advantages(
+        config.compared(inputs), shaped_B, config.baseline, normalize_std=config.normalize_std
+    )
+    return advantage_B[inputs.sequence_T]
+
+
+def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
+    """The estimator of KL(pi || pi_ref) at each token, differentiable: T."""
+    log_ratio_T = inputs.logprobs_T - inputs.reference_logprobs_T
+    if config.kl_estimator == "k2":
+        return log_ratio_T.square() / 2
+    return clamped_exp(-log_ratio_T) - 1 + log_ratio_T
+
+
+def _value_loss(config: OffPolicyPPOConfig, inputs: LossInputs, advantage_T: Tensor, metrics: Metrics) -> Tensor:
+    """Half the squared error of the values, clipped around the old ones; mean over tokens."""
+    assert inputs.values_T is not None, "the config needs a critic, and the batch has no values"
+    assert inputs.old_values_T is not None, "the config needs a critic, and the batch has no old values"
+    old_T = inputs.old_values_T.detach()
+    returns_T = advantage_T + old_T
+    num_tokens = max(1, returns_T.numel())
+    error_T = (inputs.values_T - returns_T).square()
+    if config.value_clip is not None:
+        clipped_T = inputs.values_T.clamp(old_T - config.value_clip, old_T + config.value_clip)
+        clipped_error_T = (clipped_T - returns_T).square()
+        metrics["ppo/value_clip_frac"] = float((clipped_error_T > error_T).sum()) / num_tokens
+        error_T = torch.maximum(error_T, clipped_error_T)
+    loss = error_T.sum() / num_tokens / 2
+    metrics["ppo/value_loss"] = loss.item()
+    metrics["ppo/explained_variance"] = _explained_variance(returns_T, old_T)
+    return loss
+
+
+def _explained_variance(returns_T: Tensor, old_T: Tensor) -> float | None:
+    """Share of the variance of the returns that the old values foretold; None where the returns do not differ."""
+    if returns_T.numel() == 0:
+        return None
+    # equal returns differ by rounding, which is no variance to explain
+    largest = float(torch.maximum(returns_T.abs(), old_T.abs()).max())
+    rounding = 100 * torch.finfo(returns_T.dtype).eps * largest
+    spread = float(returns_T.double().var(correction=0))
+    if spread <= rounding**2:
+        return None
+    return 1 - float((returns_T - old_T).double().var(correction=0)) / spread
+
+
+ALGORITHM = Algorithm(OffPolicyPPOConfig, off_policy_ppo)

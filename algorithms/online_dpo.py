@@ -6,7 +6,8 @@ Objective:
     ipo:     L = mean over pairs of (h - 1 / (2 * beta))^2
 
 Estimator:
-    One pair per group; among equal rewards the first sample in the group counts. A group whose rewards are all
+    One pair per group, or per prompt with `compare = "prompt"`: then best and worst may come from different
+    policy versions. Among equal rewards the first sample in the group counts. A group whose rewards are all
     equal has no preference and no gradient: it is dropped, counted in `dpo/tied_frac`, and leaves the mean.
     An answer without an end-of-sequence token loses `missing_eos_penalty` before the comparison.
 
@@ -26,17 +27,16 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
 from algorithms.inputs import LossInputs, LossOutput
+from algorithms.section import Algorithm, GroupSection, Needs
 
 
-class OnlineDPOConfig(BaseModel):
+class OnlineDPOConfig(GroupSection):
     """Knobs of online DPO."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["online_dpo"] = "online_dpo"
     beta: PositiveFloat = Field(default=0.1, description="Strength of the pull towards the reference.")
@@ -44,6 +44,11 @@ class OnlineDPOConfig(BaseModel):
     missing_eos_penalty: NonNegativeFloat = Field(
         default=1.0, description="Taken from the reward of an answer that ended by length."
     )
+
+    @property
+    def needs(self) -> Needs:
+        """A pair takes two samples; the margin is measured from the reference."""
+        return Needs(groups=True, reference=True)
 
 
 def _first_of_each_group(chosen_B: Tensor, group_B: Tensor, num_groups: int) -> Tensor:
@@ -74,9 +79,12 @@ def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
 
     Returns:
         The loss (0 where every group is tied), and metrics `dpo/tied_frac` (share of groups dropped), and, None
-        where there is no pair, `dpo/margin` (mean beta * h) and `dpo/accuracy` (share of pairs with h > 0).
+        where there is no pair, `dpo/margin` (mean beta * h), `dpo/accuracy` (share of pairs with h > 0) and
+        `dpo/cross_frac` (share of pairs between two groups of a prompt, so mostly between two policy versions).
     """
-    rewards_B = inputs.rewards_B - config.missing_eos_penalty * (~inputs.finished_B).to(inputs.rewards_B.dtype)
+    lease_B = inputs.group_B
+    inputs = config.compared(inputs)
+    rewards_B = inputs.penalised_rewards_B(config.missing_eos_penalty)
     best_G, worst_G, tied_G = best_and_worst(rewards_B, inputs.group_B, inputs.num_groups)
     log_ratio_B = inputs.sum_per_sequence(inputs.logprobs_T - inputs.reference_logprobs_T)
     margin_P = (log_ratio_B[best_G] - log_ratio_B[worst_G])[~tied_G]
@@ -88,11 +96,16 @@ def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
     # a sum over no pairs is 0 and still part of the graph, where a mean would be NaN
     loss = loss_P.sum() / max(1, num_pairs)
     margins_P = margin_P.detach()
+    cross_P = (lease_B[best_G] != lease_B[worst_G])[~tied_G]
     return LossOutput(
         loss,
         {
             "dpo/tied_frac": 1 - num_pairs / inputs.num_groups,
             "dpo/margin": float(config.beta * margins_P.mean()) if num_pairs else None,
             "dpo/accuracy": float((margins_P > 0).sum()) / num_pairs if num_pairs else None,
+            "dpo/cross_frac": float(cross_P.sum()) / num_pairs if num_pairs else None,
         },
     )
+
+
+ALGORITHM = Algorithm(OnlineDPOConfig, online_dpo)

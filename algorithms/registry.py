@@ -1,69 +1,50 @@
 """The algorithms by name, and the config union that `algorithm.type` selects from.
 
-To add one: write a file with a frozen config and a pure loss, and add both here.
+To add one: write a file of this package that ends in `ALGORITHM = Algorithm(Config, loss)`, and add its name to
+`FILES`, which is also its `algorithm.type`. docs/algorithms/README.md goes through an example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Union
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from algorithms.checks import check_inputs
 from algorithms.inputs import LossInputs, LossOutput
-from algorithms.off_policy_ppo import OffPolicyPPOConfig, off_policy_ppo
-from algorithms.online_dpo import OnlineDPOConfig, online_dpo
-from algorithms.trajectory_balance import TrajectoryBalanceConfig, trajectory_balance
+from algorithms.section import Algorithm, AlgorithmSection
 
-AlgorithmConfig = Annotated[TrajectoryBalanceConfig | OnlineDPOConfig | OffPolicyPPOConfig, Field(discriminator="type")]
+FILES = (
+    "trajectory_balance",
+    "online_dpo",
+    "off_policy_ppo",
+)
 
 Loss = Callable[[LossInputs], LossOutput]
 
+ALGORITHMS: dict[str, Algorithm] = {name: import_module(f"algorithms.{name}").ALGORITHM for name in FILES}
 
-@dataclass(frozen=True)
-class Algorithm:
-    """An algorithm, and what a run must provide for it."""
-
-    config_class: type[BaseModel]
-    loss: Callable[[Any, LossInputs], LossOutput]
-    needs_groups: bool
-    """A group of one (K = 1) gives no gradient, so a config with it is refused."""
-    needs_reference: Callable[[Any], bool]
-    """From its config: does the loss read reference log-probabilities?"""
-    weight_cap: Callable[[Any], float | None] = lambda config: None
-    """From its config: where the loss truncates pi_prox / mu; None where it does not."""
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "trajectory_balance": Algorithm(TrajectoryBalanceConfig, trajectory_balance, True, lambda config: True),
-    "online_dpo": Algorithm(OnlineDPOConfig, online_dpo, True, lambda config: True),
-    "off_policy_ppo": Algorithm(
-        OffPolicyPPOConfig,
-        off_policy_ppo,
-        needs_groups=True,
-        needs_reference=lambda config: bool(config.kl_beta > 0),
-        weight_cap=lambda config: config.behaviour_weight_cap,
-    ),
-}
-
-
-def algorithm_of(config: AlgorithmConfig) -> Algorithm:
-    """The entry of a config's type."""
-    return ALGORITHMS[config.type]
+if TYPE_CHECKING:
+    AlgorithmConfig = AlgorithmSection
+else:
+    AlgorithmConfig = Annotated[
+        Union[tuple(algorithm.config_class for algorithm in ALGORITHMS.values())],  # noqa: UP007 -- built, not written
+        Field(discriminator="type"),
+    ]
 
 
 def loss_for(config: AlgorithmConfig) -> Loss:
-    """The loss of a config, as a function of a batch alone."""
-    loss = algorithm_of(config).loss
-    return lambda inputs: loss(config, inputs)
+    """The loss of a config, as a function of a batch alone, which it checks first.
 
+    The function raises `algorithms.checks.BadInputs`, a ValueError, for a batch that the loss cannot be right on.
+    """
+    loss = ALGORITHMS[config.type].loss
+    needs = config.needs
 
-def needs_reference(config: AlgorithmConfig) -> bool:
-    """Must trajectories be scored by the reference model?"""
-    return algorithm_of(config).needs_reference(config)
+    def checked(inputs: LossInputs) -> LossOutput:
+        check_inputs(inputs, needs)
+        return loss(config, inputs)
 
-
-def weight_cap(config: AlgorithmConfig) -> float | None:
-    """Where the loss truncates the behaviour weights pi_prox / mu; None where it does not."""
-    return algorithm_of(config).weight_cap(config)
+    return checked

@@ -27,15 +27,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from algorithms.inputs import LossInputs, LossOutput
+from algorithms.section import Algorithm, GroupSection, Needs
 
 
-class TrajectoryBalanceConfig(BaseModel):
+class TrajectoryBalanceConfig(GroupSection):
     """Knobs of trajectory balance."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["trajectory_balance"] = "trajectory_balance"
     beta: PositiveFloat = Field(default=0.1, description="Temperature of the target pi_ref * exp(r / beta).")
@@ -50,6 +49,11 @@ class TrajectoryBalanceConfig(BaseModel):
                 "(beta_steps > 0). Set both, or neither for a constant beta"
             )
         return self
+
+    @property
+    def needs(self) -> Needs:
+        """A prompt's samples for log Z, and the reference that the target is tilted from."""
+        return Needs(groups=True, reference=True)
 
     def beta_at(self, step: int) -> float:
         """Beta after `step` optimizer steps."""
@@ -66,6 +70,7 @@ def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> L
         The loss, and metrics `tb/beta`, `tb/delta_abs` (mean |delta|), `tb/log_z` (mean over samples) and
         `tb/kl_reference` (mean over samples of log pi - log pi_ref, in nats a sequence).
     """
+    inputs = config.compared(inputs)
     beta = config.beta_at(inputs.step)
     log_ratio_B = inputs.sum_per_sequence(inputs.logprobs_T - inputs.reference_logprobs_T)
     scaled_reward_B = inputs.rewards_B / beta
@@ -82,3 +87,6 @@ def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> L
             "tb/kl_reference": float(log_ratio_B.detach().mean()),
         },
     )
+
+
+ALGORITHM = Algorithm(TrajectoryBalanceConfig, trajectory_balance)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.tasks import TaskError, TaskFacts, check_task
-from algorithms.registry import ALGORITHMS
 from buffer.config import RunFacts
 from buffer.shards import admission_shares
 from launch.config import Config
@@ -38,6 +37,7 @@ class Plan:
             num_prompts=self.task.num_train,
             group_size=config.actors.group_size,
             groups_per_step=config.learner.groups_per_step,
+            updates_per_step=config.learner.updates_per_step,
             vocab_size=model.vocab_size,
             max_tokens=config.actors.max_model_tokens,
             staleness=config.weight_sync.staleness(),
@@ -60,7 +60,7 @@ class Plan:
                 f"algorithm  {config.algorithm.type}",
                 f"actors     {config.actors.num_actors}, {config.actors.group_size} samples per prompt",
                 f"learner    {config.learner.num_stages} stages, {config.learner.num_steps} steps of "
-                f"{config.learner.groups_per_step} prompts ({samples} samples)",
+                f"{config.learner.groups_per_step} prompts ({samples} samples), {_updates(config)} each",
                 f"staleness  max_lag = {config.weight_sync.max_lag}, on_stale = {config.weight_sync.on_stale}",
                 "Everything that can be checked before a process starts is in order.",
             ]
@@ -75,12 +75,13 @@ def check(config: Config, root: Path) -> Plan:
     """
     if root.exists():
         raise ConfigError(already_there(root))
-    _check_sizes(config)
+    _check_steps(config)
+    contract = _contract(config)
+    _check_sizes(config, contract)
     try:
         task = check_task(config.task)
     except TaskError as error:
         raise ConfigError(f"[task] {error}") from None
-    contract = StalenessContract(config.weight_sync.staleness(), config.learner.groups_per_step)
     try:
         admission_shares(task.num_train, config.buffer.shards, contract.capacity())
     except ValueError as error:
@@ -134,13 +135,46 @@ def _is_to_be_made(config: Config) -> bool:
     return True
 
 
-def _check_sizes(config: Config) -> None:
-    actors, learner = config.actors, config.learner
-    if ALGORITHMS[config.algorithm.type].needs_groups and actors.group_size < 2:
+def _updates(config: Config) -> str:
+    number = config.learner.updates_per_step
+    return "1 update" if number == 1 else f"{number} updates"
+
+
+def _contract(config: Config) -> StalenessContract:
+    """The staleness contract of the run.
+
+    Raises:
+        ConfigError: no sample could be used within the bound.
+    """
+    learner = config.learner
+    try:
+        return StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_steps(config: Config) -> None:
+    """What a step trains, and how."""
+    needs, learner = config.algorithm.needs, config.learner
+    if learner.groups_per_step < learner.num_minibatches:
         raise ConfigError(
-            f"actors.group_size = {actors.group_size}, but {config.algorithm.type} compares the samples of a prompt "
-            f"with each other and needs at least 2"
+            f"learner.num_minibatches = {learner.num_minibatches}, but a step has only learner.groups_per_step = "
+            f"{learner.groups_per_step} groups, and a minibatch needs a whole one"
         )
+    if needs.groups and config.actors.group_size < 2:
+        raise ConfigError(
+            f"actors.group_size = {config.actors.group_size}, but {config.algorithm.type} compares the samples of a "
+            f"prompt with each other and needs at least 2"
+        )
+    if learner.ess_budget is not None and learner.ess_of.endswith("_truncated") and not needs.behaviour:
+        raise ConfigError(
+            f"learner.ess_of = '{learner.ess_of}' is of the weights that a loss applies, and {config.algorithm.type} "
+            f"applies none. Use '{learner.ess_of.removesuffix('_truncated')}', which is of pi_prox / mu"
+        )
+
+
+def _check_sizes(config: Config, contract: StalenessContract) -> None:
+    actors, learner = config.actors, config.learner
     if learner.token_budget < actors.max_model_tokens:
         raise ConfigError(
             f"learner.token_budget = {learner.token_budget} is below actors.max_prompt_tokens + "
@@ -151,7 +185,6 @@ def _check_sizes(config: Config) -> None:
             f"launch.eval_timeout_s = {config.launch.eval_timeout_s:g} is not below learner.batch_timeout_s = "
             f"{learner.batch_timeout_s:g}: an evaluating actor makes no samples, so the learner would give up first"
         )
-    contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step)
     outstanding = contract.capacity() * actors.group_size
     if config.buffer.capacity_trajectories < outstanding:
         raise ConfigError(

@@ -234,7 +234,8 @@ class _Run:
                 self._tracker.metrics(self._evaluated(results).row(), self._progress.step)
             return
         every, version = self._config.actors.eval_every, self._progress.version
-        if every and self._evaluated_at + every <= version < self._config.learner.num_steps:
+        learner = self._config.learner
+        if every and self._evaluated_at + every <= version < learner.num_steps * learner.updates_per_step:
             self._evaluated_at = version - version % every
             self._evaluation = self._supervisor.evaluate(self._config.actors.eval_problems, None)
 

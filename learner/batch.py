@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,19 @@ from learner.packing import IntArray, PackedBatch, pack
 from weight_sync.staleness import effective_version
 
 
+@dataclass(frozen=True)
+class Leaves:
+    """What a loss reads of the weights, for each completion token; or its gradient with respect to that."""
+
+    logprobs_T: Tensor
+    values_T: Tensor | None = None
+    """The critic's value of the state before each token; None where there is no critic."""
+
+    def of(self, where_T: Tensor) -> Leaves:
+        """Those of some tokens."""
+        return Leaves(self.logprobs_T[where_T], None if self.values_T is None else self.values_T[where_T])
+
+
 def trainable(trajectories: Sequence[Trajectory]) -> list[int]:
     """Indices of the trajectories that have a reward; the others were counted as filtered."""
     return [i for i, trajectory in enumerate(trajectories) if trajectory.reward is not None]
@@ -24,18 +37,27 @@ def trainable(trajectories: Sequence[Trajectory]) -> list[int]:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step's data. T runs over the completion tokens of the B sequences, in order."""
+    """One step's data, or the part of it that an update trains.
+
+    T runs over the completion tokens of the B sequences, in order.
+    """
 
     trajectories: tuple[Trajectory, ...]
     packed: PackedBatch
+    token_budget: int
+    min_micro_batches: int
+    version: int
+    """The learner's, at which these tokens are trained."""
     sequence_T: IntArray
     group_B: IntArray
-    num_groups: int
-    lag_T: IntArray
-    """Versions between the sampling of each token and this step."""
-    single_version_B: npt.NDArray[np.bool_]
-    num_abandoned: int
+    """0..num_groups-1, for each sequence."""
+    prompt_B: IntArray
+    """The task's number of each sequence's prompt: the same in all its groups."""
+    counted_T: IntArray
+    """The version that each token counts with, after restarts of the learner."""
+    abandoned_T: npt.NDArray[np.bool_]
     """Tokens of versions that a learner restart abandoned; their lag counts from the checkpoint it resumed from."""
+    single_version_B: npt.NDArray[np.bool_]
 
     @classmethod
     def build(
@@ -58,26 +80,59 @@ class StepBatch:
         Raises:
             ValueError: a sequence does not fit the budget, or there is none.
         """
-        packed = pack(
-            [trajectory.token_ids for trajectory in trajectories],
-            [trajectory.prompt_length for trajectory in trajectories],
-            token_budget,
-            min_micro_batches,
-        )
+        packed = _pack(trajectories, token_budget, min_micro_batches)
         lengths = np.array([trajectory.num_completion_tokens for trajectory in trajectories], np.int64)
-        group_B = _group_numbers(trajectories)
         counted_T = np.concatenate([_per_token(trajectory, resumed_at) for trajectory in trajectories])
         sampled_T = np.concatenate([_per_token(trajectory, {}) for trajectory in trajectories])
         return cls(
             trajectories=tuple(trajectories),
             packed=packed,
+            token_budget=token_budget,
+            min_micro_batches=min_micro_batches,
+            version=version,
             sequence_T=np.repeat(np.arange(len(trajectories)), lengths),
-            group_B=group_B.astype(np.int64),
-            num_groups=int(group_B.max()) + 1,
-            lag_T=version - counted_T,
+            group_B=_group_numbers(trajectories),
+            prompt_B=np.array([trajectory.prompt_id for trajectory in trajectories], np.int64),
+            counted_T=counted_T,
+            abandoned_T=counted_T < sampled_T,
             single_version_B=np.array([len({span.version for span in t.spans}) == 1 for t in trajectories]),
-            num_abandoned=int((counted_T < sampled_T).sum()),
         )
+
+    def part(self, sequences: IntArray, version: int) -> StepBatch:
+        """Some of the sequences as a batch of their own.
+
+        Args:
+            sequences: their indices, ascending; whole groups.
+            version: the learner's, at which they are trained.
+        """
+        rows = [self.trajectories[i] for i in sequences]
+        where_T = self.tokens_of(sequences)
+        return replace(
+            self,
+            trajectories=tuple(rows),
+            packed=_pack(rows, self.token_budget, self.min_micro_batches),
+            version=version,
+            sequence_T=np.searchsorted(sequences, self.sequence_T[where_T]).astype(np.int64),
+            group_B=_numbered(self.group_B[sequences]),
+            prompt_B=self.prompt_B[sequences],
+            counted_T=self.counted_T[where_T],
+            abandoned_T=self.abandoned_T[where_T],
+            single_version_B=self.single_version_B[sequences],
+        )
+
+    def tokens_of(self, sequences: IntArray) -> IntArray:
+        """Where the completion tokens of these sequences stand in T, in order."""
+        return np.flatnonzero(np.isin(self.sequence_T, sequences))
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups there are."""
+        return int(self.group_B.max()) + 1
+
+    @property
+    def lag_T(self) -> IntArray:
+        """Versions between the sampling of each token and its training."""
+        return self.version - self.counted_T
 
     def unscored(self) -> list[int]:
         """Indices of sequences that the reference model has not scored yet."""
@@ -87,32 +142,44 @@ class StepBatch:
         """Where each sequence's completion starts in T, and where the last ends (B + 1 values)."""
         return np.searchsorted(self.sequence_T, np.arange(len(self.trajectories) + 1)).astype(np.int64)
 
-    def loss_inputs(self, proximal_T: Tensor, reference_T: Tensor, step: int) -> LossInputs:
-        """What the loss reads, with the proximal log-probabilities as the leaf to differentiate.
+    def loss_inputs(self, leaves: Leaves, old: Leaves, reference_T: Tensor, step: int) -> LossInputs:
+        """What the loss reads, with the log-probabilities and values of now as leaves to differentiate.
 
         Args:
-            proximal_T: log-probabilities of pass 1.
+            leaves: of the weights as they are.
+            old: of the weights at the start of the draw: the proximal policy's, and the old values.
             reference_T: log-probabilities of the reference model.
             step: optimizer steps taken so far.
         """
-        device, dtype = proximal_T.device, proximal_T.dtype
+        device, dtype = leaves.logprobs_T.device, leaves.logprobs_T.dtype
 
         def floats(values: npt.NDArray[np.floating] | list[float]) -> Tensor:
             return torch.tensor(np.asarray(values), dtype=dtype, device=device)
 
+        def integers(values: IntArray) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
         rows = self.trajectories
         return LossInputs(
-            logprobs_T=proximal_T.detach().clone().requires_grad_(),
-            proximal_logprobs_T=proximal_T.detach(),
+            logprobs_T=leaves.logprobs_T.detach().clone().requires_grad_(),
+            proximal_logprobs_T=old.logprobs_T.detach(),
             behaviour_logprobs_T=floats(np.concatenate([row.logprobs for row in rows])),
             reference_logprobs_T=reference_T,
-            sequence_T=torch.from_numpy(self.sequence_T).to(device),
-            group_B=torch.from_numpy(self.group_B).to(device),
+            sequence_T=integers(self.sequence_T),
+            group_B=integers(self.group_B),
             rewards_B=floats([row.reward if row.reward is not None else np.nan for row in rows]),
             finished_B=torch.tensor([row.finish_reason == "stop" for row in rows], device=device),
             num_groups=self.num_groups,
             step=step,
+            prompt_B=integers(self.prompt_B),
+            values_T=None if leaves.values_T is None else leaves.values_T.detach().clone().requires_grad_(),
+            old_values_T=None if old.values_T is None else old.values_T.detach(),
         )
+
+
+def _pack(trajectories: Sequence[Trajectory], token_budget: int, min_micro_batches: int) -> PackedBatch:
+    tokens = [trajectory.token_ids for trajectory in trajectories]
+    return pack(tokens, [trajectory.prompt_length for trajectory in trajectories], token_budget, min_micro_batches)
 
 
 def _per_token(trajectory: Trajectory, resumed_at: Mapping[int, int]) -> IntArray:
@@ -129,4 +196,9 @@ def _group_numbers(trajectories: Sequence[Trajectory]) -> IntArray:
         sample = (trajectory.group_id, trajectory.sample_index)
         keys.append((trajectory.group_id, seen[sample]))
         seen[sample] += 1
-    return np.unique(np.array(keys), axis=0, return_inverse=True)[1].reshape(-1)
+    return _numbered(np.array(keys))
+
+
+def _numbered(keys: npt.NDArray[np.int64]) -> IntArray:
+    """Equal rows as equal numbers from 0, in the order of the keys."""
+    return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)

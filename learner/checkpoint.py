@@ -3,7 +3,8 @@
     .step-00000050.tmp/   torch.distributed.checkpoint writes and syncs; the lead adds meta.json
     step-00000050/        renamed when all of it is on disk
 
-Tensors are saved under names of the whole model, so a run may restart with another number of stages.
+Tensors are saved under names of the whole model, so a run may restart with another number of stages; those of a
+critic model under "critic." before the name.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from learner.model import EMBEDDING, HEAD, StageModule
-from learner.optimizer import StageOptimizer
+from learner.model import EMBEDDING, HEAD
+from learner.networks import Network, Networks
 from weight_sync.files import replace_durably, write_durably
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Progress:
     step: int
     """Steps finished, skipped ones included."""
     version: int
-    """Optimizer steps taken."""
+    """Optimizer steps taken: up to learner.num_minibatches * learner.num_epochs a step."""
     incarnation: int
     """Of the learner that wrote the checkpoint."""
 
@@ -67,7 +68,7 @@ class Checkpoints:
         found = (_COMPLETE.fullmatch(path.name) for path in self._folder.iterdir() if (path / META_NAME).exists())
         return sorted(int(match[1]) for match in found if match)
 
-    def save(self, module: StageModule, optimizer: StageOptimizer, progress: Progress) -> None:
+    def save(self, networks: Networks, progress: Progress) -> None:
         """Write a checkpoint; on the lead it is durable once this returns.
 
         Raises:
@@ -78,7 +79,7 @@ class Checkpoints:
         if self._is_lead:
             shutil.rmtree(temporary, ignore_errors=True)
         dist.barrier()
-        save(_state(module, optimizer), checkpoint_id=temporary)
+        save(_state(networks), checkpoint_id=temporary)
         if not self._is_lead:
             return
         write_durably(temporary / META_NAME, f"{json.dumps(asdict(progress))}\n".encode())
@@ -88,7 +89,7 @@ class Checkpoints:
         for step in self.steps()[: -self._keep]:
             shutil.rmtree(self._path(step))
 
-    def restore(self, module: StageModule, optimizer: StageOptimizer) -> Progress | None:
+    def restore(self, networks: Networks) -> Progress | None:
         """Read the newest checkpoint that is whole.
 
         Returns:
@@ -105,7 +106,7 @@ class Checkpoints:
             step = int(chosen)
             if step < 0:
                 return None
-            if self._read(step, module, optimizer):
+            if self._read(step, networks):
                 progress = Progress(**json.loads((self._path(step) / META_NAME).read_text()))
                 logger.info("resumed from %s", self._path(step))
                 return progress
@@ -117,8 +118,8 @@ class Checkpoints:
                     f"no checkpoint in {self._folder} can be read. To start from the model again, move that folder away"
                 )
 
-    def _read(self, step: int, module: StageModule, optimizer: StageOptimizer) -> bool:
-        state = _state(module, optimizer)
+    def _read(self, step: int, networks: Networks) -> bool:
+        state = _state(networks)
         try:
             load(state, checkpoint_id=self._path(step))
         except (CheckpointException, OSError, EOFError) as error:
@@ -131,12 +132,19 @@ class Checkpoints:
         return self._folder / f"step-{step:08d}"
 
 
-def _state(module: StageModule, optimizer: StageOptimizer) -> dict[str, Tensor]:
+def _state(networks: Networks) -> dict[str, Tensor]:
     """Tensors by the name under which they are saved; reading changes them in place."""
-    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state().items()}
-    if module.tied:
-        # embedding and head are one tensor on two stages: saved once, read by both
-        tensors = {name.replace(HEAD, EMBEDDING): tensor for name, tensor in tensors.items()}
+    tensors = _tensors_of(networks.policy)
+    if networks.critic is not None:
+        tensors |= {f"critic.{name}": tensor for name, tensor in _tensors_of(networks.critic).items()}
     # every stage draws from the same seed, so one state serves all
     return {**tensors, "rng": torch.get_rng_state()}
+
+
+def _tensors_of(network: Network) -> dict[str, Tensor]:
+    tensors = {name: parameter.detach() for name, parameter in network.module.named_parameters()}
+    tensors |= {f"optimizer.{name}": tensor for name, tensor in network.optimizer.state().items()}
+    if network.module.tied:
+        # embedding and head are one tensor on two stages: saved once, read by both
+        tensors = {name.replace(HEAD, EMBEDDING): tensor for name, tensor in tensors.items()}
+    return tensors

@@ -1,4 +1,4 @@
-"""The `[learner]` section: the pipeline, the batch, the optimizer and checkpoints."""
+"""The `[learner]` section: the pipeline, the batch, its updates, the optimizer and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose forward is embedding, layers, norm, head and nothing else: no scaling in between."""
 
+EssMeasure = Literal["ess_token", "ess_sequence", "ess_token_truncated", "ess_sequence_truncated"]
+
 
 class LearnerConfig(BaseModel):
     """Knobs of training."""
@@ -16,14 +18,25 @@ class LearnerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_stages: PositiveInt = Field(default=2, description="Pipeline stages, one process each.")
-    num_steps: PositiveInt = Field(default=100, description="Optimizer steps of the run.")
+    num_steps: PositiveInt = Field(default=100, description="Steps of the run; each trains one draw.")
     groups_per_step: PositiveInt = Field(default=32, description="G, prompts (groups of K samples) per step.")
+    num_minibatches: PositiveInt = Field(
+        default=1,
+        description="Into how many parts, of whole groups, a step divides its draw; each is an optimizer step, and a "
+        "policy version.",
+    )
+    num_epochs: PositiveInt = Field(
+        default=1, description="How often a step goes over its draw. A step is num_minibatches * num_epochs updates."
+    )
     token_budget: PositiveInt = Field(default=1024, description="Tokens per micro-batch, at most.")
     schedule: Literal["gpipe", "1f1b"] = Field(default="1f1b", description="Pipeline schedule.")
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Compute precision; weights and optimizer stay float32 either way."
     )
     learning_rate: PositiveFloat = Field(default=1e-5, description="Peak learning rate.")
+    critic_learning_rate: PositiveFloat | None = Field(
+        default=None, description="Peak learning rate of a critic: of its model, or of the value head. Unset: as above."
+    )
     warmup_steps: NonNegativeInt = Field(default=0, description="Steps of linear warm-up.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Decay of the learning rate after warm-up, over num_steps."
@@ -33,7 +46,29 @@ class LearnerConfig(BaseModel):
     adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")
     adam_eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon.")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW decoupled weight decay.")
-    max_grad_norm: PositiveFloat = Field(default=1.0, description="Gradient norm over all stages is clipped to this.")
+    max_grad_norm: PositiveFloat = Field(
+        default=1.0, description="Gradient norm over all stages is clipped to this; a critic model's on its own."
+    )
+    ess_budget: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of the samples that must count (effective sample size): an update below it is treated as "
+        "ess_action says. Unset: the effective sample size is logged and does not act.",
+    )
+    ess_action: Literal["scale_lr", "drop"] = Field(
+        default="scale_lr",
+        description="Below ess_budget: the learning rate falls by sqrt(ess / ess_budget), or the update is dropped and "
+        "the actors catch up.",
+    )
+    ess_of: EssMeasure = Field(
+        default="ess_sequence",
+        description="What is compared with ess_budget: over tokens or sequences, of pi_prox / mu or, '*_truncated', of "
+        "the weights that the loss applied.",
+    )
+    ess_max_drops: NonNegativeInt = Field(
+        default=2, description="ess_action = 'drop': so many updates in a row; the next is taken at a lower rate."
+    )
     checkpoint_every: PositiveInt = Field(default=50, description="Write a checkpoint every so many steps.")
     keep_checkpoints: PositiveInt = Field(default=2, description="How many checkpoints stay.")
     num_threads: PositiveInt = Field(default=1, description="Compute threads per stage on CPU.")
@@ -46,3 +81,8 @@ class LearnerConfig(BaseModel):
     batch_timeout_s: PositiveFloat = Field(
         default=600.0, description="A learner that gets no batch for so long raises, naming who owes it."
     )
+
+    @property
+    def updates_per_step(self) -> int:
+        """M, optimizer steps that a step takes, at most."""
+        return self.num_minibatches * self.num_epochs

@@ -21,9 +21,9 @@ KEPT_SCHEDULES = 6
 """Each holds receive buffers for its micro-batches, so only the last used ones are kept."""
 
 
-def weighted_sum(logprobs: Tensor, coefficients: Tensor) -> Tensor:
-    """The scalar whose gradient is that of the whole batch's loss: sum(coefficient * log pi) of a micro-batch."""
-    return (logprobs * coefficients).sum()
+def weighted_sum(outputs: Tensor, coefficients: Tensor) -> Tensor:
+    """The scalar whose gradient is that of the whole batch's loss: sum(coefficient * output) of a micro-batch."""
+    return (outputs * coefficients).sum()
 
 
 class Pipeline:
@@ -49,31 +49,31 @@ class Pipeline:
 
     @torch.no_grad()
     def forward_only(self, batch: DeviceBatch) -> Tensor | None:
-        """Log-probabilities [M, L] of every output on the last stage, None on the others."""
-        return self._run(batch, train=False, coefficients_ML=None)
+        """The outputs on the last stage, [M, L] or with two heads [M, 2, L]; None on the others."""
+        return self._run(batch, train=False, coefficients=None)
 
-    def train(self, batch: DeviceBatch, coefficients_ML: Tensor | None) -> None:
-        """Add the gradient of sum(coefficients * log pi) to the parameters' gradients.
+    def train(self, batch: DeviceBatch, coefficients: Tensor | None) -> None:
+        """Add the gradient of sum(coefficients * outputs) to the parameters' gradients.
 
         Args:
             batch: packed; the same on all ranks.
-            coefficients_ML: dL / dlogp of each output; needed on the last stage, ignored on the others.
+            coefficients: dL / d(output), shaped like the outputs; needed on the last stage, ignored on the others.
         """
-        self._run(batch, train=True, coefficients_ML=coefficients_ML)
+        self._run(batch, train=True, coefficients=coefficients)
 
-    def _run(self, batch: DeviceBatch, *, train: bool, coefficients_ML: Tensor | None) -> Tensor | None:
+    def _run(self, batch: DeviceBatch, *, train: bool, coefficients: Tensor | None) -> Tensor | None:
         share = self.module.share
         self.module.batch = batch
         index_M = torch.arange(batch.packed.num_micro_batches)
         schedule = self._schedule(batch, train=train)
         arguments = (batch.tokens_ML,) if share.is_first else ()
-        target = coefficients_ML if train and share.is_last else None
+        target = coefficients if train and share.is_last else None
         try:
-            logprobs_ML = schedule.step(*arguments, target=target, return_outputs=not train, micro_batch=index_M)
+            outputs = schedule.step(*arguments, target=target, return_outputs=not train, micro_batch=index_M)
         finally:
             self.module.batch = None
-        assert logprobs_ML is None or isinstance(logprobs_ML, Tensor)
-        return logprobs_ML
+        assert outputs is None or isinstance(outputs, Tensor)
+        return outputs
 
     def _schedule(self, batch: DeviceBatch, *, train: bool) -> PipelineScheduleSingle:
         key = (train, batch.packed.num_micro_batches, batch.packed.width)
@@ -89,7 +89,7 @@ class Pipeline:
     def _build(self, train: bool, num_micro_batches: int, width: int) -> PipelineScheduleSingle:
         module, share = self.module, self.module.share
         tokens = torch.zeros(1, width, dtype=torch.int64, device=module.device)
-        logprobs = torch.zeros(1, width, dtype=torch.promote_types(module.dtype, torch.float32))
+        outputs = torch.zeros(module.output_shape(width), dtype=torch.promote_types(module.dtype, torch.float32))
         hidden = torch.zeros(
             1, width, module.hidden_size, dtype=module.dtype, device=module.device, requires_grad=train
         )
@@ -99,7 +99,7 @@ class Pipeline:
             share.num_stages,
             module.device,
             input_args=tokens if share.is_first else hidden,
-            output_args=logprobs.to(module.device).requires_grad_(train) if share.is_last else hidden,
+            output_args=outputs.to(module.device).requires_grad_(train) if share.is_last else hidden,
             group=self._group,
         )
         if train:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from learner.batch import StepBatch
-from learner.step import Metrics, StepResult
+from learner.packing import IntArray
+from learner.step import StepResult
+from learner.updates import Metrics, counted
 
 Report = dict[str, float | int | bool | None]
 
@@ -42,37 +44,42 @@ class StepTimes:
     """Wall time at which the update was done."""
 
 
-def lag_metrics(batch: StepBatch, version: int, newest_published: int, started_s: float) -> Metrics:
-    """The lags of design and metric reference, over the tokens and trajectories of a batch.
+def lag_metrics(updates: Sequence[StepBatch], start: StepBatch, newest_published: int, started_s: float) -> Metrics:
+    """The lags of design and metric reference, over the tokens and trajectories that were trained.
 
     Args:
-        batch: of the step.
-        version: the learner's, at which the batch is trained.
-        newest_published: the newest version that can be pulled.
+        updates: what each update trained, at its own version; a sample counts once for each.
+        start: the draw, at the version that the step began with.
+        newest_published: the newest version that could be pulled then.
         started_s: wall time of the step.
     """
-    bounds_T = batch.bounds_T()
-    written = bounds_T[1:] > bounds_T[:-1]
-    first_B, last_B = batch.lag_T[bounds_T[:-1][written]], batch.lag_T[bounds_T[1:][written] - 1]
-    waited_s = [started_s - trajectory.finished_s for trajectory in batch.trajectories]
+    lag_T = np.concatenate([batch.lag_T for batch in updates])
+    first_B, last_B = (np.concatenate(ends) for ends in zip(*map(_ends, updates), strict=True))
+    waited_s = [started_s - trajectory.finished_s for trajectory in start.trajectories]
     return {
-        "lag/token_mean": float(batch.lag_T.mean()),
-        "lag/token_p50": float(np.percentile(batch.lag_T, 50)),
-        "lag/token_p95": float(np.percentile(batch.lag_T, 95)),
-        "lag/token_max": float(batch.lag_T.max()),
+        "lag/token_mean": float(lag_T.mean()),
+        "lag/token_p50": float(np.percentile(lag_T, 50)),
+        "lag/token_p95": float(np.percentile(lag_T, 95)),
+        "lag/token_max": float(lag_T.max()),
         "lag/in_flight": float((first_B - last_B).mean()),
         "lag/in_queue": float(last_B.mean()),
-        "lag/publish": float(version - newest_published),
+        "lag/publish": float(start.version - newest_published),
         "lag/wall_s": float(np.mean(waited_s)),
-        "lag/abandoned": float(batch.num_abandoned),
+        "lag/abandoned": float(start.abandoned_T.sum()),
     }
+
+
+def _ends(batch: StepBatch) -> tuple[IntArray, IntArray]:
+    """Lag of the first and of the last token of each sequence that has any."""
+    bounds_T = batch.bounds_T()
+    written = bounds_T[1:] > bounds_T[:-1]
+    return batch.lag_T[bounds_T[:-1][written]], batch.lag_T[bounds_T[1:][written] - 1]
 
 
 def step_report(
     batch: StepBatch,
     result: StepResult,
     step: int,
-    version: int,
     newest_published: int,
     times: StepTimes,
     ledger: Mapping[str, int],
@@ -81,10 +88,9 @@ def step_report(
     """Everything to log of one step.
 
     Args:
-        batch: what was trained.
+        batch: the draw.
         result: what the step did.
         step: its number, counted from 1.
-        version: the learner's before the step.
         newest_published: the newest version that could be pulled when the step began.
         times: of the step.
         ledger: the buffer's counts as the batch was drawn.
@@ -95,7 +101,7 @@ def step_report(
     duration_s = times.finished_s - times.started_s
     return {
         "step": step,
-        "version": version + (0 if result.skipped else 1),
+        "version": result.version,
         "skipped": result.skipped,
         "started_s": times.started_s,
         "finished_s": times.finished_s,
@@ -112,7 +118,7 @@ def step_report(
         "time/wait_for_batch": times.started_s - times.asked_s,
         "time/step": duration_s,
         "perf/learner_tokens_per_s": batch.packed.num_tokens / max(duration_s, 1e-9),
-        **lag_metrics(batch, version, newest_published, times.started_s),
+        **lag_metrics([update.batch for update in counted(result.updates)], batch, newest_published, times.started_s),
         **{metric: ledger[name] for metric, name in LEDGER_METRICS.items()},
         **result.metrics,
     }

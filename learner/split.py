@@ -69,8 +69,8 @@ def balance(layer_costs: Sequence[int], first_cost: int, last_cost: int, num_sta
     return list(itertools.pairwise(cuts))
 
 
-def share_of(whole: PreTrainedModel, rank: int, num_stages: int) -> StageShare:
-    """The layers of a stage, balanced by parameter count with embedding, norm and head included.
+def share_of(whole: PreTrainedModel, rank: int, num_stages: int, *, has_lm_head: bool = True) -> StageShare:
+    """The layers of a stage, balanced by parameter count with embedding, norm and, where there is one, LM head.
 
     Raises:
         ValueError: the model is of an unknown family, or there are more stages than layers.
@@ -89,7 +89,7 @@ def share_of(whole: PreTrainedModel, rank: int, num_stages: int) -> StageShare:
     split = balance(
         [cost(layer) for layer in body.layers],
         cost(body.embed_tokens),
-        cost(body.norm) + cost(whole.lm_head),
+        cost(body.norm) + (cost(whole.lm_head) if has_lm_head else 0),
         num_stages,
     )
     return StageShare(rank, num_stages, *split[rank])

@@ -1,7 +1,8 @@
 """Stage: one process of the pipeline; its last rank leads and talks to the buffer.
 
     setup   process group, model, optimizer, newest checkpoint; publishes the version it starts at
-    run     batch -> step -> publish -> (checkpoint), until num_steps are finished or a stop is requested
+    run     draw -> step of one or several updates, publishing between and after them -> (checkpoint), until
+            num_steps are finished or a stop is requested
     export  the policy as a Hugging Face folder; the stages part with it
 
 All stages call the same methods. The lead decides (which batch, when to stop) and the others follow.
@@ -9,7 +10,6 @@ All stages call the same methods. The lead decides (which batch, when to stop) a
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,31 +19,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from algorithms.registry import needs_reference
 from buffer.client import Draw, decode_draw
 from buffer.errors import BufferError
+from learner.bad_batches import BadBatches, BadSample, check_samples
 from learner.batch import StepBatch, trainable
 from learner.channel import Channel, Kind
 from learner.checkpoint import Checkpoints, Progress
 from learner.hf_files import write_folder, write_shard
 from learner.lead import Lead
-from learner.model import StageModule, load_stage
-from learner.optimizer import StageOptimizer, tied_group
+from learner.model import Heads, StageModule, load_stage
+from learner.networks import Network, Networks
 from learner.pipeline import Pipeline
+from learner.reference import Reference
 from learner.report import Report, StepTimes, step_report
 from learner.spec import LearnerSpec
-from learner.step import StepResult, TrainStep
+from learner.step import TrainStep
 from weight_sync.publisher import Publisher
 from weight_sync.staleness import PolicyVersion
-
-logger = logging.getLogger(__name__)
-
-SKIPS_IN_A_ROW = 3
-"""So many steps without a finite loss and gradient end the run: a model that broke does not mend itself."""
-
-
-class TrainingDiverged(RuntimeError):
-    """Several steps in a row had no finite loss or gradient."""
 
 
 class StageLost(RuntimeError):
@@ -68,7 +60,7 @@ class Stage:
         self._progress = Progress(step=0, version=0, incarnation=0)
         self._saved_step = -1
         self._published_version = -1
-        self._skips_in_a_row = 0
+        self._bad_batches = BadBatches(spec.run_folder / "bad_batches")
 
     # --- what a supervisor calls --------------------------------------------------------------------
 
@@ -89,7 +81,8 @@ class Stage:
         Raises:
             NoBatch: the lead got no batch within `batch_timeout_s`; LeadFailed on the other stages.
             StageLost: another stage died or hung.
-            TrainingDiverged: three steps in a row were skipped.
+            BadSample: a drawn sample has a reward or a log-probability that no loss can use. All stages raise it.
+            TrainingDiverged: three steps in a row had no finite loss or gradient. All stages raise it.
         """
         self._guard(self._run, "train")
 
@@ -127,30 +120,43 @@ class Stage:
             world_size=spec.num_stages,
             timeout=timedelta(seconds=config.collective_timeout_s),
         )
-        self._module = self._load(spec.model_path, device)
+        self._networks = self._build_networks(device)
         reference = None
-        if needs_reference(spec.algorithm):
+        if spec.algorithm.needs.reference:
             frozen = self._load(spec.reference_path, device).requires_grad_(False)
             reference = Pipeline(frozen, config.schedule, None)
-        self._optimizer = StageOptimizer(self._module, config, None, tied_group(self._module))
-        pipeline = Pipeline(self._module, config.schedule, None)
-        self._train_step = TrainStep(pipeline, reference, self._optimizer, spec.algorithm)
+        self._train_step = TrainStep(
+            self._networks, Reference(reference, self._module), spec.algorithm, config, spec.seed
+        )
         self._checkpoints = Checkpoints(
             spec.run_folder / "checkpoints", config.keep_checkpoints, spec.rank, spec.num_stages
         )
         self._channel = Channel(spec.rank, spec.num_stages)
-        resumed = self._checkpoints.restore(self._module, self._optimizer)
+        resumed = self._checkpoints.restore(self._networks)
         if resumed is not None:
             self._progress, self._saved_step = resumed, resumed.step
         self._begin_incarnation()
         self._publisher = Publisher(
             spec.run_folder / "weights", spec.rank, spec.num_stages, spec.weight_sync.keep_versions
         )
-        self._publish()
+        self._publish(self._progress.version)
 
-    def _load(self, path: Path, device: torch.device) -> StageModule:
+    def _build_networks(self, device: torch.device) -> Networks:
         spec = self.spec
-        module = load_stage(path, spec.rank, spec.num_stages, temperature=spec.temperature, device=device)
+        kind = spec.algorithm.needs.critic
+        policy = self._load(spec.model_path, device, "token_and_value" if kind == "head" else "token")
+        critic = None
+        if kind == "model":
+            critic = Network.build(self._load(spec.model_path, device, "value"), spec.config)
+        return Networks(Network.build(policy, spec.config), critic, spec.config)
+
+    @property
+    def _module(self) -> StageModule:
+        return self._networks.policy.module
+
+    def _load(self, path: Path, device: torch.device, heads: Heads = "token") -> StageModule:
+        spec = self.spec
+        module = load_stage(path, spec.rank, spec.num_stages, temperature=spec.temperature, device=device, heads=heads)
         if spec.config.precision == "bfloat16":
             module.autocast_dtype = torch.bfloat16
         return module
@@ -194,54 +200,53 @@ class Stage:
         return draw
 
     def _take_step(self, step: int, draw: Draw | bytes, asked_s: float) -> None:
-        version = self._progress.version
         started_s = time.time()
+        batch, record_ids = self._batch(draw)
+        newest = self._lead.newest_published if self._lead is not None else 0
+        try:
+            check_samples(batch, self.spec.algorithm.needs, record_ids)
+        except BadSample as error:
+            if isinstance(draw, Draw):
+                self._bad_batches.keep(step, draw.body)
+            dist.barrier()  # who raises first ends the others, and the draw must be on disk by then
+            raise BadSample(f"step {step}: {error}. The draw is kept in {self._bad_batches.path(step)}") from None
+        result = self._train_step.run(batch, step - 1, self._publish_if_due)
+        self._progress = Progress(step, result.version, self._progress.incarnation)
+        times = StepTimes(asked_s, started_s, time.time())
+        if self._lead is not None and isinstance(draw, Draw):
+            if result.new_scores and record_ids is not None:
+                self._lead.write_scores([record_ids[i] for i in result.new_scores], list(result.new_scores.values()))
+            self._lead.step_finished(step, result.version, skipped=result.skipped)
+            report = step_report(batch, result, step, newest, times, draw.ledger, draw.fidelity_ks)
+            with self._reports_lock:
+                self._reports.append(report)
+        self._bad_batches.judge(step, result, draw.body if isinstance(draw, Draw) else None)
+        self._publish_if_due(result.version)
+        if step % self.spec.config.checkpoint_every == 0:
+            self._save()
+
+    def _batch(self, draw: Draw | bytes) -> tuple[StepBatch, list[int] | None]:
+        """The samples to train, and on the lead their records."""
         rows = decode_draw(draw) if isinstance(draw, bytes) else draw.trajectories
         chosen = trainable(rows)
         # lags are the lead's to report; no other stage knows where earlier incarnations ended
         resumed_at = self._lead.resumed_at if self._lead is not None else {}
-        token_budget = self.spec.config.token_budget
         batch = StepBatch.build(
-            [rows[i] for i in chosen], version, resumed_at, token_budget, min_micro_batches=self.spec.num_stages
+            [rows[i] for i in chosen],
+            self._progress.version,
+            resumed_at,
+            self.spec.config.token_budget,
+            min_micro_batches=self.spec.num_stages,
         )
-        newest = self._lead.newest_published if self._lead is not None else 0
-        result = self._train_step.run(batch, step - 1, version, token_budget)
-        self._progress = Progress(step, version + (0 if result.skipped else 1), self._progress.incarnation)
-        times = StepTimes(asked_s, started_s, time.time())
-        if self._lead is not None and isinstance(draw, Draw):
-            if result.new_scores:
-                records = [draw.record_ids[chosen[i]] for i in result.new_scores]
-                self._lead.write_scores(records, list(result.new_scores.values()))
-            self._lead.step_finished(step, self._progress.version, skipped=result.skipped)
-            report = step_report(batch, result, step, version, newest, times, draw.ledger, draw.fidelity_ks)
-            with self._reports_lock:
-                self._reports.append(report)
-        self._handle_skip(step, result, draw)
-        if self._progress.version % self.spec.weight_sync.publish_every == 0:
-            self._publish()
-        if step % self.spec.config.checkpoint_every == 0:
-            self._save()
+        return batch, None if isinstance(draw, bytes) else [draw.record_ids[i] for i in chosen]
 
-    def _handle_skip(self, step: int, result: StepResult, draw: Draw | bytes) -> None:
-        if not result.skipped:
-            self._skips_in_a_row = 0
-            return
-        self._skips_in_a_row += 1
-        folder = self.spec.run_folder / "bad_batches"
-        if isinstance(draw, Draw):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"step-{step}.arrow").write_bytes(draw.body)
-            logger.warning("step %d skipped: loss or gradient not finite; batch kept in %s", step, folder)
-        if self._skips_in_a_row >= SKIPS_IN_A_ROW:
-            raise TrainingDiverged(
-                f"steps {step - SKIPS_IN_A_ROW + 1} to {step} had no finite loss or gradient, so the run stops at "
-                f"version {self._progress.version}. The batches are in {folder}. Usual causes: a learning rate "
-                "(learner.learning_rate) too high, or rewards that are not finite"
-            )
+    def _publish_if_due(self, version: int) -> None:
+        """Every version counts, also those between the updates of a step: what waits makes the actors staler."""
+        if version % self.spec.weight_sync.publish_every == 0:
+            self._publish(version)
 
-    def _publish(self) -> None:
-        """Publish the present version, unless it is."""
-        version = self._progress.version
+    def _publish(self, version: int) -> None:
+        """Publish the weights, which are those of this version, unless that was done."""
         if version == self._published_version:
             return
         on_committed = self._lead.published if self._lead is not None else None
@@ -252,14 +257,14 @@ class Stage:
     def _save(self) -> None:
         if self._saved_step == self._progress.step:
             return
-        self._checkpoints.save(self._module, self._optimizer, self._progress)
+        self._checkpoints.save(self._networks, self._progress)
         self._saved_step = self._progress.step
         if self._lead is not None:
             self._lead.checkpoint_durable(self._progress.step)
 
     def _finish(self) -> None:
         """Leave nothing half done: weights committed, checkpoint written, everything reported."""
-        self._publish()
+        self._publish(self._progress.version)
         self._save()
         self._publisher.close(self.spec.config.collective_timeout_s)
         if self._lead is not None:

@@ -1,6 +1,7 @@
 """Two stages as real processes against the real buffer service, with an actor that makes tokens up."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from buffer.client import BufferClient
+from buffer.client import BufferClient, decode_draw
 from buffer.config import BufferConfig, RunFacts
 from buffer.service import BufferService
 from buffer.trajectory import Trajectory, VersionSpan
+from launch.metrics import METRICS
 from weight_sync.staleness import PolicyVersion, StalenessConfig
 from weight_sync.store import WeightStore
 
@@ -91,10 +94,15 @@ class MadeUpActor:
         )
 
 
+def load_metadata(checkpoint: Path) -> set[str]:
+    """Names of the tensors of a checkpoint."""
+    return set(FileSystemReader(checkpoint).read_metadata().state_dict_metadata)
+
+
 class Run:
     """A run folder, its buffer service and the stages started in it."""
 
-    def __init__(self, folder: Path, tied: bool = False) -> None:
+    def __init__(self, folder: Path, tied: bool = False, updates_per_step: int = 1) -> None:
         self.folder = folder
         make_model(folder / "model", tied)
         facts = RunFacts(
@@ -103,6 +111,7 @@ class Run:
             num_prompts=64,
             group_size=GROUP_SIZE,
             groups_per_step=GROUPS_PER_STEP,
+            updates_per_step=updates_per_step,
             vocab_size=VOCABULARY,
             max_tokens=16,
             staleness=StalenessConfig(),
@@ -114,7 +123,7 @@ class Run:
         self._thread.start()
         self._processes: list[subprocess.Popen] = []
 
-    def start(self, algorithm="trajectory_balance", **config) -> list[subprocess.Popen]:
+    def start(self, algorithm=None, **config) -> list[subprocess.Popen]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -131,7 +140,7 @@ class Run:
             "model_path": str(self.folder / "model"),
             "buffer_address": self.address,
             "run_folder": str(self.folder),
-            "algorithm": {"type": algorithm},
+            "algorithm": algorithm or {"type": "trajectory_balance"},
         }
         path = self.folder / "orders.json"
         path.write_text(json.dumps(orders))
@@ -254,6 +263,51 @@ def test_steps_without_a_finite_loss_change_nothing_and_the_third_stops_the_run(
         actor.reward_factor = 1e38
         processes = run.start(num_steps=10)
         assert all(code != 0 for code in run.finish(processes))
-    assert "TrainingDiverged: steps 1 to 3 had no finite loss" in run.log(0)
+    assert all("TrainingDiverged: steps 1, 2, 3 had no finite loss" in run.log(rank) for rank in (0, 1))
     assert [(report["version"], report["skipped"]) for report in run.reports()] == [(0, True)] * 3
     assert len(list((run.folder / "bad_batches").glob("step-*.arrow"))) == 3
+
+
+def test_several_updates_per_step_are_several_versions_and_a_critic_is_checkpointed_but_never_published(start_run):
+    run = start_run(tied=True, updates_per_step=4)
+    algorithm = {"type": "off_policy_ppo", "baseline": "critic", "critic": "model"}
+    options = {"num_minibatches": 2, "num_epochs": 2, "checkpoint_every": 2}
+    with MadeUpActor(run.address):
+        assert run.finish(run.start(algorithm, num_steps=3, **options)) == [0, 0], run.log(0) + run.log(1)
+        store = WeightStore(run.folder / "weights")
+        first = store.newest()
+        assert run.finish(run.start(algorithm, num_steps=5, **options)) == [0, 0], run.log(0) + run.log(1)
+    reports = run.reports()
+    assert [(report["step"], report["version"]) for report in reports] == [(n, 4 * n) for n in range(1, 6)]
+    assert all(report["updates/taken"] == 4 and report["lag/token_max"] <= 4 for report in reports)
+    assert all(report.keys() <= METRICS.keys() for report in reports)
+    checkpoint = load_metadata(run.folder / "checkpoints" / "step-00000005")
+    assert {"critic.value_head.weight", "critic.optimizer.exp_avg.value_head.weight"} <= checkpoint
+    newest = store.newest()
+    assert (first.version, newest) == (12, PolicyVersion(first.incarnation + 1, 20))
+    manifest = store.manifest(newest)
+    # versions between the updates of a step are published too
+    assert PolicyVersion.parse(manifest.parent).version == 19
+    start = load_file(run.folder / "model" / "model.safetensors")
+    published = {entry.name for entry in manifest.tensors}
+    assert published == start.keys() | {"lm_head.weight"}
+    assert load_file(run.folder / "export" / "model-00001-of-00002.safetensors").keys() <= start.keys()
+    assert load_file(run.folder / "export" / "model-00002-of-00002.safetensors").keys() <= start.keys()
+
+
+def test_a_reward_that_the_loss_cannot_use_stops_every_stage_with_the_name_of_the_sample(start_run):
+    run = start_run()
+    with MadeUpActor(run.address) as actor:
+        actor.reward_factor = 1e60
+        assert all(code != 0 for code in run.finish(run.start(num_steps=10)))
+    said = [re.search(r"BadSample: (step 1: sample \d of group \d+ .*)", run.log(rank))[1] for rank in (0, 1)]
+    assert said[0] == re.sub(r", record \d+", "", said[1])
+    assert "a reward must be finite" in said[0]
+    assert ", record " in said[1]
+    assert not run.reports()
+    kept = run.folder / "bad_batches" / "step-1.arrow"
+    assert str(kept) in said[0]
+    sample, group = map(int, re.search(r"sample (\d) of group (\d+) ", said[0]).groups())
+    named = [row for row in decode_draw(kept.read_bytes()) if (row.group_id, row.sample_index) == (group, sample)]
+    assert len(named) == 1
+    assert named[0].reward > 1e38

@@ -60,6 +60,11 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--learner.num_stages", "9"], "has only 2 layers"),
         (["--weight_sync.max_lag", "0", "--weight_sync.publish_every", "2"], "can never be met"),
         (["--actors.group_size", "1"], "needs at least 2"),
+        (["--learner.num_minibatches", "64"], "a minibatch needs a whole one"),
+        (["--learner.num_epochs", "9"], "can never be met with 9 updates per step (learner.num_minibatches"),
+        (["--weight_sync.max_lag", "0", "--learner.num_minibatches", "2"], "Raise weight_sync.max_lag to 1"),
+        (["--learner.ess_budget", "0"], "learner.ess_budget = 0"),
+        (["--learner.ess_budget", "0.5", "--learner.ess_of", "ess_token_truncated"], "trajectory_balance applies none"),
         (["--learner.token_budget", "8"], "the longest sample would fit in no micro-batch"),
         (["--actors.max_running_samples", "4"], "could never hold a whole group"),
         (["--task.name", "chain_sun"], "is not a dataset of reasoning-gym"),
@@ -138,6 +143,25 @@ def test_every_example_passes_a_dry_run(capsys, tmp_path, path):
     assert main(["train", str(path), "--run.dir", str(tmp_path / "runs"), "--dry-run"]) == OK
     assert "in order" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ('type = "off_policy_ppo"', "actors.group_size = 1, but off_policy_ppo compares"),
+        ('type = "off_policy_ppo"\nbaseline = "critic"\ncritic = "model"', None),
+    ],
+)
+def test_groups_of_one_are_refused_where_the_loss_compares_samples_and_nowhere_else(
+    capsys, file_task, algorithm, expected
+):
+    path = file_task("reward.py:exact")
+    path.write_text(path.read_text().replace('type = "online_dpo"', algorithm))
+    # the weights of an importance-weighted loss may be the ones whose sample size counts
+    more = ["--learner.ess_budget", "0.5", "--learner.ess_of", "ess_sequence_truncated"]
+    status, error = run(capsys, path, "--actors.group_size", "1", *more, "--dry-run")
+    assert status == (OK if expected is None else WRONG_INPUT), error
+    assert (expected or "") in error
 
 
 def test_a_file_task_with_its_reward_passes_a_dry_run(capsys, file_task, tmp_path):

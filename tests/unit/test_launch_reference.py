@@ -2,9 +2,12 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from algorithms.corrections import AnySurrogate, AnyWeight
+from algorithms.registry import ALGORITHMS
 from launch import reference
 from launch.metrics import METRICS
 
@@ -25,7 +28,7 @@ def test_every_key_has_a_description():
 
 def test_every_metric_named_in_the_code_is_registered():
     pattern = re.compile(
-        r'"((?:lag|mismatch|off_policy|tb|dpo|ppo|batch|buffer|time|perf|eval|overlap|length|reward)/\w+)"'
+        r'"((?:lag|mismatch|off_policy|tb|dpo|ppo|ess|updates|critic|batch|buffer|time|perf|eval|overlap|length|reward)/\w+)"'
     )
     named = {
         name
@@ -35,3 +38,21 @@ def test_every_metric_named_in_the_code_is_registered():
     }
     assert named
     assert sorted(named - METRICS.keys()) == []
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_page_of_an_algorithm_names_every_knob_and_every_metric_of_it(name):
+    page = (ROOT / "docs" / "algorithms" / f"{name}.md").read_text()
+    knobs = {f"algorithm.{key}" for key in ALGORITHMS[name].config_class.model_fields} - {"algorithm.type"}
+    prefixes = {"trajectory_balance": ("tb/",), "online_dpo": ("dpo/",), "off_policy_ppo": ("ppo/", "off_policy/")}[
+        name
+    ]
+    metrics = {metric for metric in METRICS if metric.startswith(prefixes)} - {"off_policy/chi2"}
+    assert sorted(each for each in knobs | metrics if f"`{each}`" not in page) == []
+
+
+def test_the_page_of_ppo_names_every_correction():
+    page = (ROOT / "docs" / "algorithms" / "off_policy_ppo.md").read_text()
+    names = {each.model_fields["type"].default for each in (*get_args(AnyWeight), *get_args(AnySurrogate))}
+    assert len(names) == 7
+    assert sorted(name for name in names if f"| `{name}` |" not in page) == []

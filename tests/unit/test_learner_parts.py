@@ -16,13 +16,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from buffer.trajectory import Trajectory, VersionSpan
 from learner import model as model_file
 from learner.attention import AttentionLayout, packed_attention
-from learner.batch import StepBatch
+from learner.batch import Leaves, StepBatch
 from learner.checkpoint import Checkpoints, Progress
 from learner.config import LearnerConfig
 from learner.model import DeviceBatch, load_stage
-from learner.optimizer import StageOptimizer, learning_rate
+from learner.networks import Network, Networks
+from learner.optimizer import Verdict, learning_rate
 from learner.packing import best_fit, pack
-from learner.pipeline import Pipeline
 from learner.report import lag_metrics
 from learner.split import balance
 from weight_sync.staleness import PolicyVersion
@@ -244,7 +244,7 @@ def test_lags_count_from_the_checkpoint_that_a_restart_resumed_from():
     assert batch.lag_T.tolist() == [2, 2, 2, 3, 1, 1]
     assert batch.group_B.tolist() == [0, 1]
     assert batch.single_version_B.tolist() == [True, False]
-    metrics = lag_metrics(batch, 8, newest_published=7, started_s=103.0)
+    metrics = lag_metrics([batch], batch, newest_published=7, started_s=103.0)
     assert metrics["lag/abandoned"] == 3
     assert metrics["lag/token_max"] == 3
     assert metrics["lag/in_flight"] == 1.0
@@ -256,51 +256,68 @@ def test_lags_count_from_the_checkpoint_that_a_restart_resumed_from():
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def make_stage(folder: Path):
-    stage = load_stage(folder, 0, 1, temperature=1.0, device=CPU)
-    optimizer = StageOptimizer(stage, LearnerConfig(learning_rate=1e-2), None, None)
-    return stage, optimizer, Pipeline(stage, "1f1b", None)
+def make_stage(folder: Path, critic: str | None = None) -> Networks:
+    config = LearnerConfig(learning_rate=1e-2)
+
+    def network(heads):
+        return Network.build(load_stage(folder, 0, 1, temperature=1.0, device=CPU, heads=heads), config)
+
+    policy = network("token_and_value" if critic == "head" else "token")
+    return Networks(policy, network("value") if critic == "model" else None, config)
 
 
-def take_step(stage, optimizer, pipeline, seed):
+def take_step(networks, seed):
     batch = DeviceBatch(pack(sequences([9, 12, 7], seed), [2, 3, 1], 32), CPU)
-    pipeline.train(batch, torch.ones_like(pipeline.forward_only(batch)))
-    return optimizer.update(0, healthy=True)
+    leaves = networks.forward_only(batch)
+    values_T = None if leaves.values_T is None else leaves.values_T - 1
+    networks.train(batch, Leaves(torch.ones_like(leaves.logprobs_T), values_T))
+    return networks.update(0, Verdict())
 
 
+def parameters_of(networks):
+    models = [networks.policy] if networks.critic is None else [networks.policy, networks.critic]
+    return {(i, name): p for i, model in enumerate(models) for name, p in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("critic", [None, "head", "model"])
 @pytest.mark.usefixtures("process_group")
-def test_a_restored_run_continues_exactly_and_a_damaged_checkpoint_is_passed_over(tmp_path):
+def test_a_restored_run_continues_exactly_and_a_damaged_checkpoint_is_passed_over(tmp_path, critic):
     LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=True)).save_pretrained(tmp_path / "model")
-    first = make_stage(tmp_path / "model")
+    first = make_stage(tmp_path / "model", critic)
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2, 0, 1)
-    assert checkpoints.restore(*first[:2]) is None
+    assert checkpoints.restore(first) is None
     for step in (1, 2, 3):
-        take_step(*first, seed=step)
-        checkpoints.save(*first[:2], Progress(step, step, 0))
+        take_step(first, seed=step)
+        checkpoints.save(first, Progress(step, step, 0))
     assert checkpoints.steps() == [2, 3]
-    take_step(*first, seed=4)
+    take_step(first, seed=4)
 
-    second = make_stage(tmp_path / "model")
-    assert checkpoints.restore(*second[:2]) == Progress(3, 3, 0)
-    take_step(*second, seed=4)
-    for (name, ours), theirs in zip(first[0].named_parameters(), second[0].parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
+    second = make_stage(tmp_path / "model", critic)
+    untouched = {key: parameter.detach().clone() for key, parameter in parameters_of(second).items()}
+    assert checkpoints.restore(second) == Progress(3, 3, 0)
+    take_step(second, seed=4)
+    theirs = parameters_of(second)
+    for key, ours in parameters_of(first).items():
+        assert torch.equal(ours, theirs[key]), key
+        assert not torch.equal(ours, untouched[key]), key
 
     for file in (tmp_path / "checkpoints" / "step-00000003").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
-    assert checkpoints.restore(*second[:2]) == Progress(2, 2, 0)
+    assert checkpoints.restore(second) == Progress(2, 2, 0)
     (tmp_path / "checkpoints" / "step-00000002" / ".metadata").unlink()
     with pytest.raises(RuntimeError, match="can be read"):
-        checkpoints.restore(*second[:2])
+        checkpoints.restore(second)
 
 
 @pytest.mark.usefixtures("process_group")
 def test_an_update_with_a_sick_gradient_changes_no_weight(tmp_path):
     LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
-    stage, optimizer, pipeline = make_stage(tmp_path)
-    before = {name: parameter.clone() for name, parameter in stage.named_parameters()}
+    networks = make_stage(tmp_path)
+    before = {key: parameter.clone() for key, parameter in parameters_of(networks).items()}
     batch = DeviceBatch(pack(sequences([9]), [2], 32), CPU)
-    pipeline.train(batch, torch.full_like(pipeline.forward_only(batch), torch.nan))
-    assert optimizer.update(0, healthy=True).skipped
-    assert all(torch.equal(before[name], parameter) for name, parameter in stage.named_parameters())
-    assert not take_step(stage, optimizer, pipeline, seed=0).skipped
+    networks.train(batch, Leaves(torch.full_like(networks.forward_only(batch).logprobs_T, torch.nan)))
+    result = networks.update(0, Verdict())
+    assert result.sick
+    assert not result.taken
+    assert all(torch.equal(before[key], parameter) for key, parameter in parameters_of(networks).items())
+    assert take_step(networks, seed=0).taken

@@ -1,196 +1,174 @@
-"""The two-pass step against an unsplit Transformers model trained on the whole-batch loss, in float64.
+"""The step against an unsplit Transformers model trained by plain autograd on whole minibatches, in float64."""
 
-Run as a script, this file is one rank of the pipeline: `python FILE FOLDER RANK NUM_STAGES`.
-"""
-
-import os
-import subprocess
-import sys
-from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig
-from algorithms.registry import loss_for, needs_reference
+from algorithms.registry import loss_for
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from buffer.trajectory import Trajectory, VersionSpan
-from learner.batch import StepBatch
+from learner.batch import Leaves, StepBatch
 from learner.config import LearnerConfig
-from learner.model import load_stage
-from learner.optimizer import StageOptimizer, tied_group
-from learner.pipeline import Pipeline
-from learner.step import TrainStep
-from weight_sync.staleness import PolicyVersion
+from learner.minibatches import minibatches
+from tests.unit.two_pass import (
+    NUM_STEPS,
+    SEED,
+    TEMPERATURE,
+    TOKEN_BUDGET,
+    Case,
+    make_models,
+    make_rows,
+    run_ranks,
+    train_cases,
+)
 
-VOCABULARY, TEMPERATURE, TOKEN_BUDGET, NUM_STEPS = 40, 0.8, 48, 2
-CONFIG = LearnerConfig(learning_rate=1e-2, max_grad_norm=0.05, weight_decay=0.1)
+ONE = {"learning_rate": 1e-2, "max_grad_norm": 0.05, "weight_decay": 0.1}
+SEVERAL = {**ONE, "num_minibatches": 2, "num_epochs": 2, "lr_schedule": "linear", "num_steps": 3}
 CASES = {
-    ("tied", "1f1b"): TrajectoryBalanceConfig(),
-    ("untied", "gpipe"): OnlineDPOConfig(),
-    ("tied", "gpipe"): OffPolicyPPOConfig(kl_beta=0.1),
+    "balance": Case("tied", LearnerConfig(**ONE, schedule="1f1b"), TrajectoryBalanceConfig()),
+    "dpo": Case("untied", LearnerConfig(**ONE, schedule="gpipe"), OnlineDPOConfig()),
+    "ppo": Case("tied", LearnerConfig(**ONE, schedule="gpipe"), OffPolicyPPOConfig(kl_beta=0.1)),
+    "ppo-several": Case("untied", LearnerConfig(**SEVERAL), OffPolicyPPOConfig(corrections=("token_tis",))),
+    "ppo-epochs": Case("tied", LearnerConfig(**ONE, num_epochs=3), OffPolicyPPOConfig()),
+    "head": Case("tied", LearnerConfig(**SEVERAL), OffPolicyPPOConfig(baseline="critic", critic="head", kl_beta=0.1)),
+    "head-untied": Case("untied", LearnerConfig(**ONE), OffPolicyPPOConfig(baseline="critic", critic="head")),
+    "model": Case(
+        "untied",
+        LearnerConfig(**SEVERAL, critic_learning_rate=3e-2),
+        OffPolicyPPOConfig(baseline="critic", critic="model"),
+    ),
+    "model-tied": Case("tied", LearnerConfig(**SEVERAL), OffPolicyPPOConfig(baseline="critic", critic="model")),
 }
 
 
-def make_rows(seed: int) -> list[Trajectory]:
-    random = np.random.default_rng(seed)
-    rows = []
-    for group in range(4):
-        for index in range(3):
-            prompt, length = int(random.integers(1, 7)), int(random.integers(1, 20))
-            rows.append(
-                Trajectory(
-                    lease_id=0,
-                    attempt=0,
-                    group_id=group,
-                    sample_index=index,
-                    prompt_id=group,
-                    token_ids=random.integers(0, VOCABULARY, prompt + length).astype(np.int32),
-                    prompt_length=prompt,
-                    logprobs=-random.random(length).astype(np.float32) * 5,
-                    spans=(VersionSpan(PolicyVersion(0, 0), 0, length),),
-                    reward=float(random.random()),
-                    finish_reason="stop",
-                )
-            )
-    return rows
-
-
-def train_one_rank() -> None:
-    """What each subprocess of the fixture runs."""
-    folder, rank, num_stages = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous-{num_stages}",
-        rank=rank,
-        world_size=num_stages,
-        timeout=timedelta(seconds=60),
-    )
-    for (kind, schedule), algorithm in CASES.items():
-
-        def load(kind=kind):
-            return load_stage(
-                folder / kind,
-                rank,
-                num_stages,
-                temperature=TEMPERATURE,
-                device=torch.device("cpu"),
-                dtype=torch.float64,
-            )
-
-        module = load()
-        reference = Pipeline(load().requires_grad_(False), schedule, None) if needs_reference(algorithm) else None
-        optimizer = StageOptimizer(module, CONFIG, None, tied_group(module))
-        train_step = TrainStep(Pipeline(module, schedule, None), reference, optimizer, algorithm)
-        tensors = {}
-        for step in range(NUM_STEPS):
-            # the second step fits one micro-batch: it is spread over the stages, and one more stays empty
-            budget, least = (TOKEN_BUDGET, 1) if step == 0 else (4096, 12)
-            batch = StepBatch.build(make_rows(step), step, {0: 0}, budget, least)
-            assert batch.packed.num_micro_batches > num_stages
-            result = train_step.run(batch, step, step, budget)
-            assert not result.skipped
-            tensors[f"grad_norm.{step}"] = torch.tensor(result.metrics["grad_norm"], dtype=torch.float64)
-            if module.share.is_last:
-                tensors[f"loss.{step}"] = torch.tensor(result.metrics["loss"], dtype=torch.float64)
-                truncated = [f"off_policy/ess_{of}_truncated" in result.metrics for of in ("token", "sequence")]
-                assert truncated == [algorithm.type == "off_policy_ppo"] * 2, "logged where, and only where, truncated"
-        # copies: a file refuses two names for one memory
-        tensors |= {name: tensor.clone() for name, tensor in module.published_tensors().items()}
-        save_file(tensors, folder / f"{kind}-{schedule}-{num_stages}-{rank}.safetensors")
-    dist.destroy_process_group()
+def one_rank(folder: Path, rank: int, num_stages: int) -> None:
+    """What each process of the fixture runs."""
+    train_cases(CASES, folder, rank, num_stages)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """Every case trained at one stage and at two."""
     folder = tmp_path_factory.mktemp("exactness")
-    for kind in ("tied", "untied"):
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            initializer_range=0.3,
-            tie_word_embeddings=kind == "tied",
-        )
-        LlamaForCausalLM(config).double().save_pretrained(folder / kind)
-    ranks = [(1, 0), (2, 0), (2, 1)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, str(folder), str(rank), str(num_stages)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for num_stages, rank in ranks
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    make_models(folder)
+    run_ranks("tests.unit.test_learner_step", folder, [1, 2])
     return folder
 
 
-def token_logprobs(model, row) -> torch.Tensor:
-    tokens = torch.from_numpy(row.token_ids).long()
-    scores = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-    return scores[row.prompt_length - 1 : -1].gather(1, tokens[row.prompt_length :, None])[:, 0]
+class Unsplit:
+    """The same run with plain autograd through the whole loss, and torch's own AdamW and clipping."""
 
+    def __init__(self, folder: Path, case: Case) -> None:
+        self.case = case
+        self.policy = AutoModelForCausalLM.from_pretrained(folder / case.kind, dtype=torch.float64)
+        self.reference = AutoModelForCausalLM.from_pretrained(folder / case.kind, dtype=torch.float64)
+        self.critic = None
+        self.head = torch.nn.Linear(16, 1, dtype=torch.float64)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        self.kind = case.algorithm.needs.critic
+        policy = list(self.policy.parameters()) + (list(self.head.parameters()) if self.kind == "head" else [])
+        self.optimizers = [self._adam(policy)]
+        if self.kind == "model":
+            self.critic = AutoModelForCausalLM.from_pretrained(folder / case.kind, dtype=torch.float64).model
+            self.optimizers.append(self._adam([*self.critic.parameters(), *self.head.parameters()]))
+        self.seen: dict[str, float] = {}
 
-def train_unsplit(folder: Path, kind: str, algorithm) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The same two steps with plain autograd through the whole loss and torch's own AdamW and clipping."""
-    model = AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.float64)
-    reference = AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.float64)
-    parameters = dict(model.named_parameters())
-    groups = [
-        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": CONFIG.weight_decay},
-        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=CONFIG.learning_rate, betas=(CONFIG.adam_beta1, CONFIG.adam_beta2))
-    seen = {}
-    for step in range(NUM_STEPS):
-        rows = make_rows(step)
-        batch = StepBatch.build(rows, step, {0: 0}, TOKEN_BUDGET)
-        logprobs_T = torch.cat([token_logprobs(model, row) for row in rows])
-        with torch.no_grad():
-            reference_T = torch.cat([token_logprobs(reference, row) for row in rows])
-        inputs = batch.loss_inputs(logprobs_T, reference_T, step)
-        # put the model's graph back in place of the leaf
-        loss = loss_for(algorithm)(type(inputs)(**{**vars(inputs), "logprobs_T": logprobs_T})).loss
-        adam.zero_grad()
+    def _adam(self, parameters) -> torch.optim.AdamW:
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.case.config.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, betas=(self.case.config.adam_beta1, self.case.config.adam_beta2))
+
+    def leaves(self, rows, model=None) -> Leaves:
+        logprobs, values = [], []
+        for row in rows:
+            tokens = torch.from_numpy(row.token_ids).long()
+            predicting = slice(row.prompt_length - 1, -1)
+            out = (model or self.policy)(tokens[None], output_hidden_states=True)
+            scores = (out.logits[0] / TEMPERATURE).log_softmax(-1)
+            logprobs.append(scores[predicting].gather(1, tokens[row.prompt_length :, None])[:, 0])
+            if self.kind is not None:
+                # the last hidden state is the one behind the final norm
+                states = out.hidden_states[-1] if self.critic is None else self.critic(tokens[None]).last_hidden_state
+                values.append(self.head(states[0, predicting])[:, 0])
+        return Leaves(torch.cat(logprobs), torch.cat(values) if values else None)
+
+    def train(self) -> None:
+        config, version = self.case.config, 0
+        for step in range(NUM_STEPS):
+            batch = StepBatch.build(make_rows(step), version, {0: 0}, TOKEN_BUDGET)
+            with torch.no_grad():
+                old = self.leaves(batch.trajectories)
+                reference_T = self.leaves(batch.trajectories, self.reference).logprobs_T
+            plan = minibatches(batch.group_B, config.num_minibatches, config.num_epochs, (SEED, step))
+            for number, sequences in enumerate(plan):
+                where_T = torch.from_numpy(batch.tokens_of(sequences))
+                self._update(batch.part(sequences, version), old.of(where_T), reference_T[where_T], (step, number))
+                version += 1
+
+    def _update(self, part, old, reference_T, where) -> None:
+        leaves = self.leaves(part.trajectories)
+        inputs = part.loss_inputs(leaves, old, reference_T, part.version)
+        # put the model's graph back in place of the leaves
+        graph = {"logprobs_T": leaves.logprobs_T, "values_T": leaves.values_T}
+        loss = loss_for(self.case.algorithm)(type(inputs)(**{**vars(inputs), **graph})).loss
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         loss.backward()
-        seen[f"loss.{step}"] = loss.item()
-        seen[f"grad_norm.{step}"] = torch.nn.utils.clip_grad_norm_(model.parameters(), CONFIG.max_grad_norm).item()
-        adam.step()
-    weights = {name: parameter.detach() for name, parameter in parameters.items()}
-    weights["lm_head.weight"] = model.lm_head.weight.detach()
-    return weights, seen
+        prefix = f"seen.{where[0]}.{where[1]}."
+        self.seen[prefix + "loss"] = loss.item()
+        config = self.case.config
+        share = 1 - part.version / (config.num_steps * config.updates_per_step)
+        rates = [config.learning_rate, config.critic_learning_rate or config.learning_rate]
+        for name, optimizer, rate in zip(("grad_norm", "critic_norm"), self.optimizers, rates, strict=False):
+            own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self.seen[prefix + name] = torch.nn.utils.clip_grad_norm_(own, config.max_grad_norm).item()
+            for group in optimizer.param_groups:
+                group["lr"] = rate * (share if config.lr_schedule == "linear" else 1.0)
+            optimizer.step()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        found = {name: parameter.detach() for name, parameter in self.policy.named_parameters()}
+        found["lm_head.weight"] = self.policy.lm_head.weight.detach()
+        place = {"head": "policy.value_head.", "model": "critic.value_head."}.get(self.kind)
+        if place is not None:
+            found |= {place + name: parameter.detach() for name, parameter in self.head.named_parameters()}
+        if self.critic is not None:
+            found |= {f"critic.model.{name}": p.detach() for name, p in self.critic.named_parameters()}
+        return found
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize(("kind", "schedule"), CASES)
-def test_split_training_equals_unsplit_training_on_the_whole_batch_loss(trained, kind, schedule, num_stages):
-    weights, seen = train_unsplit(trained, kind, CASES[kind, schedule])
-    parts = [load_file(trained / f"{kind}-{schedule}-{num_stages}-{rank}.safetensors") for rank in range(num_stages)]
-    for name, value in seen.items():
-        assert parts[-1][name].item() == pytest.approx(value, rel=1e-10, abs=1e-12), name
-    assert seen["grad_norm.0"] > CONFIG.max_grad_norm, "clipping must be at work"
-    merged = {name: tensor for part in parts for name, tensor in part.items() if name not in seen}
+@pytest.mark.parametrize("name", CASES)
+def test_split_training_equals_unsplit_training_on_the_whole_batch_loss(trained, name, num_stages):
+    unsplit = Unsplit(trained, CASES[name])
+    unsplit.train()
+    parts = [load_file(trained / f"{name}-{num_stages}-{rank}.safetensors") for rank in range(num_stages)]
+    for key, value in unsplit.seen.items():
+        assert parts[-1][key].item() == pytest.approx(value, rel=1e-12, abs=1e-13), key
+    assert unsplit.seen["seen.0.0.grad_norm"] > 0.05, "clipping must be at work"
+    merged = {key: tensor for part in parts for key, tensor in part.items() if not key.startswith("seen.")}
+    weights = unsplit.weights()
     assert merged.keys() == weights.keys()
-    for name, tensor in merged.items():
-        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-9, msg=name)
-    if kind == "tied":
+    for key, tensor in merged.items():
+        torch.testing.assert_close(tensor, weights[key], rtol=0, atol=1e-12, msg=key)
+    if CASES[name].kind == "tied":
         assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
 
 
-if __name__ == "__main__":
-    train_one_rank()
+def clip_fractions(folder: Path, name: str) -> list[float]:
+    found = load_file(folder / f"{name}-1-0.safetensors")
+    sides = [f"off_policy/clip_frac_{side}" for side in ("low", "high")]
+    return [float(found[key]) for key in sorted(found) if any(key.endswith(side) for side in sides)]
+
+
+def test_several_updates_of_a_draw_reach_the_clip_and_one_never_does(trained):
+    assert set(clip_fractions(trained, "ppo")) == {0.0}
+    assert max(clip_fractions(trained, "ppo-several")) > 0
+    assert max(clip_fractions(trained, "ppo-epochs")) > 0

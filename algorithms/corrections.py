@@ -1,0 +1,293 @@
+"""Corrections for data that another policy wrote: small objects, off unless they are named.
+
+Two kinds compose. A **weight** changes the importance weight rho = pi_prox / mu that multiplies a token's
+objective: a truncation bounds it, a mask sets it to 0. A **surrogate** replaces the clipped ratio
+u = pi / pi_prox by which the update is measured.
+
+    token_tis        min(rho, C) for each token
+    sequence_tis     min(prod of rho over the sequence, C), the same for all its tokens
+    icepop           rho where low <= rho <= high, else 0
+    geometric_mask   drops a sequence unless low <= exp(mean log rho) <= high
+    clip             PPO's: min(u A, clip(u, 1 - e_low, 1 + e_high) A) for each token; the default surrogate
+    sequence_clip    the same with one ratio for a sequence, prod of u: the whole completion is one action
+    gspo             the same with exp(mean log u)
+    cispo            sg[clip(u, low, high)] A log pi: clipping bounds the weight and keeps the gradient
+
+Any loss that weighs by importance can use them: `importance_weights` gives the first, `surrogate.objective`
+the second. All log ratios are clamped to +-20 before exp, and no gradient passes a weight.
+
+References:
+    Truncated importance sampling: Ionides 2008; IcePop, arXiv 2510.18855; GSPO, arXiv 2507.18071; CISPO (MiniMax-M1),
+    arXiv 2506.13585.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
+from torch import Tensor
+
+from algorithms.inputs import LOG_RATIO_LIMIT, LossInputs
+
+
+class _Correction(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Interval(_Correction):
+    type: str
+    low: NonNegativeFloat
+    high: PositiveFloat
+
+    @model_validator(mode="after")
+    def _must_not_be_empty(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"{self.type}: low = {self.low} is not below high = {self.high}")
+        return self
+
+
+def clamped_exp(log_ratio: Tensor) -> Tensor:
+    """The ratio of a log ratio, which is clamped to +-20 first."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+# --- weights ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """What weight corrections say of a batch: the weight is `weight_T` where `kept_T`, else 0."""
+
+    weight_T: Tensor
+    kept_T: Tensor
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+
+class WeightCorrection(Protocol):
+    """Bounds or masks importance weights."""
+
+    kind: ClassVar[Literal["truncation", "mask"]]
+
+    def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
+        """The weighing after this correction, with the share of tokens that it changed among its metrics.
+
+        Args:
+            inputs: the batch.
+            log_rho_T: log pi_prox / mu, clamped, constant.
+            weighing: as the corrections before it left it.
+        """
+        ...
+
+
+class TokenTIS(_Correction):
+    """Truncates the weight of each token."""
+
+    kind: ClassVar[Literal["truncation"]] = "truncation"
+    type: Literal["token_tis"] = "token_tis"
+    cap: PositiveFloat = Field(default=2.0, description="C; 1.5 to 5.")
+
+    def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
+        """min(rho, C)."""
+        rho_T = log_rho_T.exp()
+        return _truncated(weighing, rho_T, self.cap, self.type)
+
+
+class SequenceTIS(_Correction):
+    """Weighs a sequence as a whole, truncated."""
+
+    kind: ClassVar[Literal["truncation"]] = "truncation"
+    type: Literal["sequence_tis"] = "sequence_tis"
+    cap: PositiveFloat = Field(default=2.0, description="C; 2 to 10.")
+
+    def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
+        """min(prod rho, C), on every token of the sequence."""
+        rho_T = clamped_exp(inputs.sum_per_sequence(log_rho_T))[inputs.sequence_T]
+        return _truncated(weighing, rho_T, self.cap, self.type)
+
+
+class IcePop(_Interval):
+    """Masks single tokens whose two policies disagree."""
+
+    kind: ClassVar[Literal["mask"]] = "mask"
+    type: Literal["icepop"] = "icepop"
+    low: NonNegativeFloat = Field(default=0.5, description="Least rho that is kept.")
+    high: PositiveFloat = Field(default=5.0, description="Greatest rho that is kept.")
+
+    def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
+        """0 where rho leaves [low, high]."""
+        rho_T = log_rho_T.exp()
+        return _masked(weighing, (rho_T >= self.low) & (rho_T <= self.high), self.type)
+
+
+class GeometricMask(_Interval):
+    """Masks whole sequences that the two policies rate differently."""
+
+    kind: ClassVar[Literal["mask"]] = "mask"
+    type: Literal["geometric_mask"] = "geometric_mask"
+    low: NonNegativeFloat = Field(default=0.5, description="Least exp(mean log rho) of a sequence that is kept.")
+    high: PositiveFloat = Field(default=2.0, description="Greatest exp(mean log rho) of a sequence that is kept.")
+
+    def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
+        """0 on a sequence whose geometric mean of rho leaves [low, high]."""
+        mean_B = inputs.mean_per_sequence(log_rho_T).exp()
+        return _masked(weighing, ((mean_B >= self.low) & (mean_B <= self.high))[inputs.sequence_T], self.type)
+
+
+# --- surrogates -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is maximised per token, before importance weights, and where clipping changed it."""
+
+    objective_T: Tensor
+    low_T: Tensor
+    high_T: Tensor
+
+
+class Surrogate(Protocol):
+    """Measures an update by u = pi / pi_prox."""
+
+    def objective(self, inputs: LossInputs, log_anchor_T: Tensor, advantage_T: Tensor) -> Objective:
+        """The objective of each token.
+
+        Args:
+            inputs: the batch, with the differentiated log-probabilities.
+            log_anchor_T: log pi_prox, constant: the centre of the trust region.
+            advantage_T: constant.
+        """
+        ...
+
+
+class TokenClip(_Correction):
+    """PPO's pessimistic clipping of each token's ratio."""
+
+    type: Literal["clip"] = "clip"
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="u is clipped below at 1 - clip_low.")
+    clip_high: PositiveFloat = Field(default=0.2, description="u is clipped above at 1 + clip_high.")
+
+    def objective(self, inputs: LossInputs, log_anchor_T: Tensor, advantage_T: Tensor) -> Objective:
+        """min(u A, clip(u) A)."""
+        ratio_T = clamped_exp(inputs.logprobs_T - log_anchor_T)
+        return _pessimistic(ratio_T, advantage_T, 1 - self.clip_low, 1 + self.clip_high)
+
+
+class SequenceClip(_Correction):
+    """PPO's clipping with the completion as one action (proximal RLOO)."""
+
+    type: Literal["sequence_clip"] = "sequence_clip"
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="prod u is clipped below at 1 - clip_low.")
+    clip_high: PositiveFloat = Field(default=0.2, description="prod u is clipped above at 1 + clip_high.")
+
+    def objective(self, inputs: LossInputs, log_anchor_T: Tensor, advantage_T: Tensor) -> Objective:
+        """min(u A, clip(u) A) of the sequence, in equal parts on its tokens, so that they sum to it."""
+        ratio_B = clamped_exp(inputs.sum_per_sequence(inputs.logprobs_T - log_anchor_T))
+        found = _pessimistic(ratio_B[inputs.sequence_T], advantage_T, 1 - self.clip_low, 1 + self.clip_high)
+        length_T = inputs.length_B[inputs.sequence_T].to(advantage_T.dtype)
+        return Objective(found.objective_T / length_T, found.low_T, found.high_T)
+
+
+class GSPO(_Correction):
+    """Clipping of the geometric mean of a sequence's ratios."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, gt=0, le=1, description="exp(mean log u) is clipped below at 1 - clip_low.")
+    clip_high: PositiveFloat = Field(default=4e-4, description="exp(mean log u) is clipped above at 1 + clip_high.")
+
+    def objective(self, inputs: LossInputs, log_anchor_T: Tensor, advantage_T: Tensor) -> Objective:
+        """min(s A, clip(s) A) on every token; tokens weigh alike, so its gradient has the scale of `clip`'s."""
+        ratio_B = clamped_exp(inputs.mean_per_sequence(inputs.logprobs_T - log_anchor_T))
+        return _pessimistic(ratio_B[inputs.sequence_T], advantage_T, 1 - self.clip_low, 1 + self.clip_high)
+
+
+class CISPO(_Interval):
+    """A clipped weight on the policy gradient, which reaches every token."""
+
+    type: Literal["cispo"] = "cispo"
+    low: NonNegativeFloat = Field(default=0.0, description="Least u as a weight.")
+    high: PositiveFloat = Field(default=5.0, description="Greatest u as a weight.")
+
+    def objective(self, inputs: LossInputs, log_anchor_T: Tensor, advantage_T: Tensor) -> Objective:
+        """sg[clip(u, low, high)] A log pi."""
+        ratio_T = clamped_exp(inputs.logprobs_T.detach() - log_anchor_T)
+        weight_T = ratio_T.clamp(self.low, self.high)
+        counts_T = advantage_T != 0
+        low_T, high_T = (ratio_T < self.low) & counts_T, (ratio_T > self.high) & counts_T
+        return Objective(weight_T * advantage_T * inputs.logprobs_T, low_T, high_T)
+
+
+# --- a list of them ---------------------------------------------------------------------------------
+
+AnyWeight = TokenTIS | SequenceTIS | IcePop | GeometricMask
+AnySurrogate = SequenceClip | GSPO | CISPO
+
+
+def _from_name(value: Any) -> Any:  # noqa: ANN401 -- what TOML gave
+    return {"type": value} if isinstance(value, str) else value
+
+
+Correction = Annotated[
+    TokenTIS | SequenceTIS | IcePop | GeometricMask | SequenceClip | GSPO | CISPO,
+    Field(discriminator="type"),
+]
+Corrections = tuple[Annotated[Correction, BeforeValidator(_from_name)], ...]
+"""As a config writes them: ["token_tis", {type = "icepop", high = 3.0}]."""
+
+
+def check_corrections(corrections: Sequence[AnyWeight | AnySurrogate]) -> None:
+    """Refuse a list that says two things about one weight.
+
+    Raises:
+        ValueError: names both.
+    """
+    names = [each.type for each in corrections]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise ValueError(f"corrections names '{doubled[0]}' twice; once is enough")
+    truncations = [each.type for each in corrections if isinstance(each, TokenTIS | SequenceTIS)]
+    surrogates = [each.type for each in corrections if isinstance(each, AnySurrogate)]
+    for rivals, what in ((truncations, "the importance weight"), (surrogates, "the clipped ratio")):
+        if len(rivals) > 1:
+            raise ValueError(f"corrections '{rivals[0]}' and '{rivals[1]}' both replace {what}; keep one of them")
+
+
+def importance_weights(inputs: LossInputs, corrections: Sequence[AnyWeight | AnySurrogate]) -> Weighing:
+    """The weight of each token: rho = pi_prox / mu after the weight corrections of the list, in any order.
+
+    Without any, rho itself (log rho clamped to +-20).
+    """
+    log_rho_T = (inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T).detach()
+    log_rho_T = log_rho_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    weighing = Weighing(log_rho_T.exp(), torch.ones_like(log_rho_T, dtype=torch.bool))
+    for each in corrections:
+        if isinstance(each, AnyWeight):
+            weighing = each.apply(inputs, log_rho_T, weighing)
+    return Weighing(torch.where(weighing.kept_T, weighing.weight_T, 0.0), weighing.kept_T, weighing.metrics)
+
+
+def surrogate_of(corrections: Sequence[AnyWeight | AnySurrogate], default: Surrogate) -> Surrogate:
+    """The surrogate that the list names, or the default."""
+    return next((each for each in corrections if isinstance(each, AnySurrogate)), default)
+
+
+def _truncated(weighing: Weighing, rho_T: Tensor, cap: float, name: str) -> Weighing:
+    metrics = {**weighing.metrics, f"off_policy/{name}_frac": _share(rho_T > cap)}
+    return Weighing(rho_T.clamp(max=cap), weighing.kept_T, metrics)
+
+
+def _masked(weighing: Weighing, kept_T: Tensor, name: str) -> Weighing:
+    metrics = {**weighing.metrics, f"off_policy/{name}_frac": _share(~kept_T)}
+    return Weighing(weighing.weight_T, weighing.kept_T & kept_T, metrics)
+
+
+def _pessimistic(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Objective:
+    objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    return Objective(objective, (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0))
+
+
+def _share(chosen_T: Tensor) -> float:
+    return float(chosen_T.sum()) / max(1, chosen_T.numel())

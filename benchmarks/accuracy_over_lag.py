@@ -1,0 +1,398 @@
+"""What does age cost? Accuracy of the demo by algorithm and `max_lag`. Prints one JSON line last.
+
+    python benchmarks/accuracy_over_lag.py [--lags 0 1 4 16] [--algorithms NAME ...] [--seeds 0] [--steps N]
+        [--work FOLDER] [--section.key VALUE ...]
+
+Every cell is one `leeway train` of a demo's config, one after the other on the same machine; cells of an algorithm
+and a seed differ in `weight_sync.max_lag` alone. Accuracy and the lag that was really trained on are read from the
+run's own metrics.jsonl and summary.json. `--work` keeps finished cells: called again with the same overrides, only
+the missing ones run. Any other key is an override that every cell gets. A step is one update in every cell, also of
+PPO: with several, synchronous training (`max_lag = 0`) does not exist.
+
+Writes docs/results/accuracy_over_lag.md and its figure, .svg, or the page that `--page` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from buffer_peers.processes import end_tree
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from reward_curve import mean
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = {"trajectory_balance": "demo", "online_dpo": "demo-dpo", "off_policy_ppo": "demo-ppo"}
+"""Algorithm -> its file in examples/."""
+STYLES = {
+    "trajectory_balance": ("#0072B2", "o", -0.08),
+    "online_dpo": ("#D55E00", "s", 0.0),
+    "off_policy_ppo": ("#009E73", "^", 0.08),
+}
+"""Algorithm -> colour (told apart by the colour-blind), marker, and a shift to the side, for the lines lie close."""
+PAGE = ROOT / "docs" / "results" / "accuracy_over_lag.md"
+EVERY_CELL = ["--learner.num_minibatches", "1", "--learner.num_epochs", "1"]
+RUN_TIMEOUT_S = 900.0
+WRONG_INPUT = 2
+"""Exit status of `leeway` where the config refuses a cell, and nothing was started."""
+COLUMNS = {
+    "greedy before": ("greedy_before", "{:.3f}"),
+    "greedy after": ("greedy", "{:.3f}"),
+    "sampled before": ("sampled_before", "{:.3f}"),
+    "sampled after": ("sampled", "{:.3f}"),
+    "lag mean": ("lag_mean", "{:.2f}"),
+    "lag mean, second half": ("lag_late", "{:.2f}"),
+    "lag max": ("lag_max", "{:.0f}"),
+    "lowest ESS": ("ess_lowest", "{:.2f}"),
+    "dropped as stale": ("dropped_stale", "{:.0f}"),
+    "wall s": ("seconds", "{:.0f}"),
+}
+"""Column -> figure of a run, and how it reads."""
+IN_JSON = ("greedy_before", "sampled_before", "greedy", "sampled", "lag_mean", "lag_late", "seconds")
+
+Figures = dict[str, float]
+"""Of one run, by name."""
+
+
+class CellFailed(RuntimeError):
+    """A run has no figures; says why."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the matrix."""
+
+    algorithm: str
+    max_lag: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return f"{self.algorithm}-lag{self.max_lag}-seed{self.seed}"
+
+
+class Work:
+    """The folder of finished cells."""
+
+    def __init__(self, folder: Path, overrides: list[str]) -> None:
+        """Open or make it.
+
+        Args:
+            folder: where finished cells are kept.
+            overrides: arguments of `leeway train` that all cells share.
+
+        Raises:
+            SystemExit: it holds cells of other overrides.
+        """
+        self.folder = folder.resolve()
+        self.overrides = overrides
+        self.folder.mkdir(parents=True, exist_ok=True)
+        said = self.folder / "overrides.json"
+        if said.exists() and (theirs := json.loads(said.read_text())) != overrides:
+            sys.exit(f"--work {folder} holds cells run with {theirs}, not with {overrides}; choose another folder")
+        said.write_text(json.dumps(overrides))
+
+    def finished(self, cell: Cell) -> dict[str, Any] | None:
+        """The figures and the commit of a cell that was run before."""
+        path = self.folder / f"{cell.name}.json"
+        found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        return found
+
+    def run(self, cell: Cell) -> dict[str, Any]:
+        """Run a cell and keep its figures.
+
+        Raises:
+            CellFailed: the config refuses it, or the run failed or took too long.
+        """
+        run = self.folder / "run" / cell.name
+        shutil.rmtree(run, ignore_errors=True)  # what an earlier call left unfinished
+        commit = describe_commit()
+        train(cell, run, self.overrides, self.folder / f"{cell.name}.log")
+        result = {"figures": figures(run), "commit": commit}
+        shutil.copy(run / "metrics.jsonl", self.folder / f"{cell.name}.metrics.jsonl")
+        shutil.rmtree(run)
+        part = self.folder / f"{cell.name}.part"
+        part.write_text(json.dumps(result))
+        part.replace(self.folder / f"{cell.name}.json")
+        return result
+
+
+def main() -> None:
+    """Run what is missing, write the page and the figure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 4, 16])
+    parser.add_argument("--algorithms", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, help="learner.num_steps of every cell; default: as the configs say")
+    parser.add_argument("--work", type=Path, help="keeps finished cells; a new one for new code (default: keeps none)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="what is written; the figure lies beside it")
+    args, overrides = parser.parse_known_args()
+    cells = [Cell(name, lag, seed) for seed in args.seeds for lag in args.lags for name in args.algorithms]
+    if args.steps is not None:
+        overrides = ["--learner.num_steps", str(args.steps), *overrides]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, it ends the run in progress
+    with tempfile.TemporaryDirectory() as fresh:
+        done, missing = run_all(Work(args.work or Path(fresh), overrides), cells)
+    if not done:
+        sys.exit("no cell has figures: " + "; ".join(f"{cell.name}: {why}" for cell, why in missing.items()))
+    figure: Path = args.page.with_suffix(".svg")
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    results = {cell: result["figures"] for cell, result in done.items()}
+    commits = ", ".join(sorted({result["commit"] for result in done.values()}))
+    origin = f"Written by `{invocation(args, overrides)}`, commit {commits},"
+    draw(results, figure)
+    args.page.write_text(page(results, missing, origin, figure.name), encoding="utf-8")
+    print(json.dumps(by_algorithm(results)))
+
+
+def run_all(work: Work, cells: list[Cell]) -> tuple[dict[Cell, dict[str, Any]], dict[Cell, str]]:
+    """The result of every cell that has one, and why the others have none."""
+    done: dict[Cell, dict[str, Any]] = {}
+    missing: dict[Cell, str] = {}
+    for number, cell in enumerate(cells, 1):
+        try:
+            done[cell] = work.finished(cell) or work.run(cell)
+        except CellFailed as error:
+            missing[cell] = str(error)
+        shown = missing.get(cell) or {key: round(value, 3) for key, value in done[cell]["figures"].items()}
+        print(f"{number} of {len(cells)}, {cell.name}: {shown}", flush=True)
+    return done, missing
+
+
+def train(cell: Cell, run: Path, overrides: list[str], log: Path) -> None:
+    """One `leeway train` into the folder `run`; all that it prints goes to `log`.
+
+    Raises:
+        CellFailed: it did not end well.
+    """
+    command = [sys.executable, "-m", "launch.cli", "train", f"examples/{CONFIGS[cell.algorithm]}.toml"]
+    command += ["--run.dir", str(run.parent), "--run.name", run.name, "--run.seed", str(cell.seed)]
+    command += ["--weight_sync.max_lag", str(cell.max_lag), *EVERY_CELL, *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # small tensors: more threads fight for the cores
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            process.wait(RUN_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise CellFailed(
+                f"took longer than {RUN_TIMEOUT_S:g} s; {log.name} in --work says how far it came"
+            ) from None
+        finally:
+            end_tree(process)
+    if process.returncode == WRONG_INPUT:
+        raise CellFailed(f"refused: {' '.join(log.read_text().split())}")
+    if process.returncode:
+        raise CellFailed(f"ended with status {process.returncode}; {log.name} in --work says why")
+
+
+def figures(run: Path) -> Figures:
+    """What is reported of a run.
+
+    Returns:
+        Accuracies in [0, 1]; `lag_*` in policy versions, `lag_mean` over all trained tokens and `lag_late` over the
+        second half of the steps; `ess_lowest`: the smallest effective sample share of a step, over sequences, on raw
+        weights; `seconds` from the command to the last evaluation.
+
+    Raises:
+        CellFailed: the run was ended before its last evaluation.
+    """
+    summary = json.loads((run / "summary.json").read_text())
+    if summary["accuracy_after"] is None:
+        raise CellFailed(f"was ended after {summary['num_steps']} steps, before its last evaluation")
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    rows = [row for row in lines if "loss" in row and not row["skipped"]]
+    late = rows[len(rows) // 2 :]
+    num_late_tokens = sum(row["batch/completion_tokens"] for row in late)
+    return {
+        "greedy_before": summary["accuracy_before"],
+        "sampled_before": summary["accuracy_before_sampled"],
+        "greedy": summary["accuracy_after"],
+        "sampled": summary["accuracy_after_sampled"],
+        "lag_mean": summary["lag_mean"],
+        "lag_late": sum(row["lag/token_mean"] * row["batch/completion_tokens"] for row in late) / num_late_tokens,
+        "lag_max": summary["lag_max"],
+        "ess_lowest": min(row["off_policy/ess_sequence"] for row in rows),
+        "dropped_stale": summary["ledger"]["dropped_stale"],
+        "ledger_gap": summary["ledger_gap"],
+        "num_steps": summary["num_steps"],
+        "num_heldout": summary["num_heldout"],
+        "seconds": summary["wall_s"],
+    }
+
+
+def describe_commit() -> str:
+    """Which code runs: the commit, and whether what runs differs from it."""
+    if shutil.which("git") is None:
+        return "unknown"
+    ours = ["actors", "algorithms", "buffer", "examples", "launch", "learner", "weight_sync"]
+    found = []
+    for question in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", *ours]):
+        ran = subprocess.run(["git", *question], cwd=ROOT, capture_output=True, text=True, check=False, timeout=30)
+        found.append(ran.stdout.strip())
+    commit, changes = found
+    return f"{commit or 'unknown'} with changes" if changes else commit or "unknown"
+
+
+def invocation(args: argparse.Namespace, overrides: list[str]) -> str:
+    """The command in full, without the folders, which only this machine has."""
+    lists = {"--lags": args.lags, "--algorithms": args.algorithms, "--seeds": args.seeds}
+    words = [word for key, values in lists.items() for word in (key, *map(str, values))]
+    return shlex.join(["python", "benchmarks/accuracy_over_lag.py", *words, *overrides])
+
+
+def over_seeds(results: dict[Cell, Figures]) -> dict[tuple[str, int], dict[str, list[float]]]:
+    """Algorithm and max_lag, sorted -> figure -> its values, one for every seed that has one."""
+    cells: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for cell in sorted(results, key=lambda cell: (cell.algorithm, cell.max_lag, cell.seed)):
+        values = cells.setdefault((cell.algorithm, cell.max_lag), {})
+        for name, value in results[cell].items():
+            values.setdefault(name, []).append(value)
+    return cells
+
+
+def by_algorithm(results: dict[Cell, Figures]) -> dict[str, dict[str, Figures]]:
+    """The JSON line: algorithm -> max_lag -> figures, means over seeds; of `lag_max` the greatest."""
+    line: dict[str, dict[str, Figures]] = {}
+    for (algorithm, max_lag), values in over_seeds(results).items():
+        shown = {name: round(mean(values[name]), 4) for name in IN_JSON}
+        extremes = {"lag_max": max(values["lag_max"]), "num_seeds": len(values["lag_max"])}
+        line.setdefault(algorithm, {})[str(max_lag)] = {**shown, **extremes}
+    return line
+
+
+# --- what people read -------------------------------------------------------------------------------
+
+
+def page(results: dict[Cell, Figures], missing: dict[Cell, str], origin: str, figure: str) -> str:
+    """The page of results."""
+    num_seeds = len({cell.seed for cell in results})
+    num_heldout = int(next(iter(results.values()))["num_heldout"])
+    steps = " or ".join(str(int(n)) for n in sorted({found["num_steps"] for found in results.values()}))
+    seeds = "One seed." if num_seeds == 1 else f"Means over {num_seeds} seeds, in brackets the lowest and the highest."
+    return "\n".join(
+        [
+            "# Accuracy against `max_lag`, measured",
+            "",
+            f"{origin} on {len(os.sched_getaffinity(0))} cores ({platform.machine()}), no GPU, Python "
+            f"{platform.python_version()}. The demos (`examples/demo.toml`, "
+            f"`demo-dpo.toml`, `demo-ppo.toml`) over the real system, {steps} steps each, one after the other; runs of "
+            "an algorithm and a seed differ in `weight_sync.max_lag` alone. Accuracy is over "
+            f"{num_heldout} held-out problems. {seeds} All run with `{' '.join(EVERY_CELL)}` unless the command says "
+            "otherwise, for with several updates per step there is no `max_lag = 0`; with one PPO never clips.",
+            "",
+            f"![Held-out accuracy and realised lag against max_lag]({figure})",
+            "",
+            *table(results),
+            "",
+            *[f"No figures for {cell.name}: {why}\n" for cell, why in missing.items()],
+            "Lag is in policy versions, over trained tokens; it grows only as far as the actors run ahead, and from 0 "
+            "at the first step, hence the second half. ESS is the effective sample share of whole completions, "
+            "1 / mean((w / mean w)^2) with w = pi_prox / mu, at the step where it is lowest: what the lag did to the "
+            "data, where 1 is on-policy. The wall time ends with the last evaluation.",
+            "",
+            *shows(results, num_heldout),
+            "",
+        ]
+    )
+
+
+def table(results: dict[Cell, Figures]) -> list[str]:
+    """One row per algorithm and max_lag."""
+    head = ["algorithm", "max_lag", *COLUMNS]
+    rows = [
+        [algorithm, str(max_lag), *[_spread(values[figure], form) for figure, form in COLUMNS.values()]]
+        for (algorithm, max_lag), values in over_seeds(results).items()
+    ]
+    return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
+
+
+def _spread(values: list[float], form: str) -> str:
+    middle, low, high = (form.format(value) for value in (mean(values), min(values), max(values)))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def shows(results: dict[Cell, Figures], num_heldout: int) -> list[str]:
+    """What the figure shows and what it does not."""
+    cells = over_seeds(results)
+    changes = []
+    num_lags = Counter(algorithm for algorithm, _ in cells)
+    for name in (algorithm for algorithm, number in num_lags.items() if number > 1):
+        lags = [lag for algorithm, lag in cells if algorithm == name]
+        first, last = cells[name, min(lags)], cells[name, max(lags)]
+        greedy, sampled = (mean(last[key]) - mean(first[key]) for key in ("greedy", "sampled"))
+        changes.append(f"- {name}, `max_lag` {min(lags)} to {max(lags)}: greedy {greedy:+.3f}, sampled {sampled:+.3f}.")
+    error = math.sqrt(0.9 * 0.1 / num_heldout)
+    return [
+        "What it shows: the price of age on this task, from the smallest bound to the greatest of each algorithm.",
+        "",
+        *changes,
+        "",
+        f"What it does not: on {num_heldout} problems an accuracy of 0.90 has a standard error of {error:.3f}, and "
+        "seeds differ beside that; smaller changes say nothing. The task is easy: the right rule is in the starting "
+        "model ([demo.md](demo.md)), answers have three or four tokens, and with enough steps greedy accuracy nears "
+        "its ceiling whatever the lag. The learning rate falls to 0, which brings the last versions close together. "
+        "Long answers and large steps make the same lag worth more.",
+    ]
+
+
+def draw(results: dict[Cell, Figures], path: Path) -> None:
+    """The figure: accuracy on the left, on the right the lag that the bound led to."""
+    cells = over_seeds(results)
+    lags = sorted({lag for _, lag in cells})
+    places = {lag: float(index) for index, lag in enumerate(lags)}  # 0 has no place on a logarithmic axis
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "leeway", "font.size": 10}):
+        figure = Figure(figsize=(10, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for name in dict.fromkeys(algorithm for algorithm, _ in cells):
+            mine = {places[lag]: values for (algorithm, lag), values in cells.items() if algorithm == name}
+            for axis, key, line in ((left, "greedy", "-"), (left, "sampled", "--"), (right, "lag_mean", "-")):
+                _line(axis, name, mine, key, line)
+            _line(right, name, mine, "lag_max", "none")
+        first = next(iter(results.values()))
+        for key in ("greedy", "sampled"):
+            height = first[f"{key}_before"]
+            left.axhline(height, color="0.6", linewidth=1)
+            left.annotate(f"{key}, before", (0, height), (0, 3), textcoords="offset points", color="0.4", fontsize=8)
+        right.plot(list(places.values()), lags, color="0.6", linewidth=1, label="the bound")
+        left.set_ylabel("held-out accuracy")
+        left.set_ylim(top=1.0)
+        right.set_ylabel("lag of trained tokens, versions")
+        for axis in (left, right):
+            axis.set_xticks(list(places.values()), [str(lag) for lag in lags])
+            axis.set_xlabel("weight_sync.max_lag")
+            axis.legend(fontsize=8, handlelength=3)
+            axis.grid(axis="y", color="0.92")
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _line(axis: Any, algorithm: str, cells: dict[float, dict[str, list[float]]], key: str, line: str) -> None:  # noqa: ANN401 -- matplotlib's own
+    """Means over seeds, by place; the bars reach from the lowest to the highest."""
+    spreads = [(mean(values[key]), min(values[key]), max(values[key])) for values in cells.values()]
+    bars = [[middle - low for middle, low, _ in spreads], [high - middle for middle, _, high in spreads]]
+    colour, marker, shift = STYLES[algorithm]
+    style = {"color": colour, "marker": marker, "markersize": 4, "linestyle": line, "capsize": 3}
+    label = f"{algorithm}, {key.replace('_', ' ')}"
+    axis.errorbar([place + shift for place in cells], [middle for middle, _, _ in spreads], bars, label=label, **style)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""BadBatches: draws that could not be trained on, kept for inspection, and the end of a run that yields no others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from algorithms.checks import BadInputs, check_inputs
+from algorithms.section import Needs
+from learner.batch import Leaves, StepBatch
+from learner.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+SICK_STEPS_IN_A_ROW = 3
+"""So many steps without an update, for want of a finite loss and gradient, end the run: what broke stays broken.
+
+Steps are counted and not updates, for the updates of one bad draw fail together. A step whose updates were dropped for
+their small effective sample size is none of these, and does not end a row of them either.
+"""
+
+
+class BadSample(ValueError):
+    """A sample was drawn that no loss can be right on."""
+
+
+class TrainingDiverged(RuntimeError):
+    """Several steps in a row had no finite loss or gradient."""
+
+
+def check_samples(batch: StepBatch, needs: Needs, record_ids: Sequence[int] | None) -> None:
+    """Check what came from outside, as the loss will see it; every rank finds the same.
+
+    Args:
+        batch: of the step.
+        needs: of the loss.
+        record_ids: the buffer's number of each sample, where it is known.
+
+    Raises:
+        BadSample: names the trajectory and says what is wrong.
+    """
+    unknown_T = torch.zeros(len(batch.sequence_T), dtype=torch.float32)
+    leaves = Leaves(unknown_T)
+    try:
+        check_inputs(batch.loss_inputs(leaves, leaves, unknown_T, batch.version), needs)
+    except BadInputs as error:
+        row = batch.trajectories[error.sequence]
+        record = "" if record_ids is None else f", record {record_ids[error.sequence]}"
+        raise BadSample(
+            f"sample {row.sample_index} of group {row.group_id} (prompt {row.prompt_id}, actor '{row.actor}', reward "
+            f"{row.reward}{record}) cannot be trained on: {error}"
+        ) from None
+
+
+class BadBatches:
+    """One run's folder of them. `keep` is the lead's; all ranks count."""
+
+    def __init__(self, folder: Path) -> None:
+        """Look after a folder, which is made when there is something to keep.
+
+        Args:
+            folder: `bad_batches/` of the run.
+        """
+        self._folder = folder
+        self._sick_steps: list[int] = []
+
+    def path(self, step: int) -> Path:
+        """Where the draw of a step is kept."""
+        return self._folder / f"step-{step}.arrow"
+
+    def keep(self, step: int, body: bytes) -> None:
+        """Write the draw of a step down, as the Arrow IPC stream that the buffer sent."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.path(step).write_bytes(body)
+
+    def judge(self, step: int, result: StepResult, body: bytes | None) -> None:
+        """Look at what a step did.
+
+        Args:
+            step: its number, from 1.
+            result: the same on all ranks, as far as it is read here.
+            body: the draw, on the lead; else None.
+
+        Raises:
+            TrainingDiverged: this was one too many.
+        """
+        if body is not None and result.num_sick:
+            self.keep(step, body)
+            logger.warning(
+                "step %d: loss or gradient not finite, %d of %d updates not taken; draw kept in %s",
+                step,
+                result.num_sick,
+                len(result.updates),
+                self.path(step),
+            )
+        if not result.skipped:
+            self._sick_steps = []
+        elif result.num_sick:
+            self._sick_steps.append(step)
+        if len(self._sick_steps) == SICK_STEPS_IN_A_ROW:
+            raise TrainingDiverged(
+                f"steps {', '.join(map(str, self._sick_steps))} had no finite loss or gradient, so the run stops at "
+                f"version {result.version}. The draws are in {self._folder}. Usual causes: a learning rate "
+                "(learner.learning_rate) too high, or rewards that are very large"
+            )

@@ -1,0 +1,97 @@
+"""Judge: evaluates the loss of an update, and says whether and how the update is taken."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from algorithms.ess import EssRule, EssVerdict
+from algorithms.inputs import LossInputs, LossOutput
+from algorithms.metrics import off_policy_metrics
+from algorithms.registry import AlgorithmConfig, loss_for
+from learner.batch import Leaves, StepBatch
+from learner.config import LearnerConfig
+from learner.optimizer import Verdict
+from learner.updates import Metrics
+
+
+@dataclass(frozen=True)
+class DrawScores:
+    """What is known of a draw's T completion tokens before its first update, and constant over its updates."""
+
+    old: Leaves
+    """Log-probabilities of the proximal policy, and the critic's values."""
+    reference_T: Tensor
+
+    def of(self, where_T: Tensor) -> DrawScores:
+        """Those of some tokens."""
+        return DrawScores(self.old.of(where_T), self.reference_T[where_T])
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What comes of evaluating the loss."""
+
+    gradient: Leaves | None
+    """dL / d(leaf) of each token; None where the update is not to be taken."""
+    verdict: Verdict
+    metrics: Metrics
+    weights_T: Tensor | None
+    """The importance weights that the loss applied."""
+
+
+class Judge:
+    """Exists on the last rank alone."""
+
+    def __init__(self, algorithm: AlgorithmConfig, config: LearnerConfig) -> None:
+        """Take the loss and the rule of the effective sample size.
+
+        Args:
+            algorithm: its loss is evaluated on the whole of an update's batch.
+            config: learner.ess_budget and the keys beside it.
+        """
+        self._loss = loss_for(algorithm)
+        self._ess_of = config.ess_of
+        self._rule: EssRule | None = None
+        if config.ess_budget is not None:
+            self._rule = EssRule(config.ess_budget, config.ess_action, config.ess_max_drops)
+        self._drops_in_a_row = 0
+
+    def judge(self, batch: StepBatch, leaves: Leaves, scores: DrawScores) -> Judgement:
+        """Evaluate the loss at the present weights.
+
+        Args:
+            batch: of the update.
+            leaves: of the present weights, for its tokens.
+            scores: for its tokens.
+        """
+        inputs = batch.loss_inputs(leaves, scores.old, scores.reference_T, batch.version)
+        output = self._loss(inputs)
+        wanted = [inputs.logprobs_T] if inputs.values_T is None else [inputs.logprobs_T, inputs.values_T]
+        gradients = torch.autograd.grad(output.loss, wanted)
+        metrics: Metrics = {"loss": output.loss.item(), **output.metrics}
+        healthy = all(bool(torch.isfinite(tensor).all()) for tensor in (output.loss, *gradients))
+        if not healthy:
+            return Judgement(None, Verdict(healthy=False), metrics, output.weights_T)
+        ess = self._judge_sample_size(batch, inputs, output)
+        gradient = None if ess.drop else Leaves(gradients[0], gradients[1] if len(gradients) == 2 else None)
+        return Judgement(gradient, Verdict(drop=ess.drop, lr_scale=ess.lr_scale), metrics, output.weights_T)
+
+    def _judge_sample_size(self, batch: StepBatch, inputs: LossInputs, output: LossOutput) -> EssVerdict:
+        if self._rule is None:
+            return EssVerdict()
+        found = distance(batch, inputs, output.weights_T)
+        verdict = self._rule.judge(found.get(f"off_policy/{self._ess_of}"), self._drops_in_a_row)
+        self._drops_in_a_row = self._drops_in_a_row + 1 if verdict.drop else 0
+        return verdict
+
+
+def distance(batch: StepBatch, inputs: LossInputs, weights_T: Tensor | None) -> Metrics:
+    """How far the data of a batch are from the policy."""
+    device = inputs.logprobs_T.device
+    lag_T, single_version_B = torch.from_numpy(batch.lag_T), torch.from_numpy(batch.single_version_B)
+    found = off_policy_metrics(inputs, lag_T.to(device), single_version_B.to(device), weights_T)
+    return {name: value if value is None or math.isfinite(value) else None for name, value in found.items()}

@@ -1,0 +1,145 @@
+"""Batches for the tests of the losses, one config of every kind, and gradients of what a loss returns."""
+
+import math
+from dataclasses import fields, replace
+
+import torch
+
+from algorithms.inputs import LossInputs
+from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from algorithms.online_dpo import OnlineDPOConfig
+from algorithms.registry import loss_for
+from algorithms.trajectory_balance import TrajectoryBalanceConfig
+
+LENGTHS = [3, 1, 4, 2, 5, 2, 0, 3, 2]
+GROUPS = [0, 1, 0, 2, 1, 0, 2, 2, 1]
+PROMPTS = [7, 4, 7, 7, 4, 7, 7, 7, 4]  # groups 0 and 2 are two leases of one prompt
+
+GROUP_CONFIGS = {
+    "tb": TrajectoryBalanceConfig(beta=0.3),
+    "tb of prompts": TrajectoryBalanceConfig(beta=0.3, compare="prompt"),
+    "dpo": OnlineDPOConfig(beta=0.7),
+    "dpo of prompts": OnlineDPOConfig(beta=0.7, compare="prompt"),
+    "ipo": OnlineDPOConfig(beta=0.7, variant="ipo"),
+    "rloo": OffPolicyPPOConfig(),
+    "rloo of prompts": OffPolicyPPOConfig(compare="prompt"),
+    "grpo": OffPolicyPPOConfig(baseline="grpo", kl_beta=0.2, clip_low=0.1, clip_high=0.4),
+    "grpo without std": OffPolicyPPOConfig(baseline="grpo", normalize_std=False, missing_eos_penalty=0.5),
+    "on stale data": OffPolicyPPOConfig(proximal="behaviour"),
+    "proximal rloo": OffPolicyPPOConfig(preset="proximal_rloo"),
+    "token_tis": OffPolicyPPOConfig(corrections=["token_tis"]),
+    "sequence_tis": OffPolicyPPOConfig(corrections=[{"type": "sequence_tis", "cap": 1.2}]),
+    "icepop": OffPolicyPPOConfig(corrections=[{"type": "icepop", "low": 0.8, "high": 1.3}]),
+    "geometric_mask": OffPolicyPPOConfig(corrections=[{"type": "geometric_mask", "low": 0.9, "high": 1.1}]),
+    "sequence_clip": OffPolicyPPOConfig(corrections=[{"type": "sequence_clip", "clip_low": 0.1}]),
+    "gspo": OffPolicyPPOConfig(corrections=[{"type": "gspo", "clip_low": 0.1, "clip_high": 0.2}]),
+    "cispo": OffPolicyPPOConfig(corrections=[{"type": "cispo", "low": 0.8, "high": 1.2}]),
+    "composed": OffPolicyPPOConfig(
+        baseline="grpo",
+        kl_beta=0.1,
+        corrections=[
+            {"type": "geometric_mask", "low": 0.7, "high": 1.3},
+            {"type": "cispo", "low": 0.7, "high": 1.5},
+            {"type": "token_tis", "cap": 1.2},
+            {"type": "icepop", "low": 0.7},
+        ],
+    ),
+}
+"""What a group of one gives no gradient to."""
+
+OTHER_CONFIGS = {
+    "k2 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss", corrections=["token_tis"]),
+    "k3 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss", kl_estimator="k3"),
+    "critic": OffPolicyPPOConfig(baseline="critic", gamma=0.9, gae_lambda=0.8, kl_beta=0.1),
+    "critic unclipped": OffPolicyPPOConfig(baseline="critic", critic="model", value_clip=None, corrections=["gspo"]),
+    "critic composed": OffPolicyPPOConfig(
+        baseline="critic",
+        kl_beta=0.1,
+        kl_in="loss",
+        corrections=["sequence_tis", {"type": "icepop", "low": 0.8}, "sequence_clip"],
+    ),
+}
+
+CONFIGS = GROUP_CONFIGS | OTHER_CONFIGS
+
+
+def make_inputs(seed=0, groups=GROUPS, lengths=LENGTHS, prompts=None, **changes) -> LossInputs:
+    """A batch of random values in float64 whose tokens stand sequence by sequence."""
+    random = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+
+    def uniform(size):
+        return torch.rand(size, generator=random, dtype=torch.float64)
+
+    inputs = LossInputs(
+        logprobs_T=-uniform(num_tokens) - 0.1,
+        proximal_logprobs_T=-uniform(num_tokens) - 0.1,
+        behaviour_logprobs_T=-uniform(num_tokens) - 0.1,
+        reference_logprobs_T=-uniform(num_tokens) - 0.1,
+        sequence_T=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        group_B=torch.tensor(groups),
+        rewards_B=uniform(len(lengths)),
+        finished_B=uniform(len(lengths)) < 0.7,
+        num_groups=max(groups) + 1,
+        step=0,
+        prompt_B=torch.tensor(PROMPTS if groups is GROUPS and prompts is None else (prompts or groups)),
+        values_T=uniform(num_tokens),
+        old_values_T=uniform(num_tokens),
+    )
+    return replace(inputs, **changes)
+
+
+def per_token(inputs: LossInputs) -> dict[str, torch.Tensor]:
+    """The fields that have a value for each token."""
+    return {each.name: getattr(inputs, each.name) for each in fields(inputs) if each.name.endswith("_T")}
+
+
+def interleaved(inputs: LossInputs, seed=0) -> tuple[LossInputs, torch.Tensor]:
+    """The same batch with the tokens of its sequences mixed, each sequence in its order; where each token was."""
+    random = torch.Generator().manual_seed(seed)
+    mixed_T = inputs.sequence_T[torch.randperm(inputs.sequence_T.numel(), generator=random)]
+    order = torch.empty_like(mixed_T)
+    for b in range(inputs.num_sequences):
+        order[mixed_T == b] = torch.nonzero(inputs.sequence_T == b).flatten()
+    return replace(inputs, **{name: values[order] for name, values in per_token(inputs).items()}), order
+
+
+def permuted(inputs: LossInputs, order: torch.Tensor) -> tuple[LossInputs, torch.Tensor]:
+    """The same batch with its sequences in another order, and where each new token was."""
+    tokens = torch.cat([torch.nonzero(inputs.sequence_T == b).flatten() for b in order])
+    lengths = torch.tensor([int((inputs.sequence_T == b).sum()) for b in order])
+    changes = {name: values[tokens] for name, values in per_token(inputs).items()}
+    changes["sequence_T"] = torch.arange(len(order)).repeat_interleave(lengths)
+    for each in fields(inputs):
+        if each.name.endswith("_B"):
+            changes[each.name] = getattr(inputs, each.name)[order]
+    return replace(inputs, **changes), tokens
+
+
+def evaluate(config, inputs) -> tuple[float, torch.Tensor, torch.Tensor, dict]:
+    """Loss, its gradients by log-probabilities and by values (0 where it reads none), and its metrics."""
+    leaves = [inputs.logprobs_T.detach().clone().requires_grad_(), inputs.values_T.detach().clone().requires_grad_()]
+    output = loss_for(config)(replace(inputs, logprobs_T=leaves[0], values_T=leaves[1]))
+    slopes = torch.autograd.grad(output.loss, leaves, allow_unused=True, materialize_grads=True)
+    return output.loss.item(), slopes[0], slopes[1], output.metrics
+
+
+def gradient(config, inputs) -> tuple[float, torch.Tensor]:
+    """Loss and its gradient by log-probabilities."""
+    return evaluate(config, inputs)[:2]
+
+
+def tokens_of(inputs: LossInputs) -> list[list[int]]:
+    """The places of each sequence's tokens, in their order."""
+    return [[t for t, own in enumerate(inputs.sequence_T.tolist()) if own == b] for b in range(inputs.num_sequences)]
+
+
+def sums(inputs: LossInputs, values_T: torch.Tensor) -> list[float]:
+    """Sum of each sequence, by a loop."""
+    return [math.fsum(float(values_T[t]) for t in tokens) for tokens in tokens_of(inputs)]
+
+
+def mates_of(inputs: LossInputs, b: int, by="group") -> list[int]:
+    """All sequences of the group (or prompt) of sequence b, with itself."""
+    key_B = (inputs.group_B if by == "group" else inputs.prompt_B).tolist()
+    return [j for j, key in enumerate(key_B) if key == key_B[b]]

@@ -1,0 +1,157 @@
+"""What holds for every loss and every correction, in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from algorithms.checks import BadInputs
+from algorithms.registry import loss_for
+from tests.unit.loss_batches import (
+    CONFIGS,
+    GROUP_CONFIGS,
+    LENGTHS,
+    evaluate,
+    gradient,
+    interleaved,
+    make_inputs,
+    permuted,
+)
+
+
+def every(configs):
+    return pytest.mark.parametrize("config", configs.values(), ids=configs.keys())
+
+
+def assert_same(config, one, other, where=slice(None), atol=1e-12):
+    """Both batches have the same loss, metrics and gradients; `where` are the tokens of `one` in `other`."""
+    loss, slope_T, value_slope_T, metrics = evaluate(config, one)
+    other_loss, other_slope_T, other_value_slope_T, other_metrics = evaluate(config, other)
+    assert slope_T.abs().max() > 0
+    assert other_loss == pytest.approx(loss, abs=atol)
+    assert other_metrics == pytest.approx(metrics, abs=atol)
+    torch.testing.assert_close(other_slope_T, slope_T[where], rtol=0, atol=atol)
+    torch.testing.assert_close(other_value_slope_T, value_slope_T[where], rtol=0, atol=atol)
+
+
+@every(CONFIGS)
+def test_the_order_of_sequences_changes_nothing(config):
+    inputs = make_inputs()
+    shuffled, tokens = permuted(inputs, torch.randperm(9, generator=torch.Generator().manual_seed(5)))
+    assert_same(config, inputs, shuffled, tokens)
+
+
+@every(CONFIGS)
+def test_the_numbering_of_groups_and_prompts_changes_nothing(config):
+    inputs = make_inputs()
+    renamed = replace(inputs, group_B=torch.tensor([2, 0, 1])[inputs.group_B], prompt_B=100 - inputs.prompt_B)
+    assert_same(config, inputs, renamed)
+
+
+@every(CONFIGS)
+def test_tokens_may_stand_anywhere_in_the_batch_if_those_of_a_sequence_keep_their_order(config):
+    inputs = make_inputs()
+    mixed, tokens = interleaved(inputs)
+    assert not torch.equal(mixed.sequence_T, inputs.sequence_T)
+    assert_same(config, inputs, mixed, tokens)
+
+
+@every(GROUP_CONFIGS)
+def test_rewards_may_be_shifted_by_any_constant(config):
+    inputs = make_inputs()
+    loss, slope_T = gradient(config, inputs)
+    shifted_loss, shifted_slope_T = gradient(config, replace(inputs, rewards_B=inputs.rewards_B + 17.0))
+    assert shifted_loss == pytest.approx(loss, abs=1e-11)
+    torch.testing.assert_close(shifted_slope_T, slope_T, rtol=0, atol=1e-11)
+
+
+@every({name: config for name, config in GROUP_CONFIGS.items() if config.compare == "group"})
+def test_the_rewards_of_one_group_move_no_other(config):
+    inputs = make_inputs()
+    moved = replace(inputs, rewards_B=inputs.rewards_B + torch.tensor([5.0, 0, 0])[inputs.group_B])
+    torch.testing.assert_close(gradient(config, moved)[1], gradient(config, inputs)[1], rtol=0, atol=1e-11)
+
+
+@every(GROUP_CONFIGS)
+def test_groups_of_one_give_no_gradient(config):
+    alone = list(range(len(LENGTHS)))
+    assert config.needs.groups
+    assert gradient(config, make_inputs(groups=alone))[1].abs().max() < 1e-14
+
+
+@every(CONFIGS)
+def test_an_input_that_a_config_does_not_declare_is_not_read(config):
+    inputs = make_inputs()
+    unknown_T = torch.full_like(inputs.logprobs_T, math.nan)
+    needs = config.needs
+    blind = replace(
+        inputs,
+        behaviour_logprobs_T=inputs.behaviour_logprobs_T if needs.behaviour else unknown_T,
+        reference_logprobs_T=inputs.reference_logprobs_T if needs.reference else unknown_T,
+        proximal_logprobs_T=unknown_T if not needs.behaviour else inputs.proximal_logprobs_T,
+    )
+    loss, slope_T, value_slope_T, _ = evaluate(config, blind)
+    assert math.isfinite(loss)
+    assert torch.equal(slope_T, gradient(config, inputs)[1])
+    assert (value_slope_T.abs().max() > 0) == (needs.critic is not None)
+    if needs.critic is None:
+        assert torch.equal(gradient(config, inputs)[1], _without_values(config, inputs))
+
+
+def _without_values(config, inputs):
+    leaf_T = inputs.logprobs_T.clone().requires_grad_()
+    loss = loss_for(config)(replace(inputs, logprobs_T=leaf_T, values_T=None, old_values_T=None)).loss
+    return torch.autograd.grad(loss, leaf_T)[0]
+
+
+@every(CONFIGS)
+def test_a_config_declares_what_it_reads(config):
+    inputs = make_inputs()
+    unknown_T = torch.full_like(inputs.logprobs_T, math.nan)
+    if config.needs.reference:
+        assert math.isnan(gradient(config, replace(inputs, reference_logprobs_T=unknown_T))[0])
+    if config.needs.critic:
+        with pytest.raises(AssertionError, match="needs a critic"):
+            loss_for(config)(replace(inputs, values_T=None, old_values_T=None))
+
+
+@every(CONFIGS)
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_refused_by_name(config, reward):
+    inputs = make_inputs()
+    rewards_B = inputs.rewards_B.clone()
+    rewards_B[3] = reward
+    with pytest.raises(BadInputs, match=rf"reward of sequence 3 \(group 2\) is {reward}.*finite") as caught:
+        loss_for(config)(replace(inputs, rewards_B=rewards_B))
+    assert caught.value.sequence == 3
+
+
+@every(CONFIGS)
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+def test_a_missing_behaviour_logprob_is_refused_where_it_is_read_and_allowed_where_it_is_not(config, logprob):
+    inputs = make_inputs()
+    behaviour_T = inputs.behaviour_logprobs_T.clone()
+    token = int(torch.nonzero(inputs.sequence_T == 4)[-1])
+    behaviour_T[token] = logprob
+    unknown = replace(inputs, behaviour_logprobs_T=behaviour_T)
+    if config.type != "off_policy_ppo":
+        assert_same(config, inputs, unknown)
+        return
+    with pytest.raises(BadInputs, match=rf"token of sequence 4 \(group 1\) is {logprob}.*trajectory_balance") as caught:
+        loss_for(config)(unknown)
+    assert caught.value.sequence == 4
+
+
+@every({name: config for name, config in CONFIGS.items() if getattr(config, "compare", "group") == "prompt"})
+def test_comparing_prompts_is_comparing_groups_that_were_joined_by_hand(config):
+    inputs = make_inputs()
+    # groups 0 and 2 are two leases of prompt 7
+    joined = replace(inputs, group_B=torch.tensor([0, 1, 0])[inputs.group_B], num_groups=2)
+    by_group = config.model_copy(update={"compare": "group"})
+    assert evaluate(config, inputs)[0] == evaluate(by_group, joined)[0]
+    assert torch.equal(gradient(config, inputs)[1], gradient(by_group, joined)[1])
+    assert not torch.equal(gradient(config, inputs)[1], gradient(by_group, inputs)[1])
+    # where a batch does not say which prompts there are, every group has its own
+    unknown = replace(inputs, prompt_B=None)
+    assert torch.equal(gradient(config, unknown)[1], gradient(by_group, inputs)[1])

@@ -1,0 +1,143 @@
+"""The diagnostics against loops, and the rule that acts on the effective sample size."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from algorithms.corrections import SequenceTIS, TokenTIS, importance_weights
+from algorithms.ess import EssRule, EssVerdict
+from algorithms.metrics import effective_sample_share, off_policy_metrics
+from tests.unit.loss_batches import make_inputs, sums
+
+NUM_TOKENS = 22
+
+
+def share_by_hand(weights):
+    mean = sum(weights) / len(weights)
+    return 1 / (sum((w / mean) ** 2 for w in weights) / len(weights))
+
+
+def of(inputs, weights_T=None):
+    lag_T = torch.arange(inputs.logprobs_T.numel()) % 3
+    single_B = torch.arange(inputs.num_sequences) % 2 == 0
+    return off_policy_metrics(inputs, lag_T, single_B, weights_T)
+
+
+def test_the_diagnostics_follow_their_definitions():
+    inputs = make_inputs()
+    weights_T = importance_weights(inputs, [TokenTIS(cap=1.2)]).weight_T.clone()
+    weights_T[:4] = 0.0  # as a mask would
+    log_rho = (inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T).tolist()
+    rho = [math.exp(x) for x in log_rho]
+    k3 = [math.exp(x) - 1 - x for x in log_rho]
+    same = [t for t, b in enumerate(inputs.sequence_T.tolist()) if t % 3 == 0 and b % 2 == 0]
+    written = [b for b in range(9) if b != 6]  # sequence 6 is empty
+    by_sequence = sums(inputs, inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T)
+    lengths = inputs.length_B.tolist()
+    applied = [total / lengths[b] for b, total in enumerate(sums(inputs, weights_T)) if lengths[b]]
+    assert of(inputs, weights_T) == pytest.approx(
+        {
+            "mismatch/k1": -sum(log_rho) / NUM_TOKENS,
+            "mismatch/k3": sum(k3) / NUM_TOKENS,
+            "mismatch/lag0_abs": sum(abs(log_rho[t]) for t in same) / len(same),
+            "mismatch/lag0_k3": sum(k3[t] for t in same) / len(same),
+            "mismatch/lag0_tokens": len(same),
+            "off_policy/chi2": sum(w * w for w in rho) / NUM_TOKENS - 1,
+            "off_policy/ess_token": share_by_hand(rho),
+            "off_policy/ess_sequence": share_by_hand([math.exp(by_sequence[b]) for b in written]),
+            "off_policy/ess_token_truncated": share_by_hand(weights_T.tolist()),
+            "off_policy/ess_sequence_truncated": share_by_hand(applied),
+            "off_policy/masked_frac": 4 / NUM_TOKENS,
+        }
+    )
+
+
+def test_the_weight_of_a_sequence_is_the_one_that_was_applied():
+    inputs = make_inputs()
+    totals = sums(inputs, inputs.proximal_logprobs_T - inputs.behaviour_logprobs_T)
+    capped = [min(math.exp(total), 1.5) for b, total in enumerate(totals) if b != 6]
+    weights_T = importance_weights(inputs, [SequenceTIS(cap=1.5)]).weight_T
+    assert of(inputs, weights_T)["off_policy/ess_sequence_truncated"] == pytest.approx(share_by_hand(capped))
+
+
+def test_a_gap_at_lag_0_is_told_from_staleness():
+    inputs = make_inputs(groups=[0, 0, 0], lengths=[2, 2, 2])
+    gap_T = torch.tensor([0.01, -0.01, 0.5, 0.5, 0.3, 0.3], dtype=torch.float64)
+    inputs = replace(inputs, proximal_logprobs_T=inputs.behaviour_logprobs_T + gap_T)
+    lag_T, single_B = torch.tensor([0, 0, 1, 1, 1, 0]), torch.tensor([True, True, False])
+    metrics = off_policy_metrics(inputs, lag_T, single_B)
+    # the last token has no lag, but its trajectory lived through an update
+    assert metrics["mismatch/lag0_tokens"] == 2
+    assert metrics["mismatch/lag0_abs"] == pytest.approx(0.01)
+    assert metrics["mismatch/k1"] == pytest.approx(-1.6 / 6)
+    assert "off_policy/masked_frac" not in metrics
+    none_fresh = off_policy_metrics(inputs, lag_T + 1, single_B)
+    assert none_fresh["mismatch/lag0_abs"] is none_fresh["mismatch/lag0_k3"] is None
+    assert none_fresh["mismatch/lag0_tokens"] == 0
+
+
+def test_where_the_policies_are_one_nothing_is_off():
+    inputs = make_inputs()
+    same = replace(inputs, behaviour_logprobs_T=inputs.proximal_logprobs_T)
+    metrics = of(same, torch.ones(NUM_TOKENS))
+    for name in ("mismatch/k1", "mismatch/k3", "mismatch/lag0_abs", "off_policy/chi2", "off_policy/masked_frac"):
+        assert metrics[name] == 0
+    for name in metrics:
+        if "ess" in name:
+            assert metrics[name] == 1
+
+
+@pytest.mark.parametrize("sick", [math.nan, -math.inf])
+def test_without_a_behaviour_logprob_there_is_nothing_to_compare(sick):
+    inputs = make_inputs()
+    behaviour_T = inputs.behaviour_logprobs_T.clone()
+    behaviour_T[5] = sick
+    metrics = of(replace(inputs, behaviour_logprobs_T=behaviour_T))
+    assert metrics.keys() == of(inputs).keys()
+    assert {value for name, value in metrics.items() if name != "mismatch/lag0_tokens"} == {None}
+    assert metrics["mismatch/lag0_tokens"] == 0
+
+
+def test_one_huge_weight_in_float32_counts_as_one_sample_of_many():
+    """Squares of e^20 sum up to more than float32 resolves beside the squares of the others."""
+    many = 100_000
+    for weights in (torch.ones(many), torch.full((many,), math.exp(20), dtype=torch.float32)):
+        assert effective_sample_share(weights) == pytest.approx(1.0, abs=1e-12)
+    one = torch.full((many,), math.exp(-20), dtype=torch.float32)
+    one[7] = math.exp(20)
+    assert effective_sample_share(one) == pytest.approx(1 / many, rel=1e-6)
+    inputs = make_inputs(groups=[0], lengths=[3])
+    far = replace(inputs, proximal_logprobs_T=torch.zeros(3), behaviour_logprobs_T=torch.full((3,), -50.0))
+    metrics = of(far)
+    assert metrics["off_policy/chi2"] == pytest.approx(math.exp(40), rel=1e-5)
+    assert metrics["off_policy/ess_token"] == pytest.approx(1.0)
+    assert metrics["mismatch/k3"] == pytest.approx(math.exp(20) - 21, rel=1e-5)
+
+
+def test_no_weights_have_no_effective_size():
+    assert effective_sample_share(torch.empty(0)) is None
+    assert effective_sample_share(torch.zeros(3)) is None
+    assert effective_sample_share(torch.tensor([0.0, 0.0, 5.0])) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("action", ["scale_lr", "drop"])
+def test_within_the_budget_or_without_a_figure_the_rule_leaves_an_update_alone(action):
+    rule = EssRule(budget=0.4, action=action, max_drops=3)
+    assert rule.judge(0.4, 0) == rule.judge(1.0, 7) == rule.judge(None, 0) == EssVerdict(lr_scale=1.0, drop=False)
+
+
+def test_below_the_budget_the_learning_rate_falls_with_the_root_of_the_shortfall():
+    rule = EssRule(budget=0.4, action="scale_lr", max_drops=3)
+    assert rule.judge(0.1, 0) == EssVerdict(lr_scale=pytest.approx(0.5), drop=False)
+    scales = [rule.judge(ess, 0).lr_scale for ess in (1e-9, 0.01, 0.2, 0.399)]
+    assert scales == sorted(scales)
+    assert 0 < scales[0] < scales[-1] < 1
+
+
+def test_below_the_budget_updates_are_dropped_but_not_for_ever():
+    rule = EssRule(budget=0.4, action="drop", max_drops=2)
+    assert [rule.judge(0.1, drops).drop for drops in range(4)] == [True, True, False, False]
+    assert rule.judge(0.1, 2).lr_scale == pytest.approx(0.5)
+    assert not EssRule(budget=0.4, action="drop", max_drops=0).judge(0.1, 0).drop

@@ -1,0 +1,311 @@
+"""Off-policy PPO against its formulas written out token by token, in float64."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from algorithms.registry import loss_for
+from tests.unit import ppo_by_hand
+from tests.unit.loss_batches import CONFIGS, LENGTHS, evaluate, gradient, make_inputs, mates_of, sums
+
+PPO_CONFIGS = {name: config for name, config in CONFIGS.items() if config.type == "off_policy_ppo"}
+NUM_TOKENS = sum(LENGTHS)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("config", PPO_CONFIGS.values(), ids=PPO_CONFIGS.keys())
+def test_loss_gradients_weights_and_shares_follow_the_formula(config, seed):
+    inputs = make_inputs(seed)
+    hand = ppo_by_hand.ppo(config, inputs)
+    loss, slope_T, value_slope_T, metrics = evaluate(config, inputs)
+    assert loss == pytest.approx(hand.loss, abs=1e-12)
+    torch.testing.assert_close(slope_T, torch.tensor(hand.slope_T, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(value_slope_T, torch.tensor(hand.value_slope_T, dtype=torch.float64), rtol=0, atol=1e-12)
+    weights_T = loss_for(config)(inputs).weights_T
+    torch.testing.assert_close(weights_T, torch.tensor(hand.weight_T, dtype=torch.float64), rtol=0, atol=1e-12)
+    names = {"low": "off_policy/clip_frac_low", "high": "off_policy/clip_frac_high", "value": "ppo/value_clip_frac"}
+    for what, count in hand.counts.items():
+        assert metrics[names.get(what, f"off_policy/{what}_frac")] == pytest.approx(count / NUM_TOKENS), what
+
+
+def test_the_batches_of_the_formula_test_reach_every_branch():
+    """Else the test above would pass with clipping, truncation or masks taken out."""
+    for name, config in PPO_CONFIGS.items():
+        totals = {}
+        for seed in range(3):
+            for what, count in ppo_by_hand.ppo(config, make_inputs(seed)).counts.items():
+                totals[what] = totals.get(what, 0) + count
+        unreached = {what for what, count in totals.items() if count == 0}
+        assert not unreached, name
+        assert all(count < 3 * NUM_TOKENS for count in totals.values()), name
+
+
+@pytest.mark.parametrize("baseline", ["rloo", "grpo"])
+def test_without_staleness_it_is_the_plain_policy_gradient(baseline):
+    inputs = make_inputs()
+    fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
+    expected_B = []
+    for b, reward in enumerate(inputs.rewards_B.tolist()):
+        own = [float(inputs.rewards_B[j]) for j in mates_of(inputs, b)]
+        mean = sum(own) / len(own)
+        expected_B.append(reward - mean if baseline == "grpo" else reward - (sum(own) - reward) / (len(own) - 1))
+    expected_T = -torch.tensor(expected_B, dtype=torch.float64)[inputs.sequence_T] / NUM_TOKENS
+    config = OffPolicyPPOConfig(baseline=baseline, normalize_std=False)
+    _, slope_T, _, metrics = evaluate(config, fresh)
+    torch.testing.assert_close(slope_T, expected_T, rtol=0, atol=1e-12)
+    assert metrics["off_policy/clip_frac_low"] == metrics["off_policy/clip_frac_high"] == 0
+
+
+def test_where_a_draw_is_one_update_nothing_is_ever_clipped():
+    """u = pi / pi_prox is 1: only further updates of a draw can meet the clip."""
+    inputs = make_inputs()
+    first = replace(inputs, proximal_logprobs_T=inputs.logprobs_T)
+    for config in PPO_CONFIGS.values():
+        if config.proximal == "draw_start":
+            metrics = loss_for(config)(first).metrics
+            assert metrics["off_policy/clip_frac_low"] == metrics["off_policy/clip_frac_high"] == 0
+    # with the sampling policy as the centre, stale data eat the trust region at once
+    metrics = loss_for(OffPolicyPPOConfig(proximal="behaviour"))(first).metrics
+    assert metrics["off_policy/clip_frac_low"] + metrics["off_policy/clip_frac_high"] > 0.2
+
+
+def test_stale_data_do_not_move_the_trust_region():
+    inputs = make_inputs()
+    older = replace(inputs, behaviour_logprobs_T=inputs.behaviour_logprobs_T - 0.7)
+    config = OffPolicyPPOConfig()
+    for name in ("off_policy/clip_frac_low", "off_policy/clip_frac_high"):
+        assert loss_for(config)(older).metrics[name] == loss_for(config)(inputs).metrics[name]
+    torch.testing.assert_close(gradient(config, older)[1], math.exp(0.7) * gradient(config, inputs)[1])
+
+
+def test_what_a_mask_removes_still_counts_in_the_denominator():
+    inputs = make_inputs(behaviour_logprobs_T=make_inputs().proximal_logprobs_T)
+    far_T = inputs.behaviour_logprobs_T - 3.0 * (inputs.sequence_T == 2)
+    stale = replace(inputs, behaviour_logprobs_T=far_T)
+    masked = OffPolicyPPOConfig(corrections=["icepop"])
+    _, slope_T, _, metrics = evaluate(masked, stale)
+    _, full_T = gradient(masked, inputs)
+    assert metrics["off_policy/icepop_frac"] == LENGTHS[2] / NUM_TOKENS
+    assert slope_T[inputs.sequence_T == 2].abs().max() == 0
+    assert torch.equal(slope_T[inputs.sequence_T != 2], full_T[inputs.sequence_T != 2])
+
+
+def test_a_masked_token_is_not_counted_as_clipped():
+    inputs = make_inputs()
+    far = replace(inputs, behaviour_logprobs_T=inputs.proximal_logprobs_T - 3.0)
+    metrics = loss_for(OffPolicyPPOConfig(corrections=["icepop"]))(far).metrics
+    assert metrics["off_policy/icepop_frac"] == 1
+    assert metrics["off_policy/clip_frac_low"] == metrics["off_policy/clip_frac_high"] == 0
+
+
+@pytest.mark.parametrize(("kl_in", "per_token"), [("reward", False), ("reward", True), ("loss", False)])
+def test_kl_to_the_reference_is_logged_and_pulls_towards_it(kl_in, per_token):
+    inputs = make_inputs(rewards_B=torch.ones(9, dtype=torch.float64), values_T=torch.zeros(22).double())
+    inputs = replace(inputs, old_values_T=inputs.values_T, finished_B=torch.ones(9, dtype=torch.bool))
+    fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
+    baseline = "critic" if per_token else "rloo"
+    config = OffPolicyPPOConfig(baseline=baseline, gae_lambda=0.0, kl_beta=0.4, kl_in=kl_in)
+    _, slope_T, _, metrics = evaluate(config, fresh)
+    log_ratio_T = fresh.logprobs_T - fresh.reference_logprobs_T
+    expected = ppo_by_hand.kl_to_reference(fresh, fresh.logprobs_T)
+    assert metrics["ppo/kl_reference"] == pytest.approx(expected, abs=1e-12)
+    if kl_in == "loss":
+        expected_T = 0.4 * log_ratio_T / NUM_TOKENS
+    elif per_token:  # each token answers for its own ratio; the reward of 1 comes with the last
+        last_T = torch.tensor([t in {tokens[-1] for tokens in tokens_by_sequence(fresh)} for t in range(22)])
+        expected_T = (0.4 * log_ratio_T - last_T.double()) / NUM_TOKENS
+    else:  # the sequence answers for its sum, against the mean of the others
+        shaped = [1 - 0.4 * kl for kl in sums(fresh, log_ratio_T)]
+        advantages = ppo_by_hand.group_advantages(fresh, shaped, config)
+        expected_T = -torch.tensor(advantages, dtype=torch.float64)[fresh.sequence_T] / NUM_TOKENS
+    torch.testing.assert_close(slope_T, expected_T, rtol=0, atol=1e-12)
+
+
+def tokens_by_sequence(inputs):
+    return [tokens for tokens in ppo_by_hand.tokens_of(inputs) if tokens]
+
+
+def kl_slopes(estimator, log_mu_V, log_pi_V, log_ref_V, logits_V):
+    """Expected gradient of the KL term by the logits: one-token answers sampled by mu, all of them enumerated."""
+    size = log_pi_V.numel()
+    answers = make_inputs(
+        groups=[0] * size,
+        lengths=[1] * size,
+        logprobs_T=log_pi_V.detach(),
+        proximal_logprobs_T=log_pi_V.detach(),
+        behaviour_logprobs_T=log_mu_V,
+        reference_logprobs_T=log_ref_V,
+        rewards_B=torch.ones(size, dtype=torch.float64),  # no advantage: the KL is all there is
+        finished_B=torch.ones(size, dtype=torch.bool),
+    )
+    config = OffPolicyPPOConfig(kl_beta=1.0, kl_in="loss", kl_estimator=estimator)
+    slope_T = gradient(config, answers)[1] * size  # the loss is a mean over tokens
+    return torch.autograd.grad((log_mu_V.exp() * slope_T * log_pi_V).sum(), logits_V, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_k2_has_the_gradient_of_the_exact_kl_and_k3_that_of_the_reverse(stale):
+    random = torch.Generator().manual_seed(4)
+    logits_V = torch.randn(5, generator=random, dtype=torch.float64, requires_grad=True)
+    log_ref_V, other_V = torch.randn(2, 5, generator=random, dtype=torch.float64).log_softmax(-1)
+    log_pi_V = logits_V.log_softmax(0)
+    log_mu_V = other_V if stale else log_pi_V.detach()
+    forward = (log_pi_V.exp() * (log_pi_V - log_ref_V)).sum()
+    reverse = (log_ref_V.exp() * (log_ref_V - log_pi_V)).sum()
+    (forward_V,) = torch.autograd.grad(forward, logits_V, retain_graph=True)
+    (reverse_V,) = torch.autograd.grad(reverse, logits_V, retain_graph=True)
+    k2_V, k3_V = (kl_slopes(each, log_mu_V, log_pi_V, log_ref_V, logits_V) for each in ("k2", "k3"))
+    torch.testing.assert_close(k2_V, forward_V, rtol=0, atol=1e-12)
+    torch.testing.assert_close(k3_V, reverse_V, rtol=0, atol=1e-12)
+    assert (k3_V - forward_V).abs().max() > 0.01
+
+
+def test_proximal_rloo_is_the_formula_of_its_paper():
+    """Asynchronous RLHF: min(w A, clip(w, 0.8, 1.2) A), w = pi(y) / mu(y), A from r - beta log(mu / ref)(y), RLOO."""
+    config, inputs = OffPolicyPPOConfig(preset="proximal_rloo"), make_inputs(seed=2)
+    kl = sums(inputs, inputs.behaviour_logprobs_T - inputs.reference_logprobs_T)
+    shaped = [float(r) - 0.05 * k for r, k in zip(inputs.rewards_B, kl, strict=True)]
+    log_w = sums(inputs, inputs.logprobs_T - inputs.behaviour_logprobs_T)
+    loss, slope_B, num_clipped = 0.0, [], 0
+    for b in range(9):
+        others = [shaped[j] for j in mates_of(inputs, b) if j != b]
+        advantage, w = shaped[b] - sum(others) / len(others), math.exp(log_w[b])
+        free, clipped = w * advantage, min(max(w, 0.8), 1.2) * advantage
+        num_clipped += clipped < free
+        slope_B.append(-free if free <= clipped else 0.0)
+        if LENGTHS[b]:  # an empty completion has no token to carry its constant
+            loss -= min(free, clipped)
+    assert 0 < num_clipped < 9
+    # ours is divided by the tokens, the paper's by the sequences
+    output_loss, slope_T = gradient(config, inputs)
+    assert output_loss * NUM_TOKENS == pytest.approx(loss, abs=1e-12)
+    expected_T = torch.tensor(slope_B, dtype=torch.float64)[inputs.sequence_T] / NUM_TOKENS
+    torch.testing.assert_close(slope_T, expected_T, rtol=0, atol=1e-12)
+
+
+def test_a_value_that_was_not_clipped_is_not_counted_as_clipped():
+    """old + (V - old) is not V to the last digit, which must not pass for clipping."""
+    inputs = make_inputs(groups=[0] * 40, lengths=[5] * 40)
+    near = replace(inputs, values_T=inputs.values_T * 0.1, old_values_T=inputs.old_values_T * 0.19)
+    moved_T = near.old_values_T + (near.values_T - near.old_values_T)
+    assert not torch.equal(moved_T, near.values_T)
+    metrics = evaluate(OffPolicyPPOConfig(baseline="critic", value_clip=0.2), near)[3]
+    assert metrics["ppo/value_clip_frac"] == 0
+
+
+def test_explained_variance_compares_the_old_values_with_the_returns():
+    config = OffPolicyPPOConfig(baseline="critic", gamma=1.0, gae_lambda=1.0)  # returns are the rewards
+    inputs = make_inputs(finished_B=torch.ones(9, dtype=torch.bool))
+    returns_T = inputs.rewards_B[inputs.sequence_T]
+    explained = {}
+    for name, old_T in {"all": returns_T + 3, "none": 0 * returns_T, "half": returns_T / 2}.items():
+        explained[name] = evaluate(config, replace(inputs, old_values_T=old_T))[3]["ppo/explained_variance"]
+    assert explained == pytest.approx({"all": 1.0, "none": 0.0, "half": 0.75})
+    for dtype in (torch.float32, torch.float64):  # equal returns differ by rounding, which nothing can explain
+        level = replace(inputs, rewards_B=torch.full((9,), 0.3, dtype=dtype), old_values_T=inputs.values_T.to(dtype))
+        names = ("logprobs_T", "proximal_logprobs_T", "behaviour_logprobs_T", "reference_logprobs_T", "values_T")
+        level = replace(level, **{name: getattr(level, name).to(dtype) for name in names})
+        assert evaluate(config, level)[3]["ppo/explained_variance"] is None
+
+
+def test_the_advantage_that_is_logged_is_the_mean_over_tokens():
+    inputs = make_inputs()
+    hand = ppo_by_hand.advantages(inputs, inputs.proximal_logprobs_T, OffPolicyPPOConfig())
+    metric = loss_for(OffPolicyPPOConfig())(inputs).metrics["ppo/advantage_abs"]
+    assert metric == pytest.approx(sum(map(abs, hand)) / NUM_TOKENS)
+
+
+def test_keys_that_are_given_win_over_the_preset():
+    preset = OffPolicyPPOConfig(preset="proximal_rloo")
+    assert (preset.proximal, preset.baseline, preset.kl_beta, preset.kl_in) == ("behaviour", "rloo", 0.05, "reward")
+    assert [each.type for each in preset.corrections] == ["sequence_clip"]
+    changed = OffPolicyPPOConfig(
+        preset="proximal_rloo", kl_beta=0.0, proximal="draw_start", corrections=["gspo", "icepop"]
+    )
+    assert (changed.proximal, changed.baseline, changed.kl_beta) == ("draw_start", "rloo", 0.0)
+    assert [each.type for each in changed.corrections] == ["gspo", "icepop"]
+    # what a run's folder keeps reads back as the same config
+    for config in (preset, changed):
+        assert OffPolicyPPOConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"corrections": ["token_tis", "sequence_tis"]}, "'token_tis' and 'sequence_tis' both replace the importance"),
+        ({"corrections": ["gspo", "cispo"]}, "'gspo' and 'cispo' both replace the clipped ratio"),
+        ({"corrections": ["icepop", {"type": "icepop", "high": 3.0}]}, "names 'icepop' twice"),
+        ({"corrections": ["token_tis"], "proximal": "behaviour"}, "'token_tis' acts on pi_prox / mu, which is 1"),
+        ({"corrections": ["gspo"], "clip_low": 0.1}, "clip_low is not read with the correction 'gspo'"),
+        ({"preset": "proximal_rloo", "clip_high": 0.1}, "clip_high is not read with the correction 'sequence_clip'"),
+        ({"corrections": [{"type": "icepop", "low": 5.0, "high": 0.5}]}, "icepop: low = 5.0 is not below high = 0.5"),
+        ({"corrections": ["token_tsi"]}, "'token_tis', 'sequence_tis', 'icepop', 'geometric_mask', 'sequence_clip'"),
+        ({"corrections": [{"type": "token_tis", "cap": math.inf}]}, "cap"),
+        ({"preset": "proximal_rlo"}, "proximal_rloo"),
+        ({"kl_beta": -0.1}, "kl_beta"),
+        ({"kl_beta": math.nan}, "kl_beta"),
+        ({"gamma": 1.1}, "gamma"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused_by_name(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        OffPolicyPPOConfig(**keys)
+
+
+def test_the_needs_follow_from_the_keys():
+    needs = OffPolicyPPOConfig(baseline="critic", critic="model", kl_beta=0.1).needs
+    assert (needs.groups, needs.reference, needs.behaviour, needs.critic) == (False, True, True, "model")
+    needs = OffPolicyPPOConfig().needs
+    assert (needs.groups, needs.reference, needs.behaviour, needs.critic) == (True, False, True, None)
+
+
+def tabular_policy(seed):
+    """log pi(token | prefix) of every answer of three tokens out of three: 27 x 3, and the logits of 13 prefixes."""
+    logits = torch.randn(13, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, requires_grad=True)
+    rows = []
+    for answer in ANSWERS:
+        prefixes = [0, 1 + answer[0], 4 + 3 * answer[0] + answer[1]]
+        rows.append(torch.stack([logits[p].log_softmax(0)[a] for p, a in zip(prefixes, answer, strict=True)]))
+    return torch.stack(rows), logits
+
+
+ANSWERS = list(itertools.product(range(3), repeat=3))
+
+
+def expected_slope(corrections, log_pi, logits, log_mu, rewards):
+    """E under mu x mu of the gradient of a group of two answers, over all 729 of them in one batch."""
+    pairs = torch.tensor(list(itertools.product(range(27), repeat=2)))
+    both = pairs.flatten()
+    inputs = make_inputs(
+        groups=[group for group in range(729) for _ in range(2)],
+        lengths=[3] * 1458,
+        logprobs_T=log_pi[both].detach().flatten(),
+        proximal_logprobs_T=log_pi[both].detach().flatten(),
+        behaviour_logprobs_T=log_mu[both].flatten(),
+        rewards_B=rewards[both],
+        finished_B=torch.ones(1458, dtype=torch.bool),
+    )
+    # all groups have six tokens, so the loss of a batch is the mean of theirs
+    slopes = gradient(OffPolicyPPOConfig(corrections=corrections), inputs)[1].view(1458, 3) * 729
+    probability = log_mu[pairs].sum((1, 2)).exp().repeat_interleave(2)
+    total = torch.zeros(27, 3, dtype=torch.float64).index_add(0, both, probability[:, None] * slopes)
+    return torch.autograd.grad((total * log_pi).sum(), logits, retain_graph=True)[0]
+
+
+def test_sequence_weights_repair_the_expectation_exactly_and_token_weights_alone_do_not():
+    log_pi, logits = tabular_policy(0)
+    log_mu = tabular_policy(1)[0].detach()
+    rewards = torch.randn(27, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    (ascent,) = torch.autograd.grad((log_pi.sum(1).exp() * rewards).sum(), logits, retain_graph=True)
+    wanted = -ascent / 3  # of one token: the loss is a mean over tokens, and an answer has three
+    on_policy = expected_slope([], log_pi, logits, log_pi.detach(), rewards)
+    torch.testing.assert_close(on_policy, wanted, rtol=0, atol=1e-12)
+    raw = [{"type": "sequence_tis", "cap": 1e12}]
+    torch.testing.assert_close(expected_slope(raw, log_pi, logits, log_mu, rewards), wanted, rtol=0, atol=1e-12)
+    by_token = expected_slope([], log_pi, logits, log_mu, rewards)
+    assert (by_token - wanted).abs().max() > 0.01

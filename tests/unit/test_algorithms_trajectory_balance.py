@@ -1,0 +1,116 @@
+"""Trajectory balance against its identities, in float64."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from algorithms.registry import loss_for
+from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from tests.unit.loss_batches import gradient, make_inputs, mates_of, sums
+
+BETA = 0.3
+CONFIG = TrajectoryBalanceConfig(beta=BETA)
+
+
+def test_the_loss_is_zero_at_the_optimal_policy():
+    # no completion is empty here: an empty one has probability 1 under every policy, so no policy is optimal for it
+    inputs = make_inputs(lengths=[3, 1, 4, 2, 5, 2, 1, 3, 2])
+    # pi*(y) = pi_ref(y) exp(r / beta) / Z with any Z of each prompt, spread over a sequence's tokens
+    log_z_G = torch.tensor([0.4, -1.3, 2.0], dtype=torch.float64)
+    tilt_B = (inputs.rewards_B / BETA - log_z_G[inputs.group_B]) / inputs.length_B
+    at_optimum = replace(inputs, logprobs_T=inputs.reference_logprobs_T + tilt_B[inputs.sequence_T])
+    loss, slope_T = gradient(CONFIG, at_optimum)
+    assert loss == pytest.approx(0, abs=1e-24)
+    assert slope_T.abs().max() < 1e-12
+    metrics = loss_for(CONFIG)(at_optimum).metrics
+    assert metrics["tb/delta_abs"] == pytest.approx(0, abs=1e-12)
+    assert metrics["tb/log_z"] == pytest.approx(float(log_z_G.mean()))  # the three groups are of one size
+
+
+def test_loss_and_metrics_follow_the_formula():
+    inputs = make_inputs()
+    log_ratio = sums(inputs, inputs.logprobs_T - inputs.reference_logprobs_T)
+    scaled = [float(r) / BETA for r in inputs.rewards_B]
+    loss, deltas, log_zs = 0.0, [], []
+    for b in range(9):
+        mates = mates_of(inputs, b)
+        log_z = sum(scaled[j] - log_ratio[j] for j in mates) / len(mates)
+        deltas.append(log_z + log_ratio[b] - scaled[b])
+        log_zs.append(log_z)
+        loss += deltas[-1] ** 2 / len(mates) / 3
+    output = loss_for(CONFIG)(inputs)
+    assert output.loss.item() == pytest.approx(loss, abs=1e-12)
+    assert output.weights_T is None
+    assert output.metrics == pytest.approx(
+        {
+            "tb/beta": BETA,
+            "tb/delta_abs": sum(map(abs, deltas)) / 9,
+            "tb/log_z": sum(log_zs) / 9,
+            "tb/kl_reference": sum(log_ratio) / 9,
+        }
+    )
+
+
+@pytest.mark.parametrize("groups", [[0, 1, 0, 2, 1, 0, 2, 2, 1], [0, 0, 0, 0, 0, 1, 1, 2, 2]])
+def test_the_gradient_is_reinforce_with_a_group_baseline(groups):
+    inputs = make_inputs(groups=groups)
+    log_ratio = sums(inputs, inputs.logprobs_T - inputs.reference_logprobs_T)
+    shaped = [float(r) - BETA * ratio for r, ratio in zip(inputs.rewards_B, log_ratio, strict=True)]
+    expected_B = []
+    for b in range(9):
+        mates = mates_of(inputs, b)
+        mean = sum(shaped[j] for j in mates) / len(mates)
+        expected_B.append(-2 / (BETA * len(mates)) * (shaped[b] - mean) / 3)
+    expected_T = torch.tensor(expected_B, dtype=torch.float64)[inputs.sequence_T]
+    torch.testing.assert_close(gradient(CONFIG, inputs)[1], expected_T, rtol=0, atol=1e-12)
+
+
+def test_on_policy_its_expected_gradient_is_that_of_the_kl_to_the_optimal_policy():
+    """E grad L = 2 (K - 1) / K * grad KL(pi || pi*), by enumeration of all groups of K = 2 out of 4 answers."""
+    random = torch.Generator().manual_seed(1)
+    logits_V = torch.randn(4, generator=random, dtype=torch.float64, requires_grad=True)
+    reference_V, rewards_V = torch.randn(2, 4, generator=random, dtype=torch.float64)
+    log_pi_V, log_ref_V = logits_V.log_softmax(0), reference_V.log_softmax(0)
+    log_optimal_V = (log_ref_V + rewards_V / BETA).log_softmax(0)
+    (kl_slope_V,) = torch.autograd.grad(
+        (log_pi_V.exp() * (log_pi_V - log_optimal_V)).sum(), logits_V, retain_graph=True
+    )
+    expected_V = torch.zeros_like(kl_slope_V)
+    for pair in itertools.product(range(4), repeat=2):
+        answers = torch.tensor(pair)
+        inputs = make_inputs(
+            groups=[0, 0],
+            lengths=[1, 1],
+            logprobs_T=log_pi_V[answers].detach(),
+            reference_logprobs_T=log_ref_V[answers],
+            rewards_B=rewards_V[answers],
+        )
+        surrogate = (gradient(CONFIG, inputs)[1] * log_pi_V[answers]).sum()
+        (slope_V,) = torch.autograd.grad(surrogate, logits_V, retain_graph=True)
+        expected_V += log_pi_V[answers].sum().exp().detach() * slope_V
+    torch.testing.assert_close(expected_V, kl_slope_V, rtol=0, atol=1e-12)
+
+
+def test_beta_moves_linearly_and_stays_at_its_end():
+    config = TrajectoryBalanceConfig(beta=1.0, beta_final=0.2, beta_steps=4)
+    assert [round(config.beta_at(step), 9) for step in (0, 1, 2, 4, 9)] == [1.0, 0.8, 0.6, 0.2, 0.2]
+    late = make_inputs(step=2)
+    assert gradient(config, late)[0] == gradient(TrajectoryBalanceConfig(beta=config.beta_at(2)), late)[0]
+    assert loss_for(config)(late).metrics["tb/beta"] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("half", [{"beta_steps": 4}, {"beta_final": 0.2}])
+def test_a_schedule_with_one_end_is_refused(half):
+    with pytest.raises(ValidationError, match=r"beta_final = .* beta_steps = .* needs both"):
+        TrajectoryBalanceConfig(beta=1.0, **half)
+
+
+@pytest.mark.parametrize("beta", [0, -0.1, math.inf, math.nan])
+def test_a_beta_that_is_no_temperature_is_refused(beta):
+    for key in ({"beta": beta}, {"beta_final": beta, "beta_steps": 3}):
+        with pytest.raises(ValidationError, match=next(iter(key))):
+            TrajectoryBalanceConfig(**key)

@@ -1,0 +1,88 @@
+"""Samples that no loss can use are named, and steps that cannot be taken are kept and counted."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_samples
+from learner.batch import StepBatch
+from learner.optimizer import UpdateResult
+from learner.step import StepResult
+from learner.updates import Update
+from tests.unit.two_pass import make_rows
+
+BALANCE, PPO = TrajectoryBalanceConfig().needs, OffPolicyPPOConfig().needs
+RECORDS = list(range(100, 112))
+
+
+def batch(**changes) -> StepBatch:
+    """Twelve samples, of which the eighth (sample 1 of group 2) is changed."""
+    rows = make_rows(0, actor="actor-3")
+    rows[7] = replace(rows[7], **changes)
+    return StepBatch.build(rows, 0, {0: 0}, 4096)
+
+
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf, 1e39])
+@pytest.mark.parametrize("needs", [BALANCE, PPO], ids=["balance", "ppo"])
+def test_a_reward_that_is_not_finite_in_float32_is_an_error_that_names_the_trajectory(needs, reward):
+    expected = r"^sample 1 of group 2 \(prompt 2, actor 'actor-3', reward .*, record 107\) cannot be trained on"
+    with pytest.raises(BadSample, match=expected) as caught:
+        check_samples(batch(reward=float(reward)), needs, RECORDS)
+    assert "a reward must be finite" in str(caught.value)
+    with pytest.raises(BadSample, match=r"sample 1 of group 2 \(prompt 2, actor 'actor-3', reward [^,]*\)"):
+        check_samples(batch(reward=float(reward)), needs, None)
+    check_samples(batch(), needs, RECORDS)
+
+
+@pytest.mark.parametrize("logprob", [np.nan, -np.inf])
+def test_a_missing_behaviour_log_probability_is_an_error_only_where_the_loss_weighs_by_it(logprob):
+    logprobs = batch().trajectories[7].logprobs.copy()
+    logprobs[-1] = logprob
+    with pytest.raises(BadSample, match=r"sample 1 of group 2 .* this loss weighs by it"):
+        check_samples(batch(logprobs=logprobs), PPO, RECORDS)
+    check_samples(batch(logprobs=logprobs), BALANCE, RECORDS)
+
+
+def result(*kinds: str) -> StepResult:
+    """A step whose updates went so: t taken, s sick, d dropped."""
+    updates = tuple(
+        Update(batch(), UpdateResult(kind == "s", kind == "d", (1.0,), 1e-3, 1.0), {}) for kind in "".join(kinds)
+    )
+    return StepResult(sum(update.result.taken for update in updates), updates, {})
+
+
+def test_the_third_step_in_a_row_without_a_finite_update_ends_the_run_and_all_are_kept(tmp_path):
+    bad = BadBatches(tmp_path / "bad_batches")
+    bad.judge(1, result("s"), b"one")
+    bad.judge(2, result("tt"), b"two")  # a step that is taken ends the row
+    bad.judge(3, result("ss"), b"three")
+    bad.judge(4, result("d"), b"four")  # a dropped one is no sign of anything
+    bad.judge(5, result("sd"), b"five")
+    with pytest.raises(TrainingDiverged, match=r"steps 3, 5, 6 had no finite loss or gradient"):
+        bad.judge(6, result("s"), b"six")
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "bad_batches").iterdir()}
+    assert kept == {
+        "step-1.arrow": b"one",
+        "step-3.arrow": b"three",
+        "step-5.arrow": b"five",
+        "step-6.arrow": b"six",
+    }
+
+
+def test_a_step_with_one_sick_update_among_others_is_kept_and_does_not_count_as_lost(tmp_path):
+    bad = BadBatches(tmp_path)
+    for step in range(1, 6):
+        bad.judge(step, result("ts"), b"draw")
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_other_stages_than_the_lead_count_and_keep_nothing(tmp_path):
+    bad = BadBatches(tmp_path)
+    bad.judge(1, result("s"), None)
+    bad.judge(2, result("s"), None)
+    with pytest.raises(TrainingDiverged):
+        bad.judge(3, result("s"), None)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,251 @@
+"""Several updates per draw: how it is divided, what versions, lags and rates they have, and when they are taken."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from algorithms.online_dpo import OnlineDPOConfig
+from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from learner.batch import Leaves, StepBatch
+from learner.config import LearnerConfig
+from learner.minibatches import minibatches
+from learner.model import DeviceBatch
+from learner.optimizer import learning_rate
+from learner.report import lag_metrics
+from learner.step import TrainStep
+from learner.updates import counted
+from tests.unit.two_pass import SEED, alone, make_models, make_networks, make_rows, run_ranks, weights_of
+
+HEAD = OffPolicyPPOConfig(baseline="critic", critic="head", kl_beta=0.1)
+MODEL = OffPolicyPPOConfig(baseline="critic", critic="model")
+
+
+@pytest.fixture
+def train_step(tmp_path):
+    """A function that makes the step of one process, and gives it with what it trains."""
+    make_models(tmp_path)
+    with alone():
+
+        def make(algorithm, **config):
+            config = LearnerConfig(**{"learning_rate": 1e-2, **config})
+            networks, reference = make_networks(tmp_path / "tied", config, algorithm)
+            return TrainStep(networks, reference, algorithm, config, SEED), networks
+
+        yield make
+
+
+def build(rows=None, version=0, token_budget=48) -> StepBatch:
+    return StepBatch.build(make_rows(0) if rows is None else rows, version, {0: 0}, token_budget)
+
+
+# --- division -------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 6), st.integers(1, 4), st.integers(0, 5))
+def test_every_epoch_divides_the_draw_into_minibatches_of_whole_groups(units, num_minibatches, num_epochs, seed):
+    unit_B = np.array(units)
+    plan = minibatches(unit_B, num_minibatches, num_epochs, (seed, 3))
+    num_parts = min(num_minibatches, len(set(units)))
+    assert len(plan) == num_parts * num_epochs
+    largest = np.unique(unit_B, return_counts=True)[1].max()
+    for epoch in range(num_epochs):
+        parts = plan[epoch * num_parts : (epoch + 1) * num_parts]
+        assert sorted(np.concatenate(parts).tolist()) == list(range(len(units)))
+        assert len({unit for part in parts for unit in set(unit_B[part].tolist())}) == sum(
+            len(set(unit_B[part].tolist())) for part in parts
+        ), "a unit in two minibatches"
+        sizes = [len(part) for part in parts]
+        assert min(sizes) > 0
+        assert max(sizes) - min(sizes) <= largest
+    again = minibatches(unit_B, num_minibatches, num_epochs, (seed, 3))
+    assert all(np.array_equal(one, other) for one, other in zip(plan, again, strict=True))
+
+
+def test_the_order_of_minibatches_changes_with_run_step_and_epoch():
+    unit_B = np.arange(32)
+    plans = [minibatches(unit_B, 4, 2, seed) for seed in [(0, 0), (0, 1), (1, 0)]]
+    firsts = {tuple(plan[epoch * 4].tolist()) for plan in plans for epoch in (0, 1)}
+    assert len(firsts) == 6
+
+
+def test_a_part_of_a_draw_holds_the_same_samples_with_the_lag_of_its_own_version():
+    batch = build(version=3)
+    sequences = np.flatnonzero(np.isin(batch.group_B, [1, 3]))
+    part = batch.part(sequences, version=5)
+    assert part.num_groups == 2
+    assert part.group_B.tolist() == [0, 0, 0, 1, 1, 1]
+    assert part.prompt_B.tolist() == [1, 1, 1, 3, 3, 3]
+    assert set(part.lag_T.tolist()) == {5}
+    where_T = batch.tokens_of(sequences)
+    expected = np.concatenate(
+        [batch.trajectories[i].token_ids[batch.trajectories[i].prompt_length :] for i in sequences]
+    )
+    assert len(where_T) == len(expected)
+    np.testing.assert_array_equal(part.packed.tokens_ML.reshape(-1)[part.packed.output_T + 1], expected)
+    np.testing.assert_array_equal(sequences[part.sequence_T], batch.sequence_T[where_T])
+
+
+def test_minibatches_keep_groups_whole_or_prompts_where_prompts_are_compared(train_step):
+    batch = build(make_rows(0, num_groups=6, num_prompts=3))
+    for compare, num_updates in (("group", 4), ("prompt", 3)):
+        step, _ = train_step(OnlineDPOConfig(compare=compare), num_minibatches=4)
+        result = step.run(batch, 0)
+        seen = [set(update.batch.prompt_B.tolist()) for update in result.updates]
+        # three prompts make no more than three updates
+        assert len(seen) == num_updates
+        assert (sum(map(len, seen)) == 3) == (compare == "prompt")
+
+
+# --- exactness ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [TrajectoryBalanceConfig(), HEAD, MODEL], ids=["balance", "head", "model"])
+def test_the_gradient_of_an_update_is_the_same_however_it_is_split_into_micro_batches(train_step, algorithm):
+    _, networks = train_step(algorithm)
+    gradients = []
+    for token_budget, least in ((4096, 1), (64, 1), (30, 1), (4096, 7)):
+        batch = StepBatch.build(make_rows(0), 0, {0: 0}, token_budget, least)
+        on_device = DeviceBatch(batch.packed, torch.device("cpu"))
+        leaves = networks.forward_only(on_device)
+        for network in filter(None, (networks.policy, networks.critic)):
+            if network.module.heads != "token":
+                # a critic that knows something, so that its gradient reaches the layers
+                torch.nn.init.constant_(network.module.value_head.weight, 0.1)
+        coefficients_T = torch.linspace(-1, 2, len(leaves.logprobs_T), dtype=torch.float64)
+        networks.train(on_device, Leaves(coefficients_T, None if leaves.values_T is None else coefficients_T.flip(0)))
+        found = {}
+        for network in filter(None, (networks.policy, networks.critic)):
+            for name, parameter in network.module.named_parameters():
+                found[network.module.heads, name] = parameter.grad.clone()
+            network.optimizer.clear()
+        gradients.append(found)
+    for other in gradients[1:]:
+        for key, gradient in gradients[0].items():
+            assert (gradient - other[key]).abs().max() <= 1e-12 * max(1.0, float(gradient.abs().max())), key
+
+
+def test_the_first_update_of_an_undivided_draw_has_a_ratio_of_exactly_one_and_no_pass_of_its_own(train_step):
+    step, networks = train_step(OffPolicyPPOConfig(), num_epochs=2)
+    passes = []
+    forward = networks.forward_only
+    networks.forward_only = lambda batch: passes.append(1) or forward(batch)
+    result = step.run(build(), 0)
+    assert len(passes) == 2, "one for the draw, one for its second epoch"
+    assert all(f"off_policy/clip_frac_{side}" in result.updates[0].metrics for side in ("low", "high"))
+    assert result.updates[0].metrics["off_policy/clip_frac_low"] == 0.0
+
+
+# --- versions, lags, rates ------------------------------------------------------------------------
+
+
+def test_each_update_is_a_version_and_its_lag_counts_from_there(train_step):
+    step, _ = train_step(OffPolicyPPOConfig(), num_minibatches=2, num_epochs=2)
+    between = []
+    batch = build(version=7)
+    result = step.run(batch, 3, between.append)
+    assert between == [8, 9, 10]
+    assert result.version == 11
+    assert [update.batch.version for update in result.updates] == [7, 8, 9, 10]
+    metrics = lag_metrics([update.batch for update in counted(result.updates)], batch, 7, 0.0)
+    assert metrics["lag/token_max"] == 10
+    assert metrics["lag/token_mean"] == pytest.approx(8.5, abs=0.3)
+    assert metrics["lag/publish"] == 0
+    assert result.metrics["updates/taken"] == 4
+    assert result.metrics["updates/skipped"] == 0
+    assert result.metrics["ess/dropped"] is None
+
+
+def test_the_learning_rate_follows_updates_and_ends_with_the_last_step():
+    config = LearnerConfig(
+        learning_rate=1.0, warmup_steps=1, num_steps=3, num_minibatches=2, lr_schedule="linear", min_lr_ratio=0.0
+    )
+    assert [learning_rate(config, update) for update in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+def test_figures_of_a_step_are_means_over_its_updates_by_completion_tokens(train_step):
+    step, _ = train_step(OffPolicyPPOConfig(), num_minibatches=3)
+    result = step.run(build(), 0)
+    weights = [len(update.batch.sequence_T) for update in result.updates]
+    losses = [update.metrics["loss"] for update in result.updates]
+    assert result.metrics["loss"] == pytest.approx(np.average(losses, weights=weights), rel=1e-12)
+    norms = [update.result.grad_norms[0] for update in result.updates]
+    assert result.metrics["grad_norm"] == pytest.approx(np.average(norms, weights=weights), rel=1e-12)
+
+
+def test_the_distance_of_a_draw_is_that_of_its_start_whatever_its_updates(train_step):
+    algorithm = OffPolicyPPOConfig(corrections=("icepop",))
+    one, several = (
+        train_step(algorithm, num_minibatches=number, num_epochs=number)[0].run(build(), 0).metrics for number in (1, 2)
+    )
+    names = [name for name in one if name.startswith(("mismatch/", "off_policy/ess", "off_policy/chi2"))]
+    assert "off_policy/ess_sequence_truncated" in names
+    assert one["mismatch/lag0_tokens"] > 0
+    for name in [*names, "off_policy/masked_frac"]:
+        assert several[name] == pytest.approx(one[name], rel=1e-9), name
+
+
+# --- updates that are not taken -------------------------------------------------------------------
+
+
+def poison(networks, num_calls_before: int, network="policy") -> None:
+    """Make one gradient of one parameter NaN, once."""
+    parameter = next(iter(getattr(networks, network).module.parameters()))
+    calls = []
+
+    def hook(gradient):
+        calls.append(1)
+        return gradient * torch.nan if len(calls) == num_calls_before + 1 else gradient
+
+    parameter.register_hook(hook)
+
+
+def test_a_sick_update_is_left_out_and_the_others_of_its_step_are_taken(train_step):
+    step, networks = train_step(OffPolicyPPOConfig(), num_minibatches=4)
+    batch = StepBatch.build(make_rows(0), 0, {0: 0}, 4096)  # one micro-batch per update, so one hook call
+    poison(networks, num_calls_before=1)
+    result = step.run(batch, 0)
+    assert [update.result.sick for update in result.updates] == [False, True, False, False]
+    assert [update.batch.version for update in result.updates] == [0, 1, 1, 2]
+    assert (result.version, result.skipped, result.num_sick) == (3, False, 1)
+    assert np.isfinite(result.metrics["grad_norm"])
+    assert all(torch.isfinite(weight).all() for weight in weights_of(networks).values())
+
+
+@pytest.mark.parametrize("network", ["policy", "critic"])
+def test_policy_and_critic_are_updated_together_or_not_at_all(train_step, network):
+    step, networks = train_step(MODEL)
+    before = weights_of(networks)
+    poison(networks, 0, network)
+    batch = StepBatch.build(make_rows(0), 0, {0: 0}, 4096)
+    assert step.run(batch, 0).skipped
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(networks).items())
+    assert not step.run(batch, 1).skipped
+    after = weights_of(networks)
+    assert {name.split(".")[0] for name in after if not torch.equal(after[name], before[name])} == {"policy", "critic"}
+
+
+def one_rank(folder, rank: int, num_stages: int) -> None:
+    """What each process of the next test runs: one of the stages sees a NaN, in the first of two updates."""
+    algorithm, config = OffPolicyPPOConfig(), LearnerConfig(num_minibatches=2, learning_rate=1e-2)
+    for sick_rank in range(num_stages):
+        networks, reference = make_networks(folder / "untied", config, algorithm, rank, num_stages)
+        if rank == sick_rank:
+            poison(networks, 0)
+        step = TrainStep(networks, reference, algorithm, config, SEED)
+        batch = StepBatch.build(make_rows(0), 0, {0: 0}, 4096, num_stages)
+        before = weights_of(networks)
+        result = step.run(batch, 0)
+        assert [update.result.sick for update in result.updates] == [True, False], (rank, sick_rank)
+        after = weights_of(networks)
+        assert all(torch.isfinite(weight).all() for weight in after.values())
+        assert not all(torch.equal(after[name], before[name]) for name in before), "the second update is taken"
+        # what the sick update would have left in the moments of this rank
+        assert all(float(entry["step"]) == 1 for entry in networks.policy.optimizer.adam.state.values())
+
+
+def test_a_nan_on_one_stage_alone_keeps_every_stage_from_the_update(tmp_path):
+    make_models(tmp_path)
+    run_ranks("tests.unit.test_learner_updates", tmp_path, [2])
