@@ -186,13 +186,16 @@ def _walk(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
     candidates: list[type[BaseModel]] = []
     at_leaf = False
     for part in location:
+        if part.isdigit():  # an entry of a list
+            keys.append(part)
+            continue
         if candidates and any(_tag(candidate) == part for candidate in candidates):
             model = next(candidate for candidate in candidates if _tag(candidate) == part)
             candidates = []
             models.append(model)
             continue
         info = model.model_fields.get(part)
-        if at_leaf and not part.isdigit():
+        if at_leaf:
             continue  # the branch of a union of plain values
         keys.append(part)
         at_leaf = info is not None and not models_of(info.annotation)
@@ -205,10 +208,10 @@ def _walk(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
 
 
 def models_of(annotation: object) -> list[type[BaseModel]]:
-    """The config models in a field's annotation: one, or the members of a union."""
+    """The config models in a field's annotation: one, the members of a union, or those of a list's entries."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) in (Union, UnionType, Annotated):
+    if get_origin(annotation) in (Union, UnionType, Annotated, tuple):
         return [model for entry in get_args(annotation) for model in models_of(entry)]
     return []
 

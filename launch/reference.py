@@ -30,6 +30,13 @@ def config_reference() -> str:
             for name, field in model.model_fields.items():
                 if name != "type":
                     parts.append(f"| `{section}.{name}` | {_default(field)} | {_cell(field.description or '')} |")
+                for entry in models_of(field.annotation):
+                    parts += [
+                        f"| `{section}.{name}[{_tag(entry.model_fields['type'])}].{key}` | {_default(knob)} | "
+                        f"{_cell(knob.description or '')} |"
+                        for key, knob in entry.model_fields.items()
+                        if key != "type"
+                    ]
             parts.append("")
     return "\n".join(parts)
 

@@ -61,9 +61,30 @@ def test_a_resolved_config_read_back_is_the_same(minimal, tmp_path):
     assert load_config(again) == config
 
 
+PPO = ["--algorithm", "{type = 'off_policy_ppo'}"]
+
+
+def test_a_resolved_preset_with_corrections_read_back_is_the_same(minimal, tmp_path):
+    corrections = "['icepop', {type = 'token_tis', cap = 3.0}]"
+    config = load_config(minimal, ["--algorithm", "{type = 'off_policy_ppo', corrections = " + corrections + "}"])
+    preset = load_config(minimal, ["--algorithm", "{type = 'off_policy_ppo', preset = 'proximal_rloo', kl_beta = 0.2}"])
+    again = tmp_path / "again.toml"
+    for each in (config, preset):
+        again.write_text(to_toml(each))
+        assert load_config(again) == each
+    assert [each.type for each in config.algorithm.corrections] == ["icepop", "token_tis"]
+    assert (preset.algorithm.proximal, preset.algorithm.kl_beta) == ("behaviour", 0.2)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
+        (
+            [*PPO, "--algorithm.corrections", "[{type = 'icepop', hi = 3}]"],
+            "unknown key algorithm.corrections.0.hi; did you mean algorithm.corrections.0.high?",
+        ),
+        ([*PPO, "--algorithm.corrections", "['icepopp']"], "did you mean 'icepop'?"),
+        ([*PPO, "--algorithm.corrections", "['icepop', 'icepop']"], "names 'icepop' twice"),
         (["--learner.num_stage", "2"], "unknown key learner.num_stage; did you mean learner.num_stages?"),
         (["--learnr.num_stages", "2"], "unknown key learnr; did you mean learner?"),
         (["--learner.max_lag", "2"], "unknown key learner.max_lag; did you mean weight_sync.max_lag?"),
