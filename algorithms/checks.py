@@ -10,15 +10,16 @@ from algorithms.section import Needs
 
 
 class BadInputs(ValueError):
-    """A value in the batch that no loss can use; `sequence` says where."""
+    """A value in the batch that no loss can use."""
 
-    def __init__(self, text: str, sequence: int) -> None:
+    def __init__(self, sequence: int, what: str) -> None:
         """Args:
-        text: what is wrong, and what to try.
         sequence: its index in the batch.
+        what: is wrong with it, and what to try.
         """
-        super().__init__(text)
+        super().__init__(f"sequence {sequence}: {what}")
         self.sequence = sequence
+        self.what = what
 
 
 def check_inputs(inputs: LossInputs, needs: Needs) -> None:
@@ -32,21 +33,19 @@ def check_inputs(inputs: LossInputs, needs: Needs) -> None:
     reward = _first_not_finite(inputs.rewards_B)
     if reward is not None:
         raise BadInputs(
-            f"the reward of sequence {reward} (group {int(inputs.group_B[reward])}) is "
-            f"{float(inputs.rewards_B[reward])}: a reward must be finite. Let the reward function return None for what "
-            "it cannot judge",
             reward,
+            f"its reward is {float(inputs.rewards_B[reward])}, and must be finite. Let the reward function return None "
+            "for what it cannot judge",
         )
     if not needs.behaviour:
         return
     token = _first_not_finite(inputs.behaviour_logprobs_T)
     if token is not None:
-        sequence = int(inputs.sequence_T[token])
         raise BadInputs(
-            f"the behaviour log-probability of a token of sequence {sequence} (group {int(inputs.group_B[sequence])}) "
-            f"is {float(inputs.behaviour_logprobs_T[token])}, and this loss weighs by it: sample with "
-            "log-probabilities, or choose a loss that reads none (trajectory_balance, online_dpo)",
-            sequence,
+            int(inputs.sequence_T[token]),
+            f"the behaviour log-probability of a token is {float(inputs.behaviour_logprobs_T[token])}, and this loss "
+            "weighs by it: sample with log-probabilities, or choose a loss that reads none (trajectory_balance, "
+            "online_dpo)",
         )
 
 

@@ -230,12 +230,16 @@ def _from_name(value: Any) -> Any:  # noqa: ANN401 -- what TOML gave
     return {"type": value} if isinstance(value, str) else value
 
 
+def _from_single(value: Any) -> Any:  # noqa: ANN401 -- what TOML gave
+    return [value] if isinstance(value, str | dict) else value
+
+
 Correction = Annotated[
     TokenTIS | SequenceTIS | IcePop | GeometricMask | SequenceClip | GSPO | CISPO,
     Field(discriminator="type"),
 ]
-Corrections = tuple[Annotated[Correction, BeforeValidator(_from_name)], ...]
-"""As a config writes them: ["token_tis", {type = "icepop", high = 3.0}]."""
+Corrections = Annotated[tuple[Annotated[Correction, BeforeValidator(_from_name)], ...], BeforeValidator(_from_single)]
+"""As a config writes them: ["token_tis", {type = "icepop", high = 3.0}], or one of them without a list."""
 
 
 def check_corrections(corrections: Sequence[AnyWeight | AnySurrogate]) -> None:

@@ -18,9 +18,9 @@ class EssVerdict:
     """What becomes of an update."""
 
     lr_scale: float = 1.0
-    """Factor of the learning rate, in (0, 1]."""
+    """Factor of the learning rate, in [0, 1]."""
     drop: bool = False
-    """Take no optimizer step; the samples count as filtered."""
+    """Take no optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class EssRule:
     """Share of the samples that must count, in (0, 1]."""
     action: EssAction
     max_drops: int
-    """So many updates in a row may be dropped; the next one is taken, at a lower learning rate."""
+    """So many steps in a row may drop updates; the next one takes them, at a lower learning rate."""
 
     def judge(self, ess: float | None, drops_in_a_row: int) -> EssVerdict:
         """The verdict on an update.
@@ -40,8 +40,8 @@ class EssRule:
         by that factor under Adam.
 
         Args:
-            ess: effective sample share, in (0, 1]; None where the data do not tell.
-            drops_in_a_row: how many updates were dropped just before.
+            ess: effective sample share, in [0, 1]; None where the data do not tell.
+            drops_in_a_row: how many steps just before dropped updates.
         """
         if ess is None or ess >= self.budget:
             return EssVerdict()

@@ -22,15 +22,15 @@ NAMES = (
 
 
 def effective_sample_share(weights: Tensor) -> float | None:
-    """1 / mean((w / mean w)^2), in (0, 1]: the share of samples that count, 1 where all weigh the same.
+    """1 / mean((w / mean w)^2), in [0, 1]: the share of samples that count, 1 where all weigh the same.
 
-    None where there is no weight, or all are 0.
+    0 where all weights are 0; None where there is none.
     """
     if weights.numel() == 0:
         return None
     wide = weights.double()  # squares of e^20 sum up beyond what float32 resolves
     mean_square = float(wide.square().mean())
-    return float(wide.mean().square()) / mean_square if mean_square > 0 else None
+    return float(wide.mean().square()) / mean_square if mean_square > 0 else 0.0
 
 
 def off_policy_metrics(

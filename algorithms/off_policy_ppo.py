@@ -110,20 +110,21 @@ class OffPolicyPPOConfig(GroupSection):
     gamma: float = Field(default=1.0, ge=0, le=1, description="baseline = 'critic': discount of GAE.")
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="baseline = 'critic': lambda of GAE.")
     value_coef: PositiveFloat = Field(default=0.5, description="baseline = 'critic': weight of the value loss.")
-    value_clip: PositiveFloat | None = Field(
-        default=0.2, description="baseline = 'critic': a value moves by so much in a draw; unset: freely."
+    value_clip: NonNegativeFloat = Field(
+        default=0.2, description="baseline = 'critic': a value moves by at most so much in a draw; 0: freely."
     )
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in_the_preset(cls, values: Any) -> Any:  # noqa: ANN401 -- what TOML gave
-        if isinstance(values, dict) and values.get("preset") in PRESETS:
-            return {**PRESETS[values["preset"]], **values}
-        return values
+        preset = values.get("preset") if isinstance(values, dict) else None
+        return {**PRESETS[preset], **values} if isinstance(preset, str) and preset in PRESETS else values
 
     @model_validator(mode="after")
     def _keys_must_agree(self) -> OffPolicyPPOConfig:
         check_corrections(self.corrections)
+        if self.baseline == "critic" and self.compare == "prompt":
+            raise ValueError("compare = 'prompt' is about group baselines, and baseline = 'critic' has none: remove it")
         moved = [key for key in ("clip_low", "clip_high") if getattr(self, key) != CLIP]
         for each in self.corrections:
             if isinstance(each, AnyWeight) and self.proximal == "behaviour":
@@ -143,8 +144,10 @@ class OffPolicyPPOConfig(GroupSection):
         """Groups for a group baseline, a critic for the other, a reference for the KL."""
         return Needs(
             groups=self.baseline != "critic",
+            prompts=self.compare == "prompt",
             reference=self.kl_beta > 0,
             behaviour=True,
+            weights=self.proximal == "draw_start",
             critic=self.critic if self.baseline == "critic" else None,
         )
 
@@ -175,7 +178,7 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
         loss = loss + config.kl_beta * (weighing.weight_T * _kl_terms(config, inputs)).sum() / num_tokens
     if config.baseline == "critic":
         loss = loss + config.value_coef * _value_loss(config, inputs, advantage_T, metrics)
-    return LossOutput(loss, metrics, weighing.weight_T)
+    return LossOutput(loss, metrics, weighing.weight_T if config.needs.weights else None)
 
 
 def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Metrics) -> Tensor:
@@ -214,7 +217,7 @@ def _value_loss(config: OffPolicyPPOConfig, inputs: LossInputs, advantage_T: Ten
     returns_T = advantage_T + old_T
     num_tokens = max(1, returns_T.numel())
     error_T = (inputs.values_T - returns_T).square()
-    if config.value_clip is not None:
+    if config.value_clip > 0:
         clipped_T = inputs.values_T.clamp(old_T - config.value_clip, old_T + config.value_clip)
         clipped_error_T = (clipped_T - returns_T).square()
         metrics["ppo/value_clip_frac"] = float((clipped_error_T > error_T).sum()) / num_tokens

@@ -48,7 +48,7 @@ class OnlineDPOConfig(GroupSection):
     @property
     def needs(self) -> Needs:
         """A pair takes two samples; the margin is measured from the reference."""
-        return Needs(groups=True, reference=True)
+        return Needs(groups=True, prompts=self.compare == "prompt", reference=True)
 
 
 def _first_of_each_group(chosen_B: Tensor, group_B: Tensor, num_groups: int) -> Tensor:

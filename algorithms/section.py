@@ -19,10 +19,14 @@ class Needs:
 
     groups: bool = False
     """A group of one (K = 1) gives no gradient, so a config with it is refused."""
+    prompts: bool = False
+    """All samples of a prompt in a step must be in one update."""
     reference: bool = False
     """Log-probabilities of the reference model."""
     behaviour: bool = False
     """Finite log-probabilities of the policy that sampled."""
+    weights: bool = False
+    """Not of the run but said here too: the loss applies importance weights, `LossOutput.weights_T`."""
     critic: CriticKind | None = None
     """Values: from a head on the policy, or from a model of their own."""
 

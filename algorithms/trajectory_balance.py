@@ -39,7 +39,9 @@ class TrajectoryBalanceConfig(GroupSection):
     type: Literal["trajectory_balance"] = "trajectory_balance"
     beta: PositiveFloat = Field(default=0.1, description="Temperature of the target pi_ref * exp(r / beta).")
     beta_final: PositiveFloat | None = Field(default=None, description="Where beta ends; unset: beta stays constant.")
-    beta_steps: NonNegativeInt = Field(default=0, description="Steps of the linear way from beta to beta_final.")
+    beta_steps: NonNegativeInt = Field(
+        default=0, description="Optimizer steps (updates) of the linear way from beta to beta_final."
+    )
 
     @model_validator(mode="after")
     def _a_schedule_needs_both_ends(self) -> TrajectoryBalanceConfig:
@@ -53,7 +55,7 @@ class TrajectoryBalanceConfig(GroupSection):
     @property
     def needs(self) -> Needs:
         """A prompt's samples for log Z, and the reference that the target is tilted from."""
-        return Needs(groups=True, reference=True)
+        return Needs(groups=True, prompts=self.compare == "prompt", reference=True)
 
     def beta_at(self, step: int) -> float:
         """Beta after `step` optimizer steps."""

@@ -166,10 +166,16 @@ def _check_steps(config: Config) -> None:
             f"actors.group_size = {config.actors.group_size}, but {config.algorithm.type} compares the samples of a "
             f"prompt with each other and needs at least 2"
         )
-    if learner.ess_budget is not None and learner.ess_of.endswith("_truncated") and not needs.behaviour:
+    if learner.critic_learning_rate is not None and needs.critic is None:
+        raise ConfigError(
+            f"learner.critic_learning_rate = {learner.critic_learning_rate:g}, but {config.algorithm.type} as it is "
+            "configured has no critic: remove it, or set algorithm.baseline = 'critic' with off_policy_ppo"
+        )
+    if learner.ess_budget is not None and learner.ess_of.endswith("_truncated") and not needs.weights:
         raise ConfigError(
             f"learner.ess_of = '{learner.ess_of}' is of the weights that a loss applies, and {config.algorithm.type} "
-            f"applies none. Use '{learner.ess_of.removesuffix('_truncated')}', which is of pi_prox / mu"
+            "as it is configured applies none. Use "
+            f"'{learner.ess_of.removesuffix('_truncated')}', which is of pi_prox / mu"
         )
 
 

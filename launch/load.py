@@ -160,13 +160,13 @@ def _explain(error: ValidationError, path: Path) -> str:
         text = f"unknown key {dotted}{_suggest(keys, models[-1])}"
     elif kind == "missing":
         text = f"{dotted} is missing"
-    elif kind in ("union_tag_invalid", "union_tag_not_found"):
-        context = first.get("ctx", {})
-        expected = str(context.get("expected_tags", ""))
-        found = f"'{context['tag']}'" if "tag" in context else "nothing"
-        near = difflib.get_close_matches(str(context.get("tag", "")), expected.replace("'", "").split(", "))
+    elif kind == "union_tag_not_found":
+        text = f"{dotted}.type is missing"
+    elif kind == "union_tag_invalid":
+        found, expected = str(first["ctx"]["tag"]), str(first["ctx"]["expected_tags"])
+        near = difflib.get_close_matches(found, expected.replace("'", "").split(", "))
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        text = f"{dotted}.type is {found}, and must be one of {expected}{hint}"
+        text = f"{dotted}.type is '{found}', and must be one of {expected}{hint}"
     elif kind == "value_error":
         text = str(first["ctx"]["error"])
         text = f"[{dotted}] {text}" if dotted else text

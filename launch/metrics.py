@@ -52,7 +52,8 @@ METRICS: dict[str, str] = {
     "off_policy/ess_token_truncated": "ess_token of the weights that the loss applied, after corrections.",
     "off_policy/ess_sequence_truncated": "ess_sequence of those, a sequence weighing as its tokens do on average.",
     "off_policy/masked_frac": "Share of tokens whose applied weight is 0.",
-    "off_policy/clip_frac_low": "Share of tokens where the lower clip changes the objective; 0 in steps of one update.",
+    "off_policy/clip_frac_low": "Share of tokens where the lower clip changes the objective; 0 in steps of "
+    "one update around the start of the draw.",
     "off_policy/clip_frac_high": "Share of tokens where the upper clip changes the objective; 0 likewise.",
     "off_policy/token_tis_frac": "Share of tokens whose weight token_tis truncated.",
     "off_policy/sequence_tis_frac": "Share of tokens whose weight sequence_tis truncated.",
@@ -86,7 +87,7 @@ METRICS: dict[str, str] = {
     "buffer/committed": "On disk.",
     "buffer/failed": "Lease lost, generation or reward failed, or quarantined.",
     "buffer/waiting": "Committed and not drawn yet.",
-    "buffer/trained": "Used by at least one finished step.",
+    "buffer/trained": "Used by at least one finished step that took an update.",
     "buffer/dropped_stale": "Dropped with their group, because it would have passed max_lag.",
     "buffer/filtered": "Without a reward, or in a group or step that was not used.",
     "buffer/evicted_unused": "Removed before they were used.",

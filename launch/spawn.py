@@ -139,6 +139,7 @@ def actor_spec(
 ) -> ActorSpec:
     """What the actor of this number is told."""
     config = plan.config
+    actor_lag = config.weight_sync.actor_lag_for(config.learner.updates_per_step)
     return ActorSpec(
         name=f"actor-{number}",
         index=number,
@@ -150,6 +151,6 @@ def actor_spec(
         buffer_addresses=tuple(buffer_addresses),
         config=config.actors,
         task=config.task,
-        weight_sync=config.weight_sync,
+        weight_sync=config.weight_sync.model_copy(update={"max_actor_lag": actor_lag}),
         buffer=config.buffer,
     )

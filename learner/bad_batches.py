@@ -51,7 +51,7 @@ def check_samples(batch: StepBatch, needs: Needs, record_ids: Sequence[int] | No
         record = "" if record_ids is None else f", record {record_ids[error.sequence]}"
         raise BadSample(
             f"sample {row.sample_index} of group {row.group_id} (prompt {row.prompt_id}, actor '{row.actor}', reward "
-            f"{row.reward}{record}) cannot be trained on: {error}"
+            f"{row.reward}{record}) cannot be trained on: {error.what}"
         ) from None
 
 

@@ -115,7 +115,8 @@ class Checkpoints:
             dist.broadcast(left, src=self._lead)
             if not int(left):
                 raise RuntimeError(
-                    f"no checkpoint in {self._folder} can be read. To start from the model again, move that folder away"
+                    f"no checkpoint in {self._folder} can be read: they are damaged, or were written with another "
+                    "[algorithm] (without its critic). To start from the model again, move that folder away"
                 )
 
     def _read(self, step: int, networks: Networks) -> bool:

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from algorithms.ess import EssAction
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose forward is embedding, layers, norm, head and nothing else: no scaling in between."""
 
@@ -15,7 +17,7 @@ EssMeasure = Literal["ess_token", "ess_sequence", "ess_token_truncated", "ess_se
 class LearnerConfig(BaseModel):
     """Knobs of training."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     num_stages: PositiveInt = Field(default=2, description="Pipeline stages, one process each.")
     num_steps: PositiveInt = Field(default=100, description="Steps of the run; each trains one draw.")
@@ -56,7 +58,7 @@ class LearnerConfig(BaseModel):
         description="Share of the samples that must count (effective sample size): an update below it is treated as "
         "ess_action says. Unset: the effective sample size is logged and does not act.",
     )
-    ess_action: Literal["scale_lr", "drop"] = Field(
+    ess_action: EssAction = Field(
         default="scale_lr",
         description="Below ess_budget: the learning rate falls by sqrt(ess / ess_budget), or the update is dropped and "
         "the actors catch up.",
@@ -67,7 +69,9 @@ class LearnerConfig(BaseModel):
         "the weights that the loss applied.",
     )
     ess_max_drops: NonNegativeInt = Field(
-        default=2, description="ess_action = 'drop': so many updates in a row; the next is taken at a lower rate."
+        default=2,
+        description="ess_action = 'drop': so many steps in a row may drop updates; the next takes its own at a lower "
+        "rate.",
     )
     checkpoint_every: PositiveInt = Field(default=50, description="Write a checkpoint every so many steps.")
     keep_checkpoints: PositiveInt = Field(default=2, description="How many checkpoints stay.")

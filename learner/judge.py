@@ -44,7 +44,7 @@ class Judgement:
 
 
 class Judge:
-    """Exists on the last rank alone."""
+    """Asked on the last rank alone, which has the leaves."""
 
     def __init__(self, algorithm: AlgorithmConfig, config: LearnerConfig) -> None:
         """Take the loss and the rule of the effective sample size.
@@ -59,6 +59,12 @@ class Judge:
         if config.ess_budget is not None:
             self._rule = EssRule(config.ess_budget, config.ess_action, config.ess_max_drops)
         self._drops_in_a_row = 0
+        self._drops_now = False
+
+    def begin_step(self) -> None:
+        """A draw begins: what its updates drop is dropped once, for its samples do not become fresher meanwhile."""
+        self._drops_in_a_row = self._drops_in_a_row + 1 if self._drops_now else 0
+        self._drops_now = False
 
     def judge(self, batch: StepBatch, leaves: Leaves, scores: DrawScores) -> Judgement:
         """Evaluate the loss at the present weights.
@@ -84,8 +90,8 @@ class Judge:
         if self._rule is None:
             return EssVerdict()
         found = distance(batch, inputs, output.weights_T)
-        verdict = self._rule.judge(found.get(f"off_policy/{self._ess_of}"), self._drops_in_a_row)
-        self._drops_in_a_row = self._drops_in_a_row + 1 if verdict.drop else 0
+        verdict = self._rule.judge(found[f"off_policy/{self._ess_of}"], self._drops_in_a_row)
+        self._drops_now = self._drops_now or verdict.drop
         return verdict
 
 

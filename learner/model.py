@@ -96,7 +96,8 @@ class StageModule(nn.Module):
             self.lm_head = head
         if self.heads != "token":
             wide = torch.promote_types(next(self.model.norm.parameters()).dtype, torch.float32)
-            self.value_head = nn.Linear(self.hidden_size, 1, dtype=wide)
+            # made without a draw, so that the stages' random generators stay alike
+            self.value_head = nn.Linear(self.hidden_size, 1, dtype=wide, device="meta").to_empty(device="cpu")
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from buffer.client import Draw, decode_draw
 from buffer.errors import BufferError
-from learner.bad_batches import BadBatches, BadSample, check_samples
+from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_samples
 from learner.batch import StepBatch, trainable
 from learner.channel import Channel, Kind
 from learner.checkpoint import Checkpoints, Progress
@@ -220,7 +220,11 @@ class Stage:
             report = step_report(batch, result, step, newest, times, draw.ledger, draw.fidelity_ks)
             with self._reports_lock:
                 self._reports.append(report)
-        self._bad_batches.judge(step, result, draw.body if isinstance(draw, Draw) else None)
+        try:
+            self._bad_batches.judge(step, result, draw.body if isinstance(draw, Draw) else None)
+        except TrainingDiverged:
+            dist.barrier()  # as above
+            raise
         self._publish_if_due(result.version)
         if step % self.spec.config.checkpoint_every == 0:
             self._save()

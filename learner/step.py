@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from algorithms.registry import AlgorithmConfig
-from algorithms.section import GroupSection
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.judge import DrawScores, Judge, Judgement, distance
@@ -82,7 +81,7 @@ class TrainStep:
         self._reference = reference
         self._config = config
         self._seed = seed
-        self._keeps_prompts_whole = isinstance(algorithm, GroupSection) and algorithm.compare == "prompt"
+        self._keeps_prompts_whole = algorithm.needs.prompts
         self._judge = Judge(algorithm, config)
 
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:
@@ -94,6 +93,7 @@ class TrainStep:
             between_updates: called with the version before every update but the first.
         """
         clock = _Clock()
+        self._judge.begin_step()
         draw, new_scores = self._score(batch, clock)
         updates: list[Update] = []
         version = batch.version

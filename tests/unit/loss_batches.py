@@ -51,7 +51,7 @@ OTHER_CONFIGS = {
     "k2 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss", corrections=["token_tis"]),
     "k3 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss", kl_estimator="k3"),
     "critic": OffPolicyPPOConfig(baseline="critic", gamma=0.9, gae_lambda=0.8, kl_beta=0.1),
-    "critic unclipped": OffPolicyPPOConfig(baseline="critic", critic="model", value_clip=None, corrections=["gspo"]),
+    "critic unclipped": OffPolicyPPOConfig(baseline="critic", critic="model", value_clip=0, corrections=["gspo"]),
     "critic composed": OffPolicyPPOConfig(
         baseline="critic",
         kl_beta=0.1,

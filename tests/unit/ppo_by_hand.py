@@ -149,12 +149,12 @@ def ppo(config, inputs) -> ByHand:
 
 def add_value_loss(config, inputs, advantage, result):
     scale = config.value_coef / len(advantage)
-    if config.value_clip is not None:
+    if config.value_clip > 0:
         result.counts["value"] = 0
     for t, (value, old) in enumerate(zip(inputs.values_T.tolist(), inputs.old_values_T.tolist(), strict=True)):
         target = advantage[t] + old
         error, slope = (value - target) ** 2 / 2, value - target
-        if config.value_clip is not None and abs(value - old) > config.value_clip:
+        if config.value_clip > 0 and abs(value - old) > config.value_clip:
             held = old + math.copysign(config.value_clip, value - old)
             if (held - target) ** 2 / 2 > error:
                 error, slope = (held - target) ** 2 / 2, 0.0

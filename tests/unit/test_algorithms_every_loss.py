@@ -122,7 +122,7 @@ def test_a_reward_that_is_not_finite_is_refused_by_name(config, reward):
     inputs = make_inputs()
     rewards_B = inputs.rewards_B.clone()
     rewards_B[3] = reward
-    with pytest.raises(BadInputs, match=rf"reward of sequence 3 \(group 2\) is {reward}.*finite") as caught:
+    with pytest.raises(BadInputs, match=rf"sequence 3: its reward is {reward}, and must be finite") as caught:
         loss_for(config)(replace(inputs, rewards_B=rewards_B))
     assert caught.value.sequence == 3
 
@@ -138,7 +138,7 @@ def test_a_missing_behaviour_logprob_is_refused_where_it_is_read_and_allowed_whe
     if config.type != "off_policy_ppo":
         assert_same(config, inputs, unknown)
         return
-    with pytest.raises(BadInputs, match=rf"token of sequence 4 \(group 1\) is {logprob}.*trajectory_balance") as caught:
+    with pytest.raises(BadInputs, match=rf"sequence 4: .*token is {logprob}.*trajectory_balance") as caught:
         loss_for(config)(unknown)
     assert caught.value.sequence == 4
 

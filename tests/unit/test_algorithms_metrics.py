@@ -116,9 +116,9 @@ def test_one_huge_weight_in_float32_counts_as_one_sample_of_many():
     assert metrics["mismatch/k3"] == pytest.approx(math.exp(20) - 21, rel=1e-5)
 
 
-def test_no_weights_have_no_effective_size():
+def test_no_weights_have_no_effective_size_and_weights_of_0_have_none_of_it():
     assert effective_sample_share(torch.empty(0)) is None
-    assert effective_sample_share(torch.zeros(3)) is None
+    assert effective_sample_share(torch.zeros(3)) == 0, "a mask that removes all leaves no sample that counts"
     assert effective_sample_share(torch.tensor([0.0, 0.0, 5.0])) == pytest.approx(1 / 3)
 
 

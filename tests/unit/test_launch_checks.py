@@ -64,7 +64,10 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--learner.num_epochs", "9"], "can never be met with 9 updates per step (learner.num_minibatches"),
         (["--weight_sync.max_lag", "0", "--learner.num_minibatches", "2"], "Raise weight_sync.max_lag to 1"),
         (["--learner.ess_budget", "0"], "learner.ess_budget = 0"),
-        (["--learner.ess_budget", "0.5", "--learner.ess_of", "ess_token_truncated"], "trajectory_balance applies none"),
+        (
+            ["--learner.ess_budget", "0.5", "--learner.ess_of", "ess_token_truncated"],
+            "trajectory_balance as it is configured applies none",
+        ),
         (["--learner.token_budget", "8"], "the longest sample would fit in no micro-batch"),
         (["--actors.max_running_samples", "4"], "could never hold a whole group"),
         (["--task.name", "chain_sun"], "is not a dataset of reasoning-gym"),

@@ -31,7 +31,7 @@ def test_a_reward_that_is_not_finite_in_float32_is_an_error_that_names_the_traje
     expected = r"^sample 1 of group 2 \(prompt 2, actor 'actor-3', reward .*, record 107\) cannot be trained on"
     with pytest.raises(BadSample, match=expected) as caught:
         check_samples(batch(reward=float(reward)), needs, RECORDS)
-    assert "a reward must be finite" in str(caught.value)
+    assert "and must be finite" in str(caught.value)
     with pytest.raises(BadSample, match=r"sample 1 of group 2 \(prompt 2, actor 'actor-3', reward [^,]*\)"):
         check_samples(batch(reward=float(reward)), needs, None)
     check_samples(batch(), needs, RECORDS)

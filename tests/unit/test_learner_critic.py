@@ -67,7 +67,7 @@ def test_values_are_computed_in_float32_also_where_the_model_runs_in_bfloat16(mo
 @pytest.mark.parametrize("critic", ["head", "model"])
 def test_a_critic_learns_the_value_of_rewards_it_sees(models, critic):
     """Rewards depend on the prompt alone, so values can know them: the value loss falls by far."""
-    algorithm = OffPolicyPPOConfig(baseline="critic", critic=critic, value_clip=None, gae_lambda=1.0)
+    algorithm = OffPolicyPPOConfig(baseline="critic", critic=critic, value_clip=0, gae_lambda=1.0)
     config = LearnerConfig(learning_rate=1e-6, critic_learning_rate=3e-2, num_epochs=2, max_grad_norm=100)
     with alone():
         networks, reference = make_networks(models / "untied", config, algorithm)

@@ -81,11 +81,25 @@ def test_a_dropped_update_changes_nothing_and_the_version_stands_still_for_so_ma
     assert [result.version for result in results] == [1, 2]
 
 
+def test_all_updates_of_a_draw_may_be_dropped_for_its_samples_do_not_become_fresher_meanwhile(run):
+    several = {"num_minibatches": 2, "num_epochs": 2, "ess_budget": BUDGET, "ess_action": "drop", "ess_max_drops": 2}
+    results, _, _ = run(num_steps=4, **several)
+    assert [result.metrics["ess/dropped"] for result in results] == [4, 4, 0, 4]
+    assert [result.version for result in results] == [0, 0, 4, 4]
+
+
 def test_every_update_of_a_draw_is_judged_by_its_own_samples(run):
-    (result,), _, _ = run(num_minibatches=2, num_epochs=2, ess_budget=BUDGET, ess_action="drop", ess_max_drops=3)
-    assert result.metrics["ess/dropped"] == 3
-    assert [update.result.taken for update in result.updates] == [False, False, False, True]
-    assert result.version == 1
+    (result,), _, _ = run(num_minibatches=2, ess_budget=1.0)
+    first, second = (update.result.lr_scale for update in result.updates)
+    assert first != second
+
+
+def test_an_update_of_which_every_token_is_masked_is_dropped(run):
+    masked = OffPolicyPPOConfig(corrections=({"type": "icepop", "low": 1e8, "high": 1e9},))
+    (result,), before, after = run(masked, ess_budget=BUDGET, ess_action="drop", ess_of="ess_token_truncated")
+    assert result.metrics["off_policy/ess_token_truncated"] == 0
+    assert result.metrics["ess/dropped"] == 1
+    assert same(before, after)
 
 
 @pytest.mark.parametrize("of", ["ess_token", "ess_sequence", "ess_token_truncated", "ess_sequence_truncated"])

@@ -1,0 +1,79 @@
+"""Every algorithm and correction on data of every age, in a world where pi* is known exactly.
+
+    python benchmarks/off_policy.py [--quick] [--only NAME ...] [--tune] [--workers 2]
+
+Each cell trains a small transformer with one loss of `algorithms` at one lag (`off_policy_world/training.py`), and
+its exact KL to pi* and expected reward are taken by enumeration. A whole run writes docs/results/off_policy.md and
+its figure; the last line of stdout is {algorithm: {lag: {"kl": ..., "reward": ...}}}, means over seeds, null where a
+seed became non-finite.
+
+`--quick` is for development: one seed and fewer draws, nothing is written. `--only` names rows. `--tune` runs the
+grid of learning rates at lag 0 on seeds of its own instead, and prints {algorithm: {rate: kl}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from off_policy_world.page import Outcomes, means, write_page  # noqa: E402
+from off_policy_world.rows import LEARNING_RATES, ROWS  # noqa: E402
+from off_policy_world.training import LAGS  # noqa: E402
+from off_policy_world.workers import Cell, run_cells  # noqa: E402
+
+NUM_DRAWS = 200
+QUICK_DRAWS = 50
+SEEDS = (0, 1, 2)
+TUNING_SEEDS = (100,)
+"""Another world than those of the results."""
+
+
+def main() -> None:
+    """Run the matrix, or the grid of learning rates."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, fewer draws")
+    parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="NAME")
+    parser.add_argument("--tune", action="store_true", help="learning rates at lag 0")
+    parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
+    args = parser.parse_args()
+    names = args.only or [row.name for row in ROWS]
+    if args.tune:
+        print(json.dumps(tuned(names, args.workers)))
+        return
+    began = time.monotonic()
+    seeds, num_draws = (SEEDS[:1], QUICK_DRAWS) if args.quick else (SEEDS, NUM_DRAWS)
+    outcomes = run_matrix(names, seeds, num_draws, args.workers)
+    if not (args.quick or args.only):
+        write_page(ROOT / "docs" / "results", outcomes, seeds, num_draws, time.monotonic() - began)
+    print(json.dumps({name: {lag: means(seen) for lag, seen in by_lag.items()} for name, by_lag in outcomes.items()}))
+
+
+def run_matrix(names: list[str], seeds: tuple[int, ...], num_draws: int, num_workers: int) -> Outcomes:
+    """All cells of some rows."""
+    cells = [Cell(name, lag, seed, num_draws) for seed in seeds for name in names for lag in LAGS]
+    outcomes: Outcomes = {name: {lag: [] for lag in LAGS} for name in names}
+    for cell, outcome in zip(cells, run_cells(cells, num_workers), strict=True):
+        outcomes[cell.row][cell.lag].append(outcome)
+    return outcomes
+
+
+def tuned(names: list[str], num_workers: int) -> dict[str, dict[str, float | None]]:
+    """KL at lag 0 for every learning rate of the grid."""
+    cells = [
+        Cell(name, "0", seed, NUM_DRAWS, rate) for name in names for rate in LEARNING_RATES for seed in TUNING_SEEDS
+    ]
+    outcomes = run_cells(cells, num_workers)
+    seen: Outcomes = {name: {f"{rate:g}": [] for rate in LEARNING_RATES} for name in names}
+    for cell, outcome in zip(cells, outcomes, strict=True):
+        seen[cell.row][f"{cell.learning_rate:g}"].append(outcome)
+    return {name: {rate: means(some)["kl"] for rate, some in by_rate.items()} for name, by_rate in seen.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Trains a policy in a world, on data that are as old as the cell says."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from algorithms.ess import EssRule
+from algorithms.inputs import LossInputs
+from algorithms.metrics import off_policy_metrics
+from algorithms.registry import Loss, loss_for
+from off_policy_world.policy import TreePolicy
+from off_policy_world.rows import Row
+from off_policy_world.tree import CHOICES_SL, LENGTH, NODES_SL, NUM_CHOICES, NUM_NODES, NUM_PROMPTS, NUM_TOKENS
+from off_policy_world.world import World, of_sequences, sequence_logprobs
+
+Lag = Literal["0", "1", "4", "16", "uniform"]
+"""How many updates before its draw the behaviour policy was; or it is the uniform one throughout."""
+LAGS: tuple[Lag, ...] = ("0", "1", "4", "16", "uniform")
+MAX_LAG = 16
+
+GROUPS_PER_DRAW = 128
+GROUP_SIZE = 8
+NUM_MINIBATCHES = 2
+NUM_EPOCHS = 2
+UPDATES_PER_DRAW = NUM_MINIBATCHES * NUM_EPOCHS
+# as the learner's defaults
+ADAM_BETAS = (0.9, 0.95)
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to; None where it became non-finite."""
+
+    kl: float | None
+    """KL(pi || pi*), nats, mean over prompts."""
+    reward: float | None
+    """Exact expected reward, mean over prompts."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Samples of one step, G groups of GROUP_SIZE completions, with tables of what is constant over its updates."""
+
+    prompts_G: Tensor
+    sequences_GK: Tensor
+    behaviour_PC: Tensor
+    proximal_PC: Tensor
+    reference_PC: Tensor
+    old_values_PN: Tensor
+
+
+def train(world: World, row: Row, lag: Lag, seed: int, num_draws: int) -> Outcome:
+    """Run one cell: from the reference, so many draws of UPDATES_PER_DRAW updates each.
+
+    The learning rate falls to 0 on a cosine over all updates.
+
+    Args:
+        world: what is learned.
+        row: how.
+        lag: how old the data are. Early draws, that have no policy so old, take the first.
+        seed: of the samples and of the order of minibatches.
+        num_draws: steps.
+    """
+    random = torch.Generator().manual_seed(seed)
+    policy = copy.deepcopy(world.reference)
+    loss = loss_for(row.config)
+    adam = torch.optim.AdamW(policy.parameters(), betas=ADAM_BETAS, weight_decay=0.0)
+    with torch.no_grad():
+        reference_PC, _ = world.reference()
+    past: deque[Tensor] = deque(maxlen=MAX_LAG)
+    num_updates = 0
+    for _ in range(num_draws):
+        with torch.no_grad():
+            proximal_PC, old_values_PN = policy()
+        behaviour_PC = behaviour(lag, proximal_PC, past)
+        prompts_G, sequences_GK = sample(behaviour_PC, random)
+        draw = Draw(prompts_G, sequences_GK, behaviour_PC, proximal_PC, reference_PC, old_values_PN)
+        for _ in range(NUM_EPOCHS):
+            for groups in torch.randperm(GROUPS_PER_DRAW, generator=random).chunk(NUM_MINIBATCHES):
+                progress = num_updates / (num_draws * UPDATES_PER_DRAW)
+                learning_rate = row.learning_rate * (1 + math.cos(math.pi * progress)) / 2
+                choices_PC, values_PN = policy()
+                past.append(choices_PC.detach())
+                inputs = loss_inputs(world, draw, groups, choices_PC, values_PN, num_updates)
+                if not update(policy, adam, loss, inputs, learning_rate, row.ess):
+                    return Outcome(None, None)
+                num_updates += 1
+    logprobs_PS = sequence_logprobs(policy)
+    return Outcome(world.kl(logprobs_PS), world.expected_reward(logprobs_PS))
+
+
+def behaviour(lag: Lag, present_PC: Tensor, past: deque[Tensor]) -> Tensor:
+    """The log mu of every choice: P, C. `past` holds the policies before the present one, the newest last."""
+    if lag == "uniform":
+        return torch.full_like(present_PC, -math.log(NUM_TOKENS))
+    num_back = min(int(lag), len(past))
+    return past[-num_back] if num_back else present_PC
+
+
+def sample(behaviour_PC: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Completions from the behaviour policy, as many groups for each prompt: G prompts and G, K completions."""
+    share_PS = of_sequences(behaviour_PC).exp()
+    num_samples = GROUPS_PER_DRAW // NUM_PROMPTS * GROUP_SIZE
+    drawn = torch.multinomial(share_PS, num_samples, replacement=True, generator=random)
+    prompts_G = torch.arange(NUM_PROMPTS).repeat_interleave(GROUPS_PER_DRAW // NUM_PROMPTS)
+    return prompts_G, drawn.view(GROUPS_PER_DRAW, GROUP_SIZE)
+
+
+def loss_inputs(
+    world: World, draw: Draw, groups: Tensor, choices_PC: Tensor, values_PN: Tensor, step: int
+) -> LossInputs:
+    """The minibatch of some groups of a draw, as a loss reads it; `choices_PC` and `values_PN` are the leaves."""
+    sequence_B = draw.sequences_GK[groups].flatten()
+    prompt_B = draw.prompts_G[groups].repeat_interleave(GROUP_SIZE)
+    num_sequences = sequence_B.numel()
+    choice_T = (prompt_B[:, None] * NUM_CHOICES + CHOICES_SL[sequence_B]).flatten()
+    node_T = (prompt_B[:, None] * NUM_NODES + NODES_SL[sequence_B]).flatten()
+    return LossInputs(
+        logprobs_T=choices_PC.flatten().index_select(0, choice_T),
+        proximal_logprobs_T=draw.proximal_PC.flatten()[choice_T],
+        behaviour_logprobs_T=draw.behaviour_PC.flatten()[choice_T],
+        reference_logprobs_T=draw.reference_PC.flatten()[choice_T],
+        sequence_T=torch.arange(num_sequences).repeat_interleave(LENGTH),
+        group_B=torch.arange(groups.numel()).repeat_interleave(GROUP_SIZE),
+        rewards_B=world.rewards_PS[prompt_B, sequence_B],
+        finished_B=torch.ones(num_sequences, dtype=torch.bool),
+        num_groups=groups.numel(),
+        step=step,
+        prompt_B=prompt_B,
+        values_T=values_PN.flatten().index_select(0, node_T),
+        old_values_T=draw.old_values_PN.flatten()[node_T],
+    )
+
+
+def update(
+    policy: TreePolicy,
+    adam: torch.optim.Optimizer,
+    loss: Loss,
+    inputs: LossInputs,
+    learning_rate: float,
+    ess: EssRule | None,
+) -> bool:
+    """One optimizer step, at a rate that the effective sample size may lower. False: the gradient is not finite."""
+    output = loss(inputs)
+    if ess is not None:
+        no_lag_T = torch.zeros_like(inputs.sequence_T)  # read for metrics that are not looked at here
+        metrics = off_policy_metrics(inputs, no_lag_T, inputs.finished_B, output.weights_T)
+        learning_rate *= ess.judge(metrics["off_policy/ess_sequence"], drops_in_a_row=0).lr_scale
+    adam.zero_grad()
+    output.loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
+    if not torch.isfinite(norm):
+        return False
+    for group in adam.param_groups:
+        group["lr"] = learning_rate
+    adam.step()
+    return True

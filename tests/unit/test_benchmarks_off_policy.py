@@ -1,0 +1,179 @@
+"""The enumerable world of benchmarks/off_policy.py: what is called exact there is."""
+
+import copy
+import itertools
+import math
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+with pytest.MonkeyPatch.context() as patch:
+    # only while it is imported: this folder's buffer.py would hide the package of that name
+    patch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    from off_policy_world import page, rows, training, tree, world
+
+ROWS = {row.name: row for row in rows.ROWS}
+
+
+@pytest.fixture(scope="module")
+def small_world():
+    return world.World.made_from(seed=7)
+
+
+def draw_from(behaviour_PC, small_world):
+    prompts_G, sequences_GK = training.sample(behaviour_PC, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        reference_PC, values_PN = small_world.reference()
+    return training.Draw(prompts_G, sequences_GK, behaviour_PC, 2 * reference_PC, reference_PC, values_PN)
+
+
+def uniform():
+    return torch.full((tree.NUM_PROMPTS, tree.NUM_CHOICES), -math.log(tree.NUM_TOKENS))
+
+
+def test_every_completion_is_a_path_of_its_own_prefixes():
+    completions = list(itertools.product(range(tree.NUM_TOKENS), repeat=tree.LENGTH))
+    prefixes = [prefix for t in range(tree.LENGTH) for prefix in itertools.product(range(tree.NUM_TOKENS), repeat=t)]
+    assert tree.TOKENS_SL.tolist() == [list(completion) for completion in completions]
+    assert len(prefixes) == tree.NUM_NODES
+    for completion, nodes in zip(completions, tree.NODES_SL.tolist(), strict=True):
+        assert [prefixes[node] for node in nodes] == [completion[:t] for t in range(tree.LENGTH)]
+    for number, prefix in enumerate(prefixes):
+        above = tree.ANCESTORS_NL[number][tree.IS_ANCESTOR_NL[number]].tolist()
+        assert [prefixes[node] for node in above] == [prefix[: len(prefix) - up] for up in range(len(prefix) + 1)]
+        assert tree.DEPTH_N[number] == len(prefix)
+        assert not prefix or tree.LAST_TOKEN_N[number] == prefix[-1]
+
+
+def test_the_policy_is_a_causal_transformer_over_prompt_and_completion(small_world):
+    policy = copy.deepcopy(small_world.reference).double()
+    torch.nn.init.normal_(policy.value_head.weight)
+    choices_PC, values_PN = policy()
+    for prompt, number in [(0, 0), (1, 27), (0, 333), (1, 1023)]:
+        tokens_L = tree.TOKENS_SL[number]
+        input_L = torch.cat([torch.tensor([tree.NUM_TOKENS + prompt]), tokens_L[:-1]])
+        hidden = (policy.embed(input_L) + policy.place.weight).unsqueeze(0)
+        for block in policy.blocks:
+            query, key, value = block.query_key_value(block.attention_norm(hidden)).chunk(3, dim=-1)
+            heads = [each.view(1, tree.LENGTH, 2, 16).transpose(1, 2) for each in (query, key, value)]
+            seen = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+            hidden = hidden + block.mix(seen)
+            hidden = hidden + block.narrow(F.gelu(block.widen(block.feed_norm(hidden))))
+        hidden = policy.norm(hidden)[0]
+        logprobs_L = torch.log_softmax(policy.head(hidden), -1)[torch.arange(tree.LENGTH), tokens_L]
+        torch.testing.assert_close(choices_PC[prompt, tree.CHOICES_SL[number]], logprobs_L)
+        torch.testing.assert_close(values_PN[prompt, tree.NODES_SL[number]], policy.value_head(hidden)[:, 0])
+
+
+def test_the_probabilities_of_all_completions_add_up_to_one(small_world):
+    for logprobs_PS in (world.sequence_logprobs(small_world.reference), small_world.optimum_logprobs_PS):
+        assert logprobs_PS.shape == (tree.NUM_PROMPTS, tree.NUM_SEQUENCES)
+        torch.testing.assert_close(logprobs_PS.exp().sum(1), torch.ones(tree.NUM_PROMPTS, dtype=torch.float64))
+
+
+def test_beta_times_the_kl_is_what_a_policy_falls_short_of_the_optimum(small_world):
+    reference_PS = world.sequence_logprobs(small_world.reference)
+    rewards_PS = small_world.rewards_PS.double()
+
+    def regularised(logprobs_PS):
+        gain_PS = rewards_PS - world.BETA * (logprobs_PS - reference_PS)
+        return float((logprobs_PS.exp() * gain_PS).sum(1).mean())
+
+    assert small_world.kl(small_world.optimum_logprobs_PS) == pytest.approx(0, abs=1e-12)
+    best = regularised(small_world.optimum_logprobs_PS)
+    for logprobs_PS in (reference_PS, torch.log_softmax(3 * reference_PS, dim=1)):
+        assert world.BETA * small_world.kl(logprobs_PS) == pytest.approx(best - regularised(logprobs_PS), rel=1e-6)
+
+
+def test_the_same_seed_is_the_same_world_and_leaves_torchs_generator_alone(small_world):
+    before = torch.random.get_rng_state()
+    again = world.World.made_from(seed=7)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(again.rewards_PS, small_world.rewards_PS)
+    assert torch.equal(again.optimum_logprobs_PS, small_world.optimum_logprobs_PS)
+    assert not torch.equal(world.World.made_from(seed=8).rewards_PS, small_world.rewards_PS)
+
+
+@pytest.mark.parametrize(("lag", "version"), [("0", 20), ("1", 19), ("4", 16), ("16", 4)])
+def test_the_behaviour_policy_is_that_of_so_many_updates_ago(lag, version):
+    past = deque((torch.tensor(float(number)) for number in range(20)), maxlen=training.MAX_LAG)
+    assert float(training.behaviour(lag, torch.tensor(20.0), past)) == version
+
+
+def test_before_there_is_a_policy_so_old_the_first_one_samples():
+    assert float(training.behaviour("16", torch.tensor(2.0), deque([torch.tensor(0.0), torch.tensor(1.0)]))) == 0
+    assert float(training.behaviour("16", torch.tensor(0.0), deque())) == 0
+
+
+def test_uniform_behaviour_never_looks_at_a_policy():
+    torch.testing.assert_close(
+        training.behaviour("uniform", torch.randn(2, 8), deque()).exp(), torch.full((2, 8), 0.25)
+    )
+
+
+def test_samples_come_from_the_behaviour_policy(small_world):
+    choices_PC, _ = small_world.reference()
+    random = torch.Generator().manual_seed(0)
+    counts_PS = torch.zeros(tree.NUM_PROMPTS, tree.NUM_SEQUENCES, dtype=torch.float64)
+    for _ in range(200):
+        prompts_G, sequences_GK = training.sample(choices_PC.detach(), random)
+        flat = prompts_G[:, None] * tree.NUM_SEQUENCES + sequences_GK
+        counts_PS += torch.bincount(flat.flatten(), minlength=counts_PS.numel()).view_as(counts_PS)
+    share_PS = world.sequence_logprobs(small_world.reference).exp()
+    expected_PS = share_PS * counts_PS.sum(1, keepdim=True)
+    # Pearson's statistic over S - 1 degrees of freedom: mean S - 1, standard deviation sqrt(2 (S - 1))
+    statistic_P = ((counts_PS - expected_PS).square() / expected_PS).sum(1)
+    freedom = tree.NUM_SEQUENCES - 1
+    assert bool(((statistic_P - freedom).abs() < 5 * math.sqrt(2 * freedom)).all())
+
+
+def test_a_loss_reads_the_tokens_of_its_samples(small_world):
+    draw = draw_from(uniform(), small_world)
+    choices_PC, values_PN = small_world.reference()
+    groups = torch.tensor([90, 3])
+    inputs = training.loss_inputs(small_world, draw, groups, 3 * choices_PC, values_PN + 1, step=11)
+    prompt_B = draw.prompts_G[groups].repeat_interleave(training.GROUP_SIZE)
+    sequence_B = draw.sequences_GK[groups].flatten()
+    reference_B = world.sequence_logprobs(small_world.reference)[prompt_B, sequence_B].float()
+    length = tree.LENGTH * math.log(tree.NUM_TOKENS)
+    torch.testing.assert_close(inputs.sum_per_sequence(inputs.logprobs_T), 3 * reference_B)
+    torch.testing.assert_close(inputs.sum_per_sequence(inputs.proximal_logprobs_T), 2 * reference_B)
+    torch.testing.assert_close(inputs.sum_per_sequence(inputs.reference_logprobs_T), reference_B)
+    torch.testing.assert_close(
+        inputs.sum_per_sequence(inputs.behaviour_logprobs_T), torch.full_like(reference_B, -length)
+    )
+    assert torch.equal(inputs.rewards_B, small_world.rewards_PS[prompt_B, sequence_B])
+    assert torch.equal(inputs.prompt_B, prompt_B)
+    assert inputs.group_B.tolist() == [0] * training.GROUP_SIZE + [1] * training.GROUP_SIZE
+    assert bool((inputs.values_T == 1).all())
+    assert bool((inputs.old_values_T == 0).all())
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_every_row_takes_steps_on_data_of_every_kind(name, small_world):
+    reference_PS = world.sequence_logprobs(small_world.reference)
+    for lag in ("0", "uniform"):
+        outcome = training.train(small_world, ROWS[name], lag, seed=0, num_draws=2)
+        assert outcome.kl is not None
+        assert outcome.kl != small_world.kl(reference_PS)
+        assert math.isfinite(outcome.reward)
+
+
+def test_trajectory_balance_comes_near_the_optimum_from_uniform_data_and_naive_ppo_does_not(small_world):
+    start = small_world.kl(world.sequence_logprobs(small_world.reference))
+    balanced = training.train(small_world, ROWS["trajectory_balance"], "uniform", seed=0, num_draws=20)
+    naive = training.train(small_world, ROWS["off_policy_ppo+naive"], "uniform", seed=0, num_draws=20)
+    assert balanced.kl < 0.1 * start
+    assert naive.kl > 0.3 * start
+
+
+def test_a_run_that_becomes_non_finite_has_no_figures(small_world):
+    row = replace(ROWS["trajectory_balance"], learning_rate=1e30)
+    seen = training.train(small_world, row, "0", seed=0, num_draws=2)
+    assert seen == training.Outcome(None, None)
+    assert page.means([training.Outcome(0.5, 1.0), seen]) == {"kl": None, "reward": None}
+    assert page.means([training.Outcome(0.5, 1.0), training.Outcome(0.7, 2.0)]) == {"kl": 0.6, "reward": 1.5}
