@@ -22,9 +22,9 @@ SMALL = [
 ]
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(folder: Path, *overrides: str, example: str = "demo") -> subprocess.Popen[str]:
     """Start `leeway train` on the demo, in a process group of its own."""
-    command = [sys.executable, "-m", "launch.cli", "train", "examples/demo.toml", "--run.dir", str(folder)]
+    command = [sys.executable, "-m", "launch.cli", "train", f"examples/{example}.toml", "--run.dir", str(folder)]
     return subprocess.Popen(
         [*command, "--run.name", "run", *SMALL, *overrides],
         cwd=ROOT,

@@ -1,0 +1,49 @@
+"""Real runs of the other two algorithms, each with what it has of its own, from actor to export."""
+
+import json
+
+from safetensors import safe_open
+
+from tests.e2e.real_run import start
+
+
+def finished(folder, *overrides, example):
+    """Train to the end; the steps' metrics, and the run's summary."""
+    process = start(folder, *overrides, "--actors.eval_every", "0", example=example)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row], json.loads((folder / "run" / "summary.json").read_text())
+
+
+def test_ppo_takes_several_updates_per_draw_with_a_critic_within_the_bound(tmp_path):
+    steps, summary = finished(
+        tmp_path,
+        *("--learner.num_steps", "8", "--learner.num_minibatches", "2", "--learner.num_epochs", "2"),
+        *("--weight_sync.max_lag", "9", "--algorithm.baseline", "critic", "--learner.ess_budget", "1.0"),
+        *("--learner.learning_rate", "1e-3"),
+        example="demo-ppo",
+    )
+    assert [row["step"] for row in steps] == list(range(1, 9))
+    assert {row["updates/taken"] for row in steps} == {4}
+    assert {row["buffer/ledger_gap"] for row in steps} == {0}
+    assert steps[0]["mismatch/lag0_abs"] < 1e-3, "pi_prox is that of the draw's start, so fresh tokens agree"
+    assert 4 < summary["lag_max"] <= summary["max_lag"] == 9, "lags count updates"
+    assert any(row["off_policy/clip_frac_low"] + row["off_policy/clip_frac_high"] > 0 for row in steps)
+    assert all(row["ess/lr_scale"] < 1 for row in steps[1:]), "a budget of 1 is above every real share"
+    assert all(row["ppo/value_loss"] > 0 and row["off_policy/token_tis_frac"] is not None for row in steps)
+    with safe_open(next((tmp_path / "run" / "model").glob("*00002-of-00002.safetensors")), "pt") as exported:
+        assert not [name for name in exported.keys() if "value" in name and "head" in name]  # noqa: SIM118 -- no mapping
+
+
+def test_dpo_pairs_answers_of_a_prompt_across_policy_versions(tmp_path):
+    steps, summary = finished(
+        tmp_path,
+        *("--task.num_train", "16", "--algorithm.compare", "prompt", "--buffer.groups_per_prompt", "2"),
+        *("--buffer.law", "uniform", "--buffer.max_uses", "4", "--weight_sync.max_lag", "unbounded"),
+        example="demo-dpo",
+    )
+    assert len(steps) == 12
+    assert {row["buffer/ledger_gap"] for row in steps} == {0}
+    assert any((row["dpo/cross_frac"] or 0) > 0 for row in steps)
+    assert summary["lag_max"] > 0
