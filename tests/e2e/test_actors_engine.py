@@ -146,7 +146,8 @@ async def test_an_update_under_32_running_requests_takes_effect_at_a_span_bounda
     version = world.publish(seed=10 if kv_cache == "recompute" else 11)
     with world.puller.fetch(version) as staged:
         running = [asyncio.create_task(world.engine.generate(prompt)) for prompt in asked]
-        await asyncio.sleep(0.15)
+        # once the first has ended, the others are in the middle
+        await asyncio.wait(running, timeout=30, return_when=asyncio.FIRST_COMPLETED)
         assert not all(task.done() for task in running)
         timing = await world.engine.apply(staged, kv_cache)
     assert 0 < timing.load_s < timing.pause_s < 5
