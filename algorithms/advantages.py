@@ -70,11 +70,10 @@ def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, gamma: float, l
     if rewards_T.numel() == 0:
         return torch.zeros_like(rewards_T)
     width, position_T = _positions(inputs)
-    flat_T = inputs.sequence_T * width + position_T
     # one column more than the longest sequence: the value after the last token, which is 0
-    grid = torch.zeros(2, inputs.num_sequences * width, dtype=values_T.dtype, device=values_T.device)
-    grid = grid.index_copy(1, flat_T, torch.stack([rewards_T, values_T]))
-    rewards_BL, values_BL = grid.view(2, inputs.num_sequences, width)
+    grid = torch.zeros(2, inputs.num_sequences, width, dtype=values_T.dtype, device=values_T.device)
+    grid[:, inputs.sequence_T, position_T] = torch.stack([rewards_T, values_T])
+    rewards_BL, values_BL = grid
     error_BL = rewards_BL[:, :-1] + gamma * values_BL[:, 1:] - values_BL[:, :-1]
     advantage_B = torch.zeros_like(error_BL[:, 0])
     columns = []

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
@@ -70,8 +70,6 @@ class Weighing:
 class WeightCorrection(Protocol):
     """Bounds or masks importance weights."""
 
-    kind: ClassVar[Literal["truncation", "mask"]]
-
     def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
         """The weighing after this correction, with the share of tokens that it changed among its metrics.
 
@@ -86,7 +84,6 @@ class WeightCorrection(Protocol):
 class TokenTIS(_Correction):
     """Truncates the weight of each token."""
 
-    kind: ClassVar[Literal["truncation"]] = "truncation"
     type: Literal["token_tis"] = "token_tis"
     cap: PositiveFloat = Field(default=2.0, description="C; 1.5 to 5.")
 
@@ -99,7 +96,6 @@ class TokenTIS(_Correction):
 class SequenceTIS(_Correction):
     """Weighs a sequence as a whole, truncated."""
 
-    kind: ClassVar[Literal["truncation"]] = "truncation"
     type: Literal["sequence_tis"] = "sequence_tis"
     cap: PositiveFloat = Field(default=2.0, description="C; 2 to 10.")
 
@@ -112,7 +108,6 @@ class SequenceTIS(_Correction):
 class IcePop(_Interval):
     """Masks single tokens whose two policies disagree."""
 
-    kind: ClassVar[Literal["mask"]] = "mask"
     type: Literal["icepop"] = "icepop"
     low: NonNegativeFloat = Field(default=0.5, description="Least rho that is kept.")
     high: PositiveFloat = Field(default=5.0, description="Greatest rho that is kept.")
@@ -126,7 +121,6 @@ class IcePop(_Interval):
 class GeometricMask(_Interval):
     """Masks whole sequences that the two policies rate differently."""
 
-    kind: ClassVar[Literal["mask"]] = "mask"
     type: Literal["geometric_mask"] = "geometric_mask"
     low: NonNegativeFloat = Field(default=0.5, description="Least exp(mean log rho) of a sequence that is kept.")
     high: PositiveFloat = Field(default=2.0, description="Greatest exp(mean log rho) of a sequence that is kept.")
@@ -234,10 +228,7 @@ def _from_single(value: Any) -> Any:  # noqa: ANN401 -- what TOML gave
     return [value] if isinstance(value, str | dict) else value
 
 
-Correction = Annotated[
-    TokenTIS | SequenceTIS | IcePop | GeometricMask | SequenceClip | GSPO | CISPO,
-    Field(discriminator="type"),
-]
+Correction = Annotated[AnyWeight | AnySurrogate, Field(discriminator="type")]
 Corrections = Annotated[tuple[Annotated[Correction, BeforeValidator(_from_name)], ...], BeforeValidator(_from_single)]
 """As a config writes them: ["token_tis", {type = "icepop", high = 3.0}], or one of them without a list."""
 

@@ -15,7 +15,7 @@ CriticKind = Literal["head", "model"]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run must provide for a loss. The rest it may leave out."""
+    """What a run must provide for a loss, and may rely on. The rest it may leave out."""
 
     groups: bool = False
     """A group of one (K = 1) gives no gradient, so a config with it is refused."""
@@ -26,7 +26,7 @@ class Needs:
     behaviour: bool = False
     """Finite log-probabilities of the policy that sampled."""
     weights: bool = False
-    """Not of the run but said here too: the loss applies importance weights, `LossOutput.weights_T`."""
+    """The loss applies importance weights (`LossOutput.weights_T`), so a rule may act on their sample size."""
     critic: CriticKind | None = None
     """Values: from a head on the policy, or from a model of their own."""
 
