@@ -148,6 +148,8 @@ class OffPolicyPPOConfig(GroupSection):
             reference=self.kl_beta > 0,
             behaviour=True,
             weights=self.proximal == "draw_start",
+            # a KL in the reward enters the baseline of the group
+            separable=self.baseline != "critic" and (self.kl_beta == 0 or self.kl_in == "loss"),
             critic=self.critic if self.baseline == "critic" else None,
         )
 

@@ -27,6 +27,9 @@ class Needs:
     """Finite log-probabilities of the policy that sampled."""
     weights: bool = False
     """The loss applies importance weights (`LossOutput.weights_T`), so a rule may act on their sample size."""
+    separable: bool = False
+    """The gradient with respect to a sequence's log-probabilities depends on those of that sequence alone, also where
+    the proximal policy is the present one; rewards, references and counts of the whole batch may enter."""
     critic: CriticKind | None = None
     """Values: from a head on the policy, or from a model of their own."""
 

@@ -206,7 +206,7 @@ class RunFacts(BaseModel):
         default=1, description="M, optimizer steps on the groups of one step: each makes a policy version."
     )
     vocab_size: PositiveInt = Field(description="Token ids are below this.")
-    max_tokens: PositiveInt = Field(description="Longest prompt plus completion, in tokens.")
+    max_tokens: PositiveInt = Field(description="Longest prompt plus completion, in tokens; may change later.")
     staleness: StalenessConfig
     shard: int = Field(default=0, ge=0, description="Which of the shards this service is.")
     num_shards: PositiveInt = Field(default=1, description="Into how many shards the prompts are divided; fixed.")

@@ -173,17 +173,25 @@ class Draws:
         """Make a recorded draw one of this incarnation at this version, if it can still be trained on."""
         if draw.plan != request.plan or not self._steps.all_usable(tx, draw, request.version):
             return False
-        if draw.incarnation != request.incarnation and self._is_damaged(tx, draw.record_ids):
+        if draw.incarnation != request.incarnation and self._is_unfit(tx, draw):
             return False
         draw.incarnation, draw.version = request.incarnation, request.version
         tx.draws.put(draw, draw.step)
         return True
 
+    def _is_unfit(self, tx: Transaction, draw: Draw) -> bool:
+        """Can a new learner not train what an earlier one was given?"""
+        too_long = any(length > self._facts.max_tokens for length in draw.lengths)
+        return too_long or self._is_damaged(tx, draw.record_ids)
+
     def _choose_sound(self, tx: Transaction, request: DrawRequest) -> list[int]:
-        """What the law takes for the step; groups with a damaged record leave, and it chooses again."""
+        """What the law takes for the step; what is too long or damaged leaves, and it chooses again."""
         while True:
             chosen = self._choose(tx, request)
             groups = [tx.groups.require(group_id) for group_id in sorted(set(chosen))]
+            left_out = [self._groups.leave_out_long(tx, group, self._facts.max_tokens) for group in groups]
+            if any(left_out):
+                continue
             damaged = [each for each in groups if self._is_damaged(tx, [each.records[i] for i in each.usable()])]
             if not damaged:
                 return chosen

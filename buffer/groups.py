@@ -193,6 +193,26 @@ class Groups:
         if is_unused:
             self.return_prompt(tx, group, failures=group.failures)
 
+    def leave_out_long(self, tx: Transaction, group: Group, max_tokens: int) -> bool:
+        """Filter the samples of a ready group that are longer than this; false where there is none.
+
+        Too few that are left, or those of a group that was used before, leave with them.
+        """
+        too_long = [index for index in group.usable() if group.lengths and group.lengths[index] > max_tokens]
+        if not too_long:
+            return False
+        num_waiting = len(group.having("waiting"))
+        if group.uses or len(group.usable()) - len(too_long) < self.num_needed:
+            self.drop_ready(tx, group, "filtered")
+        else:
+            num_waiting = len(too_long)
+            for index in too_long:
+                group.fates[index] = "filtered"
+            tx.state.ledger.move(num_waiting, "waiting", "filtered")
+            self.save(tx, group)
+        tx.state.ledger.filtered_too_long += num_waiting
+        return True
+
     def evict(self, tx: Transaction) -> None:
         """Remove groups while the store is above its capacity."""
         self._eviction.run(tx, self._evict)

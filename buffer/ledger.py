@@ -50,6 +50,8 @@ class Ledger(msgspec.Struct):
     """How often a sample entered a finished step."""
     redone_uses: int = 0
     """Uses of samples that an earlier incarnation had trained on already; uses - redone_uses are effective."""
+    filtered_too_long: int = 0
+    """Of the filtered: longer than the longest sample that the run now allows, or left alone in their group by it."""
     prompts_given_up: int = 0
     """Prompts that were filtered so often that this epoch of the data goes on without them."""
     failed_by_reason: dict[str, int] = {}

@@ -169,6 +169,8 @@ class Store:
                 tx.meta.put(_encoder.encode(mine), "identity")
                 return mine
             self._refuse_another(theirs, mine)
+            if theirs.facts != mine.facts:
+                tx.meta.put(_encoder.encode(mine), "identity")
             return mine
 
         return self.read(check) if self._read_only else self.write(check)
@@ -185,7 +187,7 @@ class Store:
                 f"{mine.schema_version}. It can be read (`leeway buffer export {self.folder} OUT.parquet`); to go on "
                 "training start a new run folder, or the version of Leeway that wrote it"
             )
-        if _with_defaults(theirs.facts) != _with_defaults(mine.facts):
+        if _lasting(theirs.facts) != _lasting(mine.facts):
             raise StoreError(
                 f"the buffer in {self.folder} was made with {_difference(theirs.facts, mine.facts)}. Start it with the "
                 "configuration of that run, or use a new run folder"
@@ -350,13 +352,17 @@ def is_served(folder: Path) -> bool:
 
 
 def _difference(theirs: str, mine: str) -> str:
-    """The first fields in which two facts of a run differ, as a sentence."""
-    old, new = _with_defaults(theirs), _with_defaults(mine)
+    """The first fields in which two facts of a run differ and may not, as a sentence."""
+    old, new = _lasting(theirs), _lasting(mine)
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return ", ".join(f"{name} = {old.get(name)} where this service has {new.get(name)}" for name in names[:4])
 
 
-def _with_defaults(facts: str) -> dict[str, Any]:
-    """Facts of a run; a store that is older than one of them has its default, as RunFacts has where it is read."""
+def _lasting(facts: str) -> dict[str, Any]:
+    """Facts that no later service of the run may change; what a store is too old to have gets RunFacts' default.
+
+    The longest sample may change: what is stored and longer is filtered when it would be drawn.
+    """
     defaults = {name: field.default for name, field in RunFacts.model_fields.items() if not field.is_required()}
-    return {**defaults, **msgspec.json.decode(facts)}
+    known = {**defaults, **msgspec.json.decode(facts)}
+    return {name: value for name, value in known.items() if name != "max_tokens"}

@@ -8,6 +8,7 @@ run_folder  RunFolder: where everything of a run lies
 roles       the Ray actors that host buffer, stages and actors, one process and one log each
 role_process RoleProcess: one process as the supervisor sees it
 spawn       Ray, and one process on it
+stages      Stages: the processes of the learner, started again as a whole
 buffers     Buffers: the buffer services, one per shard, and the launcher's own client of them
 supervisor  Supervisor: starts the roles, restarts what may be restarted, ends all of them
 evaluation  Evaluation: held-out problems spread over the actors

@@ -12,7 +12,7 @@ from buffer.shards import admission_shares
 from launch.config import Config
 from launch.load import ConfigError
 from launch.run_folder import RunFolder, already_there
-from learner.config import FAMILIES
+from learner.families import FAMILIES
 from weight_sync.serving import ModelFacts, ModelFolderError, check_model_folder
 from weight_sync.staleness import StalenessContract
 
@@ -49,6 +49,7 @@ class Plan:
         """A few lines for `--dry-run`."""
         config = self.config
         samples = config.learner.groups_per_step * config.actors.group_size
+        updates = _count(config.learner.updates_per_step, "update")
         model = config.model.path or f"{config.model.hub} (from the Hub)"
         if self.model is None:
             model += ", not here yet and not checked"
@@ -59,8 +60,8 @@ class Plan:
                 f"task       {config.task.type}, {self.task.num_train} prompts, {self.task.num_heldout} held out",
                 f"algorithm  {config.algorithm.type}",
                 f"actors     {config.actors.num_actors}, {config.actors.group_size} samples per prompt",
-                f"learner    {config.learner.num_stages} stages, {config.learner.num_steps} steps of "
-                f"{config.learner.groups_per_step} prompts ({samples} samples), {_updates(config)} each",
+                f"learner    {_pipeline(config)}; {config.learner.num_steps} steps of "
+                f"{config.learner.groups_per_step} prompts ({samples} samples), {updates} each",
                 f"staleness  max_lag = {config.weight_sync.max_lag}, on_stale = {config.weight_sync.on_stale}",
                 "Everything that can be checked before a process starts is in order.",
             ]
@@ -75,6 +76,7 @@ def check(config: Config, root: Path) -> Plan:
     """
     if root.exists():
         raise ConfigError(already_there(root))
+    _check_pipeline(config)
     _check_steps(config)
     contract = _contract(config)
     _check_sizes(config, contract)
@@ -113,11 +115,7 @@ def check_model(config: Config, path: Path, key: str) -> ModelFacts:
         raise ConfigError(
             f"{key}: {path} is of type '{model.model_type}', and the learner trains {', '.join(FAMILIES)}"
         )
-    if config.learner.num_stages > model.num_layers:
-        raise ConfigError(
-            f"learner.num_stages = {config.learner.num_stages}, but {path} has only {model.num_layers} layers; "
-            f"a stage needs at least one"
-        )
+    _check_layers(config, path, model.num_layers)
     if config.actors.max_model_tokens > model.max_position:
         raise ConfigError(
             f"actors.max_prompt_tokens + actors.max_new_tokens = {config.actors.max_model_tokens}, but {path} was "
@@ -135,9 +133,16 @@ def _is_to_be_made(config: Config) -> bool:
     return True
 
 
-def _updates(config: Config) -> str:
-    number = config.learner.updates_per_step
-    return "1 update" if number == 1 else f"{number} updates"
+def _count(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number} {what}s"
+
+
+def _pipeline(config: Config) -> str:
+    """How many processes train, and how they share the model, for people."""
+    learner = config.learner
+    replicas = f"{learner.num_replicas} replicas of " if learner.num_replicas > 1 else ""
+    chunks = f" of {learner.num_chunks} chunks" if learner.num_chunks > 1 else ""
+    return f"{replicas}{_count(learner.num_stages, 'stage')}{chunks}, schedule {learner.schedule}"
 
 
 def _contract(config: Config) -> StalenessContract:
@@ -151,6 +156,47 @@ def _contract(config: Config) -> StalenessContract:
         return StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_pipeline(config: Config) -> None:
+    """How the learner's processes share the model, as far as no model is needed to see it."""
+    learner = config.learner
+    if learner.num_chunks > 1:
+        where = f"learner.num_chunks = {learner.num_chunks}, but learner."
+        if learner.schedule in ("gpipe", "1f1b"):
+            raise ConfigError(
+                f"{where}schedule = '{learner.schedule}' takes one chunk per stage: use 'interleaved_1f1b' or "
+                f"'zero_bubble', or learner.num_chunks = 1"
+            )
+        if learner.num_stages == 1:
+            raise ConfigError(
+                f"{where}num_stages = 1 has no bubble to fill: use learner.num_chunks = 1, or more stages"
+            )
+    if learner.activation_checkpointing and learner.schedule == "zero_bubble":
+        raise ConfigError(
+            "learner.activation_checkpointing = true with learner.schedule = 'zero_bubble' would compute every layer "
+            "again for each of its weights: turn it off, or use 'interleaved_1f1b' or '1f1b'"
+        )
+    layers, num_chunks = learner.layers_per_chunk, learner.num_stages * learner.num_chunks
+    if layers is not None and len(layers) != num_chunks:
+        raise ConfigError(
+            f"learner.layers_per_chunk has {len(layers)} numbers, and "
+            f"learner.num_stages * learner.num_chunks = {num_chunks}"
+        )
+
+
+def _check_layers(config: Config, path: Path, num_layers: int) -> None:
+    learner = config.learner
+    if learner.num_stages * learner.num_chunks > num_layers:
+        chunks = f" * learner.num_chunks = {learner.num_stages * learner.num_chunks}" if learner.num_chunks > 1 else ""
+        value = chunks or f" = {learner.num_stages}"
+        raise ConfigError(
+            f"learner.num_stages{value}, but {path} has only {num_layers} layers; a {'chunk' if chunks else 'stage'} "
+            f"needs at least one"
+        )
+    layers = learner.layers_per_chunk
+    if layers is not None and sum(layers) != num_layers:
+        raise ConfigError(f"learner.layers_per_chunk adds up to {sum(layers)} layers, and {path} has {num_layers}")
 
 
 def _check_steps(config: Config) -> None:

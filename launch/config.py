@@ -66,7 +66,9 @@ class LaunchConfig(_Section):
         default=60.0, description="A role that answers nothing for so long is reported as hung."
     )
     eval_timeout_s: PositiveFloat = Field(default=500.0, description="An evaluation that takes longer is an error.")
-    poll_interval_s: PositiveFloat = Field(default=0.5, description="How often the run asks its roles for news.")
+    poll_interval_s: PositiveFloat = Field(
+        default=0.5, description="How often the run asks its roles for news, and sees that one died."
+    )
 
 
 class TrackingConfig(_Section):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 METRICS: dict[str, str] = {
     # the step
-    "step": "Steps, counted from 1: each trains one draw, in one or several updates. A skipped step counts here.",
+    "step": "Steps, counted from 1: each trains one draw, in one or several updates. A skipped step counts here. A "
+    "step that a restarted learner takes again has a row for each time, and the last one counts.",
+    "restarts": "How often the learner had been started again when it took the step.",
     "version": "Policy version after the step: updates (optimizer steps) taken.",
     "skipped": "True where no update of the step was taken: its loss or gradient was not finite, or all were dropped.",
     "updates/taken": "Updates of the step that were taken; each makes a policy version. What a step reports of its "
@@ -79,8 +81,15 @@ METRICS: dict[str, str] = {
     "batch/groups": "Groups in the step.",
     "batch/tokens": "Prompt and completion tokens in the step.",
     "batch/completion_tokens": "Completion tokens in the step.",
-    "batch/micro_batches": "Packed micro-batches of the step.",
-    "batch/pack_efficiency": "Real tokens over tokens of the micro-batches.",
+    "batch/micro_batches": "Packed micro-batches of the whole draw, for each replica of the pipeline.",
+    "batch/empty_micro_batches": "How many of them, of all replicas, have no sequence: replicas run equally many, and "
+    "the schedule asks for a least number.",
+    "batch/pack_efficiency": "Real tokens over the tokens that all micro-batches have room for. Padding is not "
+    "computed; it costs traffic between stages.",
+    "batch/cost_balance": "Mean computed cost of the replicas over that of the dearest, for which the others wait: 1 "
+    "is even.",
+    "batch/filtered_too_long": "Samples of the draw that were left out because they, or all but one sample of their "
+    "group, are longer than learner.token_budget; 0 where buffer and learner have one configuration.",
     # the ledger, counted in samples since the start of the run, as the step's batch was drawn
     "buffer/issued": "Samples leased; a sample leased again counts again.",
     "buffer/in_flight": "Leased, neither committed nor failed.",
@@ -90,6 +99,8 @@ METRICS: dict[str, str] = {
     "buffer/trained": "Used by at least one finished step that took an update.",
     "buffer/dropped_stale": "Dropped with their group, because it would have passed max_lag.",
     "buffer/filtered": "Without a reward, or in a group or step that was not used.",
+    "buffer/filtered_too_long": "Of the filtered, those longer than the longest prompt and completion that the run now "
+    "allows, with what that left alone in its group: the buffer was filled when it allowed more.",
     "buffer/evicted_unused": "Removed before they were used.",
     "buffer/quarantined": "Rows and messages that failed validation, set aside with their reason.",
     "buffer/duplicate": "Acknowledged again; outside the ledger.",

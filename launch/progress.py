@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from actors.evaluate import EvalCounts, EvalResult
 from actors.report import ActorReport
@@ -70,8 +70,56 @@ class PollResult:
 
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     learner_waits_for: str = ""
+    resumed_at: int | None = None
+    """The learner was started again and goes on after this step; later steps are taken again."""
     actors: list[ActorReport] = field(default_factory=list)
     status: Status | None = None
+
+
+class _Step(NamedTuple):
+    version: int
+    num_tokens: int
+    lag_total: float
+
+
+class StepTotals:
+    """What counts of each step, so that one that is taken again counts once: as it was taken last."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Step] = {}
+        self._num_tokens = 0
+        self._lag_total = 0.0
+        self.num_redone = 0
+        """Steps taken once more, because a learner was lost before a checkpoint held them."""
+
+    def add(self, step: int, version: int, num_tokens: int, lag_mean: float) -> None:
+        """A step led to a version and trained so many tokens at that mean lag; 0 tokens where it was skipped."""
+        self.go_back(step - 1)
+        self._steps[step] = _Step(version, num_tokens, num_tokens * lag_mean)
+        self._num_tokens += num_tokens
+        self._lag_total += num_tokens * lag_mean
+
+    def go_back(self, step: int) -> None:
+        """Whatever came after this step is taken again."""
+        while self._steps and next(reversed(self._steps)) > step:  # they are in order
+            _, undone = self._steps.popitem()
+            self._num_tokens -= undone.num_tokens
+            self._lag_total -= undone.lag_total
+            self.num_redone += 1
+
+    def num_without_report(self, last: int) -> int:
+        """Steps up to the last of which no report came: their process died before it was asked for them."""
+        return last - len(self._steps)
+
+    @property
+    def version(self) -> int:
+        """After the last step."""
+        return self._steps[next(reversed(self._steps))].version if self._steps else 0
+
+    @property
+    def lag_mean(self) -> float | None:
+        """Over all tokens, versions; None before there are any."""
+        return self._lag_total / self._num_tokens if self._num_tokens else None
 
 
 class Rate:
@@ -117,7 +165,9 @@ class Progress:
         self.status: Status | None = None
         self.lag_max = 0
         self.largest_gap = 0
-        self._lag_total = 0.0
+        self.totals = StepTotals()
+        self.num_restarts = 0
+        """Of the learner, after which it trained on."""
         self.generated = Rate()
         self.trained = Rate()
         self.num_generated_tokens = 0
@@ -134,6 +184,10 @@ class Progress:
         """Take in one poll; returns (step, row) for every step that finished."""
         now = time.monotonic()
         self.learner_waits_for = news.learner_waits_for
+        if news.resumed_at is not None:
+            self.num_restarts += 1
+            self.totals.go_back(news.resumed_at)
+            self.step, self.version = min(self.step, news.resumed_at), self.totals.version
         self.status = news.status or self.status
         for report in news.actors:
             self.actors[report.name] = report
@@ -158,10 +212,10 @@ class Progress:
             row = dict(report)
             self.step = int(row["step"])
             self.version = int(row["version"])
-            if not row["skipped"]:
-                num_tokens = int(row["batch/completion_tokens"])
-                self._lag_total += row["lag/token_mean"] * num_tokens
-                self._trained_tokens += num_tokens
+            num_tokens = 0 if row["skipped"] else int(row["batch/completion_tokens"])
+            self.totals.add(self.step, self.version, num_tokens, row["lag/token_mean"] or 0.0)
+            self._trained_tokens += num_tokens
+            if num_tokens:
                 self.lag_max = max(self.lag_max, int(row["lag/token_max"]))
             self.largest_gap = max(self.largest_gap, abs(int(row["buffer/ledger_gap"])))
             row["perf/trained_tokens_per_s"] = self.trained.value()
@@ -182,7 +236,7 @@ class Progress:
     @property
     def lag_mean(self) -> float | None:
         """Mean lag over all trained tokens so far, in versions."""
-        return self._lag_total / self._trained_tokens if self._trained_tokens else None
+        return self.totals.lag_mean
 
     def summary(self, before: Accuracy, after: Accuracy | None, status: Status) -> dict[str, Any]:
         """The values of summary.json."""
@@ -195,6 +249,9 @@ class Progress:
             "wall_s": round(self.elapsed_s, 1),
             "num_steps": self.step,
             "version": self.version,
+            "learner_restarts": self.num_restarts,
+            "steps_redone": self.totals.num_redone,
+            "steps_without_report": self.totals.num_without_report(self.step),
             "trained_trajectories": status.ledger["trained"],
             "lag_mean": self.lag_mean,
             "lag_max": self.lag_max,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 
 class RunFailed(RuntimeError):
@@ -32,6 +32,8 @@ class RoleProcess:
     restarts: int = 0
     lost: str = ""
     """Why it was given up, where it was."""
+    _owed: tuple[Any, float] | None = None
+    """A question that was not answered in time yet, and when silence began."""
 
     @property
     def name(self) -> str:
@@ -58,8 +60,35 @@ class RoleProcess:
             raise RunFailed(
                 f"waited {waited_s:.0f} s for {self.name} {what} and gave up; see {self.log}, or raise {limit_key}"
             ) from None
-        except (RayActorError, RayTaskError) as error:
+        except RayError as error:
             raise RunFailed(f"{self.name} failed: {reason(error)}; see {self.log}") from None
+
+    def ask(self, method: str, patience_s: float, silence_s: float, notify: Callable[[str, str], None]) -> Any:  # noqa: ANN401
+        """Call a method; None where it is not answered in time, or failed.
+
+        An answer that is owed stays owed: the next question takes it.
+
+        Args:
+            method: of the role, without arguments.
+            patience_s: how long to wait now.
+            silence_s: so much silence is told.
+            notify: called with (kind, text) then.
+        """
+        now = time.monotonic()
+        pending, asked_s = self._owed or (getattr(self.handle, method).remote(), now)
+        ready, _ = ray.wait([pending], timeout=patience_s)
+        if ready:
+            self._owed = None
+            try:
+                return ray.get(ready[0])
+            except RayError:
+                return None  # the next look at its work says why
+        silence = time.monotonic() - asked_s
+        if silence > silence_s:
+            notify("silent", f"{self.name} has not answered for {silence:.0f} s; see {self.log}")
+            asked_s = time.monotonic()
+        self._owed = pending, asked_s
+        return None
 
     @property
     def is_ready(self) -> bool:
@@ -90,13 +119,24 @@ def done(pending: object) -> bool:
     return bool(ready)
 
 
-def outcome(pending: object) -> str:
-    """Why a call that has ended did so badly; empty where it ended well."""
+def failure(pending: object) -> Exception | None:
+    """The error that a call has ended with; None where it ended well, or has not ended.
+
+    A RayTaskError was raised in the process; any other is of the process itself: it died, or its machine did.
+    """
+    if not done(pending):
+        return None
     try:
         ray.get(pending)
-    except (RayActorError, RayTaskError) as error:
-        return reason(error)
-    return ""
+    except RayError as error:
+        return error
+    return None
+
+
+def outcome(pending: object) -> str:
+    """Why a call that has ended did so badly; empty where it ended well."""
+    error = failure(pending)
+    return "" if error is None else reason(error)
 
 
 def reason(error: Exception) -> str:

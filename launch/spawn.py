@@ -51,12 +51,12 @@ def start_ray(config: Config, namespace: str) -> None:
     have = ray.cluster_resources()
     for kind in ("cpus", "gpus"):
         needed = config.actors.num_actors * getattr(config.actors, kind)
-        needed += config.learner.num_stages * getattr(config.learner, kind)
+        needed += config.learner.num_replicas * config.learner.num_stages * getattr(config.learner, kind)
         available = have.get(kind[:-1].upper(), 0.0)
         if needed > available:
             raise RunFailed(
                 f"the roles reserve {needed:g} {kind[:-1].upper()}s and Ray has {available:g}; lower actors.{kind} or "
-                f"learner.{kind} (a reservation, not a limit), or start fewer actors or stages"
+                f"learner.{kind} (a reservation, not a limit), or start fewer actors, stages or replicas"
             )
 
 
@@ -117,7 +117,6 @@ def stage_spec(
     reference = config.model.reference_path
     return LearnerSpec(
         rank=rank,
-        num_stages=config.learner.num_stages,
         rendezvous=rendezvous,
         model_path=model_path,
         reference_path=Path(reference) if reference else model_path,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from actors.report import ActorReport
 from buffer.protocol import Status
@@ -16,9 +14,10 @@ from launch.buffers import STARTUP_KEY, Buffers
 from launch.checks import Plan
 from launch.evaluation import Evaluation
 from launch.progress import PollResult
-from launch.role_process import RoleProcess, RunFailed, all_results, done, outcome, reason
-from launch.roles import ActorRole, StageRole
-from launch.spawn import actor_spec, end_ray, spawn, stage_spec, start_ray
+from launch.role_process import RoleProcess, RunFailed, all_results, done, outcome
+from launch.roles import ActorRole
+from launch.spawn import actor_spec, end_ray, spawn, start_ray
+from launch.stages import Stages
 from weight_sync.serving import ModelFacts
 from weight_sync.staleness import PolicyVersion
 
@@ -30,7 +29,7 @@ class Supervisor:
     """Starts, watches and ends every process of a run.
 
     States of a process: started -> running -> finished, or running -> died -> started again
-    (actors up to actors.max_restarts times, the buffer service a few times), or given up.
+    (actors up to actors.max_restarts times, the buffer services a few times, the learner as a whole), or given up.
     """
 
     def __init__(
@@ -52,9 +51,8 @@ class Supervisor:
         self._serving_path = serving_path
         self._notify = notify
         self._buffers = Buffers(plan, model, notify)
-        self._stages: list[RoleProcess] = []
+        self._stages = Stages(plan, model_path, notify)
         self._actors: list[RoleProcess] = []
-        self._asked: dict[str, tuple[Any, float]] = {}
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -67,32 +65,17 @@ class Supervisor:
         start_ray(self._config, namespace=f"leeway-{self._plan.run_id}")
         deadline = time.monotonic() + self._config.launch.startup_timeout_s
         self._buffers.start(deadline)
-        stages = self._start_stages(deadline)
+        stages = self._stages.start(self._buffers.addresses, deadline)
         self._actors = [self._start_actor(number) for number in range(self._config.actors.num_actors)]
         calls = [*stages, *[(actor, actor.starting) for actor in self._actors]]
         all_results(calls, "to be ready", deadline, STARTUP_KEY)
 
     def begin(self) -> None:
         """Begin to learn and to generate."""
-        for process in [*self._stages, *self._actors]:
-            if process.running is None:  # an actor that was started again works already
-                process.running = process.handle.run.remote()
-
-    def _start_stages(self, deadline: float) -> list[tuple[RoleProcess, Any]]:
-        config = self._config.learner
-        for rank in range(config.num_stages):
-            path = self._folder.log("stage", rank)
-            handle = spawn(
-                StageRole, path, cpus=config.cpus, gpus=config.gpus, threads=config.num_threads, concurrency=4
-            )
-            self._stages.append(RoleProcess("stage", rank, handle, path))
-        first = self._stages[0]
-        rendezvous = first.result(first.handle.rendezvous.remote(), "to name a meeting point", deadline, STARTUP_KEY)
-        addresses = self._buffers.addresses
-        specs = [
-            stage_spec(self._plan, stage.number, self._model_path, addresses, rendezvous) for stage in self._stages
-        ]
-        return [(stage, stage.handle.setup.remote(spec)) for stage, spec in zip(self._stages, specs, strict=True)]
+        self._stages.begin()
+        for actor in self._actors:
+            if actor.running is None:  # one that was started again works already
+                actor.running = actor.handle.run.remote()
 
     def _start_actor(self, number: int) -> RoleProcess:
         config = self._config.actors
@@ -115,13 +98,12 @@ class Supervisor:
             RunFailed: a role that the run cannot go on without is gone.
         """
         self._buffers.watch()
-        news = PollResult()
-        self._check_stages()
-        answer = self._ask(self._stages[-1], "poll", patience_s)
-        if answer is not None:
-            news.steps, news.learner_waits_for = list(answer[0]), answer[1]
+        self._stages.watch()
+        told = self._stages.poll(patience_s)
+        news = PollResult(told.rows, told.waits_for, told.resumed_at)
+        silence_s = self._config.launch.silence_timeout_s
         for actor in self._watch_actors():
-            report = self._ask(actor, "report", patience_s)
+            report = actor.ask("report", patience_s, silence_s, self._notify)
             if report is not None:
                 self._check_task(actor, report)
                 news.actors.append(report)
@@ -139,37 +121,6 @@ class Supervisor:
         """What is left to tell once the learner is over: the answer still owed, and all since."""
         patience_s = self._config.launch.silence_timeout_s
         return [self.poll(patience_s), self.poll(patience_s)]
-
-    def _ask(self, process: RoleProcess, method: str, patience_s: float) -> Any:  # noqa: ANN401
-        """Call a method; a call that is not answered in time stays pending and is looked at next time."""
-        pending, asked_at = self._asked.pop(process.name, (None, 0.0))
-        if pending is None:
-            pending, asked_at = getattr(process.handle, method).remote(), time.monotonic()
-        ready, _ = ray.wait([pending], timeout=patience_s)
-        if ready:
-            try:
-                return ray.get(ready[0])
-            except (RayActorError, RayTaskError):
-                return None  # the next look at its `running` call says why
-        silence = time.monotonic() - asked_at
-        if silence > self._config.launch.silence_timeout_s:
-            self._notify("silent", f"{process.name} has not answered for {silence:.0f} s; see {process.log}")
-            asked_at = time.monotonic()
-        self._asked[process.name] = (pending, asked_at)
-        return None
-
-    def _check_stages(self) -> None:
-        """End the run with the stage that failed; one that died goes first, for the others only miss it."""
-        failures: list[tuple[bool, RoleProcess, Exception]] = []
-        for stage in self._stages:
-            if stage.running is not None and done(stage.running):
-                try:
-                    ray.get(stage.running)
-                except (RayActorError, RayTaskError) as error:
-                    failures.append((not isinstance(error, RayActorError), stage, error))
-        if failures:
-            _, stage, failure = min(failures, key=lambda each: each[0])
-            raise RunFailed(f"{stage.name} failed: {reason(failure)}; see {stage.log}")
 
     def _watch_actors(self) -> list[RoleProcess]:
         """Those that work; what died is started again.
@@ -197,7 +148,6 @@ class Supervisor:
             if actor.running is None:
                 actor.running = actor.handle.run.remote()
             return True  # else it finished, because the run drains
-        self._asked.pop(actor.name, None)
         ray.kill(actor.handle, no_restart=True)  # it may have failed without dying
         if actor.restarts >= self._config.actors.max_restarts:
             actor.lost = why
@@ -213,7 +163,7 @@ class Supervisor:
 
     def learning_is_over(self) -> bool:
         """True when every stage has returned from its last step."""
-        return all(stage.running is not None and done(stage.running) for stage in self._stages)
+        return self._stages.are_finished
 
     def evaluate(self, num_problems: int, min_version: PolicyVersion | None) -> Evaluation:
         """Begin a held-out evaluation on the actors; training goes on where it can.
@@ -248,8 +198,7 @@ class Supervisor:
 
     def request_stop(self) -> None:
         """Ask the learner to end after the step at hand, with a checkpoint, and close admission."""
-        for stage in self._stages:
-            stage.handle.request_stop.remote()
+        self._stages.request_stop()
         self.drain()
 
     def drain(self) -> None:
@@ -262,9 +211,7 @@ class Supervisor:
 
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder; all stages take part."""
-        deadline = time.monotonic() + self._config.launch.startup_timeout_s
-        calls = [(stage, stage.handle.export.remote(folder)) for stage in self._stages]
-        all_results(calls, "to export", deadline, STARTUP_KEY)
+        self._stages.export(folder)
 
     def stop(self) -> None:
         """End every process, politely where there is time. Safe to call at any moment, more than once."""
@@ -276,8 +223,9 @@ class Supervisor:
         polite = [actor.handle.stop.remote() for actor in self._actors if not actor.lost]
         polite += self._buffers.ask_to_stop()
         ray.wait(polite, num_returns=len(polite), timeout=max(0.1, deadline - time.monotonic())) if polite else None
-        for process in [*self._actors, *self._stages]:
-            ray.kill(process.handle, no_restart=True)
+        for actor in self._actors:
+            ray.kill(actor.handle, no_restart=True)
+        self._stages.kill()
         self._buffers.kill()
-        self._actors, self._stages = [], []
+        self._actors = []
         end_ray()

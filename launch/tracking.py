@@ -30,6 +30,7 @@ class Tracker:
         self._metrics: TextIO = folder.metrics.open("a", encoding="utf-8")
         self._events: TextIO = folder.events.open("a", encoding="utf-8")
         self._wandb: Any = None
+        self._wandb_step = 0
         if config.tracking.wandb != "disabled":
             self._wandb = _start_wandb(config, folder)
 
@@ -45,7 +46,9 @@ class Tracker:
         }
         self._metrics.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._metrics.flush()
-        if self._wandb is not None:
+        if self._wandb is not None and step >= self._wandb_step:
+            # its history only grows: a step that a restarted learner takes again stays as it was taken first
+            self._wandb_step = step
             self._wandb.log({key: value for key, value in finite.items() if value is not None}, step=step)
 
     def event(self, kind: str, text: str, **details: object) -> None:

@@ -1,14 +1,17 @@
-"""The learner: a pipeline of stages that trains on packed batches and publishes weights.
+"""The learner: pipelines of stages that train on packed batches and publish weights.
 
-spec         LearnerSpec: all that one stage is told
-stage        Stage: one process of the pipeline; its last rank leads and talks to the buffer
+spec         LearnerSpec: all that one rank is told
+mesh         Place, Mesh: where a rank stands among stages and replicas, and its process groups
+stage        Stage: one process of the learner; the lead among them talks to the buffer
 lead         Lead: the lead's conversation with the buffer service, every wait bounded
-channel      Channel: how the lead hands each batch to the other stages
+channel      Channel: how the lead hands each batch to the other ranks
+assembly     networks and reference of a rank, put together from its orders
 
 batch        StepBatch: a draw, or a part of it, as the flat arrays that a step computes with
 minibatches  which sequences each update of a step trains
 packing      best-fit packing of whole sequences into micro-batches of one shape
-step         TrainStep: a step trains one draw in one or several updates of two passes
+cost         CostModel: what a sequence costs to compute
+step         TrainStep: a step trains one draw in one or several updates, in two passes or in one
 reference    Reference: log-probabilities of the frozen model, once for every sample
 judge        Judge: the loss of an update, its gradient, and whether and how it is taken
 updates      Update: what one of them did, and the figures of a step
@@ -16,11 +19,17 @@ bad_batches  BadBatches: what could not be trained, and when a run has diverged
 report       the metrics of a step, by name
 
 networks     Networks: the policy, and a critic that is a head of it or a model of its own
-split        which layers a stage owns
+split        which layers a stage owns, by computed cost
+families     what the decoders of each supported family do besides embedding, layers, norm and head
+offload      Offload: where a frozen stage's weights are while it does not score
 model        StageModule: a contiguous share of a Hugging Face decoder's layers
 attention    block-diagonal attention over packed sequences
+logprobs     log-probabilities of tokens without the full logits
 pipeline     Pipeline: forward-only and training schedules over torch.distributed.pipelining
-optimizer    StageOptimizer: AdamW on float32 master weights; one verdict over all stages
-checkpoint   Checkpoints: what a restart needs, written atomically
+optimizer    StageOptimizer: AdamW on master weights; one verdict over all ranks
+checkpoint   Checkpoints: what a restart needs, written in the background and atomically
+snapshot     Snapshot: host copies of what a checkpoint holds of one rank
+checkpoint_meta  CheckpointMeta, Progress: what a checkpoint says of itself, with checksums
+agreement    Agreement: what fails on one rank has failed on all
 hf_files     Hugging Face folders: read single tensors, export one shard per stage
 """

@@ -65,7 +65,9 @@ class BadBatches:
             folder: `bad_batches/` of the run.
         """
         self._folder = folder
-        self._sick_steps: list[int] = []
+        self.sick_steps: Sequence[int] = ()
+        """Steps in a row, up to the newest, without a finite loss or gradient; a restart, which is no cure, takes them
+        from the checkpoint."""
 
     def path(self, step: int) -> Path:
         """Where the draw of a step is kept."""
@@ -97,12 +99,12 @@ class BadBatches:
                 self.path(step),
             )
         if not result.skipped:
-            self._sick_steps = []
+            self.sick_steps = ()
         elif result.num_sick:
-            self._sick_steps.append(step)
-        if len(self._sick_steps) == SICK_STEPS_IN_A_ROW:
+            self.sick_steps = (*self.sick_steps, step)
+        if len(self.sick_steps) >= SICK_STEPS_IN_A_ROW:
             raise TrainingDiverged(
-                f"steps {', '.join(map(str, self._sick_steps))} had no finite loss or gradient, so the run stops at "
+                f"steps {', '.join(map(str, self.sick_steps))} had no finite loss or gradient, so the run stops at "
                 f"version {result.version}. The draws are in {self._folder}. Usual causes: a learning rate "
                 "(learner.learning_rate) too high, or rewards that are very large"
             )

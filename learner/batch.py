@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from algorithms.inputs import LossInputs
 from buffer.trajectory import Trajectory
-from learner.packing import IntArray, PackedBatch, pack
+from learner.packing import IntArray, PackedBatch, PackingRule, pack
 from weight_sync.staleness import effective_version
 
 
@@ -30,9 +31,45 @@ class Leaves:
         return Leaves(self.logprobs_T[where_T], None if self.values_T is None else self.values_T[where_T])
 
 
-def trainable(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Indices of the trajectories that have a reward; the others were counted as filtered."""
-    return [i for i, trajectory in enumerate(trajectories) if trajectory.reward is not None]
+class Trainable(NamedTuple):
+    """What of a draw can be trained."""
+
+    indices: list[int]
+    """Of its trajectories, ascending."""
+    num_too_long: int
+    """Trajectories left out for their length, with what that leaves alone in its group."""
+
+
+def trainable(trajectories: Sequence[Trajectory], token_budget: int) -> Trainable:
+    """Choose the trajectories that a step can train; those without a reward were counted as filtered.
+
+    The buffer leaves out what is longer than the longest sample that its run allows, so a longer one comes only where
+    the buffer service was started with another configuration than the learner.
+
+    Args:
+        trajectories: of a draw.
+        token_budget: tokens of a micro-batch.
+
+    Raises:
+        ValueError: all of them are too long.
+    """
+    rewarded = [i for i, trajectory in enumerate(trajectories) if trajectory.reward is not None]
+    fits_B = np.array([len(trajectories[i].token_ids) <= token_budget for i in rewarded], np.bool_)
+    if fits_B.all():
+        return Trainable(rewarded, 0)
+    group_B = _group_numbers([trajectories[i] for i in rewarded])
+    before_B, after_B = np.bincount(group_B)[group_B], np.bincount(group_B, fits_B)[group_B]
+    # a comparison needs two
+    chosen_B = fits_B & (after_B >= np.minimum(before_B, 2))
+    indices = [i for i, is_chosen in zip(rewarded, chosen_B, strict=True) if is_chosen]
+    if not indices:
+        raise ValueError(
+            f"no group of the draw can be trained: {(~fits_B).sum()} of its {len(rewarded)} samples are "
+            f"longer than learner.token_budget = {token_budget}. Raise token_budget to "
+            f"{max(len(trajectories[i].token_ids) for i in rewarded)}, or start the buffer service and the learner "
+            "with one configuration"
+        )
+    return Trainable(indices, len(rewarded) - len(indices))
 
 
 @dataclass(frozen=True)
@@ -44,8 +81,8 @@ class StepBatch:
 
     trajectories: tuple[Trajectory, ...]
     packed: PackedBatch
-    token_budget: int
-    min_micro_batches: int
+    """Of all replicas."""
+    rule: PackingRule
     version: int
     """The learner's, at which these tokens are trained."""
     sequence_T: IntArray
@@ -58,6 +95,8 @@ class StepBatch:
     abandoned_T: npt.NDArray[np.bool_]
     """Tokens of versions that a learner restart abandoned; their lag counts from the checkpoint it resumed from."""
     single_version_B: npt.NDArray[np.bool_]
+    num_too_long: int = 0
+    """Trajectories of the draw that were left out for their length."""
 
     @classmethod
     def build(
@@ -65,8 +104,8 @@ class StepBatch:
         trajectories: Sequence[Trajectory],
         version: int,
         resumed_at: Mapping[int, int],
-        token_budget: int,
-        min_micro_batches: int = 1,
+        rule: PackingRule,
+        num_too_long: int = 0,
     ) -> StepBatch:
         """Flatten and pack.
 
@@ -74,21 +113,18 @@ class StepBatch:
             trajectories: all with a reward.
             version: the learner's, at which these tokens are trained.
             resumed_at: for every incarnation, the version that it started from.
-            token_budget: tokens of a micro-batch.
-            min_micro_batches: what the pipeline's schedule needs.
+            rule: of the packing.
+            num_too_long: as `trainable` counts them.
 
         Raises:
             ValueError: a sequence does not fit the budget, or there is none.
         """
-        packed = _pack(trajectories, token_budget, min_micro_batches)
+        sampled_T, counted_T = _versions(trajectories, resumed_at)
         lengths = np.array([trajectory.num_completion_tokens for trajectory in trajectories], np.int64)
-        counted_T = np.concatenate([_per_token(trajectory, resumed_at) for trajectory in trajectories])
-        sampled_T = np.concatenate([_per_token(trajectory, {}) for trajectory in trajectories])
         return cls(
             trajectories=tuple(trajectories),
-            packed=packed,
-            token_budget=token_budget,
-            min_micro_batches=min_micro_batches,
+            packed=pack_rows(trajectories, rule),
+            rule=rule,
             version=version,
             sequence_T=np.repeat(np.arange(len(trajectories)), lengths),
             group_B=_group_numbers(trajectories),
@@ -96,6 +132,7 @@ class StepBatch:
             counted_T=counted_T,
             abandoned_T=counted_T < sampled_T,
             single_version_B=np.array([len({span.version for span in t.spans}) == 1 for t in trajectories]),
+            num_too_long=num_too_long,
         )
 
     def part(self, sequences: IntArray, version: int) -> StepBatch:
@@ -110,7 +147,7 @@ class StepBatch:
         return replace(
             self,
             trajectories=tuple(rows),
-            packed=_pack(rows, self.token_budget, self.min_micro_batches),
+            packed=pack_rows(rows, self.rule),
             version=version,
             sequence_T=np.searchsorted(sequences, self.sequence_T[where_T]).astype(np.int64),
             group_B=_numbered(self.group_B[sequences]),
@@ -122,7 +159,9 @@ class StepBatch:
 
     def tokens_of(self, sequences: IntArray) -> IntArray:
         """Where the completion tokens of these sequences stand in T, in order."""
-        return np.flatnonzero(np.isin(self.sequence_T, sequences))
+        is_chosen_B = np.zeros(len(self.trajectories), np.bool_)
+        is_chosen_B[sequences] = True
+        return np.flatnonzero(is_chosen_B[self.sequence_T])
 
     @property
     def num_groups(self) -> int:
@@ -134,9 +173,9 @@ class StepBatch:
         """Versions between the sampling of each token and its training."""
         return self.version - self.counted_T
 
-    def unscored(self) -> list[int]:
+    def unscored(self) -> IntArray:
         """Indices of sequences that the reference model has not scored yet."""
-        return [i for i, trajectory in enumerate(self.trajectories) if trajectory.reference_logprobs is None]
+        return np.flatnonzero([trajectory.reference_logprobs is None for trajectory in self.trajectories])
 
     def bounds_T(self) -> IntArray:
         """Where each sequence's completion starts in T, and where the last ends (B + 1 values)."""
@@ -177,15 +216,19 @@ class StepBatch:
         )
 
 
-def _pack(trajectories: Sequence[Trajectory], token_budget: int, min_micro_batches: int) -> PackedBatch:
+def pack_rows(trajectories: Sequence[Trajectory], rule: PackingRule) -> PackedBatch:
+    """Pack trajectories by a rule; see `learner.packing.pack`."""
     tokens = [trajectory.token_ids for trajectory in trajectories]
-    return pack(tokens, [trajectory.prompt_length for trajectory in trajectories], token_budget, min_micro_batches)
+    return pack(tokens, [trajectory.prompt_length for trajectory in trajectories], rule)
 
 
-def _per_token(trajectory: Trajectory, resumed_at: Mapping[int, int]) -> IntArray:
-    """The version that each completion token counts with."""
-    versions = [effective_version(span.version, resumed_at) for span in trajectory.spans]
-    return np.repeat(np.array(versions, np.int64), [span.end - span.start for span in trajectory.spans])
+def _versions(trajectories: Sequence[Trajectory], resumed_at: Mapping[int, int]) -> tuple[IntArray, IntArray]:
+    """The version that sampled each completion token, and the one that it counts with."""
+    spans = [span for trajectory in trajectories for span in trajectory.spans]
+    lengths = np.array([span.end - span.start for span in spans], np.int64)
+    sampled = np.array([span.version.version for span in spans], np.int64)
+    counted = np.array([effective_version(span.version, resumed_at) for span in spans], np.int64)
+    return np.repeat(sampled, lengths), np.repeat(counted, lengths)
 
 
 def _group_numbers(trajectories: Sequence[Trajectory]) -> IntArray:

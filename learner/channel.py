@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from learner.mesh import Place
+
 HEARTBEAT_S = 1.0
 
 
@@ -26,17 +28,17 @@ class Kind(IntEnum):
 
 
 class LeadFailed(RuntimeError):
-    """The lead stage gave up; the text is its error."""
+    """The lead gave up; the text is its error."""
 
 
 class Channel:
     """One direction: `send` on the lead, `receive` on every other stage, in the same order."""
 
-    def __init__(self, rank: int, num_stages: int) -> None:
+    def __init__(self, place: Place) -> None:
         """Speak over the default process group; its timeout bounds every wait."""
-        self._lead = num_stages - 1
-        self._is_lead = rank == self._lead
-        self._alone = num_stages == 1
+        self._lead = place.lead
+        self._is_lead = place.is_lead
+        self._alone = place.num_ranks == 1
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         """Say something to all other stages."""
@@ -62,6 +64,6 @@ class Channel:
             if length:
                 dist.broadcast(payload, src=self._lead)
             if kind is Kind.FAILED:
-                raise LeadFailed(f"stage {self._lead} gave up: {payload.numpy().tobytes().decode()}")
+                raise LeadFailed(f"the lead, rank {self._lead}, gave up: {payload.numpy().tobytes().decode()}")
             if kind is not Kind.WAITING:
                 return kind, payload.numpy().tobytes()

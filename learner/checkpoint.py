@@ -1,151 +1,348 @@
-"""Checkpoints: what a restart needs, written by all stages together and visible only once complete.
+"""Checkpoints: what a restart needs, written by all ranks while training goes on, and visible only once complete.
 
-    .step-00000050.tmp/   torch.distributed.checkpoint writes and syncs; the lead adds meta.json
-    step-00000050/        renamed when all of it is on disk
+    save        copies everything to host memory; a thread writes the copies:
+    .step-00000050.tmp/     torch.distributed.checkpoint writes and syncs one file per rank; replicas share the work
+      meta.json             the lead adds the checksum of each file, and where training stood
+    step-00000050/          renamed when all of it is on disk
 
-Tensors are saved under names of the whole model, so a run may restart with another number of stages; those of a
-critic model under "critic." before the name.
+Tensors are saved under names of the whole model, so a run may restart with other stages, chunks and replicas. The
+threads speak over a process group of their own, for their collectives must not come between those of training.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shutil
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from learner.model import EMBEDDING, HEAD
-from learner.networks import Network, Networks
-from weight_sync.files import replace_durably, write_durably
+from learner.agreement import Agreement, Disagreement, first_line
+from learner.checkpoint_meta import META_NAME, CheckpointMeta, Progress, Seal
+from learner.mesh import Mesh
+from learner.networks import Networks
+from learner.snapshot import Snapshot, is_of_a_rank
+from weight_sync.files import replace_durably, sync, write_durably
+
+__all__ = ["CheckpointFailed", "CheckpointMismatch", "Checkpoints", "Progress"]
 
 logger = logging.getLogger(__name__)
 
-META_NAME = "meta.json"
 _COMPLETE = re.compile(r"step-(\d{8})")
+_LEFT_BEHIND = re.compile(r"\.step-\d{8}\.(tmp|old)|\.probe-\d+")
+_INDEX = ".metadata"
+"""Which tensor is in which file, written by rank 0."""
+
+Stored = Mapping[str, TensorStorageMetadata]
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where training stands."""
+class CheckpointFailed(RuntimeError):
+    """A checkpoint could not be written or read; earlier ones are as they were."""
 
-    step: int
-    """Steps finished, skipped ones included."""
-    version: int
-    """Optimizer steps taken: up to learner.num_minibatches * learner.num_epochs a step."""
-    incarnation: int
-    """Of the learner that wrote the checkpoint."""
+
+class CheckpointMismatch(ValueError):
+    """A checkpoint is whole, and belongs to another model."""
 
 
 class Checkpoints:
-    """Saves and restores one run's checkpoints. `save` and `restore` are called by all stages together."""
+    """Saves and restores one run's checkpoints. All ranks make it, and call its methods, together."""
 
-    def __init__(self, folder: Path, keep: int, rank: int, num_stages: int) -> None:
-        """Look after a folder.
+    def __init__(self, folder: Path, keep: int, mesh: Mesh, timeout_s: float, model: str = "") -> None:
+        """Look after a folder; what a crash left behind in it is removed.
 
         Args:
-            folder: of the checkpoints; created where missing.
+            folder: of the checkpoints, the same for all ranks; created where missing.
             keep: how many complete checkpoints stay.
-            rank: this stage; the last one leads.
-            num_stages: how many stages save together.
+            mesh: of the run.
+            timeout_s: a checkpoint that takes longer to write or to read has failed (seconds).
+            model: `model_identity` of what is trained; '' to go by the tensors alone.
+
+        Raises:
+            CheckpointFailed: a rank cannot write there. All ranks raise it.
         """
         self._folder = folder
         self._keep = keep
-        self._lead = num_stages - 1
-        self._is_lead = rank == self._lead
-        folder.mkdir(parents=True, exist_ok=True)
+        self._place = mesh.place
+        self._timeout_s = timeout_s
+        self._model = model
+        self._snapshot = Snapshot(mesh.place.rank)
+        self._ranks = Agreement(mesh.place.rank, timeout_s)
+        self._under_way: tuple[int, Future[None]] | None = None
+        self._durable: int | None = None
+        try:
+            self._ranks.together(self._try_to_write, f"write into {folder}, where checkpoints go")
+            self._ranks.together(lambda: self._if_lead(self._clear), f"remove what a crash left in {folder}")
+        except Disagreement as error:
+            raise CheckpointFailed(str(error)) from None
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
         found = (_COMPLETE.fullmatch(path.name) for path in self._folder.iterdir() if (path / META_NAME).exists())
         return sorted(int(match[1]) for match in found if match)
 
+    # --- write ----------------------------------------------------------------------------------------
+
     def save(self, networks: Networks, progress: Progress) -> None:
-        """Write a checkpoint; on the lead it is durable once this returns.
+        """Begin to write a checkpoint, once the one under way is done; the state is copied when this returns.
 
         Raises:
-            CheckpointException: a stage could not write, for example because the disk is full.
+            CheckpointFailed: the one under way.
         """
-        final = self._path(progress.step)
-        temporary = final.with_name(f".{final.name}.tmp")
-        if self._is_lead:
-            shutil.rmtree(temporary, ignore_errors=True)
-        dist.barrier()
-        save(_state(networks), checkpoint_id=temporary)
-        if not self._is_lead:
+        self.wait()
+        tensors = self._snapshot.take(networks)
+        done: Future[None] = Future()
+        self._under_way = (progress.step, done)
+        # a daemon, for a process that ends on an error must not wait for a disk
+        writer = threading.Thread(
+            target=self._write_and_tell, args=(tensors, progress, done), name="checkpoint", daemon=True
+        )
+        writer.start()
+
+    def finished(self) -> int | None:
+        """The newest step whose checkpoint became durable since this was last asked; waits for nothing.
+
+        Raises:
+            CheckpointFailed: a checkpoint could not be written, for example because the disk is full. Said once.
+        """
+        if self._under_way is not None and self._under_way[1].done():
+            self.wait()
+        durable, self._durable = self._durable, None
+        return durable
+
+    def wait(self) -> None:
+        """Wait until nothing is under way, at most `timeout_s`.
+
+        Raises:
+            CheckpointFailed: the one under way could not be written, or was not in time.
+        """
+        if self._under_way is None:
             return
-        write_durably(temporary / META_NAME, f"{json.dumps(asdict(progress))}\n".encode())
+        step, done = self._under_way
+        try:
+            failed = done.exception(self._timeout_s)
+        except FutureTimeout:
+            raise CheckpointFailed(
+                f"rank {self._place.rank}: the checkpoint {self._path(step)} is not written after "
+                f"learner.checkpoint_timeout_s = {self._timeout_s:g} s: the disk, or another rank, is too slow. "
+                "Raise checkpoint_timeout_s, or write to a faster disk"
+            ) from None
+        self._under_way = None
+        if failed is not None:
+            raise failed
+        self._durable = step
+
+    def close(self) -> None:
+        """Wait for what is under way, and part from the other ranks.
+
+        Raises:
+            CheckpointFailed: as `wait`.
+        """
+        self.wait()
+        self._ranks.close()
+
+    def _write_and_tell(self, tensors: dict[str, Tensor], progress: Progress, done: Future[None]) -> None:
+        try:
+            self._write(tensors, progress)
+        except Disagreement as error:
+            done.set_exception(CheckpointFailed(str(error)))
+        except Exception as error:  # whatever it is, the training thread is to raise it
+            failed = CheckpointFailed(
+                f"rank {self._place.rank}: the checkpoint {self._path(progress.step)} was not finished, because "
+                f"another rank died or did not answer: {first_line(error)}"
+            )
+            failed.__cause__ = error
+            done.set_exception(failed)
+        else:
+            done.set_result(None)
+
+    def _write(self, tensors: dict[str, Tensor], progress: Progress) -> None:
+        final, temporary = self._path(progress.step), self._temporary(progress.step)
+        writer = FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
+        own_file = temporary / _file_of(self._place.rank)
+        ranks = self._ranks
+        try:
+            ranks.together(lambda: self._if_lead(lambda: _make_empty(temporary)), f"make {temporary}")
+            ranks.together(lambda: _save(tensors, writer, ranks.group), f"write the checkpoint {final}")
+            own = ranks.together(lambda: Seal.of(own_file), f"read {own_file} back")
+            told = ranks.say(f"{own.size_bytes} {own.xxh3}")
+            ranks.together(lambda: self._if_lead(lambda: self._complete(progress, told)), f"complete {final}")
+        except Disagreement:
+            if self._place.is_lead:
+                shutil.rmtree(temporary, ignore_errors=True)  # it may be what filled the disk
+            raise
+
+    def _complete(self, progress: Progress, told: list[str]) -> None:
+        """Give a checkpoint its name, then remove those that are too many; `told`: each rank's seal of its file."""
+        place, step = self._place, progress.step
+        final, temporary = self._path(step), self._temporary(step)
+        pairs = (text.split() for text in told)
+        seals = {_file_of(rank): Seal(int(size), xxh3) for rank, (size, xxh3) in enumerate(pairs)}
+        seals[_INDEX] = Seal.of(temporary / _INDEX)
+        meta = CheckpointMeta(progress, place.num_stages, place.num_replicas, self._model, seals)
+        write_durably(temporary / META_NAME, meta.encode())
         if final.exists():
-            shutil.rmtree(final)
+            self._remove(step)
         replace_durably(temporary, final)
-        for step in self.steps()[: -self._keep]:
-            shutil.rmtree(self._path(step))
+        for old in self.steps()[: -self._keep]:
+            if old < step:
+                self._remove(old)
+
+    def _remove(self, step: int) -> None:
+        """First the name, so that a crash leaves no half of a checkpoint under it."""
+        old = self._folder / f".step-{step:08d}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        self._path(step).rename(old)
+        sync(self._folder)
+        shutil.rmtree(old)
+
+    # --- read -----------------------------------------------------------------------------------------
 
     def restore(self, networks: Networks) -> Progress | None:
-        """Read the newest checkpoint that is whole.
+        """Read the newest checkpoint that is whole; damaged ones after it are set aside under another name.
 
         Returns:
             Where training stood, or None where there is no checkpoint.
 
         Raises:
-            RuntimeError: there are checkpoints, and none can be read.
+            CheckpointMismatch: the newest whole one belongs to another model. Nothing was changed.
+            CheckpointFailed: there are checkpoints, and none is whole.
         """
-        candidates = self.steps()
-        while True:
-            chosen = torch.tensor([candidates[-1] if candidates else -1])
-            # the lead decides: another stage may see a folder that is just being removed
-            dist.broadcast(chosen, src=self._lead)
-            step = int(chosen)
-            if step < 0:
-                return None
-            if self._read(step, networks):
-                progress = Progress(**json.loads((self._path(step) / META_NAME).read_text()))
-                logger.info("resumed from %s", self._path(step))
-                return progress
-            candidates = [candidate for candidate in candidates if candidate < step]
-            left = torch.tensor([len(candidates)])
-            dist.broadcast(left, src=self._lead)
-            if not int(left):
-                raise RuntimeError(
-                    f"no checkpoint in {self._folder} can be read: they are damaged, or were written with another "
-                    "[algorithm] (without its critic). To start from the model again, move that folder away"
-                )
+        self._snapshot.prepare(networks)
+        damaged: list[int] = []
+        listed = " ".join(map(str, self.steps()[-64:])) if self._place.is_lead else ""
+        # the lead decides: another rank may see a folder that is just being removed
+        for step in reversed([int(step) for step in self._ranks.say(listed)[self._place.lead].split()]):
+            meta = self._read(step, networks)
+            if meta is None:
+                damaged.append(step)
+                continue
+            if self._place.is_lead:
+                self._set_aside(damaged)
+            logger.info(
+                "resumed from %s, written by %d x %d ranks", self._path(step), meta.num_replicas, meta.num_stages
+            )
+            return meta.progress
+        if damaged:
+            raise CheckpointFailed(
+                f"no checkpoint in {self._folder} is whole (the log says what is wrong with steps {damaged}). "
+                "To start from the model again, move that folder away"
+            )
+        return None
 
-    def _read(self, step: int, networks: Networks) -> bool:
-        state = _state(networks)
+    def _read(self, step: int, networks: Networks) -> CheckpointMeta | None:
+        """Make a checkpoint the state of training; None where it is damaged, and nothing was changed."""
+        path, ranks = self._path(step), self._ranks
         try:
-            load(state, checkpoint_id=self._path(step))
-        except (CheckpointException, OSError, EOFError) as error:
-            logger.warning("checkpoint %s cannot be read, trying the one before: %s", self._path(step), error)
-            return False
-        torch.set_rng_state(state["rng"])
-        return True
+            meta, stored = ranks.together(lambda: self._checked(path), f"use the checkpoint {path}")
+            read = self._snapshot.to_read(networks, stored)
+            self._check_fit(path, meta, stored, read)
+            reader = FileSystemReader(path)
+            ranks.together(
+                lambda: load(read, storage_reader=reader, process_group=ranks.group), f"read the checkpoint {path}"
+            )
+        except Disagreement as error:
+            logger.warning("%s. The checkpoint before it is used", error)
+            return None
+        self._snapshot.put(networks, read)
+        return meta
+
+    def _checked(self, path: Path) -> tuple[CheckpointMeta, Stored]:
+        """What a checkpoint says of itself. Every rank looks at its share of the files, and at what it unpickles."""
+        meta = CheckpointMeta.read(path)
+        share = sorted(meta.files)[self._place.rank :: self._place.num_ranks]
+        meta.check(path, {*share, _INDEX})
+        found = FileSystemReader(path).read_metadata().state_dict_metadata
+        return meta, {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def _check_fit(self, path: Path, meta: CheckpointMeta, stored: Stored, own: Mapping[str, Tensor]) -> None:
+        """Does each tensor of the model have its own in the checkpoint, and none is left over?
+
+        Raises:
+            CheckpointMismatch: names the first that has not. All ranks raise it.
+        """
+        problem = _first_misfit(stored, own)
+        names = sorted(stored)
+        wanted = torch.tensor([name in own or is_of_a_rank(name) for name in names], dtype=torch.uint8)
+        dist.all_reduce(wanted, dist.ReduceOp.MAX, group=self._ranks.group)
+        problems = [said for said in self._ranks.say(problem) if said]
+        problems += [f"this run has no tensor {name}" for name, known in zip(names, wanted, strict=True) if not known]
+        if not problems and meta.model and self._model and meta.model != self._model:
+            problems.append(f"it was written for the model {meta.model}, and this run trains {self._model}")
+        if problems:
+            hint = ""
+            if "critic" in problems[0] or "value_head" in problems[0]:
+                hint = " (one was written, or is run, with an [algorithm] that has no such critic)"
+            raise CheckpointMismatch(
+                f"checkpoint {path} does not belong to this run: {problems[0]}{hint}. Continue with the [model] and "
+                f"[algorithm] that wrote it, or move {self._folder} away to start from the model again"
+            )
+
+    def _set_aside(self, damaged: list[int]) -> None:
+        """Rename them, lest they count among those that are kept."""
+        for step in damaged:
+            aside = self._folder / f"damaged-{self._path(step).name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            self._path(step).rename(aside)
+            logger.warning("the damaged checkpoint of step %d is now %s", step, aside)
+
+    # --- folders --------------------------------------------------------------------------------------
+
+    def _try_to_write(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        probe = self._folder / f".probe-{self._place.rank}"
+        probe.write_bytes(b"can this rank write here?\n")
+        probe.unlink()
+
+    def _if_lead(self, action: Callable[[], None]) -> None:
+        if self._place.is_lead:
+            action()
+
+    def _clear(self) -> None:
+        for path in self._folder.iterdir():
+            if _LEFT_BEHIND.fullmatch(path.name):
+                logger.warning("removing %s, which a crash left behind", path)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
 
-
-def _state(networks: Networks) -> dict[str, Tensor]:
-    """Tensors by the name under which they are saved; reading changes them in place."""
-    tensors = _tensors_of(networks.policy)
-    if networks.critic is not None:
-        tensors |= {f"critic.{name}": tensor for name, tensor in _tensors_of(networks.critic).items()}
-    # every stage draws from the same seed, so one state serves all
-    return {**tensors, "rng": torch.get_rng_state()}
+    def _temporary(self, step: int) -> Path:
+        return self._folder / f".step-{step:08d}.tmp"
 
 
-def _tensors_of(network: Network) -> dict[str, Tensor]:
-    tensors = {name: parameter.detach() for name, parameter in network.module.named_parameters()}
-    tensors |= {f"optimizer.{name}": tensor for name, tensor in network.optimizer.state().items()}
-    if network.module.tied:
-        # embedding and head are one tensor on two stages: saved once, read by both
-        tensors = {name.replace(HEAD, EMBEDDING): tensor for name, tensor in tensors.items()}
-    return tensors
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def _save(tensors: dict[str, Tensor], writer: FileSystemWriter, group: dist.ProcessGroup | None) -> None:
+    save(tensors, storage_writer=writer, process_group=group)
+
+
+def _file_of(rank: int) -> str:
+    """What torch.distributed.checkpoint calls a rank's only file."""
+    return f"__{rank}_0.distcp"
+
+
+def _first_misfit(stored: Stored, own: Mapping[str, Tensor]) -> str:
+    for name, tensor in own.items():
+        entry = stored.get(name)
+        if entry is None:
+            return f"it has no tensor {name}"
+        there = f"shape {list(entry.size)} of {entry.properties.dtype}"
+        here = f"shape {list(tensor.shape)} of {tensor.dtype}"
+        if there != here:
+            return f"tensor {name} has {there} in the checkpoint and {here} in this run"
+    return ""

@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 from algorithms.ess import EssAction
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose forward is embedding, layers, norm, head and nothing else: no scaling in between."""
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 
 EssMeasure = Literal["ess_token", "ess_sequence", "ess_token_truncated", "ess_sequence_truncated"]
 
@@ -20,6 +19,20 @@ class LearnerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     num_stages: PositiveInt = Field(default=2, description="Pipeline stages, one process each.")
+    num_replicas: PositiveInt = Field(
+        default=1,
+        description="Data-parallel replicas of the pipeline: each trains a share of every batch, and gradients are "
+        "summed once per update. There are num_replicas * num_stages processes.",
+    )
+    num_chunks: PositiveInt = Field(
+        default=1,
+        description="Model chunks per stage, which interleaved_1f1b and zero_bubble take in turn; more chunks make "
+        "smaller bubbles and more traffic.",
+    )
+    layers_per_chunk: tuple[PositiveInt, ...] | None = Field(
+        default=None,
+        description="Layers of each of the num_stages * num_chunks chunks, in order. Unset: balanced by computed cost.",
+    )
     num_steps: PositiveInt = Field(default=100, description="Steps of the run; each trains one draw.")
     groups_per_step: PositiveInt = Field(default=32, description="G, prompts (groups of K samples) per step.")
     num_minibatches: PositiveInt = Field(
@@ -30,10 +43,29 @@ class LearnerConfig(BaseModel):
     num_epochs: PositiveInt = Field(
         default=1, description="How often a step goes over its draw. A step is num_minibatches * num_epochs updates."
     )
-    token_budget: PositiveInt = Field(default=1024, description="Tokens per micro-batch, at most.")
-    schedule: Literal["gpipe", "1f1b"] = Field(default="1f1b", description="Pipeline schedule.")
-    precision: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Compute precision; weights and optimizer stay float32 either way."
+    token_budget: PositiveInt = Field(
+        default=1024, description="Tokens of a micro-batch; the longest sample (prompt and completion) has to fit."
+    )
+    schedule: ScheduleName = Field(default="1f1b", description="Pipeline schedule of the training pass.")
+    one_pass: bool = Field(
+        default=True,
+        description="A loss whose gradient for a sequence depends on that sequence alone takes one pass where nothing "
+        "else needs the forward-only one. false: always two.",
+    )
+    precision: Literal["float32", "bfloat16", "float64"] = Field(
+        default="float32",
+        description="Of compute; with bfloat16 too, weights and optimizer are float32. float64 is for comparing runs.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Keep only each layer's input and compute the rest again in the backward pass."
+    )
+    logprob_chunk_mib: PositiveFloat = Field(
+        default=64.0,
+        description="Logits held at a time (float32), for each micro-batch in flight; more are computed in chunks, and "
+        "again in the backward pass.",
+    )
+    reference_offload: Literal["none", "cpu", "disk"] = Field(
+        default="none", description="Where the frozen reference model is kept while it does not score."
     )
     learning_rate: PositiveFloat = Field(default=1e-5, description="Peak learning rate.")
     critic_learning_rate: PositiveFloat | None = Field(
@@ -75,12 +107,21 @@ class LearnerConfig(BaseModel):
     )
     checkpoint_every: PositiveInt = Field(default=50, description="Write a checkpoint every so many steps.")
     keep_checkpoints: PositiveInt = Field(default=2, description="How many checkpoints stay.")
+    checkpoint_timeout_s: PositiveFloat = Field(
+        default=600.0, description="A checkpoint that takes longer to write ends the learner."
+    )
+    max_restarts: NonNegativeInt = Field(
+        default=3,
+        description="How often in a row the learner is started again from its newest checkpoint when a stage dies or "
+        "hangs; a new checkpoint starts the count anew.",
+    )
     num_threads: PositiveInt = Field(default=1, description="Compute threads per stage on CPU.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where stages compute.")
     cpus: float = Field(default=0.5, ge=0, description="Ray CPUs reserved per stage.")
     gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per stage.")
     collective_timeout_s: PositiveFloat = Field(
-        default=120.0, description="A stage that waits longer for another raises, naming it."
+        default=120.0,
+        description="A stage that waits longer for another raises, naming it; then all are started again.",
     )
     batch_timeout_s: PositiveFloat = Field(
         default=600.0, description="A learner that gets no batch for so long raises, naming who owes it."

@@ -4,64 +4,143 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
+COMPUTED_SUFFIX = "rotary_emb.inv_freq"
+"""Old checkpoints hold these tables, which models compute."""
 LARGEST_COPY_BYTES = 64 * 2**20
 """Files beside the weights (tokenizer, config) are copied on export up to this size."""
 
 
-def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Read the named tensors of a checkpoint; files without any of them are not opened.
+class _TensorFile(Protocol):
+    """An opened safetensors file, as far as it is used here."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_slice(self, name: str) -> Any: ...  # noqa: ANN401, what the library gives has no type
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+def read_tensors(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
+    """Read the named tensors of a checkpoint one by one; files without any of them are not opened.
+
+    Args:
+        folder: of the checkpoint.
+        shapes: which tensors, and the shape that the model wants of each.
+
+    Yields:
+        Name and tensor, as stored. Keep the tensor no longer than needed: the next one is read after it.
 
     Raises:
         FileNotFoundError: the folder has no safetensors checkpoint.
-        ValueError: a name is not in the checkpoint.
+        ValueError: a tensor is not in the checkpoint or has another shape, or a file is missing or damaged.
     """
-    wanted = set(names)
     file_of = _file_of_each_tensor(folder)
-    missing = sorted(wanted - file_of.keys())
+    missing = sorted(shapes.keys() - file_of.keys())
     if missing:
         raise ValueError(
-            f"checkpoint {folder} has no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing); "
-            "its weights do not belong to its config.json"
+            f"checkpoint {folder} has no tensor {missing[0]} ({len(missing)} of {len(shapes)} are missing); its "
+            "weights do not belong to its config.json. Fetch the checkpoint again, or give another model_path"
         )
-    tensors: dict[str, Tensor] = {}
-    for file in sorted({file_of[name] for name in wanted}):
-        with safe_open(folder / file, framework="pt") as opened:
-            for name in sorted(wanted):
-                if file_of[name] == file:
-                    tensors[name] = opened.get_tensor(name)
-    return tensors
+    for file in sorted({file_of[name] for name in shapes}):
+        with _opened(folder / file) as opened:
+            for name in sorted(name for name in shapes if file_of[name] == file):
+                yield name, _read(opened, folder / file, name, tuple(shapes[name]))
 
 
-def tensor_names(folder: Path) -> set[str]:
-    """Names of all tensors of a checkpoint."""
-    return set(_file_of_each_tensor(folder))
+def check_names(folder: Path, known: Iterable[str]) -> None:
+    """Refuse a checkpoint with weights that its model has no place for: left out, they would make another model of it.
+
+    Args:
+        folder: of the checkpoint.
+        known: names of all tensors of the whole model.
+
+    Raises:
+        FileNotFoundError: the folder has no safetensors checkpoint.
+        ValueError: there are others.
+    """
+    found = {name for name in _file_of_each_tensor(folder) if not name.endswith(COMPUTED_SUFFIX)}
+    strange = sorted(found - set(known))
+    if strange:
+        raise ValueError(
+            f"checkpoint {folder} holds {len(strange)} tensors that the model of its config.json does not have, the "
+            f"first of them {strange[0]}; its weights do not belong to its config.json. Fetch the checkpoint again, or "
+            "give another model_path"
+        )
+
+
+def _read(opened: _TensorFile, path: Path, name: str, wanted: tuple[int, ...]) -> Tensor:
+    try:
+        found = tuple(opened.get_slice(name).get_shape())
+        if found == wanted:
+            return opened.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} does not hold the tensor {name} that its checkpoint says ({error}). Fetch the file again"
+        ) from error
+    raise ValueError(
+        f"{path}: tensor {name} has shape {list(found)}, and the model of config.json wants {list(wanted)}; the "
+        "weights are of another model. Fetch the checkpoint again, or give another model_path"
+    )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_TensorFile]:
+    """A safetensors file; only its header is read.
+
+    Raises:
+        ValueError: it is missing, cut short, or no safetensors file.
+    """
+    try:
+        opened = safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path} is missing, and the checkpoint says it is part of it. Fetch the file again"
+        ) from error
+    except (SafetensorError, OSError) as error:
+        size_bytes = path.stat().st_size
+        raise ValueError(
+            f"{path} ({size_bytes} bytes) cannot be read as safetensors: {error}. It is cut short or damaged; fetch "
+            "the file again"
+        ) from error
+    with opened as file:
+        yield file
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
     index = folder / INDEX_NAME
     if index.exists():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return weight_map
+        return _read_index(index)
     single = folder / SINGLE_NAME
     if not single.exists():
         raise FileNotFoundError(
             f"no {SINGLE_NAME} and no {INDEX_NAME} in {folder}; model_path must be a folder that "
             "save_pretrained wrote with safetensors"
         )
-    with safe_open(single, framework="pt") as opened:
+    with _opened(single) as opened:
         return dict.fromkeys(opened.keys(), SINGLE_NAME)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{index} is no index of a checkpoint: {type(error).__name__}: {error}. Fetch the file again"
+        ) from error
+    return {str(name): str(file) for name, file in weight_map.items()}
 
 
 def shard_name(rank: int, num_stages: int) -> str:

@@ -19,19 +19,6 @@ from learner.updates import Metrics
 
 
 @dataclass(frozen=True)
-class DrawScores:
-    """What is known of a draw's T completion tokens before its first update, and constant over its updates."""
-
-    old: Leaves
-    """Log-probabilities of the proximal policy, and the critic's values."""
-    reference_T: Tensor
-
-    def of(self, where_T: Tensor) -> DrawScores:
-        """Those of some tokens."""
-        return DrawScores(self.old.of(where_T), self.reference_T[where_T])
-
-
-@dataclass(frozen=True)
 class Judgement:
     """What comes of evaluating the loss."""
 
@@ -44,7 +31,7 @@ class Judgement:
 
 
 class Judge:
-    """Asked on the last rank alone, which has the leaves."""
+    """Asked on the lead alone, but for `gradient`, which every last stage may ask for."""
 
     def __init__(self, algorithm: AlgorithmConfig, config: LearnerConfig) -> None:
         """Take the loss and the rule of the effective sample size.
@@ -58,23 +45,38 @@ class Judge:
         self._rule: EssRule | None = None
         if config.ess_budget is not None:
             self._rule = EssRule(config.ess_budget, config.ess_action, config.ess_max_drops)
-        self._drops_in_a_row = 0
+        self._drops_before = 0
         self._drops_now = False
+
+    @property
+    def drops_in_a_row(self) -> int:
+        """Steps, up to the present one, that dropped updates; a restart takes it from the checkpoint."""
+        return self._drops_before + 1 if self._drops_now else 0
+
+    @drops_in_a_row.setter
+    def drops_in_a_row(self, num_steps: int) -> None:
+        self._drops_before, self._drops_now = max(0, num_steps - 1), num_steps > 0
 
     def begin_step(self) -> None:
         """A draw begins: what its updates drop is dropped once, for its samples do not become fresher meanwhile."""
-        self._drops_in_a_row = self._drops_in_a_row + 1 if self._drops_now else 0
-        self._drops_now = False
+        self._drops_before, self._drops_now = self.drops_in_a_row, False
 
-    def judge(self, batch: StepBatch, leaves: Leaves, scores: DrawScores) -> Judgement:
+    def gradient(self, batch: StepBatch, leaves: Leaves, old: Leaves, reference_T: Tensor) -> Tensor:
+        """The gradient dL / d(log-probability) of all T tokens; arguments as `judge`."""
+        inputs = batch.loss_inputs(leaves, old, reference_T, batch.version)
+        with torch.enable_grad():
+            return torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0]
+
+    def judge(self, batch: StepBatch, leaves: Leaves, old: Leaves, reference_T: Tensor) -> Judgement:
         """Evaluate the loss at the present weights.
 
         Args:
             batch: of the update.
             leaves: of the present weights, for its tokens.
-            scores: for its tokens.
+            old: of the weights at the start of the draw.
+            reference_T: log-probabilities of the reference model.
         """
-        inputs = batch.loss_inputs(leaves, scores.old, scores.reference_T, batch.version)
+        inputs = batch.loss_inputs(leaves, old, reference_T, batch.version)
         output = self._loss(inputs)
         wanted = [inputs.logprobs_T] if inputs.values_T is None else [inputs.logprobs_T, inputs.values_T]
         gradients = torch.autograd.grad(output.loss, wanted)
@@ -90,7 +92,7 @@ class Judge:
         if self._rule is None:
             return EssVerdict()
         found = distance(batch, inputs, output.weights_T)
-        verdict = self._rule.judge(found[f"off_policy/{self._ess_of}"], self._drops_in_a_row)
+        verdict = self._rule.judge(found[f"off_policy/{self._ess_of}"], self._drops_before)
         self._drops_now = self._drops_now or verdict.drop
         return verdict
 

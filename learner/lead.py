@@ -107,9 +107,14 @@ class Lead:
         self.newest_published = version.version
         self._expect(f"record version {version}", self._client.published(version.incarnation, version.version))
 
-    def checkpoint_durable(self, step: int) -> None:
-        """Report a checkpoint that is on disk, once the steps in it are recorded: it must not overtake them."""
-        self.settle()
+    def checkpoint_durable(self, step: int, *, heartbeats: bool = True) -> None:
+        """Report a checkpoint that is on disk, once the steps in it are recorded: it must not overtake them.
+
+        Args:
+            step: of the checkpoint.
+            heartbeats: False where the other stages are not listening.
+        """
+        self.settle(heartbeats=heartbeats)
         self._expect(f"record the checkpoint of step {step}", self._client.checkpoint_durable(step))
 
     def close(self) -> None:

@@ -10,19 +10,24 @@ or on a model of its own in place of it. It starts at zero, and is neither publi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from learner.attention import IMPLEMENTATION, AttentionLayout
-from learner.hf_files import read_tensors, tensor_names
+from learner.families import family_of, layer_types, logit_softcap, rotation_kinds
+from learner.hf_files import check_names, read_tensors
+from learner.logprobs import LogitRule, token_logprobs
+from learner.offload import Offload
 from learner.packing import PackedBatch
-from learner.split import StageShare, share_of
+from learner.split import StageShare, split_layers
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -32,51 +37,64 @@ VALUE_HEAD = "value_head"
 Heads = Literal["token", "token_and_value", "value"]
 """What the last stage ends in: the LM head, both, or the value head alone."""
 
-LOGITS_AT_ONCE = 2**24
-"""Logits held at a time (64 MiB in float32); a larger head runs in chunks that backward computes again."""
-
 
 class DeviceBatch:
-    """A packed batch on the device of a stage, with what its layers need per micro-batch."""
+    """A packed batch of one replica on the device of a stage, with what its layers need per micro-batch."""
 
     def __init__(self, packed: PackedBatch, device: torch.device) -> None:
         """Move a packed batch to a device."""
         self.packed = packed
         self.tokens_ML = torch.from_numpy(packed.tokens_ML).to(device)
         self.positions_ML = torch.from_numpy(packed.positions_ML).to(device)
-        self.layouts = [AttentionLayout.build(bounds, packed.width, device) for bounds in packed.bounds]
+        self.num_tokens = [int(bounds[-1]) for bounds in packed.bounds]
+        """Per micro-batch, its tokens before the padding."""
+        self.layouts = [AttentionLayout.build(bounds, device) for bounds in packed.bounds]
         self.predicting = [torch.from_numpy(positions).to(device) for positions in packed.predicting]
-        self.rotations: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
-        """Rotary cosines and sines by model and micro-batch: the same for all its layers and passes."""
+        self.rotations: dict[tuple[nn.Module, int], dict[str, tuple[Tensor, Tensor]]] = {}
+        """Rotary cosines and sines by model and micro-batch, and by attention type: the same for all its passes."""
 
 
 class StageModule(nn.Module):
-    """One stage: [1, L] tokens or [1, L, hidden] states in; states or, on the last stage, what the heads say out.
+    """One stage, or one chunk of one: [1, L] tokens or [1, L, hidden] states in; states out, or what the heads say.
 
-    That is [1, L]: the log-probability of the next token, or ("value") the value of the state before it; both are
-    0 where the next token is not a completion token. With "token_and_value" it is [1, 2, L].
+    What the heads say is [1, L]: the log-probability of the next token, or ("value") the value of the state before
+    it; both are 0 where the next token is not a completion token. With "token_and_value" it is [1, 2, L].
+
+    All shapes are those of the token budget L, but only the tokens before a micro-batch's padding are computed;
+    states of padding are 0 on the way out and have gradient 0 on the way back.
     """
 
-    def __init__(self, whole: PreTrainedModel, share: StageShare, temperature: float, heads: Heads = "token") -> None:
+    def __init__(
+        self,
+        whole: PreTrainedModel,
+        share: StageShare,
+        rule: LogitRule,
+        heads: Heads = "token",
+        activation_checkpointing: bool = False,
+    ) -> None:
         """Take this stage's share out of a whole model.
 
         Args:
-            whole: a decoder of the Llama family (`ForCausalLM`), usually on the meta device.
+            whole: a decoder of a known family (`ForCausalLM`), usually on the meta device.
             share: which layers are this stage's.
-            temperature: of sampling; log-probabilities are those of logits / temperature.
+            rule: from hidden states to log-probabilities: those of logits / temperature.
             heads: what the last stage ends in.
+            activation_checkpointing: keep each layer's input alone, and compute the rest again in the backward pass.
         """
         super().__init__()
         body: Any = whole.model
         self.share = share
-        self.temperature = temperature
+        self.rule = rule
         self.hidden_size = int(whole.config.hidden_size)
         self.vocab_size = int(whole.config.vocab_size)
         self.heads = heads
         self.tied = bool(whole.config.tie_word_embeddings) and heads != "value"
         """Are embedding and LM head one tensor?"""
+        self.activation_checkpointing = activation_checkpointing
         self.autocast_dtype: torch.dtype | None = None
         whole.config._attn_implementation = IMPLEMENTATION
+        self._layer_types = layer_types(whole.config)
+        self._rotation_kinds = rotation_kinds(whole.config)
         self.model: Any = nn.Module()
         self.model.rotary_emb = body.rotary_emb
         self.model.layers = nn.ModuleDict({str(i): body.layers[i] for i in range(share.first_layer, share.end_layer)})
@@ -85,15 +103,13 @@ class StageModule(nn.Module):
         if share.is_last:
             self.model.norm = body.norm
             self._add_heads(whole)
-        self.batch: DeviceBatch | None = None
-        """What `forward`'s index refers to; set before a schedule runs."""
+        self._batch: DeviceBatch | None = None
+        self._offload: Offload | None = None
 
     def _add_heads(self, whole: PreTrainedModel) -> None:
         if self.heads != "value":
-            head: Any = whole.lm_head
-            if self.tied and self.share.is_first:
-                head.weight = whole.model.embed_tokens.weight
-            self.lm_head = head
+            self.lm_head: Any = whole.lm_head
+            self.tie()
         if self.heads != "token":
             wide = torch.promote_types(next(self.model.norm.parameters()).dtype, torch.float32)
             # made without a draw, so that the stages' random generators stay alike
@@ -103,13 +119,42 @@ class StageModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(self.parameters()).device
+        """Where the stage computes; its parameters are there too, unless they are off-loaded."""
+        return next(self.parameters()).device if self._offload is None else self._offload.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters, and of hidden states between stages."""
         return next(self.parameters()).dtype
+
+    @property
+    def batch(self) -> DeviceBatch | None:
+        """What `forward`'s index refers to: set before a schedule runs, None after it.
+
+        An off-loaded stage holds its weights while a batch is set.
+        """
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: DeviceBatch | None) -> None:
+        self._batch = batch
+        if self._offload is not None:
+            if batch is not None:
+                self._offload.fetch()
+            else:
+                self._offload.release()
+
+    def offload(self, where: Literal["cpu", "disk"], folder: Path) -> None:
+        """Keep a frozen stage's weights elsewhere while no batch is set.
+
+        Args:
+            where: see learner.offload.
+            folder: for "disk": of this run, on a disk with room for the weights.
+        """
+        assert self._batch is None
+        name = f"stage-{self.share.rank + 1:05d}-of-{self.share.num_stages:05d}.safetensors"
+        self._offload = Offload(self, where, folder / name)
+        self._offload.release()
 
     def output_shape(self, width: int) -> tuple[int, ...]:
         """Of the last stage's output for a micro-batch of `width` tokens."""
@@ -117,43 +162,56 @@ class StageModule(nn.Module):
 
     def forward(self, states: Tensor, micro_batch: Tensor) -> Tensor:
         """Run micro-batch `micro_batch` ([1], int64) of the bound batch through this stage."""
-        assert self.batch is not None, "bind a batch before running the stage"
+        assert self._batch is not None, "bind a batch before running the stage"
         m = int(micro_batch)
+        width = states.shape[1]
+        states = states[:, : self._batch.num_tokens[m]]
         enabled = self.autocast_dtype is not None
         with torch.autocast(states.device.type, dtype=self.autocast_dtype or torch.bfloat16, enabled=enabled):
-            hidden = self.model.embed_tokens(states) if self.share.is_first else states
-            rotation = self.batch.rotations.get((self, m))
-            if rotation is None:
-                rotation = self.model.rotary_emb(hidden, position_ids=self.batch.positions_ML[m : m + 1])
-                self.batch.rotations[self, m] = rotation
-            for layer in self.model.layers.values():
-                hidden = layer(hidden, position_embeddings=rotation, layout=self.batch.layouts[m])
-            return self._output(hidden, m) if self.share.is_last else hidden
+            hidden = self._run_layers(self.model.embed_tokens(states) if self.share.is_first else states, m)
+            if self.share.is_last:
+                return self._output(hidden, m, width)
+        return F.pad(hidden, (0, 0, 0, width - hidden.shape[1]))
 
-    def _output(self, hidden: Tensor, m: int) -> Tensor:
-        """What the heads say where the next token is a completion token, 0 elsewhere: [1, L, hidden] -> `output_shape`.
+    def _run_layers(self, hidden: Tensor, m: int) -> Tensor:
+        """[1, T, hidden] -> [1, T, hidden]."""
+        batch = self._batch
+        assert batch is not None
+        rotations = batch.rotations.get((self, m))
+        if rotations is None:
+            positions = batch.positions_ML[m : m + 1, : hidden.shape[1]]
+            rotations = {
+                kind: self.model.rotary_emb(hidden, positions, **told) for kind, told in self._rotation_kinds.items()
+            }
+            batch.rotations[self, m] = rotations
+        for index, layer in self.model.layers.items():
+            known: dict[str, Any] = {
+                "position_embeddings": rotations[self._layer_types[int(index)]],
+                "layout": batch.layouts[m],
+            }
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                # no random number is drawn in a layer: dropout is refused
+                hidden = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, **known)
+            else:
+                hidden = layer(hidden, **known)
+        return hidden
+
+    def _output(self, hidden: Tensor, m: int, width: int) -> Tensor:
+        """What the heads say where the next token is a completion token, 0 elsewhere: [1, T, hidden] -> `output_shape`.
 
         All of it is float32 or wider.
         """
-        assert self.batch is not None
-        where = self.batch.predicting[m]
+        assert self._batch is not None
+        where = self._batch.predicting[m]
         selected = self.model.norm(hidden[0].index_select(0, where))
         found: list[Tensor] = []
         if self.heads != "value":
-            found.append(self._log_probabilities(selected, self.batch.tokens_ML[m].index_select(0, where + 1)))
+            tokens = self._batch.tokens_ML[m].index_select(0, where + 1)
+            found.append(token_logprobs(selected, self.lm_head.weight, tokens, self.rule))
         if self.heads != "token":
             found.append(self._values(selected))
-        shape = self.output_shape(hidden.shape[1])
-        empty = torch.zeros((len(found), shape[-1]), dtype=found[0].dtype, device=hidden.device)
-        return empty.index_copy(1, where, torch.stack(found)).view(shape)
-
-    def _log_probabilities(self, selected: Tensor, tokens: Tensor) -> Tensor:
-        """Log pi of the given tokens: [n, hidden], [n] -> [n]."""
-        chunk = max(1, LOGITS_AT_ONCE // self.vocab_size)
-        if len(tokens) <= chunk:
-            return self._score(selected, tokens)
-        parts = zip(torch.split(selected, chunk), torch.split(tokens, chunk), strict=True)
-        return torch.cat([checkpoint(self._score, *part, use_reentrant=False) for part in parts])
+        empty = torch.zeros((len(found), width), dtype=found[0].dtype, device=hidden.device)
+        return empty.index_copy(1, where, torch.stack(found)).view(self.output_shape(width))
 
     def _values(self, selected: Tensor) -> Tensor:
         """Values of the states: [n, hidden] -> [n]. In float32 or wider also under autocast: they are regressed."""
@@ -161,11 +219,10 @@ class StageModule(nn.Module):
             values: Tensor = self.value_head(selected.to(self.value_head.weight.dtype))
         return values.squeeze(1)
 
-    def _score(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Log softmax(logits / temperature) at the given tokens: [n, hidden], [n] -> [n], float32 or wider."""
-        logits = self.lm_head(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-        return logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - logits.logsumexp(1)
+    def tie(self) -> None:
+        """Make embedding and head one parameter, where this stage has both and they are tied."""
+        if self.tied and self.share.is_first and self.share.is_last:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def published_tensors(self) -> dict[str, Tensor]:
         """This stage's weights by checkpoint name; `lm_head.weight` always has its own entry on the last stage.
@@ -193,34 +250,61 @@ def is_value_head(name: str) -> bool:
 
 def load_stage(
     model_path: Path,
-    rank: int,
-    num_stages: int,
+    index: int,
+    total: int,
     *,
     temperature: float,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     heads: Heads = "token",
+    layers_per_chunk: Sequence[int] | None = None,
+    logprob_chunk_mib: float = 64.0,
+    activation_checkpointing: bool = False,
 ) -> StageModule:
-    """Build a stage and read its own tensors, and no others, from a checkpoint folder.
+    """Build a chunk of a model and read its own tensors, and no others, from a checkpoint folder.
+
+    Args:
+        model_path: a Hugging Face folder.
+        index: which chunk, 0..total - 1.
+        total: chunks of the whole pipeline: num_stages * num_chunks.
+        temperature: of sampling.
+        device: where it computes.
+        dtype: of the weights, whatever the checkpoint's is.
+        heads: what the last chunk ends in.
+        layers_per_chunk: layers of every chunk; None: balanced by cost.
+        logprob_chunk_mib: logits held at a time.
+        activation_checkpointing: compute each layer again in the backward pass.
 
     Raises:
-        ValueError: the model is not of the Llama family, has fewer layers than stages, or lacks a tensor.
+        ValueError: the model is of an unknown family, cannot be split so, or its files are damaged or not its own.
         FileNotFoundError: the folder has no safetensors checkpoint.
     """
     config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    family_of(config)
+    split = split_layers(
+        config,
+        total,
+        has_lm_head=heads != "value",
+        layers_per_chunk=layers_per_chunk,
+        recomputed=activation_checkpointing,
+    )
     with init_empty_weights():
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    share = share_of(whole, rank, num_stages, has_lm_head=heads != "value")
-    stage = StageModule(whole, share, temperature, heads)
-    names = {name: name for name, _ in stage.named_parameters() if not is_value_head(name)}
-    if stage.tied and HEAD in names and HEAD not in tensor_names(model_path):
-        names[HEAD] = EMBEDDING
-    tensors = read_tensors(model_path, names.values())
-    # a clone, for an alias of two names would make the optimizer of one change the other
-    state = {name: tensors[source].to(device=device, dtype=dtype, copy=True) for name, source in names.items()}
+    check_names(model_path, whole.state_dict())
+    rule = LogitRule(temperature, logit_softcap(config), logprob_chunk_mib)
+    share = StageShare(index, total, *split[index])
+    stage = StageModule(whole, share, rule, heads, activation_checkpointing)
+    shapes = {name: tuple(p.shape) for name, p in stage.named_parameters() if not is_value_head(name)}
+    copied_head = stage.tied and HEAD in shapes  # where the embedding is another stage's
+    if copied_head:
+        # what a tied checkpoint may hold of a head besides is not read by anyone
+        shapes[EMBEDDING] = shapes.pop(HEAD)
+    # one tensor after the other, copied: the file's own pages are given up at once
+    state = {name: tensor.to(device, dtype, copy=True) for name, tensor in read_tensors(model_path, shapes)}
+    if copied_head:
+        state[HEAD] = state.pop(EMBEDDING)
     stage.load_state_dict(state, strict=False, assign=True)
-    if stage.tied and share.is_first and share.is_last:
-        stage.lm_head.weight = stage.model.embed_tokens.weight
+    stage.tie()
     left_on_meta = [name for name, parameter in stage.named_parameters() if parameter.is_meta]
     assert not left_on_meta, f"{left_on_meta} were not loaded"
     return stage.to(device)

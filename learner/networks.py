@@ -1,72 +1,118 @@
 """Networks: what a run trains, as one thing: the policy, and a critic that is its second head or a model of its own.
 
-The step asks for log-probabilities and values and hands back their gradients; which network they come from is
-known here alone.
+The step asks for log-probabilities and values and hands back their gradients; which network they come from, and which
+replica has computed them, is known here alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from learner.batch import Leaves
 from learner.config import LearnerConfig
+from learner.mesh import Mesh
 from learner.model import DeviceBatch, StageModule
-from learner.optimizer import StageOptimizer, UpdateResult, Verdict, learning_rate, tied_group, update_together
+from learner.optimizer import StageOptimizer, UpdateResult, Verdict, learning_rate, update_together
+from learner.packing import PackedBatch
 from learner.pipeline import Pipeline
+
+Gradient = Callable[[Tensor, Tensor], Tensor]
+"""(which of the T tokens, their log-probabilities) -> dL / d(log-probability) of them, in float32 or wider."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """One model that is trained: this rank's stage of it, its pipeline and its optimizer."""
+    """One model that is trained: this rank's chunks of it, its pipeline and its optimizer."""
 
-    module: StageModule
+    modules: tuple[StageModule, ...]
     pipeline: Pipeline
     optimizer: StageOptimizer
 
     @classmethod
-    def build(cls, module: StageModule, config: LearnerConfig, group: dist.ProcessGroup | None = None) -> Network:
-        """Make a stage trainable; all ranks call it together.
+    def build(cls, modules: Sequence[StageModule], config: LearnerConfig, mesh: Mesh) -> Network:
+        """Make chunks trainable; all ranks call it together.
 
         Args:
-            module: this rank's stage.
+            modules: this rank's, in the order of their layers.
             config: schedule and optimizer.
-            group: of all stages; None: the default one.
+            mesh: all stages and replicas.
         """
-        return cls(module, Pipeline(module, config.schedule, group), StageOptimizer(module, config, tied_group(module)))
+        pipeline = Pipeline(modules, mesh, config.schedule)
+        return cls(tuple(modules), pipeline, StageOptimizer(modules, config, mesh))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.modules[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.modules[0].dtype
+
+    @property
+    def tied(self) -> bool:
+        """Are embedding and LM head one tensor?"""
+        return self.modules[0].tied
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of all chunks, under the names of the whole model."""
+        for module in self.modules:
+            yield from module.named_parameters()
+
+    def published_tensors(self) -> dict[str, Tensor]:
+        """As `StageModule.published_tensors`, of all chunks."""
+        return {name: tensor for module in self.modules for name, tensor in module.published_tensors().items()}
+
+    def exported_tensors(self) -> dict[str, Tensor]:
+        """As `StageModule.exported_tensors`, of all chunks."""
+        return {name: tensor for module in self.modules for name, tensor in module.exported_tensors().items()}
 
 
 class Networks:
     """The policy and perhaps a critic; every method is called by all ranks."""
 
-    def __init__(
-        self,
-        policy: Network,
-        critic: Network | None,
-        config: LearnerConfig,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, policy: Network, critic: Network | None, config: LearnerConfig, mesh: Mesh) -> None:
         """Put them together.
 
         Args:
             policy: whose last stage may end in a value head too.
-            critic: a model of its own, with as many stages; else None.
+            critic: a model of its own, split alike; else None.
             config: the learning rates.
-            group: of all stages; None: the default one.
+            mesh: all stages and replicas.
         """
         self.policy = policy
         self.critic = critic
+        self.mesh = mesh
         self._config = config
-        self._group = group
+
+    @property
+    def all(self) -> tuple[Network, ...]:
+        """The policy, and a critic model after it."""
+        return (self.policy,) if self.critic is None else (self.policy, self.critic)
+
+    def num_parameters(self) -> int:
+        """Of all that is trained, a tied weight counted once; the same on all ranks."""
+        count = torch.zeros(1, dtype=torch.int64)
+        if self.mesh.place.publishes:
+            count += sum(parameter.numel() for network in self.all for parameter in network.optimizer.counted)
+        dist.all_reduce(count)
+        return int(count)
+
+    def on_device(self, packed: PackedBatch) -> DeviceBatch:
+        """This replica's share of a batch, where the policy computes."""
+        place = self.mesh.place
+        return DeviceBatch(packed.of_replica(place.replica, place.num_replicas), self.policy.device)
 
     def forward_only(self, batch: DeviceBatch) -> Leaves | None:
-        """Log-probabilities, and a critic's values, of all T completion tokens; None but on the last rank."""
-        said = [network.pipeline.forward_only(batch) for network in self._networks]
-        by_token = [_gather(outputs, batch) for outputs in said if outputs is not None]
+        """Log-probabilities, and a critic's values, of all T completion tokens; None but on the last stages."""
+        said = [gather_tokens(network.pipeline.forward_only(batch), batch.packed, self.mesh) for network in self.all]
+        by_token = [found for found in said if found is not None]
         if not by_token:
             return None
         logprobs_T, *values = torch.cat(by_token).unbind()
@@ -76,51 +122,107 @@ class Networks:
         """Add the gradient of the loss to the parameters' gradients.
 
         Args:
-            batch: packed; the same on all ranks.
-            gradient: dL / d(leaf) of all T tokens; read on the last rank alone. None there: of a loss that is to
+            batch: packed; this replica's share.
+            gradient: dL / d(leaf) of all T tokens; read on the lead alone. None there: of a loss that is to
                 change nothing. It takes the same way, for the other stages wait in it.
         """
-        columns: list[Tensor | None] = [None, None]
-        if gradient is not None:
-            columns = [gradient.logprobs_T, gradient.values_T]
-        for network in self._networks:
-            module, coefficients = network.module, None
-            if module.share.is_last:
+        place = self.mesh.place
+        rows = self._rows(batch, gradient) if place.is_last else None
+        for network in self.all:
+            module, coefficients = network.modules[-1], None
+            if rows is not None:
                 num_heads = 2 if module.heads == "token_and_value" else 1
-                coefficients = _scatter(columns[:num_heads], batch, module)
-                columns = columns[num_heads:]
+                coefficients = _Spread(rows[:num_heads], batch.packed)
+                rows = rows[num_heads:]
             network.pipeline.train(batch, coefficients)
+
+    def _rows(self, batch: DeviceBatch, gradient: Leaves | None) -> Tensor:
+        """The gradient as [heads, T], on the last stages of all replicas."""
+        columns = [] if gradient is None else [gradient.logprobs_T, gradient.values_T]
+        wide = torch.promote_types(self.policy.dtype, torch.float32)
+        num_heads = sum(2 if network.modules[-1].heads == "token_and_value" else 1 for network in self.all)
+        rows = torch.zeros(num_heads, len(batch.packed.output_T), dtype=wide, device=self.policy.device)
+        for row, column_T in zip(rows, columns, strict=False):
+            if column_T is not None:
+                row.copy_(column_T)
+        if self.mesh.place.num_replicas > 1:
+            # one rank evaluates the loss: another might round otherwise, and replicas must not come apart
+            dist.broadcast(rows, src=self.mesh.place.lead, group=self.mesh.replicas)
+        return rows
+
+    def train_in_one_pass(self, batch: DeviceBatch, gradient: Gradient) -> Tensor | None:
+        """As `train`, for a loss whose gradient for a sequence depends on that sequence alone.
+
+        Args:
+            batch: packed; this replica's share.
+            gradient: asked for the tokens of each micro-batch; on the last stages.
+
+        Returns:
+            Log-probabilities of all T tokens; None but on the last stages.
+        """
+        assert self.critic is None, "values are leaves of the whole batch"
+        return_T = self.policy.pipeline.train(batch, _Asked(gradient, batch.packed))
+        found = gather_tokens(return_T, batch.packed, self.mesh)
+        return None if found is None else found[0]
 
     def update(self, number: int, verdict: Verdict | None) -> UpdateResult:
         """Take the optimizer steps, or none.
 
         Args:
             number: of the update, 0-based and counted over all steps, for the learning-rate schedule.
-            verdict: of the last rank; None on the others.
+            verdict: of the lead; None on the others.
         """
-        optimizers = [network.optimizer for network in self._networks]
-        return update_together(optimizers, learning_rate(self._config, number), verdict, self._group)
-
-    @property
-    def _networks(self) -> list[Network]:
-        return [self.policy] if self.critic is None else [self.policy, self.critic]
+        optimizers = [network.optimizer for network in self.all]
+        return update_together(optimizers, learning_rate(self._config, number), verdict, self.mesh)
 
 
-def _gather(outputs: Tensor, batch: DeviceBatch) -> Tensor:
-    """From where the outputs stand to the tokens they speak of: [M, L] or [M, heads, L] -> [heads, T]."""
-    num_micro_batches, width = batch.packed.num_micro_batches, batch.packed.width
-    by_head = outputs.reshape(num_micro_batches, -1, width).transpose(0, 1).flatten(1)
-    return by_head[:, torch.from_numpy(batch.packed.output_T).to(outputs.device)]
+def gather_tokens(outputs: Tensor | None, packed: PackedBatch, mesh: Mesh) -> Tensor | None:
+    """From where the outputs stand to the tokens they speak of, over all replicas.
+
+    Args:
+        outputs: [M, L] or [M, heads, L] of this replica on its last stage; None on the others.
+        packed: the replica's share of the batch.
+        mesh: all stages and replicas.
+
+    Returns:
+        [heads, T] on the last stages, alike; None on the others.
+    """
+    if outputs is None:
+        return None
+    by_head = outputs.reshape(packed.num_micro_batches, -1, packed.width).transpose(0, 1).flatten(1)
+    output_T = torch.from_numpy(packed.output_T).to(outputs.device)
+    tokens = by_head[:, output_T.clamp_min(0)]
+    if mesh.place.num_replicas > 1:
+        # each token is of one replica and zero in the others: adding zeros is exact
+        tokens = tokens.masked_fill(output_T < 0, 0.0)
+        dist.all_reduce(tokens, group=mesh.replicas)
+    return tokens
 
 
-def _scatter(columns: Sequence[Tensor | None], batch: DeviceBatch, module: StageModule) -> Tensor:
-    """The way back, for one column [T] per head; 0 where there is no token, and everywhere for None."""
-    num_micro_batches, width = batch.packed.num_micro_batches, batch.packed.width
-    dtype = torch.promote_types(module.dtype, torch.float32)
-    by_head = torch.zeros(len(columns), num_micro_batches * width, dtype=dtype, device=module.device)
-    output_T = torch.from_numpy(batch.packed.output_T).to(module.device)
-    for head, column_T in zip(by_head, columns, strict=True):
-        if column_T is not None:
-            head[output_T] = column_T
-    shape = (num_micro_batches, *module.output_shape(width)[1:])
-    return by_head.view(len(columns), num_micro_batches, width).transpose(0, 1).reshape(shape)
+class _Spread:
+    """Coefficients [heads, T] of the whole batch, by micro-batch of this replica."""
+
+    def __init__(self, rows: Tensor, packed: PackedBatch) -> None:
+        output_T = torch.from_numpy(packed.output_T).to(rows.device)
+        own_T = output_T >= 0
+        flat = rows.new_zeros(len(rows), packed.num_micro_batches * packed.width)
+        flat[:, output_T[own_T]] = rows[:, own_T]
+        self._by_micro_batch = flat.view(len(rows), packed.num_micro_batches, packed.width)
+
+    def __call__(self, micro_batch: int, outputs: Tensor) -> Tensor:
+        return self._by_micro_batch[:, micro_batch].reshape(outputs.shape)
+
+
+class _Asked:
+    """Coefficients of log-probabilities, asked for when the outputs of a micro-batch are there."""
+
+    def __init__(self, gradient: Gradient, packed: PackedBatch) -> None:
+        self._gradient = gradient
+        self._packed = packed
+
+    def __call__(self, micro_batch: int, outputs: Tensor) -> Tensor:
+        where = torch.from_numpy(self._packed.predicted[micro_batch]).to(outputs.device)
+        at = torch.from_numpy(self._packed.predicting[micro_batch]).to(outputs.device)
+        flat = outputs.flatten()
+        found = self._gradient(where, flat[at])
+        return torch.zeros_like(flat).index_copy(0, at, found.to(flat.dtype)).view(outputs.shape)

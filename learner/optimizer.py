@@ -7,7 +7,7 @@ or none is. Each is clipped to the gradient norm of its own stages.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from learner.config import LearnerConfig
+from learner.mesh import Mesh
 from learner.model import EMBEDDING, HEAD, StageModule, is_value_head
+
+BUCKET_ELEMENTS = 2**24
+"""Of gradients that replicas sum at a time (64 MiB in float32): more would need a second copy of them all."""
 
 
 def learning_rate(config: LearnerConfig, update: int) -> float:
@@ -38,7 +42,7 @@ def learning_rate(config: LearnerConfig, update: int) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rank that evaluated the loss says of an update."""
+    """What the lead, which evaluates the loss, says of an update."""
 
     healthy: bool = True
     """False where loss or coefficients were not finite."""
@@ -68,20 +72,21 @@ class UpdateResult:
 
 
 class StageOptimizer:
-    """Updates one stage's weights, when `update_together` says so."""
+    """Updates the weights of one rank's chunks, when `update_together` says so."""
 
-    def __init__(self, module: StageModule, config: LearnerConfig, tied: dist.ProcessGroup | None) -> None:
-        """Create AdamW over the stage's parameters.
+    def __init__(self, modules: Sequence[StageModule], config: LearnerConfig, mesh: Mesh) -> None:
+        """Create AdamW over the parameters.
 
         Args:
-            module: the stage.
+            modules: this rank's chunks.
             config: learning rates, betas, decay and clipping.
-            tied: of the first and last stage, where embedding and head are one tensor on two ranks; else None.
+            mesh: with whom gradients are summed.
         """
-        self.module = module
+        self.parameters = {name: parameter for module in modules for name, parameter in module.named_parameters()}
         self._config = config
-        self._tied = tied
-        self._groups = _parameter_groups(module, config)
+        self._mesh = mesh
+        self._shares_embedding = modules[0].tied and mesh.ends is not None
+        self._groups = _parameter_groups(modules, config)
         self.adam = torch.optim.AdamW(
             [{"params": group.parameters, "weight_decay": group.weight_decay} for group in self._groups],
             lr=config.learning_rate,
@@ -90,16 +95,30 @@ class StageOptimizer:
             fused=True,
         )
 
+    @property
+    def counted(self) -> list[nn.Parameter]:
+        """All but the second copy of a tied weight: the first stage counts that, with the same summed gradient."""
+        second_copy = HEAD if self._shares_embedding and self._mesh.place.is_last else None
+        return [parameter for name, parameter in self.parameters.items() if name != second_copy]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self.parameters.values())).device
+
     def squared_norm(self) -> Tensor:
-        """This stage's share of the squared gradient norm, float64. Sums tied gradients first, so all ranks call it."""
+        """This rank's share of the squared gradient norm, float64.
+
+        Sums gradients over replicas, and those of a tied weight over its two copies, so all ranks call it.
+        """
+        self._sum_over_replicas()
         self._sum_tied_gradients()
-        counted = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        if self._tied is not None and self.module.share.is_last:
-            # the first stage counts the tied tensor: its gradient is the same sum there
-            counted = [p.grad for name, p in self.module.named_parameters() if p.grad is not None and name != HEAD]
-        if not counted:
-            return torch.zeros((), dtype=torch.float64, device=self.module.device)
-        return nn.utils.get_total_norm(counted).double().square()
+        if not self._mesh.place.publishes:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        gradients = [parameter.grad for parameter in self.counted if parameter.grad is not None]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return nn.utils.get_total_norm(gradients).double().square()
 
     def apply(self, norm: float, rate: float) -> None:
         """Clip and step.
@@ -108,8 +127,8 @@ class StageOptimizer:
             norm: of the gradient over all stages.
             rate: learning rate of the policy; a critic's is as much greater or smaller as its peak is.
         """
-        norm_tensor = torch.tensor(norm, dtype=torch.float64, device=self.module.device)
-        nn.utils.clip_grads_with_norm_(self.module.parameters(), self._config.max_grad_norm, norm_tensor)
+        norm_tensor = torch.tensor(norm, dtype=torch.float64, device=self.device)
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), self._config.max_grad_norm, norm_tensor)
         for ours, group in zip(self._groups, self.adam.param_groups, strict=True):
             group["lr"] = rate * ours.rate_factor
         self.adam.step()
@@ -118,14 +137,24 @@ class StageOptimizer:
         """Forget the gradients."""
         self.adam.zero_grad(set_to_none=True)
 
-    def _sum_tied_gradients(self) -> None:
-        if self._tied is None:
+    def _sum_over_replicas(self) -> None:
+        """Once per update, in buckets: a gradient of each parameter is there, or made of zeros, on every replica."""
+        if self._mesh.place.num_replicas == 1:
             return
-        weight = tied_weight(self.module)
-        if weight is not None:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            dist.all_reduce(weight.grad, group=self._tied)
+        for bucket in _buckets(list(self.parameters.values())):
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=self._mesh.replicas)
+            for parameter, summed in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+                parameter.grad = summed.view_as(parameter)
+
+    def _sum_tied_gradients(self) -> None:
+        if not self._shares_embedding:
+            return
+        weight = self.parameters[EMBEDDING if self._mesh.place.stage == 0 else HEAD]
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        dist.all_reduce(weight.grad, group=self._mesh.ends)
 
     def state(self) -> dict[str, Tensor]:
         """Moments by `exp_avg.NAME` and `exp_avg_sq.NAME`, and how many updates each parameter had.
@@ -133,7 +162,7 @@ class StageOptimizer:
         Before the first update the moments are created as zeros, so that a checkpoint can be read into them.
         """
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self.parameters.items():
             entry: dict[str, Any] = self.adam.state[parameter]
             if not entry:
                 entry["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -150,13 +179,27 @@ class _ParameterGroup:
     rate_factor: float
 
 
-def _parameter_groups(module: StageModule, config: LearnerConfig) -> list[_ParameterGroup]:
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one dtype, up to `BUCKET_ELEMENTS` at a time."""
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        full = sum(p.numel() for p in bucket) + parameter.numel() > BUCKET_ELEMENTS
+        if bucket and (full or bucket[0].dtype != parameter.dtype):
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+def _parameter_groups(modules: Sequence[StageModule], config: LearnerConfig) -> list[_ParameterGroup]:
     """Matrices decay, vectors do not; what belongs to a critic has its own learning rate."""
     critic_factor = (config.critic_learning_rate or config.learning_rate) / config.learning_rate
     groups = []
     for of_critic in (False, True):
         chosen = [
             parameter
+            for module in modules
             for name, parameter in module.named_parameters()
             if (module.heads == "value" or is_value_head(name)) == of_critic
         ]
@@ -169,25 +212,23 @@ def _parameter_groups(module: StageModule, config: LearnerConfig) -> list[_Param
 
 
 def update_together(
-    optimizers: Sequence[StageOptimizer],
-    rate: float,
-    verdict: Verdict | None,
-    group: dist.ProcessGroup | None = None,
+    optimizers: Sequence[StageOptimizer], rate: float, verdict: Verdict | None, mesh: Mesh
 ) -> UpdateResult:
     """Step all optimizers or none, and clear the gradients; all ranks call it.
 
     Args:
         optimizers: of this rank, in the same order everywhere.
         rate: learning rate of the policy, before scaling.
-        verdict: of the one rank that evaluated the loss; None on the others.
-        group: of all stages; None: the default one.
+        verdict: of the lead; None on the others.
+        mesh: all stages and replicas.
     """
+    assert (verdict is not None) == mesh.place.is_lead, "the lead alone judges"
     said = [0.0, 0.0, 0.0] if verdict is None else [float(not verdict.healthy), float(verdict.drop), verdict.lr_scale]
     # one reduction carries everything: a NaN of one stage's norm makes the sum NaN on all
-    total = torch.tensor(said + [0.0] * len(optimizers), dtype=torch.float64, device=optimizers[0].module.device)
+    total = torch.tensor(said + [0.0] * len(optimizers), dtype=torch.float64, device=optimizers[0].device)
     for i, optimizer in enumerate(optimizers):
         total[len(said) + i] = optimizer.squared_norm()
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total)
     num_sick, num_dropping, lr_scale, *squares = total.tolist()
     norms = tuple(math.sqrt(square) if square >= 0 else math.nan for square in squares)
     result = UpdateResult(
@@ -202,21 +243,3 @@ def update_together(
             optimizer.apply(norm, result.learning_rate)
         optimizer.clear()
     return result
-
-
-def tied_weight(module: StageModule) -> nn.Parameter | None:
-    """This stage's copy of a weight that embedding and head share; None where it has none."""
-    name = EMBEDDING if module.share.is_first else HEAD
-    for own, parameter in module.named_parameters():
-        if module.tied and own == name:
-            return parameter
-    return None
-
-
-def tied_group(module: StageModule) -> dist.ProcessGroup | None:
-    """The group of first and last stage where they share a weight, else None. All ranks must call it together."""
-    if not module.tied or module.share.num_stages == 1:
-        return None
-    group = dist.new_group([0, module.share.num_stages - 1])
-    edge = module.share.is_first or module.share.is_last
-    return group if edge and isinstance(group, dist.ProcessGroup) else None

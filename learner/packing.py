@@ -1,50 +1,95 @@
-"""Best-fit-decreasing packing of whole sequences into micro-batches of one shape.
+"""Packing: whole sequences into micro-batches of one shape, and micro-batches onto replicas.
 
-All micro-batches of a step are [1, L], L <= token_budget: real sequences side by side, padding on the
-right. One shape lets the pipeline reuse its buffers, and whole sequences keep attention and positions
-exact. L is the narrowest of 16 widths that needs no more micro-batches than the full budget: few shapes,
-and a batch just above 3 budgets does not compute 4 of them. The packing depends on lengths and order
-alone, so every stage computes the same one from the same batch.
+    best fit   longest first, each into the fullest micro-batch that still takes it: so few are enough. Every replica
+               runs as many, and a schedule asks for a least number: there may have to be more
+    spread     over that number the sequences are laid out anew, each into the cheapest micro-batch that takes it; where
+               one finds no room, because there is hardly any to spare, the layout of best fit stands
+    deal       onto the replicas, equal counts, the dearest replica cheap
+    order      within a replica: from the cheapest up to the dearest, and down again
+
+Every micro-batch is [1, L] with L = token_budget: real sequences side by side, padding on the right, some of it
+empty. One shape lets the pipeline keep its buffers, and whole sequences keep attention and positions exact; a stage
+computes no padding. All of it follows from the lengths alone: every rank finds the same packing.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from learner.cost import CostModel
+
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 PAD_TOKEN = 0
 """Any valid token id: padding is attended to by nothing, and no loss reads it."""
 
 
 @dataclass(frozen=True)
+class PackingRule:
+    """How many micro-batches there may be, and of what shape."""
+
+    token_budget: int
+    """L, tokens of a micro-batch."""
+    num_replicas: int = 1
+    """R, which share the micro-batches, as many each."""
+    min_micro_batches: int = 1
+    """Least number per replica."""
+    multiple: int = 1
+    """The number per replica is a multiple of this."""
+    cost: CostModel = field(default_factory=CostModel)
+
+    def num_micro_batches(self, needed: int) -> int:
+        """Of all replicas, where `needed` would hold the tokens."""
+        per_replica = max(-(-needed // self.num_replicas), self.min_micro_batches, 1)
+        return self.num_replicas * (-(-per_replica // self.multiple) * self.multiple)
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """A batch as M micro-batches of L tokens, and the way back to its T completion tokens.
 
-    T runs over the sequences in the order they were given, whatever micro-batch each landed in.
+    T runs over the sequences in the order they were given, whatever micro-batch each landed in. Of all replicas, M
+    is R times what each runs, and rows r * M / R and on are replica r's; `of_replica` cuts them out.
     """
 
     tokens_ML: IntArray
     positions_ML: IntArray
     """Position within its sequence; 0 on padding."""
+    members: tuple[IntArray, ...]
+    """Per micro-batch: the indices of its sequences, from left to right; none in an empty one."""
     bounds: tuple[IntArray, ...]
-    """Per micro-batch: where its sequences start, and where the last ends (num_sequences + 1 values)."""
+    """Per micro-batch: where its sequences start, and where the last ends (num_sequences + 1 values). An empty one
+    shows a sequence of one padding token, [0, 1], so that attention need not know of it."""
     predicting: tuple[IntArray, ...]
     """Per micro-batch: the positions whose next token is a completion token, ascending."""
+    predicted: tuple[IntArray, ...]
+    """Per micro-batch: which of the T completion tokens those are."""
     output_T: IntArray
-    """For each completion token, the flat index m * L + l of the output that holds its log-probability."""
-    num_tokens: int
-    """Real tokens, prompts included."""
+    """For each completion token, the flat index m * L + l of the output that holds its log-probability; -1 where
+    that is another replica's."""
+    cost_M: FloatArray
+    """Cost of each micro-batch; 0 of an empty one."""
 
     @property
     def num_micro_batches(self) -> int:
         """M."""
         return len(self.bounds)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, prompts included."""
+        return sum(int(edges[-1]) for edges, members in zip(self.bounds, self.members, strict=True) if len(members))
+
+    @property
+    def num_empty(self) -> int:
+        """Micro-batches without a sequence."""
+        return sum(len(members) == 0 for members in self.members)
 
     @property
     def width(self) -> int:
@@ -53,8 +98,33 @@ class PackedBatch:
 
     @property
     def efficiency(self) -> float:
-        """Real tokens over tokens computed, 0..1."""
-        return self.num_tokens / max(1, self.tokens_ML.size)
+        """Real tokens over the tokens that the micro-batches have room for, 0..1."""
+        return self.num_tokens / self.tokens_ML.size
+
+    def cost_balance(self, num_replicas: int) -> float:
+        """Mean cost of the replicas over that of the dearest: 1 is even, 1 / R is all of it on one."""
+        cost_R = self.cost_M.reshape(num_replicas, -1).sum(axis=1)
+        return float(cost_R.mean() / cost_R.max())
+
+    def of_replica(self, replica: int, num_replicas: int) -> PackedBatch:
+        """What one replica runs: its M / R micro-batches, and still all T entries of `output_T`."""
+        if num_replicas == 1:
+            return self
+        share = self.num_micro_batches // num_replicas
+        rows = slice(replica * share, (replica + 1) * share)
+        first = replica * share * self.width
+        is_ours_T = (self.output_T >= first) & (self.output_T < first + share * self.width)
+        return replace(
+            self,
+            tokens_ML=self.tokens_ML[rows],
+            positions_ML=self.positions_ML[rows],
+            members=self.members[rows],
+            bounds=self.bounds[rows],
+            predicting=self.predicting[rows],
+            predicted=self.predicted[rows],
+            output_T=np.where(is_ours_T, self.output_T - first, -1),
+            cost_M=self.cost_M[rows],
+        )
 
 
 def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
@@ -70,15 +140,15 @@ def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     Raises:
         ValueError: a sequence is longer than the budget; names it.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    if order and lengths[order[0]] > token_budget:
+    descending = longest_first(lengths)
+    if descending and lengths[descending[0]] > token_budget:
         raise ValueError(
-            f"sequence {order[0]} of the batch has {lengths[order[0]]} tokens, and a micro-batch takes "
+            f"sequence {descending[0]} of the batch has {lengths[descending[0]]} tokens, and a micro-batch takes "
             f"learner.token_budget = {token_budget}. Raise token_budget to the longest prompt plus completion, or more"
         )
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room left, bin), ascending
-    for i in order:
+    for i in descending:
         at = bisect_left(free, (lengths[i], -1))
         if at == len(free):
             bins.append([])
@@ -90,45 +160,87 @@ def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return bins
 
 
-def narrowest(lengths: Sequence[int], token_budget: int, min_bins: int = 1) -> tuple[int, list[list[int]]]:
-    """The narrowest width, in sixteenths of the budget, that needs no more bins than the budget itself.
-
-    Args:
-        lengths: tokens of each sequence.
-        token_budget: the greatest width.
-        min_bins: how many bins are needed in any case; a batch that fits fewer is spread over them.
+def spread(lengths: Sequence[int], cost_B: FloatArray, token_budget: int, num_bins: int) -> list[list[int]] | None:
+    """Assign sequences to `num_bins` bins of like cost: longest first, each into the cheapest bin that takes it.
 
     Returns:
-        The width in tokens, and the bins as `best_fit` gives them, with empty ones up to `min_bins`.
+        As `best_fit`, empty bins included; None where a sequence found no room left, which best fit may have.
+    """
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    cost_N, room_N = np.zeros(num_bins), np.full(num_bins, token_budget)
+    for i in longest_first(lengths):
+        chosen = int(np.where(room_N >= lengths[i], cost_N, np.inf).argmin())
+        if room_N[chosen] < lengths[i]:
+            return None
+        bins[chosen].append(i)
+        cost_N[chosen] += cost_B[i]
+        room_N[chosen] -= lengths[i]
+    return bins
+
+
+def deal(cost_N: FloatArray, num_replicas: int) -> list[list[int]]:
+    """Share bins among replicas, equal counts, so that the dearest replica is cheap.
+
+    In rounds of R bins, dearest first, each replica gets one of a round, and who has least so far the dearest. As no
+    bin of a round is cheaper than one of the next, two replicas differ by no more than the dearest bin differs from
+    the cheapest, so the dearest replica is above the mean by (1 - 1/R) (max - min) at most.
+
+    Args:
+        cost_N: of each bin; N a multiple of R.
+        num_replicas: R.
+
+    Returns:
+        Per replica, its N / R bins.
+    """
+    rounds_MR = np.argsort(-cost_N, kind="stable").reshape(-1, num_replicas)
+    share_RM = np.zeros(rounds_MR.T.shape, np.int64)
+    cost_R = np.zeros(num_replicas)
+    for m, round_R in enumerate(rounds_MR):
+        poorest_first = np.argsort(cost_R, kind="stable")
+        share_RM[poorest_first, m] = round_R
+        cost_R[poorest_first] += cost_N[round_R]
+    return [share.tolist() for share in share_RM]
+
+
+def order(cost_N: FloatArray, bins: Sequence[int]) -> list[int]:
+    """The order in which a pipeline runs bins: the cheap ones at both ends, the dearest in the middle.
+
+    Stages are idle while the first bins fill the pipeline and the last ones drain it, and 1F1B has a stage do forward
+    and backward of bins that stand near each other at one time. GPipe takes as long in any order: every stage costs a
+    bin alike, and of such a flow shop the duration is sum + (P - 1) max.
+    """
+    rising = sorted(bins, key=lambda n: (cost_N[n], n))
+    return rising[0::2] + rising[1::2][::-1]
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """The order in which sequences are assigned: by length, then by index."""
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+
+
+def plan(lengths: Sequence[int], rule: PackingRule) -> list[list[int]]:
+    """Which sequences each micro-batch takes, replica by replica.
 
     Raises:
         ValueError: a sequence is longer than the budget; names it.
     """
-    width, bins = token_budget, best_fit(lengths, token_budget)
-    num_bins = max(len(bins), min_bins)
-    grain = max(1, token_budget // 16)
-    least = max(max(lengths), -(-sum(lengths) // num_bins))
-    for narrower in range(-(-least // grain) * grain, token_budget, grain):
-        candidate = best_fit(lengths, narrower)
-        if len(candidate) <= num_bins:
-            width, bins = narrower, candidate
-            break
-    return width, bins + [[] for _ in range(num_bins - len(bins))]
+    cost_B = rule.cost.of(lengths)
+    fewest = best_fit(lengths, rule.token_budget)
+    num_bins = rule.num_micro_batches(len(fewest))
+    bins = spread(lengths, cost_B, rule.token_budget, num_bins)
+    if bins is None:
+        bins = fewest + [[] for _ in range(num_bins - len(fewest))]
+    cost_N = np.array([cost_B[members].sum() for members in bins])
+    return [bins[n] for share in deal(cost_N, rule.num_replicas) for n in order(cost_N, share)]
 
 
-def pack(
-    sequences: Sequence[npt.NDArray[np.integer]],
-    prompt_lengths: Sequence[int],
-    token_budget: int,
-    min_micro_batches: int = 1,
-) -> PackedBatch:
-    """Pack sequences (prompt, then completion) into micro-batches.
+def pack(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[int], rule: PackingRule) -> PackedBatch:
+    """Pack sequences (prompt, then completion) into the micro-batches of all replicas.
 
     Args:
         sequences: token ids of each sequence.
         prompt_lengths: tokens of each prompt, at least 1.
-        token_budget: tokens of a micro-batch.
-        min_micro_batches: what the pipeline's schedule needs; missing ones are made of padding.
+        rule: shape and number of micro-batches.
 
     Raises:
         ValueError: there is no sequence, one is longer than the budget, or one has no prompt.
@@ -139,25 +251,38 @@ def pack(
         if prompt_length < 1:
             raise ValueError(f"sequence {i} has no prompt token, so nothing predicts its first completion token")
     lengths = [len(sequence) for sequence in sequences]
-    width, bins = narrowest(lengths, token_budget, min_micro_batches)
-    tokens_ML = np.full((len(bins), width), PAD_TOKEN, np.int64)
-    positions_ML = np.zeros((len(bins), width), np.int64)
-    bounds: list[IntArray] = []
-    predicting: list[IntArray] = []
-    outputs: list[IntArray] = [np.zeros(0, np.int64)] * len(sequences)
-    for m, members in enumerate(bins):
-        edges = np.cumsum([0, *[lengths[i] for i in members]])
-        sources: list[IntArray] = [np.zeros(0, np.int64)]
-        for i, start, end in zip(members, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            tokens_ML[m, start:end] = sequences[i]
-            positions_ML[m, start:end] = np.arange(end - start)
-            # the output at position l holds log pi of the token at l + 1
-            source = np.arange(start + prompt_lengths[i] - 1, end - 1)
-            sources.append(source)
-            outputs[i] = m * width + source
-        # an empty micro-batch shows one sequence of one padding token, so that attention need not know of it
-        bounds.append(edges if members else np.array([0, 1]))
-        predicting.append(np.concatenate(sources))
+    length_B, prompt_B = np.array(lengths), np.array(prompt_lengths)
+    cost_B = rule.cost.of(length_B)
+    members = [np.array(indices, np.int64) for indices in plan(lengths, rule)]
+    bounds = [np.concatenate([[0], np.cumsum(length_B[indices])]) for indices in members]
+    start_B = np.zeros(len(lengths), np.int64)
+    tokens_ML = np.full((len(members), rule.token_budget), PAD_TOKEN, np.int64)
+    positions_ML = np.zeros_like(tokens_ML)
+    counting = np.arange(rule.token_budget)
+    for m, (indices, edges) in enumerate(zip(members, bounds, strict=True)):
+        start_B[indices] = m * rule.token_budget + edges[:-1]
+        for i, start in zip(indices.tolist(), edges.tolist(), strict=False):
+            tokens_ML[m, start : start + lengths[i]] = sequences[i]
+            positions_ML[m, start : start + lengths[i]] = counting[: lengths[i]]
+    completion_B = length_B - prompt_B
+    first_T = np.cumsum(completion_B) - completion_B
+    # the output at position l holds log pi of the token at l + 1
+    output_T = _runs(start_B + prompt_B - 1, completion_B)
+    predicted = [_runs(first_T[indices], completion_B[indices]) for indices in members]
     return PackedBatch(
-        tokens_ML, positions_ML, tuple(bounds), tuple(predicting), np.concatenate(outputs), num_tokens=sum(lengths)
+        tokens_ML,
+        positions_ML,
+        members=tuple(members),
+        bounds=tuple(edges if len(edges) > 1 else np.array([0, 1]) for edges in bounds),
+        predicting=tuple(output_T[where_T] - m * rule.token_budget for m, where_T in enumerate(predicted)),
+        predicted=tuple(predicted),
+        output_T=output_T,
+        cost_M=np.array([cost_B[indices].sum() for indices in members]),
     )
+
+
+def _runs(start_B: IntArray, length_B: IntArray) -> IntArray:
+    """start, start + 1 .. start + length - 1 of each, one behind the other."""
+    ends_B = np.cumsum(length_B)
+    offsets = np.arange(ends_B[-1] if len(ends_B) else 0)
+    return offsets + np.repeat(start_B - (ends_B - length_B), length_B)

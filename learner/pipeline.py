@@ -7,75 +7,110 @@ would make it infer shapes anew. Shapes are given, never inferred, so nothing is
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from learner.config import ScheduleName
+from learner.mesh import Mesh
 from learner.model import DeviceBatch, StageModule
 
 KEPT_SCHEDULES = 6
 """Each holds receive buffers for its micro-batches, so only the last used ones are kept."""
 
+Coefficients = Callable[[int, Tensor], Tensor]
+"""(micro-batch, its outputs without their graph) -> dL / d(outputs), of the same shape."""
 
-def weighted_sum(outputs: Tensor, coefficients: Tensor) -> Tensor:
-    """The scalar whose gradient is that of the whole batch's loss: sum(coefficient * output) of a micro-batch."""
-    return (outputs * coefficients).sum()
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+
+@dataclass(frozen=True)
+class MicroBatchRule:
+    """What a schedule asks of the number of micro-batches of a replica."""
+
+    least: int
+    multiple: int
+
+
+def micro_batch_rule(schedule: ScheduleName, num_stages: int) -> MicroBatchRule:
+    """How many micro-batches a schedule takes: 1F1B at least one per stage, those in rounds whole rounds of them."""
+    if schedule == "gpipe" or num_stages == 1:
+        return MicroBatchRule(1, 1)
+    return MicroBatchRule(num_stages, 1 if schedule == "1f1b" else num_stages)
 
 
 class Pipeline:
-    """Runs packed batches through this process's stage and its neighbours. All ranks call the same methods."""
+    """Runs packed batches through this rank's chunks and their neighbours. All ranks of a replica call alike."""
 
-    def __init__(
-        self,
-        module: StageModule,
-        schedule: Literal["gpipe", "1f1b"],
-        group: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, modules: Sequence[StageModule], mesh: Mesh, schedule: ScheduleName) -> None:
         """Prepare to run; schedules are built as shapes of batches come up.
 
         Args:
-            module: this rank's stage.
+            modules: this rank's chunks, in the order of their layers.
+            mesh: the stages of the replica.
             schedule: of the training pass; forward-only passes need no choice.
-            group: the process group of the stages, rank by rank; None: the default one.
         """
-        self.module = module
-        self._train_class = Schedule1F1B if schedule == "1f1b" else ScheduleGPipe
-        self._group = group
-        self._schedules: OrderedDict[tuple[bool, int, int], PipelineScheduleSingle] = OrderedDict()
+        self.modules = tuple(modules)
+        self._mesh = mesh
+        self._schedule_name = schedule
+        self._schedules: OrderedDict[tuple[bool, int, int], Schedule] = OrderedDict()
+        self._coefficients: Coefficients | None = None
 
     @torch.no_grad()
     def forward_only(self, batch: DeviceBatch) -> Tensor | None:
         """The outputs on the last stage, [M, L] or with two heads [M, 2, L]; None on the others."""
-        return self._run(batch, train=False, coefficients=None)
+        return self._run(batch, train=False)
 
-    def train(self, batch: DeviceBatch, coefficients: Tensor | None) -> None:
+    def train(self, batch: DeviceBatch, coefficients: Coefficients | None) -> Tensor | None:
         """Add the gradient of sum(coefficients * outputs) to the parameters' gradients.
 
         Args:
-            batch: packed; the same on all ranks.
-            coefficients: dL / d(output), shaped like the outputs; needed on the last stage, ignored on the others.
-        """
-        self._run(batch, train=True, coefficients=coefficients)
+            batch: packed; the same on all ranks of the replica.
+            coefficients: asked for each micro-batch on the last stage; not read on the others.
 
-    def _run(self, batch: DeviceBatch, *, train: bool, coefficients: Tensor | None) -> Tensor | None:
-        share = self.module.share
-        self.module.batch = batch
+        Returns:
+            The outputs, as `forward_only`.
+        """
+        self._coefficients = coefficients
+        try:
+            outputs = self._run(batch, train=True)
+        finally:
+            self._coefficients = None
+        return None if outputs is None else outputs.detach()
+
+    def _run(self, batch: DeviceBatch, *, train: bool) -> Tensor | None:
         index_M = torch.arange(batch.packed.num_micro_batches)
         schedule = self._schedule(batch, train=train)
-        arguments = (batch.tokens_ML,) if share.is_first else ()
-        target = coefficients if train and share.is_last else None
+        holds_first, holds_last = self.modules[0].share.is_first, self.modules[-1].share.is_last
+        arguments = (batch.tokens_ML,) if holds_first else ()
+        target = index_M if train and holds_last else None
+        for module in self.modules:
+            module.batch = batch
         try:
-            outputs = schedule.step(*arguments, target=target, return_outputs=not train, micro_batch=index_M)
+            outputs = schedule.step(*arguments, target=target, micro_batch=index_M)
         finally:
-            self.module.batch = None
+            for module in self.modules:
+                module.batch = None
         assert outputs is None or isinstance(outputs, Tensor)
         return outputs
 
-    def _schedule(self, batch: DeviceBatch, *, train: bool) -> PipelineScheduleSingle:
+    def _weighted_sum(self, outputs: Tensor, micro_batch: Tensor) -> Tensor:
+        """The scalar whose gradient is that of the whole batch's loss: sum(coefficient * output) of a micro-batch."""
+        assert self._coefficients is not None, "the last stage needs coefficients to train"
+        return (outputs * self._coefficients(int(micro_batch), outputs.detach())).sum()
+
+    def _schedule(self, batch: DeviceBatch, *, train: bool) -> Schedule:
         key = (train, batch.packed.num_micro_batches, batch.packed.width)
         schedule = self._schedules.get(key)
         if schedule is None:
@@ -86,23 +121,54 @@ class Pipeline:
         self._schedules.move_to_end(key)
         return schedule
 
-    def _build(self, train: bool, num_micro_batches: int, width: int) -> PipelineScheduleSingle:
-        module, share = self.module, self.module.share
-        tokens = torch.zeros(1, width, dtype=torch.int64, device=module.device)
-        outputs = torch.zeros(module.output_shape(width), dtype=torch.promote_types(module.dtype, torch.float32))
-        hidden = torch.zeros(
-            1, width, module.hidden_size, dtype=module.dtype, device=module.device, requires_grad=train
+    def _build(self, train: bool, num_micro_batches: int, width: int) -> Schedule:
+        stages = [self._stage(module, width, train=train) for module in self.modules]
+        return build_schedule(
+            self._schedule_name,
+            stages,
+            num_micro_batches,
+            # the loss's denominators are global already: gradients are summed over micro-batches, not averaged
+            self._weighted_sum if train else None,
         )
-        stage = PipelineStage(
+
+    def _stage(self, module: StageModule, width: int, *, train: bool) -> PipelineStage:
+        share, device = module.share, module.device
+        tokens = torch.zeros(1, width, dtype=torch.int64, device=device)
+        outputs = torch.zeros(module.output_shape(width), dtype=torch.promote_types(module.dtype, torch.float32))
+        hidden = torch.zeros(1, width, module.hidden_size, dtype=module.dtype, device=device, requires_grad=train)
+        return PipelineStage(
             module,
             share.rank,
             share.num_stages,
-            module.device,
+            device,
             input_args=tokens if share.is_first else hidden,
-            output_args=outputs.to(module.device).requires_grad_(train) if share.is_last else hidden,
-            group=self._group,
+            output_args=outputs.to(device).requires_grad_(train) if share.is_last else hidden,
+            group=self._mesh.pipeline,
         )
-        if train:
-            # the loss's denominators are global already: gradients are summed over micro-batches, not averaged
-            return self._train_class(stage, num_micro_batches, loss_fn=weighted_sum, scale_grads=False)
-        return ScheduleGPipe(stage, num_micro_batches, loss_fn=None, scale_grads=False)
+
+
+def build_schedule(
+    name: ScheduleName,
+    stages: Sequence[PipelineStage],
+    num_micro_batches: int,
+    loss: Callable[[Tensor, Tensor], Tensor] | None,
+) -> Schedule:
+    """A schedule of torch.distributed.pipelining over the stages of this rank.
+
+    Args:
+        name: of the training pass.
+        stages: more than one only for the schedules that interleave.
+        num_micro_batches: as `micro_batch_rule` asks.
+        loss: of (outputs, target) of a micro-batch; None: forward only.
+    """
+    several = len(stages) > 1
+    if loss is None:
+        if several:
+            return ScheduleLoopedBFS(list(stages), num_micro_batches, None, scale_grads=False)
+        return ScheduleGPipe(stages[0], num_micro_batches, None, scale_grads=False)
+    if name in ("gpipe", "1f1b") or stages[0].num_stages == 1:
+        assert not several, f"the schedule {name} takes one chunk per stage"
+        single = ScheduleGPipe if name == "gpipe" else Schedule1F1B
+        return single(stages[0], num_micro_batches, loss, scale_grads=False)
+    multi = ScheduleInterleaved1F1B if name == "interleaved_1f1b" else ScheduleInterleavedZeroBubble
+    return multi(list(stages), num_micro_batches, loss, scale_grads=False)

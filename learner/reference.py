@@ -7,9 +7,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.batch import StepBatch
-from learner.model import DeviceBatch, StageModule
-from learner.packing import pack
+from learner.batch import StepBatch, pack_rows
+from learner.model import DeviceBatch
+from learner.networks import Networks, gather_tokens
 from learner.pipeline import Pipeline
 
 Scores = dict[int, npt.NDArray[np.float32]]
@@ -19,43 +19,53 @@ Scores = dict[int, npt.NDArray[np.float32]]
 class Reference:
     """Scores what no earlier step has scored."""
 
-    def __init__(self, pipeline: Pipeline | None, policy: StageModule) -> None:
+    def __init__(self, pipeline: Pipeline | None, networks: Networks) -> None:
         """Look after the reference.
 
         Args:
-            pipeline: over the frozen reference's stage; None where the algorithm needs no reference.
-            policy: this rank's stage of what is trained, for device and precision.
+            pipeline: over this rank's chunks of the frozen reference; None where the algorithm needs no reference.
+            networks: what is trained, for its mesh, device and precision.
         """
         self._pipeline = pipeline
-        self._policy = policy
+        self._networks = networks
 
     def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
-        """Reference log-probabilities of all T tokens, and those computed anew. None and nothing but on the last rank.
+        """Reference log-probabilities, and those computed anew. All ranks call it together.
 
         Args:
             batch: of the step, the same on all ranks.
-            on_device: the same, packed.
+            on_device: this replica's share of it.
+
+        Returns:
+            [T] and the new ones on the last stages, NaN where there is no reference; None and nothing on the others.
         """
-        policy = self._policy
-        bounds_T = batch.bounds_T()
-        known = np.full(int(bounds_T[-1]), np.nan, np.float64)
-        for i, trajectory in enumerate(batch.trajectories):
-            if trajectory.reference_logprobs is not None:
-                known[bounds_T[i] : bounds_T[i + 1]] = trajectory.reference_logprobs
-        reference_T = torch.from_numpy(known).to(policy.device, torch.promote_types(policy.dtype, torch.float32))
         unscored = batch.unscored()
-        if self._pipeline is None or not unscored:
-            return (reference_T if policy.share.is_last else None), {}
-        subset = on_device
-        if len(unscored) < len(batch.trajectories):
-            rows = [batch.trajectories[i] for i in unscored]
-            packed = pack([row.token_ids for row in rows], [row.prompt_length for row in rows], batch.token_budget)
-            subset = DeviceBatch(packed, policy.device)
-        logprobs_ML = self._pipeline.forward_only(subset)
-        if logprobs_ML is None:
+        new_T: Tensor | None = None
+        if self._pipeline is not None and len(unscored):
+            subset = on_device
+            if len(unscored) < len(batch.trajectories):
+                packed = pack_rows([batch.trajectories[i] for i in unscored], batch.rule)
+                subset = self._networks.on_device(packed)
+            found = gather_tokens(self._pipeline.forward_only(subset), subset.packed, self._networks.mesh)
+            new_T = None if found is None else found[0]
+        if not self._networks.mesh.place.is_last:
             return None, {}
-        scores = logprobs_ML.flatten()[torch.from_numpy(subset.packed.output_T).to(policy.device)]
-        where = torch.from_numpy(np.flatnonzero(np.isin(batch.sequence_T, unscored))).to(policy.device)
-        reference_T[where] = scores.to(reference_T.dtype)
-        values = reference_T.to("cpu", torch.float32).numpy()
-        return reference_T, {i: values[bounds_T[i] : bounds_T[i + 1]].copy() for i in unscored}
+        reference_T = self._stored(batch)
+        if new_T is None:
+            return reference_T, {}
+        where_T = torch.from_numpy(batch.tokens_of(unscored)).to(reference_T.device)
+        reference_T[where_T] = new_T.to(reference_T.dtype)
+        ends = np.cumsum(np.diff(batch.bounds_T())[unscored])
+        values = np.split(new_T.to("cpu", torch.float32).numpy(), ends[:-1])
+        return reference_T, dict(zip(unscored.tolist(), values, strict=True))
+
+    def _stored(self, batch: StepBatch) -> Tensor:
+        """What earlier steps have scored, NaN elsewhere: [T]."""
+        policy = self._networks.policy
+        known = [
+            np.full(row.num_completion_tokens, np.nan) if row.reference_logprobs is None else row.reference_logprobs
+            for row in batch.trajectories
+        ]
+        return torch.from_numpy(np.concatenate(known)).to(
+            policy.device, torch.promote_types(policy.dtype, torch.float32)
+        )

@@ -1,4 +1,4 @@
-"""LearnerSpec: all that one stage of the learner is told."""
+"""LearnerSpec: all that one rank of the learner is told."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
 from learner.config import LearnerConfig
+from learner.mesh import Place
 from weight_sync.config import WeightSyncConfig
 
 
 @dataclass(frozen=True)
 class LearnerSpec:
-    """One stage's orders. Stages differ in `rank` alone."""
+    """One rank's orders. Ranks differ in `rank` alone."""
 
     rank: int
-    """0 .. num_stages - 1; the last one leads."""
-    num_stages: int
+    """0 .. num_replicas * num_stages - 1; see learner.mesh."""
     rendezvous: str
     """tcp://HOST:PORT, free on the host of rank 0."""
     model_path: Path
@@ -37,9 +37,9 @@ class LearnerSpec:
     buffer: BufferConfig
 
     @property
-    def is_lead(self) -> bool:
-        """Does this stage evaluate the loss and talk to the buffer?"""
-        return self.rank == self.num_stages - 1
+    def place(self) -> Place:
+        """Stage and replica of this rank."""
+        return Place(self.rank, self.config.num_stages, self.config.num_replicas)
 
     def check(self) -> None:
         """Refuse what cannot work.
@@ -47,8 +47,7 @@ class LearnerSpec:
         Raises:
             ValueError: names the keys at odds.
         """
-        if not 0 <= self.rank < self.num_stages:
-            raise ValueError(f"rank {self.rank} is not one of the stages 0..{self.num_stages - 1}")
+        self.place.check()
         if self.config.token_budget < self.max_tokens:
             raise ValueError(
                 f"learner.token_budget = {self.config.token_budget} is less than actors.max_prompt_tokens + "

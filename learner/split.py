@@ -1,4 +1,10 @@
-"""How a decoder's layers are split into pipeline stages of like cost."""
+"""How a decoder's layers are split into chunks of like cost.
+
+The cost is counted in floating-point operations per token of a training step, from the model's config alone:
+a layer's products and its attention at a typical length; the head, of which a step computes the logits twice; the
+embedding, which is a lookup, but whose dense gradient is written for every micro-batch. A rank of a pipeline holds
+one chunk, or several that an interleaved schedule takes in turn.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,32 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
-from learner.config import FAMILIES
+from learner.families import windows
+
+TRAINING_PASSES = 3
+"""Products of a layer in forward and backward together, in units of the forward pass: inputs and weights each once."""
+
+HEAD_PASSES = 4
+"""The head's, with gradients made a chunk at a time: logits, their product with the head, logits again, gradient."""
+
+EMBEDDING_SHARE = 1 / 64
+"""Cost per token and weight of the embedding. Nothing is multiplied, but each micro-batch of some thousand tokens
+writes and adds a gradient of the whole table, and a step updates it: tens of operations' time per weight."""
+
+TYPICAL_LENGTH = 512
+"""Tokens of a sequence, for the share that attention has in a layer's cost."""
 
 
 @dataclass(frozen=True)
 class StageShare:
-    """Which layers a stage owns."""
+    """Which layers a chunk owns. Ranks count chunks: those of a rank p of P are the chunks p, p + P, p + 2P..."""
 
     rank: int
+    """Of the chunk, 0..num_stages - 1."""
     num_stages: int
+    """Chunks of the whole pipeline."""
     first_layer: int
     end_layer: int
 
@@ -32,35 +52,89 @@ class StageShare:
         return self.rank == self.num_stages - 1
 
 
-def balance(layer_costs: Sequence[int], first_cost: int, last_cost: int, num_stages: int) -> list[tuple[int, int]]:
-    """Split layers into contiguous stages so that the most expensive stage is as cheap as possible.
+def cost_of(config: PreTrainedConfig) -> tuple[float, float]:
+    """What training costs, in floating-point operations per token and per squared token of a sequence.
+
+    A sequence of n tokens costs a * n + b * n^2. A layer with a sliding window costs as much as one without where
+    sequences are no longer than the window, and less beyond; it is counted linearly at `TYPICAL_LENGTH` if the
+    window is shorter than that.
 
     Args:
-        layer_costs: cost of each layer, for example its parameter count.
-        first_cost: what the first stage carries besides (embedding).
-        last_cost: what the last stage carries besides (norm and head).
-        num_stages: how many stages, each with at least one layer.
+        config: of a Transformers model of a known family.
+    """
+    per_token = TRAINING_PASSES * config.num_hidden_layers * _products(config) + _head(config) + _embedding(config)
+    squared = 0.0
+    for window in windows(config):
+        if window is not None and window < TYPICAL_LENGTH:
+            per_token += TRAINING_PASSES * _attention(config) * window
+        else:
+            squared += TRAINING_PASSES * _attention(config) / 2
+    return per_token, squared
 
-    Returns:
-        (first, end) of each stage's layers.
+
+def split_layers(
+    config: PreTrainedConfig,
+    num_chunks: int,
+    *,
+    has_lm_head: bool = True,
+    layers_per_chunk: Sequence[int] | None = None,
+    recomputed: bool = False,
+) -> list[tuple[int, int]]:
+    """(first, end) of each chunk's layers.
+
+    Args:
+        config: of a Transformers model of a known family.
+        num_chunks: of the whole pipeline.
+        has_lm_head: does the last chunk end in the LM head?
+        layers_per_chunk: how many layers each chunk has, as the user wants it; None: balanced by cost.
+        recomputed: is every layer computed again in the backward pass?
 
     Raises:
-        ValueError: there are more stages than layers.
+        ValueError: the family is unknown, there are more chunks than layers, or `layers_per_chunk` does not fit.
+    """
+    num_layers = config.num_hidden_layers
+    if layers_per_chunk is not None:
+        return _as_told(layers_per_chunk, num_chunks, num_layers)
+    passes = TRAINING_PASSES + recomputed
+    layer_costs = [
+        passes * (_products(config) + _attention(config) * min(window or TYPICAL_LENGTH, TYPICAL_LENGTH / 2))
+        for window in windows(config)
+    ]
+    return balance(layer_costs, _embedding(config), _head(config) if has_lm_head else 0.0, num_chunks)
+
+
+def balance(
+    layer_costs: Sequence[float], first_cost: float, last_cost: float, num_chunks: int
+) -> list[tuple[int, int]]:
+    """Split layers into contiguous chunks so that the most expensive chunk is as cheap as possible.
+
+    Args:
+        layer_costs: of each layer.
+        first_cost: what the first chunk carries besides (embedding).
+        last_cost: what the last chunk carries besides (head).
+        num_chunks: how many chunks, each with at least one layer.
+
+    Returns:
+        (first, end) of each chunk's layers.
+
+    Raises:
+        ValueError: there are more chunks than layers.
     """
     num_layers = len(layer_costs)
-    if num_stages > num_layers:
+    if num_chunks > num_layers:
         raise ValueError(
-            f"learner.num_stages = {num_stages}, but the model has only {num_layers} layers and a stage needs one. "
-            f"Lower num_stages to {num_layers} or less"
+            f"learner.num_stages * learner.num_chunks = {num_chunks}, but the model has only {num_layers} layers and "
+            f"every chunk of a stage needs one. Lower num_stages or num_chunks to a product of {num_layers} or less"
         )
-    # best[end]: (cost of the dearest stage, cuts) over splits of layers[:end] into the stages so far
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [0])}
-    for stage in range(num_stages):
-        extra = (first_cost if stage == 0 else 0) + (last_cost if stage == num_stages - 1 else 0)
-        longer: dict[int, tuple[int, list[int]]] = {}
-        for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
+    # best[end]: (cost of the dearest chunk, cuts) over splits of layers[:end] into the chunks so far
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
+    sums = list(itertools.accumulate(layer_costs, initial=0.0))
+    for chunk in range(num_chunks):
+        extra = (first_cost if chunk == 0 else 0.0) + (last_cost if chunk == num_chunks - 1 else 0.0)
+        longer: dict[int, tuple[float, list[int]]] = {}
+        for end in range(chunk + 1, num_layers - (num_chunks - chunk - 1) + 1):
             longer[end] = min(
-                (max(cost, extra + sum(layer_costs[start:end])), [*cuts, end])
+                (max(cost, extra + sums[end] - sums[start]), [*cuts, end])
                 for start, (cost, cuts) in best.items()
                 if start < end
             )
@@ -69,27 +143,36 @@ def balance(layer_costs: Sequence[int], first_cost: int, last_cost: int, num_sta
     return list(itertools.pairwise(cuts))
 
 
-def share_of(whole: PreTrainedModel, rank: int, num_stages: int, *, has_lm_head: bool = True) -> StageShare:
-    """The layers of a stage, balanced by parameter count with embedding, norm and, where there is one, LM head.
-
-    Raises:
-        ValueError: the model is of an unknown family, or there are more stages than layers.
-    """
-    if whole.config.model_type not in FAMILIES:
+def _as_told(layers_per_chunk: Sequence[int], num_chunks: int, num_layers: int) -> list[tuple[int, int]]:
+    told = list(layers_per_chunk)
+    if len(told) != num_chunks or sum(told) != num_layers or min(told) < 1:
         raise ValueError(
-            f"the model is of type '{whole.config.model_type}', and the learner splits decoders of the Llama family: "
-            f"{', '.join(FAMILIES)}. Use one of those, or add the type to learner.config.FAMILIES once the tests of "
-            "learner.model pass for it"
+            f"learner.layers_per_chunk = {told} gives {len(told)} chunks with {sum(told)} layers in all; learner."
+            f"num_stages * learner.num_chunks asks for {num_chunks} of at least one layer each, and the model has "
+            f"{num_layers} layers. Correct the list, or leave it out to have layers balanced by cost"
         )
+    return list(itertools.pairwise(itertools.accumulate(told, initial=0)))
 
-    def cost(module: nn.Module) -> int:
-        return sum(parameter.numel() for parameter in module.parameters())
 
-    body = whole.model
-    split = balance(
-        [cost(layer) for layer in body.layers],
-        cost(body.embed_tokens),
-        cost(body.norm) + (cost(whole.lm_head) if has_lm_head else 0),
-        num_stages,
-    )
-    return StageShare(rank, num_stages, *split[rank])
+def _products(config: PreTrainedConfig) -> float:
+    """Operations of a layer's matrix products per token, forward."""
+    queries, keys = config.num_attention_heads * _head_size(config), config.num_key_value_heads * _head_size(config)
+    weights = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+    return 2.0 * weights
+
+
+def _attention(config: PreTrainedConfig) -> float:
+    """Operations of a layer's attention per token and token that it sees, forward: scores, and values summed."""
+    return 4.0 * config.num_attention_heads * _head_size(config)
+
+
+def _head(config: PreTrainedConfig) -> float:
+    return HEAD_PASSES * 2.0 * config.vocab_size * config.hidden_size
+
+
+def _embedding(config: PreTrainedConfig) -> float:
+    return EMBEDDING_SHARE * config.vocab_size * config.hidden_size
+
+
+def _head_size(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

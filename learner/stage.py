@@ -1,6 +1,6 @@
-"""Stage: one process of the pipeline; its last rank leads and talks to the buffer.
+"""Stage: one process of the learner; the lead, which is the last stage of the first replica, talks to the buffer.
 
-    setup   process group, model, optimizer, newest checkpoint; publishes the version it starts at
+    setup   process groups, models, optimizers, newest checkpoint; publishes the version it starts at
     run     draw -> step of one or several updates, publishing between and after them -> (checkpoint), until
             num_steps are finished or a stop is requested
     export  the policy as a Hugging Face folder; the stages part with it
@@ -10,9 +10,11 @@ All stages call the same methods. The lead decides (which batch, when to stop) a
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,21 +23,22 @@ import torch.distributed as dist
 
 from buffer.client import Draw, decode_draw
 from buffer.errors import BufferError
+from learner.assembly import build_networks, build_reference, packing_rule
 from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_samples
 from learner.batch import StepBatch, trainable
 from learner.channel import Channel, Kind
-from learner.checkpoint import Checkpoints, Progress
+from learner.checkpoint import Checkpoints
+from learner.checkpoint_meta import Progress, model_identity
 from learner.hf_files import write_folder, write_shard
 from learner.lead import Lead
-from learner.model import Heads, StageModule, load_stage
-from learner.networks import Network, Networks
-from learner.pipeline import Pipeline
-from learner.reference import Reference
+from learner.mesh import Mesh
 from learner.report import Report, StepTimes, step_report
 from learner.spec import LearnerSpec
 from learner.step import TrainStep
 from weight_sync.publisher import Publisher
 from weight_sync.staleness import PolicyVersion
+
+logger = logging.getLogger(__name__)
 
 
 class StageLost(RuntimeError):
@@ -57,6 +60,7 @@ class Stage:
         self._reports: list[Report] = []
         self._reports_lock = threading.Lock()
         self._lead: Lead | None = None
+        self._publisher: Publisher | None = None
         self._progress = Progress(step=0, version=0, incarnation=0)
         self._saved_step = -1
         self._published_version = -1
@@ -108,7 +112,7 @@ class Stage:
     # --- setup --------------------------------------------------------------------------------------
 
     def _setup(self) -> None:
-        spec, config = self.spec, self.spec.config
+        spec, config, place = self.spec, self.spec.config, self.spec.place
         device = _device(config.device, spec.rank)
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads)
@@ -117,63 +121,52 @@ class Stage:
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             init_method=spec.rendezvous,
             rank=spec.rank,
-            world_size=spec.num_stages,
+            world_size=place.num_ranks,
             timeout=timedelta(seconds=config.collective_timeout_s),
         )
-        self._networks = self._build_networks(device)
-        reference = None
-        if spec.algorithm.needs.reference:
-            frozen = self._load(spec.reference_path, device).requires_grad_(False)
-            reference = Pipeline(frozen, config.schedule, None)
-        self._train_step = TrainStep(
-            self._networks, Reference(reference, self._module), spec.algorithm, config, spec.seed
-        )
+        mesh = Mesh.build(place, timedelta(seconds=config.collective_timeout_s))
+        self._networks = build_networks(spec, mesh, device)
+        logger.info("%s of %d trainable parameters is here", place.name, self._networks.num_parameters())
+        reference = build_reference(spec, self._networks)
+        self._train_step = TrainStep(self._networks, reference, spec.algorithm, config, spec.seed)
+        self._packing = packing_rule(spec)
         self._checkpoints = Checkpoints(
-            spec.run_folder / "checkpoints", config.keep_checkpoints, spec.rank, spec.num_stages
+            spec.run_folder / "checkpoints",
+            config.keep_checkpoints,
+            mesh,
+            config.checkpoint_timeout_s,
+            model_identity(spec.model_path),
         )
-        self._channel = Channel(spec.rank, spec.num_stages)
+        self._channel = Channel(place)
+        self._resume()
+        self._begin_incarnation()
+        if place.publishes:
+            self._publisher = Publisher(
+                spec.run_folder / "weights", place.stage, place.num_stages, spec.weight_sync.keep_versions
+            )
+        self._publish(self._progress.version)
+
+    def _resume(self) -> None:
         resumed = self._checkpoints.restore(self._networks)
         if resumed is not None:
             self._progress, self._saved_step = resumed, resumed.step
-        self._begin_incarnation()
-        self._publisher = Publisher(
-            spec.run_folder / "weights", spec.rank, spec.num_stages, spec.weight_sync.keep_versions
-        )
-        self._publish(self._progress.version)
-
-    def _build_networks(self, device: torch.device) -> Networks:
-        spec = self.spec
-        kind = spec.algorithm.needs.critic
-        policy = self._load(spec.model_path, device, "token_and_value" if kind == "head" else "token")
-        critic = None
-        if kind == "model":
-            critic = Network.build(self._load(spec.model_path, device, "value"), spec.config)
-        return Networks(Network.build(policy, spec.config), critic, spec.config)
-
-    @property
-    def _module(self) -> StageModule:
-        return self._networks.policy.module
-
-    def _load(self, path: Path, device: torch.device, heads: Heads = "token") -> StageModule:
-        spec = self.spec
-        module = load_stage(path, spec.rank, spec.num_stages, temperature=spec.temperature, device=device, heads=heads)
-        if spec.config.precision == "bfloat16":
-            module.autocast_dtype = torch.bfloat16
-        return module
+            self._train_step.judge.drops_in_a_row = resumed.drops_in_a_row
+            self._bad_batches.sick_steps = resumed.sick_steps
 
     def _begin_incarnation(self) -> None:
         incarnation = torch.zeros(1, dtype=torch.int64)
-        if self.spec.is_lead:
+        if self.spec.place.is_lead:
             self._lead = Lead(self.spec, self._channel)
             self._lead.begin(self._progress.version, self._progress.step)
             incarnation += self._lead.incarnation
-        dist.broadcast(incarnation, src=self.spec.num_stages - 1)
-        self._progress = Progress(self._progress.step, self._progress.version, int(incarnation))
+        dist.broadcast(incarnation, src=self.spec.place.lead)
+        self._progress = replace(self._progress, incarnation=int(incarnation))
 
     # --- the loop -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while self._progress.step < self.spec.config.num_steps:
+            self._report_checkpoint()
             step = self._progress.step + 1
             asked_s = time.time()
             draw = self._next_batch(step)
@@ -211,7 +204,7 @@ class Stage:
             dist.barrier()  # who raises first ends the others, and the draw must be on disk by then
             raise BadSample(f"step {step}: {error}. The draw is kept in {self._bad_batches.path(step)}") from None
         result = self._train_step.run(batch, step - 1, self._publish_if_due)
-        self._progress = Progress(step, result.version, self._progress.incarnation)
+        self._progress = replace(self._progress, step=step, version=result.version)
         times = StepTimes(asked_s, started_s, time.time())
         if self._lead is not None and isinstance(draw, Draw):
             if result.new_scores and record_ids is not None:
@@ -232,15 +225,11 @@ class Stage:
     def _batch(self, draw: Draw | bytes) -> tuple[StepBatch, list[int] | None]:
         """The samples to train, and on the lead their records."""
         rows = decode_draw(draw) if isinstance(draw, bytes) else draw.trajectories
-        chosen = trainable(rows)
+        chosen, num_too_long = trainable(rows, self.spec.config.token_budget)
         # lags are the lead's to report; no other stage knows where earlier incarnations ended
         resumed_at = self._lead.resumed_at if self._lead is not None else {}
         batch = StepBatch.build(
-            [rows[i] for i in chosen],
-            self._progress.version,
-            resumed_at,
-            self.spec.config.token_budget,
-            min_micro_batches=self.spec.num_stages,
+            [rows[i] for i in chosen], self._progress.version, resumed_at, self._packing, num_too_long
         )
         return batch, None if isinstance(draw, bytes) else [draw.record_ids[i] for i in chosen]
 
@@ -251,26 +240,39 @@ class Stage:
 
     def _publish(self, version: int) -> None:
         """Publish the weights, which are those of this version, unless that was done."""
-        if version == self._published_version:
+        if self._publisher is None or version == self._published_version:
             return
         on_committed = self._lead.published if self._lead is not None else None
-        tensors = self._module.published_tensors()
+        tensors = self._networks.policy.published_tensors()
         self._publisher.publish(PolicyVersion(self._progress.incarnation, version), tensors, on_committed)
         self._published_version = version
 
     def _save(self) -> None:
+        """Begin to write a checkpoint; training goes on meanwhile."""
         if self._saved_step == self._progress.step:
             return
+        self._progress = replace(
+            self._progress,
+            drops_in_a_row=self._train_step.judge.drops_in_a_row,
+            sick_steps=tuple(self._bad_batches.sick_steps),
+        )
         self._checkpoints.save(self._networks, self._progress)
         self._saved_step = self._progress.step
-        if self._lead is not None:
-            self._lead.checkpoint_durable(self._progress.step)
+
+    def _report_checkpoint(self, *, heartbeats: bool = True) -> None:
+        """Tell the buffer of a checkpoint that became durable: the draws before it are used for good."""
+        durable = self._checkpoints.finished()
+        if durable is not None and self._lead is not None:
+            self._lead.checkpoint_durable(durable, heartbeats=heartbeats)
 
     def _finish(self) -> None:
         """Leave nothing half done: weights committed, checkpoint written, everything reported."""
         self._publish(self._progress.version)
         self._save()
-        self._publisher.close(self.spec.config.collective_timeout_s)
+        self._checkpoints.close()
+        self._report_checkpoint(heartbeats=False)
+        if self._publisher is not None:
+            self._publisher.close(self.spec.config.collective_timeout_s)
         if self._lead is not None:
             self._lead.settle(heartbeats=False)
             self._lead.close()
@@ -278,11 +280,12 @@ class Stage:
     # --- the rest -----------------------------------------------------------------------------------
 
     def _export(self, folder: Path) -> None:
-        spec = self.spec
-        write_shard(folder, spec.rank, spec.num_stages, self._module.exported_tensors())
+        place, policy = self.spec.place, self._networks.policy
+        if place.publishes:
+            write_shard(folder, place.stage, place.num_stages, policy.exported_tensors())
         dist.barrier()
-        if spec.is_lead:
-            write_folder(folder, spec.model_path, spec.num_stages, self._module.dtype)
+        if place.is_lead:
+            write_folder(folder, self.spec.model_path, place.num_stages, policy.dtype)
         dist.barrier()
         dist.destroy_process_group()
 
@@ -292,9 +295,10 @@ class Stage:
             action()
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
-                others = [rank for rank in range(self.spec.num_stages) if rank != self.spec.rank]
+                place = self.spec.place
+                others = [rank for rank in range(place.num_ranks) if rank != place.rank]
                 raise StageLost(
-                    f"stage {self.spec.rank} could not {what}: one of the stages {others} died or did not answer "
+                    f"{place.name} could not {what}: one of the ranks {others} died or did not answer "
                     f"within learner.collective_timeout_s = {self.spec.config.collective_timeout_s:g} s; "
                     f"look at the end of its log. Reported: {error}"
                 ) from error

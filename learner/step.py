@@ -3,13 +3,14 @@
     scores   log-probabilities of the reference; of the whole draw forward only: the proximal policy's, and old values
     then for every minibatch of every epoch an update, which makes a policy version:
     pass 1   forward only: log-probabilities, and the critic's values, of the minibatch as the weights are now
-    loss     on the last stage: evaluate the algorithm once on the whole minibatch, g = dL / d(leaf)
+    loss     on the lead: evaluate the algorithm once on the whole minibatch, g = dL / d(leaf)
     pass 2   the training schedule with the scalar sum(sg[g] * leaf) per micro-batch
-    update   AdamW on every stage, or on none where loss or gradient are not finite
+    update   gradients summed over replicas; AdamW on every stage, or on none where loss or gradient are not finite
 
 A group-level loss cannot be cut into micro-batches and a pipeline can run nothing else; with the
 coefficients in between neither knows of the other. Minibatches hold whole groups. The first update of a draw
-that is not divided needs no pass 1 of its own. All ranks call `run` with the same batch.
+that is not divided needs no pass 1 of its own, and a separable loss none at all: each micro-batch brings the
+log-probabilities that its own coefficients need. All ranks call `run` with the same batch.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch
 from torch import Tensor
 
 from algorithms.registry import AlgorithmConfig
-from learner.batch import StepBatch
+from learner.batch import Leaves, StepBatch
 from learner.config import LearnerConfig
-from learner.judge import DrawScores, Judge, Judgement, distance
+from learner.judge import Judge, Judgement, distance
 from learner.minibatches import minibatches
 from learner.model import DeviceBatch
 from learner.networks import Networks
@@ -37,7 +38,7 @@ BetweenUpdates = Callable[[int], None]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. On other ranks than the last the loss, the metrics of it and the scores are missing."""
+    """What a step did. On other ranks than the lead the loss and the metrics of it are missing."""
 
     version: int
     """After the step: each update that was taken made one."""
@@ -58,7 +59,7 @@ class StepResult:
 
 
 class TrainStep:
-    """Runs steps on one rank of the pipeline."""
+    """Runs steps on one rank."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class TrainStep:
         Args:
             networks: what is trained.
             reference: scores the samples.
-            algorithm: its loss, of whole minibatches, is evaluated on the last rank only.
+            algorithm: its loss, of whole minibatches, is evaluated on the lead.
             config: minibatches, epochs, and the rule of the effective sample size.
             seed: of the order of minibatches; the same on all ranks.
         """
@@ -82,7 +83,8 @@ class TrainStep:
         self._config = config
         self._seed = seed
         self._keeps_prompts_whole = algorithm.needs.prompts
-        self._judge = Judge(algorithm, config)
+        self._in_one_pass = config.one_pass and algorithm.needs.separable and networks.critic is None
+        self.judge = Judge(algorithm, config)
 
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:
         """Take one step.
@@ -93,8 +95,16 @@ class TrainStep:
             between_updates: called with the version before every update but the first.
         """
         clock = _Clock()
-        self._judge.begin_step()
-        draw, new_scores = self._score(batch, clock)
+        self.judge.begin_step()
+        on_device = self._networks.on_device(batch.packed)
+        reference_T, new_scores = self._reference.score(batch, on_device)
+        clock.lap("time/reference")
+        old: Leaves | None = None
+        # one update in one pass meets the weights of the draw's start in that very pass
+        if not (self._in_one_pass and self._config.updates_per_step == 1):
+            old = self._networks.forward_only(on_device)
+            clock.lap("time/forward")
+        draw = _Draw(batch, on_device, self._networks, reference_T, old)
         updates: list[Update] = []
         version = batch.version
         for number, sequences in enumerate(self._divide(batch, step)):
@@ -102,22 +112,12 @@ class TrainStep:
                 between_updates(version)
                 clock.lap("time/publish")
             part = draw.part(sequences, version)
-            is_scored = part.is_whole and not updates
-            updates.append(self._update(part, step * self._config.updates_per_step + number, is_scored, clock))
+            updates.append(self._update(part, step * self._config.updates_per_step + number, not updates, clock))
             version += updates[-1].result.taken
         distances = draw.distance()
         clock.lap("time/loss")
         means = mean_metrics(updates, acts_on_ess=self._config.ess_budget is not None)
         return StepResult(version, tuple(updates), {**means, **distances, **clock.laps_s}, new_scores)
-
-    def _score(self, batch: StepBatch, clock: _Clock) -> tuple[_Draw, Scores]:
-        on_device = DeviceBatch(batch.packed, self._networks.policy.module.device)
-        reference_T, new_scores = self._reference.score(batch, on_device)
-        clock.lap("time/reference")
-        old = self._networks.forward_only(on_device)
-        clock.lap("time/forward")
-        scores = None if old is None or reference_T is None else DrawScores(old, reference_T)
-        return _Draw(batch, on_device, scores), new_scores
 
     def _divide(self, batch: StepBatch, step: int) -> list[IntArray]:
         """The sequences of each update."""
@@ -125,73 +125,123 @@ class TrainStep:
         unit_B = batch.prompt_B if self._keeps_prompts_whole else batch.group_B
         return minibatches(unit_B, config.num_minibatches, config.num_epochs, (self._seed, step))
 
-    def _update(self, part: _Part, number: int, is_scored: bool, clock: _Clock) -> Update:
-        """One update; `is_scored`: the draw's scores are those of the present weights, computed in this packing."""
-        if is_scored:
-            leaves = None if part.scores is None else part.scores.old
-        else:
-            leaves = self._networks.forward_only(part.on_device)
-            clock.lap("time/forward")
-        judgement: Judgement | None = None
-        if leaves is not None and part.scores is not None:
-            judgement = self._judge.judge(part.batch, leaves, part.scores)
-            part.remember(judgement.weights_T)
-        clock.lap("time/loss")
-        self._networks.train(part.on_device, None if judgement is None else judgement.gradient)
-        clock.lap("time/backward")
-        result = self._networks.update(number, None if judgement is None else judgement.verdict)
+    def _update(self, part: _Part, number: int, is_first: bool, clock: _Clock) -> Update:
+        judgement = self._train_at_once(part, clock) if self._in_one_pass else self._train_twice(part, is_first, clock)
+        verdict = None if judgement is None else judgement.verdict
+        result = self._networks.update(number, verdict)
         clock.lap("time/optimizer")
         return Update(part.batch, result, {} if judgement is None else judgement.metrics)
 
+    def _train_twice(self, part: _Part, is_first: bool, clock: _Clock) -> Judgement | None:
+        """Passes 1 and 2; the draw's first update needs no pass 1 where it is whole: these are its scores."""
+        if is_first and part.is_whole:
+            leaves = part.old
+        else:
+            leaves = self._networks.forward_only(part.on_device)
+            clock.lap("time/forward")
+        judgement = self._judge(part, leaves)
+        clock.lap("time/loss")
+        self._networks.train(part.on_device, None if judgement is None else judgement.gradient)
+        clock.lap("time/backward")
+        return judgement
 
-@dataclass(frozen=True)
+    def _train_at_once(self, part: _Part, clock: _Clock) -> Judgement | None:
+        """Pass 2 alone, each micro-batch with the gradient of the loss at its own log-probabilities."""
+
+        def gradient(where: Tensor, logprobs: Tensor) -> Tensor:
+            # what stands in for the tokens of other micro-batches does not matter to a separable loss
+            leaves = Leaves(logprobs.new_zeros(len(part.batch.sequence_T)).index_copy(0, where, logprobs))
+            assert part.reference_T is not None, "the last stages know the reference"
+            return self.judge.gradient(part.batch, leaves, part.old or leaves, part.reference_T)[where]
+
+        logprobs_T = self._networks.train_in_one_pass(part.on_device, gradient)
+        clock.lap("time/backward")
+        leaves = None if logprobs_T is None else Leaves(logprobs_T)
+        part.found(leaves)
+        judgement = self._judge(part, leaves)
+        clock.lap("time/loss")
+        return judgement
+
+    def _judge(self, part: _Part, leaves: Leaves | None) -> Judgement | None:
+        """On the lead; None elsewhere."""
+        if not self._networks.mesh.place.is_lead:
+            return None
+        assert leaves is not None, "the lead has the last stage"
+        assert part.old is not None, "the lead has the last stage"
+        assert part.reference_T is not None, "the lead has the last stage"
+        judgement = self.judge.judge(part.batch, leaves, part.old, part.reference_T)
+        part.draw.remember(part.where_T, judgement.weights_T)
+        return judgement
+
+
+@dataclass
 class _Part:
     """What an update trains."""
 
+    draw: _Draw
     batch: StepBatch
-    is_whole: bool
-    """Is it all of the draw?"""
     on_device: DeviceBatch
-    scores: DrawScores | None
     where_T: Tensor
     """Its tokens among those of the draw."""
-    applied_T: Tensor | None
-    """Of the draw: where the applied weights are written down."""
+    reference_T: Tensor | None
+    """On the last stages, as `old`."""
+    old: Leaves | None
+    """Log-probabilities of the proximal policy, and the critic's values; None where they are yet to come."""
 
-    def remember(self, weights_T: Tensor | None) -> None:
-        """Write the applied importance weights down; NaN stands for none."""
-        if self.applied_T is not None and weights_T is not None:
-            self.applied_T[self.where_T] = weights_T
+    @property
+    def is_whole(self) -> bool:
+        """Is it all of the draw?"""
+        return len(self.batch.trajectories) == len(self.draw.batch.trajectories)
+
+    def found(self, leaves: Leaves | None) -> None:
+        """Take the leaves of the first pass over a whole draw as those of its start."""
+        if self.old is None:
+            self.old = self.draw.old = leaves
 
 
 class _Draw:
-    """A draw on its way through its updates; scores and leaves are known on the last rank alone."""
+    """A draw on its way through its updates; leaves and reference are known on the last stages alone."""
 
-    def __init__(self, batch: StepBatch, on_device: DeviceBatch, scores: DrawScores | None) -> None:
-        self._batch = batch
+    def __init__(
+        self,
+        batch: StepBatch,
+        on_device: DeviceBatch,
+        networks: Networks,
+        reference_T: Tensor | None,
+        old: Leaves | None,
+    ) -> None:
+        self.batch = batch
+        self.old = old
         self._on_device = on_device
-        self._scores = scores
-        self._applied_T = None if scores is None else torch.full_like(scores.old.logprobs_T, torch.nan)
+        self._networks = networks
+        self._reference_T = reference_T
+        wide = torch.promote_types(networks.policy.dtype, torch.float32)
+        self._applied_T = torch.full((len(batch.sequence_T),), torch.nan, dtype=wide, device=networks.policy.device)
 
     def part(self, sequences: IntArray, version: int) -> _Part:
         """Some of its sequences, to be trained at a version."""
-        device = self._on_device.tokens_ML.device
-        where_T = torch.from_numpy(self._batch.tokens_of(sequences)).to(device)
-        scores = None if self._scores is None else self._scores.of(where_T)
-        if len(sequences) == len(self._batch.trajectories):
-            batch = replace(self._batch, version=version)
-            return _Part(batch, True, self._on_device, scores, where_T, self._applied_T)
-        batch = self._batch.part(sequences, version)
-        return _Part(batch, False, DeviceBatch(batch.packed, device), scores, where_T, self._applied_T)
+        where_T = torch.from_numpy(self.batch.tokens_of(sequences)).to(self._applied_T.device)
+        old = None if self.old is None else self.old.of(where_T)
+        reference_T = None if self._reference_T is None else self._reference_T[where_T]
+        if len(sequences) == len(self.batch.trajectories):
+            return _Part(self, replace(self.batch, version=version), self._on_device, where_T, reference_T, old)
+        batch = self.batch.part(sequences, version)
+        return _Part(self, batch, self._networks.on_device(batch.packed), where_T, reference_T, old)
+
+    def remember(self, where_T: Tensor, weights_T: Tensor | None) -> None:
+        """Write the applied importance weights of some tokens down; NaN stands for none."""
+        if weights_T is not None:
+            self._applied_T[where_T] = weights_T
 
     def distance(self) -> Metrics:
-        """How far the data were from the policy when the draw began."""
-        if self._scores is None or self._applied_T is None:
+        """On the lead: how far the data were from the policy when the draw began."""
+        if not self._networks.mesh.place.is_lead:
             return {}
-        old = self._scores.old
-        inputs = self._batch.loss_inputs(old, old, self._scores.reference_T, self._batch.version)
+        assert self.old is not None, "the lead has the last stage"
+        assert self._reference_T is not None, "the lead has the last stage"
+        inputs = self.batch.loss_inputs(self.old, self.old, self._reference_T, self.batch.version)
         applied = bool(torch.isfinite(self._applied_T).all()) and self._applied_T.numel() > 0
-        return distance(self._batch, inputs, self._applied_T if applied else None)
+        return distance(self.batch, inputs, self._applied_T if applied else None)
 
 
 class _Clock:

@@ -1,10 +1,12 @@
 """A real `leeway train` in a process of its own, for the end-to-end tests."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -46,14 +48,27 @@ def wait_for_end(processes: list[psutil.Process], timeout_s: float) -> list[str]
 
 
 def wait_for_steps(process: subprocess.Popen[str], folder: Path, count: int, timeout_s: float) -> None:
+    """Wait until so many rows are there."""
+    seen: list[dict] = []
+    wait_for_rows(process, folder, lambda row: seen.append(row) or len(seen) >= count, timeout_s)
+
+
+def wait_for_rows(
+    process: subprocess.Popen[str], folder: Path, is_enough: Callable[[dict], bool], timeout_s: float
+) -> None:
+    """Show a test each row of metrics.jsonl as it comes, until it has seen enough."""
+    num_seen = 0
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
             pytest.fail(f"the run ended with status {process.returncode}: {process.stdout.read()}")
         metrics = folder / "run" / "metrics.jsonl"
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= count:
-            return
+        rows = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+        for row in rows[num_seen:]:
+            num_seen += 1
+            if is_enough(json.loads(row)):
+                return
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     output, _ = process.communicate()
-    pytest.fail(f"no {count} steps within {timeout_s} s; it said: {output}")
+    pytest.fail(f"after {timeout_s} s there were {num_seen} rows; it said: {output}")

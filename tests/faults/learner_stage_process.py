@@ -1,29 +1,44 @@
-"""One learner stage as a process: `python learner_stage_process.py ORDERS.json RANK`."""
+"""One rank of a learner as a process: `python learner_stage_process.py ORDERS.json RANK`, or `run_rank` in a fork."""
 
 import json
+import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 
+import torch
 from pydantic import TypeAdapter
 
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
+from learner import channel, checkpoint_meta, lead, optimizer, snapshot
+from learner import stage as stage_file
 from learner.config import LearnerConfig
 from learner.spec import LearnerSpec
 from learner.stage import Stage
 from weight_sync.config import WeightSyncConfig
 
 
-def main() -> None:
-    orders = json.loads(Path(sys.argv[1]).read_text())
-    rank = int(sys.argv[2])
+def run_rank(orders_path: Path, rank: int, log: Path) -> None:
+    """Be a rank, with a log file of its own."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    warnings.filterwarnings("error", category=UserWarning, module="learner")
+    main(orders_path, rank)
+
+
+def main(orders_path: Path, rank: int) -> None:
+    orders = json.loads(orders_path.read_text())
     folder = Path(orders["run_folder"])
-    config = LearnerConfig(**orders["config"])
+    torch.use_deterministic_algorithms(True)
+    keep_reports(folder / "reports.jsonl")
+    for name, value in orders["hooks"].items():
+        HOOKS[name](rank, value)
     stage = Stage(
         LearnerSpec(
             rank=rank,
-            num_stages=config.num_stages,
             rendezvous=orders["rendezvous"],
             model_path=Path(orders["model_path"]),
             reference_path=Path(orders["model_path"]),
@@ -33,7 +48,7 @@ def main() -> None:
             seed=0,
             buffer_addresses=(orders["buffer_address"],),
             run_folder=folder,
-            config=config,
+            config=LearnerConfig(**orders["config"]),
             algorithm=TypeAdapter(AlgorithmConfig).validate_python(orders["algorithm"]),
             weight_sync=WeightSyncConfig(),
             buffer=BufferConfig(give_up_after_s=10, request_timeout_s=2),
@@ -42,14 +57,98 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stage.request_stop())
     stage.setup()
     (folder / f"ready-{rank}").touch()
-    try:
-        stage.run()
-        stage.export(folder / "export")
-    finally:
-        with (folder / f"reports-{rank}.jsonl").open("a") as file:
-            for report in stage.poll():
-                file.write(json.dumps(report) + "\n")
+    stage.run()
+    stage.export(folder / "export")
+
+
+def keep_reports(path: Path) -> None:
+    """Write the lead's reports down at once: those that wait to be polled die with it."""
+    make = stage_file.step_report
+
+    def make_and_keep(*args, **kwargs):
+        report = make(*args, **kwargs)
+        with path.open("a") as file:
+            file.write(json.dumps(report) + "\n")
+        return report
+
+    stage_file.step_report = make_and_keep
+
+
+# --- what a test may change, by the name in the orders ---------------------------------------------
+
+
+def without_moments(_rank: int, _value: object) -> None:
+    """Restore weights, and forget the optimizer's moments."""
+    put = snapshot.Snapshot.put
+
+    def put_weights(self, networks, read):
+        put(self, networks, read)
+        for network in networks.all:
+            for tensor in network.optimizer.state().values():
+                tensor.zero_()
+
+    snapshot.Snapshot.put = put_weights
+
+
+def without_checksums(_rank: int, _value: object) -> None:
+    """Believe every file of a checkpoint."""
+    checkpoint_meta.CheckpointMeta.check = lambda *_: None
+
+
+def without_heartbeats(_rank: int, _value: object) -> None:
+    """The lead asks for a batch and says nothing until it comes."""
+    channel.HEARTBEAT_S = lead.HEARTBEAT_S = 60.0
+
+
+def sick_gradient(rank: int, value: dict) -> None:
+    """On one rank, the gradient of a parameter becomes NaN at the given updates (1-based)."""
+    squared_norm, count = optimizer.StageOptimizer.squared_norm, 0
+
+    def squared_norm_of_sick(self):
+        nonlocal count
+        count += 1
+        if count in value["updates"] and rank == value["rank"]:
+            next(p for p in self.parameters.values() if p.grad is not None).grad.view(-1)[0] = torch.nan
+        return squared_norm(self)
+
+    optimizer.StageOptimizer.squared_norm = squared_norm_of_sick
+
+
+def careless(_rank: int, _value: object) -> None:
+    """Take every update."""
+    optimizer.UpdateResult.taken = True
+
+
+def kill_in_checkpoint(rank: int, value: dict) -> None:
+    """One rank kills itself just before the n-th fsync or rename of a file of a checkpoint."""
+    count = 0
+
+    def guarded(call, path_of):
+        def counted(target, *args, **kwargs):
+            nonlocal count
+            if "/checkpoints/" in path_of(target):
+                count += 1
+                if count == value["at"]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return call(target, *args, **kwargs)
+
+        return counted
+
+    if rank == value["rank"]:
+        os.fsync = guarded(os.fsync, lambda descriptor: f"{os.readlink(f'/proc/self/fd/{descriptor}')}/")
+        os.rename = guarded(os.rename, str)
+        os.replace = guarded(os.replace, str)
+
+
+HOOKS = {
+    "without_moments": without_moments,
+    "without_checksums": without_checksums,
+    "without_heartbeats": without_heartbeats,
+    "sick_gradient": sick_gradient,
+    "careless": careless,
+    "kill_in_checkpoint": kill_in_checkpoint,
+}
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -57,6 +57,28 @@ def test_tokens_may_stand_anywhere_in_the_batch_if_those_of_a_sequence_keep_thei
     assert_same(config, inputs, mixed, tokens)
 
 
+@every(CONFIGS)
+def test_a_loss_is_separable_where_no_log_probability_of_another_sequence_moves_the_gradient_of_one(config):
+    inputs = make_inputs()
+    moves = False
+    for proximal_is_present in (False, True):
+        _, before_T = gradient(config, at_present(inputs) if proximal_is_present else inputs)
+        for b in range(inputs.num_sequences):
+            own_T = inputs.sequence_T == b
+            others = replace(inputs, logprobs_T=torch.where(own_T, inputs.logprobs_T, inputs.logprobs_T * 1.5 - 0.2))
+            _, after_T = gradient(config, at_present(others) if proximal_is_present else others)
+            moves = moves or not torch.allclose(before_T[own_T], after_T[own_T], rtol=0, atol=1e-12)
+    if config.needs.separable:
+        assert not moves
+    elif config.type != "off_policy_ppo":
+        assert moves, "declare it separable, and it takes one pass"
+
+
+def at_present(inputs):
+    """The batch of a draw's first update: the proximal policy is the present one."""
+    return replace(inputs, proximal_logprobs_T=inputs.logprobs_T)
+
+
 @every(GROUP_CONFIGS)
 def test_rewards_may_be_shifted_by_any_constant(config):
     inputs = make_inputs()

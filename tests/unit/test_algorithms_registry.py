@@ -96,11 +96,9 @@ def test_a_fourth_algorithm_is_one_file_and_one_line(tmp_path):
 def learn_with_the_fourth_algorithm(folder: Path) -> dict:
     """Load its config, and take a step of the learner with it on one rank."""
     from launch.load import ConfigError, load_config
-    from learner.batch import StepBatch
     from learner.config import LearnerConfig
-    from learner.model import DeviceBatch
     from learner.step import TrainStep
-    from tests.unit.two_pass import SEED, TOKEN_BUDGET, alone, make_models, make_networks, make_rows
+    from tests.unit.two_pass import SEED, alone, build, make_models, make_networks, make_rows
 
     algorithm = load_config(folder / "run.toml").algorithm
     try:
@@ -115,10 +113,10 @@ def learn_with_the_fourth_algorithm(folder: Path) -> dict:
         advantages.append(algorithm.reward_scale * (row.reward - sum(others) / len(others)))
     with alone():
         networks, reference = make_networks(folder / "tied", config, algorithm)
-        batch = StepBatch.build(rows, 0, {0: 0}, TOKEN_BUDGET)
+        batch = build(rows)
 
         def objective() -> float:
-            by_token = networks.forward_only(DeviceBatch(batch.packed, networks.policy.module.device)).logprobs_T
+            by_token = networks.forward_only(networks.on_device(batch.packed)).logprobs_T
             return sum(advantages[b] * float(x) for b, x in zip(batch.sequence_T, by_token, strict=True)) / len(rows)
 
         before = objective()

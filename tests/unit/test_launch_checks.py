@@ -58,6 +58,22 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--model.path", "/nowhere"], "no such folder"),
         (["--model.path", "."], "config.json"),
         (["--learner.num_stages", "9"], "has only 2 layers"),
+        (["--learner.num_chunks", "2"], "learner.schedule = '1f1b' takes one chunk per stage"),
+        (
+            ["--learner.num_chunks", "2", "--learner.schedule", "zero_bubble", "--learner.num_stages", "1"],
+            "learner.num_stages = 1 has no bubble to fill",
+        ),
+        (
+            ["--learner.num_chunks", "2", "--learner.schedule", "interleaved_1f1b"],
+            "learner.num_stages * learner.num_chunks = 4, but",
+        ),
+        (["--learner.schedule", "1f1"], "learner.schedule = '1f1'"),
+        (
+            ["--learner.activation_checkpointing", "true", "--learner.schedule", "zero_bubble"],
+            "learner.activation_checkpointing = true with learner.schedule = 'zero_bubble'",
+        ),
+        (["--learner.layers_per_chunk", "[2]"], "has 1 numbers, and learner.num_stages * learner.num_chunks = 2"),
+        (["--learner.layers_per_chunk", "[1, 2]"], "adds up to 3 layers, and"),
         (["--weight_sync.max_lag", "0", "--weight_sync.publish_every", "2"], "can never be met"),
         (["--actors.group_size", "1"], "needs at least 2"),
         (["--learner.num_minibatches", "64"], "a minibatch needs a whole one"),
@@ -97,7 +113,7 @@ def test_bad_input_is_one_sentence_and_status_2(capsys, tmp_path, overrides, exp
             lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"),
             "damaged or only a pointer",
         ),
-        (lambda folder: set_model_type(folder, "gemma2"), "is of type 'gemma2'"),
+        (lambda folder: set_model_type(folder, "gpt2"), "is of type 'gpt2'"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused(capsys, tmp_path, damage, expected):
@@ -146,6 +162,12 @@ def test_every_example_passes_a_dry_run(capsys, tmp_path, path):
     assert main(["train", str(path), "--run.dir", str(tmp_path / "runs"), "--dry-run"]) == OK
     assert "in order" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_says_how_the_learner_shares_the_model(capsys, tmp_path):
+    overrides = ["--learner.num_replicas", "3", "--learner.num_stages", "1", "--learner.schedule", "gpipe"]
+    assert main(["train", str(DEMO), "--run.dir", str(tmp_path / "runs"), "--dry-run", *overrides]) == OK
+    assert "learner    3 replicas of 1 stage, schedule gpipe; 120 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

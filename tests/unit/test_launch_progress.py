@@ -48,6 +48,34 @@ def test_mean_lag_is_over_completion_tokens_not_over_steps(config):
     assert progress.lag_max == 4
 
 
+def test_a_step_that_is_taken_again_counts_once_as_it_was_taken_last(config):
+    progress = Progress(config, 0.0)
+    progress.update(PollResult(steps=[step_row(1, 100, 0.0), step_row(2, 300, 4.0), step_row(3, 600, 4.0)]))
+    progress.update(PollResult(resumed_at=1))
+    assert (progress.step, progress.version, progress.lag_mean) == (1, 1, 0.0)
+    rows = progress.update(PollResult(steps=[step_row(2, 100, 2.0)]))
+    assert [step for step, _ in rows] == [2]
+    assert progress.lag_mean == pytest.approx(1.0)
+    totals = progress.totals
+    assert (progress.num_restarts, totals.num_redone, totals.num_without_report(progress.step)) == (1, 2, 0)
+
+
+def test_a_learner_that_goes_back_further_than_was_said_is_believed(config):
+    progress = Progress(config, 0.0)
+    progress.update(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 7)]))
+    progress.update(PollResult(resumed_at=5))  # the newest checkpoint turned out to be damaged
+    progress.update(PollResult(steps=[step_row(4, 100, 4.0)]))
+    assert (progress.step, progress.lag_mean) == (4, pytest.approx(1.0))
+
+
+def test_steps_whose_report_died_with_their_process_are_counted(config):
+    progress = Progress(config, 0.0)
+    progress.update(PollResult(steps=[step_row(1, 100, 0.0)]))
+    progress.update(PollResult(resumed_at=3))
+    progress.update(PollResult(steps=[step_row(4, 100, 0.0)]))
+    assert progress.totals.num_without_report(progress.step) == 2
+
+
 def test_a_restarted_actor_does_not_take_back_what_it_generated(config):
     progress = Progress(config, 0.0)
     for num_tokens in (50, 120, 30):
@@ -69,6 +97,31 @@ def test_a_rate_needs_two_points():
     assert rate.value() == 0.0
     rate.update(2.0, 10.0)
     assert rate.value() == 5.0
+
+
+class RecordedRun:
+    """Stands for a run of Weights & Biases."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, values, step):
+        self.steps.append(step)
+
+    def finish(self):
+        pass
+
+
+def test_both_rows_of_a_step_that_was_taken_twice_are_in_the_file_and_the_first_alone_in_wandb(config, tmp_path):
+    folder = SimpleNamespace(metrics=tmp_path / "metrics.jsonl", events=tmp_path / "events.jsonl", root=tmp_path)
+    with Tracker(config, folder) as tracker:
+        tracker._wandb = wandb = RecordedRun()
+        for step, restarts in ((2, 0), (4, 0), (2, 1), (4, 1), (6, 1)):
+            tracker.step({"restarts": restarts}, step)
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert {row["step"]: row["restarts"] for row in rows} == {2: 1, 4: 1, 6: 1}
+    assert len(rows) == 5
+    assert wandb.steps == [2, 4, 4, 6]
 
 
 def test_what_is_not_finite_is_null_and_an_evaluation_is_never_left_out(config, tmp_path):

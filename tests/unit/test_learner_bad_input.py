@@ -12,7 +12,7 @@ from learner.batch import StepBatch
 from learner.optimizer import UpdateResult
 from learner.step import StepResult
 from learner.updates import Update
-from tests.unit.two_pass import make_rows
+from tests.unit.two_pass import build, make_rows
 
 BALANCE, PPO = TrajectoryBalanceConfig().needs, OffPolicyPPOConfig().needs
 RECORDS = list(range(100, 112))
@@ -22,7 +22,7 @@ def batch(**changes) -> StepBatch:
     """Twelve samples, of which the eighth (sample 1 of group 2) is changed."""
     rows = make_rows(0, actor="actor-3")
     rows[7] = replace(rows[7], **changes)
-    return StepBatch.build(rows, 0, {0: 0}, 4096)
+    return build(rows, 0, 4096)
 
 
 @pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf, 1e39])

@@ -9,7 +9,7 @@ from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.model import DeviceBatch, load_stage
 from learner.step import TrainStep
-from tests.unit.two_pass import TEMPERATURE, alone, make_models, make_networks, make_rows, weights_of
+from tests.unit.two_pass import TEMPERATURE, alone, build, make_models, make_networks, make_rows, weights_of
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def test_a_value_head_stands_on_the_last_stage_alone_and_is_neither_published_no
 
 
 def test_a_critic_that_knows_nothing_says_zero_everywhere_and_leaves_the_policy_as_it_is(models):
-    batch = DeviceBatch(StepBatch.build(make_rows(0), 0, {0: 0}, 48).packed, CPU)
+    batch = DeviceBatch(build(make_rows(0)).packed, CPU)
     outputs = {}
     for heads in ("token", "token_and_value", "value"):
         stage = load(models / "tied", heads)
@@ -57,7 +57,7 @@ def test_values_are_computed_in_float32_also_where_the_model_runs_in_bfloat16(mo
     stage.autocast_dtype = torch.bfloat16
     # a value that bfloat16 would round to 1
     torch.nn.init.constant_(stage.value_head.bias, 1.001)
-    stage.batch = DeviceBatch(StepBatch.build(make_rows(0), 0, {0: 0}, 48).packed, CPU)
+    stage.batch = DeviceBatch(build(make_rows(0)).packed, CPU)
     output = stage(stage.batch.tokens_ML[:1], torch.tensor([0]))
     assert output.dtype == torch.float32
     where = stage.batch.predicting[0]
@@ -73,7 +73,7 @@ def test_a_critic_learns_the_value_of_rewards_it_sees(models, critic):
         networks, reference = make_networks(models / "untied", config, algorithm)
         before = weights_of(networks)
         step = TrainStep(networks, reference, algorithm, config)
-        batch = StepBatch.build(make_rows(0, reward=3.0), 0, {0: 0}, 128)
+        batch = build(make_rows(0, reward=3.0), token_budget=128)
         losses = [step.run(batch, number).metrics["ppo/value_loss"] for number in range(30)]
         assert losses[0] > 3
         assert losses[-1] < 0.1 * losses[0]
@@ -89,16 +89,17 @@ def test_old_values_stay_those_of_the_start_of_the_draw_over_all_its_updates(mod
     algorithm = OffPolicyPPOConfig(baseline="critic", critic=critic)
     config = LearnerConfig(learning_rate=1e-2, num_minibatches=2, num_epochs=2)
     seen = []
-    build = StepBatch.loss_inputs
+    inputs = StepBatch.loss_inputs
     monkeypatch.setattr(
-        StepBatch, "loss_inputs", lambda self, *arguments: seen.append(build(self, *arguments)) or seen[-1]
+        StepBatch, "loss_inputs", lambda self, *arguments: seen.append(inputs(self, *arguments)) or seen[-1]
     )
     with alone():
         networks, reference = make_networks(models / "untied", config, algorithm)
         torch.nn.init.normal_(
-            (networks.critic or networks.policy).module.value_head.weight, generator=torch.Generator().manual_seed(0)
+            (networks.critic or networks.policy).modules[-1].value_head.weight,
+            generator=torch.Generator().manual_seed(0),
         )
-        batch = StepBatch.build(make_rows(0), 0, {0: 0}, 48)
+        batch = build(make_rows(0))
         result = TrainStep(networks, reference, algorithm, config).run(batch, 0)
     updates = seen[:4]
     values = [np.sort(np.concatenate([u.old_values_T.numpy() for u in pair])) for pair in (updates[:2], updates[2:])]

@@ -6,10 +6,9 @@ import torch
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.step import TrainStep
-from tests.unit.two_pass import alone, make_models, make_networks, make_rows, weights_of
+from tests.unit.two_pass import alone, build, make_models, make_networks, make_rows, weights_of
 
 RATE = 1e-2
 BUDGET = 0.9
@@ -28,7 +27,7 @@ def run(tmp_path):
             before = weights_of(networks)
             step, results, version = TrainStep(networks, reference, algorithm, config), [], 0
             for number in range(num_steps):
-                batch = StepBatch.build(rows or make_rows(number), version, {0: 0}, 64)
+                batch = build(rows or make_rows(number), version, 64)
                 results.append(step.run(batch, number))
                 version = results[-1].version
             return results, before, weights_of(networks)

@@ -11,15 +11,16 @@ from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig
 from algorithms.registry import loss_for
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from learner.batch import Leaves, StepBatch
+from learner.batch import Leaves
 from learner.config import LearnerConfig
+from learner.mesh import Mesh
 from learner.minibatches import minibatches
 from tests.unit.two_pass import (
     NUM_STEPS,
     SEED,
     TEMPERATURE,
-    TOKEN_BUDGET,
     Case,
+    build,
     make_models,
     make_rows,
     run_ranks,
@@ -45,9 +46,18 @@ CASES = {
 }
 
 
-def one_rank(folder: Path, rank: int, num_stages: int) -> None:
+IN_FLOAT32 = {
+    f"{kind}-{precision}": Case(
+        kind, LearnerConfig(**ONE, schedule="zero_bubble"), TrajectoryBalanceConfig(), precision
+    )
+    for kind in ("tied", "untied")
+    for precision in ("float32", "bfloat16")
+}
+
+
+def one_rank(folder: Path, mesh: Mesh) -> None:
     """What each process of the fixture runs."""
-    train_cases(CASES, folder, rank, num_stages)
+    train_cases(CASES | IN_FLOAT32, folder, mesh)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +65,7 @@ def trained(tmp_path_factory) -> Path:
     """Every case trained at one stage and at two."""
     folder = tmp_path_factory.mktemp("exactness")
     make_models(folder)
-    run_ranks("tests.unit.test_learner_step", folder, [1, 2])
+    run_ranks("tests.unit.test_learner_step", folder, [(1, 1), (1, 2)])
     return folder
 
 
@@ -102,7 +112,7 @@ class Unsplit:
     def train(self) -> None:
         config, version = self.case.config, 0
         for step in range(NUM_STEPS):
-            batch = StepBatch.build(make_rows(step), version, {0: 0}, TOKEN_BUDGET)
+            batch = build(make_rows(step), version)
             with torch.no_grad():
                 old = self.leaves(batch.trajectories)
                 reference_T = self.leaves(batch.trajectories, self.reference).logprobs_T
@@ -149,7 +159,7 @@ class Unsplit:
 def test_split_training_equals_unsplit_training_on_the_whole_batch_loss(trained, name, num_stages):
     unsplit = Unsplit(trained, CASES[name])
     unsplit.train()
-    parts = [load_file(trained / f"{name}-{num_stages}-{rank}.safetensors") for rank in range(num_stages)]
+    parts = [load_file(trained / f"{name}-1x{num_stages}-{rank}.safetensors") for rank in range(num_stages)]
     for key, value in unsplit.seen.items():
         assert parts[-1][key].item() == pytest.approx(value, rel=1e-12, abs=1e-13), key
     assert unsplit.seen["seen.0.0.grad_norm"] > 0.05, "clipping must be at work"
@@ -163,7 +173,7 @@ def test_split_training_equals_unsplit_training_on_the_whole_batch_loss(trained,
 
 
 def clip_fractions(folder: Path, name: str) -> list[float]:
-    found = load_file(folder / f"{name}-1-0.safetensors")
+    found = load_file(folder / f"{name}-1x1-0.safetensors")
     sides = [f"off_policy/clip_frac_{side}" for side in ("low", "high")]
     return [float(found[key]) for key in sorted(found) if any(key.endswith(side) for side in sides)]
 
@@ -172,3 +182,18 @@ def test_several_updates_of_a_draw_reach_the_clip_and_one_never_does(trained):
     assert set(clip_fractions(trained, "ppo")) == {0.0}
     assert max(clip_fractions(trained, "ppo-several")) > 0
     assert max(clip_fractions(trained, "ppo-epochs")) > 0
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_adam_and_clipping_in_float32_keep_tied_copies_alike_and_stay_near_the_unsplit_model(trained, name):
+    one, first, last = (load_file(trained / f"{name}-{where}.safetensors") for where in ("1x1-0", "1x2-0", "1x2-1"))
+    case = IN_FLOAT32[name]
+    both = first | last
+    assert one["seen.0.0.grad_norm"] > case.config.max_grad_norm, "clipping must be at work"
+    assert torch.equal(both["lm_head.weight"], both["model.embed_tokens.weight"]) == (case.kind == "tied")
+    atol = 1e-5 if case.precision == "float32" else 2 * NUM_STEPS * case.config.learning_rate
+    for key, tensor in both.items():
+        if not key.startswith("seen."):
+            assert tensor.dtype == torch.float32
+            torch.testing.assert_close(tensor, one[key], rtol=0, atol=atol, msg=key)
+    assert both["seen.0.0.loss"].item() == pytest.approx(one["seen.0.0.loss"].item(), rel=1e-2)

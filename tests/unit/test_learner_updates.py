@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from learner.batch import Leaves, StepBatch
+from learner.batch import Leaves
 from learner.config import LearnerConfig
+from learner.mesh import Mesh
 from learner.minibatches import minibatches
-from learner.model import DeviceBatch
 from learner.optimizer import learning_rate
 from learner.report import lag_metrics
 from learner.step import TrainStep
 from learner.updates import counted
-from tests.unit.two_pass import SEED, alone, make_models, make_networks, make_rows, run_ranks, weights_of
+from tests.unit.two_pass import SEED, alone, build, make_models, make_networks, make_rows, run_ranks, weights_of
 
 HEAD = OffPolicyPPOConfig(baseline="critic", critic="head", kl_beta=0.1)
 MODEL = OffPolicyPPOConfig(baseline="critic", critic="model")
@@ -35,10 +35,6 @@ def train_step(tmp_path):
             return TrainStep(networks, reference, algorithm, config, SEED), networks
 
         yield make
-
-
-def build(rows=None, version=0, token_budget=48) -> StepBatch:
-    return StepBatch.build(make_rows(0) if rows is None else rows, version, {0: 0}, token_budget)
 
 
 # --- division -------------------------------------------------------------------------------------
@@ -72,7 +68,7 @@ def test_the_order_of_minibatches_changes_with_run_step_and_epoch():
 
 
 def test_a_part_of_a_draw_holds_the_same_samples_with_the_lag_of_its_own_version():
-    batch = build(version=3)
+    batch = build(make_rows(0), version=3)
     sequences = np.flatnonzero(np.isin(batch.group_B, [1, 3]))
     part = batch.part(sequences, version=5)
     assert part.num_groups == 2
@@ -107,19 +103,19 @@ def test_the_gradient_of_an_update_is_the_same_however_it_is_split_into_micro_ba
     _, networks = train_step(algorithm)
     gradients = []
     for token_budget, least in ((4096, 1), (64, 1), (30, 1), (4096, 7)):
-        batch = StepBatch.build(make_rows(0), 0, {0: 0}, token_budget, least)
-        on_device = DeviceBatch(batch.packed, torch.device("cpu"))
+        batch = build(make_rows(0), 0, token_budget, min_micro_batches=least)
+        on_device = networks.on_device(batch.packed)
         leaves = networks.forward_only(on_device)
-        for network in filter(None, (networks.policy, networks.critic)):
-            if network.module.heads != "token":
+        for network in networks.all:
+            if network.modules[-1].heads != "token":
                 # a critic that knows something, so that its gradient reaches the layers
-                torch.nn.init.constant_(network.module.value_head.weight, 0.1)
+                torch.nn.init.constant_(network.modules[-1].value_head.weight, 0.1)
         coefficients_T = torch.linspace(-1, 2, len(leaves.logprobs_T), dtype=torch.float64)
         networks.train(on_device, Leaves(coefficients_T, None if leaves.values_T is None else coefficients_T.flip(0)))
         found = {}
-        for network in filter(None, (networks.policy, networks.critic)):
-            for name, parameter in network.module.named_parameters():
-                found[network.module.heads, name] = parameter.grad.clone()
+        for network in networks.all:
+            for name, parameter in network.named_parameters():
+                found[network.modules[-1].heads, name] = parameter.grad.clone()
             network.optimizer.clear()
         gradients.append(found)
     for other in gradients[1:]:
@@ -127,13 +123,27 @@ def test_the_gradient_of_an_update_is_the_same_however_it_is_split_into_micro_ba
             assert (gradient - other[key]).abs().max() <= 1e-12 * max(1.0, float(gradient.abs().max())), key
 
 
-def test_the_first_update_of_an_undivided_draw_has_a_ratio_of_exactly_one_and_no_pass_of_its_own(train_step):
-    step, networks = train_step(OffPolicyPPOConfig(), num_epochs=2)
+@pytest.mark.parametrize(
+    ("config", "algorithm", "num_passes"),
+    [
+        ({"num_epochs": 2, "one_pass": False}, OffPolicyPPOConfig(), 2),  # one for the draw, one for its second epoch
+        ({"num_epochs": 2}, OffPolicyPPOConfig(), 1),
+        ({}, OffPolicyPPOConfig(), 0),
+        ({}, OffPolicyPPOConfig(kl_beta=0.1), 1),  # the KL is in the reward, and so in the group's baseline
+        ({}, TrajectoryBalanceConfig(), 1),
+    ],
+)
+def test_forward_only_passes_are_taken_where_a_loss_needs_them_and_the_first_ratio_is_exactly_one(
+    train_step, config, algorithm, num_passes
+):
+    step, networks = train_step(algorithm, **config)
     passes = []
     forward = networks.forward_only
     networks.forward_only = lambda batch: passes.append(1) or forward(batch)
-    result = step.run(build(), 0)
-    assert len(passes) == 2, "one for the draw, one for its second epoch"
+    result = step.run(build(make_rows(0)), 0)
+    assert len(passes) == num_passes
+    if algorithm.type != "off_policy_ppo":
+        return
     assert all(f"off_policy/clip_frac_{side}" in result.updates[0].metrics for side in ("low", "high"))
     assert result.updates[0].metrics["off_policy/clip_frac_low"] == 0.0
 
@@ -144,7 +154,7 @@ def test_the_first_update_of_an_undivided_draw_has_a_ratio_of_exactly_one_and_no
 def test_each_update_is_a_version_and_its_lag_counts_from_there(train_step):
     step, _ = train_step(OffPolicyPPOConfig(), num_minibatches=2, num_epochs=2)
     between = []
-    batch = build(version=7)
+    batch = build(make_rows(0), version=7)
     result = step.run(batch, 3, between.append)
     assert between == [8, 9, 10]
     assert result.version == 11
@@ -158,6 +168,14 @@ def test_each_update_is_a_version_and_its_lag_counts_from_there(train_step):
     assert result.metrics["ess/dropped"] is None
 
 
+def test_the_learning_rate_warms_up_and_decays_to_its_floor():
+    config = LearnerConfig(learning_rate=1.0, warmup_steps=2, num_steps=6, lr_schedule="linear", min_lr_ratio=0.2)
+    assert [round(learning_rate(config, step), 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
+    cosine = config.model_copy(update={"lr_schedule": "cosine"})
+    assert learning_rate(cosine, 4) == pytest.approx(0.6)
+    assert learning_rate(LearnerConfig(learning_rate=0.3), 99) == 0.3
+
+
 def test_the_learning_rate_follows_updates_and_ends_with_the_last_step():
     config = LearnerConfig(
         learning_rate=1.0, warmup_steps=1, num_steps=3, num_minibatches=2, lr_schedule="linear", min_lr_ratio=0.0
@@ -167,7 +185,7 @@ def test_the_learning_rate_follows_updates_and_ends_with_the_last_step():
 
 def test_figures_of_a_step_are_means_over_its_updates_by_completion_tokens(train_step):
     step, _ = train_step(OffPolicyPPOConfig(), num_minibatches=3)
-    result = step.run(build(), 0)
+    result = step.run(build(make_rows(0)), 0)
     weights = [len(update.batch.sequence_T) for update in result.updates]
     losses = [update.metrics["loss"] for update in result.updates]
     assert result.metrics["loss"] == pytest.approx(np.average(losses, weights=weights), rel=1e-12)
@@ -178,7 +196,8 @@ def test_figures_of_a_step_are_means_over_its_updates_by_completion_tokens(train
 def test_the_distance_of_a_draw_is_that_of_its_start_whatever_its_updates(train_step):
     algorithm = OffPolicyPPOConfig(corrections=("icepop",))
     one, several = (
-        train_step(algorithm, num_minibatches=number, num_epochs=number)[0].run(build(), 0).metrics for number in (1, 2)
+        train_step(algorithm, num_minibatches=number, num_epochs=number)[0].run(build(make_rows(0)), 0).metrics
+        for number in (1, 2)
     )
     names = [name for name in one if name.startswith(("mismatch/", "off_policy/ess", "off_policy/chi2"))]
     assert "off_policy/ess_sequence_truncated" in names
@@ -192,7 +211,7 @@ def test_the_distance_of_a_draw_is_that_of_its_start_whatever_its_updates(train_
 
 def poison(networks, num_calls_before: int, network="policy") -> None:
     """Make one gradient of one parameter NaN, once."""
-    parameter = next(iter(getattr(networks, network).module.parameters()))
+    _, parameter = next(iter(getattr(networks, network).named_parameters()))
     calls = []
 
     def hook(gradient):
@@ -204,7 +223,7 @@ def poison(networks, num_calls_before: int, network="policy") -> None:
 
 def test_a_sick_update_is_left_out_and_the_others_of_its_step_are_taken(train_step):
     step, networks = train_step(OffPolicyPPOConfig(), num_minibatches=4)
-    batch = StepBatch.build(make_rows(0), 0, {0: 0}, 4096)  # one micro-batch per update, so one hook call
+    batch = build(make_rows(0), 0, 4096)  # one micro-batch per update, so one hook call
     poison(networks, num_calls_before=1)
     result = step.run(batch, 0)
     assert [update.result.sick for update in result.updates] == [False, True, False, False]
@@ -219,7 +238,7 @@ def test_policy_and_critic_are_updated_together_or_not_at_all(train_step, networ
     step, networks = train_step(MODEL)
     before = weights_of(networks)
     poison(networks, 0, network)
-    batch = StepBatch.build(make_rows(0), 0, {0: 0}, 4096)
+    batch = build(make_rows(0), 0, 4096)
     assert step.run(batch, 0).skipped
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(networks).items())
     assert not step.run(batch, 1).skipped
@@ -227,18 +246,19 @@ def test_policy_and_critic_are_updated_together_or_not_at_all(train_step, networ
     assert {name.split(".")[0] for name in after if not torch.equal(after[name], before[name])} == {"policy", "critic"}
 
 
-def one_rank(folder, rank: int, num_stages: int) -> None:
+def one_rank(folder, mesh: Mesh) -> None:
     """What each process of the next test runs: one of the stages sees a NaN, in the first of two updates."""
     algorithm, config = OffPolicyPPOConfig(), LearnerConfig(num_minibatches=2, learning_rate=1e-2)
-    for sick_rank in range(num_stages):
-        networks, reference = make_networks(folder / "untied", config, algorithm, rank, num_stages)
-        if rank == sick_rank:
+    place = mesh.place
+    for sick_rank in range(place.num_ranks):
+        networks, reference = make_networks(folder / "untied", config, algorithm, mesh)
+        if place.rank == sick_rank:
             poison(networks, 0)
         step = TrainStep(networks, reference, algorithm, config, SEED)
-        batch = StepBatch.build(make_rows(0), 0, {0: 0}, 4096, num_stages)
+        batch = build(make_rows(0), 0, 4096, num_replicas=place.num_replicas, min_micro_batches=place.num_stages)
         before = weights_of(networks)
         result = step.run(batch, 0)
-        assert [update.result.sick for update in result.updates] == [True, False], (rank, sick_rank)
+        assert [update.result.sick for update in result.updates] == [True, False], (place.rank, sick_rank)
         after = weights_of(networks)
         assert all(torch.isfinite(weight).all() for weight in after.values())
         assert not all(torch.equal(after[name], before[name]) for name in before), "the second update is taken"
@@ -248,4 +268,4 @@ def one_rank(folder, rank: int, num_stages: int) -> None:
 
 def test_a_nan_on_one_stage_alone_keeps_every_stage_from_the_update(tmp_path):
     make_models(tmp_path)
-    run_ranks("tests.unit.test_learner_updates", tmp_path, [2])
+    run_ranks("tests.unit.test_learner_updates", tmp_path, [(1, 2), (2, 2)])

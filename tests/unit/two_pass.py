@@ -1,13 +1,14 @@
 """What the tests of the learner's step share: tiny models, made-up trajectories, and ranks as processes.
 
-As a script this file is one rank: `python -m tests.unit.two_pass CASES_MODULE FOLDER RANK NUM_STAGES`.
+As a script this file is the ranks of one shape: `python -m tests.unit.two_pass CASES_MODULE FOLDER REPLICAS STAGES`.
 """
 
 import importlib
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,14 +21,19 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from algorithms.registry import AlgorithmConfig
+from buffer.config import BufferConfig
 from buffer.trajectory import Trajectory, VersionSpan
+from learner.assembly import build_networks, build_reference
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
-from learner.model import Heads, load_stage
-from learner.networks import Network, Networks
-from learner.pipeline import Pipeline
+from learner.mesh import Mesh, Place
+from learner.networks import Networks
+from learner.packing import PackingRule
+from learner.pipeline import micro_batch_rule
 from learner.reference import Reference
+from learner.spec import LearnerSpec
 from learner.step import TrainStep
+from weight_sync.config import WeightSyncConfig
 from weight_sync.staleness import PolicyVersion
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +49,7 @@ class Case:
     """tied or untied."""
     config: LearnerConfig
     algorithm: AlgorithmConfig
+    precision: str = "float64"
 
 
 def make_rows(seed: int, num_groups: int = 4, num_prompts: int | None = None, **changes) -> list[Trajectory]:
@@ -85,18 +92,34 @@ def make_models(folder: Path) -> None:
 
 
 def make_networks(
-    path: Path, config: LearnerConfig, algorithm: AlgorithmConfig, rank=0, num_stages=1, dtype=torch.float64
+    path: Path, config: LearnerConfig, algorithm: AlgorithmConfig, mesh: Mesh | None = None, precision="float64"
 ) -> tuple[Networks, Reference]:
-    def load(heads: Heads = "token"):
-        return load_stage(
-            path, rank, num_stages, temperature=TEMPERATURE, device=torch.device("cpu"), dtype=dtype, heads=heads
-        )
+    """As a rank of a run makes them; without a mesh as the only one."""
+    mesh = mesh or Mesh.build(Place(0))
+    place = mesh.place
+    update = {"num_stages": place.num_stages, "num_replicas": place.num_replicas, "precision": precision}
+    spec = LearnerSpec(
+        rank=place.rank,
+        rendezvous="",
+        model_path=path,
+        reference_path=path,
+        temperature=TEMPERATURE,
+        max_tokens=1,
+        run_id="test",
+        seed=SEED,
+        buffer_addresses=(),
+        run_folder=path,
+        config=config.model_copy(update=update),
+        algorithm=algorithm,
+        weight_sync=WeightSyncConfig(),
+        buffer=BufferConfig(),
+    )
+    networks = build_networks(spec, mesh, torch.device("cpu"))
+    return networks, build_reference(spec, networks)
 
-    needs = algorithm.needs
-    policy = Network.build(load("token_and_value" if needs.critic == "head" else "token"), config)
-    critic = Network.build(load("value"), config) if needs.critic == "model" else None
-    reference = Pipeline(load().requires_grad_(False), config.schedule, None) if needs.reference else None
-    return Networks(policy, critic, config), Reference(reference, policy.module)
+
+def build(rows: list[Trajectory], version: int = 0, token_budget: int = TOKEN_BUDGET, **rule: int) -> StepBatch:
+    return StepBatch.build(rows, version, {0: 0}, PackingRule(token_budget, **rule))
 
 
 @contextmanager
@@ -112,51 +135,68 @@ def alone() -> Iterator[None]:
 def weights_of(networks: Networks) -> dict[str, torch.Tensor]:
     """Copies of all that is trained, by name."""
     found = {}
-    for name, network in (("policy", networks.policy), ("critic", networks.critic)):
-        if network is not None:
-            found |= {f"{name}.{key}": p.detach().clone() for key, p in network.module.named_parameters()}
+    for name, network in zip(("policy", "critic"), networks.all, strict=False):
+        found |= {f"{name}.{key}": parameter.detach().clone() for key, parameter in network.named_parameters()}
     return found
 
 
-def start_group(folder: Path, rank: int, num_stages: int) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous-{num_stages}",
-        rank=rank,
-        world_size=num_stages,
-        timeout=timedelta(seconds=60),
-    )
-
-
-def run_ranks(module: str, folder: Path, stages: list[int]) -> None:
-    """Run `module.one_rank(folder, rank, num_stages)` in a process per rank, for each number of stages."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.unit.two_pass", module, str(folder), str(rank), str(num)],
+def run_ranks(module: str, folder: Path, shapes: list[tuple[int, int]]) -> None:
+    """Run `module.one_rank(folder, mesh)` in a process per rank, for each (replicas, stages)."""
+    for num_replicas, num_stages in shapes:
+        command = [sys.executable, "-W", "error", "-m", "tests.unit.two_pass", module, str(folder)]
+        ranks = subprocess.run(
+            [*command, str(num_replicas), str(num_stages)],
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=240,
+            check=False,
         )
-        for num in stages
-        for rank in range(num)
-    ]
+        assert ranks.returncode == 0, ranks.stderr[-4000:]
+
+
+def run_forked(module: str, folder: Path, num_replicas: int, num_stages: int) -> int:
+    """The ranks of one shape, forked from a process that has imported everything; returns how many failed."""
+    one_rank = importlib.import_module(module).one_rank
+    processes = []
+    for rank in range(num_replicas * num_stages):
+        place = Place(rank, num_stages, num_replicas)
+        processes.append(multiprocessing.get_context("fork").Process(target=run_rank, args=(one_rank, folder, place)))
+        processes[-1].start()
     for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+        process.join(200)
+        process.kill()
+        process.join()
+    return sum(process.exitcode != 0 for process in processes)
 
 
-def train_cases(cases: dict[str, Case], folder: Path, rank: int, num_stages: int) -> None:
+def run_rank(one_rank: Callable[[Path, Mesh], None], folder: Path, place: Place) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous-{place.num_replicas}x{place.num_stages}",
+        rank=place.rank,
+        world_size=place.num_ranks,
+        timeout=timedelta(seconds=60),
+    )
+    one_rank(folder, Mesh.build(place))
+    dist.destroy_process_group()
+
+
+def train_cases(cases: dict[str, Case], folder: Path, mesh: Mesh) -> None:
     """Train every case for some steps, and write down what came of it."""
+    place = mesh.place
     for name, case in cases.items():
-        networks, reference = make_networks(folder / case.kind, case.config, case.algorithm, rank, num_stages)
+        networks, reference = make_networks(folder / case.kind, case.config, case.algorithm, mesh, case.precision)
         train_step = TrainStep(networks, reference, case.algorithm, case.config, SEED)
+        asked = micro_batch_rule(case.config.schedule, place.num_stages)
         tensors, version = {}, 0
         for step in range(NUM_STEPS):
-            # the second step fits one micro-batch: it is spread over the stages, and one more stays empty
-            budget, least = (TOKEN_BUDGET, 1) if step == 0 else (4096, 12)
-            batch = StepBatch.build(make_rows(step), version, {0: 0}, budget, least)
-            assert batch.packed.num_micro_batches > num_stages
+            # the second step fits one micro-batch: it is spread over the stages, and some more stay empty
+            budget, least = (TOKEN_BUDGET, asked.least) if step == 0 else (4096, 12)
+            rule = {"num_replicas": place.num_replicas, "min_micro_batches": least, "multiple": asked.multiple}
+            batch = build(make_rows(step), version, budget, **rule)
             result = train_step.run(batch, step)
             assert all(update.result.taken for update in result.updates)
             version = result.version
@@ -166,17 +206,14 @@ def train_cases(cases: dict[str, Case], folder: Path, rank: int, num_stages: int
                 numbers = {f"seen.{step}.{number}.{key}": value for key, value in seen.items()}
                 tensors |= {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
         # copies: a file refuses two names for one memory
-        tensors |= {key: tensor.clone() for key, tensor in networks.policy.module.published_tensors().items()}
-        for prefix, network in (("policy.", networks.policy), ("critic.", networks.critic)):
-            if network is not None:
-                for key, parameter in network.module.named_parameters():
-                    if prefix == "critic." or key.startswith("value_head."):
-                        tensors[prefix + key] = parameter.detach().clone()
-        save_file(tensors, folder / f"{name}-{num_stages}-{rank}.safetensors")
+        tensors |= {key: tensor.clone() for key, tensor in networks.policy.published_tensors().items()}
+        for prefix, network in zip(("policy.", "critic."), networks.all, strict=False):
+            for key, parameter in network.named_parameters():
+                if prefix == "critic." or key.startswith("value_head."):
+                    tensors[prefix + key] = parameter.detach().clone()
+        save_file(tensors, folder / f"{name}-{place.num_replicas}x{place.num_stages}-{place.rank}.safetensors")
 
 
 if __name__ == "__main__":
-    cases_module, where, its_rank, stages_in_all = sys.argv[1:]
-    start_group(Path(where), int(its_rank), int(stages_in_all))
-    importlib.import_module(cases_module).one_rank(Path(where), int(its_rank), int(stages_in_all))
-    dist.destroy_process_group()
+    its_module, where, replicas, stages = sys.argv[1:]
+    sys.exit(run_forked(its_module, Path(where), int(replicas), int(stages)))

@@ -1,0 +1,178 @@
+"""The other side: a training loop over a Transformers model in one process, as most would write it down.
+
+It has the loss, the optimizer and the clipping of the learner's step, and accumulates gradients over its batches as
+that does. `padded` is the usual layout: sequences in order of arrival, padded to the longest of the batch. `packed`
+has the learner's own micro-batches and its attention per sequence, and computes logits where they are needed alone:
+what is left between the two is the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from buffer.trajectory import Trajectory
+from learner.batch import StepBatch
+from learner.config import LearnerConfig
+from learner.model import DeviceBatch
+
+LogProbabilities = Callable[[PreTrainedModel], Tensor]
+
+
+@dataclass(frozen=True)
+class PlainBatch:
+    """What one forward and backward pass trains, n completion tokens."""
+
+    logprobs: LogProbabilities
+    """Log-probabilities of its completion tokens by the model: [n]."""
+    behaviour: Tensor
+    """Those of the policy that sampled: [n]."""
+    advantage: Tensor
+    """[n]."""
+    num_slots: int
+    """Tokens computed, padding included."""
+
+
+class PlainLoop:
+    """Model, loss and optimizer; float32 weights, bf16 autocast where wanted."""
+
+    def __init__(
+        self, model_path: Path, algorithm: OffPolicyPPOConfig, config: LearnerConfig, *, attention: str = "sdpa"
+    ) -> None:
+        """Load the model.
+
+        Args:
+            model_path: checkpoint folder.
+            algorithm: plain PPO: pi_prox is the policy that sampled.
+            config: precision and optimizer.
+            attention: implementation, by the name that Transformers knows it by.
+        """
+        assert algorithm.proximal == "behaviour"
+        assert not algorithm.corrections
+        assert algorithm.kl_beta == 0
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=attention)
+        self.model: PreTrainedModel = model.train()
+        self._algorithm = algorithm
+        self._config = config
+        matrices = [p for p in model.parameters() if p.ndim >= 2]
+        vectors = [p for p in model.parameters() if p.ndim < 2]
+        self._adam = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            fused=True,
+        )
+
+    def step(self, batches: Sequence[PlainBatch]) -> float:
+        """One optimizer step over all batches. Returns the gradient norm before clipping."""
+        num_tokens = sum(len(batch.advantage) for batch in batches)
+        for batch in batches:
+            self._loss(batch, num_tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def _loss(self, batch: PlainBatch, num_tokens: int) -> Tensor:
+        algorithm = self._algorithm
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._config.precision == "bfloat16"):
+            logprobs = batch.logprobs(self.model)
+        ratio = torch.exp(logprobs - batch.behaviour)
+        clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+        return -torch.minimum(ratio * batch.advantage, clipped * batch.advantage).sum() / num_tokens
+
+
+def padded(rows: Sequence[Trajectory], batch_size: int, temperature: float) -> list[PlainBatch]:
+    """Batches in order of arrival, each padded on the right to its longest."""
+    advantages = _rloo(rows)
+    batches = []
+    for start in range(0, len(rows), batch_size):
+        chosen = rows[start : start + batch_size]
+        longest = max(len(row.token_ids) for row in chosen)
+        tokens_BL = torch.zeros(len(chosen), longest, dtype=torch.int64)
+        mask_BL = torch.zeros(len(chosen), longest, dtype=torch.int64)
+        completion_BL = torch.zeros(len(chosen), longest, dtype=torch.bool)
+        for i, row in enumerate(chosen):
+            length = len(row.token_ids)
+            tokens_BL[i, :length] = torch.from_numpy(row.token_ids)
+            mask_BL[i, :length] = 1
+            completion_BL[i, row.prompt_length : length] = True
+        batches.append(
+            PlainBatch(
+                _padded_logprobs(tokens_BL, mask_BL, completion_BL, temperature),
+                *_told(chosen, advantages[start : start + batch_size]),
+                tokens_BL.numel(),
+            )
+        )
+    return batches
+
+
+def packed(batch: StepBatch, on_device: DeviceBatch, temperature: float) -> list[PlainBatch]:
+    """The learner's micro-batches; needs a model with the learner's attention."""
+    advantages = _rloo(batch.trajectories)
+    batches = []
+    for m, members in enumerate(batch.packed.members):
+        chosen = [batch.trajectories[i] for i in members]
+        batches.append(
+            PlainBatch(
+                _packed_logprobs(on_device, m, temperature),
+                *_told(chosen, [advantages[i] for i in members]),
+                int(batch.packed.bounds[m][-1]),
+            )
+        )
+    return batches
+
+
+def _padded_logprobs(tokens_BL: Tensor, mask_BL: Tensor, completion_BL: Tensor, temperature: float) -> LogProbabilities:
+    def logprobs(model: PreTrainedModel) -> Tensor:
+        logits = model(input_ids=tokens_BL, attention_mask=mask_BL, use_cache=False).logits[:, :-1].float()
+        found = F.log_softmax(logits / temperature, dim=-1).gather(2, tokens_BL[:, 1:, None]).squeeze(2)
+        return found[completion_BL[:, 1:]]
+
+    return logprobs
+
+
+def _packed_logprobs(on_device: DeviceBatch, m: int, temperature: float) -> LogProbabilities:
+    where = on_device.predicting[m]
+    layout = on_device.layouts[m]
+    real = slice(0, int(on_device.packed.bounds[m][-1]))
+
+    def logprobs(model: PreTrainedModel) -> Tensor:
+        logits = model(
+            input_ids=on_device.tokens_ML[m : m + 1, real],
+            position_ids=on_device.positions_ML[m : m + 1, real],
+            layout=layout,
+            use_cache=False,
+            logits_to_keep=where,
+        ).logits[0]
+        tokens = on_device.tokens_ML[m, where + 1]
+        return F.log_softmax(logits.float() / temperature, dim=-1).gather(1, tokens[:, None]).squeeze(1)
+
+    return logprobs
+
+
+def _told(rows: Sequence[Trajectory], advantages: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Behaviour log-probabilities and advantages of the completion tokens."""
+    lengths = torch.tensor([row.num_completion_tokens for row in rows])
+    behaviour = torch.cat([torch.from_numpy(row.logprobs) for row in rows])
+    return behaviour, torch.repeat_interleave(torch.tensor(advantages, dtype=torch.float32), lengths)
+
+
+def _rloo(rows: Sequence[Trajectory]) -> list[float]:
+    """Reward minus the mean reward of the others of the group."""
+    groups: dict[int, list[float]] = {}
+    for row in rows:
+        groups.setdefault(row.group_id, []).append(float(row.reward or 0.0))
+    found = []
+    for row in rows:
+        rewards, own = groups[row.group_id], float(row.reward or 0.0)
+        found.append(own - (sum(rewards) - own) / max(1, len(rewards) - 1))
+    return found

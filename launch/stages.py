@@ -1,0 +1,297 @@
+"""Stages: the processes of the learner, one per rank, started again as a whole where one dies or hangs."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from launch.buffers import STARTUP_KEY
+from launch.checks import Plan
+from launch.role_process import RoleProcess, RunFailed, done, failure, reason
+from launch.roles import StageRole
+from launch.spawn import spawn, stage_spec
+
+RESTARTS_KEY = "learner.max_restarts"
+GRACE_S = 3.0
+"""After the first stage has failed, how long the others may take to say why, or to be seen dead: the first to
+notice a death is often a neighbour, which knows of a closed connection only."""
+RESCUE_S = 1.0
+"""How long a learner that is about to be killed may take to hand over the reports of its last steps."""
+_CHECKPOINT = re.compile(r"step-(\d+)")
+
+
+class State(Enum):
+    """Of all ranks together; each names the call that they are in, or have ended."""
+
+    MEETING = auto()
+    SETTING_UP = auto()
+    READY = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+    EXPORTING = auto()
+    EXPORTED = auto()
+
+
+@dataclass(frozen=True)
+class StageNews:
+    """What the learner reported at one poll."""
+
+    rows: list[Mapping[str, Any]] = field(default_factory=list)
+    """Reports of steps, each with `restarts`: how often the learner had been started again when it took the step."""
+    waits_for: str = ""
+    resumed_at: int | None = None
+    """Once after each restart: the step from which training goes on; what came after it is taken again."""
+
+
+@dataclass(frozen=True)
+class _Loss:
+    stages: tuple[RoleProcess, ...]
+    why: str
+
+    @property
+    def who(self) -> str:
+        return ", ".join(stage.name for stage in self.stages)
+
+    @property
+    def logs(self) -> str:
+        return ", ".join(str(stage.log) for stage in self.stages)
+
+
+class Stages:
+    """Starts the ranks, watches them, and starts all again from the newest checkpoint where one is lost.
+
+        meeting -> setting up -> ready -> running -> finished -> exporting -> exported
+           ^------------- lost: killed, and started again ------------'
+
+    Lost is a process that died, and a rank that the others waited for in vain. Every other error would come again
+    and ends the run. At most learner.max_restarts restarts in a row lead to no new checkpoint.
+    """
+
+    def __init__(self, plan: Plan, model_path: Path, notify: Callable[[str, str], None]) -> None:
+        """Nothing is started yet.
+
+        Args:
+            plan: the checked config and the run's folder.
+            model_path: the checkpoint to train.
+            notify: called with (kind, text) whenever something worth an event happens.
+        """
+        self._plan = plan
+        self._config = plan.config.learner
+        self._limit_s = plan.config.launch.startup_timeout_s
+        self._model_path = model_path
+        self._notify = notify
+        self._addresses: Sequence[str] = ()
+        self._stages: list[RoleProcess] = []
+        self._state = State.MEETING
+        self._calls: list[tuple[RoleProcess, Any]] = []
+        self._entered_s = 0.0
+        self._failed_s: float | None = None
+        self._stop_requested = False
+        self._rescued: list[Mapping[str, Any]] = []
+        self._resumed_at: int | None = None
+        self._restarts_in_a_row = 0
+        self._checkpoint_at_loss = -1
+        self.num_restarts = 0
+        """Of the learner, in all."""
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def start(self, addresses: Sequence[str], deadline: float) -> list[tuple[RoleProcess, Any]]:
+        """Start all ranks; returns the calls that end when they are ready.
+
+        Args:
+            addresses: of the buffer services, shard by shard; looked at again at every restart.
+            deadline: on the monotonic clock.
+
+        Raises:
+            RunFailed: the first rank did not start.
+        """
+        self._addresses = addresses
+        self._spawn()
+        first, meeting = self._calls[0]
+        self._set_up(first.result(meeting, "to name a meeting point", deadline, STARTUP_KEY))
+        return list(self._calls)
+
+    def begin(self) -> None:
+        """Begin to train; all ranks are ready."""
+        if self._stop_requested:
+            self._tell_to_stop()
+        self._enter(State.RUNNING, [(stage, stage.handle.run.remote()) for stage in self._stages])
+
+    def watch(self) -> None:
+        """Go on to the next state where all ranks have ended this one; start again what is lost. Never waits long.
+
+        Raises:
+            RunFailed: a rank failed with an error that would come again, or was lost too often.
+        """
+        loss = self._find_loss()
+        if loss is not None:
+            self._start_again(loss)
+        elif self._calls and all(done(call) for _, call in self._calls):
+            self._advance()
+
+    def poll(self, patience_s: float) -> StageNews:
+        """What the learner has to tell.
+
+        Args:
+            patience_s: how long to wait for its answer; a later one is taken at the next poll.
+        """
+        if self._rescued:  # alone, for they come before whatever a restarted learner has to tell
+            rows, self._rescued = self._rescued, []
+            return StageNews(rows)
+        if self._state in (State.MEETING, State.SETTING_UP, State.READY):
+            return StageNews(waits_for="its stages, which are started again")
+        resumed_at, self._resumed_at = self._resumed_at, None
+        rows, waits_for = self._ask_lead(patience_s)
+        return StageNews(rows, waits_for, resumed_at)
+
+    @property
+    def are_finished(self) -> bool:
+        """Has every rank returned from its last step?"""
+        return self._state in (State.FINISHED, State.EXPORTING, State.EXPORTED)
+
+    def request_stop(self) -> None:
+        """End after the step at hand, with a checkpoint; a learner that is being started again, before its first."""
+        self._stop_requested = True
+        if self._state is State.RUNNING:
+            self._tell_to_stop()
+
+    def export(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder, which all ranks do together after their last step.
+
+        Raises:
+            RunFailed: as `watch`.
+        """
+        while self._state is not State.EXPORTED:
+            if self._state is State.FINISHED:
+                self._enter(State.EXPORTING, [(stage, stage.handle.export.remote(folder)) for stage in self._stages])
+            self.watch()
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for stage in self._stages:
+            ray.kill(stage.handle, no_restart=True)
+        self._stages, self._calls = [], []
+
+    # --- states -----------------------------------------------------------------------------------
+
+    def _enter(self, state: State, calls: list[tuple[RoleProcess, Any]]) -> None:
+        self._state, self._calls = state, calls
+        self._entered_s = time.monotonic()
+        self._failed_s = None
+
+    def _advance(self) -> None:
+        if self._state is State.MEETING:
+            self._set_up(ray.get(self._calls[0][1]))
+        elif self._state is State.SETTING_UP:
+            self._enter(State.READY, [])
+            if self.num_restarts:
+                self._resumed_at = max(0, newest_checkpoint(self._plan.folder.checkpoints))
+                self._notify("resumed", f"the learner trains on from step {self._resumed_at}")
+                self.begin()
+        else:
+            self._enter(State.FINISHED if self._state is State.RUNNING else State.EXPORTED, [])
+
+    def _spawn(self) -> None:
+        config = self._config
+        for rank in range(config.num_replicas * config.num_stages):
+            log = self._plan.folder.log("stage", rank)
+            handle = spawn(
+                StageRole, log, cpus=config.cpus, gpus=config.gpus, threads=config.num_threads, concurrency=4
+            )
+            self._stages.append(RoleProcess("stage", rank, handle, log))
+        first = self._stages[0]
+        self._enter(State.MEETING, [(first, first.handle.rendezvous.remote())])
+
+    def _set_up(self, rendezvous: str) -> None:
+        specs = [
+            stage_spec(self._plan, stage.number, self._model_path, self._addresses, rendezvous)
+            for stage in self._stages
+        ]
+        calls = [(stage, stage.handle.setup.remote(spec)) for stage, spec in zip(self._stages, specs, strict=True)]
+        self._enter(State.SETTING_UP, calls)
+
+    def _tell_to_stop(self) -> None:
+        for stage in self._stages:
+            stage.handle.request_stop.remote()
+
+    # --- loss -------------------------------------------------------------------------------------
+
+    def _find_loss(self) -> _Loss | None:
+        """Which ranks are lost, and why; None where none is, or it is too early to say which."""
+        ended = [(stage, call) for stage, call in self._calls if done(call)]
+        failures = [(stage, error) for stage, call in ended if (error := failure(call)) is not None]
+        silent = [stage for stage, call in self._calls if not any(stage is each for each, _ in ended)]
+        now = time.monotonic()
+        if not failures:
+            if silent and self._state is not State.RUNNING and now - self._entered_s > self._limit_s:
+                late = _Loss(tuple(silent), "")
+                raise RunFailed(
+                    f"waited {self._limit_s:g} s for {late.who} and gave up; see {late.logs}, or raise {STARTUP_KEY}"
+                )
+            return None
+        from learner.stage import StageLost  # with all that a stage needs, so only now
+
+        self._failed_s = now if self._failed_s is None else self._failed_s
+        dead = [(stage, error) for stage, error in failures if not isinstance(error, RayTaskError)]
+        if dead:
+            return _Loss(tuple(stage for stage, _ in dead), f"died ({reason(dead[0][1])})")
+        if silent and now - self._failed_s < GRACE_S:
+            return None
+        for stage, error in failures:
+            if not isinstance(getattr(error, "cause", None), StageLost):
+                raise RunFailed(f"{stage.name} failed: {reason(error)}; see {stage.log}")
+        stage, error = failures[0]
+        if silent:
+            return _Loss(tuple(silent), f"did not answer the others ({reason(error)})")
+        return _Loss((stage,), f"lost the others ({reason(error)})")
+
+    def _start_again(self, loss: _Loss) -> None:
+        newest = newest_checkpoint(self._plan.folder.checkpoints)
+        if newest > self._checkpoint_at_loss:
+            self._restarts_in_a_row, self._checkpoint_at_loss = 0, newest
+        if self._restarts_in_a_row >= self._config.max_restarts:
+            times = self._restarts_in_a_row
+            tried = f", and {times} restarts in a row ({RESTARTS_KEY}) led to no new checkpoint" if times else ""
+            raise RunFailed(f"{loss.who} {loss.why}{tried}; see {loss.logs}")
+        lead = self._stages[self._lead]
+        if lead not in loss.stages:
+            for _ in range(2):  # an answer that was still owed, and all since
+                self._rescued += self._ask_lead(RESCUE_S)[0]
+        whence = f"checkpoint of step {newest}" if newest >= 0 else "beginning, for there is no checkpoint"
+        self._notify(
+            "restart", f"{loss.who} {loss.why}: all stages are started again from the {whence}; see {loss.logs}"
+        )
+        self._restarts_in_a_row += 1
+        self.num_restarts += 1
+        self.kill()
+        self._spawn()
+
+    # --- the lead ---------------------------------------------------------------------------------
+
+    @property
+    def _lead(self) -> int:
+        return self._config.num_stages - 1
+
+    def _ask_lead(self, patience_s: float) -> tuple[list[Mapping[str, Any]], str]:
+        silence_s = self._plan.config.launch.silence_timeout_s
+        answer = self._stages[self._lead].ask("poll", patience_s, silence_s, self._notify)
+        if answer is None:
+            return [], ""
+        reports, waits_for = answer
+        return [{**report, "restarts": self.num_restarts} for report in reports], waits_for
+
+
+def newest_checkpoint(folder: Path) -> int:
+    """Step of the newest complete checkpoint in a run's folder of them; -1 where there is none."""
+    steps = (_CHECKPOINT.fullmatch(path.name) for path in folder.iterdir())
+    return max((int(match[1]) for match in steps if match), default=-1)

@@ -1,0 +1,141 @@
+"""CheckpointMeta: `meta.json`, which completes a checkpoint and seals its files; Progress: what it says of the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+META_NAME = "meta.json"
+
+_READ_BYTES = 2**22
+_VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+"""Keys of a config.json that do not change what the weights mean."""
+
+
+class DamagedCheckpoint(ValueError):
+    """A file of a checkpoint is not what was written; the text names it."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training stands."""
+
+    step: int
+    """Steps finished, skipped ones included: the number of the last draw."""
+    version: int
+    """Optimizer steps taken: up to learner.num_minibatches * learner.num_epochs a step."""
+    incarnation: int
+    """Of the learner that wrote the checkpoint."""
+    drops_in_a_row: int = 0
+    """Steps up to this one that dropped updates for their small effective sample size; see learner.judge."""
+    sick_steps: tuple[int, ...] = ()
+    """Steps in a row without a finite loss or gradient, as learner.bad_batches counts them."""
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What is known of a file."""
+
+    size_bytes: int
+    xxh3: str
+    """xxh3-64 of its content, as hex."""
+
+    @classmethod
+    def of(cls, path: Path) -> Seal:
+        """Read a file.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        digest, size_bytes = xxhash.xxh3_64(), 0
+        with path.open("rb") as file:
+            while chunk := file.read(_READ_BYTES):
+                digest.update(chunk)
+                size_bytes += len(chunk)
+        return cls(size_bytes, digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class CheckpointMeta:
+    """All that a checkpoint says of itself."""
+
+    progress: Progress
+    num_stages: int
+    num_replicas: int
+    """Of the run that wrote it; another one may read it."""
+    model: str
+    """`model_identity` of what was trained; '' where it is unknown."""
+    files: dict[str, Seal]
+    """By name, without this one."""
+
+    def encode(self) -> bytes:
+        """The document; its last key seals all before."""
+        document = asdict(self)
+        return f"{json.dumps({**document, 'xxh3': _seal(document)})}\n".encode()
+
+    @classmethod
+    def read(cls, folder: Path) -> CheckpointMeta:
+        """Read a checkpoint's document.
+
+        Raises:
+            DamagedCheckpoint: it is not what was written.
+        """
+        path = folder / META_NAME
+        try:
+            document: dict[str, Any] = json.loads(path.read_bytes())
+            whole = document.pop("xxh3") == _seal(document)
+            progress = document.pop("progress")
+            progress["sick_steps"] = tuple(progress["sick_steps"])
+            files = {name: Seal(**seal) for name, seal in document.pop("files").items()}
+            meta = cls(progress=Progress(**progress), files=files, **document)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        if not whole:
+            raise DamagedCheckpoint(f"{path} does not have the checksum that it was written with")
+        return meta
+
+    def check(self, folder: Path, names: Iterable[str]) -> None:
+        """Compare files with their seals.
+
+        Args:
+            folder: of the checkpoint.
+            names: of the files to look at.
+
+        Raises:
+            DamagedCheckpoint: the first that differs.
+        """
+        for name in names:
+            told = self.files[name]
+            try:
+                found = Seal.of(folder / name)
+            except OSError as error:
+                raise DamagedCheckpoint(f"{folder / name} cannot be read: {error.strerror or error}") from error
+            if found.size_bytes != told.size_bytes:
+                raise DamagedCheckpoint(
+                    f"{folder / name} has {found.size_bytes} bytes, but was written with {told.size_bytes}"
+                )
+            if found.xxh3 != told.xxh3:
+                raise DamagedCheckpoint(f"{folder / name} does not have the checksum that it was written with")
+
+
+def model_identity(model_path: Path) -> str:
+    """Model type and a digest of the config.json, without what does not change the meaning of weights.
+
+    Raises:
+        OSError: there is no config.json.
+        ValueError: it is no JSON.
+    """
+    config: dict[str, Any] = json.loads((model_path / "config.json").read_text())
+    telling = {key: value for key, value in config.items() if key not in _VOLATILE}
+    digest = hashlib.sha256(json.dumps(telling, sort_keys=True).encode()).hexdigest()
+    return f"{config.get('model_type', 'model')}-{digest[:12]}"
+
+
+def _seal(document: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(document, sort_keys=True).encode())

@@ -1,0 +1,236 @@
+"""Log-probabilities of given tokens from hidden states, without all logits at once.
+
+With z = logits / temperature, log pi(y) = z_y - logsumexp(z). Logits are made a chunk of tokens at a time and given
+up again, in the backward pass too: never more than a chunk of them exists. Two pieces of mathematics make that cheap.
+The gradient of log pi(y) with respect to a hidden state h does not depend on the loss but for one factor c per token,
+
+    d log pi(y) / dh = (W_y - sum_v p_v W_v) / temperature,
+
+so the forward pass, which has p at hand, computes it at once ([n, hidden], no more than the states themselves), and
+the backward pass of h is a product with c. The gradient of the head,
+
+    dL/dW_v = sum_t c_t (1[y_t = v] - p_tv) h_t / temperature,
+
+needs all c first and so makes p again, unless it fitted one chunk and was kept. The two are separate nodes of the
+graph, since a zero-bubble schedule asks for gradients of inputs and of weights at different times, and neither is to
+be computed twice. Soft-capped logits (Gemma 2), cap * tanh(l / cap), multiply p_v and 1[y = v] by 1 - tanh^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """From hidden states to what is held of log-probabilities."""
+
+    temperature: float
+    """Of sampling."""
+    softcap: float | None = None
+    """Logits l become softcap * tanh(l / softcap), before the temperature."""
+    chunk_mib: float = 64.0
+    """Logits (float32, or wider as the model is) held at a time, for each micro-batch in flight."""
+
+    def chunk_tokens(self, vocab_size: int, dtype: torch.dtype) -> int:
+        """Tokens whose logits make one chunk, at least 1.
+
+        Args:
+            vocab_size: V.
+            dtype: of the model's computation.
+        """
+        return max(1, int(self.chunk_mib * 2**20) // (vocab_size * _wide(dtype).itemsize))
+
+
+def token_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, rule: LogitRule) -> Tensor:
+    """Log pi of the given tokens; float32 or wider, also under autocast, which the products alone follow.
+
+    Args:
+        hidden: [n, hidden], normed.
+        weight: of the LM head, [V, hidden].
+        tokens: int64 [n].
+        rule: temperature, soft cap and chunk.
+
+    Returns:
+        [n].
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    learning = torch.is_grad_enabled()
+    keep = learning and weight.requires_grad and len(tokens) <= rule.chunk_tokens(len(weight), dtype)
+    with torch.autocast(device, enabled=False):
+        asked = (rule, dtype, learning and hidden.requires_grad, keep)
+        found = _OfHidden.apply(hidden, weight.detach(), tokens, *asked)  # type: ignore[no-untyped-call]
+        logprobs: Tensor = found[0]
+        if learning and weight.requires_grad:
+            fixed = (hidden.detach(), tokens, rule, dtype)
+            logprobs = logprobs + _OfWeight.apply(weight, *fixed, *found[1:])  # type: ignore[no-untyped-call]
+    return logprobs
+
+
+class _Context(Protocol):
+    """What autograd keeps for the backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+    rule: LogitRule
+    dtype: torch.dtype
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+
+class _OfHidden(torch.autograd.Function):
+    """The log-probabilities, as a function of the hidden states alone."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        rule: LogitRule,
+        dtype: torch.dtype,
+        wants_slopes: bool,
+        keep: bool,
+    ) -> tuple[Tensor, ...]:
+        logprobs = torch.empty(len(tokens), dtype=_wide(dtype), device=hidden.device)
+        partition = torch.empty_like(logprobs)
+        slopes = torch.empty_like(hidden) if wants_slopes else hidden.new_empty(0)
+        kept: tuple[Tensor, ...] = ()
+        cast = weight.to(dtype)
+        for rows in _chunks(len(tokens), rule.chunk_tokens(len(weight), dtype)):
+            own = weight.index_select(0, tokens[rows]).to(_wide(dtype)) if wants_slopes else None
+            found = _chunk(hidden[rows].to(dtype), cast, tokens[rows], rule, own, keep)
+            logprobs[rows], partition[rows] = found.logprobs, found.partition
+            if found.slopes is not None:
+                slopes[rows] = found.slopes.to(slopes.dtype)
+            kept = found.kept
+        ctx.save_for_backward(slopes)
+        ctx.mark_non_differentiable(partition, *kept)
+        return logprobs, partition, *kept
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        return (slopes * gradient[:, None].to(slopes.dtype), *[None] * 6)
+
+
+class _OfWeight(torch.autograd.Function):
+    """Zeros [n] whose gradient is the head's part in that of the log-probabilities."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        weight: Tensor,
+        hidden: Tensor,
+        tokens: Tensor,
+        rule: LogitRule,
+        dtype: torch.dtype,
+        partition: Tensor,
+        *kept: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, hidden, tokens, partition, *kept)
+        ctx.rule, ctx.dtype = rule, dtype
+        return torch.zeros_like(partition)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, hidden, tokens, partition, *kept = ctx.saved_tensors
+        rule, dtype = ctx.rule, ctx.dtype
+        cast = weight if kept else weight.to(dtype)
+        total = torch.zeros_like(weight)
+        factors = gradient / rule.temperature
+        for rows in _chunks(len(tokens), rule.chunk_tokens(len(weight), dtype)):
+            shares, steepness = kept or _shares_again(hidden[rows].to(dtype), cast, tokens[rows], partition[rows], rule)
+            # the factor is put on the states, which are few, and not on the vocabulary
+            wide = hidden[rows].to(factors.dtype) * factors[rows, None]
+            total.index_add_(0, tokens[rows], (wide * steepness[:, None]).to(total.dtype))
+            if total.dtype == dtype:
+                total.addmm_(shares.T, wide.to(dtype), alpha=-1)
+            else:
+                total.sub_(shares.T @ wide.to(dtype))
+            del shares  # before the next chunk is made
+        return (total, *[None] * (5 + len(kept)))
+
+
+class _Chunk(NamedTuple):
+    logprobs: Tensor
+    partition: Tensor
+    """Log of the sum of exp z."""
+    slopes: Tensor | None
+    """d log pi / dh, [c, hidden]."""
+    kept: tuple[Tensor, ...]
+    """What `_shares_again` gives, if it was to be kept."""
+
+
+def _chunk(hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: Tensor | None, keep: bool) -> _Chunk:
+    """All about one chunk, in the memory of its logits.
+
+    Args:
+        hidden: [c, hidden], in the dtype of the products, like `cast`.
+        cast: the head, [V, hidden].
+        tokens: [c].
+        rule: temperature and soft cap.
+        own: the head's rows of the tokens, [c, hidden], where slopes are wanted.
+        keep: the shares?
+    """
+    scaled = _scaled_logits(hidden, cast, rule)
+    picked = scaled.gather(1, tokens[:, None]).squeeze(1)
+    wants_shares = own is not None or keep
+    slant = _steepness(scaled, rule) if wants_shares and rule.softcap is not None else None
+    # logsumexp in place, which leaves the shares behind
+    top = scaled.amax(1)
+    sums = scaled.sub_(top[:, None]).exp_().sum(1)
+    partition = top + sums.log()
+    if not wants_shares:
+        return _Chunk(picked - partition, partition, None, ())
+    shares = scaled.div_(sums[:, None])
+    shares = (shares if slant is None else shares.mul_(slant)).to(hidden.dtype)
+    steepness, slopes = _steepness(picked, rule), None
+    if own is not None:
+        slopes = (own * steepness[:, None] - shares @ cast) / rule.temperature
+    return _Chunk(picked - partition, partition, slopes, (shares, steepness) if keep else ())
+
+
+def _shares_again(
+    hidden: Tensor, cast: Tensor, tokens: Tensor, partition: Tensor, rule: LogitRule
+) -> tuple[Tensor, Tensor]:
+    """P times the steepness of the soft cap, [c, V], and the steepness at the tokens, [c]."""
+    scaled = _scaled_logits(hidden, cast, rule)
+    steepness = _steepness(scaled.gather(1, tokens[:, None]).squeeze(1), rule)
+    slant = _steepness(scaled, rule) if rule.softcap is not None else None
+    shares = scaled.sub_(partition[:, None]).exp_()
+    return (shares if slant is None else shares.mul_(slant)).to(hidden.dtype), steepness
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, rule: LogitRule) -> Tensor:
+    """Z of a chunk, [c, hidden], [V, hidden] -> [c, V]; in place from the product on."""
+    logits = hidden @ weight.T
+    logits = logits.to(_wide(logits.dtype))
+    if rule.softcap is not None:
+        logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    return logits if rule.temperature == 1 else logits.div_(rule.temperature)
+
+
+def _steepness(scaled: Tensor, rule: LogitRule) -> Tensor:
+    """Derivative of the soft cap at scaled logits; 1 where there is none."""
+    if rule.softcap is None:
+        return torch.ones_like(scaled)
+    return 1 - (scaled * (rule.temperature / rule.softcap)).square()
+
+
+def _chunks(num_tokens: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, start + chunk) for start in range(0, num_tokens, chunk))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,328 @@
+"""A learner is killed, again and again, and resumed: it must come to the bit where one comes that was never killed.
+
+The batches of all steps are recorded beforehand, so no actor is needed and nothing but the learner decides.
+"""
+
+import random
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.disks import fill
+from tests.faults.learner_run import LearnerRun, MadeUpActor, record
+from tests.faults.results import FULL, as_text, pick
+
+NUM_STEPS = 12
+BALANCE = "trajectory balance"
+CRITIC = "PPO with a critic, 4 updates a step"
+KINDS = {
+    BALANCE: (None, {}, 1),
+    CRITIC: (
+        {"type": "off_policy_ppo", "baseline": "critic", "critic": "model"},
+        {"num_minibatches": 2, "num_epochs": 2},
+        4,
+    ),
+}
+"""Name -> algorithm, config, updates per step."""
+
+
+class Recorded:
+    """A recorded buffer and what training on it comes to."""
+
+    def __init__(self, folder: Path, kind: str, **config) -> None:
+        self.algorithm, options, self.updates_per_step = KINDS[kind]
+        self.config = {"num_steps": NUM_STEPS, "checkpoint_every": 2, **options, **config}
+        self.folder = folder
+        record(folder / "recorded", NUM_STEPS, self.updates_per_step)
+        run = self.run("never-killed")
+        try:
+            run.train(self.algorithm, **self.config)
+            self.state = run.newest_state()
+            self.losses, self.counts = losses_of(run), counts_of(run)
+        finally:
+            run.close()
+
+    def run(self, name: str) -> LearnerRun:
+        recorded = {"recorded": self.folder / "recorded", "updates_per_step": self.updates_per_step}
+        return LearnerRun(self.folder / name, **recorded, tied=True, num_layers=4)
+
+    def start(self, run: LearnerRun, hooks=None, **config) -> None:
+        run.start(self.algorithm, hooks, **{**self.config, **config})
+
+    def finish(self, run: LearnerRun, hooks=None, **config) -> None:
+        run.train(self.algorithm, hooks, **{**self.config, **config})
+
+    def check(self, run: LearnerRun) -> None:
+        """Same losses step for step, same weights and moments, to the bit; no sample trained twice or left out."""
+        assert losses_of(run) == self.losses
+        assert counts_of(run) == self.counts
+        different = differences(run.newest_state(), self.state, 0)
+        assert not different, f"{len(different)} of {len(self.state)} tensors differ, {different[0]} first"
+
+
+def losses_of(run: LearnerRun) -> dict[int, tuple[float, int]]:
+    """Loss and version of every step; a step that was done again must have done the same."""
+    found: dict[int, tuple[float, int]] = {}
+    for report in run.reports():
+        seen = (report["loss"], report["version"])
+        assert found.setdefault(report["step"], seen) == seen, f"step {report['step']} went another way when redone"
+    assert sorted(found) == list(range(1, max(found) + 1)), "a step was skipped"
+    return found
+
+
+def counts_of(run: LearnerRun) -> dict[str, int]:
+    """What became of every sample; uses without those of steps that were done again."""
+    ledger = run.ledger()
+    ledger["uses"] -= ledger.pop("redone_uses")
+    return ledger
+
+
+def differences(state: dict, expected: dict, tolerance: float) -> list[str]:
+    assert state.keys() == expected.keys()
+    return [name for name in state if not torch.allclose(state[name], expected[name], rtol=0, atol=tolerance)]
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    made: dict[tuple, Recorded] = {}
+
+    def record_once(kind: str, **config) -> Recorded:
+        key = (kind, *config.items())
+        if key not in made:
+            made[key] = Recorded(tmp_path_factory.mktemp("recording"), kind, **config)
+        return made[key]
+
+    return record_once
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """`run_of(recorded)`: a run on a copy of what was recorded, which ends with the test."""
+    runs = []
+
+    def start(recorded: Recorded) -> LearnerRun:
+        runs.append(recorded.run(f"killed-{tmp_path.name}-{len(runs)}"))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def kill_at_random(run: LearnerRun, chance: random.Random) -> str:
+    """Let the ranks train for some steps, then kill all, the lead or another; who was killed."""
+    target = run.step + chance.randint(1, 3)
+    run.wait_until(lambda: run.step >= target or run.ranks[-1].exit_code is not None, f"step {target}")
+    time.sleep(chance.uniform(0, 0.04))
+    victim = chance.choice(["all", "the lead", "another rank"])
+    for rank in {"all": run.ranks, "the lead": run.ranks[1:], "another rank": run.ranks[:1]}[victim]:
+        rank.kill()
+    for rank in run.ranks:
+        assert rank.wait(30) is not None, f"rank {rank.number} stayed; {run.logs()}"
+    return victim
+
+
+@pytest.mark.fault(15, "kill -9 of the learner at random steps, all ranks or one")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_learner_killed_at_random_comes_to_the_bit_where_one_comes_that_was_never_killed(
+    recording, run_of, show, kind
+):
+    # decays and warm-up depend on the number of the step
+    recorded = recording(kind, lr_schedule="cosine", warmup_steps=3)
+    run, chance, victims = run_of(recorded), random.Random(kind), Counter()
+    for _ in range(pick(4, 12)):
+        recorded.start(run)
+        victims[kill_at_random(run, chance)] += 1
+        if run.step == NUM_STEPS:
+            break
+    recorded.finish(run)
+    recorded.check(run)
+    redone = len(run.reports()) - NUM_STEPS
+    show(
+        f"{kind}: killed {as_text(victims)}; {redone} steps redone, losses, weights and moments of {NUM_STEPS} the same"
+    )
+
+
+FEW_POINTS = [(0, 1), (0, 3), (1, 1), (1, 4), (1, 6), (1, 16)]
+ALL_POINTS = [*((0, at) for at in range(1, 5)), *((1, at) for at in range(1, 25))]
+"""(rank, which fsync or rename of a checkpoint's files); the third checkpoint also removes the first."""
+
+
+@pytest.mark.fault(15, "kill -9 inside a checkpoint write, before every fsync and rename")
+def test_a_learner_killed_inside_a_checkpoint_write_resumes_to_the_bit(recording, run_of, show):
+    recorded = recording(BALANCE)
+    run, num_kills, num_torn = run_of(recorded), 0, 0
+    for victim, at in ALL_POINTS if FULL else FEW_POINTS:
+        recorded.start(run, {"kill_in_checkpoint": {"rank": victim, "at": at}})
+        codes = run.finish(run.ranks)
+        assert None not in codes, run.logs()
+        num_kills += codes[victim] == -9
+        num_torn += bool(list(run.checkpoints.glob(".step-*")))
+        if codes == [0, 0]:
+            recorded.check(run)
+            run = run_of(recorded)
+    recorded.finish(run)
+    recorded.check(run)
+    assert num_torn >= len(FEW_POINTS) // 2
+    assert not list(run.checkpoints.glob(".step-*")), "leftovers are removed"
+    show(f"{num_kills} kills, {num_torn} left a checkpoint half written or half removed: the same to the bit")
+
+
+@pytest.mark.fault(15, "the disk of the checkpoints is full, then freed", root=True)
+def test_a_full_disk_ends_the_learner_and_its_last_checkpoint_stays_usable(recording, run_of, show, mounts):
+    recorded = recording(BALANCE)
+    run = run_of(recorded)
+    disk = mounts.tmpfs("checkpoints", 8)
+    run.checkpoints.symlink_to(disk)
+    recorded.finish(run, num_steps=4)
+    ballast = fill(disk, leave_bytes=100_000)
+    recorded.start(run)
+    assert all(run.finish(run.ranks)), run.logs()
+    said = [re.search(r"CheckpointFailed: rank \d could not .*No space left on device", run.log(n)) for n in (0, 1)]
+    assert any(said), run.logs()
+    assert run.steps_saved() == [2, 4]
+    assert not list(run.checkpoints.glob(".step-*")), "what filled the disk is removed"
+    ballast.unlink()
+    recorded.finish(run)
+    recorded.check(run)
+    show("all ranks say so and leave, nothing half written stays; once freed, resumed from step 4 to the same result")
+
+
+@pytest.mark.fault(15, "the optimizer's moments are not restored", control=True)
+def test_a_learner_that_forgot_its_moments_would_be_found_out(recording, run_of, show):
+    recorded = recording(BALANCE)
+    run = run_of(recorded)
+    recorded.finish(run, num_steps=6)
+    recorded.finish(run, {"without_moments": True})
+    state = run.newest_state()
+    wrong = differences(state, recorded.state, 0)
+    assert wrong
+    show(f"{len(wrong)} of {len(state)} tensors differ")
+
+
+def test_a_restart_does_not_forget_how_many_steps_in_a_row_dropped_their_updates(recording, run_of):
+    recorded = recording(BALANCE, ess_budget=1.0, ess_action="drop", ess_max_drops=2)
+    versions = [version for _, version in recorded.losses.values()]
+    assert versions[:6] == [0, 0, 1, 1, 1, 2], "two are dropped, the third is taken"
+    run = run_of(recorded)
+    for num_steps in (1, 2, 3, 5, 8):
+        recorded.finish(run, num_steps=num_steps)
+    recorded.finish(run)
+    recorded.check(run)
+
+
+def test_a_run_killed_on_two_stages_goes_on_with_one_and_then_with_four_or_two_replicas(recording, run_of):
+    recorded = recording(BALANCE, precision="float64")
+    run = run_of(recorded)
+    chunks = {"num_stages": 2, "num_chunks": 2, "schedule": "interleaved_1f1b"}
+    shapes = [{}, {"num_stages": 1}, {"num_stages": 4}, {"num_stages": 2, "num_replicas": 2}, chunks]
+    for number, shape in enumerate(shapes):
+        saved = 2 * (number + 1)
+        recorded.start(run, **shape)
+        if number < len(shapes) - 1:
+            run.wait_until(lambda: run.steps_saved()[-1:] >= [saved], f"the checkpoint of step {saved}")  # noqa: B023
+            run.kill()
+    assert not any(run.finish(run.ranks)), run.logs()
+    different = differences(run.newest_state(), recorded.state, 1e-6)
+    assert not different, different
+
+
+LEAVE_WITHIN_S = 10.0
+
+
+def seconds_to_leave(run: LearnerRun, victim: int) -> float:
+    """Kill a rank; how long it takes until all others have ended."""
+    run.ranks[victim].kill()
+    killed_s = time.monotonic()
+    for rank in run.ranks:
+        code = rank.wait(killed_s + LEAVE_WITHIN_S - time.monotonic())
+        assert code, f"rank {rank.number} ended with {code}; {run.logs()}"
+    return time.monotonic() - killed_s
+
+
+@pytest.mark.fault(16, "one stage killed: at random steps, then while all wait for a batch")
+@pytest.mark.parametrize(
+    ("num_replicas", "as_script"), [(1, True), (2, False)], ids=["2 stages", "2 replicas of 2 stages"]
+)
+def test_all_ranks_leave_when_one_is_killed_and_a_restart_gives_the_same_result(
+    recording, run_of, show, num_replicas, as_script
+):
+    recorded = recording(BALANCE, num_replicas=num_replicas)
+    run, chance, left_s = run_of(recorded), random.Random(num_replicas), []
+    for attempt in range(pick(2, 8)):
+        recorded.start(run, as_script=as_script and attempt == 0, num_steps=NUM_STEPS + 1)
+        target = run.step + chance.randint(1, 3)
+        run.wait_until(lambda: run.step >= min(target, NUM_STEPS), f"step {target}")  # noqa: B023
+        time.sleep(chance.uniform(0, 0.04))
+        left_s.append(seconds_to_leave(run, chance.randrange(2 * num_replicas)))
+    for victim in (0, 1):
+        recorded.start(run, num_steps=NUM_STEPS + 1)
+        run.wait_until_ready()
+        # nothing is recorded for the step after the last
+        run.wait_until(lambda: run.step == NUM_STEPS, f"step {NUM_STEPS}")
+        time.sleep(0.3)
+        left_s.append(seconds_to_leave(run, victim))
+        assert any("StageLost" in run.log(rank.number) for rank in run.ranks)
+    recorded.finish(run)
+    recorded.check(run)
+    kills = f"{num_replicas} x 2 ranks, {len(left_s)} kills"
+    show(f"{kills}: the others left after {max(left_s):.1f} s at the longest; same result to the bit")
+
+
+@pytest.mark.fault(16, "the lead says nothing while it waits for a batch", control=True)
+def test_without_heartbeats_ranks_would_stay_with_a_dead_one(recording, run_of, show):
+    recorded = recording(BALANCE)
+    run = run_of(recorded)
+    recorded.start(run, {"without_heartbeats": True}, num_steps=NUM_STEPS + 1)
+    run.wait_until(lambda: run.step == NUM_STEPS, f"step {NUM_STEPS}")
+    time.sleep(0.3)
+    run.ranks[0].kill()
+    assert run.ranks[1].wait(LEAVE_WITHIN_S) is None
+    show(f"the lead still waits after {LEAVE_WITHIN_S:g} s")
+
+
+@pytest.mark.fault(17, "newest checkpoint corrupt: a byte flipped")
+def test_a_flipped_byte_is_found_and_the_checkpoint_before_is_used(tmp_path, show):
+    run = LearnerRun(tmp_path / "run")
+    try:
+        with MadeUpActor(run.address):
+            run.train(num_steps=6, checkpoint_every=2)
+            file = flip_a_byte(run.checkpoints / "step-00000006")
+            run.train(num_steps=6, checkpoint_every=2)
+        for rank in (0, 1):
+            assert f"{file} does not have the checksum that it was written with" in run.log(rank)
+            assert "The checkpoint before it is used" in run.log(rank)
+        assert [report["step"] for report in run.reports()] == [1, 2, 3, 4, 5, 6, 5, 6]
+        assert run.steps_saved() == [4, 6]
+        assert (run.checkpoints / "damaged-step-00000006").exists()
+    finally:
+        run.close()
+    show("found at the start, the log of every rank names the file; step 4 is resumed from, steps 5 and 6 are redone")
+
+
+@pytest.mark.fault(17, "files of a checkpoint are not compared with their checksums", control=True)
+def test_without_checksums_a_learner_would_train_on_from_a_flipped_byte(recording, run_of, show):
+    recorded = recording(BALANCE)
+    run = run_of(recorded)
+    recorded.finish(run, num_steps=6)
+    file = flip_a_byte(run.checkpoints / "step-00000006")
+    recorded.finish(run, {"without_checksums": True})
+    assert str(file) not in run.log(0) + run.log(1)
+    wrong = differences(run.newest_state(), recorded.state, 0)
+    assert wrong
+    show(f"nothing is said, and {len(wrong)} of {len(recorded.state)} tensors come out different")
+
+
+def flip_a_byte(checkpoint: Path) -> Path:
+    """Change a number in the middle of a tensor of rank 0."""
+    file = checkpoint / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    # the longest run without a zero byte is numbers, and no padding of the container
+    start = max(content.split(b"\0"), key=len)
+    content[content.index(start) + len(start) // 2] ^= 0x40
+    file.write_bytes(content)
+    return file

@@ -1,0 +1,134 @@
+"""Packing holds what it promises for any lengths, replicas and schedules."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.cost import CostModel
+from learner.packing import PackingRule, deal, pack, plan
+
+SHAPES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=40)
+"""Tokens of prompt and completion of each sequence."""
+RULES = st.builds(
+    PackingRule,
+    token_budget=st.integers(50, 90),
+    num_replicas=st.integers(1, 4),
+    min_micro_batches=st.integers(1, 5),
+    multiple=st.integers(1, 4),
+    cost=st.builds(CostModel, st.just(1.0), st.sampled_from([0.0, 0.01, 1.0])),
+)
+
+
+def packed_of(shapes, rule):
+    """Sequences of distinct tokens, and the batch that they are packed into."""
+    edges = np.cumsum([0, *[prompt + completion for prompt, completion in shapes]])
+    rows = [np.arange(start, end) for start, end in itertools.pairwise(edges)]
+    return rows, pack(rows, [prompt for prompt, _ in shapes], rule)
+
+
+@given(SHAPES, RULES)
+def test_every_completion_token_is_found_again_behind_its_prediction(shapes, rule):
+    rows, packed = packed_of(shapes, rule)
+    # the output at l predicts the token at l + 1, which must be the completion's, in order
+    completions = np.concatenate([row[prompt:] for row, (prompt, _) in zip(rows, shapes, strict=True)])
+    np.testing.assert_array_equal(packed.tokens_ML.reshape(-1)[packed.output_T + 1], completions)
+    for m, (where, which) in enumerate(zip(packed.predicting, packed.predicted, strict=True)):
+        assert (np.diff(where) > 0).all()
+        np.testing.assert_array_equal(packed.output_T[which], m * packed.width + where)
+    assert sum(map(len, packed.predicted)) == len(packed.output_T)
+
+
+@given(SHAPES, RULES)
+def test_no_sequence_is_lost_doubled_cut_or_moved_in_position(shapes, rule):
+    rows, packed = packed_of(shapes, rule)
+    assert sorted(np.concatenate(packed.members)) == list(range(len(rows)))
+    for m, (members, bounds) in enumerate(zip(packed.members, packed.bounds, strict=True)):
+        if not len(members):
+            assert bounds.tolist() == [0, 1], "attention needs a sequence in every micro-batch"
+            continue
+        whole = np.concatenate([rows[i] for i in members])
+        np.testing.assert_array_equal(packed.tokens_ML[m, : len(whole)], whole)
+        np.testing.assert_array_equal(np.diff(bounds), [len(rows[i]) for i in members])
+        restarted = np.concatenate([np.arange(len(rows[i])) for i in members])
+        np.testing.assert_array_equal(packed.positions_ML[m, : len(whole)], restarted)
+        assert not packed.tokens_ML[m, len(whole) :].any()
+        assert not packed.positions_ML[m, len(whole) :].any()
+    assert packed.num_tokens == sum(map(len, rows))
+
+
+@given(SHAPES, RULES)
+def test_every_replica_runs_as_many_micro_batches_of_the_budget_as_the_schedule_asks_for(shapes, rule):
+    rows, packed = packed_of(shapes, rule)
+    assert packed.width == rule.token_budget
+    per_replica, rest = divmod(packed.num_micro_batches, rule.num_replicas)
+    assert rest == 0
+    assert per_replica >= rule.min_micro_batches
+    assert per_replica % rule.multiple == 0
+    # of any two micro-batches that best fit makes, one is more than half full, else it had made one of them
+    needed = 2 * sum(map(len, rows)) // rule.token_budget + 1
+    most = max(-(-needed // rule.num_replicas), rule.min_micro_batches)
+    assert per_replica < most + rule.multiple
+
+
+@given(SHAPES, RULES)
+def test_the_replicas_shares_put_together_are_the_batch(shapes, rule):
+    _, packed = packed_of(shapes, rule)
+    num_replicas = rule.num_replicas
+    shares = [packed.of_replica(replica, num_replicas) for replica in range(num_replicas)]
+    for name in ("tokens_ML", "positions_ML", "cost_M"):
+        np.testing.assert_array_equal(np.concatenate([getattr(share, name) for share in shares]), getattr(packed, name))
+    assert sum(share.num_tokens for share in shares) == packed.num_tokens
+    assert [len(share.members) for share in shares] == [packed.num_micro_batches // num_replicas] * num_replicas
+    output_RT = np.stack([share.output_T for share in shares])
+    assert ((output_RT >= 0).sum(axis=0) == 1).all(), "every token is of one replica"
+    size = shares[0].tokens_ML.size
+    of_T = (output_RT >= 0).argmax(axis=0)
+    np.testing.assert_array_equal(output_RT.max(axis=0) + of_T * size, packed.output_T)
+    for share in shares:
+        for m, (where, which) in enumerate(zip(share.predicting, share.predicted, strict=True)):
+            np.testing.assert_array_equal(share.output_T[which], m * share.width + where)
+
+
+@given(
+    st.integers(1, 6).flatmap(
+        lambda num_replicas: st.tuples(
+            st.just(num_replicas),
+            st.integers(1, 8).flatmap(
+                lambda share: st.lists(st.floats(0, 1e6), min_size=share * num_replicas, max_size=share * num_replicas)
+            ),
+        )
+    )
+)
+def test_the_dearest_replica_is_above_the_mean_by_less_than_one_bin(case):
+    num_replicas, costs = case
+    cost_N = np.array(costs)
+    shares = deal(cost_N, num_replicas)
+    assert sorted(n for share in shares for n in share) == list(range(len(costs)))
+    assert {len(share) for share in shares} == {len(costs) // num_replicas}
+    cost_R = np.array([cost_N[share].sum() for share in shares])
+    spread = cost_N.max() - cost_N.min()
+    assert cost_R.max() <= cost_R.mean() + (1 - 1 / num_replicas) * spread + 1e-6
+
+
+@given(SHAPES, RULES, st.randoms(use_true_random=False))
+def test_the_order_of_the_sequences_changes_no_micro_batchs_lengths(shapes, rule, random):
+    lengths = [prompt + completion for prompt, completion in shapes]
+    shuffled = random.sample(lengths, len(lengths))
+
+    def of(some):
+        return [Counter(some[i] for i in members) for members in plan(some, rule)]
+
+    assert of(lengths) == of(shuffled)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 4))
+def test_work_is_shared_among_the_replicas_and_micro_batches_that_there_have_to_be(lengths, num_replicas, multiple):
+    rule = PackingRule(2000, num_replicas, 1, multiple)  # one micro-batch has room for all
+    bins = plan(lengths, rule)
+    assert len(bins) == num_replicas * multiple
+    filled_R = np.array([len(members) > 0 for members in bins]).reshape(num_replicas, -1).sum(axis=1)
+    assert filled_R.sum() == min(len(lengths), len(bins))
+    assert filled_R.max() - filled_R.min() <= 1

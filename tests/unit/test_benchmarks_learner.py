@@ -1,0 +1,126 @@
+"""benchmarks/learner.py: what its sides have in common, what it calls theory, and how its processes end."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _ComputationType
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from learner.attention import IMPLEMENTATION
+from learner.mesh import Mesh, Place
+from learner.model import DeviceBatch
+from learner.pipeline import build_schedule
+
+with pytest.MonkeyPatch.context() as patch:
+    # only while it is imported: this folder's learner.py would hide the package of that name
+    patch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    from learner_parts import gpu, ours, plain, processes, report, sleeping, workload
+
+MICRO_BATCHES = 8
+UNITS = {
+    _ComputationType.FORWARD: ("F", 1),
+    _ComputationType.BACKWARD_INPUT: ("B", 1),
+    _ComputationType.BACKWARD_WEIGHT: ("W", 1),
+    _ComputationType.FULL_BACKWARD: ("B", 2),
+}
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=[2, 4])
+def fake_mesh(request):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield Mesh.build(Place(0, num_stages=request.param))
+    dist.destroy_process_group()
+
+
+def test_the_learner_and_both_plain_loops_train_one_loss(tmp_path, group):
+    path = workload.small_llama(tmp_path / "model", hidden_size=64, num_layers=2, vocab_size=50)
+    rows = workload.trajectories(workload.long_tailed(24, seed=1, median=20, longest=64), 50, seed=2)
+    mesh = Mesh.build(Place(0))
+    config = ours.configured(mesh, token_budget=128)
+    learner = ours.Learner(path, mesh, config)
+    batch = learner.batch(rows)
+    norm = learner.step(batch)
+    padded = plain.PlainLoop(path, ours.ALGORITHM, config)
+    assert padded.step(plain.padded(rows, 16, ours.TEMPERATURE)) == pytest.approx(norm, rel=1e-5)
+    packed = plain.PlainLoop(path, ours.ALGORITHM, config, attention=IMPLEMENTATION)
+    batches = plain.packed(batch, DeviceBatch(batch.packed, torch.device("cpu")), ours.TEMPERATURE)
+    assert packed.step(batches) == pytest.approx(norm, rel=1e-5)
+    assert learner.step(batch, one_pass=False) == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2)])
+def test_the_bubble_in_theory_is_that_of_the_schedule_s_own_table(fake_mesh, schedule, num_chunks):
+    num_stages = fake_mesh.place.num_stages
+    total = num_stages * num_chunks
+    stages = [empty_stage(index, total, fake_mesh) for index in range(0, total, num_stages)]
+    built = build_schedule(schedule, stages, MICRO_BATCHES, lambda *_: torch.zeros(()))
+    idle = 1 - 3 * num_chunks * MICRO_BATCHES / makespan(built.pipeline_order, total)
+    assert sleeping.theoretical_bubble(schedule, num_stages, num_chunks, MICRO_BATCHES) == pytest.approx(idle)
+
+
+def empty_stage(index, total, mesh):
+    example = torch.zeros(1)
+    cpu = torch.device("cpu")
+    return PipelineStage(nn.Identity(), index, total, cpu, input_args=example, output_args=example, group=mesh.pipeline)
+
+
+def makespan(order, num_stages):
+    """Units of time until the last action is over, if each begins as soon as its rank and its inputs allow."""
+    queues = {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
+    clock = dict.fromkeys(queues, 0)
+    ends = {}
+    while any(queues.values()):
+        for rank, queue in queues.items():
+            while queue:
+                letter, units = UNITS[queue[0].computation_type]
+                stage, number = queue[0].stage_index, queue[0].microbatch_index
+                if stage == 0 and queue[0].computation_type in (
+                    _ComputationType.BACKWARD_INPUT,
+                    _ComputationType.BACKWARD_WEIGHT,
+                ):
+                    units = {"B": 0, "W": 2}[letter]  # torch does both halves together where nobody waits for one
+                needed = {"F": [("F", stage - 1)], "B": [("F", stage), ("B", stage + 1)], "W": [("B", stage)]}[letter]
+                keys = [(kind, at, number) for kind, at in needed if 0 <= at < num_stages]
+                if not all(key in ends for key in keys):
+                    break
+                clock[rank] = max([clock[rank], *(ends[key] for key in keys)]) + units
+                ends[letter, stage, number] = clock[rank]
+                queue.pop(0)
+    return max(clock.values())
+
+
+def test_model_flops_are_six_per_weight_and_token_plus_attention():
+    model = Qwen2ForCausalLM(Qwen2Config(**gpu.TINY, tie_word_embeddings=True))
+    weights = sum(module.weight.numel() for module in model.model.modules() if isinstance(module, nn.Linear))
+    rows = workload.trajectories([10, 30], 512, seed=0)
+    head = 6 * model.lm_head.weight.numel() * sum(row.num_completion_tokens for row in rows)
+    attention = 6 * gpu.TINY["num_hidden_layers"] * gpu.TINY["hidden_size"] * (10**2 + 30**2)
+    assert gpu.model_flops(gpu.TINY, rows) == 6 * weights * 40 + head + attention
+
+
+def test_a_measurement_that_fails_says_which_process():
+    with pytest.raises(processes.MeasurementFailed, match=r"process \d of packing ended with status 1"):
+        processes.run_measurement("packing", {"no_such_option": 1}, worlds=(1, 1))
+
+
+def test_a_measurement_that_takes_too_long_is_over():
+    with pytest.raises(processes.MeasurementFailed, match=r"packing took longer than 0\.1 s"):
+        processes.run_measurement("packing", {"quick": True}, limit_s=0.1)
+
+
+def test_a_bar_is_judged_only_at_full_size():
+    assert report.judged({"quick": False, "pack_efficiency": 0.96})["pack_efficiency"]["met"] is False
+    assert report.judged({"quick": False, "pack_efficiency": 0.98})["pack_efficiency"]["met"] is True
+    assert report.judged({"quick": True, "pack_efficiency": 0.98})["pack_efficiency"]["met"] is None

@@ -1,0 +1,148 @@
+"""A run that allows shorter samples than before: what is stored and longer is filtered, and counted as that."""
+
+import threading
+
+import pytest
+
+from buffer.client import BufferClient
+from buffer.config import BufferConfig
+from buffer.service import BufferService
+from tests.in_process_buffer import make_trajectory
+from tests.unit.buffer_rules import Actor, facts, train
+
+PROMPT = 3
+"""Tokens of every prompt of `make_trajectory`."""
+
+
+def filled(buffer, *groups, session="1"):
+    """Complete groups whose samples have these numbers of tokens; their ids."""
+    actor = Actor(buffer, session=session)
+    done = []
+    for lengths in groups:
+        (lease,) = actor.lease(1)
+        for index, length in enumerate(lengths):
+            actor.work(lease, [index], num_completion_tokens=length - PROMPT)
+        done.append(lease.group_id)
+    return done
+
+
+def restart(buffer, max_tokens):
+    """Start the service again where samples may have so many tokens."""
+    buffer.facts = buffer.facts.model_copy(update={"max_tokens": max_tokens})
+    buffer.restart()
+
+
+def test_a_group_goes_on_without_its_long_samples_while_enough_are_left(make):
+    buffer = make(group_size=3, groups_per_step=1)
+    buffer.begin()
+    (group,) = filled(buffer, [16, 10, 9])
+    restart(buffer, 10)
+    reply, rows = buffer.draw(1, 0)
+    assert reply.group_ids == [group]
+    assert [len(row.token_ids) for row in rows] == [10, 9]
+    ledger = buffer.status().ledger
+    assert [ledger[name] for name in ("drawn", "filtered", "filtered_too_long")] == [2, 1, 1]
+    buffer.finish(1, 1)
+    assert buffer.status().ledger["trained"] == 2
+
+
+def test_a_group_of_which_one_sample_would_be_left_is_filtered_whole_and_its_prompt_leased_again(make):
+    buffer = make(groups_per_step=1)
+    buffer.begin()
+    long, short = filled(buffer, [16, 9], [9, 9])
+    (prompt,) = {row.prompt_id for row in buffer.draw(1, 0)[1]}  # of the long group, which is the older one
+    buffer.begin(session="with a smaller budget")
+    restart(buffer, 10)
+    reply, rows = buffer.draw(1, 0, incarnation=1)
+    assert (reply.group_ids, [len(row.token_ids) for row in rows]) == ([short], [9, 9])
+    ledger = buffer.status().ledger
+    assert [ledger[name] for name in ("drawn", "filtered", "filtered_too_long")] == [2, 2, 2]
+    assert buffer.lease("actor-0", 1)[0].prompt_id == prompt
+    assert long < short
+
+
+def test_nothing_is_filtered_where_samples_may_be_as_long_or_longer(make):
+    buffer = make(groups_per_step=1)
+    buffer.begin()
+    (group,) = filled(buffer, [16, 16])
+    restart(buffer, 32)
+    assert buffer.draw(1, 0)[0].group_ids == [group]
+    assert buffer.status().ledger["filtered_too_long"] == 0
+
+
+def test_a_long_group_that_was_trained_stays_trained_and_is_not_used_again(make):
+    config = BufferConfig(law="uniform", max_uses="unlimited")
+    buffer = make(config, group_size=3, groups_per_step=1, max_lag="unbounded")
+    buffer.begin()
+    filled(buffer, [16, 9, 9])
+    train(buffer, 1)
+    restart(buffer, 10)
+    (short,) = filled(buffer, [9, 9, 9], session="2")
+    for step in (2, 3, 4):
+        assert train(buffer, step).group_ids == [short]
+    ledger = buffer.status().ledger
+    assert [ledger[name] for name in ("trained", "filtered", "filtered_too_long")] == [6, 0, 0]
+
+
+def test_a_recorded_step_with_a_long_sample_is_drawn_anew_for_the_next_learner(make):
+    buffer = make(group_size=3, groups_per_step=1, max_lag="unbounded")
+    buffer.begin()
+    (group,) = filled(buffer, [16, 10, 9])
+    assert len(train(buffer, 1).record_ids) == 3
+    restart(buffer, 10)
+    buffer.begin(session="resumed before step 1")
+    (fresh,) = filled(buffer, [8, 8, 8], session="2")
+    reply, rows = buffer.draw(1, 0, incarnation=1)
+    assert reply.group_ids == [fresh] != [group]
+    assert all(len(row.token_ids) <= 10 for row in rows)
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """`serve(max_tokens)`: a learner's and an actor's client of a service that was started with this limit."""
+    running = []
+
+    def stop():
+        clients, stopped, thread = running.pop()
+        for client in clients:
+            client.close(1.0)
+        stopped.set()
+        thread.join(10)
+
+    def start(max_tokens):
+        if running:
+            stop()
+        config = BufferConfig(request_timeout_s=1.0, give_up_after_s=10.0)
+        service = BufferService(config, facts(groups_per_step=1, max_tokens=max_tokens), tmp_path / "buffer")
+        address, stopped = service.bind(), threading.Event()
+        thread = threading.Thread(target=service.serve, args=(stopped,))
+        thread.start()
+        clients = [
+            BufferClient(address, run_id="r", role=name, name=name, config=config) for name in ("learner", "actor")
+        ]
+        running.append((clients, stopped, thread))
+        for client in clients:
+            client.connect()
+        return clients
+
+    yield start
+    stop()
+
+
+def test_a_service_that_is_started_with_a_smaller_limit_serves_only_what_fits_it(serve):
+    learner, actor = serve(16)
+    incarnation = learner.begin_incarnation(0, 0).result(5).incarnation
+    learner.published(incarnation, 0).result(5)
+    long, short = actor.lease(2).result(5).leases
+    rows = [(long, 0, 13), (long, 1, 13), (short, 0, 5), (short, 1, 5)]
+    pushed = [actor.push(make_trajectory(lease, i, seq=0, num_completion_tokens=n)) for lease, i, n in rows]
+    assert {future.result(5).outcome for future in pushed} == {"committed"}
+
+    learner, actor = serve(10)
+    incarnation = learner.begin_incarnation(0, 0).result(5).incarnation
+    learner.published(incarnation, 0).result(5)
+    draw = learner.draw(1, 0, incarnation, 1, wait_s=5.0).result(10)
+    assert draw.group_ids == [short.group_id]
+    assert [len(row.token_ids) for row in draw.trajectories] == [8, 8]
+    assert draw.ledger["filtered_too_long"] == draw.ledger["filtered"] == 2
+    assert draw.ledger["gap"] == 0

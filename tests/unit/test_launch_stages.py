@@ -1,0 +1,311 @@
+"""The learner is started again as a whole where a rank is lost, and ends the run where that would not help."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+
+from launch import stages as stages_module
+from launch.checks import check
+from launch.load import load_config
+from launch.role_process import RunFailed
+from launch.stages import GRACE_S, Stages, newest_checkpoint
+from learner.channel import LeadFailed
+from learner.stage import StageLost
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+
+
+class Call:
+    """A pending call, which the test ends."""
+
+    def __init__(self) -> None:
+        self.is_done, self.value, self.error = False, None, None
+
+    def end(self, value=None, error=None) -> None:
+        self.is_done, self.value, self.error = True, value, error
+
+
+class Rank:
+    """Stands for a StageRole; remembers every call made to it."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Call]] = {}
+        self.is_killed = False
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        def remote(*_: object) -> Call:
+            self.calls.setdefault(method, []).append(Call())
+            if method == "rendezvous":
+                self(method).end("tcp://here:1")
+            return self.calls[method][-1]
+
+        return SimpleNamespace(remote=remote)
+
+    def __call__(self, method: str) -> Call:
+        return self.calls[method][-1]
+
+
+class Learner:
+    """Stages on ranks that do as the test says, under a clock of its own."""
+
+    def __init__(self, folder, monkeypatch, *overrides: str) -> None:
+        self.ranks: list[Rank] = []
+        self.now_s = 0.0
+        self.events: list[tuple[str, str]] = []
+        clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=lambda _: self.on_sleep())
+        monkeypatch.setattr(stages_module, "time", clock)
+        monkeypatch.setattr(stages_module, "spawn", self._spawn)
+        monkeypatch.setattr(ray, "wait", self._wait)
+        monkeypatch.setattr(ray, "get", self._get)
+        monkeypatch.setattr(ray, "kill", lambda rank, no_restart: setattr(rank, "is_killed", True))
+        plan = check(load_config(DEMO, ["--learner.max_restarts", "2", *overrides]), folder / "run")
+        self.checkpoints = plan.folder.checkpoints
+        self.checkpoints.mkdir(parents=True)
+        self.stages = Stages(plan, folder, lambda kind, text: self.events.append((kind, text)))
+        self.on_sleep = lambda: pytest.fail("nothing to wait for")
+
+    def _spawn(self, *_: object, **__: object) -> Rank:
+        self.ranks.append(Rank())
+        return self.ranks[-1]
+
+    def _wait(self, calls, num_returns=1, timeout=None):
+        ready = [call for call in calls if call.is_done]
+        return ready, [call for call in calls if not call.is_done]
+
+    def _get(self, call, timeout=None):
+        if call.error is not None:
+            raise call.error
+        return call.value
+
+    @property
+    def living(self) -> list[Rank]:
+        return [rank for rank in self.ranks if not rank.is_killed]
+
+    def start(self) -> None:
+        calls = self.stages.start(["tcp://buffer:1"], deadline=300.0)
+        assert [process.name for process, _ in calls] == [f"stage.{rank}" for rank in range(len(self.ranks))]
+        self.stages.begin()
+
+    def get_ready(self) -> None:
+        """All living ranks are set up once more."""
+        self.stages.watch()
+        for rank in self.living:
+            rank("setup").end()
+        self.stages.watch()
+
+    def end_all(self, method: str, error=None) -> None:
+        for rank in self.living:
+            rank(method).end(error=error)
+        self.stages.watch()
+
+    def checkpoint(self, step: int) -> None:
+        (self.checkpoints / f"step-{step:08d}").mkdir()
+
+
+def raised(error: Exception) -> RayTaskError:
+    return RayTaskError("run", str(error), error)
+
+
+def lost(rank: int) -> RayTaskError:
+    return raised(StageLost(f"stage {rank} could not train: gloo says so"))
+
+
+@pytest.fixture
+def learner(tmp_path, monkeypatch):
+    return Learner(tmp_path, monkeypatch)
+
+
+def test_when_a_stage_dies_all_are_killed_at_once_and_started_again_from_the_newest_checkpoint(learner):
+    learner.start()
+    learner.checkpoint(4)
+    learner.checkpoint(6)
+    (learner.checkpoints / ".step-00000008.tmp").mkdir()
+    first = list(learner.ranks)
+    first[0]("run").end(error=RayActorError())
+    learner.stages.watch()
+    assert [rank.is_killed for rank in first] == [True, True]
+    kind, text = learner.events[-1]
+    assert kind == "restart"
+    assert re.match(r"stage.0 died .* from the checkpoint of step 6; see .*stage.0.log", text), text
+    learner.get_ready()
+    assert all("run" in rank.calls for rank in learner.living)
+    assert learner.events[-1] == ("resumed", "the learner trains on from step 6")
+    learner.end_all("run")
+    assert learner.stages.are_finished
+
+
+def test_watching_never_waits_for_a_learner_that_is_being_started_again(learner):
+    learner.start()
+    learner.ranks[1]("run").end(error=RayActorError())
+    learner.stages.watch()
+    for _ in range(3):  # the clock and `sleep` of the fixture would fail a wait
+        learner.stages.watch()
+        assert "started again" in learner.stages.poll(0.0).waits_for
+    assert not learner.stages.are_finished
+
+
+def test_a_neighbour_that_notices_first_is_not_blamed_for_a_death(learner):
+    learner.start()
+    learner.ranks[0]("run").end(error=lost(0))
+    learner.stages.watch()
+    assert not learner.events, "the other may be about to be seen dead"
+    learner.ranks[1]("run").end(error=RayActorError())
+    learner.stages.watch()
+    assert learner.events[-1][1].startswith("stage.1 died")
+
+
+def test_a_stage_that_hangs_is_named_once_the_others_gave_it_up(learner):
+    learner.start()
+    learner.ranks[0]("run").end(error=lost(0))
+    learner.stages.watch()
+    learner.now_s = GRACE_S + 0.1
+    learner.stages.watch()
+    kind, text = learner.events[-1]
+    assert (kind, text.startswith("stage.1 did not answer the others (")) == ("restart", True), text
+    assert learner.ranks[1].is_killed
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("no checkpoint in /run/checkpoints can be read"),
+        ValueError("learner.device = 'cuda', but torch sees no GPU"),
+        LeadFailed("stage 1 gave up: no batch within 600 s"),
+        TimeoutError("no batch within 600 s"),
+    ],
+)
+def test_what_would_come_again_ends_the_run_with_its_own_words(learner, error):
+    learner.start()
+    learner.ranks[1]("run").end(error=raised(error))
+    learner.stages.watch()
+    learner.now_s = GRACE_S + 0.1
+    with pytest.raises(RunFailed, match=re.escape(str(error))) as failed:
+        learner.stages.watch()
+    assert str(failed.value).startswith("stage.1 failed: ")
+    assert not any(rank.is_killed for rank in learner.ranks)
+
+
+def test_a_death_explains_whatever_else_went_wrong_with_it(learner):
+    learner.start()
+    learner.ranks[0]("run").end(error=raised(RuntimeError("a write of the checkpoint failed")))
+    learner.ranks[1]("run").end(error=RayActorError())
+    learner.stages.watch()
+    assert learner.events[-1][1].startswith("stage.1 died")
+
+
+def test_restarts_that_lead_to_no_new_checkpoint_end_the_run_and_a_new_one_starts_the_count_anew(learner):
+    def lose() -> None:
+        learner.living[0]("run").end(error=RayActorError())
+        learner.stages.watch()
+
+    learner.start()
+    for _ in range(2):
+        lose()
+        learner.get_ready()
+    learner.checkpoint(10)
+    for _ in range(2):
+        lose()
+        learner.get_ready()
+    with pytest.raises(RunFailed, match=r"stage.0 died .* 2 restarts in a row \(learner.max_restarts\)"):
+        lose()
+    assert learner.stages.num_restarts == 4
+
+
+def test_without_restarts_a_dead_stage_ends_the_run_with_its_name_and_log(tmp_path, monkeypatch):
+    learner = Learner(tmp_path, monkeypatch, "--learner.max_restarts", "0")
+    learner.start()
+    learner.ranks[0]("run").end(error=RayActorError())
+    with pytest.raises(RunFailed, match=r"stage.0 died \(.*\); see .*stage.0.log"):
+        learner.stages.watch()
+
+
+def test_a_rank_lost_while_it_is_set_up_again_is_one_more_restart(learner):
+    learner.start()
+    learner.ranks[0]("run").end(error=RayActorError())
+    learner.stages.watch()
+    learner.stages.watch()
+    learner.living[1]("setup").end(error=RayActorError())
+    learner.stages.watch()
+    assert learner.stages.num_restarts == 2
+    learner.get_ready()
+    assert all("run" in rank.calls for rank in learner.living)
+
+
+def test_stages_that_are_not_ready_again_in_time_end_the_run(learner):
+    learner.start()
+    learner.ranks[0]("run").end(error=RayActorError())
+    learner.stages.watch()
+    learner.stages.watch()
+    learner.living[1]("setup").end()
+    learner.now_s = 301.0
+    with pytest.raises(RunFailed, match=r"waited 300 s for stage.0 and .* raise launch.startup_timeout_s"):
+        learner.stages.watch()
+
+
+def test_reports_of_the_steps_before_a_loss_are_not_lost_and_say_which_learner_took_them(learner):
+    learner.start()
+    assert learner.stages.poll(0.0).rows == []  # asked, and the answer is owed
+    learner.ranks[1]("poll").end(([{"step": 1}, {"step": 2}], "the batch of step 3"))
+    learner.ranks[0]("run").end(error=RayActorError())
+    learner.stages.watch()
+    assert learner.stages.poll(0.0).rows == [{"step": 1, "restarts": 0}, {"step": 2, "restarts": 0}]
+    learner.get_ready()
+    news = learner.stages.poll(0.0)
+    assert (news.rows, news.resumed_at) == ([], 0)
+    learner.living[1]("poll").end(([{"step": 1}], ""))
+    news = learner.stages.poll(0.0)
+    assert (news.rows, news.resumed_at) == ([{"step": 1, "restarts": 1}], None)
+
+
+def test_a_stop_that_is_asked_for_during_a_restart_is_told_to_the_new_learner(learner):
+    learner.start()
+    learner.ranks[0]("run").end(error=RayActorError())
+    learner.stages.watch()
+    learner.stages.request_stop()
+    learner.get_ready()
+    assert all("request_stop" in rank.calls and "run" in rank.calls for rank in learner.living)
+
+
+def test_a_rank_that_dies_in_the_export_is_started_again_and_the_export_with_it(learner, tmp_path):
+    learner.start()
+    learner.end_all("run")
+    learner.checkpoint(12)
+    turns = iter(
+        [
+            lambda: learner.living[0]("export").end(error=RayActorError()),
+            learner.get_ready,
+            lambda: learner.end_all("run"),
+            lambda: None,
+            lambda: learner.end_all("export"),
+        ]
+    )
+    learner.on_sleep = lambda: next(turns)()
+    learner.stages.export(tmp_path / "model")
+    assert learner.stages.num_restarts == 1
+    assert next(turns, None) is None
+
+
+def test_every_replica_has_its_stages_and_the_last_stage_of_the_first_leads(tmp_path, monkeypatch):
+    learner = Learner(tmp_path, monkeypatch, "--learner.num_replicas", "3")
+    learner.start()
+    assert len(learner.ranks) == 6
+    learner.stages.poll(0.0)
+    assert [index for index, rank in enumerate(learner.ranks) if "poll" in rank.calls] == [1]
+
+
+def test_an_unfinished_checkpoint_is_not_the_newest(tmp_path):
+    assert newest_checkpoint(tmp_path) == -1
+    for name in ("step-00000002", "step-00000010", ".step-00000012.tmp", "step-x"):
+        (tmp_path / name).mkdir()
+    assert newest_checkpoint(tmp_path) == 10
+
+
+def test_a_process_that_was_killed_for_memory_died_too(learner):
+    learner.start()
+    learner.ranks[0]("run").end(error=OutOfMemoryError("the node was low on memory"))
+    learner.stages.watch()
+    assert learner.events[-1][1].startswith("stage.0 died (the node was low on memory)")

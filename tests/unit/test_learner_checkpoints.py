@@ -1,0 +1,342 @@
+"""Checkpoints of one process: atomic, asynchronous, checked, and refused where they belong to another model."""
+
+import errno
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from learner import checkpoint as checkpoint_file
+from learner.batch import Leaves
+from learner.checkpoint import CheckpointFailed, CheckpointMismatch, Checkpoints, Progress
+from learner.checkpoint_meta import model_identity
+from learner.config import LearnerConfig
+from learner.mesh import Mesh, Place
+from learner.networks import Networks
+from learner.optimizer import Verdict
+from learner.pipeline import micro_batch_rule
+from tests.unit.two_pass import alone, build, make_networks, make_rows, weights_of
+
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+CONFIG = LearnerConfig(learning_rate=1e-2)
+BALANCE = TrajectoryBalanceConfig()
+CRITIC_HEAD = OffPolicyPPOConfig(baseline="critic", critic="head")
+CRITIC_MODEL = OffPolicyPPOConfig(baseline="critic", critic="model")
+DAMAGES = ["flip", "truncate", "lengthen", "missing"]
+
+
+@pytest.fixture(autouse=True)
+def process_group():
+    with alone():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def make_model(folder: Path, **changes) -> Path:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})).double().save_pretrained(folder)
+    return folder
+
+
+def networks_of(model: Path, algorithm=BALANCE) -> Networks:
+    return make_networks(model, CONFIG, algorithm)[0]
+
+
+def checkpoints_in(folder: Path, keep=2, timeout_s=30.0, **options) -> Checkpoints:
+    return Checkpoints(folder / "checkpoints", keep, Mesh.build(Place(0)), timeout_s, **options)
+
+
+def take_step(networks: Networks, seed: int) -> None:
+    place = networks.mesh.place
+    asked = micro_batch_rule("interleaved_1f1b" if place.num_stages > 1 else "gpipe", place.num_stages)
+    rule = {"num_replicas": place.num_replicas, "min_micro_batches": asked.least, "multiple": asked.multiple}
+    batch = networks.on_device(build(make_rows(seed), **rule).packed)
+    leaves = networks.forward_only(batch)
+    gradient = None
+    if leaves is not None:
+        values_T = None if leaves.values_T is None else leaves.values_T - 1
+        gradient = Leaves(torch.ones_like(leaves.logprobs_T), values_T)
+    networks.train(batch, gradient)
+    verdict = Verdict() if place.is_lead else None
+    assert networks.update(0, verdict).taken
+
+
+def save(checkpoints: Checkpoints, networks: Networks, step: int) -> None:
+    checkpoints.save(networks, Progress(step, step, 0))
+    checkpoints.wait()
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+        return
+    if how == "flip":
+        content[len(content) // 2] ^= 1
+    path.write_bytes({"truncate": content[: len(content) // 2], "lengthen": content + b"\0"}.get(how, content))
+
+
+def same(ours: dict, theirs: dict) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("algorithm", [BALANCE, CRITIC_HEAD, CRITIC_MODEL], ids=["none", "head", "model"])
+def test_a_restored_run_continues_to_the_bit(tmp_path, model, algorithm):
+    first = networks_of(model, algorithm)
+    checkpoints = checkpoints_in(tmp_path)
+    assert checkpoints.restore(first) is None
+    for step in (1, 2, 3):
+        take_step(first, seed=step)
+        save(checkpoints, first, step)
+    assert checkpoints.steps() == [2, 3]
+    assert checkpoints.finished() == 3
+    assert checkpoints.finished() is None
+    draws = torch.rand(3)
+    take_step(first, seed=4)
+
+    torch.rand(5)
+    second = networks_of(model, algorithm)
+    untouched = weights_of(second)
+    assert checkpoints_in(tmp_path).restore(second) == Progress(3, 3, 0)
+    assert torch.equal(torch.rand(3), draws), "the random generator goes on where it stood"
+    take_step(second, seed=4)
+    assert same(weights_of(first), weights_of(second))
+    assert not same(weights_of(first), untouched)
+
+
+def test_without_the_moments_of_the_optimizer_a_restored_run_would_go_another_way(tmp_path, model):
+    first, second = networks_of(model), networks_of(model)
+    checkpoints = checkpoints_in(tmp_path)
+    take_step(first, seed=1)
+    save(checkpoints, first, 1)
+    checkpoints.restore(second)
+    for tensor in second.policy.optimizer.state().values():
+        tensor.zero_()
+    for networks in (first, second):
+        take_step(networks, seed=2)
+    assert not same(weights_of(first), weights_of(second))
+
+
+def test_what_a_restart_has_to_know_beside_tensors_comes_back(tmp_path, model):
+    progress = Progress(7, 12, 3, drops_in_a_row=2, sick_steps=(6, 7))
+    checkpoints = checkpoints_in(tmp_path)
+    checkpoints.save(networks_of(model), progress)
+    checkpoints.wait()
+    assert checkpoints_in(tmp_path).restore(networks_of(model)) == progress
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path, model, monkeypatch):
+    go_on, write = threading.Event(), checkpoint_file.save
+    monkeypatch.setattr(checkpoint_file, "save", lambda *args, **kwargs: go_on.wait(20) and write(*args, **kwargs))
+    networks = networks_of(model)
+    take_step(networks, seed=1)
+    then = weights_of(networks)
+    checkpoints = checkpoints_in(tmp_path)
+    checkpoints.save(networks, Progress(1, 1, 0))
+    take_step(networks, seed=2)
+    assert checkpoints.finished() is None
+    assert checkpoints.steps() == []
+    go_on.set()
+    checkpoints.wait()
+    assert checkpoints.finished() == 1
+    assert checkpoints.restore(networks) == Progress(1, 1, 0)
+    assert same(weights_of(networks), then)
+
+
+def test_a_checkpoint_that_is_not_written_in_time_is_an_error_that_names_the_knob(tmp_path, model, monkeypatch):
+    go_on, write = threading.Event(), checkpoint_file.save
+    monkeypatch.setattr(checkpoint_file, "save", lambda *args, **kwargs: go_on.wait(20) and write(*args, **kwargs))
+    checkpoints = checkpoints_in(tmp_path, timeout_s=0.2)
+    networks = networks_of(model)
+    checkpoints.save(networks, Progress(1, 1, 0))
+    with pytest.raises(CheckpointFailed, match=r"rank 0: .*step-00000001 is not written after learner.checkpoint_"):
+        checkpoints.save(networks, Progress(2, 2, 0))
+    go_on.set()
+    save(checkpoints, networks, 2)
+    assert checkpoints.steps() == [1, 2], "the slow one was waited for again, and not disturbed"
+
+
+@pytest.mark.parametrize("ask", [Checkpoints.finished, Checkpoints.wait, Checkpoints.close, "save"])
+def test_a_full_disk_is_an_error_at_the_next_call_and_the_checkpoint_before_stays(tmp_path, model, monkeypatch, ask):
+    networks = networks_of(model)
+    checkpoints = checkpoints_in(tmp_path, keep=1)
+    save(checkpoints, networks, 1)
+    then = weights_of(networks)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_file, "save", full)
+        checkpoints.save(networks, Progress(2, 2, 0))
+        checkpoints._under_way[1].exception(20)
+    with pytest.raises(CheckpointFailed, match=r"rank 0 could not write .*step-00000002: .*No space left"):
+        checkpoints.save(networks, Progress(3, 3, 0)) if ask == "save" else ask(checkpoints)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001"]
+    take_step(networks, seed=1)
+    assert checkpoints.restore(networks) == Progress(1, 1, 0)
+    assert same(weights_of(networks), then)
+    save(checkpoints, networks, 2)
+    assert checkpoints.steps() == [2]
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "meta.json"])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, model, caplog, file, how):
+    networks = networks_of(model)
+    checkpoints = checkpoints_in(tmp_path)
+    for step in (1, 2):
+        take_step(networks, seed=step)
+        save(checkpoints, networks, step)
+    then = {step: tmp_path / "checkpoints" / f"step-0000000{step}" for step in (1, 2)}
+    damage(then[2] / file, how)
+    restored = networks_of(model)
+    assert checkpoints_in(tmp_path).restore(restored) == Progress(1, 1, 0)
+    if (file, how) != ("meta.json", "missing"):  # that one was never completed, as far as one can know
+        assert str(then[2] / file) in caplog.text
+        assert "rank 0 could not use the checkpoint" in caplog.text
+        assert (tmp_path / "checkpoints" / "damaged-step-00000002" / "__0_0.distcp").exists() or how == "missing"
+    take_step(restored, seed=2)
+    assert same(weights_of(restored), weights_of(networks))
+
+
+def test_where_every_checkpoint_is_damaged_no_tensor_is_touched(tmp_path, model):
+    networks = networks_of(model)
+    checkpoints = checkpoints_in(tmp_path)
+    for step in (1, 2):
+        take_step(networks, seed=step)
+        save(checkpoints, networks, step)
+        damage(tmp_path / "checkpoints" / f"step-0000000{step}" / "__0_0.distcp", "flip")
+    restored = networks_of(model)
+    before = weights_of(restored)
+    with pytest.raises(CheckpointFailed, match=r"no checkpoint in .* is whole .*steps \[2, 1\].*move that folder away"):
+        checkpoints.restore(restored)
+    assert same(weights_of(restored), before)
+    assert checkpoints.steps() == [1, 2], "they are not taken for none the next time"
+
+
+def test_a_checkpoint_that_fails_while_it_is_read_leaves_no_tensor_half_loaded(tmp_path, model, monkeypatch):
+    networks = networks_of(model)
+    checkpoints = checkpoints_in(tmp_path)
+    take_step(networks, seed=1)
+    save(checkpoints, networks, 1)
+    restored, load = networks_of(model), checkpoint_file.load
+    before = weights_of(restored)
+
+    def break_off(state, **kwargs):
+        load(state, **kwargs)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_file, "load", break_off)
+    with pytest.raises(CheckpointFailed):
+        checkpoints.restore(restored)
+    assert same(weights_of(restored), before)
+
+
+MISFITS = {
+    "vocabulary": ({"vocab_size": 32}, BALANCE, r"embed_tokens.weight has shape \[40, 16\] .* and shape \[32, 16\]"),
+    "width": (
+        {"hidden_size": 32},
+        BALANCE,
+        r"has shape \[.*16.*\] of torch.float64 .* and shape \[.*32",
+    ),
+    "deeper": ({"num_hidden_layers": 5}, BALANCE, r"it has no tensor model\.layers\.4\."),
+    "shallower": (
+        {"num_hidden_layers": 3},
+        BALANCE,
+        r"this run has no tensor (\w+\.)*layers\.3\.",
+    ),
+    "untied": ({"tie_word_embeddings": False}, BALANCE, r"it has no tensor lm_head\.weight"),
+    "critic head": ({}, CRITIC_HEAD, r"it has no tensor value_head\.\w+ .*\[algorithm\]"),
+    "critic model": ({}, CRITIC_MODEL, r"it has no tensor critic\..*\[algorithm\]"),
+    "positions": (
+        {"rope_theta": 5.0},
+        BALANCE,
+        r"written for the model llama-\w+, and this run trains llama-\w+",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "algorithm", "said"), MISFITS.values(), ids=MISFITS)
+def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_tensor(tmp_path, model, changes, algorithm, said):
+    save(checkpoints_in(tmp_path, model=model_identity(model)), networks_of(model), 1)
+    other = make_model(tmp_path / "other", **changes)
+    networks = networks_of(other, algorithm)
+    before = weights_of(networks)
+    path = tmp_path / "checkpoints" / "step-00000001"
+    with pytest.raises(CheckpointMismatch, match=rf"checkpoint {path} does not belong to this run: .*{said}"):
+        checkpoints_in(tmp_path, model=model_identity(other)).restore(networks)
+    assert same(weights_of(networks), before)
+    assert checkpoints_in(tmp_path).steps() == [1]
+
+
+def test_a_critic_that_is_no_longer_wanted_is_said_to_be_left_over(tmp_path, model):
+    save(checkpoints_in(tmp_path), networks_of(model, CRITIC_HEAD), 1)
+    with pytest.raises(CheckpointMismatch, match=r"this run has no tensor .*value_head.*\[algorithm\]"):
+        checkpoints_in(tmp_path).restore(networks_of(model))
+
+
+def test_leftovers_of_a_crash_are_removed_and_are_no_checkpoints(tmp_path, model):
+    checkpoints = checkpoints_in(tmp_path)
+    save(checkpoints, networks_of(model), 1)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "step-00000001", folder / ".step-00000002.tmp")
+    shutil.copytree(folder / "step-00000001", folder / ".step-00000000.old")
+    shutil.copytree(folder / "step-00000001", folder / "step-00000003")
+    (folder / "step-00000003" / "meta.json").unlink()
+    checkpoints = checkpoints_in(tmp_path)
+    assert checkpoints.steps() == [1]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_a_crash_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(tmp_path, model, monkeypatch):
+    checkpoints = checkpoints_in(tmp_path, keep=1)
+    networks = networks_of(model)
+    save(checkpoints, networks, 1)
+
+    def crash(path, **_):
+        if path.exists():
+            raise OSError(errno.EIO, "pulled the plug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", crash)
+        checkpoints.save(networks, Progress(2, 2, 0))
+        with pytest.raises(CheckpointFailed, match="pulled the plug"):
+            checkpoints.wait()
+    assert checkpoints.steps() == [2]
+    assert checkpoints_in(tmp_path).restore(networks) == Progress(2, 2, 0)
+
+
+def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path, model):
+    networks = networks_of(model)
+    checkpoints = checkpoints_in(tmp_path, keep=2)
+    for step in (1, 4):
+        save(checkpoints, networks, step)
+    damage(tmp_path / "checkpoints" / "step-00000004" / "__0_0.distcp", "flip")
+    checkpoints = checkpoints_in(tmp_path, keep=1)
+    assert checkpoints.restore(networks) == Progress(1, 1, 0)
+    save(checkpoints, networks, 2)
+    assert checkpoints_in(tmp_path).restore(networks) == Progress(2, 2, 0)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(CheckpointFailed, match=rf"rank 0 could not write into {tmp_path / 'checkpoints'}, where check"):
+        checkpoints_in(tmp_path)

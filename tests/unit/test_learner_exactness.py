@@ -1,0 +1,216 @@
+"""However a step is split, its loss and every parameter's gradient are those of the unsplit, unpacked model: float64.
+
+Every schedule with its chunks, on 1, 2 and 4 stages of 1 and 2 replicas, with several budgets, for three families and
+all algorithms; a case takes one step, whose gradients are written down where the optimizer would use them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+
+from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from algorithms.online_dpo import OnlineDPOConfig
+from algorithms.registry import AlgorithmConfig, loss_for
+from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from learner.batch import Leaves
+from learner.config import LearnerConfig
+from learner.mesh import Mesh
+from learner.networks import Networks
+from learner.pipeline import micro_batch_rule
+from learner.step import TrainStep
+from tests.unit.two_pass import SEED, TEMPERATURE, VOCABULARY, build, make_networks, make_rows, run_ranks
+
+NUM_LAYERS = 8
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "initializer_range": 0.3,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=False),
+    # soft caps, windows shorter than the sequences, scaled and tied embeddings
+    "gemma2": Gemma2Config(**SHAPE, sliding_window=8, query_pre_attn_scalar=4),
+}
+SCHEDULES = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved_1f1b", "num_chunks": 2},
+    "zero_bubble": {"schedule": "zero_bubble"},
+    "zero_bubble_chunks": {"schedule": "zero_bubble", "num_chunks": 2},
+}
+ALGORITHMS: dict[str, AlgorithmConfig] = {
+    "balance": TrajectoryBalanceConfig(),
+    "dpo": OnlineDPOConfig(),
+    "ppo": OffPolicyPPOConfig(corrections=("token_tis",), kl_beta=0.1, kl_in="loss"),
+    "ppo_critic": OffPolicyPPOConfig(baseline="critic", critic="head"),
+}
+BUDGETS = (30, 64, 300)
+SHAPES = [(replicas, stages) for replicas in (1, 2) for stages in (1, 2, 4)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to take the step; only family and algorithm should matter to what comes of it."""
+
+    family: str
+    schedule: str
+    algorithm: str
+    token_budget: int
+    one_pass: bool
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.family}-{self.schedule}-{self.algorithm}-{self.token_budget}-{self.one_pass}"
+
+
+def splits(num_stages: int) -> list[Split]:
+    """Every schedule with every algorithm; families and budgets take turns, so that all pairs of them come up."""
+    found = []
+    for i, schedule in enumerate(SCHEDULES):
+        if num_stages == 1 and "num_chunks" in SCHEDULES[schedule]:
+            continue
+        for j, algorithm in enumerate(ALGORITHMS):
+            family = list(FAMILIES)[(i + j) % len(FAMILIES)]
+            budget = BUDGETS[(i + 2 * j + i // len(BUDGETS)) % len(BUDGETS)]
+            found.append(Split(family, schedule, algorithm, budget, one_pass=False))
+            if ALGORITHMS[algorithm].needs.separable:
+                found.append(Split(family, schedule, algorithm, budget, one_pass=True))
+    return found
+
+
+def one_rank(folder: Path, mesh: Mesh) -> None:
+    """What each process of a test runs."""
+    place = mesh.place
+    Gemma2RMSNorm.forward = norm_of_its_own_width
+    for split in splits(place.num_stages):
+        config = LearnerConfig(**SCHEDULES[split.schedule], one_pass=split.one_pass)
+        algorithm = ALGORITHMS[split.algorithm]
+        networks, reference = make_networks(folder / split.family, config, algorithm, mesh)
+        gradients = record_gradients(networks)
+        asked = micro_batch_rule(config.schedule, place.num_stages)
+        rule = {"num_replicas": place.num_replicas, "min_micro_batches": asked.least, "multiple": asked.multiple}
+        result = TrainStep(networks, reference, algorithm, config, SEED).run(
+            build(make_rows(0), 0, split.token_budget, **rule), 0
+        )
+        assert result.updates[0].result.taken
+        numbers = {"grad_norm": result.updates[0].result.grad_norms[0], "parameters": networks.num_parameters()}
+        if place.is_lead:
+            numbers["loss"] = result.updates[0].metrics["loss"]
+        seen = {f"seen.{name}": torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+        save_file({**gradients, **seen}, folder / f"{split.name}-{place.num_replicas}x{place.num_stages}-{place.rank}")
+
+
+def record_gradients(networks: Networks) -> dict[str, torch.Tensor]:
+    """Filled with copies of the gradients as the optimizer is about to use them."""
+    optimizer, found = networks.policy.optimizer, {}
+    apply = optimizer.apply
+
+    def recording(norm: float, rate: float) -> None:
+        found.update({name: parameter.grad.clone() for name, parameter in optimizer.parameters.items()})
+        apply(norm, rate)
+
+    optimizer.apply = recording
+    return found
+
+
+def norm_of_its_own_width(self: Gemma2RMSNorm, states: torch.Tensor) -> torch.Tensor:
+    """Stands in for a norm that computes in float32 whatever the model is, and so rounds sums over its tokens."""
+    return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a model of each family."""
+    folder = tmp_path_factory.mktemp("splits")
+    for family, config in FAMILIES.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).double().save_pretrained(folder / family)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unsplit(folder):
+    """A function that gives loss and gradients of the unsplit model by plain autograd, sequence by sequence."""
+    known: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+
+    def compute(family: str, algorithm: str) -> dict[str, torch.Tensor]:
+        if (family, algorithm) not in known:
+            known[family, algorithm] = gradients_of(folder / family, ALGORITHMS[algorithm])
+        return known[family, algorithm]
+
+    return compute
+
+
+def gradients_of(path: Path, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
+    softmax = F.softmax
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Gemma2RMSNorm, "forward", norm_of_its_own_width)
+        # eager attention takes the softmax in float32, whatever the model is
+        patched.setattr(F, "softmax", lambda scores, dim, dtype: softmax(scores, dim))
+        return gradients_of_plain(
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager"), algorithm
+        )
+
+
+def gradients_of_plain(model: PreTrainedModel, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
+    head = torch.nn.Linear(SHAPE["hidden_size"], 1, dtype=torch.float64)
+    torch.nn.init.zeros_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    batch = build(make_rows(0), 0, 300)
+    logprobs, values = [], []
+    for row in batch.trajectories:
+        tokens = torch.from_numpy(row.token_ids).long()
+        out = model(tokens[None], output_hidden_states=True)
+        predicting = slice(row.prompt_length - 1, -1)
+        scores = (out.logits[0] / TEMPERATURE).log_softmax(-1)
+        logprobs.append(scores[predicting].gather(1, tokens[row.prompt_length :, None])[:, 0])
+        values.append(head(out.hidden_states[-1][0, predicting])[:, 0])
+    leaves = Leaves(torch.cat(logprobs), torch.cat(values) if algorithm.needs.critic else None)
+    inputs = batch.loss_inputs(leaves, leaves, leaves.logprobs_T.detach(), 0)
+    graph = {"logprobs_T": leaves.logprobs_T, "values_T": leaves.values_T}
+    loss = loss_for(algorithm)(type(inputs)(**{**vars(inputs), **graph})).loss
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if algorithm.needs.critic:
+        found |= {f"value_head.{name}": parameter.grad for name, parameter in head.named_parameters()}
+    num_parameters = sum(gradient.numel() for gradient in found.values())
+    found["seen.grad_norm"] = torch.stack([gradient.norm() for gradient in found.values()]).norm()
+    return found | {"seen.loss": loss.detach(), "seen.parameters": torch.tensor(num_parameters, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(("num_replicas", "num_stages"), SHAPES, ids=[f"{r}x{p}" for r, p in SHAPES])
+def test_loss_and_gradients_are_those_of_the_unsplit_model_whatever_the_split(
+    folder, unsplit, num_replicas, num_stages
+):
+    run_ranks("tests.unit.test_learner_exactness", folder, [(num_replicas, num_stages)])
+    worst = 0.0
+    for split in splits(num_stages):
+        expected = unsplit(split.family, split.algorithm)
+        found: dict[str, torch.Tensor] = {}
+        for rank in range(num_replicas * num_stages):
+            for name, gradient in load_file(folder / f"{split.name}-{num_replicas}x{num_stages}-{rank}").items():
+                if name in found:
+                    assert torch.equal(found[name], gradient), f"{split}: {name} differs between replicas"
+                found[name] = gradient
+        if FAMILIES[split.family].tie_word_embeddings and num_stages > 1:
+            assert torch.equal(found.pop("lm_head.weight"), found["model.embed_tokens.weight"]), split
+        assert found.keys() == expected.keys(), split
+        for name, gradient in found.items():
+            scale = max(1.0, float(expected[name].abs().max()))
+            worst = max(worst, float((gradient - expected[name]).abs().max()) / scale)
+            assert worst <= 1e-10, f"{split}: {name}"
+        assert expected["seen.grad_norm"] > 1e-3, "a gradient of nothing would prove nothing"
+    print(f"{num_replicas} x {num_stages}: {len(splits(num_stages))} splits, largest difference {worst:.1e}")

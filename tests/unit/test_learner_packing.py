@@ -1,0 +1,254 @@
+"""Packing by cost and over replicas; the batch of a step, and what is scored and reported of it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from buffer.ledger import Ledger
+from buffer.trajectory import Trajectory, VersionSpan
+from launch.metrics import METRICS
+from learner.batch import StepBatch, trainable
+from learner.cost import CostModel
+from learner.mesh import Place
+from learner.model import DeviceBatch
+from learner.optimizer import UpdateResult
+from learner.packing import PackingRule, best_fit, deal, order, pack, plan, spread
+from learner.reference import Reference
+from learner.report import StepTimes, lag_metrics, step_report
+from learner.step import StepResult
+from learner.updates import Update
+from weight_sync.staleness import PolicyVersion
+
+RULE = PackingRule(64)
+
+
+def sequences(lengths):
+    return [np.arange(1, 1 + length) for length in lengths]
+
+
+def log_normal(number, seed=0):
+    """Lengths as answers have them: median 200, sigma 1.0, at most 2048."""
+    drawn = np.exp(np.random.default_rng(seed).normal(np.log(200), 1.0, number))
+    return np.clip(drawn, 2, 2048).astype(int).tolist()
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+def test_best_fit_fills_the_fullest_bin_first_and_loses_nothing():
+    assert best_fit([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
+
+
+def test_a_sequence_longer_than_the_budget_is_named():
+    with pytest.raises(ValueError, match=r"sequence 1 of the batch has 9 tokens.*token_budget = 8"):
+        pack(sequences([3, 9]), [1, 1], PackingRule(8))
+
+
+def test_a_batch_of_nothing_and_a_sequence_without_a_prompt_are_refused():
+    with pytest.raises(ValueError, match="nothing to pack"):
+        pack([], [], RULE)
+    with pytest.raises(ValueError, match="sequence 1 has no prompt token"):
+        pack(sequences([3, 4]), [1, 0], RULE)
+
+
+def test_long_tailed_lengths_leave_little_padding_and_replicas_alike():
+    lengths = log_normal(1000)
+    packed = pack(sequences(lengths), [1] * len(lengths), PackingRule(4096))
+    assert packed.efficiency > 0.98
+    rule = PackingRule(4096, num_replicas=4, min_micro_batches=2, multiple=2, cost=CostModel(1.0, 1 / 2000))
+    shared = pack(sequences(lengths), [1] * len(lengths), rule)
+    assert shared.cost_balance(4) > 0.99
+    assert (shared.num_micro_batches, shared.num_empty) == (80, 0)
+
+
+def test_three_full_micro_batches_on_two_replicas_become_four_of_like_cost():
+    lengths = [10] * 9
+    bins = plan(lengths, PackingRule(30, num_replicas=2))
+    assert sorted(map(len, bins)) == [2, 2, 2, 3]
+    assert sorted(map(len, bins[:2])) in ([2, 2], [2, 3])
+
+
+def test_micro_batches_that_are_asked_for_are_filled_and_only_what_is_left_is_empty():
+    packed = pack(sequences([8, 7, 6]), [2] * 3, PackingRule(64, num_replicas=2, min_micro_batches=2))
+    assert (packed.num_micro_batches, packed.num_empty) == (4, 1)
+    assert packed.efficiency == pytest.approx(21 / 256)
+
+
+def test_a_layout_that_leaves_no_room_for_even_costs_is_that_of_best_fit():
+    lengths = [6, 5, 4, 3, 2]  # 20 of 20: 6 + 3 and 5 + 4 would leave no room for the last
+    assert spread(lengths, np.array(lengths, float), 10, 2) is None
+    assert [sum(lengths[i] for i in members) for members in plan(lengths, PackingRule(10))] == [10, 10]
+
+
+def test_attention_counts_where_the_cost_model_says_so():
+    lengths = [90, 30, 30, 30]
+    by_tokens = pack(sequences(lengths), [1] * 4, PackingRule(100, num_replicas=2))
+    assert [sum(lengths[i] for i in members) for members in by_tokens.members] == [90, 90]
+    squared = PackingRule(150, num_replicas=3, cost=CostModel(1.0, 0.1))
+    assert sorted(pack(sequences(lengths), [1] * 4, squared).cost_M) == [120.0, 240.0, 900.0]
+    assert CostModel(2.0, 0.5).of([3, 4]).tolist() == [10.5, 16.0]
+
+
+def test_bins_are_dealt_in_rounds_so_that_the_dear_ones_go_to_those_who_have_least():
+    assert deal(np.array([9.0, 7.0, 5.0, 1.0]), 2) == [[0, 3], [1, 2]]
+
+
+def test_a_pipeline_begins_and_ends_with_its_cheap_micro_batches():
+    cost_N = np.array([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert cost_N[order(cost_N, range(5))].tolist() == [1, 3, 5, 4, 2]
+
+
+def test_all_cost_on_one_replica_is_a_balance_of_its_share():
+    packed = pack(sequences([20]), [1], PackingRule(32, num_replicas=4))
+    assert packed.cost_balance(4) == pytest.approx(0.25)
+
+
+# --- batch ----------------------------------------------------------------------------------------
+
+
+def trajectory(spans, **changes) -> Trajectory:
+    length = spans[-1][-1]
+    row = Trajectory(
+        lease_id=0,
+        attempt=0,
+        group_id=0,
+        sample_index=0,
+        prompt_id=0,
+        token_ids=np.zeros(2 + length, np.int32),
+        prompt_length=2,
+        logprobs=np.zeros(length, np.float32),
+        spans=tuple(VersionSpan(PolicyVersion(*version), start, end) for version, start, end in spans),
+        reward=1.0,
+        finish_reason="stop",
+        finished_s=100.0,
+    )
+    return replace(row, **changes)
+
+
+def of_lengths(*samples):
+    """Trajectories of (group, all tokens) or (group, all tokens, reward)."""
+    seen = {}
+    rows = []
+    for group, length, *reward in samples:
+        index = seen[group] = seen.get(group, -1) + 1
+        fields = {"group_id": group, "sample_index": index, "reward": reward[0] if reward else 1.0}
+        rows.append(trajectory([((0, 0), 0, length - 2)], **fields))
+    return rows
+
+
+def test_a_group_that_is_drawn_twice_counts_as_two():
+    spans = [((0, 0), 0, 3)]
+    once = [trajectory(spans, group_id=4, sample_index=0), trajectory(spans, group_id=4, sample_index=1)]
+    other = [trajectory(spans, group_id=2, sample_index=0), trajectory(spans, group_id=2, sample_index=1)]
+    batch = StepBatch.build([*once, *other, *once], 0, {0: 0}, RULE)
+    assert batch.num_groups == 3
+    assert batch.group_B.tolist() == [1, 1, 0, 0, 2, 2]
+
+
+def test_lags_count_from_the_checkpoint_that_a_restart_resumed_from():
+    # incarnation 0 reached version 9, and incarnation 1 resumed from its checkpoint at version 6
+    abandoned = trajectory([((0, 8), 0, 3)])
+    crossing = trajectory([((0, 5), 0, 1), ((1, 7), 1, 3)], group_id=4)
+    batch = StepBatch.build([abandoned, crossing], 8, {0: 0, 1: 6}, RULE)
+    assert batch.lag_T.tolist() == [2, 2, 2, 3, 1, 1]
+    assert batch.group_B.tolist() == [0, 1]
+    assert batch.single_version_B.tolist() == [True, False]
+    metrics = lag_metrics([batch], batch, newest_published=7, started_s=103.0)
+    assert metrics["lag/abandoned"] == 3
+    assert metrics["lag/token_max"] == 3
+    assert metrics["lag/in_flight"] == 1.0
+    assert metrics["lag/in_queue"] == 1.5
+    assert metrics["lag/publish"] == 1
+    assert metrics["lag/wall_s"] == 3.0
+
+
+def test_a_part_of_a_batch_keeps_what_is_known_of_its_tokens_and_its_packing_rule():
+    rows = of_lengths((0, 5), (0, 6), (1, 4), (1, 9))
+    rule = PackingRule(16, num_replicas=2, min_micro_batches=2)
+    whole = StepBatch.build(rows, 3, {0: 0}, rule)
+    part = whole.part(np.array([2, 3]), version=4)
+    assert part.tokens_of(np.array([1])).tolist() == [2, 3, 4, 5, 6, 7, 8]
+    assert whole.tokens_of(np.array([0, 3])).tolist() == [0, 1, 2, 9, 10, 11, 12, 13, 14, 15]
+    assert part.sequence_T.tolist() == [0] * 2 + [1] * 7
+    assert part.lag_T.tolist() == [4] * 9
+    assert part.packed.num_micro_batches == 4
+    assert part.packed.num_tokens == 13
+
+
+def test_samples_without_a_reward_are_not_trained():
+    assert trainable(of_lengths((0, 5), (0, 5, None), (0, 6)), 16) == ([0, 2], 0)
+
+
+def test_a_sample_longer_than_the_budget_is_left_out_and_counted():
+    rows = of_lengths((0, 5), (0, 17), (0, 6), (1, 9), (1, 9))
+    assert trainable(rows, 16) == ([0, 2, 3, 4], 1)
+    assert trainable(rows, 17) == ([0, 1, 2, 3, 4], 0)
+
+
+def test_a_group_in_which_only_one_sample_fits_is_left_out_whole():
+    assert trainable(of_lengths((0, 5), (0, 17), (1, 9), (1, 9)), 16) == ([2, 3], 2)
+    assert trainable(of_lengths((0, 5), (1, 17)), 16) == ([0], 1)  # groups of one
+    twice = of_lengths((0, 5), (0, 17), (1, 9), (1, 9))
+    assert trainable([*twice, *twice[:2]], 16) == ([2, 3], 4)
+
+
+def test_a_draw_of_which_nothing_fits_is_refused_with_what_to_change():
+    with pytest.raises(ValueError, match=r"2 of its 2 samples are longer than learner.token_budget = 16.*to 20"):
+        trainable(of_lengths((0, 20), (0, 17)), 16)
+
+
+# --- scoring and report ---------------------------------------------------------------------------
+
+
+class Echo:
+    """A pipeline whose log-probability of a token is its negated id; remembers what it was given."""
+
+    def __init__(self):
+        self.num_tokens = []
+
+    def forward_only(self, batch):
+        self.num_tokens.append(batch.packed.num_tokens)
+        return -batch.tokens_ML.roll(-1, 1).double()
+
+
+def score(batch, pipeline):
+    policy = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float64)
+    mesh = SimpleNamespace(place=Place(0))
+    on_device = lambda packed: DeviceBatch(packed, policy.device)  # noqa: E731
+    networks = SimpleNamespace(policy=policy, mesh=mesh, on_device=on_device)
+    return Reference(pipeline, networks).score(batch, on_device(batch.packed))
+
+
+def test_the_reference_scores_only_what_no_earlier_step_has_scored():
+    rows = of_lengths((0, 5), (0, 6), (1, 4))
+    rows = [
+        replace(row, token_ids=np.arange(len(row.token_ids), dtype=np.int32) + 10 * i) for i, row in enumerate(rows)
+    ]
+    rows[1] = replace(rows[1], reference_logprobs=np.full(4, -0.5, np.float32))
+    pipeline = Echo()
+    reference_T, scores = score(StepBatch.build(rows, 0, {0: 0}, PackingRule(8)), pipeline)
+    assert pipeline.num_tokens == [9]
+    assert reference_T.tolist() == [-2, -3, -4, -0.5, -0.5, -0.5, -0.5, -22, -23]
+    assert {i: values.tolist() for i, values in scores.items()} == {0: [-2, -3, -4], 2: [-22, -23]}
+
+    known = [replace(row, reference_logprobs=np.zeros(row.num_completion_tokens, np.float32)) for row in rows]
+    assert score(StepBatch.build(known, 0, {0: 0}, PackingRule(8)), pipeline)[1] == {}
+    assert pipeline.num_tokens == [9]
+    assert score(StepBatch.build(rows, 0, {0: 0}, PackingRule(8)), None)[0].isnan().sum() == 5
+
+
+def test_a_step_reports_how_its_draw_was_packed_and_shared():
+    rule = PackingRule(16, num_replicas=2, min_micro_batches=2)
+    batch = StepBatch.build(of_lengths((0, 12), (0, 10), (1, 14)), 3, {0: 0}, rule, num_too_long=4)
+    taken = Update(batch, UpdateResult(False, False, (1.0,), 1e-5, 1.0), {})
+    ledger = {**Ledger(filtered=5, filtered_too_long=4).counts(), "quarantined": 0, "gap": 0}
+    report = step_report(batch, StepResult(4, (taken,), {}), 1, 3, StepTimes(0.0, 1.0, 2.0), ledger, 0.0)
+    assert report["batch/micro_batches"] == 2
+    assert report["batch/empty_micro_batches"] == 1
+    assert report["batch/pack_efficiency"] == pytest.approx(36 / 64)
+    assert report["batch/cost_balance"] == pytest.approx(18 / 22)
+    assert (report["batch/filtered_too_long"], report["buffer/filtered_too_long"]) == (4, 4)
+    assert set(report) <= set(METRICS)
