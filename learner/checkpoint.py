@@ -79,7 +79,8 @@ class Checkpoints:
         self._snapshot = Snapshot(mesh.place.rank)
         self._ranks = Agreement(mesh.place.rank, timeout_s)
         self._under_way: tuple[int, Future[None]] | None = None
-        self._durable: int | None = None
+        self._oldest = -1
+        self._released: int | None = None
         try:
             self._ranks.together(self._try_to_write, f"write into {folder}, where checkpoints go")
             self._ranks.together(lambda: self._if_lead(self._clear), f"remove what a crash left in {folder}")
@@ -109,16 +110,18 @@ class Checkpoints:
         )
         writer.start()
 
-    def finished(self) -> int | None:
-        """The newest step whose checkpoint became durable since this was last asked; waits for nothing.
+    def released(self) -> int | None:
+        """On the lead: the step of the oldest checkpoint kept, where it is another than when last asked; else None.
+
+        Draws up to it are never asked for again, whichever of the checkpoints a restart finds whole. Waits for nothing.
 
         Raises:
             CheckpointFailed: a checkpoint could not be written, for example because the disk is full. Said once.
         """
         if self._under_way is not None and self._under_way[1].done():
             self.wait()
-        durable, self._durable = self._durable, None
-        return durable
+        released, self._released = self._released, None
+        return released
 
     def wait(self) -> None:
         """Wait until nothing is under way, at most `timeout_s`.
@@ -140,7 +143,8 @@ class Checkpoints:
         self._under_way = None
         if failed is not None:
             raise failed
-        self._durable = step
+        if self._place.is_lead and self.steps()[0] != self._oldest:
+            self._oldest = self._released = self.steps()[0]
 
     def close(self) -> None:
         """Wait for what is under way, and part from the other ranks.

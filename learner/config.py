@@ -106,7 +106,9 @@ class LearnerConfig(BaseModel):
         "rate.",
     )
     checkpoint_every: PositiveInt = Field(default=50, description="Write a checkpoint every so many steps.")
-    keep_checkpoints: PositiveInt = Field(default=2, description="How many checkpoints stay.")
+    keep_checkpoints: PositiveInt = Field(
+        default=2, description="How many checkpoints stay; the buffer holds the draws since the oldest of them."
+    )
     checkpoint_timeout_s: PositiveFloat = Field(
         default=600.0, description="A checkpoint that takes longer to write ends the learner."
     )

@@ -166,7 +166,7 @@ class Stage:
 
     def _run(self) -> None:
         while self._progress.step < self.spec.config.num_steps:
-            self._report_checkpoint()
+            self._release_draws()
             step = self._progress.step + 1
             asked_s = time.time()
             draw = self._next_batch(step)
@@ -259,18 +259,18 @@ class Stage:
         self._checkpoints.save(self._networks, self._progress)
         self._saved_step = self._progress.step
 
-    def _report_checkpoint(self, *, heartbeats: bool = True) -> None:
-        """Tell the buffer of a checkpoint that became durable: the draws before it are used for good."""
-        durable = self._checkpoints.finished()
-        if durable is not None and self._lead is not None:
-            self._lead.checkpoint_durable(durable, heartbeats=heartbeats)
+    def _release_draws(self, *, heartbeats: bool = True) -> None:
+        """Tell the buffer which draws are used for good: those after the oldest checkpoint may be asked for again."""
+        released = self._checkpoints.released()
+        if released is not None and self._lead is not None:
+            self._lead.checkpoint_durable(released, heartbeats=heartbeats)
 
     def _finish(self) -> None:
         """Leave nothing half done: weights committed, checkpoint written, everything reported."""
         self._publish(self._progress.version)
         self._save()
         self._checkpoints.close()
-        self._report_checkpoint(heartbeats=False)
+        self._release_draws(heartbeats=False)
         if self._publisher is not None:
             self._publisher.close(self.spec.config.collective_timeout_s)
         if self._lead is not None:

@@ -304,6 +304,17 @@ def test_a_flipped_byte_is_found_and_the_checkpoint_before_is_used(tmp_path, sho
     show("found at the start, the log of every rank names the file; step 4 is resumed from, steps 5 and 6 are redone")
 
 
+@pytest.mark.fault(17, "newest checkpoint corrupt: the result of the run")
+def test_a_run_that_falls_back_to_the_checkpoint_before_comes_to_the_same_weights(recording, run_of, show):
+    recorded = recording(BALANCE)
+    run = run_of(recorded)
+    recorded.finish(run, num_steps=6)
+    flip_a_byte(run.checkpoints / "step-00000006")
+    recorded.finish(run)
+    recorded.check(run)
+    show("the draws since the checkpoint before were still held; same weights, moments and ledger to the bit")
+
+
 @pytest.mark.fault(17, "files of a checkpoint are not compared with their checksums", control=True)
 def test_without_checksums_a_learner_would_train_on_from_a_flipped_byte(recording, run_of, show):
     recorded = recording(BALANCE)
