@@ -206,10 +206,20 @@ class RunFacts(BaseModel):
         default=1, description="M, optimizer steps on the groups of one step: each makes a policy version."
     )
     vocab_size: PositiveInt = Field(description="Token ids are below this.")
-    max_tokens: PositiveInt = Field(description="Longest prompt plus completion, in tokens; may change later.")
+    max_tokens: PositiveInt = Field(
+        description="Longest prompt plus completion that is taken in, in tokens; may change later."
+    )
+    token_budget: PositiveInt | None = Field(
+        default=None, description="Longest that the learner can train; may change later. None: max_tokens."
+    )
     staleness: StalenessConfig
     shard: int = Field(default=0, ge=0, description="Which of the shards this service is.")
     num_shards: PositiveInt = Field(default=1, description="Into how many shards the prompts are divided; fixed.")
+
+    @property
+    def longest_drawn(self) -> int:
+        """Tokens of the longest sample that a draw may hold."""
+        return self.token_budget or self.max_tokens
 
     def global_id(self, number: int) -> int:
         """The id of this shard's `number`-th lease, group or record: unique over all shards, and ascending."""

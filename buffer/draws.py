@@ -181,7 +181,7 @@ class Draws:
 
     def _is_unfit(self, tx: Transaction, draw: Draw) -> bool:
         """Can a new learner not train what an earlier one was given?"""
-        too_long = any(length > self._facts.max_tokens for length in draw.lengths)
+        too_long = any(length > self._facts.longest_drawn for length in draw.lengths)
         return too_long or self._is_damaged(tx, draw.record_ids)
 
     def _choose_sound(self, tx: Transaction, request: DrawRequest) -> list[int]:
@@ -189,7 +189,7 @@ class Draws:
         while True:
             chosen = self._choose(tx, request)
             groups = [tx.groups.require(group_id) for group_id in sorted(set(chosen))]
-            left_out = [self._groups.leave_out_long(tx, group, self._facts.max_tokens) for group in groups]
+            left_out = [self._groups.leave_out_long(tx, group, self._facts.longest_drawn) for group in groups]
             if any(left_out):
                 continue
             damaged = [each for each in groups if self._is_damaged(tx, [each.records[i] for i in each.usable()])]

@@ -365,4 +365,4 @@ def _lasting(facts: str) -> dict[str, Any]:
     """
     defaults = {name: field.default for name, field in RunFacts.model_fields.items() if not field.is_required()}
     known = {**defaults, **msgspec.json.decode(facts)}
-    return {name: value for name, value in known.items() if name != "max_tokens"}
+    return {name: value for name, value in known.items() if name not in ("max_tokens", "token_budget")}

@@ -40,6 +40,7 @@ class Plan:
             updates_per_step=config.learner.updates_per_step,
             vocab_size=model.vocab_size,
             max_tokens=config.actors.max_model_tokens,
+            token_budget=config.learner.token_budget,
             staleness=config.weight_sync.staleness(),
             shard=shard,
             num_shards=config.buffer.shards,
@@ -76,7 +77,10 @@ def check(config: Config, root: Path) -> Plan:
     """
     if root.exists():
         raise ConfigError(already_there(root))
-    _check_pipeline(config)
+    try:
+        config.learner.check_pipeline()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     _check_steps(config)
     contract = _contract(config)
     _check_sizes(config, contract)
@@ -156,33 +160,6 @@ def _contract(config: Config) -> StalenessContract:
         return StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _check_pipeline(config: Config) -> None:
-    """How the learner's processes share the model, as far as no model is needed to see it."""
-    learner = config.learner
-    if learner.num_chunks > 1:
-        where = f"learner.num_chunks = {learner.num_chunks}, but learner."
-        if learner.schedule in ("gpipe", "1f1b"):
-            raise ConfigError(
-                f"{where}schedule = '{learner.schedule}' takes one chunk per stage: use 'interleaved_1f1b' or "
-                f"'zero_bubble', or learner.num_chunks = 1"
-            )
-        if learner.num_stages == 1:
-            raise ConfigError(
-                f"{where}num_stages = 1 has no bubble to fill: use learner.num_chunks = 1, or more stages"
-            )
-    if learner.activation_checkpointing and learner.schedule == "zero_bubble":
-        raise ConfigError(
-            "learner.activation_checkpointing = true with learner.schedule = 'zero_bubble' would compute every layer "
-            "again for each of its weights: turn it off, or use 'interleaved_1f1b' or '1f1b'"
-        )
-    layers, num_chunks = learner.layers_per_chunk, learner.num_stages * learner.num_chunks
-    if layers is not None and len(layers) != num_chunks:
-        raise ConfigError(
-            f"learner.layers_per_chunk has {len(layers)} numbers, and "
-            f"learner.num_stages * learner.num_chunks = {num_chunks}"
-        )
 
 
 def _check_layers(config: Config, path: Path, num_layers: int) -> None:

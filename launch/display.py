@@ -80,13 +80,13 @@ class Display:
             self._console.print(text, soft_wrap=True)
 
         if after is not None:
-            say(f"held-out accuracy over {before.num_problems} problems   before   after    gain")
+            say(f"held-out accuracy over {before.num_problems} problems   before     after      gain")
             for name, first, last in (
                 ("greedy", before.greedy, after.greedy),
                 ("sampled", before.sampled, after.sampled),
             ):
                 gain = last - first if first is not None and last is not None else None
-                say(f"  {name:<37}{number(first):>11}{number(last):>8}{number(gain):>8}")
+                say(f"  {name:<37}{number(first):>11}{number(last):>10}{number(gain):>10}")
         lag = summary["lag_mean"]
         overlap = summary["overlap_frac"]
         say(

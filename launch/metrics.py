@@ -88,8 +88,6 @@ METRICS: dict[str, str] = {
     "computed; it costs traffic between stages.",
     "batch/cost_balance": "Mean computed cost of the replicas over that of the dearest, for which the others wait: 1 "
     "is even.",
-    "batch/filtered_too_long": "Samples of the draw that were left out because they, or all but one sample of their "
-    "group, are longer than learner.token_budget; 0 where buffer and learner have one configuration.",
     # the ledger, counted in samples since the start of the run, as the step's batch was drawn
     "buffer/issued": "Samples leased; a sample leased again counts again.",
     "buffer/in_flight": "Leased, neither committed nor failed.",
@@ -99,8 +97,8 @@ METRICS: dict[str, str] = {
     "buffer/trained": "Used by at least one finished step that took an update.",
     "buffer/dropped_stale": "Dropped with their group, because it would have passed max_lag.",
     "buffer/filtered": "Without a reward, or in a group or step that was not used.",
-    "buffer/filtered_too_long": "Of the filtered, those longer than the longest prompt and completion that the run now "
-    "allows, with what that left alone in its group: the buffer was filled when it allowed more.",
+    "buffer/filtered_too_long": "Of the filtered, those longer than learner.token_budget, with what that left alone "
+    "in its group: the buffer was filled when the budget was greater.",
     "buffer/evicted_unused": "Removed before they were used.",
     "buffer/quarantined": "Rows and messages that failed validation, set aside with their reason.",
     "buffer/duplicate": "Acknowledged again; outside the ledger.",

@@ -72,12 +72,13 @@ class PollResult:
     learner_waits_for: str = ""
     resumed_at: int | None = None
     """The learner was started again and goes on after this step; later steps are taken again."""
+    resumed_version: int = 0
+    """The version that it goes on from."""
     actors: list[ActorReport] = field(default_factory=list)
     status: Status | None = None
 
 
 class _Step(NamedTuple):
-    version: int
     num_tokens: int
     lag_total: float
 
@@ -92,10 +93,10 @@ class StepTotals:
         self.num_redone = 0
         """Steps taken once more, because a learner was lost before a checkpoint held them."""
 
-    def add(self, step: int, version: int, num_tokens: int, lag_mean: float) -> None:
-        """A step led to a version and trained so many tokens at that mean lag; 0 tokens where it was skipped."""
+    def add(self, step: int, num_tokens: int, lag_mean: float) -> None:
+        """A step trained so many tokens at that mean lag; 0 tokens where it was skipped."""
         self.go_back(step - 1)
-        self._steps[step] = _Step(version, num_tokens, num_tokens * lag_mean)
+        self._steps[step] = _Step(num_tokens, num_tokens * lag_mean)
         self._num_tokens += num_tokens
         self._lag_total += num_tokens * lag_mean
 
@@ -110,11 +111,6 @@ class StepTotals:
     def num_without_report(self, last: int) -> int:
         """Steps up to the last of which no report came: their process died before it was asked for them."""
         return last - len(self._steps)
-
-    @property
-    def version(self) -> int:
-        """After the last step."""
-        return self._steps[next(reversed(self._steps))].version if self._steps else 0
 
     @property
     def lag_mean(self) -> float | None:
@@ -187,7 +183,8 @@ class Progress:
         if news.resumed_at is not None:
             self.num_restarts += 1
             self.totals.go_back(news.resumed_at)
-            self.step, self.version = min(self.step, news.resumed_at), self.totals.version
+            # later than the last report, where those of the steps in the checkpoint died with the lead
+            self.step, self.version = news.resumed_at, news.resumed_version
         self.status = news.status or self.status
         for report in news.actors:
             self.actors[report.name] = report
@@ -213,7 +210,7 @@ class Progress:
             self.step = int(row["step"])
             self.version = int(row["version"])
             num_tokens = 0 if row["skipped"] else int(row["batch/completion_tokens"])
-            self.totals.add(self.step, self.version, num_tokens, row["lag/token_mean"] or 0.0)
+            self.totals.add(self.step, num_tokens, row["lag/token_mean"] or 0.0)
             self._trained_tokens += num_tokens
             if num_tokens:
                 self.lag_max = max(self.lag_max, int(row["lag/token_max"]))

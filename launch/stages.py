@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,8 @@ from launch.checks import Plan
 from launch.role_process import RoleProcess, RunFailed, done, failure, reason
 from launch.roles import StageRole
 from launch.spawn import spawn, stage_spec
+from learner.channel import LeadFailed, StageLost
+from learner.checkpoint_meta import Progress, newest_progress, steps_in
 
 RESTARTS_KEY = "learner.max_restarts"
 GRACE_S = 3.0
@@ -25,7 +26,6 @@ GRACE_S = 3.0
 notice a death is often a neighbour, which knows of a closed connection only."""
 RESCUE_S = 1.0
 """How long a learner that is about to be killed may take to hand over the reports of its last steps."""
-_CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 class State(Enum):
@@ -49,6 +49,8 @@ class StageNews:
     waits_for: str = ""
     resumed_at: int | None = None
     """Once after each restart: the step from which training goes on; what came after it is taken again."""
+    resumed_version: int = 0
+    """The version that the learner had at that step."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ class Stages:
         meeting -> setting up -> ready -> running -> finished -> exporting -> exported
            ^------------- lost: killed, and started again ------------'
 
-    Lost is a process that died, and a rank that the others waited for in vain. Every other error would come again
-    and ends the run. At most learner.max_restarts restarts in a row lead to no new checkpoint.
+    Lost is a process that died, a rank that the others waited for in vain, and one that is not ready again in time.
+    Every other error would come again and ends the run. At most learner.max_restarts restarts in a row lead to no new
+    checkpoint.
     """
 
     def __init__(self, plan: Plan, model_path: Path, notify: Callable[[str, str], None]) -> None:
@@ -96,7 +99,7 @@ class Stages:
         self._failed_s: float | None = None
         self._stop_requested = False
         self._rescued: list[Mapping[str, Any]] = []
-        self._resumed_at: int | None = None
+        self._resumed: Progress | None = None
         self._restarts_in_a_row = 0
         self._checkpoint_at_loss = -1
         self.num_restarts = 0
@@ -149,9 +152,11 @@ class Stages:
             return StageNews(rows)
         if self._state in (State.MEETING, State.SETTING_UP, State.READY):
             return StageNews(waits_for="its stages, which are started again")
-        resumed_at, self._resumed_at = self._resumed_at, None
+        resumed, self._resumed = self._resumed, None
         rows, waits_for = self._ask_lead(patience_s)
-        return StageNews(rows, waits_for, resumed_at)
+        if resumed is None:
+            return StageNews(rows, waits_for)
+        return StageNews(rows, waits_for, resumed.step, resumed.version)
 
     @property
     def are_finished(self) -> bool:
@@ -195,8 +200,10 @@ class Stages:
         elif self._state is State.SETTING_UP:
             self._enter(State.READY, [])
             if self.num_restarts:
-                self._resumed_at = max(0, newest_checkpoint(self._plan.folder.checkpoints))
-                self._notify("resumed", f"the learner trains on from step {self._resumed_at}")
+                # the learner has set aside what it could not read, so this is where it stands
+                resumed = newest_progress(self._plan.folder.checkpoints)
+                self._resumed = resumed or Progress(step=0, version=0, incarnation=0)
+                self._notify("resumed", f"the learner trains on from step {self._resumed.step}")
                 self.begin()
         else:
             self._enter(State.FINISHED if self._state is State.RUNNING else State.EXPORTED, [])
@@ -227,36 +234,49 @@ class Stages:
     # --- loss -------------------------------------------------------------------------------------
 
     def _find_loss(self) -> _Loss | None:
-        """Which ranks are lost, and why; None where none is, or it is too early to say which."""
+        """Which ranks are lost, and why; None where none is, or it is too early to say which.
+
+        Raises:
+            RunFailed: as `watch`.
+        """
         ended = [(stage, call) for stage, call in self._calls if done(call)]
         failures = [(stage, error) for stage, call in ended if (error := failure(call)) is not None]
         silent = [stage for stage, call in self._calls if not any(stage is each for each, _ in ended)]
         now = time.monotonic()
         if not failures:
-            if silent and self._state is not State.RUNNING and now - self._entered_s > self._limit_s:
-                late = _Loss(tuple(silent), "")
-                raise RunFailed(
-                    f"waited {self._limit_s:g} s for {late.who} and gave up; see {late.logs}, or raise {STARTUP_KEY}"
-                )
-            return None
-        from learner.stage import StageLost  # with all that a stage needs, so only now
-
+            is_late = self._state is not State.RUNNING and now - self._entered_s > self._limit_s
+            return self._late(silent) if silent and is_late else None
         self._failed_s = now if self._failed_s is None else self._failed_s
         dead = [(stage, error) for stage, error in failures if not isinstance(error, RayTaskError)]
         if dead:
             return _Loss(tuple(stage for stage, _ in dead), f"died ({reason(dead[0][1])})")
         if silent and now - self._failed_s < GRACE_S:
             return None
-        for stage, error in failures:
-            if not isinstance(getattr(error, "cause", None), StageLost):
-                raise RunFailed(f"{stage.name} failed: {reason(error)}; see {stage.log}")
+        own = [(stage, error) for stage, error in failures if not _is_a(error, StageLost)]
+        if own:
+            # whoever only heard that the lead gave up has the lead's words, but neither its kind of error nor its log
+            stage, error = min(own, key=lambda each: _is_a(each[1], LeadFailed))
+            raise RunFailed(f"{stage.name} failed: {reason(error)}; see {stage.log}")
         stage, error = failures[0]
         if silent:
             return _Loss(tuple(silent), f"did not answer the others ({reason(error)})")
         return _Loss((stage,), f"lost the others ({reason(error)})")
 
+    def _late(self, silent: Sequence[RoleProcess]) -> _Loss:
+        """What it means that ranks have not ended a call in time.
+
+        Raises:
+            RunFailed: it is none of a restart.
+        """
+        late = _Loss(tuple(silent), f"did not get ready again within {STARTUP_KEY} = {self._limit_s:g} s")
+        if self.num_restarts and self._state in (State.MEETING, State.SETTING_UP):
+            return late
+        raise RunFailed(
+            f"waited {self._limit_s:g} s for {late.who} and gave up; see {late.logs}, or raise {STARTUP_KEY}"
+        )
+
     def _start_again(self, loss: _Loss) -> None:
-        newest = newest_checkpoint(self._plan.folder.checkpoints)
+        newest = max(steps_in(self._plan.folder.checkpoints), default=-1)
         if newest > self._checkpoint_at_loss:
             self._restarts_in_a_row, self._checkpoint_at_loss = 0, newest
         if self._restarts_in_a_row >= self._config.max_restarts:
@@ -291,7 +311,6 @@ class Stages:
         return [{**report, "restarts": self.num_restarts} for report in reports], waits_for
 
 
-def newest_checkpoint(folder: Path) -> int:
-    """Step of the newest complete checkpoint in a run's folder of them; -1 where there is none."""
-    steps = (_CHECKPOINT.fullmatch(path.name) for path in folder.iterdir())
-    return max((int(match[1]) for match in steps if match), default=-1)
+def _is_a(error: Exception, kind: type[Exception]) -> bool:
+    """Was an error of this kind raised in the role?"""
+    return isinstance(getattr(error, "cause", None), kind)

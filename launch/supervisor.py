@@ -53,6 +53,7 @@ class Supervisor:
         self._buffers = Buffers(plan, model, notify)
         self._stages = Stages(plan, model_path, notify)
         self._actors: list[RoleProcess] = []
+        self._drained = False
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -100,7 +101,9 @@ class Supervisor:
         self._buffers.watch()
         self._stages.watch()
         told = self._stages.poll(patience_s)
-        news = PollResult(told.rows, told.waits_for, told.resumed_at)
+        if told.resumed_at is not None:
+            self._drain_again()
+        news = PollResult(told.rows, told.waits_for, told.resumed_at, told.resumed_version)
         silence_s = self._config.launch.silence_timeout_s
         for actor in self._watch_actors():
             report = actor.ask("report", patience_s, silence_s, self._notify)
@@ -202,8 +205,14 @@ class Supervisor:
         self.drain()
 
     def drain(self) -> None:
-        """Grant no further leases."""
-        self._buffers.ask(lambda client: client.drain())
+        """Grant no further leases, whatever happens to the learner from now on."""
+        self._drained = True
+        self._drain_again()
+
+    def _drain_again(self) -> None:
+        """A learner that is started again opens admission, also where the run was over."""
+        if self._drained:
+            self._buffers.ask(lambda client: client.drain())
 
     def status(self) -> Status:
         """The ledger and what is in flight."""
@@ -212,6 +221,7 @@ class Supervisor:
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder; all stages take part."""
         self._stages.export(folder)
+        self._drain_again()
 
     def stop(self) -> None:
         """End every process, politely where there is time. Safe to call at any moment, more than once."""

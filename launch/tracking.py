@@ -36,18 +36,31 @@ class Tracker:
 
     def step(self, row: Mapping[str, Any], step: int) -> None:
         """Write the row of a step, if it is one of every tracking.log_every."""
-        if step % self._config.tracking.log_every == 0:
-            self.metrics(row, step)
+        if step % self._config.tracking.log_every:
+            return
+        finite = self._write(row, step)
+        if step >= self._wandb_step:
+            # its history only grows: a step that a restarted learner takes again stays as it was taken first
+            self._log(finite, step)
 
     def metrics(self, row: Mapping[str, Any], step: int) -> None:
-        """Write one row; null stands for what does not apply here, or is not finite."""
+        """Write a row that belongs to no step, such as an evaluation; none is left out.
+
+        Weights & Biases has it at the newest step that it knows, where a restarted learner is behind that one.
+        """
+        self._log(self._write(row, step), max(step, self._wandb_step))
+
+    def _write(self, row: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Append a row to the file; null stands for what does not apply here, or is not finite. Returns the row."""
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
         }
         self._metrics.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._metrics.flush()
-        if self._wandb is not None and step >= self._wandb_step:
-            # its history only grows: a step that a restarted learner takes again stays as it was taken first
+        return finite
+
+    def _log(self, finite: Mapping[str, Any], step: int) -> None:
+        if self._wandb is not None:
             self._wandb_step = step
             self._wandb.log({key: value for key, value in finite.items() if value is not None}, step=step)
 

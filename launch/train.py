@@ -168,6 +168,7 @@ class _Run:
         self._supervisor.drain()
         self._display.phase("exporting the model")
         self._supervisor.export(self._plan.folder.export)
+        self._digest(self._supervisor.poll())  # a restart in the export counts too
         after = None
         if not interrupted:
             final = PolicyVersion(*self._supervisor.status().newest)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,45 +30,9 @@ class Leaves:
         return Leaves(self.logprobs_T[where_T], None if self.values_T is None else self.values_T[where_T])
 
 
-class Trainable(NamedTuple):
-    """What of a draw can be trained."""
-
-    indices: list[int]
-    """Of its trajectories, ascending."""
-    num_too_long: int
-    """Trajectories left out for their length, with what that leaves alone in its group."""
-
-
-def trainable(trajectories: Sequence[Trajectory], token_budget: int) -> Trainable:
-    """Choose the trajectories that a step can train; those without a reward were counted as filtered.
-
-    The buffer leaves out what is longer than the longest sample that its run allows, so a longer one comes only where
-    the buffer service was started with another configuration than the learner.
-
-    Args:
-        trajectories: of a draw.
-        token_budget: tokens of a micro-batch.
-
-    Raises:
-        ValueError: all of them are too long.
-    """
-    rewarded = [i for i, trajectory in enumerate(trajectories) if trajectory.reward is not None]
-    fits_B = np.array([len(trajectories[i].token_ids) <= token_budget for i in rewarded], np.bool_)
-    if fits_B.all():
-        return Trainable(rewarded, 0)
-    group_B = _group_numbers([trajectories[i] for i in rewarded])
-    before_B, after_B = np.bincount(group_B)[group_B], np.bincount(group_B, fits_B)[group_B]
-    # a comparison needs two
-    chosen_B = fits_B & (after_B >= np.minimum(before_B, 2))
-    indices = [i for i, is_chosen in zip(rewarded, chosen_B, strict=True) if is_chosen]
-    if not indices:
-        raise ValueError(
-            f"no group of the draw can be trained: {(~fits_B).sum()} of its {len(rewarded)} samples are "
-            f"longer than learner.token_budget = {token_budget}. Raise token_budget to "
-            f"{max(len(trajectories[i].token_ids) for i in rewarded)}, or start the buffer service and the learner "
-            "with one configuration"
-        )
-    return Trainable(indices, len(rewarded) - len(indices))
+def trainable(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Indices of the trajectories that have a reward; the others were counted as filtered."""
+    return [i for i, trajectory in enumerate(trajectories) if trajectory.reward is not None]
 
 
 @dataclass(frozen=True)
@@ -95,8 +58,6 @@ class StepBatch:
     abandoned_T: npt.NDArray[np.bool_]
     """Tokens of versions that a learner restart abandoned; their lag counts from the checkpoint it resumed from."""
     single_version_B: npt.NDArray[np.bool_]
-    num_too_long: int = 0
-    """Trajectories of the draw that were left out for their length."""
 
     @classmethod
     def build(
@@ -105,7 +66,6 @@ class StepBatch:
         version: int,
         resumed_at: Mapping[int, int],
         rule: PackingRule,
-        num_too_long: int = 0,
     ) -> StepBatch:
         """Flatten and pack.
 
@@ -114,7 +74,6 @@ class StepBatch:
             version: the learner's, at which these tokens are trained.
             resumed_at: for every incarnation, the version that it started from.
             rule: of the packing.
-            num_too_long: as `trainable` counts them.
 
         Raises:
             ValueError: a sequence does not fit the budget, or there is none.
@@ -132,7 +91,6 @@ class StepBatch:
             counted_T=counted_T,
             abandoned_T=counted_T < sampled_T,
             single_version_B=np.array([len({span.version for span in t.spans}) == 1 for t in trajectories]),
-            num_too_long=num_too_long,
         )
 
     def part(self, sequences: IntArray, version: int) -> StepBatch:

@@ -31,6 +31,10 @@ class LeadFailed(RuntimeError):
     """The lead gave up; the text is its error."""
 
 
+class StageLost(RuntimeError):
+    """Another rank died or did not answer in time."""
+
+
 class Channel:
     """One direction: `send` on the lead, `receive` on every other stage, in the same order."""
 

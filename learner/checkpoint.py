@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from learner.agreement import Agreement, Disagreement, first_line
-from learner.checkpoint_meta import META_NAME, CheckpointMeta, Progress, Seal
+from learner.checkpoint_meta import META_NAME, CheckpointMeta, Progress, Seal, steps_in
 from learner.mesh import Mesh
 from learner.networks import Networks
 from learner.snapshot import Snapshot, is_of_a_rank
@@ -39,7 +39,6 @@ __all__ = ["CheckpointFailed", "CheckpointMismatch", "Checkpoints", "Progress"]
 
 logger = logging.getLogger(__name__)
 
-_COMPLETE = re.compile(r"step-(\d{8})")
 _LEFT_BEHIND = re.compile(r"\.step-\d{8}\.(tmp|old)|\.probe-\d+")
 _INDEX = ".metadata"
 """Which tensor is in which file, written by rank 0."""
@@ -89,8 +88,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
-        found = (_COMPLETE.fullmatch(path.name) for path in self._folder.iterdir() if (path / META_NAME).exists())
-        return sorted(int(match[1]) for match in found if match)
+        return steps_in(self._folder)
 
     # --- write ----------------------------------------------------------------------------------------
 

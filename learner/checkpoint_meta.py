@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +13,12 @@ from typing import Any
 
 import xxhash
 
+logger = logging.getLogger(__name__)
+
 META_NAME = "meta.json"
+
+_COMPLETE = re.compile(r"step-(\d{8})")
+"""The name of a checkpoint's folder; one that is being written has another."""
 
 _READ_BYTES = 2**22
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -122,6 +129,30 @@ class CheckpointMeta:
                 )
             if found.xxh3 != told.xxh3:
                 raise DamagedCheckpoint(f"{folder / name} does not have the checksum that it was written with")
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a run's folder of them, ascending.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found = (_COMPLETE.fullmatch(path.name) for path in folder.iterdir() if (path / META_NAME).exists())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def newest_progress(folder: Path) -> Progress | None:
+    """Where training stood at the newest checkpoint whose document is what was written; None where there is none.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    for step in reversed(steps_in(folder)):
+        try:
+            return CheckpointMeta.read(folder / f"step-{step:08d}").progress
+        except DamagedCheckpoint as error:
+            logger.warning("%s; the checkpoint before it counts", error)
+    return None
 
 
 def model_identity(model_path: Path) -> str:

@@ -133,3 +133,32 @@ class LearnerConfig(BaseModel):
     def updates_per_step(self) -> int:
         """M, optimizer steps that a step takes, at most."""
         return self.num_minibatches * self.num_epochs
+
+    def check_pipeline(self) -> None:
+        """How processes share the model, as far as no model is needed to see it.
+
+        Raises:
+            ValueError: names the keys at odds.
+        """
+        chunks = f"learner.num_chunks = {self.num_chunks}"
+        if self.num_chunks > 1 and self.schedule in ("gpipe", "1f1b"):
+            raise ValueError(
+                f"{chunks}, but learner.schedule = '{self.schedule}' takes one chunk per stage: use "
+                "'interleaved_1f1b' or 'zero_bubble', or learner.num_chunks = 1"
+            )
+        if self.num_chunks > 1 and self.num_stages == 1:
+            raise ValueError(
+                f"{chunks}, but learner.num_stages = 1 has no bubble to fill: use learner.num_chunks = 1, or more "
+                "stages"
+            )
+        if self.activation_checkpointing and self.schedule == "zero_bubble":
+            raise ValueError(
+                "learner.activation_checkpointing = true with learner.schedule = 'zero_bubble' would compute every "
+                "layer again for each of its weights: turn it off, or use 'interleaved_1f1b' or '1f1b'"
+            )
+        layers, num_chunks = self.layers_per_chunk, self.num_stages * self.num_chunks
+        if layers is not None and len(layers) != num_chunks:
+            raise ValueError(
+                f"learner.layers_per_chunk has {len(layers)} numbers, and "
+                f"learner.num_stages * learner.num_chunks = {num_chunks}"
+            )

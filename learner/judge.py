@@ -61,9 +61,8 @@ class Judge:
         """A draw begins: what its updates drop is dropped once, for its samples do not become fresher meanwhile."""
         self._drops_before, self._drops_now = self.drops_in_a_row, False
 
-    def gradient(self, batch: StepBatch, leaves: Leaves, old: Leaves, reference_T: Tensor) -> Tensor:
-        """The gradient dL / d(log-probability) of all T tokens; arguments as `judge`."""
-        inputs = batch.loss_inputs(leaves, old, reference_T, batch.version)
+    def gradient(self, inputs: LossInputs) -> Tensor:
+        """The gradient dL / d(log-probability) of all T tokens; `inputs.logprobs_T` is a leaf."""
         with torch.enable_grad():
             return torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0]
 

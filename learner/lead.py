@@ -28,7 +28,7 @@ class NoBatch(TimeoutError):
 
 
 class Lead:
-    """Draws batches and reports progress; exists on the last stage only."""
+    """Draws batches and reports progress; exists on the lead only."""
 
     def __init__(self, spec: LearnerSpec, channel: Channel) -> None:
         """Connect to the buffer service.
@@ -107,15 +107,15 @@ class Lead:
         self.newest_published = version.version
         self._expect(f"record version {version}", self._client.published(version.incarnation, version.version))
 
-    def checkpoint_durable(self, step: int, *, heartbeats: bool = True) -> None:
-        """Report a checkpoint that is on disk, once the steps in it are recorded: it must not overtake them.
+    def release_draws(self, step: int, *, heartbeats: bool = True) -> None:
+        """Report that draws up to a step are used for good, once they are recorded: it must not overtake them.
 
         Args:
-            step: of the checkpoint.
-            heartbeats: False where the other stages are not listening.
+            step: of the oldest checkpoint kept.
+            heartbeats: False where the other ranks are not listening.
         """
         self.settle(heartbeats=heartbeats)
-        self._expect(f"record the checkpoint of step {step}", self._client.checkpoint_durable(step))
+        self._expect(f"release the draws up to step {step}", self._client.checkpoint_durable(step))
 
     def close(self) -> None:
         """End the conversation."""

@@ -50,8 +50,6 @@ class DeviceBatch:
         """Per micro-batch, its tokens before the padding."""
         self.layouts = [AttentionLayout.build(bounds, device) for bounds in packed.bounds]
         self.predicting = [torch.from_numpy(positions).to(device) for positions in packed.predicting]
-        self.rotations: dict[tuple[nn.Module, int], dict[str, tuple[Tensor, Tensor]]] = {}
-        """Rotary cosines and sines by model and micro-batch, and by attention type: the same for all its passes."""
 
 
 class StageModule(nn.Module):
@@ -152,7 +150,7 @@ class StageModule(nn.Module):
             folder: for "disk": of this run, on a disk with room for the weights.
         """
         assert self._batch is None
-        name = f"stage-{self.share.rank + 1:05d}-of-{self.share.num_stages:05d}.safetensors"
+        name = f"chunk-{self.share.chunk + 1:05d}-of-{self.share.num_chunks:05d}.safetensors"
         self._offload = Offload(self, where, folder / name)
         self._offload.release()
 
@@ -177,13 +175,10 @@ class StageModule(nn.Module):
         """[1, T, hidden] -> [1, T, hidden]."""
         batch = self._batch
         assert batch is not None
-        rotations = batch.rotations.get((self, m))
-        if rotations is None:
-            positions = batch.positions_ML[m : m + 1, : hidden.shape[1]]
-            rotations = {
-                kind: self.model.rotary_emb(hidden, positions, **told) for kind, told in self._rotation_kinds.items()
-            }
-            batch.rotations[self, m] = rotations
+        positions = batch.positions_ML[m : m + 1, : hidden.shape[1]]
+        rotations = {
+            kind: self.model.rotary_emb(hidden, positions, **told) for kind, told in self._rotation_kinds.items()
+        }
         for index, layer in self.model.layers.items():
             known: dict[str, Any] = {
                 "position_embeddings": rotations[self._layer_types[int(index)]],

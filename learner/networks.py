@@ -150,19 +150,19 @@ class Networks:
             dist.broadcast(rows, src=self.mesh.place.lead, group=self.mesh.replicas)
         return rows
 
-    def train_in_one_pass(self, batch: DeviceBatch, gradient: Gradient) -> Tensor | None:
+    def train_in_one_pass(self, batch: DeviceBatch, gradient: Gradient | None) -> Tensor | None:
         """As `train`, for a loss whose gradient for a sequence depends on that sequence alone.
 
         Args:
             batch: packed; this replica's share.
-            gradient: asked for the tokens of each micro-batch; on the last stages.
+            gradient: asked for the tokens of each micro-batch; on the last stages, None elsewhere.
 
         Returns:
             Log-probabilities of all T tokens; None but on the last stages.
         """
         assert self.critic is None, "values are leaves of the whole batch"
-        return_T = self.policy.pipeline.train(batch, _Asked(gradient, batch.packed))
-        found = gather_tokens(return_T, batch.packed, self.mesh)
+        coefficients = None if gradient is None else _Asked(gradient, batch.packed)
+        found = gather_tokens(self.policy.pipeline.train(batch, coefficients), batch.packed, self.mesh)
         return None if found is None else found[0]
 
     def update(self, number: int, verdict: Verdict | None) -> UpdateResult:

@@ -26,13 +26,16 @@ from learner.config import ScheduleName
 from learner.mesh import Mesh
 from learner.model import DeviceBatch, StageModule
 
-KEPT_SCHEDULES = 6
-"""Each holds receive buffers for its micro-batches, so only the last used ones are kept."""
+KEPT_BYTES = 256 * 2**20
+"""A schedule holds a receive buffer for every micro-batch of its shape, and is built in milliseconds: beyond so many
+bytes of them the one in use is kept alone."""
 
 Coefficients = Callable[[int, Tensor], Tensor]
 """(micro-batch, its outputs without their graph) -> dL / d(outputs), of the same shape."""
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+ScheduleKey = tuple[bool, int, int]
+"""Does it train; M; L."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Pipeline:
         self.modules = tuple(modules)
         self._mesh = mesh
         self._schedule_name = schedule
-        self._schedules: OrderedDict[tuple[bool, int, int], Schedule] = OrderedDict()
+        self._schedules: OrderedDict[ScheduleKey, Schedule] = OrderedDict()
         self._coefficients: Coefficients | None = None
 
     @torch.no_grad()
@@ -114,12 +117,17 @@ class Pipeline:
         key = (train, batch.packed.num_micro_batches, batch.packed.width)
         schedule = self._schedules.get(key)
         if schedule is None:
-            schedule = self._build(*key)
-            self._schedules[key] = schedule
-            if len(self._schedules) > KEPT_SCHEDULES:
+            while self._schedules and sum(map(self._buffer_bytes, [*self._schedules, key])) > KEPT_BYTES:
                 self._schedules.popitem(last=False)
+            schedule = self._schedules[key] = self._build(*key)
         self._schedules.move_to_end(key)
         return schedule
+
+    def _buffer_bytes(self, key: ScheduleKey) -> int:
+        """Of states received on the way out, and of gradients on the way back."""
+        train, num_micro_batches, width = key
+        per_micro_batch = width * self.modules[0].hidden_size * self.modules[0].dtype.itemsize
+        return (2 if train else 1) * num_micro_batches * per_micro_batch * len(self.modules)
 
     def _build(self, train: bool, num_micro_batches: int, width: int) -> Schedule:
         stages = [self._stage(module, width, train=train) for module in self.modules]
@@ -138,8 +146,8 @@ class Pipeline:
         hidden = torch.zeros(1, width, module.hidden_size, dtype=module.dtype, device=device, requires_grad=train)
         return PipelineStage(
             module,
-            share.rank,
-            share.num_stages,
+            share.chunk,
+            share.num_chunks,
             device,
             input_args=tokens if share.is_first else hidden,
             output_args=outputs.to(device).requires_grad_(train) if share.is_last else hidden,

@@ -118,7 +118,6 @@ def step_report(
         "batch/empty_micro_batches": batch.packed.num_empty,
         "batch/pack_efficiency": batch.packed.efficiency,
         "batch/cost_balance": batch.packed.cost_balance(batch.rule.num_replicas),
-        "batch/filtered_too_long": batch.num_too_long,
         "time/wait_for_batch": times.started_s - times.asked_s,
         "time/step": duration_s,
         "perf/learner_tokens_per_s": batch.packed.num_tokens / max(duration_s, 1e-9),

@@ -48,6 +48,7 @@ class LearnerSpec:
             ValueError: names the keys at odds.
         """
         self.place.check()
+        self.config.check_pipeline()
         if self.config.token_budget < self.max_tokens:
             raise ValueError(
                 f"learner.token_budget = {self.config.token_budget} is less than actors.max_prompt_tokens + "

@@ -34,9 +34,9 @@ TYPICAL_LENGTH = 512
 class StageShare:
     """Which layers a chunk owns. Ranks count chunks: those of a rank p of P are the chunks p, p + P, p + 2P..."""
 
-    rank: int
-    """Of the chunk, 0..num_stages - 1."""
-    num_stages: int
+    chunk: int
+    """Of the chunk, 0..num_chunks - 1."""
+    num_chunks: int
     """Chunks of the whole pipeline."""
     first_layer: int
     end_layer: int
@@ -44,12 +44,12 @@ class StageShare:
     @property
     def is_first(self) -> bool:
         """Does it own the embedding?"""
-        return self.rank == 0
+        return self.chunk == 0
 
     @property
     def is_last(self) -> bool:
         """Does it own the head?"""
-        return self.rank == self.num_stages - 1
+        return self.chunk == self.num_chunks - 1
 
 
 def cost_of(config: PreTrainedConfig) -> tuple[float, float]:

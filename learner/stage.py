@@ -26,8 +26,8 @@ from buffer.errors import BufferError
 from learner.assembly import build_networks, build_reference, packing_rule
 from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_samples
 from learner.batch import StepBatch, trainable
-from learner.channel import Channel, Kind
-from learner.checkpoint import Checkpoints
+from learner.channel import Channel, Kind, StageLost
+from learner.checkpoint import CheckpointFailed, Checkpoints
 from learner.checkpoint_meta import Progress, model_identity
 from learner.hf_files import write_folder, write_shard
 from learner.lead import Lead
@@ -40,9 +40,8 @@ from weight_sync.staleness import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-
-class StageLost(RuntimeError):
-    """Another stage died or did not answer in time."""
+_SIGNS_OF_LOSS = ("gloo", "pair closure", "Connection closed by peer", "NCCL")
+"""In what the communication library says when another rank is gone or silent."""
 
 
 class Stage:
@@ -166,7 +165,6 @@ class Stage:
 
     def _run(self) -> None:
         while self._progress.step < self.spec.config.num_steps:
-            self._release_draws()
             step = self._progress.step + 1
             asked_s = time.time()
             draw = self._next_batch(step)
@@ -181,8 +179,9 @@ class Stage:
             kind, payload = self._channel.receive()
             return payload if kind is Kind.BATCH else None
         try:
+            self._release_draws()
             draw = self._lead.draw(step, self._progress.version, self._stop)
-        except (TimeoutError, BufferError) as error:
+        except (TimeoutError, BufferError, CheckpointFailed) as error:
             # the others would otherwise only see a closed connection, and not learn why
             self._channel.send(Kind.FAILED, str(error).encode())
             raise
@@ -225,12 +224,10 @@ class Stage:
     def _batch(self, draw: Draw | bytes) -> tuple[StepBatch, list[int] | None]:
         """The samples to train, and on the lead their records."""
         rows = decode_draw(draw) if isinstance(draw, bytes) else draw.trajectories
-        chosen, num_too_long = trainable(rows, self.spec.config.token_budget)
+        chosen = trainable(rows)
         # lags are the lead's to report; no other stage knows where earlier incarnations ended
         resumed_at = self._lead.resumed_at if self._lead is not None else {}
-        batch = StepBatch.build(
-            [rows[i] for i in chosen], self._progress.version, resumed_at, self._packing, num_too_long
-        )
+        batch = StepBatch.build([rows[i] for i in chosen], self._progress.version, resumed_at, self._packing)
         return batch, None if isinstance(draw, bytes) else [draw.record_ids[i] for i in chosen]
 
     def _publish_if_due(self, version: int) -> None:
@@ -263,7 +260,7 @@ class Stage:
         """Tell the buffer which draws are used for good: those after the oldest checkpoint may be asked for again."""
         released = self._checkpoints.released()
         if released is not None and self._lead is not None:
-            self._lead.checkpoint_durable(released, heartbeats=heartbeats)
+            self._lead.release_draws(released, heartbeats=heartbeats)
 
     def _finish(self) -> None:
         """Leave nothing half done: weights committed, checkpoint written, everything reported."""
@@ -293,8 +290,10 @@ class Stage:
         """Run an action; say which stage lost which where the communication library says 'connection closed'."""
         try:
             action()
+        except CheckpointFailed:
+            raise  # it has its own limit and its own remedy, also where a collective of its own did not end
         except RuntimeError as error:
-            if isinstance(error, dist.DistError) or "gloo" in str(error):
+            if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_LOSS):
                 place = self.spec.place
                 others = [rank for rank in range(place.num_ranks) if rank != place.rank]
                 raise StageLost(

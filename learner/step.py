@@ -28,12 +28,15 @@ from learner.config import LearnerConfig
 from learner.judge import Judge, Judgement, distance
 from learner.minibatches import minibatches
 from learner.model import DeviceBatch
-from learner.networks import Networks
+from learner.networks import Gradient, Networks
 from learner.packing import IntArray
 from learner.reference import Reference, Scores
 from learner.updates import Metrics, Update, mean_metrics
 
 BetweenUpdates = Callable[[int], None]
+
+MOST_EVALUATED = 2**27
+"""Tokens times micro-batches up to which one pass is cheaper than two: a second or two of evaluating the loss."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class TrainStep:
         self._config = config
         self._seed = seed
         self._keeps_prompts_whole = algorithm.needs.prompts
-        self._in_one_pass = config.one_pass and algorithm.needs.separable and networks.critic is None
+        self._may_take_one_pass = config.one_pass and algorithm.needs.separable and networks.critic is None
         self.judge = Judge(algorithm, config)
 
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:
@@ -100,8 +103,9 @@ class TrainStep:
         reference_T, new_scores = self._reference.score(batch, on_device)
         clock.lap("time/reference")
         old: Leaves | None = None
+        in_one_pass = self._takes_one_pass(batch)
         # one update in one pass meets the weights of the draw's start in that very pass
-        if not (self._in_one_pass and self._config.updates_per_step == 1):
+        if not (in_one_pass and self._config.updates_per_step == 1):
             old = self._networks.forward_only(on_device)
             clock.lap("time/forward")
         draw = _Draw(batch, on_device, self._networks, reference_T, old)
@@ -112,7 +116,11 @@ class TrainStep:
                 between_updates(version)
                 clock.lap("time/publish")
             part = draw.part(sequences, version)
-            updates.append(self._update(part, step * self._config.updates_per_step + number, not updates, clock))
+            if in_one_pass:
+                judgement = self._train_at_once(part, clock)
+            else:
+                judgement = self._train_twice(part, clock, is_first=not updates)
+            updates.append(self._update(part, step * self._config.updates_per_step + number, judgement, clock))
             version += updates[-1].result.taken
         distances = draw.distance()
         clock.lap("time/loss")
@@ -125,14 +133,18 @@ class TrainStep:
         unit_B = batch.prompt_B if self._keeps_prompts_whole else batch.group_B
         return minibatches(unit_B, config.num_minibatches, config.num_epochs, (self._seed, step))
 
-    def _update(self, part: _Part, number: int, is_first: bool, clock: _Clock) -> Update:
-        judgement = self._train_at_once(part, clock) if self._in_one_pass else self._train_twice(part, is_first, clock)
+    def _takes_one_pass(self, batch: StepBatch) -> bool:
+        """Is that allowed, and cheaper? Each micro-batch has the loss of the whole batch evaluated."""
+        micro_batches = batch.packed.num_micro_batches // batch.rule.num_replicas
+        return self._may_take_one_pass and micro_batches * len(batch.sequence_T) <= MOST_EVALUATED
+
+    def _update(self, part: _Part, number: int, judgement: Judgement | None, clock: _Clock) -> Update:
         verdict = None if judgement is None else judgement.verdict
         result = self._networks.update(number, verdict)
         clock.lap("time/optimizer")
         return Update(part.batch, result, {} if judgement is None else judgement.metrics)
 
-    def _train_twice(self, part: _Part, is_first: bool, clock: _Clock) -> Judgement | None:
+    def _train_twice(self, part: _Part, clock: _Clock, *, is_first: bool) -> Judgement | None:
         """Passes 1 and 2; the draw's first update needs no pass 1 where it is whole: these are its scores."""
         if is_first and part.is_whole:
             leaves = part.old
@@ -147,20 +159,30 @@ class TrainStep:
 
     def _train_at_once(self, part: _Part, clock: _Clock) -> Judgement | None:
         """Pass 2 alone, each micro-batch with the gradient of the loss at its own log-probabilities."""
-
-        def gradient(where: Tensor, logprobs: Tensor) -> Tensor:
-            # what stands in for the tokens of other micro-batches does not matter to a separable loss
-            leaves = Leaves(logprobs.new_zeros(len(part.batch.sequence_T)).index_copy(0, where, logprobs))
-            assert part.reference_T is not None, "the last stages know the reference"
-            return self.judge.gradient(part.batch, leaves, part.old or leaves, part.reference_T)[where]
-
-        logprobs_T = self._networks.train_in_one_pass(part.on_device, gradient)
+        logprobs_T = self._networks.train_in_one_pass(part.on_device, self._gradient_by_micro_batch(part))
         clock.lap("time/backward")
         leaves = None if logprobs_T is None else Leaves(logprobs_T)
         part.found(leaves)
         judgement = self._judge(part, leaves)
         clock.lap("time/loss")
         return judgement
+
+    def _gradient_by_micro_batch(self, part: _Part) -> Gradient | None:
+        """Gives the gradient of the loss at some tokens, from their log-probabilities alone; on the last stages."""
+        if part.reference_T is None:
+            return None
+        # what stands in for the tokens of other micro-batches does not matter to a separable loss
+        blank = Leaves(torch.zeros_like(part.reference_T))
+        constant = part.batch.loss_inputs(blank, part.old or blank, part.reference_T, part.batch.version)
+
+        def gradient(where: Tensor, logprobs: Tensor) -> Tensor:
+            logprobs_T = blank.logprobs_T.index_copy(0, where, logprobs)
+            inputs = replace(constant, logprobs_T=logprobs_T.clone().requires_grad_())
+            if part.old is None:
+                inputs = replace(inputs, proximal_logprobs_T=logprobs_T)
+            return self.judge.gradient(inputs)[where]
+
+        return gradient
 
     def _judge(self, part: _Part, leaves: Leaves | None) -> Judgement | None:
         """On the lead; None elsewhere."""

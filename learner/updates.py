@@ -19,7 +19,7 @@ class Update:
     """What it trained, at the version that it found."""
     result: UpdateResult
     metrics: Metrics
-    """Of the loss; empty but on the last rank."""
+    """Of the loss; empty but on the lead."""
 
 
 def counted(updates: Sequence[Update]) -> list[Update]:

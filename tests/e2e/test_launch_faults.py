@@ -56,13 +56,17 @@ def test_a_stage_that_dies_or_hangs_is_started_again_with_the_others_while_actor
     process = start(tmp_path, *few, "--task.num_heldout", "16", "--learner.collective_timeout_s", "20")
     wait_for_steps(process, tmp_path, 8, timeout_s=150)
     others = [role(process, name) for name in ("BufferRole", "ActorRole", "EngineCore")]
-    role(process, "StageRole").kill()
+    killed = role(process, "StageRole")
+    killed.kill()
     wait_for_rows(process, tmp_path, lambda row: row.get("restarts") == 1, timeout_s=90)
-    role(process, "StageRole").suspend()
+    suspended = role(process, "StageRole")
+    assert suspended.pid != killed.pid
+    suspended.suspend()
     wait_for_rows(process, tmp_path, lambda row: row.get("restarts") == 2, timeout_s=120)
     assert all(other.is_running() for other in others), "nobody else was started again"
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
+    assert wait_for_end([killed, suspended], timeout_s=10) == [], "a process that was replaced is left behind"
     run = tmp_path / "run"
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     restarts = [event["text"] for event in events if event["kind"] == "restart"]

@@ -46,6 +46,16 @@ def test_a_group_goes_on_without_its_long_samples_while_enough_are_left(make):
     assert buffer.status().ledger["trained"] == 2
 
 
+def test_what_is_longer_than_new_samples_may_be_is_drawn_while_it_fits_the_learner(make):
+    buffer = make(groups_per_step=1)
+    buffer.begin()
+    (group,) = filled(buffer, [16, 14])
+    buffer.facts = buffer.facts.model_copy(update={"token_budget": 16})
+    restart(buffer, 10)
+    assert buffer.draw(1, 0)[0].group_ids == [group]
+    assert buffer.status().ledger["filtered_too_long"] == 0
+
+
 def test_a_group_of_which_one_sample_would_be_left_is_filtered_whole_and_its_prompt_leased_again(make):
     buffer = make(groups_per_step=1)
     buffer.begin()

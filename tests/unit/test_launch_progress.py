@@ -7,7 +7,7 @@ import pytest
 
 from actors.report import ActorReport
 from launch.config import Config
-from launch.progress import PollResult, Progress, Rate
+from launch.progress import Accuracy, PollResult, Progress, Rate
 from launch.tracking import Tracker
 
 
@@ -51,7 +51,7 @@ def test_mean_lag_is_over_completion_tokens_not_over_steps(config):
 def test_a_step_that_is_taken_again_counts_once_as_it_was_taken_last(config):
     progress = Progress(config, 0.0)
     progress.update(PollResult(steps=[step_row(1, 100, 0.0), step_row(2, 300, 4.0), step_row(3, 600, 4.0)]))
-    progress.update(PollResult(resumed_at=1))
+    progress.update(PollResult(resumed_at=1, resumed_version=1))
     assert (progress.step, progress.version, progress.lag_mean) == (1, 1, 0.0)
     rows = progress.update(PollResult(steps=[step_row(2, 100, 2.0)]))
     assert [step for step, _ in rows] == [2]
@@ -71,9 +71,22 @@ def test_a_learner_that_goes_back_further_than_was_said_is_believed(config):
 def test_steps_whose_report_died_with_their_process_are_counted(config):
     progress = Progress(config, 0.0)
     progress.update(PollResult(steps=[step_row(1, 100, 0.0)]))
-    progress.update(PollResult(resumed_at=3))
+    progress.update(PollResult(resumed_at=3, resumed_version=3))
     progress.update(PollResult(steps=[step_row(4, 100, 0.0)]))
     assert progress.totals.num_without_report(progress.step) == 2
+
+
+def test_steps_that_a_checkpoint_holds_and_no_report_told_are_counted_where_nothing_comes_after_them(config):
+    progress = Progress(config, 0.0)
+    progress.update(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 8)]))
+    progress.update(PollResult(resumed_at=10, resumed_version=20))  # the last: the learner has nothing left to do
+    nobody = Accuracy.of([])
+    status = SimpleNamespace(
+        ledger={"gap": 0, "trained": 80}, fidelity_ks=0.0, num_damaged=0, failed_by_reason={}, quarantined_by_reason={}
+    )
+    summary = progress.summary(nobody, None, status)
+    assert (summary["num_steps"], summary["version"], summary["steps_without_report"]) == (10, 20, 3)
+    assert (summary["learner_restarts"], summary["steps_redone"]) == (1, 0)
 
 
 def test_a_restarted_actor_does_not_take_back_what_it_generated(config):
@@ -104,9 +117,11 @@ class RecordedRun:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.rows: list[dict] = []
 
     def log(self, values, step):
         self.steps.append(step)
+        self.rows.append(values)
 
     def finish(self):
         pass
@@ -122,6 +137,20 @@ def test_both_rows_of_a_step_that_was_taken_twice_are_in_the_file_and_the_first_
     assert {row["step"]: row["restarts"] for row in rows} == {2: 1, 4: 1, 6: 1}
     assert len(rows) == 5
     assert wandb.steps == [2, 4, 4, 6]
+
+
+def test_an_evaluation_of_a_learner_that_went_back_reaches_wandb_at_the_newest_step_it_knows(config, tmp_path):
+    folder = SimpleNamespace(metrics=tmp_path / "metrics.jsonl", events=tmp_path / "events.jsonl", root=tmp_path)
+    with Tracker(config, folder) as tracker:
+        tracker._wandb = wandb = RecordedRun()
+        for step in (2, 4, 2):
+            tracker.step({"loss": 1.0}, step)
+        tracker.metrics({"eval/accuracy_greedy": 0.5}, 3)
+        tracker.metrics({"eval/accuracy_greedy": 0.6}, 5)
+    assert wandb.steps == [2, 4, 4, 5]
+    assert wandb.rows[2:] == [{"eval/accuracy_greedy": 0.5}, {"eval/accuracy_greedy": 0.6}]
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval/accuracy_greedy" in row] == [3, 5]
 
 
 def test_what_is_not_finite_is_null_and_an_evaluation_is_never_left_out(config, tmp_path):

@@ -12,9 +12,9 @@ from launch import stages as stages_module
 from launch.checks import check
 from launch.load import load_config
 from launch.role_process import RunFailed
-from launch.stages import GRACE_S, Stages, newest_checkpoint
-from learner.channel import LeadFailed
-from learner.stage import StageLost
+from launch.stages import GRACE_S, Stages
+from learner.channel import LeadFailed, StageLost
+from learner.checkpoint_meta import META_NAME, CheckpointMeta, Progress, newest_progress, steps_in
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
@@ -103,7 +103,16 @@ class Learner:
         self.stages.watch()
 
     def checkpoint(self, step: int) -> None:
-        (self.checkpoints / f"step-{step:08d}").mkdir()
+        write_checkpoint(self.checkpoints, step)
+
+
+def write_checkpoint(folder: Path, step: int) -> Path:
+    """What the command reads of one: its document. Every step of this learner makes two versions."""
+    path = folder / f"step-{step:08d}"
+    path.mkdir()
+    meta = CheckpointMeta(Progress(step, 2 * step, 0), num_stages=2, num_replicas=1, model="", files={})
+    (path / META_NAME).write_bytes(meta.encode())
+    return path
 
 
 def raised(error: Exception) -> RayTaskError:
@@ -189,6 +198,16 @@ def test_what_would_come_again_ends_the_run_with_its_own_words(learner, error):
     assert not any(rank.is_killed for rank in learner.ranks)
 
 
+@pytest.mark.parametrize("lead_is_first", [True, False])
+def test_what_the_lead_says_itself_goes_before_what_the_others_heard_of_it(learner, lead_is_first):
+    learner.start()
+    failures = {0: LeadFailed("the lead, rank 1, gave up: no batch"), 1: TimeoutError("no batch")}
+    for rank in sorted(failures, reverse=lead_is_first):
+        learner.ranks[rank]("run").end(error=raised(failures[rank]))
+    with pytest.raises(RunFailed, match=r"^stage.1 failed: TimeoutError: no batch; see .*stage.1.log$"):
+        learner.stages.watch()
+
+
 def test_a_death_explains_whatever_else_went_wrong_with_it(learner):
     learner.start()
     learner.ranks[0]("run").end(error=raised(RuntimeError("a write of the checkpoint failed")))
@@ -235,15 +254,33 @@ def test_a_rank_lost_while_it_is_set_up_again_is_one_more_restart(learner):
     assert all("run" in rank.calls for rank in learner.living)
 
 
-def test_stages_that_are_not_ready_again_in_time_end_the_run(learner):
+def test_a_rank_that_is_not_ready_again_in_time_is_one_more_restart_until_there_were_too_many(learner):
+    def wait_in_vain() -> None:
+        learner.stages.watch()
+        learner.living[1]("setup").end()
+        learner.now_s += 301.0
+        learner.stages.watch()
+
     learner.start()
     learner.ranks[0]("run").end(error=RayActorError())
     learner.stages.watch()
+    wait_in_vain()
+    assert learner.stages.num_restarts == 2
+    assert learner.events[-1][1].startswith("stage.0 did not get ready again within launch.startup_timeout_s = 300 s:")
+    with pytest.raises(RunFailed, match=r"stage.0 did not get ready again .* 2 restarts in a row .*stage.0.log"):
+        wait_in_vain()
+
+
+def test_an_export_that_is_not_done_in_time_ends_the_run_also_after_a_restart(learner, tmp_path):
+    learner.start()
+    learner.ranks[0]("run").end(error=RayActorError())
     learner.stages.watch()
-    learner.living[1]("setup").end()
-    learner.now_s = 301.0
-    with pytest.raises(RunFailed, match=r"waited 300 s for stage.0 and .* raise launch.startup_timeout_s"):
-        learner.stages.watch()
+    learner.get_ready()
+    learner.end_all("run")
+    learner.on_sleep = lambda: setattr(learner, "now_s", learner.now_s + 301.0)
+    with pytest.raises(RunFailed, match=r"waited 300 s for stage.0, stage.1 and .* raise launch.startup_timeout_s"):
+        learner.stages.export(tmp_path / "model")
+    assert learner.stages.num_restarts == 1
 
 
 def test_reports_of_the_steps_before_a_loss_are_not_lost_and_say_which_learner_took_them(learner):
@@ -298,10 +335,31 @@ def test_every_replica_has_its_stages_and_the_last_stage_of_the_first_leads(tmp_
 
 
 def test_an_unfinished_checkpoint_is_not_the_newest(tmp_path):
-    assert newest_checkpoint(tmp_path) == -1
-    for name in ("step-00000002", "step-00000010", ".step-00000012.tmp", "step-x"):
+    assert (steps_in(tmp_path), newest_progress(tmp_path)) == ([], None)
+    write_checkpoint(tmp_path, 10)
+    write_checkpoint(tmp_path, 2)
+    write_checkpoint(tmp_path, 14).rename(tmp_path / "damaged-step-00000014")
+    for name in (".step-00000012.tmp", "step-x", "step-00000016"):  # the last one without a document
         (tmp_path / name).mkdir()
-    assert newest_checkpoint(tmp_path) == 10
+    assert steps_in(tmp_path) == [2, 10]
+    assert newest_progress(tmp_path) == Progress(10, 20, 0)
+
+
+def test_a_checkpoint_whose_document_is_damaged_is_not_where_training_goes_on(tmp_path):
+    write_checkpoint(tmp_path, 2)
+    document = write_checkpoint(tmp_path, 10) / META_NAME
+    document.write_text(document.read_text().replace('"version": 20', '"version": 21'))
+    assert newest_progress(tmp_path) == Progress(2, 4, 0)
+
+
+def test_a_restarted_learner_is_told_to_stand_where_its_checkpoint_does(learner):
+    learner.start()
+    learner.checkpoint(10)
+    learner.ranks[1]("run").end(error=RayActorError())
+    learner.stages.watch()
+    learner.get_ready()
+    news = learner.stages.poll(0.0)
+    assert (news.resumed_at, news.resumed_version) == (10, 20)
 
 
 def test_a_process_that_was_killed_for_memory_died_too(learner):

@@ -179,25 +179,7 @@ def test_a_part_of_a_batch_keeps_what_is_known_of_its_tokens_and_its_packing_rul
 
 
 def test_samples_without_a_reward_are_not_trained():
-    assert trainable(of_lengths((0, 5), (0, 5, None), (0, 6)), 16) == ([0, 2], 0)
-
-
-def test_a_sample_longer_than_the_budget_is_left_out_and_counted():
-    rows = of_lengths((0, 5), (0, 17), (0, 6), (1, 9), (1, 9))
-    assert trainable(rows, 16) == ([0, 2, 3, 4], 1)
-    assert trainable(rows, 17) == ([0, 1, 2, 3, 4], 0)
-
-
-def test_a_group_in_which_only_one_sample_fits_is_left_out_whole():
-    assert trainable(of_lengths((0, 5), (0, 17), (1, 9), (1, 9)), 16) == ([2, 3], 2)
-    assert trainable(of_lengths((0, 5), (1, 17)), 16) == ([0], 1)  # groups of one
-    twice = of_lengths((0, 5), (0, 17), (1, 9), (1, 9))
-    assert trainable([*twice, *twice[:2]], 16) == ([2, 3], 4)
-
-
-def test_a_draw_of_which_nothing_fits_is_refused_with_what_to_change():
-    with pytest.raises(ValueError, match=r"2 of its 2 samples are longer than learner.token_budget = 16.*to 20"):
-        trainable(of_lengths((0, 20), (0, 17)), 16)
+    assert trainable(of_lengths((0, 5), (0, 5, None), (0, 6))) == [0, 2]
 
 
 # --- scoring and report ---------------------------------------------------------------------------
@@ -242,7 +224,7 @@ def test_the_reference_scores_only_what_no_earlier_step_has_scored():
 
 def test_a_step_reports_how_its_draw_was_packed_and_shared():
     rule = PackingRule(16, num_replicas=2, min_micro_batches=2)
-    batch = StepBatch.build(of_lengths((0, 12), (0, 10), (1, 14)), 3, {0: 0}, rule, num_too_long=4)
+    batch = StepBatch.build(of_lengths((0, 12), (0, 10), (1, 14)), 3, {0: 0}, rule)
     taken = Update(batch, UpdateResult(False, False, (1.0,), 1e-5, 1.0), {})
     ledger = {**Ledger(filtered=5, filtered_too_long=4).counts(), "quarantined": 0, "gap": 0}
     report = step_report(batch, StepResult(4, (taken,), {}), 1, 3, StepTimes(0.0, 1.0, 2.0), ledger, 0.0)
@@ -250,5 +232,5 @@ def test_a_step_reports_how_its_draw_was_packed_and_shared():
     assert report["batch/empty_micro_batches"] == 1
     assert report["batch/pack_efficiency"] == pytest.approx(36 / 64)
     assert report["batch/cost_balance"] == pytest.approx(18 / 22)
-    assert (report["batch/filtered_too_long"], report["buffer/filtered_too_long"]) == (4, 4)
+    assert report["buffer/filtered_too_long"] == 4
     assert set(report) <= set(METRICS)

@@ -46,6 +46,8 @@ CASES = {
 }
 
 
+SHAPES = [(1, 1), (1, 2), (2, 2)]
+"""Replicas and stages."""
 IN_FLOAT32 = {
     f"{kind}-{precision}": Case(
         kind, LearnerConfig(**ONE, schedule="zero_bubble"), TrajectoryBalanceConfig(), precision
@@ -62,10 +64,10 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """Every case trained at one stage and at two."""
+    """Every case trained by one process, by two stages, and by two replicas of them."""
     folder = tmp_path_factory.mktemp("exactness")
     make_models(folder)
-    run_ranks("tests.unit.test_learner_step", folder, [(1, 1), (1, 2)])
+    run_ranks("tests.unit.test_learner_step", folder, SHAPES)
     return folder
 
 
@@ -154,14 +156,16 @@ class Unsplit:
         return found
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_split_training_equals_unsplit_training_on_the_whole_batch_loss(trained, name, num_stages):
+def test_split_training_equals_unsplit_training_on_the_whole_batch_loss(trained, name, shape):
+    num_replicas, num_stages = shape
     unsplit = Unsplit(trained, CASES[name])
     unsplit.train()
-    parts = [load_file(trained / f"{name}-1x{num_stages}-{rank}.safetensors") for rank in range(num_stages)]
+    files = [f"{name}-{num_replicas}x{num_stages}-{rank}.safetensors" for rank in range(num_replicas * num_stages)]
+    parts = [load_file(trained / file) for file in files]
     for key, value in unsplit.seen.items():
-        assert parts[-1][key].item() == pytest.approx(value, rel=1e-12, abs=1e-13), key
+        assert parts[num_stages - 1][key].item() == pytest.approx(value, rel=1e-12, abs=1e-13), key
     assert unsplit.seen["seen.0.0.grad_norm"] > 0.05, "clipping must be at work"
     merged = {key: tensor for part in parts for key, tensor in part.items() if not key.startswith("seen.")}
     weights = unsplit.weights()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from learner import step as step_file
 from learner.batch import Leaves
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
@@ -146,6 +147,23 @@ def test_forward_only_passes_are_taken_where_a_loss_needs_them_and_the_first_rat
         return
     assert all(f"off_policy/clip_frac_{side}" in result.updates[0].metrics for side in ("low", "high"))
     assert result.updates[0].metrics["off_policy/clip_frac_low"] == 0.0
+
+
+def test_a_batch_that_would_have_its_loss_evaluated_too_often_takes_two_passes(train_step, monkeypatch):
+    step, networks = train_step(OffPolicyPPOConfig())
+    batch = build(make_rows(0))
+    evaluated = batch.packed.num_micro_batches * len(batch.sequence_T)
+    assert [passes_of(step, networks, batch, most, monkeypatch) for most in (evaluated, evaluated - 1)] == [0, 1]
+
+
+def passes_of(step, networks, batch, most_evaluated, monkeypatch) -> int:
+    """Forward-only passes of a step."""
+    passes, forward = [], networks.forward_only
+    monkeypatch.setattr(step_file, "MOST_EVALUATED", most_evaluated)
+    monkeypatch.setattr(networks, "forward_only", lambda batch: passes.append(1) or forward(batch))
+    step.run(batch, 0)
+    monkeypatch.undo()
+    return len(passes)
 
 
 # --- versions, lags, rates ------------------------------------------------------------------------
