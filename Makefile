@@ -11,8 +11,8 @@ demo: install  ## train the demo: under 2 minutes on 2 cores
 	@echo "Training the demo: under 2 minutes on 2 cores"
 	@$(VENV)/leeway train examples/demo.toml
 
-test: install  ## everything: unit, property, faults and end to end (about 13 minutes)
-	@echo "Running all tests: about 13 minutes on 2 cores"
+test: install  ## everything: unit, property, faults and end to end (about 18 minutes)
+	@echo "Running all tests: about 18 minutes on 2 cores"
 	$(VENV)/python -m pytest tests
 
 unit: install  ## the fast tests: under a minute
