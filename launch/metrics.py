@@ -19,7 +19,7 @@ METRICS: dict[str, str] = {
     "finished_s": "Wall time at which the update was done, seconds since the Unix epoch.",
     "loss": "Value of the algorithm's loss on the whole of an update's batch.",
     "grad_norm": "Gradient norm over all stages before clipping; tied weights count once. Null for dropped updates.",
-    "critic/grad_norm": "The same of a critic model; a value head counts in grad_norm.",
+    "critic/grad_norm": "The same of a critic: a model of its own, or the value head.",
     "lr": "Learning rate of the policy, after scaling.",
     "ess/lr_scale": "Factor of the learning rate for a small effective sample size; null without learner.ess_budget.",
     "ess/dropped": "Updates of the step that were dropped for it; null without learner.ess_budget.",

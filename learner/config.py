@@ -81,7 +81,8 @@ class LearnerConfig(BaseModel):
     adam_eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon.")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW decoupled weight decay.")
     max_grad_norm: PositiveFloat = Field(
-        default=1.0, description="Gradient norm over all stages is clipped to this; a critic model's on its own."
+        default=1.0,
+        description="Gradient norm over all stages is clipped to this; a critic's, model or value head, on its own.",
     )
     ess_budget: float | None = Field(
         default=None,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from learner.batch import Leaves
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
-from learner.model import DeviceBatch, StageModule
+from learner.model import DeviceBatch, StageModule, is_value_head
 from learner.optimizer import StageOptimizer, UpdateResult, Verdict, learning_rate, update_together
 from learner.packing import PackedBatch
 from learner.pipeline import Pipeline
@@ -27,11 +27,12 @@ Gradient = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Network:
-    """One model that is trained: this rank's chunks of it, its pipeline and its optimizer."""
+    """One model that is trained: this rank's chunks of it, its pipeline and its optimizers."""
 
     modules: tuple[StageModule, ...]
     pipeline: Pipeline
-    optimizer: StageOptimizer
+    optimizers: tuple[StageOptimizer, ...]
+    """Of the model; and of a policy's value head, which is a critic, one of its own."""
 
     @classmethod
     def build(cls, modules: Sequence[StageModule], config: LearnerConfig, mesh: Mesh) -> Network:
@@ -42,8 +43,18 @@ class Network:
             config: schedule and optimizer.
             mesh: all stages and replicas.
         """
-        pipeline = Pipeline(modules, mesh, config.schedule)
-        return cls(tuple(modules), pipeline, StageOptimizer(modules, config, mesh))
+        heads, tied, device = modules[0].heads, modules[0].tied, modules[0].device
+        named = {name: parameter for module in modules for name, parameter in module.named_parameters()}
+        if heads == "token_and_value":
+            body = {name: parameter for name, parameter in named.items() if not is_value_head(name)}
+            value_head = {name: parameter for name, parameter in named.items() if is_value_head(name)}
+            optimizers: tuple[StageOptimizer, ...] = (
+                StageOptimizer(body, config, mesh, device, tied=tied),
+                StageOptimizer(value_head, config, mesh, device, of_critic=True),
+            )
+        else:
+            optimizers = (StageOptimizer(named, config, mesh, device, of_critic=heads == "value", tied=tied),)
+        return cls(tuple(modules), Pipeline(modules, mesh, config.schedule), optimizers)
 
     @property
     def device(self) -> torch.device:
@@ -96,11 +107,16 @@ class Networks:
         """The policy, and a critic model after it."""
         return (self.policy,) if self.critic is None else (self.policy, self.critic)
 
+    @property
+    def optimizers(self) -> list[StageOptimizer]:
+        """Of the policy, and of a critic of either kind after it."""
+        return [optimizer for network in self.all for optimizer in network.optimizers]
+
     def num_parameters(self) -> int:
         """Of all that is trained, a tied weight counted once; the same on all ranks."""
         count = torch.zeros(1, dtype=torch.int64)
         if self.mesh.place.publishes:
-            count += sum(parameter.numel() for network in self.all for parameter in network.optimizer.counted)
+            count += sum(parameter.numel() for optimizer in self.optimizers for parameter in optimizer.counted)
         dist.all_reduce(count)
         return int(count)
 
@@ -172,8 +188,7 @@ class Networks:
             number: of the update, 0-based and counted over all steps, for the learning-rate schedule.
             verdict: of the lead; None on the others.
         """
-        optimizers = [network.optimizer for network in self.all]
-        return update_together(optimizers, learning_rate(self._config, number), verdict, self.mesh)
+        return update_together(self.optimizers, learning_rate(self._config, number), verdict, self.mesh)
 
 
 def gather_tokens(outputs: Tensor | None, packed: PackedBatch, mesh: Mesh) -> Tensor | None:

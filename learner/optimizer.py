@@ -1,13 +1,13 @@
 """AdamW on float32 master weights, with one verdict over all stages and all that is trained together.
 
-An update of the learner is an optimizer step of the policy and, where there is one, of the critic: both are taken
-or none is. Each is clipped to the gradient norm of its own stages.
+An update of the learner is an optimizer step of the policy and, where there is one, of the critic, which is a model of
+its own or a value head: both are taken or none is. Each is clipped to its own gradient norm, over all stages.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
-from learner.model import EMBEDDING, HEAD, StageModule, is_value_head
+from learner.model import EMBEDDING, HEAD
 
 BUCKET_ELEMENTS = 2**24
 """Of gradients that replicas sum at a time (64 MiB in float32): more would need a second copy of them all."""
@@ -72,39 +72,54 @@ class UpdateResult:
 
 
 class StageOptimizer:
-    """Updates the weights of one rank's chunks, when `update_together` says so."""
+    """Updates what one rank holds of a policy's weights, or of a critic's, when `update_together` says so."""
 
-    def __init__(self, modules: Sequence[StageModule], config: LearnerConfig, mesh: Mesh) -> None:
-        """Create AdamW over the parameters.
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: LearnerConfig,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        of_critic: bool = False,
+        tied: bool = False,
+    ) -> None:
+        """Create AdamW: matrices decay, vectors do not.
 
         Args:
-            modules: this rank's chunks.
+            parameters: by the names of the whole model; none on a stage that holds nothing of a value head.
             config: learning rates, betas, decay and clipping.
             mesh: with whom gradients are summed.
+            device: of the stage.
+            of_critic: does the critic's learning rate hold?
+            tied: are embedding and LM head, where both are among the parameters of a replica, one tensor?
         """
-        self.parameters = {name: parameter for module in modules for name, parameter in module.named_parameters()}
+        self.parameters = dict(parameters)
+        self.device = device
         self._config = config
         self._mesh = mesh
-        self._shares_embedding = modules[0].tied and mesh.ends is not None
-        self._groups = _parameter_groups(modules, config)
-        self.adam = torch.optim.AdamW(
-            [{"params": group.parameters, "weight_decay": group.weight_decay} for group in self._groups],
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=True,
-        )
+        self._shares_embedding = tied and mesh.ends is not None
+        self._rate_factor = (config.critic_learning_rate or config.learning_rate) / config.learning_rate
+        if not of_critic:
+            self._rate_factor = 1.0
+        matrices = [parameter for parameter in self.parameters.values() if parameter.ndim >= 2]
+        vectors = [parameter for parameter in self.parameters.values() if parameter.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.adam: torch.optim.AdamW | None = None
+        if self.parameters:
+            self.adam = torch.optim.AdamW(
+                [group for group in groups if group["params"]],
+                lr=config.learning_rate,
+                betas=(config.adam_beta1, config.adam_beta2),
+                eps=config.adam_eps,
+                fused=True,
+            )
 
     @property
     def counted(self) -> list[nn.Parameter]:
         """All but the second copy of a tied weight: the first stage counts that, with the same summed gradient."""
         second_copy = HEAD if self._shares_embedding and self._mesh.place.is_last else None
         return [parameter for name, parameter in self.parameters.items() if name != second_copy]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(iter(self.parameters.values())).device
 
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared gradient norm, float64.
@@ -127,15 +142,18 @@ class StageOptimizer:
             norm: of the gradient over all stages.
             rate: learning rate of the policy; a critic's is as much greater or smaller as its peak is.
         """
+        if self.adam is None:
+            return
         norm_tensor = torch.tensor(norm, dtype=torch.float64, device=self.device)
         nn.utils.clip_grads_with_norm_(self.parameters.values(), self._config.max_grad_norm, norm_tensor)
-        for ours, group in zip(self._groups, self.adam.param_groups, strict=True):
-            group["lr"] = rate * ours.rate_factor
+        for group in self.adam.param_groups:
+            group["lr"] = rate * self._rate_factor
         self.adam.step()
 
     def clear(self) -> None:
         """Forget the gradients."""
-        self.adam.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def _sum_over_replicas(self) -> None:
         """Once per update, in buckets: a gradient of each parameter is there, or made of zeros, on every replica."""
@@ -163,6 +181,7 @@ class StageOptimizer:
         """
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
+            assert self.adam is not None
             entry: dict[str, Any] = self.adam.state[parameter]
             if not entry:
                 entry["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -170,13 +189,6 @@ class StageOptimizer:
                 entry["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
             tensors.update({f"{key}.{name}": value for key, value in entry.items()})
         return tensors
-
-
-@dataclass(frozen=True)
-class _ParameterGroup:
-    parameters: list[nn.Parameter]
-    weight_decay: float
-    rate_factor: float
 
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -190,25 +202,6 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         bucket.append(parameter)
     if bucket:
         yield bucket
-
-
-def _parameter_groups(modules: Sequence[StageModule], config: LearnerConfig) -> list[_ParameterGroup]:
-    """Matrices decay, vectors do not; what belongs to a critic has its own learning rate."""
-    critic_factor = (config.critic_learning_rate or config.learning_rate) / config.learning_rate
-    groups = []
-    for of_critic in (False, True):
-        chosen = [
-            parameter
-            for module in modules
-            for name, parameter in module.named_parameters()
-            if (module.heads == "value" or is_value_head(name)) == of_critic
-        ]
-        factor = critic_factor if of_critic else 1.0
-        groups += [
-            _ParameterGroup([p for p in chosen if p.ndim >= 2], config.weight_decay, factor),
-            _ParameterGroup([p for p in chosen if p.ndim < 2], 0.0, factor),
-        ]
-    return [group for group in groups if group.parameters]
 
 
 def update_together(

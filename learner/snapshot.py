@@ -110,7 +110,8 @@ def live_tensors(networks: Networks) -> dict[str, list[Tensor]]:
 
 def _tensors_of(network: Network, prefix: str) -> dict[str, list[Tensor]]:
     named = [(name, parameter.detach()) for name, parameter in network.named_parameters()]
-    named += [(f"optimizer.{name}", tensor) for name, tensor in network.optimizer.state().items()]
+    for optimizer in network.optimizers:
+        named += [(f"optimizer.{name}", tensor) for name, tensor in optimizer.state().items()]
     found: dict[str, list[Tensor]] = {}
     for name, tensor in named:
         # embedding and head are one tensor, perhaps on two ranks: saved once, read by both

@@ -83,8 +83,8 @@ def without_moments(_rank: int, _value: object) -> None:
 
     def put_weights(self, networks, read):
         put(self, networks, read)
-        for network in networks.all:
-            for tensor in network.optimizer.state().values():
+        for each in networks.optimizers:
+            for tensor in each.state().values():
                 tensor.zero_()
 
     snapshot.Snapshot.put = put_weights

@@ -127,7 +127,7 @@ def test_without_the_moments_of_the_optimizer_a_restored_run_would_go_another_wa
     take_step(first, seed=1)
     save(checkpoints, first, 1)
     checkpoints.restore(second)
-    for tensor in second.policy.optimizer.state().values():
+    for tensor in second.optimizers[0].state().values():
         tensor.zero_()
     for networks in (first, second):
         take_step(networks, seed=2)

@@ -106,23 +106,28 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
             build(make_rows(0), 0, split.token_budget, **rule), 0
         )
         assert result.updates[0].result.taken
-        numbers = {"grad_norm": result.updates[0].result.grad_norms[0], "parameters": networks.num_parameters()}
+        numbers = dict(zip(("grad_norm", "critic_norm"), result.updates[0].result.grad_norms, strict=False))
+        numbers["parameters"] = networks.num_parameters()
         if place.is_lead:
             numbers["loss"] = result.updates[0].metrics["loss"]
         seen = {f"seen.{name}": torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
         save_file({**gradients, **seen}, folder / f"{split.name}-{place.num_replicas}x{place.num_stages}-{place.rank}")
 
 
+def norm_of(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+
+
 def record_gradients(networks: Networks) -> dict[str, torch.Tensor]:
     """Filled with copies of the gradients as the optimizer is about to use them."""
-    optimizer, found = networks.policy.optimizer, {}
-    apply = optimizer.apply
+    found: dict[str, torch.Tensor] = {}
+    for optimizer in networks.optimizers:
 
-    def recording(norm: float, rate: float) -> None:
-        found.update({name: parameter.grad.clone() for name, parameter in optimizer.parameters.items()})
-        apply(norm, rate)
+        def recording(norm: float, rate: float, optimizer=optimizer, apply=optimizer.apply) -> None:
+            found.update({name: parameter.grad.clone() for name, parameter in optimizer.parameters.items()})
+            apply(norm, rate)
 
-    optimizer.apply = recording
+        optimizer.apply = recording
     return found
 
 
@@ -184,10 +189,13 @@ def gradients_of_plain(model: PreTrainedModel, algorithm: AlgorithmConfig) -> di
     loss = loss_for(algorithm)(type(inputs)(**{**vars(inputs), **graph})).loss
     loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    of_head = {f"value_head.{name}": parameter.grad for name, parameter in head.named_parameters()}
+    norms = {"seen.grad_norm": norm_of(found)}
     if algorithm.needs.critic:
-        found |= {f"value_head.{name}": parameter.grad for name, parameter in head.named_parameters()}
+        norms["seen.critic_norm"] = norm_of(of_head)
+        found |= of_head
     num_parameters = sum(gradient.numel() for gradient in found.values())
-    found["seen.grad_norm"] = torch.stack([gradient.norm() for gradient in found.values()]).norm()
+    found |= norms
     return found | {"seen.loss": loss.detach(), "seen.parameters": torch.tensor(num_parameters, dtype=torch.float64)}
 
 

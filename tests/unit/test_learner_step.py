@@ -35,7 +35,11 @@ CASES = {
     "ppo": Case("tied", LearnerConfig(**ONE, schedule="gpipe"), OffPolicyPPOConfig(kl_beta=0.1)),
     "ppo-several": Case("untied", LearnerConfig(**SEVERAL), OffPolicyPPOConfig(corrections=("token_tis",))),
     "ppo-epochs": Case("tied", LearnerConfig(**ONE, num_epochs=3), OffPolicyPPOConfig()),
-    "head": Case("tied", LearnerConfig(**SEVERAL), OffPolicyPPOConfig(baseline="critic", critic="head", kl_beta=0.1)),
+    "head": Case(
+        "tied",
+        LearnerConfig(**SEVERAL, critic_learning_rate=3e-2),
+        OffPolicyPPOConfig(baseline="critic", critic="head", kl_beta=0.1),
+    ),
     "head-untied": Case("untied", LearnerConfig(**ONE), OffPolicyPPOConfig(baseline="critic", critic="head")),
     "model": Case(
         "untied",
@@ -83,8 +87,9 @@ class Unsplit:
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         self.kind = case.algorithm.needs.critic
-        policy = list(self.policy.parameters()) + (list(self.head.parameters()) if self.kind == "head" else [])
-        self.optimizers = [self._adam(policy)]
+        self.optimizers = [self._adam(list(self.policy.parameters()))]
+        if self.kind == "head":
+            self.optimizers.append(self._adam(list(self.head.parameters())))
         if self.kind == "model":
             self.critic = AutoModelForCausalLM.from_pretrained(folder / case.kind, dtype=torch.float64).model
             self.optimizers.append(self._adam([*self.critic.parameters(), *self.head.parameters()]))

@@ -117,7 +117,8 @@ def test_the_gradient_of_an_update_is_the_same_however_it_is_split_into_micro_ba
         for network in networks.all:
             for name, parameter in network.named_parameters():
                 found[network.modules[-1].heads, name] = parameter.grad.clone()
-            network.optimizer.clear()
+        for optimizer in networks.optimizers:
+            optimizer.clear()
         gradients.append(found)
     for other in gradients[1:]:
         for key, gradient in gradients[0].items():
@@ -281,7 +282,7 @@ def one_rank(folder, mesh: Mesh) -> None:
         assert all(torch.isfinite(weight).all() for weight in after.values())
         assert not all(torch.equal(after[name], before[name]) for name in before), "the second update is taken"
         # what the sick update would have left in the moments of this rank
-        assert all(float(entry["step"]) == 1 for entry in networks.policy.optimizer.adam.state.values())
+        assert all(float(entry["step"]) == 1 for entry in networks.optimizers[0].adam.state.values())
 
 
 def test_a_nan_on_one_stage_alone_keeps_every_stage_from_the_update(tmp_path):
