@@ -141,8 +141,8 @@ class Checkpoints:
         self._under_way = None
         if failed is not None:
             raise failed
-        if self._place.is_lead and self.steps()[0] != self._oldest:
-            self._oldest = self._released = self.steps()[0]
+        if self._place.is_lead and (oldest := self.steps()[0]) != self._oldest:
+            self._oldest = self._released = oldest
 
     def close(self) -> None:
         """Wait for what is under way, and part from the other ranks.

@@ -154,6 +154,11 @@ class StageModule(nn.Module):
         self._offload = Offload(self, where, folder / name)
         self._offload.release()
 
+    @property
+    def num_heads(self) -> int:
+        """How many numbers the last stage says of a token."""
+        return 2 if self.heads == "token_and_value" else 1
+
     def output_shape(self, width: int) -> tuple[int, ...]:
         """Of the last stage's output for a micro-batch of `width` tokens."""
         return (1, 2, width) if self.heads == "token_and_value" else (1, width)

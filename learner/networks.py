@@ -147,16 +147,15 @@ class Networks:
         for network in self.all:
             module, coefficients = network.modules[-1], None
             if rows is not None:
-                num_heads = 2 if module.heads == "token_and_value" else 1
-                coefficients = _Spread(rows[:num_heads], batch.packed)
-                rows = rows[num_heads:]
+                coefficients = _Spread(rows[: module.num_heads], batch.packed)
+                rows = rows[module.num_heads :]
             network.pipeline.train(batch, coefficients)
 
     def _rows(self, batch: DeviceBatch, gradient: Leaves | None) -> Tensor:
         """The gradient as [heads, T], on the last stages of all replicas."""
         columns = [] if gradient is None else [gradient.logprobs_T, gradient.values_T]
         wide = torch.promote_types(self.policy.dtype, torch.float32)
-        num_heads = sum(2 if network.modules[-1].heads == "token_and_value" else 1 for network in self.all)
+        num_heads = sum(network.modules[-1].num_heads for network in self.all)
         rows = torch.zeros(num_heads, len(batch.packed.output_T), dtype=wide, device=self.policy.device)
         for row, column_T in zip(rows, columns, strict=False):
             if column_T is not None:

@@ -99,9 +99,8 @@ class StageOptimizer:
         self._config = config
         self._mesh = mesh
         self._shares_embedding = tied and mesh.ends is not None
-        self._rate_factor = (config.critic_learning_rate or config.learning_rate) / config.learning_rate
-        if not of_critic:
-            self._rate_factor = 1.0
+        peak = (of_critic and config.critic_learning_rate) or config.learning_rate
+        self._rate_factor = peak / config.learning_rate
         matrices = [parameter for parameter in self.parameters.values() if parameter.ndim >= 2]
         vectors = [parameter for parameter in self.parameters.values() if parameter.ndim < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
