@@ -1,25 +1,28 @@
-# Every verb installs what is missing first. LEEWAY_EXTRA=gpu installs for a CUDA machine.
+# Every verb installs what is missing first. LEEWAY_EXTRA=gpu installs for a CUDA machine; .venv remembers it.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
 # Small tensors on few cores: one thread per process, or the processes fight.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test unit faults lint format bench install clean
+.PHONY: demo test full unit faults lint format docs-check bench install clean
 
 demo: install  ## train the demo: under 2 minutes on 2 cores
 	@echo "Training the demo: under 2 minutes on 2 cores"
 	@$(VENV)/leeway train examples/demo.toml
 
-test: install  ## everything: unit, property, faults and end to end (about 18 minutes)
-	@echo "Running all tests: about 18 minutes on 2 cores"
+test: install  ## everything: unit, property, faults and end to end (about half an hour)
+	@echo "Running all tests: about half an hour on 2 cores"
 	$(VENV)/python -m pytest tests
 
-unit: install  ## the fast tests: under a minute
+full: install  ## the same with full counts, and runs that `make test` leaves out (about two hours)
+	LEEWAY_FAULTS=all $(VENV)/python -m pytest tests
+
+unit: install  ## each part by itself, without a whole run: about 7 minutes on 2 cores
 	$(VENV)/python -m pytest tests/unit
 
 faults: install  ## the fault matrix with full counts; writes docs/results/faults.md (for all of it: root, and apt's strace iptables iproute2 faketime)
-	@echo "Injecting every fault: about 20 minutes on 2 cores"
+	@echo "Injecting every fault: about an hour on 2 cores"
 	LEEWAY_FAULTS=all LEEWAY_FAULTS_PAGE=docs/results/faults.md $(VENV)/python -m pytest tests/faults -m fault -rs
 
 lint: install  ## ruff, mypy --strict, import directions, shellcheck where it is installed
@@ -27,17 +30,21 @@ lint: install  ## ruff, mypy --strict, import directions, shellcheck where it is
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
 	$(VENV)/lint-imports
-	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh .ci/run; else bash -n launch/cluster.sh; fi
+	@if command -v shellcheck >/dev/null; then shellcheck launch/*.sh launch/slurm.sbatch .ci/run; \
+		else for file in launch/*.sh launch/slurm.sbatch; do bash -n $$file || exit 1; done; fi
 
 format: install  ## apply ruff's fixes and format
 	$(VENV)/ruff check --fix .
 	$(VENV)/ruff format .
 
+docs-check: install  ## every command in README.md and docs/ is one that exists; those that start nothing are run
+	$(VENV)/python -m tests.docs_check
+
 bench: install  ## each benchmark prints one JSON line last
 	@for file in benchmarks/*.py; do echo "== $$file"; $(VENV)/python $$file || exit 1; done
 
-install:
-	@$(PYTHON) launch/bootstrap.py
+install:  ## what is missing, into .venv; asked for by name, pip looks for it also where nothing has changed
+	@$(PYTHON) launch/bootstrap.py $(if $(filter install,$(MAKECMDGOALS)),--repair)
 
 clean:  ## remove caches; runs/ and .venv/ stay
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

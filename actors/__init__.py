@@ -1,6 +1,8 @@
 """Actors: they lease prompts, generate with vLLM, score, and push each trajectory as it completes.
 
-engine    Engine: the one file that knows vLLM's API
+engine    Engine: generates with vLLM, and takes newer weights while it does; engine_args: how it is set up
+engine_update  what an engine is asked, to take newer weights
+engine_sockets  EngineSockets: where vLLM's own sockets lie, and their end
 tasks     Task: prompts and a reward; from reasoning-gym by name, or from files
 rewards   Scorer: TRL's function shape; a failure is counted, never scored 0
 weights   WeightFollower: pulls newer weights in flight, and says when a request may start

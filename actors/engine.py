@@ -1,6 +1,6 @@
 """One vLLM engine: generates token in, token out, and takes newer weights while it does.
 
-The one file of `actors` that knows vLLM's API. The engine runs in processes of its own, which end
+With `engine_args`, all of `actors` that knows vLLM's API. The engine runs in processes of its own, which end
 with the process that started it, however that ends.
 
     EngineError
@@ -12,7 +12,6 @@ with the process that started it, however that ends.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import gc
 import itertools
@@ -27,24 +26,21 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.config import ActorsConfig
-from actors.threads import DaemonThreads
+from actors.engine_args import engine_args, set_environment
+from actors.engine_sockets import EngineSockets
+from actors.engine_update import swap, verify, while_alive
 from buffer.trajectory import VersionSpan
 from weight_sync.puller import StagedVersion
 from weight_sync.serving import check_model_folder
 from weight_sync.staleness import PolicyVersion
-from weight_sync.vllm_engine import BACKEND, OWNER_ENV, REFUSED
+from weight_sync.vllm_engine import BACKEND, BroadcastVersion
 
 if TYPE_CHECKING:
-    import zmq
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _STOP_TIMEOUT_S = 10.0
-_READY_TIMEOUT_S = 300
-_CPU_BLOCK_TOKENS = 128
-_EXECUTOR_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 class EngineError(RuntimeError):
@@ -82,15 +78,23 @@ class UpdateTiming:
     pause_s: float
     """From the request to pause until generation went on."""
     load_s: float
-    """The share of it that verified and loaded the weights."""
+    """The share of it that loaded the weights, and verified them where `prepare` had not."""
 
 
 class Engine:
     """A running vLLM engine. Create it with `Engine.start`, in the event loop that uses it."""
 
-    def __init__(self, llm: AsyncLLM, config: ActorsConfig, version: PolicyVersion, stop_token_ids: list[int]) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        config: ActorsConfig,
+        version: PolicyVersion,
+        stop_token_ids: list[int],
+        sockets: EngineSockets,
+    ) -> None:
         """Use `start`."""
         self._llm: AsyncLLM | None = llm
+        self._sockets = sockets
         self._config = config
         self._version = version
         self._stop_token_ids = stop_token_ids
@@ -101,7 +105,9 @@ class Engine:
         self._updating = asyncio.Lock()
 
     @classmethod
-    async def start(cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int) -> Engine:
+    async def start(
+        cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int, backend: str = BACKEND
+    ) -> Engine:
         """Start an engine. Takes 20 to 30 seconds on CPU, during which the event loop stands still.
 
         Args:
@@ -109,27 +115,32 @@ class Engine:
             config: the `[actors]` section.
             version: what the checkpoint's weights are called in spans.
             seed: of the sampler; give every actor another one.
+            backend: how weights reach it: BACKEND, or NCCL_BACKEND after `join`.
 
         Raises:
             ModelFolderError: the checkpoint is incomplete.
             EngineDead: the engine did not come up.
+            OSError: its sockets have no place.
         """
         facts = check_model_folder(model_path)
-        _set_environment(config)
+        set_environment(config)
+        sockets = EngineSockets()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
             # held by `engine` alone: vLLM keeps this frame alive, and what it holds would outlive `stop`
             engine = cls(
-                AsyncLLM.from_engine_args(_engine_args(model_path, config, seed)),
+                AsyncLLM.from_engine_args(engine_args(model_path, config, seed, backend)),
                 config,
                 version,
                 list(facts.eos_token_ids),
+                sockets,
             )
             await engine._alive().update_weight_version(str(version))
             # the first step of an engine takes seconds; an update must not have to wait for it
             await engine.generate([facts.eos_token_ids[0]], max_new_tokens=1)
         except Exception as error:
+            sockets.remove()
             raise EngineDead(
                 f"the vLLM engine for {model_path} did not start: {error}; its own words are in this process's log"
             ) from error
@@ -160,15 +171,29 @@ class Engine:
             RequestRefused: too long, or otherwise not as the engine wants it.
             EngineDead: the engine is gone.
         """
+        params = self._sampling(temperature, max_new_tokens, seed)
+        while True:
+            version, final = await self._run(prompt_token_ids, params)
+            completion = _completion(final.outputs[0])
+            # A request may wait inside the engine until weights have changed, and then find a prefix that the old
+            # ones computed. What grew from that is of no version: generate it anew. It does not depend on what
+            # was sampled, so nothing is favoured by it.
+            if not final.num_cached_tokens or completion.spans[0].version == version:
+                return completion
+
+    async def _run(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> tuple[PolicyVersion, RequestOutput]:
+        """Send one request; the version that it was sent under, and its output."""
         from vllm.inputs.engine import tokens_input
 
-        params = self._sampling(temperature, max_new_tokens, seed)
         if self._updating.locked():
             async with self._updating:
                 pass
         llm = self._alive()
         # prefixes cached under one version are never reused under another
-        prompt = tokens_input(list(prompt_token_ids), cache_salt=str(self._version))
+        version = self._version
+        prompt = tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt())
         try:
             final = None
             async for output in llm.generate(prompt, params, f"r{next(self._numbers)}"):
@@ -180,15 +205,70 @@ class Engine:
             raise EngineDead(self._last_words()) from error
         if final is None:
             raise RequestRefused("vLLM ended a request without an output")
-        return _completion(final.outputs[0])
+        return version, final
+
+    def _cache_salt(self) -> str:
+        return str(self._version)
+
+    async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> float:
+        """Have the engine verify newer weights while it generates, so that `apply` pauses for their reload alone.
+
+        Args:
+            staged: what will be applied; held against removal until then.
+            timeout_s: an engine that takes longer counts as dead.
+
+        Returns:
+            Seconds that it took.
+
+        Raises:
+            UpdateRefused: the version is not as published, or of another model; nothing has changed.
+            EngineDead: the engine is gone.
+        """
+        llm = self._alive()
+        started_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(timeout_s):
+                refusals = await while_alive(llm, verify(llm, staged))
+        except Exception as error:
+            late = f"not within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            self._broken = self._broken or f"it did not verify version {staged.version}: {late}"
+            raise EngineDead(self._last_words()) from error
+        for refusal in filter(None, refusals):
+            raise UpdateRefused(f"{refusal}; still serving version {self._version}")
+        return time.perf_counter() - started_s
+
+    async def join(self, init_info: dict[str, Any], *, timeout_s: float = 120.0) -> None:
+        """Meet the learner for broadcasts, as `weight_sync.nccl` describes it. For an engine of NCCL_BACKEND.
+
+        Args:
+            init_info: as vLLM's sender gives it.
+            timeout_s: bound of the meeting.
+
+        Raises:
+            EngineDead: it did not come about; the engine may hang in it.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._alive().init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        except Exception as error:
+            late = f"not within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            self._broken = self._broken or f"it did not meet the learner: {late}"
+            raise EngineDead(self._last_words()) from error
 
     async def apply(
-        self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], *, timeout_s: float = 120.0
+        self,
+        staged: StagedVersion | BroadcastVersion,
+        kv_cache: Literal["keep", "recompute"],
+        *,
+        timeout_s: float = 120.0,
     ) -> UpdateTiming:
         """Put newer weights under the running requests. New requests wait until it is done.
 
         Args:
-            staged: verified, and held against removal until this returns.
+            staged: held against removal until this returns; verified in the pause, unless by `prepare` before. Or
+                what the learner broadcasts meanwhile.
             kv_cache: whether running requests keep their attention keys of the old version.
             timeout_s: an engine that takes longer counts as dead.
 
@@ -203,12 +283,7 @@ class Engine:
             self._broken = f"its update to version {staged.version} never ended"
             try:
                 async with asyncio.timeout(timeout_s):
-                    # not llm.pause_generation, which sleeps 20 ms after this very call
-                    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "recompute")
-                    load_started_s = time.perf_counter()
-                    refusal = await self._load(llm, staged)
-                    load_s = time.perf_counter() - load_started_s
-                    await llm.resume_generation()
+                    refusal, load_s = await while_alive(llm, swap(llm, staged, kv_cache))
             except Exception as error:
                 late = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 self._broken = f"its update to version {staged.version} failed half way: {late}"
@@ -216,6 +291,7 @@ class Engine:
             self._broken = None
             if refusal is not None:
                 raise UpdateRefused(f"{refusal}; still serving version {self._version}")
+            self._version = staged.version
             return UpdateTiming(pause_s=time.perf_counter() - started_s, load_s=load_s)
 
     async def stop(self) -> None:
@@ -230,26 +306,10 @@ class Engine:
             llm.output_handler.cancel()
         context = llm.engine_core.resources.ctx
         await asyncio.to_thread(llm.shutdown, _STOP_TIMEOUT_S)
-        await _end_context(context)
+        await self._sockets.end(context)
         # it is part of a cycle, and if it lasts until the interpreter ends, its __del__ complains
         del llm
         gc.collect()
-
-    async def _load(self, llm: AsyncLLM, staged: StagedVersion) -> str | None:
-        """Load a version into the paused engine; the reason where it was refused before anything changed."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        update = {"folder": str(staged.folder), "version": str(staged.version)}
-        await llm.start_weight_update()
-        try:
-            await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
-        except Exception as error:
-            if REFUSED in str(error):
-                return str(error)
-            raise
-        await llm.finish_weight_update(weight_version=str(staged.version))
-        self._version = staged.version
-        return None
 
     def _sampling(self, temperature: float | None, max_new_tokens: int | None, seed: int | None) -> SamplingParams:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -288,18 +348,6 @@ class Engine:
         )
 
 
-async def _end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """End vLLM's ZeroMQ context, which it leaves to the garbage collector.
-
-    Not in this thread: it waits for sockets, which after a crash are closed by this very event loop.
-    """
-    thread = DaemonThreads("engine-context", max_threads=1)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_STOP_TIMEOUT_S):
-            await thread.run(context.term)
-    thread.close()
-
-
 def _completion(output: CompletionOutput) -> Completion:
     """Read vLLM's output.
 
@@ -316,62 +364,4 @@ def _completion(output: CompletionOutput) -> Completion:
         logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
         spans=spans,
         finish_reason=output.finish_reason,
-    )
-
-
-def _set_environment(config: ActorsConfig) -> None:
-    """What vLLM reads from the environment only. Inherited by the engine's processes."""
-    os.environ[OWNER_ENV] = str(os.getpid())
-    os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
-    defaults = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(_READY_TIMEOUT_S),
-        # a forked child would not load our plugin again, and so not die with its owner
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # engines share the cores of a machine: none may bind itself to the cores of another
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-
-
-def _engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngineArgs:
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
-
-    on_cpu = current_platform.is_cpu()
-    placement: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_share}
-    if on_cpu:
-        # Prompts are not split over steps: vLLM rewinds the generator of a seeded request after such a
-        # part, and a generator on CPU cannot be rewound, which ends the engine.
-        placement = {
-            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-            "enforce_eager": True,
-            "enable_chunked_prefill": False,
-        }
-        if config.tensor_parallel_size == 1:
-            # vLLM would put the model into a third process, which costs a round trip for every step
-            placement["distributed_executor_backend"] = _EXECUTOR_IN_PROCESS
-        if config.max_prompt_tokens < _CPU_BLOCK_TOKENS:
-            # no prompt fills a block, so none could be shared: save the hashing
-            placement["enable_prefix_caching"] = False
-    return AsyncEngineArgs(
-        model=str(model_path),
-        skip_tokenizer_init=True,
-        dtype=config.dtype,
-        seed=seed,
-        max_model_len=config.max_model_tokens,
-        max_num_seqs=config.max_running_samples,
-        tensor_parallel_size=config.tensor_parallel_size,
-        logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        # our sampling parameters alone decide, not a generation_config.json
-        generation_config="vllm",
-        disable_log_stats=True,
-        **placement,
     )

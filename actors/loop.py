@@ -17,7 +17,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from actors.errors import ActorError
 from actors.evaluate import EvalRequest, EvalResult, Evaluator
@@ -30,7 +31,12 @@ from actors.tasks import Problem
 from actors.threads import DaemonThreads
 from actors.weights import WeightFollower
 from buffer.protocol import Lease, RowResult
+from buffer.trajectory import Trajectory
 from weight_sync.staleness import PolicyVersion
+
+if TYPE_CHECKING:
+    from buffer.client import BufferClient
+    from buffer.sharded import ShardedClient
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +44,11 @@ R = TypeVar("R")
 
 _LEASE_POLL_S = (0.01, 0.05)
 """First and longest pause before asking again while admission is closed."""
-_GOODBYE_S = 10.0
-"""Bound of each step of stopping."""
+_CREDIT_POLL_S = 0.02
+_GOODBYE_S = 5.0
+"""Bound of what is handed back when stopping."""
+_CLOSE_S = 3.0
+"""Bound of closing what is connected to others."""
 
 
 class ActorFenced(ActorError):
@@ -85,6 +94,7 @@ class ActorLoop:
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         self._ended.set()
+        self._pushing = asyncio.Lock()
         self._samples: set[asyncio.Task[None]] = set()
         self._failure: ActorError | Exception | None = None
         self._evaluating = 0
@@ -106,7 +116,7 @@ class ActorLoop:
         self._parts = parts
         self._fingerprint = parts.task.facts().fingerprint
         self._scorer = Scorer(parts.task.rewards, retries=config.reward_retries, timeout_s=config.reward_timeout_s)
-        self._follower = WeightFollower(spec.name, parts.engine, parts.puller, spec.weight_sync)
+        self._follower = WeightFollower(spec.name, parts.engine, parts.puller, spec.weight_sync, clock=self._clock)
         common = (parts.engine, self._follower, self._scorer, parts.decoder)
         self._maker = SampleMaker(spec.seed, config, *common)
         self._evaluator = Evaluator(spec.seed, config, spec.task.correct_at, *common)
@@ -134,6 +144,7 @@ class ActorLoop:
             # the first two end by themselves; the others end only by failing
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._stopping.set()
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -165,34 +176,38 @@ class ActorLoop:
         if parts is None:
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), 2 * _GOODBYE_S)
+            async with asyncio.timeout(_GOODBYE_S):
+                await self._hand_back(parts.client)
+        self._held.clear()
+        self._scorer.close()
+        self._follower.close()
+        # side by side: a buffer that no longer answers must not keep the staged weights of this machine
+        closer = DaemonThreads(f"{self.spec.name}-close", max_threads=2)
+        closing = [closer.submit(parts.client.close), closer.submit(parts.puller.close)]
+        await asyncio.wait([asyncio.wrap_future(each) for each in closing], timeout=_CLOSE_S)
+        await parts.engine.stop()
+
+    async def _hand_back(self, client: BufferClient | ShardedClient) -> None:
+        """End `run`, and give up what is leased; leases that the buffer does not hear of run out by themselves."""
+        await self._ended.wait()
         await self._cancel_samples(self._held.values())
         if self._samples:  # what is left is being pushed: let it arrive, so that it is not given up below
-            await asyncio.wait(self._samples, timeout=_GOODBYE_S)
+            await asyncio.wait(self._samples)
         give_ups = [
-            asyncio.wrap_future(parts.client.give_up(held.lease, sorted(held.open), "actor stopped"))
+            asyncio.wrap_future(client.give_up(held.lease, sorted(held.open), "actor stopped"))
             for held in self._held.values()
             if held.open
         ]
         if give_ups:
-            # Not heard, the leases run out by themselves: only time is lost.
-            await asyncio.wait(give_ups, timeout=_GOODBYE_S)
-        self._held.clear()
-        self._scorer.close()
-        self._follower.close()
-        closer = DaemonThreads(f"{self.spec.name}-close", max_threads=1)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GOODBYE_S):
-                await closer.run(parts.client.close)
-        await parts.engine.stop()
+            await asyncio.wait(give_ups)
 
     def report(self) -> ActorReport:
         """What this actor has done and what it waits for."""
         assert self._parts is not None, "start() comes first"
-        pause_s, load_s = self._follower.take_timings()
         counts = self._maker.counts
         return ActorReport(
             name=self.spec.name,
+            pool=self.spec.pool,
             version=(self._follower.version.incarnation, self._follower.version.version),
             task_fingerprint=self._fingerprint,
             num_samples=counts.num_samples,
@@ -202,9 +217,10 @@ class ActorLoop:
             num_leases_lost=counts.num_leases_lost,
             num_running=self._maker.busy.num_running,
             busy_intervals=self._maker.busy.take(),
+            refused=self._follower.refused,
+            version_since_s=self._follower.version_since_s,
             num_updates=self._follower.num_updates,
-            pause_s=pause_s,
-            load_s=load_s,
+            updates=self._follower.take_updates(),
             waiting=self._waiting_for(),
         )
 
@@ -260,7 +276,7 @@ class ActorLoop:
             task = asyncio.create_task(self._make_sample(held, index))
             held.tasks[index] = task
             self._samples.add(task)
-            task.add_done_callback(self._on_sample_done)
+            task.add_done_callback(partial(self._on_sample_done, held, index))
 
     async def _renew_leases(self) -> None:
         """Renew each lease at every third of its timeout; what the buffer took back is cancelled."""
@@ -271,7 +287,8 @@ class ActorLoop:
             self._leased.clear()
             with contextlib.suppress(TimeoutError):
                 # a lease that comes meanwhile may be due sooner
-                await asyncio.wait_for(self._leased.wait(), None if next_s is None else next_s - self._clock())
+                async with asyncio.timeout(None if next_s is None else next_s - self._clock()):
+                    await self._leased.wait()
             now_s = self._clock()
             due = {key: held for key, held in self._held.items() if held.renew_at_s <= now_s}
             if not due:
@@ -304,11 +321,22 @@ class ActorLoop:
                 trajectory = await self._maker.make(held.lease, held.problem, index)
             finally:
                 del held.tasks[index]
-            self._account(await _settled(client.push(trajectory)), held.lease, index)
+            self._account(await self._push(client, trajectory), held.lease, index)
         except SampleFailed as failure:
             counts.failure(str(failure))
             await _settled(client.give_up(held.lease, [index], str(failure)))
         self._settle(held, index)
+
+    async def _push(self, client: BufferClient | ShardedClient, trajectory: Trajectory) -> RowResult:
+        """Push once there is credit, in order: without it the client would block this event loop.
+
+        What the credit waits for is acknowledged, or fails within the client's bound and ends the loop.
+        """
+        async with self._pushing:
+            while not client.has_room(trajectory):
+                await asyncio.sleep(_CREDIT_POLL_S)
+            pushed = client.push(trajectory)
+        return await _settled(pushed)
 
     def _account(self, result: RowResult, lease: Lease, index: int) -> None:
         if result.outcome == "fenced":
@@ -326,9 +354,19 @@ class ActorLoop:
             self._held.pop(held.lease.lease_id, None)
         self._room_changed.set()
 
-    def _on_sample_done(self, task: asyncio.Task[None]) -> None:
+    def _on_sample_done(self, held: _HeldLease, index: int, task: asyncio.Task[None]) -> None:
         self._samples.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error: BaseException | None
+        if not task.cancelled():
+            error = task.exception()
+        elif self._stopping.is_set() or self._held.get(held.lease.lease_id) is not held:
+            return
+        else:  # nobody cancelled it: its lease would be renewed, and its group waited for, without end
+            error = ActorError(
+                f"{self.spec.name}: sample {index} of group {held.lease.group_id} ended before it was pushed or given "
+                "up: something that it waited for was cancelled. Does the engine or the task cancel its own work?"
+            )
+        if error is not None:
             # A sample's own failures were given up; this one concerns them all.
             assert isinstance(error, Exception)
             self._failure = self._failure or error

@@ -8,7 +8,8 @@ from actors.tasks import Task, load_task
 from actors.tasks.encode import PromptCodec
 from actors.threads import DaemonThreads
 from buffer.sharded import open_client
-from weight_sync.puller import Puller
+from weight_sync.nccl import check_transport
+from weight_sync.puller import Puller, open_puller
 from weight_sync.staleness import PolicyVersion
 
 
@@ -19,14 +20,22 @@ async def assemble(spec: ActorSpec) -> Parts:
         TaskError: the task or tokenizer is not as the configuration says.
         EngineDead: the engine does not start.
         BufferError: the buffer does not answer, or refuses this run.
+        TransferFailed: neither the weights folder nor the weight service can be reached.
+        ValueError: weight_sync.transport names a way that is not offered.
     """
+    check_transport(spec.weight_sync)
     threads = DaemonThreads(f"{spec.name}-start", max_threads=2)
     task, codec = await threads.run(_load, spec)
-    puller = Puller(spec.weights_folder)
-    client = open_client(spec.buffer_addresses, run_id=spec.run_id, role="actor", name=spec.name, config=spec.buffer)
+    puller = await threads.run(_open_puller, spec)
+    client = open_client(
+        spec.buffer_addresses, run_id=spec.run_id, role="actor", name=spec.name, config=spec.buffer, keys=spec.keys
+    )
     try:
         engine = await Engine.start(
-            spec.serving_model_path, spec.config, version=PolicyVersion(0, 0), seed=spec.seed + spec.index
+            spec.serving_model_path,
+            spec.config,
+            version=PolicyVersion(0, 0),
+            seed=spec.seed + spec.index,
         )
         try:
             # Greeted last: from here on an older process of this name is fenced.
@@ -36,10 +45,23 @@ async def assemble(spec: ActorSpec) -> Parts:
             raise
     except BaseException:
         await threads.run(client.close)
+        await threads.run(puller.close)
         raise
     finally:
         threads.close()
     return Parts(task, codec, engine, puller, client)
+
+
+def _open_puller(spec: ActorSpec) -> Puller:
+    return open_puller(
+        spec.weight_sync,
+        folder=spec.weights_folder,
+        address=spec.weights_address,
+        run_id=spec.run_id,
+        name=spec.name,
+        dtype=spec.config.dtype,
+        keys=spec.keys,
+    )
 
 
 def _load(spec: ActorSpec) -> tuple[Task, PromptCodec]:

@@ -9,10 +9,30 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """One update of the engine's weights. Generation paused from start to end."""
+
+    start_s: float
+    """Wall clock, seconds since the epoch."""
+    end_s: float
+    load_s: float
+    """How much of the pause was the reload."""
+    version: tuple[int, int]
+    """(incarnation, version) that was put under the running requests."""
+
+    @property
+    def pause_s(self) -> float:
+        """How long generation paused."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
 class ActorReport:
     """Plain values only. Counts are since the start of the actor, lists since the last report."""
 
     name: str
+    pool: str
+    """That the actor is of."""
     version: tuple[int, int]
     """(incarnation, version) that the engine serves."""
     task_fingerprint: str
@@ -30,11 +50,13 @@ class ActorReport:
     """Training requests in the engine now."""
     busy_intervals: list[tuple[float, float]]
     """Wall-clock (start, end) in seconds since the epoch, during which a training request was running."""
+    refused: str
+    """The version refused last and why; empty once the engine serves the newest."""
+    version_since_s: float
+    """How long the engine has served its version, in seconds."""
     num_updates: int
-    pause_s: list[float]
-    """How long each weight update paused generation."""
-    load_s: list[float]
-    """How long each weight update took to load."""
+    updates: list[WeightUpdate]
+    """Of the weights."""
     waiting: str
     """What keeps the actor from running more; empty while nothing does."""
 

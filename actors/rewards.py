@@ -109,6 +109,7 @@ class _Lane:
         self._slots = asyncio.Semaphore(_MAX_CALLS)
         self._threads = DaemonThreads(f"reward-{function.name}", _MAX_CALLS + _MAX_STUCK_CALLS)
         self._num_failures = 0
+        self._is_closed = False
 
     async def value(self, problem: Problem, completion: str) -> float | None:
         waiting = _Waiting(problem, completion)
@@ -118,6 +119,7 @@ class _Lane:
         return await waiting.value
 
     def close(self) -> None:
+        self._is_closed = True
         for one in self._waiting:
             one.value.cancel()
         for task in self._tasks:
@@ -135,9 +137,12 @@ class _Lane:
         try:
             await self._score_batch(batch)
         finally:
-            # Cancelled by `close`: nobody may go on waiting.
+            # However it ended, nobody may go on waiting; and only `close` may look like being cancelled.
             for one in batch:
-                one.value.cancel()
+                if self._is_closed:
+                    one.value.cancel()
+                elif not one.value.done():
+                    one.value.set_exception(RewardFailed(self.function.name, "its scoring ended early"))
 
     async def _score_batch(self, batch: Sequence[_Waiting]) -> None:
         if len(batch) == 1:
@@ -159,12 +164,13 @@ class _Lane:
                 (value,) = await self._call([one])
             except _CallFailed as failure:
                 self._report(one, failure, attempt)
-                why = failure.why
+                given_up = RewardFailed(self.function.name, failure.why)
+                given_up.__cause__ = failure
             else:
                 _resolve(one.value, value)
                 return
         if not one.value.done():
-            one.value.set_exception(RewardFailed(self.function.name, why))
+            one.value.set_exception(given_up)
 
     async def _call(self, batch: Sequence[_Waiting]) -> Scores:
         problems = [one.problem for one in batch]
@@ -177,13 +183,19 @@ class _Lane:
                         values = await cast("Awaitable[Scores]", self.function.call(problems, completions))
                     else:
                         values = cast("Scores", await self._threads.run(self.function.call, problems, completions))
+                return _checked(values, len(batch))  # calls methods of what the user's function returned
+            except _CallFailed:
+                raise
             except ThreadsExhausted as error:
                 raise _CallFailed("earlier calls never returned", str(error)) from error
-            except Exception as error:  # the function is the user's: it may raise anything
+            except asyncio.CancelledError as error:
+                if _is_cancelled():
+                    raise
+                raise _CallFailed("CancelledError", "of something that the function itself waits for") from error
+            except (Exception, SystemExit) as error:  # the function is the user's: it may raise anything
                 if deadline.expired():
                     raise _CallFailed(f"took longer than {self._timeout_s:g} s") from error
                 raise _CallFailed(type(error).__name__, str(error)) from error
-        return _checked(values, len(batch))
 
     def _report(self, one: _Waiting, failure: _CallFailed, attempt: int) -> None:
         self._num_failures += 1
@@ -200,6 +212,12 @@ class _Lane:
                 one.completion[:500],
                 exc_info=failure.__cause__,
             )
+
+
+def _is_cancelled() -> bool:
+    """Did somebody cancel this task, or does a CancelledError only pass through it?"""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _resolve(future: asyncio.Future[float | None], value: float | None) -> None:

@@ -10,6 +10,7 @@ from actors.config import ActorsConfig
 from actors.tasks.config import FileTask, ReasoningGymTask
 from buffer.config import BufferConfig
 from weight_sync.config import WeightSyncConfig
+from weight_sync.curve import ClientKeys
 
 if TYPE_CHECKING:  # whoever gives orders needs none of these
     from actors.engine import Engine
@@ -32,12 +33,20 @@ class ActorSpec:
     """What the engine loads: version 0 of incarnation 0."""
     tokenizer_path: Path
     weights_folder: Path
+    """Of the weight store; another machine need not see it."""
+    weights_address: str
+    """tcp://HOST:PORT of the weight service; '' where there is none."""
     buffer_addresses: tuple[str, ...]
     """Of the buffer service, shard by shard."""
+    pool: str
+    """Name of the pool that the actor is of."""
     config: ActorsConfig
+    """As it is for the pool."""
     task: ReasoningGymTask | FileTask
     weight_sync: WeightSyncConfig
     buffer: BufferConfig
+    keys: ClientKeys | None = None
+    """What both services are talked to with; None where they take everybody."""
 
 
 @dataclass(slots=True)

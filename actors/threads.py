@@ -38,6 +38,7 @@ class DaemonThreads:
         self._lock = threading.Lock()
         self._num_idle = 0
         self._num_alive = 0
+        self._is_closed = False
 
     def submit(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run a call in a thread.
@@ -66,29 +67,36 @@ class DaemonThreads:
     def close(self) -> None:
         """Let idle threads end; busy ones end with their calls or with the process."""
         with self._lock:
+            self._is_closed = True
             idle, self._num_idle = self._num_idle, 0
             self._num_alive -= idle
         for _ in range(idle):
             self._jobs.put(None)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        goes_on = True
+        while goes_on and (job := self._jobs.get()) is not None:
             future, call = job
             if not future.set_running_or_notify_cancel():
-                self._rest()
+                goes_on = self._rest()
                 continue
             try:
                 result = call()
-            except Exception as error:  # belongs to whoever waits for the future
-                self._rest()
-                future.set_exception(error)
-            except BaseException as error:  # SystemExit of a user's function must not end the event loop
-                self._rest()
-                future.set_exception(RuntimeError(f"raised {type(error).__name__}: {error}"))
+            except BaseException as error:  # belongs to whoever waits for the future
+                goes_on = self._rest()
+                # SystemExit of a user's function must not end the event loop; StopIteration fits into no future of it
+                is_carried = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                raised = error if is_carried else RuntimeError(f"raised {type(error).__name__}: {error}")
+                future.set_exception(raised)
             else:
-                self._rest()
+                goes_on = self._rest()
                 future.set_result(result)
 
-    def _rest(self) -> None:
+    def _rest(self) -> bool:
+        """Be idle; false where the pool is closed, so that the thread is to end."""
         with self._lock:
-            self._num_idle += 1
+            if self._is_closed:
+                self._num_alive -= 1
+            else:
+                self._num_idle += 1
+            return not self._is_closed

@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from actors.engine import UpdateRefused
 from actors.errors import ActorError
+from actors.report import WeightUpdate
 from actors.threads import DaemonThreads
 from weight_sync.config import WeightSyncConfig
-from weight_sync.manifest import WeightsError
+from weight_sync.errors import TransferFailed, WeightsError
 from weight_sync.staleness import PolicyVersion
 
 if TYPE_CHECKING:
@@ -22,16 +26,33 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_RETRY_S = 1.0
-"""Before a version that could not be fetched is tried again: verifying one reads all of it."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_RETRY_S = (1.0, 10.0)
+"""First and longest pause before a version that was refused is tried again: verifying one reads all of it."""
+_MAX_UPDATES = 4096
+"""If nobody takes them, the oldest are forgotten beyond this number."""
 
 
 class PolicyTimeout(ActorError):
     """A policy version did not arrive, or was not applied, within `weight_sync.update_timeout_s`."""
 
 
+@dataclass(frozen=True)
+class _Refusal:
+    version: PolicyVersion | None
+    """None: it could not even be asked which one is the newest."""
+    reason: str
+    retry_at_s: float
+    pause_s: float
+
+    def __str__(self) -> str:
+        return f"{self.version or 'the newest version'}: {self.reason}"
+
+
 class WeightFollower:
-    """Polls the store, verifies newer weights in a thread, applies them between two engine steps.
+    """Looks for newer weights, stages and verifies them while requests run, applies them between two engine steps.
 
     The states of an engine, and what may start in each:
 
@@ -48,6 +69,7 @@ class WeightFollower:
         config: WeightSyncConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         """Follow `puller` with `engine`.
 
@@ -57,28 +79,43 @@ class WeightFollower:
             puller: where newer ones are found.
             config: poll interval, bound of an update, and how far behind requests may start.
             clock: seconds, monotonic.
+            wall: seconds since the epoch.
         """
         self._name = name
         self._engine = engine
         self._puller = puller
         self._config = config
         self._clock = clock
+        self._wall = wall
         self._threads = DaemonThreads(f"{name}-weights", max_threads=4)
+        self._looking = asyncio.Lock()
         self._applying = asyncio.Lock()
         self._open = True
         self._newest = engine.version
         self._changed = asyncio.Event()
         self._poll_now = asyncio.Event()
-        self._failed_version: PolicyVersion | None = None
-        self._retry_at_s = 0.0
+        self._asked: Future[Any] | None = None
+        self._late: Future[StagedVersion] | None = None
+        """A fetch that was given up on."""
+        self._refusal: _Refusal | None = None
+        self._serving_since_s = clock()
         self.num_updates = 0
-        self._pause_s: list[float] = []
-        self._load_s: list[float] = []
+        self._updates: deque[WeightUpdate] = deque(maxlen=_MAX_UPDATES)
 
     @property
     def waits_for(self) -> PolicyVersion | None:
         """The version without which no training request starts now; None where the engine is fresh enough."""
-        return self._newest if self._behind() else None
+        return self._newest if self._config.is_behind(self.version, self._newest) else None
+
+    @property
+    def refused(self) -> str:
+        """The version refused last and why; '' once the engine serves the newest."""
+        return "" if self._refusal is None else str(self._refusal)
+
+    @property
+    def version_since_s(self) -> float:
+        """How long the engine has served its version, in seconds."""
+        return self._clock() - self._serving_since_s
 
     def hear_of(self, newest: PolicyVersion) -> None:
         """Somebody says that this version is published: look at once instead of at the next poll."""
@@ -86,11 +123,11 @@ class WeightFollower:
             self._newest = newest
             self._poll_now.set()
 
-    def take_timings(self) -> tuple[list[float], list[float]]:
-        """Seconds of pause and of load of each update since the last call."""
-        timings = self._pause_s, self._load_s
-        self._pause_s, self._load_s = [], []
-        return timings
+    def take_updates(self) -> list[WeightUpdate]:
+        """Those since the last call."""
+        updates = list(self._updates)
+        self._updates.clear()
+        return updates
 
     async def run(self) -> None:
         """Follow the store until cancelled.
@@ -102,54 +139,102 @@ class WeightFollower:
             self._poll_now.clear()
             await self.update()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poll_now.wait(), self._config.poll_interval_s)
+                async with asyncio.timeout(self._config.poll_interval_s):
+                    await self._poll_now.wait()
 
     async def update(self) -> None:
         """Bring the engine to the newest version in the store, if it is not there yet.
 
-        A version that cannot be fetched (corrupt, or removed meanwhile) is logged and tried again
-        later; the engine keeps what it has.
+        A version that cannot be had (corrupt, removed meanwhile, of another model, or the weight service does not
+        answer) is logged and tried again later; the engine keeps what it has. A request that waits for it ends
+        the waiting, and the actor, in `admit`.
 
         Raises:
-            PolicyTimeout: it took longer than its bound.
+            PolicyTimeout: the engine did not verify or apply it within its bound.
         """
-        newest = None
-        try:
-            newest = self._puller.newest()
-            if newest is None or newest <= self._engine.version:
-                return
-            self._newest = max(self._newest, newest)
-            if newest == self._failed_version and self._clock() < self._retry_at_s:
-                return
-            async with asyncio.timeout(self._config.update_timeout_s):
-                staged = await self._threads.run(self._puller.fetch, newest)
-        except TimeoutError as error:
-            raise self._too_long(newest, "read and verified") from error
-        except (WeightsError, OSError) as error:
-            self._keep_old(newest, error)
-            return
-        with staged:
-            await self._apply(staged, newest)
-
-    async def _apply(self, staged: StagedVersion, version: PolicyVersion) -> None:
-        # The lock is waited for outside the bound: an evaluation may hold it, and bounds itself.
-        async with self._applying:
-            if version <= self._engine.version:
-                return
-            self._open = False
+        async with self._looking:
+            newest = None
             try:
-                timing = await self._apply_whole(staged)
-            except TimeoutError as error:
-                raise self._too_long(version, "applied") from error
-            except UpdateRefused as error:
-                self._keep_old(version, error)
+                if self._must_wait(None):
+                    return
+                newest = await self._ask(self._puller.newest)
+                if newest is None or newest <= self._engine.version:
+                    self._refusal = None
+                    return
+                self._newest = max(self._newest, newest)
+                staged = self._late_arrival()
+                if staged is None:
+                    if self._must_wait(newest):
+                        return
+                    staged = await self._fetch(newest)
+            except (WeightsError, OSError) as error:
+                self._keep_old(newest, error)
                 return
-            finally:
-                self._open = True
-                self._notify()
+            with staged:
+                await self._put(staged)
+
+    async def _fetch(self, version: PolicyVersion) -> StagedVersion:
+        try:
+            return await self._ask(self._puller.fetch, version)
+        except TransferFailed:
+            self._late = self._asked
+            raise
+
+    async def _ask(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the puller in a thread, which may take long, and one call at a time.
+
+        Raises:
+            TransferFailed: it took longer than the bound, or a call that did has not ended yet.
+        """
+        bound_s = self._config.update_timeout_s
+        if self._asked is not None and not self._asked.done():
+            raise TransferFailed("an earlier look has not ended")
+        asked = self._threads.submit(call, *args, **kwargs)
+        self._asked = asked
+        try:
+            async with asyncio.timeout(bound_s):
+                # shielded: the puller's own future is not to be cancelled, for what it brings late is used all the same
+                return await asyncio.shield(asyncio.wrap_future(asked))
+        except TimeoutError as error:
+            raise TransferFailed(
+                f"not read and verified within weight_sync.update_timeout_s = {bound_s:g} s; look at the load of this "
+                "machine, its weights folder and the weight service"
+            ) from error
+
+    def _late_arrival(self) -> StagedVersion | None:
+        """What was fetched since `_ask` gave up on it: a machine that takes long would else never catch up."""
+        late, self._late = self._late, None
+        if late is None or late.exception() is not None:
+            return None
+        return late.result()
+
+    async def _put(self, staged: StagedVersion) -> None:
+        """Put a staged version under the engine, unless that serves a newer one by then."""
+        version = staged.version
+        try:
+            await self._engine.prepare(staged, timeout_s=self._config.update_timeout_s)
+            # The lock is waited for outside the bound: an evaluation may hold it, and bounds itself.
+            async with self._applying:
+                if version <= self._engine.version:
+                    return
+                self._open = False
+                try:
+                    timing = await self._apply_whole(staged)
+                finally:
+                    self._open = True
+                    self._notify()
+        except TimeoutError as error:
+            raise self._too_long(version, "applied") from error
+        except UpdateRefused as error:
+            self._puller.distrust(staged)
+            self._keep_old(version, error)
+            return
+        self._refusal = None
+        self._serving_since_s = self._clock()
         self.num_updates += 1
-        self._pause_s.append(timing.pause_s)
-        self._load_s.append(timing.load_s)
+        end_s = self._wall()
+        served = (version.incarnation, version.version)
+        self._updates.append(WeightUpdate(end_s - timing.pause_s, end_s, timing.load_s, served))
 
     async def _apply_whole(self, staged: StagedVersion) -> UpdateTiming:
         """Apply, to its end even if whoever follows is cancelled: half an update leaves the engine paused."""
@@ -162,9 +247,20 @@ class WeightFollower:
             await asyncio.wait({applying}, timeout=bound_s)
             raise
 
+    def _must_wait(self, version: PolicyVersion | None) -> bool:
+        """Was this version refused a moment ago? None: could the newest not be asked for?"""
+        refusal = self._refusal
+        return refusal is not None and refusal.version == version and self._clock() < refusal.retry_at_s
+
     def _keep_old(self, version: PolicyVersion | None, error: Exception) -> None:
-        _log.warning("%s keeps policy %s and will try %s again: %s", self._name, self.version, version, error)
-        self._failed_version, self._retry_at_s = version, self._clock() + _RETRY_S
+        before = self._refusal if self._refusal is not None and self._refusal.version == version else None
+        pause_s = _RETRY_S[0]
+        if before is not None and not isinstance(error, TransferFailed):
+            # what was read to its end and refused is hardly ever better the next time
+            pause_s = min(2 * before.pause_s, _RETRY_S[1])
+        self._refusal = _Refusal(version, str(error), self._clock() + pause_s, pause_s)
+        if before is None or before.reason != self._refusal.reason:
+            _log.warning("%s keeps policy %s and will try again: %s", self._name, self.version, self._refusal)
 
     @property
     def version(self) -> PolicyVersion:
@@ -203,7 +299,8 @@ class WeightFollower:
             self._poll_now.set()
             changed = self._changed
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), min(1.0, self._config.update_timeout_s))
+                async with asyncio.timeout(min(1.0, self._config.update_timeout_s)):
+                    await changed.wait()
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[PolicyVersion]:
@@ -221,16 +318,7 @@ class WeightFollower:
         self._threads.close()
 
     def _may_start(self, min_version: int) -> bool:
-        return self._open and self.version.version >= min_version and not self._behind()
-
-    def _behind(self) -> bool:
-        served = self.version
-        if served >= self._newest:
-            return False
-        # Versions of an abandoned incarnation are not steps behind: they are beside the way.
-        return served.incarnation < self._newest.incarnation or (
-            self._newest.version - served.version > self._config.actor_lag
-        )
+        return self._open and self._config.may_start(self.version, self._newest, min_version)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -244,8 +332,9 @@ class WeightFollower:
         )
 
     def _never_came(self, wanted: str) -> PolicyTimeout:
+        refused = f"; refused last: {self.refused}" if self.refused else ""
         return PolicyTimeout(
             f"{self._name} waited {self._config.update_timeout_s:g} s (weight_sync.update_timeout_s) for policy "
-            f"{wanted} from the learner: the engine serves {self.version}, the newest in the store is "
-            f"{self._puller.newest()}. Look at the learner's log, and whether this machine sees its weights folder"
+            f"{wanted} from the learner: the engine serves {self.version}, the newest heard of is {self._newest}"
+            f"{refused}. Look at the learner's log, and whether this machine sees its weights folder or weight service"
         )

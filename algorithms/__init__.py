@@ -4,6 +4,7 @@ registry            the algorithms by name, and the config union that `algorithm
 section             what each of them declares: Algorithm, its config section, its Needs
 inputs              LossInputs: what every loss may read; LossOutput: the loss and its metrics
 checks              refuses a batch with values that no loss can use
+undeclared          withholds from a loss what its Needs do not declare
 trajectory_balance  VarGrad trajectory balance (TBA)
 online_dpo          best-against-worst preference loss
 off_policy_ppo      decoupled PPO, over:

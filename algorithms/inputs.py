@@ -27,7 +27,10 @@ class LossInputs:
     behaviour_logprobs_T: Tensor
     """log mu: the policy that sampled the token, whichever version that was."""
     reference_logprobs_T: Tensor
-    """log pi_ref of the frozen reference model; NaN throughout where the algorithm declared it needs none."""
+    """log pi_ref of the frozen reference model; NaN throughout where the algorithm declared it needs none.
+
+    A loss that reads an undeclared one, of this or of `behaviour_logprobs_T`, raises UndeclaredInput.
+    """
     sequence_T: Tensor
     """int64: the sequence (0..B-1) of each token."""
     group_B: Tensor

@@ -15,6 +15,7 @@ from pydantic import Field
 from algorithms.checks import check_inputs
 from algorithms.inputs import LossInputs, LossOutput
 from algorithms.section import Algorithm, AlgorithmSection
+from algorithms.undeclared import only_declared
 
 FILES = (
     "trajectory_balance",
@@ -38,13 +39,14 @@ else:
 def loss_for(config: AlgorithmConfig) -> Loss:
     """The loss of a config, as a function of a batch alone, which it checks first.
 
-    The function raises `algorithms.checks.BadInputs`, a ValueError, for a batch that the loss cannot be right on.
+    The function raises `algorithms.checks.BadInputs`, a ValueError, for a batch that the loss cannot be right on, and
+    `algorithms.undeclared.UndeclaredInput` where the loss reads what its `needs` do not declare.
     """
     loss = ALGORITHMS[config.type].loss
     needs = config.needs
 
     def checked(inputs: LossInputs) -> LossOutput:
         check_inputs(inputs, needs)
-        return loss(config, inputs)
+        return loss(config, only_declared(inputs, needs))
 
     return checked

@@ -34,6 +34,7 @@ from buffer_peers.processes import end_tree
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from reward_curve import mean
+from training_runs.machine import describe_commit
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = {"trajectory_balance": "demo", "online_dpo": "demo-dpo", "off_policy_ppo": "demo-ppo"}
@@ -237,19 +238,6 @@ def figures(run: Path) -> Figures:
         "num_heldout": summary["num_heldout"],
         "seconds": summary["wall_s"],
     }
-
-
-def describe_commit() -> str:
-    """Which code runs: the commit, and whether what runs differs from it."""
-    if shutil.which("git") is None:
-        return "unknown"
-    ours = ["actors", "algorithms", "buffer", "examples", "launch", "learner", "weight_sync"]
-    found = []
-    for question in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", *ours]):
-        ran = subprocess.run(["git", *question], cwd=ROOT, capture_output=True, text=True, check=False, timeout=30)
-        found.append(ran.stdout.strip())
-    commit, changes = found
-    return f"{commit or 'unknown'} with changes" if changes else commit or "unknown"
 
 
 def invocation(args: argparse.Namespace, overrides: list[str]) -> str:

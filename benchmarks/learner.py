@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import signal
 import subprocess
 import sys
@@ -32,6 +30,7 @@ sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]  # 'learner' is the package
 
 from learner_parts.processes import Figures, MeasurementFailed, run_measurement  # noqa: E402
 from learner_parts.report import judged, write_gpu_section, write_page  # noqa: E402
+from training_runs.machine import describe_machine  # noqa: E402
 
 PAGE = ROOT / "docs" / "results" / "learner.md"
 SMOLLM2 = ROOT / "examples" / "smollm2_model"
@@ -49,7 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, it ends what is being measured
     chosen = ["gpu"] if args.gpu else args.only or [name for name in MEASUREMENTS if name != "gpu"]
-    load_before = os.getloadavg()[0]
+    machine = describe_machine()
     result: Figures = {"quick": args.quick}
     failed: dict[str, str] = {}
     for name in chosen:
@@ -61,12 +60,7 @@ def main() -> None:
             failed[name] = str(error)
             print(f"{name}: {error}", file=sys.stderr, flush=True)
     result |= {
-        "machine": {
-            "cores": len(os.sched_getaffinity(0)),
-            "processor": platform.machine(),
-            "python": platform.python_version(),
-            "load_before": round(load_before, 2),
-        },
+        "machine": machine,
         "failed": failed,
         "wanted": judged(result),
     }

@@ -26,9 +26,11 @@ from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
 from buffer.futures import last_of, settle
+from buffer.lengths import LengthFidelity
 from buffer.outbox import Outbox, checked, message_room, num_fitting
 from buffer.trajectory import Trajectory
 from buffer.transport import Result, Transport
+from weight_sync.curve import ClientKeys
 
 SILENCE_S = 1.75
 LONG_SILENCE_S = 20.0
@@ -55,7 +57,7 @@ class Draw:
     """Counts of samples by the names of `buffer.ledger`, with 'gap', as the batch was drawn."""
     lengths: list[int]
     """Tokens of each trajectory, prompt included."""
-    fidelity_ks: float
+    fidelity: LengthFidelity
     """How far the lengths trained so far are from those generated; see `buffer.lengths`."""
 
     @cached_property
@@ -86,6 +88,7 @@ class BufferClient:
         config: BufferConfig,
         shard: int = 0,
         num_shards: int = 1,
+        keys: ClientKeys | None = None,
     ) -> None:
         """Start the client; nothing is sent before `connect`.
 
@@ -97,6 +100,7 @@ class BufferClient:
             config: the `[buffer]` section.
             shard: which shard of the buffer the service is; another one refuses.
             num_shards: how many shards it has.
+            keys: of the run's clients; None where the service takes everybody.
         """
         self.address = address
         self.shard = shard
@@ -119,6 +123,7 @@ class BufferClient:
             config.request_timeout_s,
             config.give_up_after_s,
             name=name,
+            keys=keys,
             # An actor's messages are small, so a silent link is a broken one; a batch may take long to pass.
             silence_s=SILENCE_S if role == "actor" else LONG_SILENCE_S,
             pump=self._outbox.pump,
@@ -264,7 +269,7 @@ class BufferClient:
                 body=result[1],
                 ledger=reply.ledger,
                 lengths=reply.lengths,
-                fidelity_ks=reply.fidelity_ks,
+                fidelity=reply.fidelity,
             )
 
         request = p.DrawRequest(step, version, incarnation, num_groups, wait_s, dict(plan or {}))

@@ -17,7 +17,11 @@ class BufferConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = Field(default="127.0.0.1", description="Address that the service binds; loopback by default.")
+    host: str | None = Field(
+        default=None,
+        description="Address that the service binds; unset: loopback where Ray was started by this command, else this "
+        "machine's address in the Ray cluster.",
+    )
     port: int = Field(default=0, ge=0, le=65535, description="TCP port; 0 lets the system choose a free one.")
     shards: PositiveInt = Field(
         default=1,

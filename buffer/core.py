@@ -60,7 +60,7 @@ class OpenedPushes:
 
 
 class BufferCore:
-    """The buffer's rules; its only state outside of the store are the deadlines of leases."""
+    """The buffer's rules. What leases keep outside of the store, their deadlines above all, may be lost at any time."""
 
     def __init__(self, config: BufferConfig, facts: RunFacts, clock: Callable[[], float]) -> None:
         """Compose the rules for one run.
@@ -159,7 +159,7 @@ class BufferCore:
             draw.record_ids,
             ledger=checked_counts(tx),
             lengths=draw.lengths,
-            fidelity_ks=tx.state.fidelity.ks,
+            fidelity=tx.state.fidelity.now,
         )
         return reply, self._body(tx, draw)
 
@@ -250,7 +250,7 @@ class BufferCore:
             num_records=tx.records.count,
             size_bytes=0,
             draining=state.draining,
-            fidelity_ks=state.fidelity.ks,
+            fidelity=state.fidelity.now,
             fidelity_alarm=state.fidelity.is_alarming(self.groups.config.fidelity_alarm),
         )
 

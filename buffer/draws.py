@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -51,6 +51,7 @@ class Draws:
         self._leases = leases
         self._steps = steps
         self._waits = contract.config.on_stale == "wait"
+        """Only then are the open groups looked at."""
         self._share = share
 
     def draw(self, tx: Transaction, request: DrawRequest) -> Draw | None:
@@ -91,18 +92,16 @@ class Draws:
         if request.step > tx.state.step and not tx.draws.has(request.step):
             self._steps.release_from(tx, request.step)  # what is offered is drawn anew, as in `draw`
         self._drop_stale(tx, request.version)
-        oldest_first = (oldest for oldest, _ in islice(tx.ready_groups.all_keys(), self._contract.capacity()))
-        still_open = (tx.groups.require(group_id) for (group_id,) in tx.open_groups.all_keys())
-        oldest_open = (group.oldest_effective(tx.state) for group in still_open) if self._waits else ()
+        oldest_first = islice(Eligible(tx, self._groups.max_uses).in_order(), self._contract.capacity())
         return PlanReply(
             num_eligible=tx.ready_groups.count,
             capacity=self._share.capacity,
-            due=self._due(oldest_first, request.version),
-            open_due=self._due(oldest_open, request.version),
+            due=dict(Counter(self._left(oldest_first, request.version))),
+            open_due=dict(Counter(self._left(self._open(tx) if self._waits else (), request.version))),
             waits=self._waits,
             waiting_for=self._owed(tx),
             ledger=checked_counts(tx),
-            fidelity_ks=tx.state.fidelity.ks,
+            fidelity=tx.state.fidelity.now,
         )
 
     def waiting_for(self, tx: Transaction, request: DrawRequest) -> str:
@@ -119,11 +118,6 @@ class Draws:
         return f"{text}; {self._owed(tx)}"
 
     # --- parts ------------------------------------------------------------------------------------
-
-    def _due(self, oldest: Iterable[int], version: int) -> dict[int, int]:
-        """Of groups with oldest tokens of these versions: steps -> how many are due then; {} without a bound."""
-        left = Counter(self._contract.steps_left(each, version) for each in oldest)
-        return {num_steps: count for num_steps, count in left.items() if num_steps is not None}
 
     def _owed(self, tx: Transaction) -> str:
         """Who owes groups, and whether more may be leased."""
@@ -210,13 +204,8 @@ class Draws:
             return law.choose(candidates, num, random)
         # Groups that no later step could use go first, so that no choice by length lets them starve. What was
         # used before may go: under replay the law decides who is used again.
-        due: list[int] = []
-        after = self._contract.latest_version(request.version, 1)
-        for key in candidates.in_order():
-            if len(due) == num or self._contract.usable(key.oldest, after):
-                break
-            if not tx.groups.require(key.group_id).uses:
-                due.append(key.group_id)
+        lost = self._contract.evict(candidates.in_order(), self._contract.latest_version(request.version, 1))
+        due = list(islice((group_id for group_id in lost if not tx.groups.require(group_id).uses), num))
         num -= len(due)
         # The law's choice comes first in the pool, then what it would choose beside that: a law that does not
         # choose in an order could not be cut off after the first `num` of the whole pool.
@@ -260,37 +249,35 @@ class Draws:
 
     def _drop_stale(self, tx: Transaction, version: int) -> None:
         """Drop the ready groups that are past the bound at this version; the index has them first."""
-        stale = []
-        for oldest, group_id in tx.ready_groups.all_keys():
-            if self._contract.usable(oldest, version):
-                break
-            stale.append(group_id)
-        for group_id in stale:
+        for group_id in list(self._contract.evict(Eligible(tx, self._groups.max_uses).in_order(), version)):
             self._groups.drop_ready(tx, tx.groups.require(group_id), "dropped_stale")
 
     def _held_back_by(self, tx: Transaction, chosen: Sequence[int], version: int) -> list[int]:
         """Open groups that this step must wait for (on_stale = "wait").
 
-        After this step the others are used at best G per step, oldest first: the i-th of them in
-        the step 1 + i // G steps later. Where one of them would be past the bound there, an open group
-        no younger than it must be in this very step instead of a younger one that was chosen. It reads
-        all ready groups: under this setting admission keeps them few.
+        It reads all ready groups: under this setting admission keeps them few.
         """
         if not self._waits:
             return []
         drawn = set(chosen)
-        keys = [ReadyGroup(*pair) for pair in tx.ready_groups.all_keys()]
-        ready = [key for key in keys if key.group_id not in drawn]
-        still_open = [
-            ReadyGroup(tx.groups.require(group_id).oldest_effective(tx.state), group_id)
-            for (group_id,) in tx.open_groups.all_keys()
-        ]
-        latest_at_risk, num_groups = -1, self._facts.groups_per_step
-        for i, group in enumerate(sorted(ready + still_open)):
-            if self._contract.holds(group.oldest, self._contract.latest_version(version, i // num_groups)):
-                latest_at_risk = group.oldest
-        youngest_chosen = max(key.oldest for key in keys if key.group_id in drawn)
-        return [g.group_id for g in still_open if g.oldest <= latest_at_risk and g.oldest < youngest_chosen]
+        ready = list(Eligible(tx, self._groups.max_uses).in_order())
+        still_open = list(self._open(tx))
+        held_back = self._contract.held_back(
+            self._left([key for key in ready if key.group_id in drawn], version),
+            self._left([key for key in ready if key.group_id not in drawn], version),
+            self._left(still_open, version),
+        )
+        return [still_open[i].group_id for i in held_back]
+
+    def _open(self, tx: Transaction) -> Iterator[ReadyGroup]:
+        """The groups that are not complete."""
+        for (group_id,) in tx.open_groups.all_keys():
+            yield ReadyGroup(tx.groups.require(group_id).oldest_effective(tx.state), group_id)
+
+    def _left(self, groups: Iterable[ReadyGroup], version: int) -> list[int]:
+        """How many steps after the one at `version` could still use each of the groups; [] without a bound."""
+        left = (self._contract.steps_left(group.oldest, version) for group in groups)
+        return [num_steps for num_steps in left if num_steps is not None]
 
     def _is_damaged(self, tx: Transaction, records: Sequence[int]) -> bool:
         """Does one of these records fail its checksum?"""

@@ -21,9 +21,7 @@ from typing import NamedTuple
 from buffer import catalogue
 from buffer.config import BufferConfig
 from buffer.eligible import EligibleIndex, clear
-from buffer.errors import CorruptRecord
 from buffer.eviction import Eviction, EvictionOrder
-from buffer.lengths import PromptHistory
 from buffer.tables import NO_RECORD, Group, ReturnedPrompt
 from buffer.transaction import Transaction
 
@@ -129,18 +127,10 @@ class Groups:
         self.save(tx, group)
 
     def complete(self, tx: Transaction, group: Group) -> None:
-        """No further sample of the group will come: it can be found, and its prompt remembers its lengths."""
+        """No further sample of the group will come: it can be found, if anything of it is stored."""
         tx.open_groups.delete(group.group_id)
-        lengths = [length for length in group.completion_lengths if length]
-        if all(record == NO_RECORD for record in group.records):
-            return
-        catalogue.add(tx, group)
-        try:
-            history = tx.prompts.get(group.prompt_id) or PromptHistory()
-        except CorruptRecord:
-            history = PromptHistory()  # damaged: it only informs, so it begins anew
-        history.add(lengths, group.mean_reward)
-        tx.prompts.put(history, group.prompt_id)
+        if any(record != NO_RECORD for record in group.records):
+            catalogue.add(tx, group)
 
     def close(self, tx: Transaction, group: Group, fate: str) -> None:
         """Move the group's waiting or drawn samples to their last state; those trained on stay trained."""

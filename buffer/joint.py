@@ -90,7 +90,7 @@ class JointDraws:
             }
         )
         for shard, offer in offers.items():
-            self._links[shard].hear(offer.ledger, offer.fidelity_ks)
+            self._links[shard].hear(offer.ledger, offer.fidelity)
         supplies = {
             shard: Supply(offer.num_eligible, offer.capacity, offer.due, offer.open_due)
             for shard, offer in offers.items()
@@ -122,5 +122,5 @@ class JointDraws:
             body=bytes(schema.join_streams([part.body for part in parts])) if parts else b"",
             ledger=self._links.ledger,
             lengths=[length for part in parts for length in part.lengths],
-            fidelity_ks=self._links.fidelity_ks,
+            fidelity=self._links.fidelity,
         )

@@ -1,7 +1,8 @@
 """Which prompts are out with which actor, and when they are issued again.
 
-A lease is permission to generate the missing samples of one group. The rows are durable; only the
-deadlines live in memory, on the service's monotonic clock, and start anew when it restarts.
+A lease is permission to generate the missing samples of one group. The rows are durable. In memory live
+the deadlines, on the service's monotonic clock, which start anew when it restarts, and which requests were
+granted nothing: when that is forgotten, a late copy of one may be granted a lease, which then expires.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from buffer.transaction import Transaction
 from weight_sync.staleness import StalenessContract
 
 MAX_NAME_BYTES = 128
+_NUM_REPLACED = 8
+"""Sessions of a name that are remembered: a Hello is on its way for seconds, a process lives longer."""
 
 
 class Leases:
@@ -58,7 +61,8 @@ class Leases:
         """Open an epoch for a client, which fences its older ones: their leases are lost at once.
 
         Raises:
-            BufferRefused: the name is taken by a client of another role, or is no usable name.
+            BufferRefused: the name is taken by a client of another role, or is no usable name; or a newer process of
+                its name said hello before.
         """
         if not is_name(message.name):
             raise BufferRefused(f"a client's name has 1 to {MAX_NAME_BYTES} bytes, got {message.name[:40]!r}")
@@ -71,6 +75,9 @@ class Leases:
             )
         elif actor.session == message.session:
             return actor
+        elif message.session in actor.replaced:
+            # a late copy: what it would fence is alive
+            raise BufferRefused(f"'{message.name}' was replaced by a newer process (epoch {actor.epoch})")
         else:
             for (lease_id,), group_id in list(tx.leases.all_items()):
                 group = tx.groups.require(group_id)
@@ -78,7 +85,9 @@ class Leases:
                     assert group.lease_id == lease_id
                     self._groups.lose_lease(tx, group, "fenced")
             tx.seen.delete_texts(message.name)
-            actor = Actor(message.name, message.role, message.session, epoch=actor.epoch + 1)
+            replaced = [*actor.replaced, actor.session][-_NUM_REPLACED:]
+            epoch = actor.epoch + 1
+            actor = Actor(message.name, message.role, message.session, epoch=epoch, replaced=replaced)
         tx.actors.put(actor, actor.name)
         return actor
 
@@ -150,7 +159,7 @@ class Leases:
         for lease_id in self._deadlines.due(now):
             group_id = tx.leases.get(lease_id)
             if group_id is None:
-                # Closed in an earlier, committed turn: only now is it safe to forget the deadline.
+                # Closed, perhaps in this very turn. Should that fail, `restart` gives every open lease a new deadline.
                 self._deadlines.drop(lease_id)
                 continue
             self._groups.lose_lease(tx, tx.groups.require(group_id), "lease expired")
@@ -172,13 +181,7 @@ class Leases:
         return tx.open_groups.count + waiting + sum(state.pending_draws.values())
 
     def closed_because(self, tx: Transaction) -> str:
-        """Why no new group may be leased now; '' where one may.
-
-        Beside this shard's share of the contract's capacity, which assumes that weights are published
-        when they are due, this counts how far publication really is behind: the group would be used by the step after
-        all outstanding ones, with tokens as old as `min_version`, and must be usable there. With
-        max_lag = 0 this holds admission back between a finished step and its publication.
-        """
+        """Why no new group may be leased now; '' where one may."""
         state = tx.state
         if state.draining:
             return "the run is draining"
@@ -188,16 +191,12 @@ class Leases:
             return "the learner has not published weights"
         if not self._share.capacity:
             return f"no prompt belongs to shard {self._facts.shard} of {self._facts.num_shards}"
-        outstanding = self.outstanding(tx)
-        if outstanding >= self._share.capacity:
-            return f"{outstanding} groups are outstanding, which is all that the staleness bound allows"
-        oldest = self._contract.min_version(state.effective(state.published))
-        num_before = self._share.steps_before(outstanding)
-        if not self._contract.usable(oldest, self._contract.latest_version(state.version, num_before)):
-            return (
-                f"the learner is at version {state.version}, the newest published is {state.effective(state.published)}"
-            )
-        return ""
+        return self._contract.admit(
+            self.outstanding(tx),
+            self._share.capacity,
+            version=state.version,
+            published=state.effective(state.published),
+        )
 
     def _next_group(self, tx: Transaction) -> Group | None:
         if tx.state.draining or tx.state.published is None:
@@ -220,9 +219,8 @@ class Leases:
 
     def _is_doomed(self, tx: Transaction, group: Group) -> bool:
         """Are the group's committed samples past the bound already?"""
-        return group.oldest is not None and not self._contract.usable(
-            tx.state.effective(group.oldest), tx.state.version
-        )
+        ages = [] if group.oldest is None else [(tx.state.effective(group.oldest), group)]
+        return any(self._contract.evict(ages, tx.state.version))
 
     def _drop_open(self, tx: Transaction, group: Group) -> None:
         """Drop a group that has no lease: its missing samples were counted as failed when it lost the last one."""

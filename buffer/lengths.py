@@ -1,4 +1,4 @@
-"""What is known of lengths: of each prompt, and how faithfully training follows what was generated.
+"""How faithfully the lengths that are trained follow those that were generated.
 
 Lengths are counted in log-spaced buckets, two to an octave. Both distributions, of completions that were
 committed and of completions that entered a step, are counted with exponential forgetting, so that
@@ -8,20 +8,19 @@ they tell of the last few thousand samples however long the run is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import msgspec
 
 NUM_BUCKETS = 48
 """Two to an octave: completions up to 2^24 tokens."""
-NUM_REMEMBERED = 16
-"""Lengths kept of each prompt."""
 MIN_SAMPLES = 256
 """No alarm before so many completions were trained on: few samples differ from any distribution."""
 NUM_NAMED = 3
 """How many starved buckets a warning names."""
 _RESCALE_AT = 1e9
+_LONG = 0.95
 
 
 def bucket_of(num_tokens: float) -> int:
@@ -71,6 +70,24 @@ class LengthCounts(msgspec.Struct):
         return [count / total for count in self.counts] if total else [0.0] * NUM_BUCKETS
 
 
+class LengthFidelity(msgspec.Struct, frozen=True):
+    """How far the lengths trained are from those generated."""
+
+    ks: float = 0.0
+    """Kolmogorov-Smirnov distance over the buckets: 0 the same, 1 disjoint; 0 before any training."""
+    p95_ratio: float = 1.0
+    """95th percentile trained over that generated, below 1 where long answers are starved; 1 before any training.
+    Within buckets of half an octave it is interpolated, so it can be off by a factor of sqrt(2) at most, if the lengths
+    of one bucket lie on one of its ends."""
+
+    @classmethod
+    def worst(cls, parts: Iterable[LengthFidelity]) -> LengthFidelity:
+        """The worst of some shards, in each figure."""
+        known = list(parts)
+        ratio = max((part.p95_ratio for part in known), key=lambda ratio: abs(math.log(ratio)))
+        return cls(max(part.ks for part in known), ratio)
+
+
 class Fidelity(msgspec.Struct):
     """Lengths generated and lengths trained, side by side."""
 
@@ -80,15 +97,17 @@ class Fidelity(msgspec.Struct):
     """The step of the last warning."""
 
     @property
-    def ks(self) -> float:
-        """Kolmogorov-Smirnov distance of the two, over the buckets: 0 the same, 1 disjoint; 0 before any training."""
+    def now(self) -> LengthFidelity:
+        """The two, compared."""
         if not self.trained.counts or not self.generated.counts:
-            return 0.0
-        return ks_distance(self.generated.shares(), self.trained.shares())
+            return LengthFidelity()
+        generated, trained = self.generated.shares(), self.trained.shares()
+        ratio = quantile(trained, _LONG) / quantile(generated, _LONG)
+        return LengthFidelity(ks_distance(generated, trained), ratio)
 
     def is_alarming(self, threshold: float) -> bool:
         """Do the two differ by more than this distance, after enough samples to tell?"""
-        return self.trained.total >= MIN_SAMPLES * (1 - 1e-9) and self.ks > threshold
+        return self.trained.total >= MIN_SAMPLES * (1 - 1e-9) and self.now.ks > threshold
 
     def starved(self) -> str:
         """The lengths that training misses most, in words."""
@@ -102,31 +121,19 @@ class Fidelity(msgspec.Struct):
         return "; ".join(named)
 
 
-class PromptHistory(msgspec.Struct):
-    """What earlier groups of a prompt were like."""
+def quantile(shares: Sequence[float], share: float) -> float:
+    """The length in tokens below which this share of the completions lies, interpolated within its bucket.
 
-    num_groups: int = 0
-    num_samples: int = 0
-    mean_tokens: float = 0.0
-    """Mean length of its completions."""
-    max_tokens: int = 0
-    last_tokens: list[int] = []
-    """The last completions, newest last."""
-    last_reward: float | None = None
-    """Mean reward of the last group that had any."""
-
-    def add(self, completion_lengths: Sequence[int], mean_reward: float | None) -> None:
-        """Enter a complete group."""
-        self.num_groups += 1
-        if mean_reward is not None:
-            self.last_reward = mean_reward
-        if not completion_lengths:
-            return
-        num = self.num_samples + len(completion_lengths)
-        self.mean_tokens += (sum(completion_lengths) - len(completion_lengths) * self.mean_tokens) / num
-        self.num_samples = num
-        self.max_tokens = max(self.max_tokens, *completion_lengths)
-        self.last_tokens = [*self.last_tokens, *completion_lengths][-NUM_REMEMBERED:]
+    Args:
+        shares: of each bucket; their sum is 1.
+        share: from 0 to 1.
+    """
+    below = 0.0
+    for bucket, part in enumerate(shares):
+        if part and below + part >= share:
+            return float(2 ** ((bucket + (share - below) / part) / 2))
+        below += part
+    return float(2 ** (len(shares) / 2))  # the sum was rounded below the share
 
 
 def ks_distance(first: Sequence[float], second: Sequence[float]) -> float:

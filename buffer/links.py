@@ -17,6 +17,7 @@ from buffer import protocol as p
 from buffer.client import BufferClient, Draw
 from buffer.errors import BufferRefused, BufferUnavailable
 from buffer.futures import settle
+from buffer.lengths import LengthFidelity
 from buffer.trajectory import Trajectory
 
 _CREDIT_POLL_S = 0.02
@@ -42,7 +43,7 @@ class Link:
         """As it was last known."""
         self.ledger: dict[str, int] = {}
         """The newest counts that were heard."""
-        self.fidelity_ks = 0.0
+        self.fidelity = LengthFidelity()
         self.waiting_for = ""
         """What its part of a step waits for."""
         self._patience_s = patience_s
@@ -118,15 +119,15 @@ class Link:
         num_groups = plan[self.shard]
         while True:
             draw = await self._answer(lambda client: client.draw(step, version, incarnation, num_groups, wait_s, plan))
-            self.hear(draw.ledger, draw.fidelity_ks)
+            self.hear(draw.ledger, draw.fidelity)
             if draw.ready:
                 return draw
             self.waiting_for = draw.waiting_for
 
-    def hear(self, ledger: dict[str, int], fidelity_ks: float) -> None:
+    def hear(self, ledger: dict[str, int], fidelity: LengthFidelity) -> None:
         """Remember the newest figures."""
         if ledger:
-            self.ledger, self.fidelity_ks = ledger, fidelity_ks
+            self.ledger, self.fidelity = ledger, fidelity
 
     async def _in_turn(self, request: Request[R]) -> R:
         async with self._order:
@@ -216,9 +217,9 @@ class Links(list[Link]):
         return _added([link.ledger for link in self])
 
     @property
-    def fidelity_ks(self) -> float:
-        """The worst of the shards; that of all samples together is not above it."""
-        return max(link.fidelity_ks for link in self)
+    def fidelity(self) -> LengthFidelity:
+        """The worst of the shards."""
+        return LengthFidelity.worst(link.fidelity for link in self)
 
     async def answered(self, tasks: Mapping[int, asyncio.Task[R]]) -> dict[int, R]:
         """The answers of the shards that are not silent; while all shards are, wait for them.
@@ -262,7 +263,7 @@ def sum_of(parts: Sequence[p.Status], silent: list[int]) -> p.Status:
         size_bytes=sum(part.size_bytes for part in parts),
         draining=any(part.draining for part in parts),
         num_damaged=sum(part.num_damaged for part in parts),
-        fidelity_ks=max(part.fidelity_ks for part in parts),
+        fidelity=LengthFidelity.worst(part.fidelity for part in parts),
         fidelity_alarm=any(part.fidelity_alarm for part in parts),
         silent_shards=silent,
     )

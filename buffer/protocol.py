@@ -10,13 +10,15 @@ it is about (an epoch and sequence number, a lease, a step), so the service can 
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated
 
 import msgspec
-import xxhash
 
-PROTOCOL_VERSION = 3
+from buffer.lengths import LengthFidelity
+from weight_sync.wire import checksum as checksum
+from weight_sync.wire import sealed, unsealed
+
+PROTOCOL_VERSION = 4
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """What a request counts or numbers: so large a number leaves room to add to it in 64 bits."""
@@ -232,8 +234,8 @@ class DrawReply(Message, frozen=True):
     """The counts of `Status.ledger` in the transaction of the draw."""
     lengths: list[int] = []
     """Tokens of each trajectory, prompt included: enough to pack them without reading the body."""
-    fidelity_ks: float = 0.0
-    """Kolmogorov-Smirnov distance of the lengths trained so far from those generated: 0 is the same."""
+    fidelity: LengthFidelity = LengthFidelity()
+    """Of what was trained so far."""
 
 
 class PlanReply(Message, frozen=True):
@@ -254,7 +256,7 @@ class PlanReply(Message, frozen=True):
     """Who owes it groups."""
     ledger: dict[str, int]
     """As in `DrawReply`."""
-    fidelity_ks: float
+    fidelity: LengthFidelity
     """As in `DrawReply`."""
 
 
@@ -284,10 +286,10 @@ class Status(Message, frozen=True):
     draining: bool
     num_damaged: int = 0
     """Records that the last scrub found damaged."""
-    fidelity_ks: float = 0.0
+    fidelity: LengthFidelity = LengthFidelity()
     """As in `DrawReply`."""
     fidelity_alarm: bool = False
-    """It is above the knob `fidelity_alarm`."""
+    """Its distance is above the knob `fidelity_alarm`."""
     silent_shards: list[int] = []
     """Shards that do not answer now: their part of the figures is the last that was known."""
 
@@ -323,18 +325,11 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
-_SEAL = struct.Struct("<Q")
-
-
-def checksum(body: bytes | memoryview) -> int:
-    """xxh3-64 of a message body; 0 for an empty one."""
-    return int(xxhash.xxh3_64_intdigest(body)) if len(body) else 0
 
 
 def encode(envelope: Envelope) -> bytes:
     """The header frame of a message: its checksum, then the envelope."""
-    payload = _encoder.encode(envelope)
-    return _SEAL.pack(checksum(payload)) + payload
+    return sealed(_encoder.encode(envelope))
 
 
 def decode(header: bytes | memoryview, *, max_bytes: int | None = None) -> Envelope:
@@ -347,13 +342,4 @@ def decode(header: bytes | memoryview, *, max_bytes: int | None = None) -> Envel
     Raises:
         msgspec.DecodeError: the frame is damaged or no known message; it is quarantined, never guessed at.
     """
-    if max_bytes is not None and len(header) > max_bytes:
-        raise msgspec.DecodeError(f"a header of {len(header)} bytes, at most {max_bytes} are read")
-    payload = memoryview(header)[_SEAL.size :]
-    if len(payload) == 0 or _SEAL.unpack_from(header)[0] != checksum(payload):
-        raise msgspec.DecodeError(f"a header of {len(header)} bytes does not match its checksum")
-    try:
-        return _decoder.decode(payload)
-    except (RecursionError, UnicodeDecodeError) as error:
-        # What msgspec does not call its own: nested too deeply, or text that is none.
-        raise msgspec.DecodeError(f"a header of {len(header)} bytes cannot be read ({type(error).__name__})") from None
+    return unsealed(header, _decoder, max_bytes=max_bytes)

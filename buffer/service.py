@@ -7,7 +7,6 @@ sends the replies after its commit: under load many acknowledgements share one f
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +26,9 @@ from buffer.intake import set_aside
 from buffer.store import PORT, Store
 from buffer.transaction import Transaction
 from buffer.upkeep import Upkeep
+from weight_sync.curve import LOOPBACK, Doorkeeper, ServiceKeys
 from weight_sync.files import write_durably
+from weight_sync.wire import CannotBind, bind, limit, port_in, receive_frames, send_frames
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,6 @@ _MAX_PARKED = 64
 """Draws that wait at once; one learner has one or two."""
 _IDLE_S = 0.2
 """How long a turn may wait for messages, which bounds how late `stop` is noticed."""
-_BIND_RETRY_S = 5.0
-_MAX_FRAMES = 3
 _COMPLAIN_EVERY_S = 10.0
 _FULL_PAUSE_S = 1.0
 
@@ -67,9 +66,22 @@ class BufferService:
     """Serves one run's buffer from one folder."""
 
     def __init__(
-        self, config: BufferConfig, facts: RunFacts, folder: Path, *, clock: Callable[[], float] = time.monotonic
+        self,
+        config: BufferConfig,
+        facts: RunFacts,
+        folder: Path,
+        *,
+        keys: ServiceKeys | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the store.
+
+        Args:
+            config: the `[buffer]` section.
+            facts: of the run.
+            folder: of the store.
+            keys: only the holders of the run's client key are let in; None: everybody who reaches the socket.
+            clock: monotonic, in seconds.
 
         Raises:
             StoreError: see `Store`; or the configuration contradicts itself.
@@ -84,6 +96,8 @@ class BufferService:
         self._folder = folder
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._keys = keys
+        self._door: Doorkeeper | None = None
         self._parked: dict[tuple[bytes, int], _Parked] = {}
         self._complain_at = 0.0
         self._full_until = 0.0
@@ -95,42 +109,23 @@ class BufferService:
         Raises:
             StoreError: the address is in use or does not exist.
         """
-        for option, value in (
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.MAXMSGSIZE, self._config.max_message_mib * 2**20),
-            (zmq.LINGER, 0),
-            (zmq.RCVHWM, 32),  # per client, and in messages: credit is what bounds their bytes
-            (zmq.SNDHWM, 1000),
-            (zmq.HEARTBEAT_IVL, 2000),
-            (zmq.HEARTBEAT_TIMEOUT, 20000),
-            (zmq.HANDSHAKE_IVL, 5000),
-        ):
-            self._socket.setsockopt(option, value)
+        # messages that come are bounded in bytes by credit
+        limit(self._socket, self._config.max_message_mib * 2**20, incoming=32, outgoing=1000)
+        if self._keys is not None:
+            self._door = Doorkeeper(self._socket, self._keys, "the buffer service")
         remembered = self._folder / PORT
-        port = self._config.port or _port_in(remembered)
-        endpoint = f"tcp://{self._config.host}:{port or '*'}"
-        deadline = time.monotonic() + _BIND_RETRY_S
-        while True:
+        try:
+            address, port = bind(self._socket, self._config.host or LOOPBACK, self._config.port, remembered)
+        except CannotBind as error:
+            raise StoreError(
+                f"the buffer service {error}. Set [buffer] host and port to a free address of this machine; the port "
+                f"of the last run is kept in {remembered}"
+            ) from error
+        if port_in(remembered) != port:
             try:
-                self._socket.bind(endpoint)
-                break
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EADDRINUSE and time.monotonic() < deadline:
-                    time.sleep(0.1)
-                    continue
-                raise StoreError(
-                    f"the buffer service cannot bind {endpoint} ({error}). Set [buffer] host and port to a free "
-                    f"address of this machine; the port of the last run is kept in {remembered}"
-                ) from error
-        address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        bound_port = address.rsplit(":", 1)[1]
-        if _port_in(remembered) != int(bound_port):
-            try:
-                write_durably(remembered, bound_port.encode())
+                write_durably(remembered, str(port).encode())
             except OSError as error:
                 raise StoreError(f"{remembered} cannot be written ({error}). Free some space") from error
-        if self._config.host in ("0.0.0.0", "*"):  # every interface: name one that other machines can reach
-            return f"tcp://{_outward_address()}:{bound_port}"
         return address
 
     def serve(self, stop: threading.Event) -> None:
@@ -176,6 +171,8 @@ class BufferService:
         """Give the address and the folder back."""
         if not self._socket.closed:
             self._socket.close()
+            if self._door is not None:
+                self._door.close()
             self._context.term()
             self._store.close()
 
@@ -192,19 +189,11 @@ class BufferService:
         size = 0
         while len(messages) < _MAX_TURN_MESSAGES and size < _MAX_TURN_BYTES:
             try:
-                messages.append(self._receive_one())
+                messages.append(receive_frames(self._socket))
             except zmq.Again:
                 break
             size += sum(map(len, messages[-1]))
         return opened(messages, self._upkeep.pushes_wait_for)
-
-    def _receive_one(self) -> list[memoryview]:
-        """The frames of one message: identity, header, body. One frame more shows that it is none of ours."""
-        frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
-        while frames[-1].more:
-            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            frames = [*frames, frame] if len(frames) <= _MAX_FRAMES else [*frames[:-1], frame]
-        return [frame.buffer for frame in frames]
 
     def _answer(self, tx: Transaction, arrivals: list[Arrival]) -> _Answers:
         """All replies of one turn. May run twice where the store grows, so it changes nothing but `tx`."""
@@ -276,29 +265,6 @@ class BufferService:
 
     def _send(self, outgoing: _Outgoing) -> None:
         envelope = p.Envelope(outgoing.request_id, outgoing.reply, p.checksum(outgoing.body))
-        frames = [outgoing.identity, p.encode(envelope), *([outgoing.body] if len(outgoing.body) else [])]
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            # The peer is gone or does not read. What it asked for is done; it will ask again.
-            log.info("a reply (%s) could not be delivered: %s", type(outgoing.reply).__name__, error)
-
-
-def _port_in(file: Path) -> int:
-    """The port that the last service of the folder had; 0 where there was none."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return 0
-
-
-def _outward_address() -> str:
-    """The address of the interface that leads away from this machine; loopback where none does."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # of a range kept for documentation; nothing is sent
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+        failure = send_frames(self._socket, outgoing.identity, p.encode(envelope), outgoing.body)
+        if failure is not None:  # what it asked for is done
+            log.info("a reply (%s) could not be delivered: %s", type(outgoing.reply).__name__, failure)

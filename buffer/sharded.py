@@ -27,11 +27,14 @@ from buffer.errors import BufferUnavailable
 from buffer.joint import JointDraws
 from buffer.links import Link, Links, Request, sum_of
 from buffer.trajectory import Trajectory
+from weight_sync.curve import ClientKeys
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0
 """A shard that leaves something unanswered for so long is silent."""
+
+_LEASE_POLL_S = 0.02
 
 _CLOSED = "the client of the buffer's shards is closed"
 
@@ -39,7 +42,13 @@ R = TypeVar("R")
 
 
 def open_client(
-    addresses: Sequence[str], *, run_id: str, role: str, name: str, config: BufferConfig
+    addresses: Sequence[str],
+    *,
+    run_id: str,
+    role: str,
+    name: str,
+    config: BufferConfig,
+    keys: ClientKeys | None = None,
 ) -> BufferClient | ShardedClient:
     """A client of a buffer of one or several shards.
 
@@ -49,10 +58,18 @@ def open_client(
         role: see `BufferClient`.
         name: see `BufferClient`; the same for all shards.
         config: the `[buffer]` section.
+        keys: see `BufferClient`.
     """
     clients = [
         BufferClient(
-            address, run_id=run_id, role=role, name=name, config=config, shard=shard, num_shards=len(addresses)
+            address,
+            run_id=run_id,
+            role=role,
+            name=name,
+            config=config,
+            shard=shard,
+            num_shards=len(addresses),
+            keys=keys,
         )
         for shard, address in enumerate(addresses)
     ]
@@ -134,6 +151,10 @@ class ShardedClient:
             raise BufferUnavailable(_CLOSED)
         return self._links.owner(trajectory.lease_id).overflow.push(trajectory, self._loop)
 
+    def has_room(self, _trajectory: Trajectory) -> bool:
+        """`push` always returns at once."""
+        return True
+
     def give_up(self, lease: p.Lease, sample_indices: Sequence[int], reason: str) -> Future[p.Done]:
         """Say that these samples of a lease will not come."""
         return self._links.owner(lease.lease_id).client.give_up(lease, sample_indices, reason)
@@ -192,15 +213,17 @@ class ShardedClient:
         for shard, status in replies.items():
             link = self._links[shard]
             link.status = status
-            link.hear(status.ledger, status.fidelity_ks)
+            link.hear(status.ledger, status.fidelity)
         silent = [link.shard for link in self._links if link.shard not in replies]
         return sum_of([link.status for link in self._links if link.status is not None], silent)
 
     async def _lease(self, max_groups: int) -> p.LeaseGrant:
         async with self._leasing:
-            grants: list[p.LeaseGrant] = []
-            while not grants:
-                grants = await self._ask_for_leases(max_groups)
+            while not (grants := await self._ask_for_leases(max_groups)):
+                if self._links.late_error is not None:
+                    raise self._links.late_error
+                # all that are connected are silent, while another one is not: nothing was waited for
+                await asyncio.sleep(_LEASE_POLL_S)
         leases = [lease for grant in grants for lease in grant.leases]
         return p.LeaseGrant(
             leases, max(grant.newest for grant in grants), draining=any(grant.draining for grant in grants)

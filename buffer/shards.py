@@ -17,7 +17,7 @@ import xxhash
 
 from buffer.config import BufferConfig, RunFacts
 from buffer.errors import StoreError
-from weight_sync.staleness import StalenessContract
+from weight_sync.staleness import StalenessContract, held_back
 
 
 class Share(NamedTuple):
@@ -25,14 +25,8 @@ class Share(NamedTuple):
 
     capacity: int
     """How many of its groups may be outstanding at once; the shares of all shards add up to the contract's capacity."""
-    num_steps: int
-    """So many steps use up what is outstanding where it is full."""
     num_shares: int
     """Capacity of the whole buffer, of which `capacity` is a part."""
-
-    def steps_before(self, num_outstanding: int) -> int:
-        """How many steps use the outstanding groups before it is the turn of one more."""
-        return num_outstanding * self.num_steps // max(1, self.capacity)
 
 
 class Supply(NamedTuple):
@@ -87,7 +81,7 @@ def share_of(facts: RunFacts, contract: StalenessContract) -> Share:
         shares = admission_shares(facts.num_prompts, facts.num_shards, capacity)
     except ValueError as error:
         raise StoreError(str(error)) from None
-    return Share(shares[facts.shard], capacity // facts.groups_per_step, capacity)
+    return Share(shares[facts.shard], capacity)
 
 
 def of_shard(config: BufferConfig, share: Share) -> BufferConfig:
@@ -152,12 +146,7 @@ def divide_step(num_groups: int, supplies: Mapping[int, Supply], *, in_order: bo
 
 
 def must_wait(plan: Mapping[int, int], num_groups: int, supplies: Mapping[int, Supply]) -> bool:
-    """Must a step wait for groups that are not complete (on_stale = "wait")? As `Draws` decides for one shard.
-
-    After this step the others are used at best G per step: the i-th of them 1 + i // G steps later.
-    Where one of them is due before that, an open group that is due no later than it must be in this very
-    step instead of one that is due after it.
-    """
+    """Must a step wait for groups that are not complete (on_stale = "wait")? Decided over all shards' groups."""
     drawn: list[int] = []
     left: list[int] = []
     still_open: list[int] = []
@@ -166,9 +155,7 @@ def must_wait(plan: Mapping[int, int], num_groups: int, supplies: Mapping[int, S
         drawn += ready[: plan.get(shard, 0)]
         left += ready[plan.get(shard, 0) :]
         still_open += _expanded(supply.open_due)
-    at_risk = [due for i, due in enumerate(sorted(left + still_open)) if due < 1 + i // num_groups]
-    latest, youngest = max(at_risk, default=-1), max(drawn, default=-1)
-    return any(due <= latest and due < youngest for due in still_open)
+    return bool(held_back(drawn, left, still_open, num_groups))
 
 
 @lru_cache(maxsize=2)

@@ -128,7 +128,8 @@ class Steps:
     def all_usable(self, tx: Transaction, draw: Draw, version: int) -> bool:
         """Are all groups of a recorded draw within the age bound at this version?"""
         groups = [tx.groups.require(group_id) for group_id in draw.group_ids]
-        return all(self._contract.usable(group.oldest_effective(tx.state), version) for group in groups)
+        ages = [(group.oldest_effective(tx.state), group) for group in groups]
+        return len(self._contract.select(ages, version)) == len(groups)
 
     def release_from(self, tx: Transaction, step: int) -> None:
         """Forget the draw of this step, and those of all later ones that this incarnation has not drawn itself.
@@ -272,7 +273,7 @@ class Steps:
             log.warning(
                 "the lengths trained on differ from those generated: KS distance %.2f, above fidelity_alarm = %.2f. "
                 "Starved: %s. Set length_correction, or law = 'length_balanced'",
-                fidelity.ks,
+                fidelity.now.ks,
                 self._groups.config.fidelity_alarm,
                 fidelity.starved(),
             )

@@ -230,6 +230,8 @@ class Actor(msgspec.Struct):
     """How many at or above it were seen: the rows of the actor in the table `seen`."""
     last_request: int = -1
     last_leases: list[Lease] = []
+    replaced: list[str] = []
+    """The last sessions before this one."""
 
 
 class ReturnedPrompt(msgspec.Struct, frozen=True):

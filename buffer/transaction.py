@@ -16,7 +16,6 @@ import msgspec
 import xxhash
 
 from buffer.errors import CorruptRecord
-from buffer.lengths import PromptHistory
 from buffer.tables import Actor, Draw, Group, ReturnedPrompt, State
 
 V = TypeVar("V")
@@ -38,10 +37,13 @@ TABLES: dict[str, Any] = {
     "catalogue": None,
     "weights": bytes,
     "strata": None,
-    "prompts": PromptHistory,
+    "prompts": bytes,
     "quarantine": bytes,
 }
-"""Name and kind of every table; None: an index, which is nothing but keys. `verify` derives those anew."""
+"""Name and kind of every table; None: an index, which is nothing but keys. `verify` derives those anew.
+
+Nothing is written to 'prompts' any more: stores that have rows in it stay readable, and are copied whole.
+"""
 
 _SEAL = struct.Struct("<Q")
 _INTEGERS = [struct.Struct(f">{number}Q") for number in range(8)]
@@ -296,7 +298,6 @@ class Transaction:
         """(level, node): the sum tree over the groups that may be drawn; see `buffer.sum_tree`."""
         self.strata: Table[bytes] = tables["strata"]
         """(length bucket, version of the oldest token, group): those groups by length."""
-        self.prompts: Table[PromptHistory] = tables["prompts"]
         self.quarantine: Table[bytes] = tables["quarantine"]
         self.before_flush: list[Callable[[], None]] = []
         """Called once, before the rows are written: for what else is kept in memory during the transaction."""

@@ -24,6 +24,7 @@ from buffer import protocol as p
 from buffer.errors import BufferRefused, BufferUnavailable
 from buffer.futures import settle
 from buffer.wake import Wake
+from weight_sync.curve import ClientKeys
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Transport:
         give_up_after_s: float,
         *,
         name: str,
+        keys: ClientKeys | None = None,
         silence_s: float = 20.0,
         pump: Callable[[], float | None] = lambda: None,
         ended: Callable[[BufferUnavailable], None] = lambda _: None,
@@ -82,6 +84,7 @@ class Transport:
             request_timeout_s: resend after so long without an answer.
             give_up_after_s: fail after so long without an answer.
             name: of the thread.
+            keys: of the run's clients; None where the service takes everybody.
             silence_s: make the connection anew after so long without a heartbeat.
             pump: called by the IO thread in every round; may submit, and returns in how many seconds
                 it wants to be called again (None: when woken).
@@ -90,6 +93,7 @@ class Transport:
         self.address = address
         self._request_timeout_s = request_timeout_s
         self._give_up_after_s = give_up_after_s
+        self._keys = keys
         self._silence_s = silence_s
         self._pump = pump
         self._ended = ended
@@ -197,6 +201,8 @@ class Transport:
             (zmq.HEARTBEAT_TIMEOUT, int(self._silence_s * 1000)),
         ):
             socket.setsockopt(option, value)
+        if self._keys is not None:
+            self._keys.lock(socket)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         socket.connect(self.address)
         self._heard_at = time.monotonic()

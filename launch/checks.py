@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import re
 import uuid
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.tasks import TaskError, TaskFacts, check_task
 from buffer.config import RunFacts
 from buffer.shards import admission_shares
 from launch.config import Config
+from launch.keys import run_keys
 from launch.load import ConfigError
+from launch.pools import WorkerPool, actor_pools, serving_dtypes, stage_pools
+from launch.reachable import CONNECT_S, answers
 from launch.run_folder import RunFolder, already_there
+from launch.weights_folder import check_weights_folder, check_writable
 from learner.families import FAMILIES
+from weight_sync.config import WeightSyncConfig
+from weight_sync.curve import ClientKeys, RunKeys, ServiceKeys
+from weight_sync.nccl import check_transport
 from weight_sync.serving import ModelFacts, ModelFolderError, check_model_folder
 from weight_sync.staleness import StalenessContract
+
+_OF_RAY = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
+"""Resources that every host has by Ray's own doing."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,30 @@ class Plan:
     """None where the model has yet to be downloaded or made."""
     task: TaskFacts
     run_id: str
+    keys: RunKeys | None = field(default=None, repr=False)
+    """Of the sockets of this start of the run; None where they are not locked."""
+
+    @property
+    def service_keys(self) -> ServiceKeys | None:
+        """What the services are told."""
+        return None if self.keys is None else self.keys.services
+
+    @property
+    def client_keys(self) -> ClientKeys | None:
+        """What their clients are told."""
+        return None if self.keys is None else self.keys.clients
+
+    @property
+    def weights_folder(self) -> Path:
+        """Where the versions of the weights lie."""
+        folder = self.config.weight_sync.folder
+        return self.folder.weights if folder is None else Path(folder)
+
+    @property
+    def weight_sync(self) -> WeightSyncConfig:
+        """The section with `max_actor_lag` as it is for this learner."""
+        actor_lag = self.config.weight_sync.actor_lag_for(self.config.learner.updates_per_step)
+        return self.config.weight_sync.model_copy(update={"max_actor_lag": actor_lag})
 
     def run_facts(self, model: ModelFacts, shard: int) -> RunFacts:
         """What a shard of the buffer is told of the run."""
@@ -60,30 +97,42 @@ class Plan:
                 f"model      {model}",
                 f"task       {config.task.type}, {self.task.num_train} prompts, {self.task.num_heldout} held out",
                 f"algorithm  {config.algorithm.type}",
-                f"actors     {config.actors.num_actors}, {config.actors.group_size} samples per prompt",
+                f"actors     {_pools(config)}, {config.actors.group_size} samples per prompt",
                 f"learner    {_pipeline(config)}; {config.learner.num_steps} steps of "
                 f"{config.learner.groups_per_step} prompts ({samples} samples), {updates} each",
                 f"staleness  max_lag = {config.weight_sync.max_lag}, on_stale = {config.weight_sync.on_stale}",
+                f"weights    transport = {config.weight_sync.transport}, in {', '.join(serving_dtypes(config))}, "
+                f"{self.weights_folder}",
                 "Everything that can be checked before a process starts is in order.",
             ]
         )
 
 
-def check(config: Config, root: Path) -> Plan:
+def check(config: Config, root: Path, *, run_id: str | None = None) -> Plan:
     """Check a config against itself, its files and the model.
+
+    Args:
+        config: of the run.
+        root: its folder.
+        run_id: of a run that is gone on with in its folder; None: of a new one, whose folder is not there yet.
 
     Raises:
         ConfigError: one sentence that names the key, the reason and what to try.
     """
-    if root.exists():
-        raise ConfigError(already_there(root))
+    if run_id is None:
+        if os.path.exists(root):  # unlike Path.exists it takes a name that is too long for one that is not there
+            raise ConfigError(already_there(root))
+        check_writable(root, "run.dir")
     try:
         config.learner.check_pipeline()
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _check_steps(config)
+    _check_pools(config)
     contract = _contract(config)
     _check_sizes(config, contract)
+    _check_weight_sync(config, is_new=run_id is None)
+    _check_ray(config)
     try:
         task = check_task(config.task)
     except TaskError as error:
@@ -106,7 +155,24 @@ def check(config: Config, root: Path) -> Plan:
                 f"model.reference_path has a vocabulary of {reference.vocab_size} tokens and the model one of "
                 f"{model.vocab_size}: they must share a tokenizer"
             )
-    return Plan(config, RunFolder(root), model, task, run_id=uuid.uuid4().hex)
+    return Plan(config, RunFolder(root), model, task, run_id=run_id or uuid.uuid4().hex, keys=run_keys(config))
+
+
+def check_prompts(plan: Plan) -> None:
+    """See that no prompt is too long, where the model is here; takes seconds, for its tokenizer may need Transformers.
+
+    Raises:
+        ConfigError: some are; says how many, and what the key would have to be.
+    """
+    config = plan.config
+    if plan.model is None:
+        return
+    try:
+        check_task(
+            config.task, model_folder=Path(str(config.model.path)), max_prompt_tokens=config.actors.max_prompt_tokens
+        )
+    except TaskError as error:
+        raise ConfigError(f"[task] {error}") from None
 
 
 def check_model(config: Config, path: Path, key: str) -> ModelFacts:
@@ -139,6 +205,15 @@ def _is_to_be_made(config: Config) -> bool:
 
 def _count(number: int, what: str) -> str:
     return f"1 {what}" if number == 1 else f"{number} {what}s"
+
+
+def _pools(config: Config) -> str:
+    """How many actors of which pools, for people."""
+    pools = actor_pools(config)
+    if len(pools) == 1:
+        return str(pools[0].count)
+    shares = (f"{pool.count} in {pool.name} ({pool.config.dtype})" for pool in pools)
+    return f"{sum(pool.count for pool in pools)}: {', '.join(shares)}"
 
 
 def _pipeline(config: Config) -> str:
@@ -202,6 +277,40 @@ def _check_steps(config: Config) -> None:
         )
 
 
+def _check_weight_sync(config: Config, *, is_new: bool) -> None:
+    """How weights are to travel; a run that is gone on with finds its own in the folder."""
+    sync = config.weight_sync
+    try:
+        check_transport(sync)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    ports = range(config.buffer.port, config.buffer.port + config.buffer.shards)
+    if sync.port and sync.transport != "folder" and sync.port in ports:
+        raise ConfigError(
+            f"weight_sync.port = {sync.port} is also a port of the buffer (buffer.port = {config.buffer.port}): "
+            "choose another, or 0 for a free one"
+        )
+    if sync.folder is not None and is_new:
+        check_weights_folder(Path(sync.folder))
+    if sync.staging_dir is not None:
+        check_writable(Path(sync.staging_dir), "weight_sync.staging_dir")
+
+
+def _check_ray(config: Config) -> None:
+    """Ray itself would look for a cluster for a long while, and say little."""
+    address = config.launch.ray_address
+    if address == "local":
+        raise ConfigError(
+            "launch.ray_address = 'local' would start a Ray whose host is in no pool: leave the key out, and Ray "
+            "starts itself here as a host of every pool"
+        )
+    if address not in (None, "auto") and not answers(address):
+        raise ConfigError(
+            f"no Ray cluster answers at launch.ray_address = '{address}' within {CONNECT_S:g} s; see launch/cluster.sh "
+            "status, or leave the key out, and Ray starts itself here"
+        )
+
+
 def _check_sizes(config: Config, contract: StalenessContract) -> None:
     actors, learner = config.actors, config.learner
     if learner.token_budget < actors.max_model_tokens:
@@ -220,13 +329,52 @@ def _check_sizes(config: Config, contract: StalenessContract) -> None:
             f"buffer.capacity_trajectories = {config.buffer.capacity_trajectories} is below the {outstanding} samples "
             f"that may be outstanding at once (weight_sync.max_lag, learner.groups_per_step, actors.group_size)"
         )
-    if actors.tensor_parallel_size > 1 and actors.gpus < actors.tensor_parallel_size:
+
+
+def _check_gpus(config: Config, pools: Sequence[WorkerPool]) -> None:
+    """Which GPUs the stages are to have: all of them or none, and no two stages one together."""
+    per_stage = {pool.name: pool.bundle.get("GPU", 0.0) for pool in pools}
+    without = [name for name, gpus in per_stage.items() if not gpus]
+    num_ranks = sum(pool.count for pool in pools)
+    device, said = config.learner.device, ", ".join(f"{name} {gpus:g}" for name, gpus in per_stage.items())
+    if device == "cuda" and without:
         raise ConfigError(
-            f"actors.tensor_parallel_size = {actors.tensor_parallel_size} needs as many GPUs, and actors.gpus = "
-            f"{actors.gpus:g}"
+            f"learner.device = 'cuda', and stages of {', '.join(without)} reserve no GPU, so they would see none: set "
+            "learner.gpus, or gpus of the pool, or use learner.device = 'auto'"
         )
-    if actors.max_running_samples < actors.group_size:
+    if device == "auto" and without and len(without) < len(per_stage):
         raise ConfigError(
-            f"actors.max_running_samples = {actors.max_running_samples} is below actors.group_size = "
-            f"{actors.group_size}: an actor could never hold a whole group"
+            f"GPUs of a stage, by pool: {said}: stages on GPUs and stages on CPUs do not train together; give each "
+            "pool of the learner GPUs, or none, or use learner.device = 'cpu'"
         )
+    if device != "cpu" and num_ranks > 1 and any(0 < gpus <= 1 / 2 for gpus in per_stage.values()):
+        raise ConfigError(
+            f"GPUs of a stage, by pool: {said}: two stages could come to share a GPU, which NCCL refuses; reserve a "
+            "whole one for each, or train on one with learner.num_stages = 1 and learner.num_replicas = 1"
+        )
+
+
+def _check_pools(config: Config) -> None:
+    """What the pools are called, and what each is to hold."""
+    for name, wanted in config.pools.items():
+        if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name):
+            raise ConfigError(f"[pools.{name}]: give a pool a name of letters, digits, _ and -, as hosts carry it")
+        if wanted.resource in _OF_RAY:
+            raise ConfigError(
+                f"pools.{name}.resource = '{wanted.resource}' is what Ray itself counts on every host, and tells no "
+                f"pool from another: reserve it with pools.{name}.cpus and gpus, and name here what only hosts of this "
+                "pool carry, or leave it out"
+            )
+    _check_gpus(config, stage_pools(config))
+    for pool in actor_pools(config):
+        actors, section = pool.config, f"pools.{pool.name}" if pool.name in config.pools else "actors"
+        if actors.tensor_parallel_size > 1 and actors.gpus < actors.tensor_parallel_size:
+            raise ConfigError(
+                f"{section}.tensor_parallel_size = {actors.tensor_parallel_size} needs as many GPUs, and "
+                f"{section}.gpus = {actors.gpus:g}"
+            )
+        if actors.max_running_samples < actors.group_size:
+            raise ConfigError(
+                f"{section}.max_running_samples = {actors.max_running_samples} is below actors.group_size = "
+                f"{actors.group_size}: an actor could never hold a whole group"
+            )

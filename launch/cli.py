@@ -1,22 +1,21 @@
-"""The `leeway` command.
-
-    leeway train CONFIG.toml [--section.key VALUE ...] [--dry-run]
-    leeway buffer ls|show|verify|export|compact RUN ...
+"""The `leeway` command; what its verbs do is in `launch.verbs`.
 
 Exit status: 0 done; 1 the run failed; 2 the input is wrong, and nothing was started; 130 interrupted.
-Those of `leeway buffer` are in `launch.buffer_cli`.
+Those of `leeway buffer` are in `launch.verbs.buffer`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from launch import buffer_cli
 from launch.exit_status import ExitStatus
+from launch.verbs import buffer, check_reward, doctor, export, report, resume, scale, status, top, trace, train
+
+VERBS = (train, resume, scale, status, top, report, trace, export, doctor, check_reward, buffer)
 
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's default; said aloud it prints no banner
@@ -31,48 +30,47 @@ RAY_ENVIRONMENT = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
+    parsed = parse(arguments)
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    status: int = ExitStatus.OK
+    try:
+        status = int(parsed.run_verb(parsed))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+    return status
+
+
+def _reader_is_gone() -> bool:
+    """Has whoever reads the standard output seen enough, as `head` has? Then what is left to say goes nowhere."""
+    out = select.poll()
+    out.register(sys.stdout, 0)
+    gone = any(events & select.POLLERR for _, events in out.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments, and as `overrides` what is left over: of a config, for the verbs that take them.
+
+    Raises:
+        SystemExit: they are wrong; status 2, and a sentence on the standard error.
+    """
     parser = argparse.ArgumentParser(
         prog="leeway", description="Asynchronous off-policy reinforcement learning for language models."
     )
+    parser.set_defaults(takes_overrides=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    train = verbs.add_parser(
-        "train",
-        help="train a model as a TOML file says",
-        description="Train a model as CONFIG says. Any key can be overridden: --learner.num_steps 20.",
-        epilog="Ctrl-C once: finish the step, write a checkpoint, end. Twice: stop now.",
-        allow_abbrev=False,
-    )
-    train.add_argument("config", type=Path, metavar="CONFIG.toml")
-    train.add_argument("--dry-run", action="store_true", help="check everything that can be checked, start nothing")
-    buffer_cli.add_parser(verbs)
+    for verb in VERBS:
+        verb.add_parser(verbs)
     parsed, overrides = parser.parse_known_args(arguments)
-    if parsed.verb == "buffer":
-        if overrides:
-            parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-        return buffer_cli.run(parsed)
-    return _train(parsed.config, overrides, dry_run=parsed.dry_run)
-
-
-def _train(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
-    from launch.checks import check
-    from launch.load import ConfigError, load_config
-    from launch.run_folder import choose_root
-
-    try:
-        config = load_config(path, overrides)
-        root = choose_root(config, path)
-        plan = check(config, root)
-    except ConfigError as error:
-        print(f"leeway: {error}", file=sys.stderr)
-        return ExitStatus.WRONG_INPUT
-    if dry_run:
-        print(plan.describe())
-        return ExitStatus.OK
-    for name, value in RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    from launch.train import train
-
-    return train(plan)
+    if overrides and not parsed.takes_overrides:
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    parsed.overrides = overrides
+    return parsed
 
 
 if __name__ == "__main__":

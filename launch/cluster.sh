@@ -1,91 +1,165 @@
 #!/usr/bin/env bash
-# The same run on a Ray cluster. On one host:
+# The same run on a Ray cluster of one host or many; docs/cluster.md is its page.
 #
-#   launch/cluster.sh up                                 start a Ray head here (again: nothing happens)
+#   launch/cluster.sh up [HOSTS]                         start Ray on every host; again: only what is missing
 #   launch/cluster.sh run CONFIG.toml [--key.sub VALUE]  train on it
-#   launch/cluster.sh status                             what the cluster has and what is used
-#   launch/cluster.sh down                               end the head that `up` started, and nothing else
+#   launch/cluster.sh resume RUN [--key.sub VALUE]       go on with a run, which may be one of an earlier cluster
+#   launch/cluster.sh status                             every host and what is used; exit status 1 if one is lost
+#   launch/cluster.sh down                               have the runs write a checkpoint and end, then end what `up`
+#                                                        started on every host, and nothing else
 #
-# Environment: LEEWAY_RAY_PORT (6379), LEEWAY_RAY_HOST (127.0.0.1), LEEWAY_STATE (~/.cache/leeway).
-# Ray's token authentication stays on; the token is the one in ~/.ray/auth_token.
+# HOSTS, or --hosts FILE, or $LEEWAY_HOSTS, is a file with a line per host, `HOST [POOL[,POOL...] [ADDRESS]]`; the first
+# is the head. Later calls remember it until `down`. Without one, the cluster is this machine alone, on loopback.
+#
+# Environment: LEEWAY_SSH, called as $LEEWAY_SSH HOST COMMAND
+# (ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8);
+# LEEWAY_DIR (this checkout), the checkout on every host; LEEWAY_RAY_PORT (6379); LEEWAY_WORKER_PORTS (20002-20999);
+# LEEWAY_CPUS (what Ray finds); LEEWAY_STATE, a folder of yours on the disk of each host (~/.cache/leeway here,
+# /tmp/leeway-UID on the hosts); LEEWAY_LIMIT_S (60), of each command on a host; LEEWAY_END_S (180), how long `down`
+# waits for the runs; LEEWAY_SHARE_HOSTS=1, to start beside another Ray. Ray's token authentication stays on; the token
+# is that of $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-bin="$root/.venv/bin"
-port=${LEEWAY_RAY_PORT:-6379}
-host=${LEEWAY_RAY_HOST:-127.0.0.1}
-state=${LEEWAY_STATE:-$HOME/.cache/leeway}
-address="$host:$port"
-session="$state/ray-$port" # holds the Ray session's files, so that `down` can name its own processes
-export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
-
-fail() {
-  printf 'cluster.sh: %s\n' "$1" >&2
-  exit "${2:-1}"
-}
-
-usage() {
-  sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-  exit 2
-}
-
-is_up() { timeout 20 "$bin/ray" status --address "$address" >/dev/null 2>&1; }
-
-# Processes of our own session: Ray names its session folder on every command line.
-own_processes() { pgrep -f -- "$session/" || true; }
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/cluster_lib.sh
+source "$here/launch/cluster_lib.sh"
 
 up() {
-  if is_up; then
-    echo "Ray is up at $address"
-    return
+  [ $# -le 1 ] || usage
+  local i missing=() stale=()
+  hosts_file=${1:-$hosts_file}
+  recall_hosts
+  make_token
+  each_host "facts ${addresses[0]}" "${!hosts[@]}"
+  check_facts
+  ask_head_if_there
+  check_head
+  end_removed_hosts
+  for i in "${!hosts[@]}"; do
+    if ! is_as_wanted "$i"; then
+      missing+=("$i")
+      [ -z "${raylets[$i]}" ] || stale+=("$i")
+    fi
+  done
+  remember_hosts
+  [ ${#stale[@]} -eq 0 ] || each_host stop "${stale[@]}"
+  [ ${#missing[@]} -eq 0 ] || start "${missing[@]}"
+  nodes=$(on_head nodes) || fail "$nodes"
+  for i in "${!hosts[@]}"; do
+    is_in_cluster "$i" || fail "$(named "$i") has started Ray and is not in the cluster; see $log there"
+    say "$i" "up$(in_array "$i" "${missing[@]}" || echo ' already')${pools[$i]:+, in ${pools[$i]}}"
+  done
+  echo "Ray is up at ${addresses[0]}:$port"
+}
+
+# Start Ray on these hosts, the head before all others. Where one fails, all of them are ended again.
+start() {
+  local failed=0
+  if [ "$1" = 0 ]; then
+    start_together 0 || failed=1
+    [ $# -eq 1 ] || [ "$failed" = 1 ] || start_together "${@:2}" || failed=1
+  else
+    start_together "$@" || failed=1
   fi
-  [ -z "$(own_processes)" ] || fail "a Ray head of $session is there but does not answer at $address; run down first"
-  mkdir -p "$session"
-  chmod 700 "$state" "$session"
-  "$bin/ray" get-auth-token --generate >/dev/null 2>&1 || true
-  if ! "$bin/ray" start --head --node-ip-address "$host" --port "$port" --include-dashboard false \
-    --object-store-memory 80000000 --temp-dir "$session" >"$session/start.log" 2>&1; then
-    fail "Ray did not start at $address (is the port taken?); see $session/start.log"
-  fi
-  echo "Ray is up at $address"
+  [ "$failed" = 1 ] || return 0
+  each_host stop "$@"
+  [ "$1" != 0 ] || forget_hosts
+  fail "what was started just now is ended again"
+}
+
+start_together() {
+  local i failed=0
+  stdin=$token_file limit_s=120 each_host "start ${addresses[0]}" "$@"
+  for i in "$@"; do
+    [ "${codes[$i]}" = 0 ] || { failed=1 && complain "$i"; }
+  done
+  return "$failed"
 }
 
 run() {
   [ $# -ge 1 ] || usage
-  is_up || fail "no Ray answers at $address; run '$0 up' first"
-  exec "$bin/leeway" train "$@" --launch.ray_address "$address"
+  leeway train "$(there "$1")" "${@:2}"
+}
+
+resume() {
+  [ $# -ge 1 ] || usage
+  local config
+  config=$(there "$1/config.toml")
+  leeway resume "${config%/config.toml}" "${@:2}"
+}
+
+# `leeway ...` on the head, to its end.
+leeway() {
+  local command child code id
+  id=$(uname -n).$$
+  recall_hosts
+  nodes=$(on_head nodes) || fail "$nodes; run '$0 up' first"
+  command=$(command_of 0 run "$id" "$@")
+  if is_here 0; then
+    rm -rf "$work"
+    exec bash -c "$command"
+  fi
+  # With a terminal there, the live view and Ctrl-C work as they do at the head; else signals are passed on.
+  if [ -z "${LEEWAY_SSH:-}" ] && [ -t 0 ] && [ -t 1 ]; then ssh+=(-t); fi
+  "${ssh[@]}" "${hosts[0]}" "$command" <&0 &
+  child=$!
+  # shellcheck disable=SC2064 # the id of now
+  trap "on_head interrupt $(printf %q "$id") >/dev/null || true" INT TERM
+  while kill -0 "$child" 2>/dev/null; do
+    code=0
+    wait "$child" || code=$?
+  done
+  [ "$code" != 255 ] || fail "the connection to $(named 0) is lost; the run may go on there, see its folder"
+  exit "$code"
 }
 
 status() {
-  is_up || fail "no Ray answers at $address"
-  "$bin/ray" status --address "$address"
+  [ $# -eq 0 ] || usage
+  local i lost=0
+  recall_hosts
+  nodes=$(on_head nodes) || fail "$nodes"
+  for i in "${!hosts[@]}"; do
+    if is_in_cluster "$i"; then
+      say "$i" "up, $(node_word "$i" 3) CPUs, $(node_word "$i" 4) GPUs${pools[$i]:+, in ${pools[$i]}}"
+    else
+      lost=1
+      say "$i" "lost: its Ray is not in the cluster; '$0 up' lets it join again"
+    fi
+  done
+  on_head ray-status
+  exit "$lost"
 }
 
 down() {
-  local processes
-  processes=$(own_processes)
-  if [ -z "$processes" ]; then
-    echo "No Ray head of ours is running"
-  else
-    # shellcheck disable=SC2086 # one argument per process
-    kill $processes 2>/dev/null || true
-    for _ in $(seq 50); do
-      processes=$(own_processes)
-      [ -n "$processes" ] || break
-      sleep 0.2
-    done
-    # shellcheck disable=SC2086
-    [ -z "$processes" ] || kill -9 $processes 2>/dev/null || true
-    echo "Ray at $address is down"
-  fi
-  rm -rf "$session"
+  [ $# -eq 0 ] || usage
+  local i line failed=0
+  recall_hosts
+  # while the runs have a Ray to finish their step on; of a head that cannot be reached, `stop` says so
+  limit_s=$((end_s + 30)) on_host 0 end-runs "$end_s" </dev/null 2>/dev/null |
+    while IFS= read -r line; do say 0 "$line"; done || true
+  each_host stop "${!hosts[@]}"
+  for i in "${!hosts[@]}"; do
+    if [ "${codes[$i]}" = 0 ]; then say "$i" "down"; else failed=1 && complain "$i"; fi
+  done
+  forget_hosts
+  [ "$failed" = 0 ] || fail "its Ray may still run there; call '$0 --hosts FILE down' again when it can be reached"
 }
 
-[ -x "$bin/ray" ] || fail "nothing is installed in $root/.venv; run 'make install' first"
-[ $# -ge 1 ] || usage
-verb=$1
-shift
-case $verb in
-up | run | status | down) "$verb" "$@" ;;
-*) usage ;;
-esac
+verb=
+while [ $# -gt 0 ]; do
+  case $1 in
+  --hosts)
+    [ $# -ge 2 ] || usage
+    hosts_file=$2
+    shift 2
+    ;;
+  up | run | resume | status | down)
+    [ -z "$verb" ] || break
+    verb=$1
+    shift
+    ;;
+  *) break ;;
+  esac
+done
+[ -n "$verb" ] || usage
+"$verb" "$@"

@@ -50,14 +50,59 @@ class ModelConfig(_Section):
         return self
 
 
+class PoolConfig(_Section):
+    """`[pools.NAME]`: workers of one kind on hosts of one kind. What is unset is as in `[actors]` or `[learner]`."""
+
+    role: Literal["actors", "learner"] = Field(
+        description="What its workers are: vLLM engines, or stages of the learner."
+    )
+    count: PositiveInt | None = Field(
+        default=None,
+        description="Actors, which `leeway scale` changes, or stages. Unset: 1 actor, or all stages that are left.",
+    )
+    resource: str | None = Field(
+        default=None,
+        description="Ray resource that hosts of the pool carry; unset: pool_NAME, as in cluster.sh; '': any host.",
+    )
+    cpus: NonNegativeFloat | None = Field(default=None, description="Ray CPUs reserved per worker.")
+    gpus: NonNegativeFloat | None = Field(default=None, description="Ray GPUs reserved per worker.")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(default=None, description="Serving precision.")
+    max_running_samples: PositiveInt | None = Field(default=None, description="Samples that one actor keeps in flight.")
+    kv_cache_gib: PositiveFloat | None = Field(default=None, description="Attention keys and values on CPU.")
+    gpu_memory_share: float | None = Field(default=None, gt=0, le=1, description="Share of GPU memory for the engine.")
+    tensor_parallel_size: PositiveInt | None = Field(default=None, description="GPUs per engine.")
+    num_threads: PositiveInt | None = Field(default=None, description="Compute threads per engine on CPU.")
+
+    @model_validator(mode="after")
+    def _engines_are_of_actors(self) -> PoolConfig:
+        engine = sorted(ENGINE_KEYS & self.model_fields_set)
+        if self.role == "learner" and engine:
+            raise ValueError(f"{engine[0]} is of an actor's engine, and this pool's role is 'learner'; see [learner]")
+        return self
+
+
+ENGINE_KEYS = frozenset(
+    {"dtype", "max_running_samples", "kv_cache_gib", "gpu_memory_share", "tensor_parallel_size", "num_threads"}
+)
+"""Of a pool of actors alone."""
+
+
 class LaunchConfig(_Section):
     """`[launch]`: processes and how long they may take."""
 
     ray_address: str | None = Field(
         default=None, description="Address of a running Ray cluster ('auto' finds it); unset: Ray starts itself here."
     )
+    encryption: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Lock the sockets of the buffer and the weight service with keys of this run (CURVE): 'auto' where "
+        "they listen on anything but loopback. 'off' is refused there.",
+    )
     startup_timeout_s: PositiveFloat = Field(
         default=300.0, description="Every role must be ready, and the model exported, within this time."
+    )
+    placement_timeout_s: PositiveFloat = Field(
+        default=60.0, description="How long a worker may wait for a host with the CPUs, GPUs and pool that it asks for."
     )
     shutdown_timeout_s: PositiveFloat = Field(
         default=60.0, description="After Ctrl-C, how long the learner may take to finish its step; then the run fails."
@@ -83,6 +128,13 @@ class TrackingConfig(_Section):
     )
     plain_interval_s: NonNegativeFloat = Field(default=5.0, description="Seconds between lines of the plain display.")
     log_every: PositiveInt = Field(default=1, description="Write every n-th step to metrics.jsonl and W&B.")
+    prometheus_port: int | None = Field(
+        default=None, ge=1, le=65535, description="Serve all metrics to Prometheus at this port; unset: do not."
+    )
+    prometheus_host: str = Field(
+        default="127.0.0.1",
+        description="Address that this port is bound to. Whoever reaches it can read the metrics, without a password.",
+    )
 
 
 class Config(_Section):
@@ -96,5 +148,6 @@ class Config(_Section):
     buffer: BufferConfig = BufferConfig()
     learner: LearnerConfig = LearnerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
+    pools: dict[str, PoolConfig] = Field(default_factory=dict)
     launch: LaunchConfig = LaunchConfig()
     tracking: TrackingConfig = TrackingConfig()

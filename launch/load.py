@@ -1,7 +1,7 @@
 """TOML and command-line overrides to a `Config`.
 
 Paths of models, data and rewards in a TOML file are relative to that file; those given on the command
-line, and run.dir, are relative to the current directory.
+line, and those of what a run writes, are relative to the current directory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from launch.config import Config
 
 PATH_KEYS = ("model.path", "model.recipe", "model.reference_path", "task.path", "task.heldout_path")
+WRITTEN_KEYS = ("weight_sync.folder", "weight_sync.staging_dir")  # told to processes that may be elsewhere
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
 TRUNCATING_KEYS = frozenset(
     {"top_p", "top_k", "min_p", "min_tokens", "logit_bias", "presence_penalty", "frequency_penalty"}
@@ -54,8 +55,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def to_toml(config: Config) -> str:
     """The resolved config as TOML; keys that are unset are left out."""
     lines: list[str] = []
-    for section, values in config.model_dump(mode="json").items():
-        lines += [f"[{section}]", *_table(values), ""]
+    tree = config.model_dump(mode="json")
+    if any(pool.role == "actors" for pool in config.pools.values()):
+        del tree["actors"]["num_actors"]  # the pools say it
+    for section, values in tree.items():
+        tables = {f"pools.{name}": pool for name, pool in values.items()} if section == "pools" else {section: values}
+        for name, table in tables.items():
+            lines += [f"[{name}]", *_table(table), ""]
     return "\n".join(lines)
 
 
@@ -128,11 +134,12 @@ def _merge(tree: Tree, patch: Tree, origin: str) -> None:
 
 
 def _resolve_paths(tree: Tree, base: Path) -> None:
-    for dotted in PATH_KEYS:
+    for dotted in (*PATH_KEYS, *WRITTEN_KEYS):
         section, key = dotted.split(".")
         table = tree.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):
-            table[key] = str((base / Path(table[key]).expanduser()).resolve())
+            beside = Path.cwd() if dotted in WRITTEN_KEYS else base
+            table[key] = str((beside / Path(table[key]).expanduser()).resolve())
     section, key = REWARDS_KEY.split(".")
     table = tree.get(section)
     if isinstance(table, dict) and isinstance(table.get(key), list):
@@ -208,10 +215,10 @@ def _walk(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
 
 
 def models_of(annotation: object) -> list[type[BaseModel]]:
-    """The config models in a field's annotation: one, the members of a union, or those of a list's entries."""
+    """The config models in a field's annotation: one, the members of a union, or of the entries of a list or table."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) in (Union, UnionType, Annotated, tuple):
+    if get_origin(annotation) in (Union, UnionType, Annotated, tuple, dict):
         return [model for entry in get_args(annotation) for model in models_of(entry)]
     return []
 

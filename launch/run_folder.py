@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from launch.config import Config
 from launch.load import ConfigError, to_toml
+from weight_sync.files import write_durably
+
+_NAME_BYTES = 255
+"""What file systems take for one."""
+_CLAIM_S = 1.0
+"""Whoever asks for the owner holds the lock for an instant; a command holds it for longer."""
+
+
+class RunIdentity(BaseModel):
+    """`run.json`: what stays the same however often a run is gone on with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    """Of the buffer, and of Weights & Biases."""
+    task_fingerprint: str
+    """As in `TaskFacts`: the buffer numbers prompts, and a number means the same prompt for ever."""
+    started_s: tuple[float, ...]
+    """Wall time of each command that worked on the run, in seconds since the Unix epoch."""
 
 
 class RunFolder:
@@ -15,6 +41,8 @@ class RunFolder:
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         self.config = self.root / "config.toml"
+        self.identity = self.root / "run.json"
+        self.claim = self.root / "run.lock"
         self.buffer = self.root / "buffer"
         self.weights = self.root / "weights"
         self.checkpoints = self.root / "checkpoints"
@@ -23,7 +51,11 @@ class RunFolder:
         self.logs = self.root / "logs"
         self.metrics = self.root / "metrics.jsonl"
         self.events = self.root / "events.jsonl"
+        self.timeline = self.root / "timeline.jsonl"
+        self.status = self.root / "status.json"
+        self.control = self.root / "control"
         self.summary = self.root / "summary.json"
+        self.report = self.root / "report.html"
 
     @property
     def name(self) -> str:
@@ -42,23 +74,149 @@ class RunFolder:
         """
         try:
             self.root.mkdir(parents=True, mode=0o700)
-            for folder in (self.buffer, self.weights, self.checkpoints, self.logs):
-                folder.mkdir()
-            self.config.write_text(to_toml(config), encoding="utf-8")
+            self.update(config)
         except FileExistsError:
             raise ConfigError(already_there(self.root)) from None
         except OSError as error:
-            raise ConfigError(f"the run folder {self.root} cannot be made: {error}") from None
+            shutil.rmtree(self.root, ignore_errors=True)  # a part of it would be in the way of the next try
+            raise ConfigError(
+                f"the run folder {self.root} cannot be made: {error.strerror or error}; give another place as "
+                "--run.dir FOLDER, or free some space"
+            ) from None
+
+    def update(self, config: Config) -> None:
+        """Make the folders that are missing and write the resolved config.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        for folder in (self.buffer, self.checkpoints, self.logs):
+            folder.mkdir(exist_ok=True)
+        if config.weight_sync.folder is None:
+            self.weights.mkdir(exist_ok=True)
+        write_durably(self.config, to_toml(config).encode())
+
+    def read_identity(self) -> RunIdentity:
+        """What `run.json` says.
+
+        Raises:
+            ConfigError: it is not there, or not what was written.
+        """
+        try:
+            return RunIdentity.model_validate_json(self.identity.read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"{self.identity} cannot be read ({error.strerror}): without it nobody knows which run this is; it may "
+                "have ended before it had begun, or be of an older Leeway. Start a new run"
+            ) from None
+        except ValidationError as error:
+            raise ConfigError(
+                f"{self.identity} is not what was written ({error.errors()[0]['msg']}); restore it from a copy, or "
+                "start a new run"
+            ) from None
+
+    def write_identity(self, identity: RunIdentity) -> None:
+        """Write `run.json`, durably.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        write_durably(self.identity, f"{identity.model_dump_json(indent=2)}\n".encode())
 
 
 def already_there(root: Path) -> str:
     """Why a run does not start where another one is."""
-    return f"the run folder {root} exists already; choose another --run.name, or remove it"
+    return f"the run folder {root} exists already; choose another --run.name, or go on with it: leeway resume {root}"
+
+
+@contextlib.contextmanager
+def claimed(folder: RunFolder) -> Iterator[None]:
+    """Keep other commands from working on a run for the length of a block, or until this process ends.
+
+    Raises:
+        ConfigError: another command works on it; names its process.
+        OSError: the folder cannot be written.
+    """
+    descriptor = os.open(folder.claim, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        _lock(descriptor, folder)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: RunFolder) -> None:
+    deadline = time.monotonic() + _CLAIM_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                owner = owner_of(folder)
+                raise ConfigError(
+                    f"the command of the run {folder.root} still lives (process {owner}); wait for its end, or have it "
+                    f"write a checkpoint and end: kill -INT {owner}"
+                ) from None
+            time.sleep(0.05)
+        else:
+            return
+
+
+def owner_of(folder: RunFolder) -> int | None:
+    """The process id of the command that works on a run now, as its host numbers it; None where none does."""
+    try:
+        descriptor = os.open(folder.claim, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        said = os.read(descriptor, 32).strip()
+        return int(said) if said.isdigit() else 0
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def named_run(path: Path) -> Path:
+    """The folder of a run that is meant, or a folder of one: a bare name is looked for in runs/ too.
+
+    A run goes before what only has its name: beside runs/ there may be a folder that is called as a run is.
+
+    Raises:
+        ConfigError: it may not be entered, or cannot be the name of a folder.
+    """
+    named = Path("runs") / path
+    try:
+        for each in (path, named):
+            if (each / "config.toml").is_file():
+                return each
+        return named if not path.exists() and named.exists() else path
+    except OSError as error:
+        raise ConfigError(
+            f"no run can be read at {str(path)[:200]}: {error.strerror}; the folder of a run is its owner's alone"
+        ) from None
+
+
+def open_run(path: Path) -> RunFolder:
+    """The folder of a run that was made before, by its path or its name within runs/.
+
+    Raises:
+        ConfigError: there is no run, or it is somebody else's.
+    """
+    folder = RunFolder(named_run(path))
+    if not folder.config.is_file():
+        runs = sorted(each.parent.name for each in Path("runs").glob("*/config.toml"))
+        hint = f"in runs/ are {', '.join(runs[-5:])}" if runs else "give the folder that `leeway train` named"
+        raise ConfigError(f"no run is at {path}: it has no config.toml; {hint}")
+    return folder
 
 
 def choose_root(config: Config, config_path: Path) -> Path:
     """The folder of a new run: `run.dir`/`run.name`, by default the config's name and the time."""
     name = config.run.name or f"{config_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if "/" in name or name in (".", ".."):
+    if "/" in name or name in (".", "..") or len(os.fsencode(name)) > _NAME_BYTES:
         raise ConfigError(f"run.name = '{name}' is not a folder name; use run.dir for the place")
     return (Path(config.run.dir).expanduser() / name).resolve()

@@ -2,134 +2,196 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
 
 from actors.evaluate import EvalResult
 from buffer.protocol import Status
 from launch.checks import Plan, check_model
-from launch.display import Display
-from launch.evaluation import Evaluation
+from launch.control import Control
 from launch.exit_status import ExitStatus
+from launch.interrupts import Interrupts, Stopped
 from launch.load import ConfigError
 from launch.logs import configure_logging
-from launch.progress import Accuracy, PollResult, Progress
-from launch.role_process import RunFailed
-from launch.supervisor import Supervisor
-from launch.tracking import Tracker
-from weight_sync.serving import ModelFolderError, prepare_serving_model
+from launch.model_source import fetch_model
+from launch.outlets.display import Display
+from launch.outlets.prometheus import Exporter
+from launch.outlets.tracking import Tracker
+from launch.outlets.wandb_run import check_wandb
+from launch.pools import actor_pools
+from launch.privacy import private_files
+from launch.processes.evaluation import Evaluation
+from launch.processes.ray_session import leave, was_abandoned
+from launch.processes.role_process import RunFailed
+from launch.processes.supervisor import Supervisor
+from launch.report.at_end import report_at_end
+from launch.run_folder import RunIdentity, claimed
+from launch.state.history import History
+from launch.state.observer import Observer
+from launch.state.progress import Accuracy, PollResult, Progress
+from launch.state.timeline import Timeline
+from launch.state.tripwires import Trip, Tripwires, mismatch_limit
+from launch.weights_folder import claim_weights_folder
+from learner.checkpoint_meta import newest_progress
+from weight_sync.serving import ModelFacts, ModelFolderError, prepare_serving_model
 from weight_sync.staleness import PolicyVersion
 
-RECIPE_TIMEOUT_S = 1800.0
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NOT_WRITTEN = _FULL | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+"""What a disk says that is full, broken, or not ours to write."""
 
 
-def train(plan: Plan) -> ExitStatus:
-    """Run a plan to its end; no process is left behind whatever happens."""
+def train(plan: Plan, earlier: History | None = None) -> ExitStatus:
+    """Run a plan to its end; no process is left behind whatever happens.
+
+    Args:
+        plan: checked.
+        earlier: of a run that is gone on with, whose folder the caller has claimed; None: of a new one.
+    """
+    try:
+        status = _train(plan, earlier)
+    except OSError as error:
+        if error.errno not in _NOT_WRITTEN:
+            raise
+        status = ExitStatus.FAILED
+        hint = "free some space, then go on" if error.errno in _FULL else "once it can be written, go on"
+        print(
+            f"leeway: the run folder {plan.folder.root} cannot be written: {error.strerror}; {hint}: leeway resume "
+            f"{plan.folder.root}",
+            file=sys.stderr,
+        )
+    except BaseException:
+        if was_abandoned():
+            traceback.print_exc()
+            leave(ExitStatus.FAILED)
+        raise
+    leave(status)
+    return status
+
+
+def _train(plan: Plan, earlier: History | None) -> ExitStatus:
     started = time.monotonic()
-    config, folder = plan.config, plan.folder
     with ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
         try:
-            model_path = _fetch_model(plan)  # before the folder is made: a typo leaves nothing behind
-            model = plan.model or check_model(config, model_path, "model.hub")
-            folder.create(config)
-            tracker = stack.enter_context(Tracker(config, folder))
-            serving_path = prepare_serving_model(model_path, folder.serving)
-        except (ConfigError, ModelFolderError, OSError) as error:
+            ready = _prepare(plan, earlier, stack)
+        except (ConfigError, ModelFolderError) as error:
+            interrupts.end()  # from here on signals are only counted
             print(f"leeway: {error}", file=sys.stderr)
             return ExitStatus.WRONG_INPUT
-        configure_logging(folder.log("launch", 0))
-        display = stack.enter_context(Display(config, folder))
-
-        def notify(kind: str, text: str) -> None:
-            tracker.event(kind, text)
-            display.event(text)
-
-        supervisor = Supervisor(plan, model_path, model, serving_path, notify)
-        stack.callback(supervisor.stop)
-        interrupts = stack.enter_context(_Interrupts())
-        run = _Run(plan, supervisor, tracker, display, interrupts, Progress(config, started))
+        except (OSError, SafetensorError) as error:  # a full disk, mostly
+            interrupts.end()
+            print(f"leeway: the run folder {plan.folder.root} cannot be prepared: {error}", file=sys.stderr)
+            return ExitStatus.WRONG_INPUT
+        except Stopped:
+            interrupts.end()
+            print("leeway: stopped before anything was started", file=sys.stderr)
+            return ExitStatus.INTERRUPTED
         try:
-            return run.go()
-        except RunFailed as error:
-            tracker.event("failed", str(error))
-            display.fail(str(error))
-            return ExitStatus.FAILED
-        except (_Stopped, SystemError) as error:
-            if isinstance(error, SystemError) and not isinstance(error.__cause__, _Stopped):
-                raise  # a signal in the middle of Ray's C code arrives wrapped; nothing else is ours
-            display.fail(f"stopped; what was trained lies in {folder.root}")
+            return _run_to_its_end(plan, earlier, ready, interrupts, stack, started)
+        except Stopped:  # before the run could hear of it
+            interrupts.end()
+            print(f"leeway: stopped; what there is lies in {plan.folder.root}", file=sys.stderr)
             return ExitStatus.INTERRUPTED
 
 
-def _fetch_model(plan: Plan) -> Path:
-    model = plan.config.model
-    if model.path is not None:
-        if plan.model is None:
-            _make_model(Path(str(model.recipe)), Path(model.path))
-        return Path(model.path)
-    assert model.hub is not None
-    from huggingface_hub import snapshot_download
+class _Ready(NamedTuple):
+    """What a run needs before its first process."""
 
+    model_path: Path
+    model: ModelFacts
+    serving_path: Path
+    exporter: Exporter
+    tracker: Tracker
+
+
+def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
+    """The model, the folder, and whoever is told of the run; where one of them fails the run's name is free again."""
+    config, folder = plan.config, plan.folder
+    with ExitStack() as half_made:
+        # before the folder is made: a typo leaves nothing behind
+        model_path = fetch_model(config.model, is_there=plan.model is not None)
+        model = plan.model or check_model(config, model_path, "model.hub")
+        exporter = stack.enter_context(Exporter(config.tracking))
+        stack.enter_context(private_files())
+        check_wandb(config.tracking)  # starts a process that writes files too
+        if config.weight_sync.folder is not None:
+            stack.callback(claim_weights_folder(plan.weights_folder, folder.root).close)
+        _open_folder(plan, earlier, stack)
+        if earlier is None:
+            half_made.callback(shutil.rmtree, folder.root, ignore_errors=True)
+        tracker = stack.enter_context(Tracker(config, folder, plan.run_id, earlier.last_step if earlier else 0))
+        serving_path = prepare_serving_model(model_path, folder.serving)
+        half_made.pop_all()
+    return _Ready(model_path, model, serving_path, exporter, tracker)
+
+
+def _run_to_its_end(
+    plan: Plan, earlier: History | None, ready: _Ready, interrupts: Interrupts, stack: ExitStack, started: float
+) -> ExitStatus:
+    config, folder, tracker = plan.config, plan.folder, ready.tracker
+    configure_logging(folder.log("launch", 0))
+    display = stack.enter_context(Display(config, folder))
+    stack.callback(report_at_end, folder, tracker.event, display.last_line)
+    timeline = stack.enter_context(Timeline(folder.timeline))
+
+    def notify(kind: str, text: str) -> None:
+        tracker.event(kind, text)
+        display.event(text)
+        observer.event(kind, text)
+
+    stack.push(interrupts)  # until the last process has ended a signal must not cut that off; then it is as usual
+    supervisor = Supervisor(plan, ready.model_path, ready.model, ready.serving_path, notify)
+    stack.callback(supervisor.stop)
+    progress = Progress(config, started)
+    observer = Observer(plan, progress, look=supervisor.processes, on_quiet=display.update, on_news=ready.exporter.show)
+    stack.enter_context(observer)  # after the supervisor, for it looks at its processes
+    stack.callback(interrupts.end)
+    run = _Run(plan, supervisor, tracker, display, interrupts, progress, observer, timeline, earlier)
     try:
-        return Path(snapshot_download(model.hub, revision=model.revision))
-    except Exception as error:  # the Hub client raises many kinds; each means that there is no model
-        raise ConfigError(
-            f"model.hub = '{model.hub}' cannot be fetched: {type(error).__name__}: {error}; "
-            f"download it elsewhere and give its folder as model.path"
-        ) from error
+        return run.go()
+    except RunFailed as error:
+        tracker.event("failed", str(error))
+        observer.event("failed", str(error))
+        observer.end(str(error), ExitStatus.FAILED)
+        display.fail(str(error))
+        return ExitStatus.FAILED
+    except (Stopped, SystemError) as error:
+        if isinstance(error, SystemError) and not isinstance(error.__cause__, Stopped):
+            raise  # a signal in the middle of Ray's C code arrives wrapped; nothing else is ours
+        observer.end("stopped", ExitStatus.INTERRUPTED)
+        display.fail(f"stopped; what was trained lies in {folder.root}")
+        return ExitStatus.INTERRUPTED
 
 
-def _make_model(recipe: Path, folder: Path) -> None:
-    """Run model.recipe; the folder appears whole or not at all."""
-    print(f"making {folder} with {recipe.name} (once)", flush=True)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        subprocess.run([sys.executable, str(recipe), str(unfinished)], check=True, timeout=RECIPE_TIMEOUT_S)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"model.recipe: {error}; run it by hand to see why") from None
-    unfinished.rename(folder)
-
-
-class _Stopped(Exception):
-    """Ctrl-C came twice."""
-
-
-class _Interrupts:
-    """Counts Ctrl-C and SIGTERM. While training, the first asks for an orderly end; any other ends now."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.training = False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> _Interrupts:
-        self._previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        self.install()
-        return self
-
-    def install(self) -> None:
-        """Put the handlers in place."""
-        for number in self._previous:
-            signal.signal(number, self._on_signal)
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1  # nothing else: a handler may come in the middle of a write
-        if self.count > 1 or not self.training:
-            raise _Stopped
+def _open_folder(plan: Plan, earlier: History | None, stack: ExitStack) -> None:
+    """Make the folder of a new run, which this command keeps claimed; or write how one is gone on with."""
+    folder = plan.folder
+    with ExitStack() as half_made:
+        if earlier is None:
+            folder.create(plan.config)
+            half_made.callback(shutil.rmtree, folder.root, ignore_errors=True)  # it would be in the next try's way
+            stack.enter_context(claimed(folder))
+        else:
+            folder.update(plan.config)
+        starts = earlier.identity.started_s if earlier else ()
+        folder.write_identity(
+            RunIdentity(
+                run_id=plan.run_id, task_fingerprint=plan.task.fingerprint, started_s=(*starts, round(time.time(), 3))
+            )
+        )
+        half_made.pop_all()
 
 
 class _Run:
@@ -141,8 +203,11 @@ class _Run:
         supervisor: Supervisor,
         tracker: Tracker,
         display: Display,
-        interrupts: _Interrupts,
+        interrupts: Interrupts,
         progress: Progress,
+        observer: Observer,
+        timeline: Timeline,
+        earlier: History | None,
     ) -> None:
         self._plan = plan
         self._config = plan.config
@@ -151,31 +216,62 @@ class _Run:
         self._display = display
         self._interrupts = interrupts
         self._progress = progress
+        self._observer = observer
+        self._timeline = timeline
+        self._earlier = earlier
         self._evaluated_at = 0
         self._alarms: frozenset[str] = frozenset()
         """What was complained about and still holds."""
         self._evaluation: Evaluation | None = None
+        sync, precision = self._config.weight_sync, self._config.learner.precision
+        limits = {pool.name: mismatch_limit(sync, pool.config.dtype, precision) for pool in actor_pools(self._config)}
+        self._control = Control(plan.folder.control)
+        self._tripwires = Tripwires(plan.weight_sync, limits)
 
     def go(self) -> ExitStatus:
-        self._display.phase("starting Ray, the buffer, the stages and the actors (about half a minute)")
+        self._phase("starting Ray, the buffer, the stages and the actors (about half a minute)")
         self._supervisor.start()
-        self._interrupts.install()  # again, for Ray puts its own handler of SIGTERM in place
-        self._display.phase("evaluating version 0")
-        before = self._evaluated(self._supervisor.evaluate(self._plan.task.num_heldout, PolicyVersion(0, 0)).wait())
-        self._display.phase("training")
+        self._interrupts.go_on()
+        if self._earlier is not None:
+            self._take_up(self._earlier)
+        before = self._first_evaluation()
+        self._interrupts.go_on()
+        self._phase("training")
         self._supervisor.begin()
         interrupted = self._train()
         self._supervisor.drain()
-        self._display.phase("exporting the model")
+        self._phase("exporting the model")
+        # that of an earlier command may have other shards; it stays until now, should this one not come so far
+        shutil.rmtree(self._plan.folder.export, ignore_errors=True)
         self._supervisor.export(self._plan.folder.export)
         self._digest(self._supervisor.poll())  # a restart in the export counts too
         after = None
         if not interrupted:
             final = PolicyVersion(*self._supervisor.status().newest)
-            self._display.phase(f"evaluating version {final}")
-            after = self._evaluated(self._supervisor.evaluate(self._plan.task.num_heldout, final).wait())
+            self._phase(f"evaluating version {final}")
+            after = self._evaluated(self._evaluate(self._plan.task.num_heldout, final).wait())
         self._finish(before, after)
-        return ExitStatus.INTERRUPTED if interrupted else ExitStatus.OK
+        status = ExitStatus.INTERRUPTED if interrupted else ExitStatus.OK
+        self._observer.end("interrupted, and ended with a checkpoint" if interrupted else "done", status)
+        return status
+
+    def _take_up(self, earlier: History) -> None:
+        """Count on from where the learner stands, which is its newest checkpoint that is whole."""
+        reached = newest_progress(self._plan.folder.checkpoints)
+        step, version = (reached.step, reached.version) if reached is not None else (0, 0)
+        self._progress.take_up(earlier.rows, step, version, earlier.wall_s)
+        every = self._config.actors.eval_every
+        self._evaluated_at = version - version % every if every else version
+        whence = f"the checkpoint of step {step}" if reached is not None else "the model, for there is no checkpoint"
+        changes = f"; changed: {earlier.changes}" if earlier.changes else ""
+        self._notify("resumed", f"the run goes on from {whence}{changes}")
+
+    def _first_evaluation(self) -> Accuracy:
+        if self._earlier is not None and self._earlier.before is not None:
+            return self._earlier.before
+        version = PolicyVersion(*self._supervisor.status().newest)
+        self._phase(f"evaluating version {version.version}")
+        return self._evaluated(self._evaluate(self._plan.task.num_heldout, version).wait())
 
     def _train(self) -> bool:
         """Watch until the learner is done; returns whether that was because of an interrupt."""
@@ -194,6 +290,7 @@ class _Run:
                     f"the learner did not finish its step within launch.shutdown_timeout_s = {limit_s:g} s of the "
                     f"interrupt; the newest checkpoint is in {self._plan.folder.checkpoints}"
                 )
+            self._control.answer({"scale": self._scale})
             self._evaluate_now_and_then()
         self._interrupts.training = False
         for news in self._supervisor.last_poll():
@@ -203,17 +300,37 @@ class _Run:
         return asked_at is not None
 
     def _digest(self, news: PollResult) -> None:
-        for step, row in self._progress.update(news):
+        self._timeline.take_in(news)
+        for step, row in self._observer.take_in(news):
             self._tracker.step(row, step)
-        self._display.update(self._progress)
+        trips = self._tripwires.look(news, evaluating=self._evaluation is not None)
+        self._progress.tripped = tuple(trip.text for trip in self._tripwires.standing)
+        self._display.update(self._observer.polled())
         self._warn_of_buffer(news.status)
+        for trip in trips:
+            self._act(trip)
+
+    def _scale(self, question: Mapping[str, Any]) -> str:
+        return self._supervisor.scale(str(question["pool"]), int(question["count"]))
+
+    def _act(self, trip: Trip) -> None:
+        """Tell what tripped, and do what the knob says.
+
+        Raises:
+            RunFailed: it says that the run stops, or no actor is left.
+        """
+        self._notify(trip.kind, trip.text, who=trip.who, action=trip.action)
+        if trip.action == "quarantine":
+            self._supervisor.quarantine(trip.who, trip.text)
+        if trip.action == "stop":
+            raise RunFailed(f"{trip.text} (weight_sync.on_{trip.kind} = 'stop')")
 
     def _warn_of_buffer(self, status: Status | None) -> None:
         """Say once what somebody should look at."""
         if status is None:
             return
         alarms = {
-            "fidelity": f"the lengths trained are not those generated (distance {status.fidelity_ks:.2f}, alarm at "
+            "fidelity": f"the lengths trained are not those generated (distance {status.fidelity.ks:.2f}, alarm at "
             f"{self._config.buffer.fidelity_alarm:g}); see buffer.length_correction"
             if status.fidelity_alarm
             else "",
@@ -238,17 +355,28 @@ class _Run:
         learner = self._config.learner
         if every and self._evaluated_at + every <= version < learner.num_steps * learner.updates_per_step:
             self._evaluated_at = version - version % every
-            self._evaluation = self._supervisor.evaluate(self._config.actors.eval_problems, None)
+            self._evaluation = self._evaluate(self._config.actors.eval_problems, None)
+
+    def _evaluate(self, num_problems: int, version: PolicyVersion | None) -> Evaluation:
+        self._timeline.begin("evaluation", "evaluate")
+        return self._supervisor.evaluate(num_problems, version)
 
     def _evaluated(self, results: list[EvalResult]) -> Accuracy:
         accuracy = Accuracy.of(results)
-        self._tracker.event("evaluated", accuracy.describe(), **accuracy.row())
-        self._display.event(accuracy.describe())
+        self._observer.evaluated(accuracy)
+        self._timeline.finish("evaluation", "evaluate", version=", ".join(accuracy.versions))
+        self._notify("evaluated", accuracy.describe(), **accuracy.row())
         return accuracy
 
-    def _notify(self, kind: str, text: str) -> None:
-        self._tracker.event(kind, text)
+    def _phase(self, text: str) -> None:
+        self._display.phase(text)
+        self._observer.phase(text)
+        self._timeline.phase(text)
+
+    def _notify(self, kind: str, text: str, **details: object) -> None:
+        self._tracker.event(kind, text, **details)
         self._display.event(text)
+        self._observer.event(kind, text)
 
     def _finish(self, before: Accuracy, after: Accuracy | None) -> None:
         status = self._supervisor.status()

@@ -113,15 +113,16 @@ def packed_attention(
         query_NHLD, key_NHLD, value_NHLD = (_to_grid(states, cell_NL) for states in (query_THD, key_THD, value_THD))
         length = cell_NL.shape[1]
         window = sliding_window if sliding_window is not None and sliding_window < length else None
-        if window is None and softcap is None:
-            grouped = query.shape[1] != key.shape[1]
+        is_plain = window is None and softcap is None
+        if not (is_plain and _takes_grouped_heads(query)):
+            times = query.shape[1] // key.shape[1]
+            key_NHLD, value_NHLD = (states.repeat_interleave(times, 1) for states in (key_NHLD, value_NHLD))
+        if is_plain:
+            grouped = query_NHLD.shape[1] != key_NHLD.shape[1]
             out_NHLD = F.scaled_dot_product_attention(
                 query_NHLD, key_NHLD, value_NHLD, is_causal=True, scale=scaling, enable_gqa=grouped
             )
         else:
-            # heads are repeated, for with a mask and grouped heads there is no fused kernel on CUDA
-            times = query.shape[1] // key.shape[1]
-            key_NHLD, value_NHLD = (states.repeat_interleave(times, 1) for states in (key_NHLD, value_NHLD))
             band_LL = layout.band(length, window or length)
             if softcap is None:
                 out_NHLD = F.scaled_dot_product_attention(query_NHLD, key_NHLD, value_NHLD, band_LL, scale=scaling)
@@ -130,6 +131,14 @@ def packed_attention(
         outputs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
     rows_RHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return rows_RHD.index_select(0, layout.scatter).unsqueeze(0), None
+
+
+def _takes_grouped_heads(query: Tensor) -> bool:
+    """Has SDPA a kernel for them, without a mask, that keeps no scores [N, H, L, L]?
+
+    On CUDA that is flash attention alone, which takes 16-bit floats: so torch documents it, and no GPU has run it here.
+    """
+    return query.device.type == "cpu" or query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _soft_capped(

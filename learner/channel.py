@@ -17,6 +17,11 @@ from learner.mesh import Place
 
 HEARTBEAT_S = 1.0
 
+_SIGNS_OF_LOSS = ("gloo", "pair closure", "Connection closed by peer", "NCCL")
+"""In what the communication library says when another rank is gone or silent."""
+_SIGNS_OF_MISUSE = ("Duplicate GPU detected", "invalid usage", "ncclInvalidUsage", "ncclInvalidArgument")
+"""In what NCCL says of ranks that it cannot serve as they are placed: started again, they would hear it again."""
+
 
 class Kind(IntEnum):
     """What the lead says."""
@@ -25,6 +30,8 @@ class Kind(IntEnum):
     BATCH = 1
     STOP = 2
     FAILED = 3
+    PUBLISH = 4
+    """Publish the version that you have: it was left out before, for earlier ones were still being written."""
 
 
 class LeadFailed(RuntimeError):
@@ -33,6 +40,14 @@ class LeadFailed(RuntimeError):
 
 class StageLost(RuntimeError):
     """Another rank died or did not answer in time."""
+
+
+def tells_of_loss(error: RuntimeError) -> bool:
+    """Does an error say that another rank is gone or silent, so that a new start may help?"""
+    text = str(error)
+    if any(sign in text for sign in _SIGNS_OF_MISUSE):
+        return False
+    return isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS_OF_LOSS)
 
 
 class Channel:
@@ -55,7 +70,7 @@ class Channel:
             dist.broadcast(torch.from_numpy(np.frombuffer(payload, np.uint8).copy()), src=self._lead)
 
     def receive(self) -> tuple[Kind, bytes]:
-        """The lead's next batch or its word to stop; heartbeats are passed over.
+        """The lead's next batch, its word to stop or to publish; heartbeats are passed over.
 
         Raises:
             LeadFailed: the lead gave up, for example because no batch came in time.

@@ -124,7 +124,8 @@ class LearnerConfig(BaseModel):
     gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per stage.")
     collective_timeout_s: PositiveFloat = Field(
         default=120.0,
-        description="A stage that waits longer for another raises, naming it; then all are started again.",
+        description="A stage that waits longer for another raises, naming it; then all are started again. Where they "
+        "load and export, launch.startup_timeout_s holds instead.",
     )
     batch_timeout_s: PositiveFloat = Field(
         default=600.0, description="A learner that gets no batch for so long raises, naming who owes it."

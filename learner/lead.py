@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
@@ -18,7 +19,7 @@ from buffer.client import Draw
 from buffer.sharded import open_client
 from learner.channel import HEARTBEAT_S, Channel, Kind
 from learner.spec import LearnerSpec
-from weight_sync.staleness import PolicyVersion
+from weight_sync.staleness import PolicyVersion, effective_version
 
 R = TypeVar("R")
 
@@ -40,7 +41,12 @@ class Lead:
         self._spec = spec
         self._channel = channel
         self._client = open_client(
-            spec.buffer_addresses, run_id=spec.run_id, role="learner", name="learner", config=spec.buffer
+            spec.buffer_addresses,
+            run_id=spec.run_id,
+            role="learner",
+            name="learner",
+            config=spec.buffer,
+            keys=spec.keys,
         )
         self._client.connect()
         self._lock = threading.Lock()
@@ -58,8 +64,14 @@ class Lead:
         self.incarnation = reply.incarnation
         self.resumed_at = dict(reply.resumed_at)
 
-    def draw(self, step: int, version: int, stop: threading.Event) -> Draw | None:
+    def draw(self, step: int, version: int, stop: threading.Event, while_waiting: Callable[[], None]) -> Draw | None:
         """The batch of step `step` (from 1), or None once `stop` is set. Sends heartbeats meanwhile.
+
+        Args:
+            step: from 1.
+            version: at which it begins.
+            stop: ends the wait.
+            while_waiting: called before the service is asked, and about every second until it has the batch.
 
         Raises:
             NoBatch: none came within `batch_timeout_s`.
@@ -69,6 +81,7 @@ class Lead:
         deadline_s = time.monotonic() + config.batch_timeout_s
         self.waiting_for = f"the batch of step {step}"
         while not stop.is_set():
+            while_waiting()
             future = self._client.draw(step, version, self.incarnation, config.groups_per_step, HEARTBEAT_S)
             draw = self._answer(future, f"draw step {step}")
             if draw.ready:
@@ -82,6 +95,21 @@ class Lead:
                     f"waiting for {draw.waiting_for or 'the buffer service to say what is missing'}"
                 )
         return None
+
+    def check_age(self, draw: Draw, version: int) -> None:
+        """A last look at the staleness bound, before anything is trained.
+
+        Args:
+            draw: of the step.
+            version: at which it begins; the bound holds for its last update.
+
+        Raises:
+            StaleTokens: a token would be trained past it.
+        """
+        last_update = version + self._spec.config.updates_per_step - 1
+        spans = (span for row in draw.trajectories if row.reward is not None for span in row.spans)
+        oldest = min((effective_version(span.version, self.resumed_at) for span in spans), default=last_update)
+        self._spec.weight_sync.check_trained(last_update, last_update - oldest)
 
     def settle(self, *, heartbeats: bool = True) -> None:
         """Wait until the service confirmed everything that was reported to it.

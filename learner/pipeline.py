@@ -6,6 +6,7 @@ would make it infer shapes anew. Shapes are given, never inferred, so nothing is
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,11 @@ from learner.mesh import Mesh
 from learner.model import DeviceBatch, StageModule
 
 KEPT_BYTES = 256 * 2**20
-"""A schedule holds a receive buffer for every micro-batch of its shape, and is built in milliseconds: beyond so many
-bytes of them the one in use is kept alone."""
+"""A schedule holds a receive buffer for every micro-batch of its shape, and is built in milliseconds: between passes a
+pipeline keeps schedules with so many bytes of them at most."""
+
+_PAGE = re.compile(r"failed to run (forward|stage backward)", re.IGNORECASE)
+"""What torch wraps any error of a chunk in begins so; arguments and their shapes follow."""
 
 Coefficients = Callable[[int, Tensor], Tensor]
 """(micro-batch, its outputs without their graph) -> dL / d(outputs), of the same shape."""
@@ -36,6 +40,22 @@ Coefficients = Callable[[int, Tensor], Tensor]
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 ScheduleKey = tuple[bool, int, int]
 """Does it train; M; L."""
+
+
+class OutOfMemory(RuntimeError):
+    """A pass did not fit into the memory of the device; the text says which pass, and what to lower."""
+
+
+@dataclass(frozen=True)
+class _Built:
+    schedule: Schedule
+    stages: tuple[PipelineStage, ...]
+    """Its own: torch keeps in them what it receives and sends."""
+
+    def clear(self) -> None:
+        """Give up what a pass leaves behind: all outputs, and of a forward-only pass all that was received."""
+        for stage in self.stages:
+            stage.clear_runtime_states()
 
 
 @dataclass(frozen=True)
@@ -67,12 +87,16 @@ class Pipeline:
         self.modules = tuple(modules)
         self._mesh = mesh
         self._schedule_name = schedule
-        self._schedules: OrderedDict[ScheduleKey, Schedule] = OrderedDict()
+        self._schedules: OrderedDict[ScheduleKey, _Built] = OrderedDict()
         self._coefficients: Coefficients | None = None
 
     @torch.no_grad()
     def forward_only(self, batch: DeviceBatch) -> Tensor | None:
-        """The outputs on the last stage, [M, L] or with two heads [M, 2, L]; None on the others."""
+        """The outputs on the last stage, [M, L] or with two heads [M, 2, L]; None on the others.
+
+        Raises:
+            OutOfMemory: the pass does not fit into the memory of the device.
+        """
         return self._run(batch, train=False)
 
     def train(self, batch: DeviceBatch, coefficients: Coefficients | None) -> Tensor | None:
@@ -84,6 +108,9 @@ class Pipeline:
 
         Returns:
             The outputs, as `forward_only`.
+
+        Raises:
+            OutOfMemory: as `forward_only`.
         """
         self._coefficients = coefficients
         try:
@@ -93,51 +120,90 @@ class Pipeline:
         return None if outputs is None else outputs.detach()
 
     def _run(self, batch: DeviceBatch, *, train: bool) -> Tensor | None:
-        index_M = torch.arange(batch.packed.num_micro_batches)
-        schedule = self._schedule(batch, train=train)
-        holds_first, holds_last = self.modules[0].share.is_first, self.modules[-1].share.is_last
-        arguments = (batch.tokens_ML,) if holds_first else ()
-        target = index_M if train and holds_last else None
+        key = (train, batch.packed.num_micro_batches, batch.packed.width)
         for module in self.modules:
             module.batch = batch
         try:
-            outputs = schedule.step(*arguments, target=target, micro_batch=index_M)
+            outputs = self._step(key, self._built(key).schedule, batch)
         finally:
             for module in self.modules:
                 module.batch = None
-        assert outputs is None or isinstance(outputs, Tensor)
+        self._tidy(key)
         return outputs
+
+    def _step(self, key: ScheduleKey, schedule: Schedule, batch: DeviceBatch) -> Tensor | None:
+        index_M = torch.arange(batch.packed.num_micro_batches)
+        holds_first, holds_last = self.modules[0].share.is_first, self.modules[-1].share.is_last
+        arguments = (batch.tokens_ML,) if holds_first else ()
+        target = index_M if key[0] and holds_last else None
+        try:
+            outputs = schedule.step(*arguments, target=target, micro_batch=index_M)
+        except RuntimeError as error:
+            failed = _cause(error)
+        else:
+            assert outputs is None or isinstance(outputs, Tensor)
+            return outputs
+        # raised out here, so that torch's page about its arguments does not become the context of the cause
+        if isinstance(failed, torch.OutOfMemoryError):
+            raise OutOfMemory(self._say_memory(key, failed)) from failed
+        raise failed
+
+    def _say_memory(self, key: ScheduleKey, error: torch.OutOfMemoryError) -> str:
+        """In one line."""
+        train, num_micro_batches, width = key
+        remedy = "lower learner.token_budget"
+        if train and not self.modules[0].activation_checkpointing:
+            remedy += ", or set learner.activation_checkpointing = true"
+        return (
+            f"{self._mesh.place.name} has not the memory for a {'training' if train else 'forward-only'} pass of "
+            f"{num_micro_batches} micro-batches of {width} tokens: {remedy}, or split the model over more stages. "
+            f"Reported: {' '.join(str(error).split())}"
+        )
 
     def _weighted_sum(self, outputs: Tensor, micro_batch: Tensor) -> Tensor:
         """The scalar whose gradient is that of the whole batch's loss: sum(coefficient * output) of a micro-batch."""
         assert self._coefficients is not None, "the last stage needs coefficients to train"
         return (outputs * self._coefficients(int(micro_batch), outputs.detach())).sum()
 
-    def _schedule(self, batch: DeviceBatch, *, train: bool) -> Schedule:
-        key = (train, batch.packed.num_micro_batches, batch.packed.width)
-        schedule = self._schedules.get(key)
-        if schedule is None:
-            while self._schedules and sum(map(self._buffer_bytes, [*self._schedules, key])) > KEPT_BYTES:
-                self._schedules.popitem(last=False)
-            schedule = self._schedules[key] = self._build(*key)
+    def _built(self, key: ScheduleKey) -> _Built:
+        built = self._schedules.get(key)
+        if built is None:
+            self._make_room(self._buffer_bytes(key))
+            built = self._schedules[key] = self._build(*key)
         self._schedules.move_to_end(key)
-        return schedule
+        return built
+
+    def _tidy(self, key: ScheduleKey) -> None:
+        """After a pass: the other pipelines of this rank need the memory in theirs."""
+        self._schedules[key].clear()
+        if self._buffer_bytes(key) > KEPT_BYTES:
+            del self._schedules[key]
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Drop schedules, the longest unused first, until with so much more they are small."""
+        while self._schedules and sum(map(self._buffer_bytes, self._schedules)) + size_bytes > KEPT_BYTES:
+            self._schedules.popitem(last=False)
 
     def _buffer_bytes(self, key: ScheduleKey) -> int:
-        """Of states received on the way out, and of gradients on the way back."""
+        """Of states received on the way out, and of gradients on the way back.
+
+        The first and the last chunk receive less, but all ranks must say the same: a new schedule speaks to its
+        neighbours before its first pass, so they have to drop theirs too.
+        """
         train, num_micro_batches, width = key
         per_micro_batch = width * self.modules[0].hidden_size * self.modules[0].dtype.itemsize
         return (2 if train else 1) * num_micro_batches * per_micro_batch * len(self.modules)
 
-    def _build(self, train: bool, num_micro_batches: int, width: int) -> Schedule:
-        stages = [self._stage(module, width, train=train) for module in self.modules]
-        return build_schedule(
+    def _build(self, train: bool, num_micro_batches: int, width: int) -> _Built:
+        stages = tuple(self._stage(module, width, train=train) for module in self.modules)
+        schedule = build_schedule(
             self._schedule_name,
             stages,
             num_micro_batches,
             # the loss's denominators are global already: gradients are summed over micro-batches, not averaged
             self._weighted_sum if train else None,
         )
+        return _Built(schedule, stages)
 
     def _stage(self, module: StageModule, width: int, *, train: bool) -> PipelineStage:
         share, device = module.share, module.device
@@ -180,3 +246,11 @@ def build_schedule(
         return single(stages[0], num_micro_batches, loss, scale_grads=False)
     multi = ScheduleInterleaved1F1B if name == "interleaved_1f1b" else ScheduleInterleavedZeroBubble
     return multi(list(stages), num_micro_batches, loss, scale_grads=False)
+
+
+def _cause(error: RuntimeError) -> BaseException:
+    """What went wrong in a chunk, out of torch's page "failed to run forward: args ..." or "... backward: ..."."""
+    found: BaseException = error
+    while isinstance(found, RuntimeError) and _PAGE.search(str(found)) and found.__cause__ is not None:
+        found = found.__cause__
+    return found

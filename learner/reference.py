@@ -37,7 +37,8 @@ class Reference:
             on_device: this replica's share of it.
 
         Returns:
-            [T] and the new ones on the last stages, NaN where there is no reference; None and nothing on the others.
+            [T], to float32 in any precision, and the new ones on the last stages, NaN where there is no reference;
+            None and nothing on the others.
         """
         unscored = batch.unscored()
         new_T: Tensor | None = None
@@ -54,9 +55,11 @@ class Reference:
         if new_T is None:
             return reference_T, {}
         where_T = torch.from_numpy(batch.tokens_of(unscored)).to(reference_T.device)
+        # as they are stored, so that a step that is taken again reads the same numbers also in float64
+        new_T = new_T.to(torch.float32)
         reference_T[where_T] = new_T.to(reference_T.dtype)
         ends = np.cumsum(np.diff(batch.bounds_T())[unscored])
-        values = np.split(new_T.to("cpu", torch.float32).numpy(), ends[:-1])
+        values = np.split(new_T.cpu().numpy(), ends[:-1])
         return reference_T, dict(zip(unscored.tolist(), values, strict=True))
 
     def _stored(self, batch: StepBatch) -> Tensor:

@@ -7,12 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from buffer.lengths import LengthFidelity
 from learner.batch import StepBatch
+from learner.mismatch import Lag0ByActor, LagByActor, lag_by_actor
 from learner.packing import IntArray
 from learner.step import StepResult
 from learner.updates import Metrics, counted
 
-Report = dict[str, float | int | bool | None]
+Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
+"""Metrics by name; and `NO_METRICS`."""
+
+NO_METRICS = frozenset({"lag0_by_actor", "lag_by_actor"})
+"""What a step tells of each actor: tables, which whoever follows the run adds up."""
 
 LEDGER_METRICS = {
     "buffer/issued": "issued",
@@ -70,6 +76,28 @@ def lag_metrics(updates: Sequence[StepBatch], start: StepBatch, newest_published
     }
 
 
+def replay_metrics(start: StepBatch, ledger: Mapping[str, int]) -> Metrics:
+    """How often samples are used, and how old they are then.
+
+    Args:
+        start: the draw, at the version that the step began with.
+        ledger: the buffer's counts as it was drawn.
+    """
+    bounds_T = start.bounds_T()
+    written_B = np.flatnonzero(bounds_T[1:] > bounds_T[:-1])
+    age_G = np.zeros(start.num_groups, np.int64)
+    np.maximum.at(age_G, start.group_B[written_B], start.lag_T[bounds_T[:-1][written_B]])
+    samples = {(trajectory.group_id, trajectory.sample_index) for trajectory in start.trajectories}
+    uses = ledger["uses"] - ledger["redone_uses"]
+    return {
+        "buffer/effective_uses": uses,
+        "buffer/uses_per_sample": uses / ledger["trained"] if ledger["trained"] else None,
+        "buffer/age_at_use": float(age_G.mean()),
+        "buffer/on_policy_share": float((start.lag_T == 0).mean()) if len(start.lag_T) else None,
+        "buffer/unique_frac": len(samples) / len(start.trajectories),
+    }
+
+
 def _ends(batch: StepBatch) -> tuple[IntArray, IntArray]:
     """Lag of the first and of the last token of each sequence that has any."""
     bounds_T = batch.bounds_T()
@@ -84,7 +112,7 @@ def step_report(
     newest_published: int,
     times: StepTimes,
     ledger: Mapping[str, int],
-    fidelity_ks: float,
+    fidelity: LengthFidelity,
 ) -> Report:
     """Everything to log of one step.
 
@@ -95,11 +123,12 @@ def step_report(
         newest_published: the newest version that could be pulled when the step began.
         times: of the step.
         ledger: the buffer's counts as the batch was drawn.
-        fidelity_ks: how far the lengths trained so far were from those generated.
+        fidelity: how far the lengths trained so far were from those generated.
     """
     rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.reward is not None]
     lengths = [trajectory.num_completion_tokens for trajectory in batch.trajectories]
     duration_s = times.finished_s - times.started_s
+    trained = [update.batch for update in counted(result.updates)]
     return {
         "step": step,
         "version": result.version,
@@ -109,7 +138,8 @@ def step_report(
         "reward/mean": float(np.mean(rewards)),
         "reward/std": float(np.std(rewards)),
         "length/trained_mean": float(np.mean(lengths)),
-        "length/fidelity_ks": fidelity_ks,
+        "length/fidelity_ks": fidelity.ks,
+        "length/p95_ratio": fidelity.p95_ratio,
         "batch/trajectories": len(batch.trajectories),
         "batch/groups": batch.num_groups,
         "batch/tokens": batch.packed.num_tokens,
@@ -121,7 +151,10 @@ def step_report(
         "time/wait_for_batch": times.started_s - times.asked_s,
         "time/step": duration_s,
         "perf/learner_tokens_per_s": batch.packed.num_tokens / max(duration_s, 1e-9),
-        **lag_metrics([update.batch for update in counted(result.updates)], batch, newest_published, times.started_s),
+        **lag_metrics(trained, batch, newest_published, times.started_s),
+        **replay_metrics(batch, ledger),
         **{metric: ledger[name] for metric, name in LEDGER_METRICS.items()},
         **result.metrics,
+        "lag0_by_actor": result.lag0_by_actor,
+        "lag_by_actor": {} if result.skipped else lag_by_actor(trained),
     }

@@ -10,6 +10,7 @@ from buffer.config import BufferConfig
 from learner.config import LearnerConfig
 from learner.mesh import Place
 from weight_sync.config import WeightSyncConfig
+from weight_sync.curve import ClientKeys
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,20 @@ class LearnerSpec:
     buffer_addresses: tuple[str, ...]
     """tcp://HOST:PORT of the buffer service, shard by shard."""
     run_folder: Path
+    weights_folder: Path
+    """Of the weight store, as the machine that holds it sees it."""
+    weights_address: str
+    """tcp://HOST:PORT of the weight service; '' where there is none."""
+    publish_dtypes: tuple[str, ...]
+    """In which the actors serve: weights are published in each."""
+    startup_timeout_s: float
+    """How long ranks wait for each other where one may take much longer than another: to load, and to export."""
     config: LearnerConfig
     algorithm: AlgorithmConfig
     weight_sync: WeightSyncConfig
     buffer: BufferConfig
+    keys: ClientKeys | None = None
+    """What both services are talked to with; None where they take everybody."""
 
     @property
     def place(self) -> Place:

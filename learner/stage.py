@@ -23,25 +23,26 @@ import torch.distributed as dist
 
 from buffer.client import Draw, decode_draw
 from buffer.errors import BufferError
+from learner.agreement import Agreement
 from learner.assembly import build_networks, build_reference, packing_rule
 from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_samples
 from learner.batch import StepBatch, trainable
-from learner.channel import Channel, Kind, StageLost
+from learner.channel import Channel, Kind, StageLost, tells_of_loss
 from learner.checkpoint import CheckpointFailed, Checkpoints
 from learner.checkpoint_meta import Progress, model_identity
 from learner.hf_files import write_folder, write_shard
 from learner.lead import Lead
+from learner.meeting import meet
 from learner.mesh import Mesh
 from learner.report import Report, StepTimes, step_report
 from learner.spec import LearnerSpec
 from learner.step import TrainStep
+from weight_sync.errors import PublishFailed
 from weight_sync.publisher import Publisher
-from weight_sync.staleness import PolicyVersion
+from weight_sync.staleness import PolicyVersion, StaleTokens
+from weight_sync.upload import open_sink
 
 logger = logging.getLogger(__name__)
-
-_SIGNS_OF_LOSS = ("gloo", "pair closure", "Connection closed by peer", "NCCL")
-"""In what the communication library says when another rank is gone or silent."""
 
 
 class Stage:
@@ -55,6 +56,8 @@ class Stage:
         """
         spec.check()
         self.spec = spec
+        self._device = torch.device("cpu")
+        """Where it computes, from `setup` on."""
         self._stop = threading.Event()
         self._reports: list[Report] = []
         self._reports_lock = threading.Lock()
@@ -71,7 +74,8 @@ class Stage:
         """Load everything, resume from the newest checkpoint and publish the version that training starts at.
 
         Raises:
-            StageLost: not all stages came to the rendezvous within `collective_timeout_s`.
+            StageLost: not all stages came to the rendezvous within `collective_timeout_s`, or had loaded their share
+                within `startup_timeout_s`.
         """
         self._guard(self._setup, "set up")
 
@@ -83,6 +87,8 @@ class Stage:
 
         Raises:
             NoBatch: the lead got no batch within `batch_timeout_s`; LeadFailed on the other stages.
+            PublishFailed: weights could not be written for `publish_timeout_s`; LeadFailed on the other stages.
+            StaleTokens: the batch holds a token past the staleness bound; LeadFailed on the other stages.
             StageLost: another stage died or hung.
             BadSample: a drawn sample has a reward or a log-probability that no loss can use. All stages raise it.
             TrainingDiverged: three steps in a row had no finite loss or gradient. All stages raise it.
@@ -104,6 +110,11 @@ class Stage:
         """Whom the learner waits for just now; empty while it computes, and on other stages than the lead."""
         return self._lead.waiting_for if self._lead is not None else ""
 
+    @property
+    def publishing(self) -> str:
+        """What keeps a version from being published, which goes on beside training; empty while nothing does."""
+        return self._publisher.waiting_for if self._publisher is not None else ""
+
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder; all stages call it, after `run` and as the last."""
         self._guard(lambda: self._export(folder), "export")
@@ -112,21 +123,25 @@ class Stage:
 
     def _setup(self) -> None:
         spec, config, place = self.spec, self.spec.config, self.spec.place
-        device = _device(config.device, spec.rank)
+        self._device = device = _device(config.device, spec.rank)
+        _make_current(device)
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads)
         torch.manual_seed(spec.seed)
-        dist.init_process_group(
-            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=spec.rendezvous,
+        meet(
+            spec.rendezvous,
+            device,
             rank=spec.rank,
-            world_size=place.num_ranks,
+            num_ranks=place.num_ranks,
             timeout=timedelta(seconds=config.collective_timeout_s),
         )
         mesh = Mesh.build(place, timedelta(seconds=config.collective_timeout_s))
+        self._ranks = Agreement(spec.rank, spec.startup_timeout_s)
         self._networks = build_networks(spec, mesh, device)
-        logger.info("%s of %d trainable parameters is here", place.name, self._networks.num_parameters())
         reference = build_reference(spec, self._networks)
+        # a share that loads slowly is none that is lost: no collective of training may begin before all are there
+        self._ranks.say("")
+        logger.info("%s of %d trainable parameters is here", place.name, self._networks.num_parameters())
         self._train_step = TrainStep(self._networks, reference, spec.algorithm, config, spec.seed)
         self._packing = packing_rule(spec)
         self._checkpoints = Checkpoints(
@@ -140,10 +155,30 @@ class Stage:
         self._resume()
         self._begin_incarnation()
         if place.publishes:
-            self._publisher = Publisher(
-                spec.run_folder / "weights", place.stage, place.num_stages, spec.weight_sync.keep_versions
-            )
+            self._publisher = self._open_publisher()
         self._publish(self._progress.version)
+
+    def _open_publisher(self) -> Publisher:
+        spec, knobs = self.spec, self.spec.weight_sync
+        sink = open_sink(
+            knobs,
+            folder=spec.weights_folder,
+            address=spec.weights_address,
+            run_id=spec.run_id,
+            name=f"stage-{spec.rank}",
+            keys=spec.keys,
+        )
+        return Publisher(
+            sink,
+            spec.place.stage,
+            spec.place.num_stages,
+            spec.publish_dtypes,
+            keep_versions=knobs.keep_versions,
+            full_every=knobs.full_every,
+            timeout_s=knobs.publish_timeout_s,
+            # a little longer, so that a stage without space is the first to fail, and says why
+            parts_timeout_s=knobs.publish_timeout_s + 30.0,
+        )
 
     def _resume(self) -> None:
         resumed = self._checkpoints.restore(self._networks)
@@ -176,12 +211,13 @@ class Stage:
     def _next_batch(self, step: int) -> Draw | bytes | None:
         """The lead's draw, the other stages' bytes of it, or None to stop."""
         if self._lead is None:
-            kind, payload = self._channel.receive()
-            return payload if kind is Kind.BATCH else None
+            return self._hear_of_batch()
         try:
             self._release_draws()
-            draw = self._lead.draw(step, self._progress.version, self._stop)
-        except (TimeoutError, BufferError, CheckpointFailed) as error:
+            draw = self._lead.draw(step, self._progress.version, self._stop, self._make_up)
+            if draw is not None:
+                self._lead.check_age(draw, self._progress.version)
+        except (TimeoutError, BufferError, CheckpointFailed, PublishFailed, StaleTokens) as error:
             # the others would otherwise only see a closed connection, and not learn why
             self._channel.send(Kind.FAILED, str(error).encode())
             raise
@@ -190,6 +226,19 @@ class Stage:
         else:
             self._channel.send(Kind.BATCH, draw.body)
         return draw
+
+    def _hear_of_batch(self) -> bytes | None:
+        while True:
+            kind, payload = self._channel.receive()
+            if kind is not Kind.PUBLISH:
+                return payload if kind is Kind.BATCH else None
+            self._publish(self._progress.version)
+
+    def _make_up(self) -> None:
+        """On the lead, while the others listen: publish what was left out. Admission may be waiting for it."""
+        if self._is_due(self._progress.version) and not self._is_full():
+            self._channel.send(Kind.PUBLISH)
+            self._publish(self._progress.version)
 
     def _take_step(self, step: int, draw: Draw | bytes, asked_s: float) -> None:
         started_s = time.time()
@@ -209,7 +258,10 @@ class Stage:
             if result.new_scores and record_ids is not None:
                 self._lead.write_scores([record_ids[i] for i in result.new_scores], list(result.new_scores.values()))
             self._lead.step_finished(step, result.version, skipped=result.skipped)
-            report = step_report(batch, result, step, newest, times, draw.ledger, draw.fidelity_ks)
+        publish_s = self._publish_if_due(result.version)
+        if isinstance(draw, Draw):
+            report = step_report(batch, result, step, newest, times, draw.ledger, draw.fidelity)
+            report["time/publish"] = (result.metrics.get("time/publish") or 0.0) + publish_s
             with self._reports_lock:
                 self._reports.append(report)
         try:
@@ -217,7 +269,6 @@ class Stage:
         except TrainingDiverged:
             dist.barrier()  # as above
             raise
-        self._publish_if_due(result.version)
         if step % self.spec.config.checkpoint_every == 0:
             self._save()
 
@@ -230,19 +281,44 @@ class Stage:
         batch = StepBatch.build([rows[i] for i in chosen], self._progress.version, resumed_at, self._packing)
         return batch, None if isinstance(draw, bytes) else [draw.record_ids[i] for i in chosen]
 
-    def _publish_if_due(self, version: int) -> None:
-        """Every version counts, also those between the updates of a step: what waits makes the actors staler."""
-        if version % self.spec.weight_sync.publish_every == 0:
+    def _publish_if_due(self, version: int) -> float:
+        """Every version counts, also those between the updates of a step: what waits makes the actors staler.
+
+        Where earlier versions are still being written this one is left out, and the next is due: neither a full
+        disk nor a slow network stops training before the staleness bound does.
+
+        Returns:
+            The seconds that it took.
+        """
+        started_s = time.perf_counter()
+        if self._is_due(version) and self._may_publish():
             self._publish(version)
+        return time.perf_counter() - started_s
+
+    def _is_due(self, version: int) -> bool:
+        every = self.spec.weight_sync.publish_every
+        return version // every > self._published_version // every
+
+    def _is_full(self) -> bool:
+        return self._publisher is not None and self._publisher.is_full
+
+    def _may_publish(self) -> bool:
+        """Can another version be taken? All ranks have to agree, for a version needs a part of every stage."""
+        # the lead waits for the parts of the others, so what it has finished all have
+        is_full = torch.tensor([self._is_full()])
+        if self.spec.place.num_ranks > 1:
+            dist.broadcast(is_full, src=self.spec.place.lead)
+        return not bool(is_full)
 
     def _publish(self, version: int) -> None:
         """Publish the weights, which are those of this version, unless that was done."""
-        if self._publisher is None or version == self._published_version:
+        if version == self._published_version:
             return
-        on_committed = self._lead.published if self._lead is not None else None
-        tensors = self._networks.policy.published_tensors()
-        self._publisher.publish(PolicyVersion(self._progress.incarnation, version), tensors, on_committed)
         self._published_version = version
+        if self._publisher is not None:
+            on_committed = self._lead.published if self._lead is not None else None
+            tensors = self._networks.policy.published_tensors()
+            self._publisher.publish(PolicyVersion(self._progress.incarnation, version), tensors, on_committed)
 
     def _save(self) -> None:
         """Begin to write a checkpoint; training goes on meanwhile."""
@@ -264,12 +340,12 @@ class Stage:
 
     def _finish(self) -> None:
         """Leave nothing half done: weights committed, checkpoint written, everything reported."""
+        self._save()  # first: weights can be published again, a step cannot be had back
         self._publish(self._progress.version)
-        self._save()
         self._checkpoints.close()
         self._release_draws(heartbeats=False)
         if self._publisher is not None:
-            self._publisher.close(self.spec.config.collective_timeout_s)
+            self._publisher.close(self.spec.weight_sync.publish_timeout_s + 60.0)
         if self._lead is not None:
             self._lead.settle(heartbeats=False)
             self._lead.close()
@@ -280,25 +356,27 @@ class Stage:
         place, policy = self.spec.place, self._networks.policy
         if place.publishes:
             write_shard(folder, place.stage, place.num_stages, policy.exported_tensors())
-        dist.barrier()
+        self._ranks.say("")  # shards are of unequal sizes, and may go to unequal disks
         if place.is_lead:
             write_folder(folder, self.spec.model_path, place.num_stages, policy.dtype)
-        dist.barrier()
+        self._ranks.say("")
         dist.destroy_process_group()
 
     def _guard(self, action: Callable[[], None], what: str) -> None:
         """Run an action; say which stage lost which where the communication library says 'connection closed'."""
+        _make_current(self._device)
         try:
             action()
         except CheckpointFailed:
             raise  # it has its own limit and its own remedy, also where a collective of its own did not end
         except RuntimeError as error:
-            if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_LOSS):
+            if tells_of_loss(error):
                 place = self.spec.place
                 others = [rank for rank in range(place.num_ranks) if rank != place.rank]
                 raise StageLost(
                     f"{place.name} could not {what}: one of the ranks {others} died or did not answer "
-                    f"within learner.collective_timeout_s = {self.spec.config.collective_timeout_s:g} s; "
+                    f"within learner.collective_timeout_s = {self.spec.config.collective_timeout_s:g} s "
+                    f"(loading and exporting: launch.startup_timeout_s = {self.spec.startup_timeout_s:g} s); "
                     f"look at the end of its log. Reported: {error}"
                 ) from error
             raise
@@ -309,6 +387,10 @@ def _device(wanted: str, rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("learner.device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def _make_current(device: torch.device) -> None:
+    """Make a device that of this thread: each has its own current one, and Ray calls a stage from several."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

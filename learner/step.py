@@ -27,13 +27,14 @@ from learner.batch import Leaves, StepBatch
 from learner.config import LearnerConfig
 from learner.judge import Judge, Judgement, distance
 from learner.minibatches import minibatches
+from learner.mismatch import Lag0ByActor, lag0_by_actor
 from learner.model import DeviceBatch
 from learner.networks import Gradient, Networks
 from learner.packing import IntArray
 from learner.reference import Reference, Scores
 from learner.updates import Metrics, Update, mean_metrics
 
-BetweenUpdates = Callable[[int], None]
+BetweenUpdates = Callable[[int], object]
 
 MOST_EVALUATED = 2**27
 """Tokens times micro-batches up to which one pass is cheaper than two: a second or two of evaluating the loss."""
@@ -49,6 +50,8 @@ class StepResult:
     metrics: Metrics
     new_scores: Scores = field(default_factory=dict)
     """Reference log-probabilities computed in this step."""
+    lag0_by_actor: Lag0ByActor = field(default_factory=dict)
+    """Where lag is 0, how far each actor's log-probabilities are from the learner's."""
 
     @property
     def skipped(self) -> bool:
@@ -97,7 +100,7 @@ class TrainStep:
             step: 0-based number of the step, for the learning-rate schedule and the order of minibatches.
             between_updates: called with the version before every update but the first.
         """
-        clock = _Clock()
+        clock = _Clock(self._networks.policy.device)
         self.judge.begin_step()
         on_device = self._networks.on_device(batch.packed)
         reference_T, new_scores = self._reference.score(batch, on_device)
@@ -122,10 +125,10 @@ class TrainStep:
                 judgement = self._train_twice(part, clock, is_first=not updates)
             updates.append(self._update(part, step * self._config.updates_per_step + number, judgement, clock))
             version += updates[-1].result.taken
-        distances = draw.distance()
+        distances, by_actor = draw.distance(), draw.lag0_by_actor()
         clock.lap("time/loss")
         means = mean_metrics(updates, acts_on_ess=self._config.ess_budget is not None)
-        return StepResult(version, tuple(updates), {**means, **distances, **clock.laps_s}, new_scores)
+        return StepResult(version, tuple(updates), {**means, **distances, **clock.laps_s}, new_scores, by_actor)
 
     def _divide(self, batch: StepBatch, step: int) -> list[IntArray]:
         """The sequences of each update."""
@@ -265,16 +268,27 @@ class _Draw:
         applied = bool(torch.isfinite(self._applied_T).all()) and self._applied_T.numel() > 0
         return distance(self.batch, inputs, self._applied_T if applied else None)
 
+    def lag0_by_actor(self) -> Lag0ByActor:
+        """On the lead: the mismatch of each actor where lag is 0."""
+        if not self._networks.mesh.place.is_lead:
+            return {}
+        assert self.old is not None, "the lead has the last stage"
+        return lag0_by_actor(self.batch, self.old.logprobs_T)
+
 
 class _Clock:
     """Seconds by what they were spent on."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.laps_s: dict[str, float] = {}
+        self._device = device
         self._last_s = time.perf_counter()
 
     def lap(self, name: str) -> None:
         """Count the seconds since the last lap."""
+        if self._device.type == "cuda":
+            # its kernels run on behind the calls that ask for them, and would count for whoever waits for them first
+            torch.cuda.synchronize(self._device)
         now_s = time.perf_counter()
         self.laps_s[name] = self.laps_s.get(name, 0.0) + now_s - self._last_s
         self._last_s = now_s

@@ -166,7 +166,7 @@ class InProcessShard:
             reply, body = answer
             return Draw(
                 reply.ready, reply.step, reply.group_ids, reply.record_ids, reply.waiting_for, bytes(body),
-                reply.ledger, reply.lengths, reply.fidelity_ks,
+                reply.ledger, reply.lengths, reply.fidelity,
             )  # fmt: skip
 
         return self._ask(p.DrawRequest(step, version, incarnation, num_groups, wait_s, dict(plan or {})), drawn)

@@ -1,12 +1,14 @@
-"""The `[weight_sync]` section: the staleness knobs, and how weights are stored and applied."""
+"""The `[weight_sync]` section: the staleness knobs, how weights are stored, sent and applied, and the tripwires."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from weight_sync.staleness import StalenessConfig
+
+Action = Literal["warn", "quarantine", "stop"]
 
 
 class WeightSyncConfig(StalenessConfig):
@@ -17,11 +19,75 @@ class WeightSyncConfig(StalenessConfig):
         description="What an update in flight does with running requests: keep their attention keys of the old "
         "version, or compute them anew under the new one.",
     )
-    keep_versions: PositiveInt = Field(default=3, description="How many published versions stay in the store.")
+    transport: Literal["auto", "folder", "network", "nccl"] = Field(
+        default="auto",
+        description="How weights travel: through the store's folder, which must be seen; over ZeroMQ through the "
+        "weight service; 'auto' takes the folder where it is seen. 'nccl', vLLM's own broadcast between GPUs, is not "
+        "launched yet and refused.",
+    )
+    folder: str | None = Field(
+        default=None, description="Where versions lie; unset: weights/ in the run's folder. A tmpfs is fastest."
+    )
+    host: str | None = Field(
+        default=None,
+        description="Address that the weight service binds; unset: loopback where Ray was started by this command, "
+        "else this machine's address in the Ray cluster.",
+    )
+    port: int = Field(default=0, ge=0, le=65535, description="Port of the weight service; 0 takes a free one.")
+    chunk_mib: PositiveFloat = Field(
+        default=1.0,
+        le=64,
+        description="Size of a message of weights over ZeroMQ; what is lost is sent again by chunks.",
+    )
+    staging_dir: str | None = Field(
+        default=None,
+        description="Where a machine keeps what its actors fetched over ZeroMQ, once for all of them; unset: a folder "
+        "in /dev/shm, or in the temporary folder.",
+    )
+    full_every: PositiveInt = Field(
+        default=10,
+        description="Every n-th version is published whole only; the others, where somebody fetches over ZeroMQ, also "
+        "as changes of their parent if these are smaller. 1: no deltas.",
+    )
+    keep_versions: PositiveInt = Field(
+        default=3, description="How many published versions stay in the store, beside those being read."
+    )
     poll_interval_s: PositiveFloat = Field(default=0.05, description="How often an actor looks for a newer version.")
     update_timeout_s: PositiveFloat = Field(
         default=120.0, description="An update that takes an engine longer is an error that names the actor."
     )
+    publish_timeout_s: PositiveFloat = Field(
+        default=600.0,
+        description="Weights that cannot be written for so long, as on a full disk, end the learner; until then it "
+        "tries again, and trains on as far as the bound allows.",
+    )
+    mismatch_limit: PositiveFloat | None = Field(
+        default=None,
+        description="Tripwire: mean absolute log-probability difference between engine and learner at lag 0. Unset: "
+        "0.001 where engines and learner compute in float32, else 0.2.",
+    )
+    on_mismatch: Action = Field(
+        default="warn", description="Above it: say so, also take the actor out of the run, or stop the run."
+    )
+    stuck_after_s: PositiveFloat = Field(
+        default=300.0,
+        description="Tripwire: a learner that takes updates but publishes none, or an actor that serves an old "
+        "version, for so long.",
+    )
+    on_stuck: Action = Field(default="warn", description="Then: say so, also take the actor out, or stop the run.")
+    behind_after_s: PositiveFloat = Field(
+        default=30.0, description="Tripwire: an actor more than max_actor_lag behind the newest version for so long."
+    )
+    on_behind: Action = Field(default="warn", description="Then: say so, also take the actor out, or stop the run.")
+
+    @model_validator(mode="after")
+    def _waits_must_fit(self) -> WeightSyncConfig:
+        if self.poll_interval_s >= self.update_timeout_s:
+            raise ValueError(
+                f"poll_interval_s = {self.poll_interval_s:g} is not below update_timeout_s = "
+                f"{self.update_timeout_s:g}: no actor could see a version in time; lower poll_interval_s"
+            )
+        return self
 
     def staleness(self) -> StalenessConfig:
         """The staleness knobs alone: what the buffer service is told."""

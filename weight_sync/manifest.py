@@ -1,65 +1,74 @@
-"""What a published version consists of: every tensor by name, and a checksum for each.
+"""What a published version consists of: every tensor by name and dtype, and a checksum for each.
 
 A manifest is JSON that a person can read. It is sealed: it carries the checksum of itself, so a
 half-written or edited one is refused. Two further hashes tie versions together: the architecture
 (names, dtypes, shapes) and the chain (this version's content on top of its parent's).
 
-    WeightsError
-      WeightsCorrupt   what is on disk is not what was published
-      WeightsGone      the version is not in the store, or no longer
-      PublishFailed    a version could not be published
+A version holds the same tensors in every dtype that an engine asks for: its variants. This module
+needs no torch: the weight service uses it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
-import torch
 import xxhash
 
+from weight_sync.errors import PublishFailed, WeightsCorrupt
 from weight_sync.staleness import PolicyVersion
+from weight_sync.tensor_file import ITEM_BYTES
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+MANIFEST_NAME = "manifest.json"
 
-DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
-}
-"""Dtypes that a manifest may name."""
-
-
-class WeightsError(Exception):
-    """Base of everything that can go wrong with published weights."""
+Encoding = Literal["same", "xor", "raw"]
+"""How a delta gives a tensor: it is the parent's; as a compressed XOR with the parent's bytes; or whole."""
 
 
-class WeightsCorrupt(WeightsError):
-    """What is on disk is not what was published: a file was cut, changed or belongs to another version."""
+class DeltaEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a tensor lies in the delta file of its part."""
 
-
-class WeightsGone(WeightsError):
-    """The version is not in the store: it was never committed, or retention has removed it."""
-
-
-class PublishFailed(WeightsError):
-    """A version could not be published; the previous one remains the newest."""
+    encoding: Encoding
+    offset: int
+    """In bytes."""
+    size_bytes: int
+    """0 where the encoding is 'same'."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a version."""
+    """One tensor of a version, in one dtype."""
 
     name: str
     """Name as in a Hugging Face checkpoint."""
     dtype: str
     """As torch prints it, without the prefix: 'float32', 'bfloat16'."""
     shape: tuple[int, ...]
-    part: str
+    file: str
     """The safetensors file, beside the manifest, that holds it under `name`."""
     checksum: str
     """xxh3-64 of its bytes (C order, little endian), as hex."""
+    delta: DeltaEntry | None = None
+    """Where it lies in `delta_name(file)`. All tensors of a file have one, or none has."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole tensor."""
+        size = ITEM_BYTES[self.dtype]
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of a version."""
+
+    name: str
+    size_bytes: int
 
 
 class _AnyFormat(msgspec.Struct, frozen=True):
@@ -69,11 +78,14 @@ class _AnyFormat(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one pipeline stage contributed to a version; lies beside its safetensors file until all have come."""
+    """What one pipeline stage contributed to a version; lies beside its files until all have come."""
 
     rank: int
     version: str
+    parent: str | None
+    """The version that its deltas are against; None where it has none."""
     tensors: tuple[TensorEntry, ...]
+    files: tuple[FileEntry, ...]
     format_version: int = FORMAT_VERSION
     checksum: str = ""
     """Seal: xxh3-64 of this document with an empty checksum."""
@@ -85,7 +97,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: int
     version: int
     parent: str | None
-    """The version that was the newest before this one, as 'INCARNATION.VERSION'."""
+    """The version that was the newest before this one, as 'INCARNATION.VERSION'; deltas are against it."""
+    parent_chain: str
+    """Its chain; empty where there is none."""
     fingerprint: str
     """Hash over the names, dtypes and shapes: equal for every version of one architecture."""
     chain: str
@@ -93,7 +107,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created_s: float
     """Wall time, seconds since the Unix epoch."""
     tensors: tuple[TensorEntry, ...]
-    """Sorted by name."""
+    """Sorted by dtype and name."""
+    files: tuple[FileEntry, ...]
     format_version: int = FORMAT_VERSION
     checksum: str = ""
     """Seal: xxh3-64 of this document with an empty checksum."""
@@ -103,56 +118,116 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The version that this manifest describes."""
         return PolicyVersion(self.incarnation, self.version)
 
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """In which dtypes the version was published."""
+        return tuple(dict.fromkeys(entry.dtype for entry in self.tensors))
+
+    def variant(self, dtype: str) -> tuple[TensorEntry, ...]:
+        """The tensors in one dtype.
+
+        Raises:
+            WeightsCorrupt: the version was not published in it.
+        """
+        found = tuple(entry for entry in self.tensors if entry.dtype == dtype)
+        if not found:
+            raise WeightsCorrupt(
+                f"version {self.policy} was published in {', '.join(self.dtypes) or 'no dtype'}, not in {dtype}; "
+                "the learner publishes in the dtypes of the actors: is it of the same run?"
+            )
+        return found
+
+    def size_of(self, file: str) -> int:
+        """Bytes of one of its files.
+
+        Raises:
+            WeightsCorrupt: the manifest names no such file.
+        """
+        for entry in self.files:
+            if entry.name == file:
+                return entry.size_bytes
+        raise WeightsCorrupt(f"version {self.policy}: the manifest names no file {file}")
+
 
 Sealed = TypeVar("Sealed", Part, Manifest)
 
+# made here, for msgspec is not safe against threads that each use a type for the first time
+FILE_NAME = re.compile(r"part-[0-9]{1,6}\.[a-z0-9]{1,16}\.(safetensors|delta)")
+"""What a file of a version may be called: never with a folder in it, nor as a document."""
 
-def checksum_of(tensor: torch.Tensor) -> str:
-    """xxh3-64 of a CPU tensor's bytes, as hex."""
-    return xxhash.xxh3_64_hexdigest(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+_ANY_FORMAT = msgspec.json.Decoder(_AnyFormat)
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in (Part, Manifest)}
 
 
-def entry_of(name: str, tensor: torch.Tensor, part: str) -> TensorEntry:
-    """Describe a CPU tensor.
+def file_name(rank: int, dtype: str) -> str:
+    """Of the safetensors file of one stage in one dtype."""
+    return f"part-{rank}.{dtype}.safetensors"
 
-    Raises:
-        PublishFailed: its dtype is not one that weights are published in.
-    """
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise PublishFailed(f"tensor '{name}' has dtype {dtype}; weights are published as one of {', '.join(DTYPES)}")
-    return TensorEntry(name, dtype, tuple(tensor.shape), part, checksum_of(tensor))
+
+def by_file(tensors: Iterable[TensorEntry]) -> dict[str, list[TensorEntry]]:
+    """The names of files, and the tensors in each."""
+    files: dict[str, list[TensorEntry]] = {}
+    for entry in tensors:
+        files.setdefault(entry.file, []).append(entry)
+    return files
+
+
+def delta_name(file: str) -> str:
+    """Of the delta that goes with a safetensors file."""
+    return f"{file.removesuffix('.safetensors')}.delta"
+
+
+def part_name(rank: int) -> str:
+    """Of the document of one stage."""
+    return f"part-{rank}.json"
+
+
+def checksum_of(data: bytes | memoryview) -> str:
+    """xxh3-64 of a tensor's bytes, as hex."""
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def build_manifest(
-    version: PolicyVersion, tensors: Sequence[TensorEntry], parent: Manifest | None, created_s: float
+    version: PolicyVersion, parts: Sequence[Part], parent: Manifest | None, created_s: float
 ) -> Manifest:
-    """Assemble the manifest of a version from the entries of all its parts.
+    """Assemble the manifest of a version from all its parts.
+
+    A part whose deltas are against another version than the parent is taken without them.
 
     Raises:
         PublishFailed: two parts hold a tensor of the same name.
     """
-    ordered = tuple(sorted(tensors, key=lambda entry: entry.name))
+    parts = [_without_foreign_delta(part, parent) for part in parts]
+    ordered = tuple(sorted((e for part in parts for e in part.tensors), key=lambda e: (e.dtype, e.name)))
     for before, after in itertools.pairwise(ordered):
-        if before.name == after.name:
+        if (before.name, before.dtype) == (after.name, after.dtype):
             raise PublishFailed(
-                f"version {version}: tensor '{after.name}' is in {before.part} and in {after.part}; "
+                f"version {version}: tensor '{after.name}' is in {before.file} and in {after.file}; "
                 "every tensor is published by exactly one pipeline stage"
             )
     fingerprint = xxhash.xxh3_128()
-    content = xxhash.xxh3_128((parent.chain if parent else "").encode())
     for entry in ordered:
         fingerprint.update(f"{entry.name}|{entry.dtype}|{entry.shape}\n".encode())
-        content.update(f"{entry.name}|{entry.checksum}\n".encode())
+    parent_chain = parent.chain if parent else ""
     return Manifest(
         incarnation=version.incarnation,
         version=version.version,
         parent=str(parent.policy) if parent else None,
+        parent_chain=parent_chain,
         fingerprint=fingerprint.hexdigest(),
-        chain=content.hexdigest(),
+        chain=chain_of(parent_chain, ordered),
         created_s=created_s,
         tensors=ordered,
+        files=tuple(file for part in parts for file in part.files),
     )
+
+
+def chain_of(parent_chain: str, tensors: Sequence[TensorEntry]) -> str:
+    """Hash of a version's content on top of its parent's chain, as hex."""
+    content = xxhash.xxh3_128(parent_chain.encode())
+    for entry in tensors:
+        content.update(f"{entry.name}|{entry.dtype}|{entry.checksum}\n".encode())
+    return content.hexdigest()
 
 
 def encode(document: Part | Manifest) -> bytes:
@@ -161,34 +236,66 @@ def encode(document: Part | Manifest) -> bytes:
     return msgspec.json.format(msgspec.json.encode(sealed), indent=1)
 
 
-def decode(data: bytes, kind: type[Sealed], source: Path) -> Sealed:
+def decode(data: bytes | memoryview, kind: type[Sealed], source: Path | str) -> Sealed:
     """Read what `encode` wrote.
 
     Args:
         data: the JSON text.
         kind: `Part` or `Manifest`.
-        source: the file it came from, for the error.
+        source: where it came from, for the error.
 
     Raises:
-        WeightsCorrupt: it is not such a document, its format is newer, or it was changed.
+        WeightsCorrupt: it is not such a document, its format is another, or it was changed.
     """
     try:
-        # first of all, so that a newer format is not taken for damage
-        found = msgspec.json.decode(data, type=_AnyFormat).format_version
+        # first of all, so that another format is not taken for damage
+        found = _ANY_FORMAT.decode(data).format_version
         if found != FORMAT_VERSION:
             raise WeightsCorrupt(
                 f"{source}: format version {found}, but this program reads {FORMAT_VERSION}; "
                 "run learner and actors from the same release"
             )
-        document = msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        document: Sealed = _DECODERS[kind].decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsCorrupt(f"{source}: not a valid {kind.__name__.lower()}: {error}") from error
     if document.checksum != _seal(document):
         raise WeightsCorrupt(f"{source}: its content does not match its own checksum; it was changed or cut")
-    unknown = next((entry for entry in document.tensors if entry.dtype not in DTYPES), None)
-    if unknown is not None:
-        raise WeightsCorrupt(f"{source}: tensor '{unknown.name}' has the unknown dtype '{unknown.dtype}'")
+    _check_entries(document, source)
     return document
+
+
+def _check_entries(document: Part | Manifest, source: Path | str) -> None:
+    """What a seal cannot show: that the document makes sense, whoever sealed it."""
+    sizes = {file.name: file.size_bytes for file in document.files}
+    for name in sizes:
+        if not FILE_NAME.fullmatch(name):
+            raise WeightsCorrupt(f"{source}: '{name}' is no name of a file beside a manifest")
+    for entry in document.tensors:
+        if entry.dtype not in ITEM_BYTES:
+            raise WeightsCorrupt(f"{source}: tensor '{entry.name}' has the unknown dtype '{entry.dtype}'")
+        if entry.file not in sizes:
+            raise WeightsCorrupt(f"{source}: tensor '{entry.name}' is in {entry.file}, which is none of its files")
+        if any(extent < 0 for extent in entry.shape) or entry.size_bytes > sizes[entry.file]:
+            raise WeightsCorrupt(f"{source}: tensor '{entry.name}' has the shape {list(entry.shape)}, beyond its file")
+        delta = entry.delta
+        if delta is not None and not 0 <= delta.offset <= delta.offset + delta.size_bytes <= sizes.get(
+            delta_name(entry.file), -1
+        ):
+            raise WeightsCorrupt(f"{source}: the delta of tensor '{entry.name}' lies outside its file")
+    if isinstance(document, Manifest) and document.chain != chain_of(document.parent_chain, document.tensors):
+        raise WeightsCorrupt(f"{source}: its chain is not that of its parent and content")
+
+
+def _without_foreign_delta(part: Part, parent: Manifest | None) -> Part:
+    if part.parent is None or (parent is not None and part.parent == str(parent.policy)):
+        return part
+    deltas = {delta_name(entry.file) for entry in part.tensors}
+    return msgspec.structs.replace(
+        part,
+        parent=None,
+        tensors=tuple(msgspec.structs.replace(entry, delta=None) for entry in part.tensors),
+        files=tuple(file for file in part.files if file.name not in deltas),
+    )
 
 
 def _seal(document: Part | Manifest) -> str:

@@ -1,71 +1,125 @@
-"""The learner's side: one publisher per pipeline stage, all writing into one store.
+"""The learner's side: one publisher per pipeline stage, all writing into one sink.
 
-    stage 0      part-0.safetensors, part-0.json
-    stage 1      part-1.safetensors, part-1.json
+    stage 0      part-0.DTYPE.safetensors, part-0.json
+    stage 1      part-1.DTYPE.safetensors, part-1.json
     lead (last)  its own part, then waits for all part-*.json, then commits
 
-Publishing waits for nobody but the copy to host memory: a thread of each stage does the rest.
-Versions queue up at most `QUEUE_LENGTH` deep; beyond that `publish` waits for the disk.
+Publishing waits for nobody but the copy to host memory: a thread of each stage does the rest. One version is written
+while the next is copied; beyond that `publish` waits for the disk. A disk that is full, or a weight service that is
+away, is tried again with the same version until `timeout_s` has passed.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
+import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple, TypeVar
 
-import torch
-from safetensors.torch import save_file
+from torch import Tensor
 
-from weight_sync.files import replace_durably, write_durably
-from weight_sync.manifest import Part, PublishFailed, TensorEntry, build_manifest, decode, encode, entry_of
+from weight_sync.errors import PublishFailed, TransferFailed, WeightsCorrupt, WeightsGone
+from weight_sync.manifest import Manifest, Part, build_manifest
+from weight_sync.parts import HostCopy, PartMaker
+from weight_sync.sinks import PartSink
 from weight_sync.staleness import PolicyVersion
-from weight_sync.store import WeightStore
+from weight_sync.tensors import DTYPES
 
-QUEUE_LENGTH = 2
+NUM_COPIES = 2
+"""Host copies of a stage's weights: one is written while the other is filled. A parent of deltas is one more."""
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_MAY_PASS = (*_NO_SPACE, errno.EIO, errno.EROFS, errno.EACCES)
 _POLL_S = 0.005
+_LONGEST_POLL_S = 0.05
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
+_SILENT_S = 1.0
+"""So long does the lead wait for the others before it says so."""
+_WARN_EVERY_S = 60.0
+
+_log = logging.getLogger(__name__)
 
 OnCommitted = Callable[[PolicyVersion], None]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class _Job:
     version: PolicyVersion
-    tensors: dict[str, torch.Tensor]
+    copy: HostCopy
     on_committed: OnCommitted | None
+
+
+class _Waiting(NamedTuple):
+    what: str
+    since_s: float
 
 
 class Publisher:
     """Publishes this stage's tensors; on the lead stage also commits the version."""
 
     def __init__(
-        self, folder: Path, rank: int, num_stages: int, keep_versions: int, *, parts_timeout_s: float = 120.0
+        self,
+        sink: PartSink,
+        rank: int,
+        num_stages: int,
+        dtypes: Sequence[str],
+        *,
+        keep_versions: int,
+        full_every: int = 1,
+        timeout_s: float = 600.0,
+        parts_timeout_s: float = 120.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the thread that writes.
 
         Args:
-            folder: of the weight store.
+            sink: where parts go; closed by this publisher.
             rank: this stage, 0..num_stages-1; the last one leads.
             num_stages: how many parts make a version.
+            dtypes: in which every version is published, as "bfloat16".
             keep_versions: how many versions stay in the store.
-            parts_timeout_s: how long the lead waits for the parts of other stages, and `publish` for the disk.
+            full_every: every so many versions there is no delta; 1: there are none at all.
+            timeout_s: how long a version that cannot be written is tried again, and how long `publish` waits for it.
+            parts_timeout_s: how long the lead waits for the next part of another stage.
+            clock: monotonic seconds.
+
+        Raises:
+            ValueError: no such stage, or weights cannot be published in such a dtype.
         """
         if not 0 <= rank < num_stages:
             raise ValueError(f"rank = {rank} is not one of the {num_stages} pipeline stages 0..{num_stages - 1}")
-        self._store = WeightStore(folder)
+        if not dtypes or not set(dtypes) <= DTYPES.keys():
+            raise ValueError(f"weights cannot be published in {list(dtypes)}; possible are {', '.join(DTYPES)}")
+        self._sink = sink
         self._rank = rank
         self._num_stages = num_stages
+        self._dtypes = tuple(dict.fromkeys(dtypes))
         self._keep_versions = keep_versions
+        self._full_every = full_every
+        self._timeout_s = timeout_s
         self._parts_timeout_s = parts_timeout_s
-        self._queue: deque[_Job] = deque()
+        self._clock = clock
         self._changed = threading.Condition()
+        # under the condition
+        self._jobs: deque[_Job] = deque()
+        self._free: list[HostCopy] = []
         self._unfinished = 0
         self._closed = False
         self._error: Exception | None = None
+        # replaced by the thread, read by others
+        self._waiting: _Waiting | None = None
+        # of `publish`
         self._last: PolicyVersion | None = None
+        # of the thread, but for the first copies
+        self._num_copies = NUM_COPIES
+        self._maker = PartMaker(rank, full_every)
         self._thread = threading.Thread(target=self._run, name=f"publisher-{rank}", daemon=True)
         self._thread.start()
 
@@ -74,32 +128,54 @@ class Publisher:
         """Does this stage commit the versions?"""
         return self._rank == self._num_stages - 1
 
+    @property
+    def is_full(self) -> bool:
+        """Would `publish` have to wait until an earlier version is written? Not if it would raise."""
+        with self._changed:
+            return self._error is None and self._last is not None and not self._free
+
+    @property
+    def waiting_for(self) -> str:
+        """What keeps a version from being finished, and for how long; '' while nothing does."""
+        waiting = self._waiting
+        return "" if waiting is None else f"{waiting.what}, for {self._clock() - waiting.since_s:.0f} s"
+
     def publish(
-        self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor], on_committed: OnCommitted | None = None
+        self, version: PolicyVersion, tensors: Mapping[str, Tensor], on_committed: OnCommitted | None = None
     ) -> None:
         """Copy the tensors to host memory and publish them in the background.
 
         Args:
             version: newer than any published before.
-            tensors: this stage's share, by the names of a Hugging Face checkpoint; may be changed once this returns.
+            tensors: this stage's share, by the names of a Hugging Face checkpoint; always the same names and shapes.
+                They may be changed once this returns.
             on_committed: called with the version, in the publisher's thread, once it is the newest. Lead stage only.
 
         Raises:
-            PublishFailed: an earlier version failed, or the disk is slower than the learner for too long.
-            ValueError: the version is not newer than the last.
+            PublishFailed: an earlier version failed, or takes longer than `timeout_s`.
+            ValueError: the version is not newer than the last, or these are other tensors than before.
         """
         if self._last is not None and version <= self._last:
             raise ValueError(f"version {version} was published after {self._last}: versions only grow")
+        if self._last is None:
+            self._free = [HostCopy.like(tensors, self._dtypes) for _ in range(NUM_COPIES)]
         with self._changed:
             self._wait(
-                lambda: len(self._queue) < QUEUE_LENGTH,
-                self._parts_timeout_s,
-                f"to take version {version}: the thread of stage {self._rank} is still busy with earlier ones",
+                lambda: bool(self._free),
+                self._timeout_s,
+                f"to take version {version}: stage {self._rank} is still busy with earlier ones",
             )
-        # a copy even of host tensors: the learner goes on changing them
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+            if self._closed:
+                raise PublishFailed(f"the publisher of stage {self._rank} is closed")
+            copy = self._free.pop()
+        try:
+            copy.fill(tensors)
+        except BaseException:
+            with self._changed:
+                self._free.append(copy)
+            raise
         with self._changed:
-            self._queue.append(_Job(version, copies, on_committed))
+            self._jobs.append(_Job(version, copy, on_committed))
             self._unfinished += 1
             self._last = version
             self._changed.notify_all()
@@ -125,74 +201,153 @@ class Publisher:
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()
-        self._thread.join(timeout_s)
+            self._thread.join(timeout_s)
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Wait under the condition; an error of the thread ends every wait."""
         done = self._changed.wait_for(lambda: ready() or self._error is not None or self._closed, timeout_s)
         if self._error is not None:
-            raise PublishFailed(f"publishing to {self._store.folder} failed: {self._error}") from self._error
+            raise PublishFailed(f"publishing to {self._sink.place} failed: {self._error}") from self._error
         if self._closed:
             if ready():
                 return
             raise PublishFailed(f"the publisher of stage {self._rank} is closed")
         if not done:
-            raise PublishFailed(f"waited {timeout_s:g} s {what}; look at the disk of {self._store.folder}")
+            why = f", which wait for {self.waiting_for}" if self.waiting_for else ""
+            raise PublishFailed(f"waited {timeout_s:g} s {what}{why}; look at the disk of {self._sink.place}")
+
+    # --- the thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue) or self._closed)
-                if not self._queue:
-                    return
-                job = self._queue.popleft()
-                self._changed.notify_all()
-            try:
-                self._publish_one(job)
-            except Exception as error:  # surfaces at the next publish, flush or close
+        try:
+            while True:
                 with self._changed:
-                    self._error = error
-                    self._queue.clear()
-                    self._changed.notify_all()
-                return
+                    self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
+                    if not self._jobs or self._closed:
+                        return
+                    job = self._jobs.popleft()
+                self._publish_one(job)
+        except Exception as error:  # surfaces at the next publish, flush or close
             with self._changed:
-                self._unfinished -= 1
+                self._error, self._waiting = error, None
                 self._changed.notify_all()
+        finally:
+            self._sink.close()
 
     def _publish_one(self, job: _Job) -> None:
-        own = self._write_part(job)
-        if not self.is_lead:
-            return
-        entries = list(own.tensors)
-        deadline_s = time.monotonic() + self._parts_timeout_s
-        for rank in range(self._num_stages - 1):
-            entries += self._wait_for_part(job.version, rank, deadline_s)
-        newest = self._store.newest()
-        parent = self._store.manifest(newest) if newest is not None else None
-        self._store.commit(build_manifest(job.version, entries, parent, time.time()), self._keep_versions)
-        if job.on_committed is not None:
-            job.on_committed(job.version)
+        part, files = self._maker.make(job.version, job.copy)
+        self._again(job.version, lambda: self._sink.write_part(part, files))
+        as_parent = self._full_every > 1 and self._again(job.version, self._sink.wants_deltas)
+        if self.is_lead:
+            self._commit(job.version, [*self._parts_of_others(job.version), part])
+            if job.on_committed is not None:
+                job.on_committed(job.version)
+        free = self._maker.keep(job.version, job.copy, part, as_parent=as_parent)
+        if as_parent and self._num_copies == NUM_COPIES:
+            free.append(job.copy.another())
+            self._num_copies += 1
+        with self._changed:
+            self._free += free
+            self._unfinished -= 1
+            self._changed.notify_all()
 
-    def _write_part(self, job: _Job) -> Part:
-        folder = self._store.version_folder(job.version)
-        folder.mkdir(exist_ok=True)
-        name = f"part-{self._rank}.safetensors"
-        # checksums of the memory that the learner handed over, so damage on the way to disk shows as well
-        entries = tuple(entry_of(key, tensor, name) for key, tensor in job.tensors.items())
-        temporary = folder / f".{name}.tmp"
-        save_file(job.tensors, temporary)
-        replace_durably(temporary, folder / name)
-        part = Part(rank=self._rank, version=str(job.version), tensors=entries)
-        write_durably(folder / f"part-{self._rank}.json", encode(part))
-        return part
+    def _commit(self, version: PolicyVersion, parts: Sequence[Part]) -> None:
+        asked = False
 
-    def _wait_for_part(self, version: PolicyVersion, rank: int, deadline_s: float) -> tuple[TensorEntry, ...]:
-        path = self._store.version_folder(version) / f"part-{rank}.json"
-        while not path.exists():
-            if time.monotonic() > deadline_s:
+        def commit() -> None:
+            nonlocal asked
+            newest = self._newest()
+            if asked and newest is not None and newest.policy == version:
+                return  # the answer was lost, not the request
+            asked = True
+            self._sink.commit(build_manifest(version, parts, newest, time.time()), self._keep_versions)
+
+        self._again(version, commit)
+
+    def _newest(self) -> Manifest | None:
+        """What the next version follows; None also where it is damaged: this one is whole and takes its place."""
+        try:
+            return self._sink.newest()
+        except (WeightsCorrupt, WeightsGone) as error:
+            _log.warning(
+                "the newest version in %s cannot be read, the next one has no parent: %s", self._sink.place, error
+            )
+            return None
+
+    def _parts_of_others(self, version: PolicyVersion) -> list[Part]:
+        """The parts of all other stages, in order of their ranks."""
+        parts: list[Part] = []
+        since_s, poll_s = self._clock(), _POLL_S
+        while len(parts) < self._num_stages - 1:
+            rank = len(parts)
+            part = self._again(version, functools.partial(self._part, version, rank))
+            if part is not None:
+                parts.append(part)
+                since_s, poll_s = self._clock(), _POLL_S
+                continue
+            waited_s = self._clock() - since_s
+            if waited_s > self._parts_timeout_s:
                 raise PublishFailed(
                     f"version {version}: the part of stage {rank} did not come within {self._parts_timeout_s:g} s; "
                     f"look at the log of learner stage {rank}"
                 )
-            time.sleep(_POLL_S)
-        return decode(path.read_bytes(), Part, path).tensors
+            if waited_s > _SILENT_S:
+                self._waiting = _Waiting(f"the part of stage {rank} for version {version}", since_s)
+            self._pause(poll_s)
+            poll_s = min(1.2 * poll_s, _LONGEST_POLL_S)
+        self._waiting = None
+        return parts
+
+    def _part(self, version: PolicyVersion, rank: int) -> Part | None:
+        try:
+            return self._sink.part(version, rank)
+        except WeightsCorrupt as error:
+            # perhaps only on its way here: it has the time of a part that is yet to come
+            _log.warning("the part of stage %d for version %s cannot be read: %s", rank, version, error)
+            return None
+
+    def _again(self, version: PolicyVersion, act: Callable[[], Result]) -> Result:
+        """Do something with the sink; again while there is no space, or the service does not answer."""
+        since_s, pause_s, warned_s = None, _FIRST_PAUSE_S, -math.inf
+        while True:
+            try:
+                result = act()
+            except (OSError, TransferFailed) as error:
+                if isinstance(error, OSError) and error.errno not in _MAY_PASS:
+                    raise
+                now_s = self._clock()
+                since_s = now_s if since_s is None else since_s
+                what, advice = _what_is_missing(error, self._sink.place)
+                self._waiting = _Waiting(what, since_s)
+                if now_s - since_s >= self._timeout_s:
+                    raise PublishFailed(
+                        f"version {version} waited {now_s - since_s:.0f} s for {what}; {advice}"
+                    ) from error
+                if now_s - warned_s >= _WARN_EVERY_S:
+                    _log.warning("version %s waits for %s; trying again. %s", version, self.waiting_for, advice)
+                    warned_s = now_s
+            else:
+                if since_s is not None:
+                    self._waiting = None
+                return result
+            self._pause(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _pause(self, pause_s: float) -> None:
+        with self._changed:
+            if self._changed.wait_for(lambda: self._closed, pause_s):
+                raise PublishFailed(
+                    f"the publisher of stage {self._rank} was closed while it waited for {self.waiting_for}"
+                )
+
+
+def _what_is_missing(error: OSError | TransferFailed, place: str) -> tuple[str, str]:
+    """(what a version waits for, what to try)."""
+    if isinstance(error, TransferFailed):
+        return f"the weight service at {place} ({error})", "look at its log, and at the network between here and there"
+    if error.errno in _NO_SPACE:
+        return (
+            f"space in {place} ({error.strerror})",
+            "free some, lower weight_sync.keep_versions, or set weight_sync.folder to a larger disk",
+        )
+    return f"{place} to take files ({error.strerror})", "look at that disk and at who may write there"

@@ -1,29 +1,54 @@
-"""The actor's side: take a version from the store, verified before anyone pauses for it."""
+"""The actor's side: take a version from the store, verified before anyone pauses for it.
+
+Where the store's folder is seen, its files are mapped in place; else they are fetched from the weight service, once
+for all actors of a machine.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Protocol
 
+from weight_sync.config import WeightSyncConfig
+from weight_sync.curve import ClientKeys
+from weight_sync.errors import TransferFailed, WeightsCorrupt
+from weight_sync.fetch import files_of, whole_bytes
+from weight_sync.host_folder import folder_for
 from weight_sync.manifest import Manifest
+from weight_sync.staging import HostStaging
 from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
+from weight_sync.transports import client_of, is_folder_of
+from weight_sync.verified import verify_once
+
+log = logging.getLogger(__name__)
+
+_STAGED_AT_ONCE = 4
+"""Versions of which a machine may hold the files at one time: two, one being read and one being fetched."""
+
+_PATIENCE = 0.25
+"""Part of the time for an update, after which an actor that fetches or verifies for its machine, but is stopped, is
+not waited for any longer."""
 
 
 class StagedVersion:
-    """A verified version that retention leaves alone until this is closed. Use it as a context manager."""
+    """A verified version that is kept from removal until this is closed. Use it as a context manager."""
 
-    def __init__(self, folder: Path, manifest: Manifest, lock: IO[bytes]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, dtype: str, lock: IO[bytes]) -> None:
         """Take over a lock.
 
         Args:
-            folder: of the weight store.
+            folder: of a weight store, or one that is laid out as it.
             manifest: verified against the files.
+            dtype: of the variant that is there.
             lock: the read lock; closed with this object.
         """
         self.folder = folder
         self.manifest = manifest
+        self.dtype = dtype
         self._lock = lock
 
     @property
@@ -44,36 +69,210 @@ class StagedVersion:
         self.close()
 
 
-class Puller:
-    """Looks for newer versions and stages them."""
+class _Source(Protocol):
+    """Where versions come from."""
 
-    def __init__(self, folder: Path) -> None:
-        """Look into a store.
+    place: str
+
+    def newest(self) -> PolicyVersion | None: ...
+
+    def take(self, version: PolicyVersion, dtype: str) -> tuple[Path, Manifest, IO[bytes]]:
+        """Folder, manifest and read lock of a version all of whose files are verified."""
+        ...
+
+    def distrust(self, version: PolicyVersion, dtype: str) -> None:
+        """Do not take it for granted that a version is still as it was verified."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Puller:
+    """Looks for newer versions and stages them. Used by one thread at a time."""
+
+    def __init__(self, source: _Source, dtype: str) -> None:
+        """See `open_puller` and `of_folder`.
+
+        Args:
+            source: of the versions.
+            dtype: in which they are wanted.
+        """
+        self._source = source
+        self._dtype = dtype
+        self._newest: PolicyVersion | None = None
+        self._fetched: Manifest | None = None
+
+    @classmethod
+    def of_folder(cls, folder: Path, dtype: str, *, who: str = "", patience_s: float = 30.0) -> Puller:
+        """Read a store whose folder is seen.
 
         Args:
             folder: of the weight store; may be empty still.
+            dtype: in which versions are wanted.
+            who: a name for this process, for those that wait for it.
+            patience_s: how long to wait for another process that verifies a version, before this one does too.
+
+        Raises:
+            TransferFailed: the folder cannot be read.
         """
-        self._store = WeightStore(folder)
+        return cls(_FolderSource(folder, who or f"process {os.getpid()}", patience_s), dtype)
 
     def newest(self) -> PolicyVersion | None:
         """The newest committed version, or None before the first. Cheap enough to poll.
 
         Raises:
-            WeightsCorrupt: the store's pointer is unreadable.
+            WeightsCorrupt: a version is given out as the newest that is older than the newest before it.
+            TransferFailed: the store cannot be reached.
         """
-        return self._store.newest()
+        newest = self._source.newest()
+        if self._newest is not None and (newest is None or newest < self._newest):
+            raise WeightsCorrupt(
+                f"{self._source.place} gives out version {newest} as the newest, but {self._newest} was before: "
+                "versions only grow. Was the folder of an older run put in its place?"
+            )
+        self._newest = newest
+        return newest
 
     def fetch(self, version: PolicyVersion) -> StagedVersion:
-        """Lock a version against removal and verify all of it. Blocks for the time it takes to read it.
+        """Have a version on this machine, verified, and keep it from removal. Blocks for the time that it takes.
 
         Raises:
             WeightsGone: the version does not exist, or no longer: ask for `newest` again.
-            WeightsCorrupt: names file and tensor; keep serving the version you have.
+            WeightsCorrupt: says what is not as published, or that the version is older than the last that was
+                fetched, or of another architecture; keep serving the version you have.
+            TransferFailed: it could not be had in time; try again, what came is not lost.
         """
+        last = self._fetched
+        if last is not None and version < last.policy:
+            raise WeightsCorrupt(
+                f"version {version} is older than {last.policy}, which was fetched from {self._source.place} before; "
+                "a version that was replaced is never served again"
+            )
+        folder, manifest, lock = self._source.take(version, self._dtype)
+        if last is not None and manifest.fingerprint != last.fingerprint:
+            lock.close()
+            raise WeightsCorrupt(
+                f"version {version} in {self._source.place} is of another architecture than {last.policy}: "
+                "names, dtypes or shapes of its tensors differ"
+            )
+        self._fetched = manifest
+        return StagedVersion(folder, manifest, self._dtype, lock)
+
+    def distrust(self, staged: StagedVersion) -> None:
+        """An engine has read a version against its checksums and refused it: the next `fetch` of it reads all anew.
+
+        What this machine fetched and no longer is as published is then fetched once more.
+        """
+        self._source.distrust(staged.version, staged.dtype)
+
+    def close(self) -> None:
+        """Let go of the store; close what is staged before. May be called twice."""
+        self._source.close()
+
+
+def open_puller(
+    config: WeightSyncConfig,
+    *,
+    folder: Path,
+    address: str,
+    run_id: str,
+    name: str,
+    dtype: str,
+    keys: ClientKeys | None = None,
+) -> Puller:
+    """Find the way to the store: its folder where it is seen, else the service.
+
+    Args:
+        config: of the run; `transport` decides.
+        folder: of the weight store, as the actor's machine would see it.
+        address: of the weight service; "" where none runs.
+        run_id: of the run.
+        name: of the actor.
+        dtype: in which it wants the weights.
+        keys: of the run's clients; None where the service takes everybody.
+
+    Raises:
+        TransferFailed: the service does not answer or is another run's; or the folder cannot be read.
+    """
+    if is_folder_of(config, folder=folder, address=address, run_id=run_id, name=name, keys=keys):
+        return Puller.of_folder(folder, dtype, who=name, patience_s=config.update_timeout_s * _PATIENCE)
+    return Puller(_NetworkSource(config, address, run_id, name, keys), dtype)
+
+
+class _FolderSource:
+    """The store's own folder."""
+
+    def __init__(self, folder: Path, who: str, patience_s: float) -> None:
+        self.place = str(folder)
+        self._who = who
+        self._patience_s = patience_s
+        try:
+            self._store = WeightStore(folder)
+            list(folder.iterdir())
+        except OSError as error:
+            raise TransferFailed(
+                f"{who} cannot read the weight store's folder {folder} ({error}). Make it readable, or set "
+                "[weight_sync] transport = 'network'"
+            ) from error
+
+    def newest(self) -> PolicyVersion | None:
+        return self._store.newest()
+
+    def take(self, version: PolicyVersion, dtype: str) -> tuple[Path, Manifest, IO[bytes]]:
         lock = self._store.lock_for_reading(version)
         try:
-            manifest = self._store.verify(version)
+            manifest = self._store.manifest(version)
+            verify_once(self._store, manifest, dtype, who=self._who, patience_s=self._patience_s)
         except BaseException:
             lock.close()
             raise
-        return StagedVersion(self._store.folder, manifest, lock)
+        return self._store.folder, manifest, lock
+
+    def distrust(self, version: PolicyVersion, dtype: str) -> None:
+        """The store's own files have no other source; those that changed are verified anew as it is."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _NetworkSource:
+    """The weight service, and the folder in which this machine keeps what came from it."""
+
+    def __init__(self, config: WeightSyncConfig, address: str, run_id: str, name: str, keys: ClientKeys | None) -> None:
+        self.place = f"the weight service at {address}"
+        self._config = config
+        self._run_id = run_id
+        self._name = name
+        self._client = client_of(config, address, run_id, name, at_most_s=config.update_timeout_s, keys=keys)
+        self._staging: HostStaging | None = None
+        try:
+            self._store_id = self._client.hello().store_id
+        except BaseException:
+            self._client.close()
+            raise
+
+    def newest(self) -> PolicyVersion | None:
+        return self._client.newest()
+
+    def take(self, version: PolicyVersion, dtype: str) -> tuple[Path, Manifest, IO[bytes]]:
+        manifest, document = self._client.manifest(version)
+        files_of(manifest, dtype)
+        if self._staging is not None and not self._staging.is_there():
+            log.warning("%s was removed by somebody else; it is made anew", self._staging.store.folder)
+            self._staging.close()
+            self._staging = None
+        if self._staging is None:
+            needed = _STAGED_AT_ONCE * whole_bytes(manifest, dtype)
+            folder = folder_for(self._run_id, self._store_id, self._config.staging_dir, needed)
+            self._staging = HostStaging(folder, who=self._name, patience_s=self._config.update_timeout_s * _PATIENCE)
+        lock = self._staging.stage(self._client, manifest, document, dtype)
+        return self._staging.store.folder, manifest, lock
+
+    def distrust(self, version: PolicyVersion, dtype: str) -> None:
+        if self._staging is not None:
+            self._staging.distrust(version, dtype)
+
+    def close(self) -> None:
+        self._client.close()
+        if self._staging is not None:
+            self._staging.close()

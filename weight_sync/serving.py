@@ -21,6 +21,8 @@ CONFIG_NAME = "config.json"
 HEAD = "lm_head.weight"
 UNTIED_MARK = "leeway_untied"
 """Key in the config.json of an untied copy: its source ties the head to the embedding."""
+_TIED_UNLESS_SAID = "gemma"
+"""Transformers ties the head of these families where config.json does not say, and of no other that we train."""
 _INDEX_NAME = "model.safetensors.index.json"
 _WHOLE_NAME = "model.safetensors"
 _BODY_NAME = "model_body.safetensors"
@@ -72,11 +74,12 @@ def check_model_folder(path: Path) -> ModelFacts:
             f"model {path}: neither {CONFIG_NAME} nor generation_config.json names an eos_token_id, "
             "so no completion could end; add it"
         )
+    model_type = str(config.get("model_type", "unknown"))
     return ModelFacts(
         vocab_size=_integer(path, config, "vocab_size"),
         num_layers=_integer(path, config, "num_hidden_layers"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        model_type=str(config.get("model_type", "unknown")),
+        tied=bool(config.get("tie_word_embeddings", model_type.startswith(_TIED_UNLESS_SAID))),
+        model_type=model_type,
         eos_token_ids=eos_token_ids,
         max_position=_integer(path, config, "max_position_embeddings"),
     )

@@ -1,31 +1,39 @@
 """The staleness contract: one object that actors, buffer and learner share.
 
 A version counts optimizer steps, here called updates: a step trains one draw in one or several of
-them. For a token sampled at version u and trained at version v its lag is v - u. `StalenessContract`
-holds the rules of lag:
+them. For a token sampled at version u and trained at version v its lag is v - u. The rules of lag, and who asks:
 
-    bound           what lag the knobs imply
-    capacity        how many groups may be leased and not yet trained on?
-    min_version     which version may start a request of a lease?
-    latest_version  how far can the learner be after some steps?
-    usable          may a group enter the step that begins at version v?
-    steps_left      how many more steps could use it after that one?
-    holds           must that step wait for an admitted group first? (on_stale = "wait")
+    StalenessContract (G groups to a step, M updates to a step)
+        bound           what lag the knobs imply
+        admit           may another group start?                                buffer.leases
+        min_version     which version may start a request of a lease?           buffer.leases
+        select          which groups may the step that begins at version v use? buffer.steps
+        evict           which are past the bound there?                         buffer.draws, buffer.leases
+        held_back       which open groups must the step wait for first?         buffer.draws, buffer.shards
+    StalenessConfig, the knobs alone
+        may_start       may an actor start a request on the weights it serves?  actors.weights
+        check_trained   the last look at what is about to be trained            learner.stage
 
-Who knows what is outstanding applies them: `buffer.leases` divides the capacity among shards and closes
-admission, `buffer.draws` drops, draws and waits; for a step of several shards `buffer.shards` decides the wait.
+They are made of `capacity`, `steps_before`, `latest_version`, `usable` and `steps_left`. Whoever knows what
+is outstanding gives the numbers; no rule about lag is anywhere else. docs/staleness.md has the proof.
 
 This module uses the standard library and pydantic only: the buffer service imports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Unbounded = Literal["unbounded"]
+
+T = TypeVar("T")
+
+
+class StaleTokens(ValueError):
+    """Tokens past the bound were about to be trained on: a rule before the learner was broken."""
 
 
 class PolicyVersion(NamedTuple):
@@ -77,7 +85,7 @@ class StalenessConfig(BaseModel):
         default=None,
         ge=0,
         description="An actor further behind the newest published version pulls before it starts another request. "
-        "Unset: 1, or 0 where max_lag leaves no room.",
+        "Unset: 1, or 0 where max_lag leaves no room for it or nothing could overlap with it.",
     )
     publish_every: int = Field(default=1, ge=1, description="Publish weights every so many optimizer steps.")
     on_stale: Literal["drop", "wait"] = Field(
@@ -96,7 +104,47 @@ class StalenessConfig(BaseModel):
             return self.max_actor_lag
         if self.max_lag == "unbounded":
             return 1
-        return max(0, min(1, self.max_lag - (self.publish_every - 1) - (updates_per_step - 1)))
+        room = self.max_lag - (self.publish_every - 1) + 1  # in versions, of which a step takes updates_per_step
+        # an actor one version behind must not cost the only step that can be in flight beside the one in progress
+        costs_the_overlap = room // updates_per_step >= 2 > (room - 1) // updates_per_step
+        return 0 if room <= updates_per_step or costs_the_overlap else 1
+
+    def is_behind(self, served: PolicyVersion, newest: PolicyVersion) -> bool:
+        """Is an actor that serves one version too far behind another, the newest published one that it has heard of?
+
+        An abandoned incarnation is behind whatever its versions are: those are not steps behind, but beside the way.
+        """
+        if served >= newest:
+            return False
+        return served.incarnation < newest.incarnation or newest.version - served.version > self.actor_lag
+
+    def may_start(self, served: PolicyVersion, newest: PolicyVersion, min_version: int) -> bool:
+        """May a request of a lease start on the weights that an actor serves?
+
+        Args:
+            served: what the engine samples with now.
+            newest: the newest published version heard of; at least the one that came with the lease.
+            min_version: of the lease. Above `newest` it is of an incarnation that was abandoned since; whoever
+                waited for it could wait for ever, so then the newest weights are enough.
+        """
+        return served.version >= min(min_version, newest.version) and not self.is_behind(served, newest)
+
+    def check_trained(self, version: int, lag: int) -> None:
+        """The learner's last look, before an update trains.
+
+        Args:
+            version: at which the update begins.
+            lag: the greatest lag of a token that it trains, in versions.
+
+        Raises:
+            StaleTokens: the lag is above `max_lag`.
+        """
+        if self.max_lag != "unbounded" and lag > self.max_lag:
+            raise StaleTokens(
+                f"the update at version {version} was given tokens with a lag of {lag} versions, and max_lag = "
+                f"{self.max_lag}: the buffer's draw should have dropped them. Nothing was trained on them. Check that "
+                "the buffer service and the learner run with the same [weight_sync], then restart the learner"
+            )
 
     @model_validator(mode="after")
     def _the_bound_must_be_reachable(self) -> StalenessConfig:
@@ -129,7 +177,7 @@ class StalenessContract:
     Drawn oldest first, its step begins at most S steps, so S * M versions, after its admission and ends with an
     update M - 1 versions later; its tokens were sampled at most max_actor_lag + publish_every - 1 versions
     behind the learner's. So its lag is at most max_lag. Only a group overtaken by later ones can become
-    older, and `usable` and `holds` catch exactly that. The proof is in docs/staleness.md.
+    older, and `evict` and `held_back` catch exactly that. The proof is in docs/staleness.md.
     """
 
     def __init__(self, config: StalenessConfig, groups_per_step: int, updates_per_step: int = 1) -> None:
@@ -163,6 +211,8 @@ class StalenessContract:
         """The greatest lag of a trained token, in versions; None where it is unbounded."""
         return None if self.config.max_lag == "unbounded" else self.config.max_lag
 
+    # --- admission --------------------------------------------------------------------------------
+
     def capacity(self, unbounded_steps: int = 4) -> int:
         """How many groups may be outstanding at once: in flight, waiting, or drawn for an unfinished step.
 
@@ -175,24 +225,78 @@ class StalenessContract:
         room = bound - self.actor_lag - (self.config.publish_every - 1) + 1
         return room // self.updates_per_step * self.groups_per_step
 
+    def admit(self, outstanding: int, share: int, *, version: int, published: int) -> str:
+        """May another group start? Why not, as a sentence; '' where it may.
+
+        Two checks. The room counts on weights that are published when they are due. The other counts how far
+        publication really is behind: the group would be used by the step after all outstanding ones, with tokens
+        as old as `min_version`, and must be usable there. With max_lag = 0 it holds admission back
+        between a finished step and its publication.
+
+        Args:
+            outstanding: groups in flight, waiting, or drawn for an unfinished step, of those who have this share.
+            share: their part of `capacity`, at least 1; of a buffer that is not divided, all of it.
+            version: the learner's, as far as its finished steps were heard of.
+            published: the newest published version; what it counts with if it was abandoned.
+        """
+        if outstanding >= share:
+            return f"{outstanding} groups are outstanding, which is all that the staleness bound allows"
+        begins_at = self.latest_version(version, self.steps_before(outstanding, share))
+        if not self.usable(self.min_version(published), begins_at):
+            return f"the learner is at version {version}, the newest published is {published}"
+        return ""
+
+    def steps_before(self, outstanding: int, share: int) -> int:
+        """How many steps use the outstanding groups of a share before it is the turn of one more."""
+        return outstanding * (self.capacity() // self.groups_per_step) // share
+
     def min_version(self, published: int) -> int:
         """The oldest version that may start a request of a lease granted while `published` is the newest."""
         return max(0, published - self.actor_lag)
+
+    # --- use --------------------------------------------------------------------------------------
+
+    def select(self, groups: Iterable[tuple[int, T]], version: int) -> list[T]:
+        """Those groups that the step which begins at `version` may use.
+
+        Args:
+            groups: each as the version of its oldest token, and what it is called.
+            version: at which the step begins; the bound is checked for its last update.
+        """
+        return [group for oldest, group in groups if self.usable(oldest, version)]
+
+    def evict(self, oldest_first: Iterable[tuple[int, T]], version: int) -> Iterator[T]:
+        """Those groups that neither the step which begins at `version` nor any later one may use.
+
+        Args:
+            oldest_first: as in `select`, in order of age; it is read no further than to the first usable one.
+            version: at which the step begins.
+        """
+        for oldest, group in oldest_first:
+            if self.usable(oldest, version):
+                return
+            yield group
+
+    def held_back(self, chosen: Iterable[int], left: Iterable[int], still_open: Iterable[int]) -> list[int]:
+        """Which open groups must a step wait for (on_stale = "wait")? As `held_back`; none under "drop"."""
+        if self.config.on_stale != "wait":
+            return []
+        return held_back(chosen, left, still_open, self.groups_per_step)
 
     def latest_version(self, version: int, num_steps: int) -> int:
         """The newest version that the learner can be at `num_steps` steps after `version`; skipped updates add none."""
         return version + num_steps * self.updates_per_step
 
-    def usable(self, oldest: int, step_version: int) -> bool:
-        """May a group whose oldest token has version `oldest` enter the step that begins at `step_version`?
+    def usable(self, oldest: int, version: int) -> bool:
+        """May a group whose oldest token has version `oldest` enter the step that begins at `version`?
 
         Checked for the last update of the step.
         """
-        left = self.steps_left(oldest, step_version)
-        return left is None or left >= 0
+        bound = self.bound()
+        return bound is None or version + self.updates_per_step - 1 - oldest <= bound
 
-    def steps_left(self, oldest: int, step_version: int) -> int | None:
-        """How many steps after the one that begins at `step_version` could still use the group.
+    def steps_left(self, oldest: int, version: int) -> int | None:
+        """How many steps after the one that begins at `version` could still use the group.
 
         Returns:
             The number, if no update is skipped; negative where not even that step may use it; None without a bound.
@@ -201,11 +305,27 @@ class StalenessContract:
         if bound is None:
             return None
         latest_start = oldest + bound - (self.updates_per_step - 1)
-        return (latest_start - step_version) // self.updates_per_step
+        return (latest_start - version) // self.updates_per_step
 
-    def holds(self, oldest: int, step_version: int) -> bool:
-        """Must the step at `step_version` wait for an admitted group that it would leave behind?
 
-        True under on_stale = "wait" where the group, unused by this step, could not be used by the next.
-        """
-        return self.config.on_stale == "wait" and not self.usable(oldest, self.latest_version(step_version, 1))
+def held_back(chosen: Iterable[int], left: Iterable[int], still_open: Iterable[int], groups_per_step: int) -> list[int]:
+    """Which open groups must a step wait for, so that none is left behind? (on_stale = "wait")
+
+    After this step the others are used at best G per step: the i-th of them 1 + i // G steps later. Where one of
+    them is due before that, an open group that is due no later than it must be in this very step instead of one
+    that is due after it. What no step may use any more is not waited for.
+
+    Args:
+        chosen: of the complete groups that the step would use, how many later steps could (`steps_left`).
+        left: the same of the complete groups that it would not use.
+        still_open: the same of the groups that are not complete.
+        groups_per_step: G.
+
+    Returns:
+        Places in `still_open`.
+    """
+    still_open = list(still_open)
+    others = sorted(due for due in (*left, *still_open) if due >= 0)
+    latest_at_risk = max((due for i, due in enumerate(others) if due < 1 + i // groups_per_step), default=-1)
+    youngest_chosen = max(chosen, default=-1)
+    return [i for i, due in enumerate(still_open) if 0 <= due <= latest_at_risk and due < youngest_chosen]

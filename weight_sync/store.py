@@ -1,44 +1,49 @@
 """The folder of published versions.
 
-    FOLDER/NEWEST                          the newest version, as text; replaced atomically
-    FOLDER/0.17/part-0.safetensors         what stage 0 holds
-    FOLDER/0.17/part-0.json                its entries; a sign that stage 0 is done
-    FOLDER/0.17/manifest.json              written last: it makes the version exist
-    FOLDER/0.17/readers.lock               shared lock of everyone who reads, exclusive lock of retention
+    weights/
+      STORE                               a random name, by which a program sees that it has the same folder before it
+      NEWEST                              the newest committed version, in one small file
+      0.17/                               version 17 of learner incarnation 0
+        part-0.bfloat16.safetensors       one file per pipeline stage and dtype
+        part-0.bfloat16.delta             the same, as changes of the parent version; where that is smaller
+        part-0.json                       what the files hold, with checksums
+        readers.lock                      held shared while somebody reads the version
+        manifest.json                     written last: without it the version does not exist
 
-Every file appears by write to a temporary name, fsync, rename, fsync of the folder. A crash at any
-point leaves either the version as it was or a folder without a manifest, which is not a version
-and is removed when a later one is committed.
+Nothing is synced: what a power cut spoils fails its checksum, and the next learner publishes anew. A process that is
+killed at any moment leaves whole files only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-import torch
-from safetensors import SafetensorError, safe_open
-
-from weight_sync.files import write_durably
+from weight_sync.errors import PublishFailed, WeightsCorrupt, WeightsGone
+from weight_sync.files import temporary_beside, write_whole
 from weight_sync.manifest import (
+    MANIFEST_NAME,
     Manifest,
-    PublishFailed,
+    Part,
     TensorEntry,
-    WeightsCorrupt,
-    WeightsGone,
+    by_file,
     checksum_of,
     decode,
     encode,
+    part_name,
 )
 from weight_sync.staleness import PolicyVersion
+from weight_sync.tensor_file import TensorFile
 
-MANIFEST_NAME = "manifest.json"
 _NEWEST_NAME = "NEWEST"
-_LOCK_NAME = "readers.lock"
+_STORE_NAME = "STORE"
+READERS_LOCK = "readers.lock"
 
 
 class WeightStore:
@@ -53,29 +58,48 @@ class WeightStore:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
+    @property
+    def store_id(self) -> str:
+        """The store's random name; made when first asked for."""
+        path = self.folder / _STORE_NAME
+        if not path.exists():
+            named = temporary_beside(path)
+            named.write_text(secrets.token_hex(16), encoding="ascii")
+            with contextlib.suppress(FileExistsError):
+                os.link(named, path)  # unlike a rename it leaves the name that another process was quicker to give
+            named.unlink()
+        return path.read_text(encoding="ascii")
+
     def version_folder(self, version: PolicyVersion) -> Path:
         """Where the files of `version` lie, whether it exists or not."""
         return self.folder / str(version)
 
     def newest(self) -> PolicyVersion | None:
-        """The newest committed version, or None before the first. One small read: cheap enough to poll.
-
-        Raises:
-            WeightsCorrupt: the pointer holds something else than a version.
-        """
-        path = self.folder / _NEWEST_NAME
+        """The newest committed version, or None before the first. One small read: cheap enough to poll."""
         try:
-            text = path.read_text(encoding="ascii", errors="replace")
+            text = (self.folder / _NEWEST_NAME).read_text(encoding="ascii", errors="replace")
+            return PolicyVersion.parse(text.strip())
         except FileNotFoundError:
             return None
-        try:
-            return PolicyVersion.parse(text.strip())
-        except ValueError as error:
-            raise WeightsCorrupt(f"{path}: {error}") from error
+        except ValueError:
+            # the pointer saves a search and is nothing more: after a power cut it may hold anything
+            return next(reversed(self.committed()), None)
 
     def committed(self) -> list[PolicyVersion]:
         """All versions that exist, oldest first."""
         return sorted(version for version, folder in self._folders() if (folder / MANIFEST_NAME).exists())
+
+    def manifest_bytes(self, version: PolicyVersion) -> bytes:
+        """The manifest of a version as it was written, unchecked.
+
+        Raises:
+            WeightsGone: the version does not exist.
+        """
+        path = self.version_folder(version) / MANIFEST_NAME
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise WeightsGone(f"version {version} is not in {self.folder}: {path.name} is missing") from error
 
     def manifest(self, version: PolicyVersion) -> Manifest:
         """The manifest of a version.
@@ -84,43 +108,40 @@ class WeightStore:
             WeightsGone: the version does not exist.
             WeightsCorrupt: its manifest was changed, or belongs to another version.
         """
-        path = self.version_folder(version) / MANIFEST_NAME
-        try:
-            data = path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise WeightsGone(f"version {version} is not in {self.folder}: {path.name} is missing") from error
-        manifest = decode(data, Manifest, path)
-        if manifest.policy != version:
-            raise WeightsCorrupt(f"{path}: describes version {manifest.policy}, not {version}")
-        return manifest
+        return read_manifest(self.manifest_bytes(version), version, str(self.version_folder(version) / MANIFEST_NAME))
 
-    def tensors(self, manifest: Manifest) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Every tensor of a version, memory-mapped and checked against its entry before it is handed out.
+    def part(self, version: PolicyVersion, rank: int) -> Part | None:
+        """What a stage contributed to a version; None until it has.
+
+        Raises:
+            WeightsCorrupt: its document was changed.
+        """
+        path = self.version_folder(version) / part_name(rank)
+        try:
+            return decode(path.read_bytes(), Part, path)
+        except FileNotFoundError:
+            return None
+
+    def tensors(self, manifest: Manifest, dtype: str) -> Iterator[tuple[TensorEntry, memoryview]]:
+        """The bytes of every tensor of a variant, memory-mapped and checked before they are handed out.
 
         Raises:
             WeightsCorrupt: names the file and the tensor that is not as published.
         """
         folder = self.version_folder(manifest.policy)
-        by_part: dict[str, list[TensorEntry]] = {}
-        for entry in manifest.tensors:
-            by_part.setdefault(entry.part, []).append(entry)
-        for part, entries in by_part.items():
-            yield from _read_part(folder / part, entries)
+        for name, entries in by_file(manifest.variant(dtype)).items():
+            file = TensorFile(folder / name)
+            for entry in entries:
+                yield entry, checked(file, entry)
 
-    def verify(self, version: PolicyVersion) -> Manifest:
-        """Read every tensor of a version against its checksum.
-
-        Returns:
-            The manifest, now known to describe what is on disk.
+    def verify(self, manifest: Manifest, dtype: str) -> None:
+        """Read every tensor of a variant against its checksum.
 
         Raises:
-            WeightsGone: the version does not exist.
             WeightsCorrupt: names the file and the tensor that is not as published.
         """
-        manifest = self.manifest(version)
-        for _ in self.tensors(manifest):
+        for _ in self.tensors(manifest, dtype):
             pass
-        return manifest
 
     def lock_for_reading(self, version: PolicyVersion) -> IO[bytes]:
         """Keep retention from removing a version until the returned file is closed (or its process dies).
@@ -131,7 +152,7 @@ class WeightStore:
         folder = self.version_folder(version)
         try:
             # closed by the caller: the lock lives as long as the file is open
-            lock = (folder / _LOCK_NAME).open("rb")
+            lock = (folder / READERS_LOCK).open("rb")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise WeightsGone(f"version {version} is not in {self.folder}; retention may have removed it") from error
         try:
@@ -145,6 +166,37 @@ class WeightStore:
             raise WeightsGone(f"version {version} is not in {self.folder}; retention has removed it")
         return lock
 
+    def begin(self, version: PolicyVersion) -> Path:
+        """Make the folder to write a version into, and room for it.
+
+        What learners of earlier incarnations never finished is removed: it may be as large as a version, nobody reads
+        it, and on a folder with room for one more version it would keep this one out. The other stages of this
+        incarnation write side by side, and what they have begun stays.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        folder = self.version_folder(version)
+        if not folder.exists():
+            for other, unfinished in self._folders():
+                if other.incarnation < version.incarnation and not (unfinished / MANIFEST_NAME).exists():
+                    shutil.rmtree(unfinished, ignore_errors=True)
+            folder.mkdir(exist_ok=True)
+        return folder
+
+    def refuse_old(self, version: PolicyVersion) -> None:
+        """A version must be newer than the newest.
+
+        Raises:
+            PublishFailed: it is not.
+        """
+        newest = self.newest()
+        if newest is not None and version <= newest:
+            raise PublishFailed(
+                f"version {version} cannot follow {newest} in {self.folder}: versions only grow. "
+                "A restarted learner begins a new incarnation; an old learner that still runs must be stopped"
+            )
+
     def commit(self, manifest: Manifest, keep_versions: int) -> None:
         """Make a version exist and the newest; then remove what is no longer needed.
 
@@ -154,26 +206,28 @@ class WeightStore:
 
         Raises:
             PublishFailed: the version is not newer than the newest.
+            OSError: the disk is full; the version is not the newest, so ask again.
         """
-        newest = self.newest()
-        if newest is not None and manifest.policy <= newest:
-            raise PublishFailed(
-                f"version {manifest.policy} cannot follow {newest} in {self.folder}: versions only grow. "
-                "A restarted learner begins a new incarnation; an old learner that still runs must be stopped"
-            )
+        self.refuse_old(manifest.policy)
         folder = self.version_folder(manifest.policy)
-        write_durably(folder / _LOCK_NAME, b"")
-        write_durably(folder / MANIFEST_NAME, encode(manifest))
-        write_durably(self.folder / _NEWEST_NAME, f"{manifest.policy}\n".encode())
-        self._retain(manifest.policy, keep_versions)
+        write_whole(folder / READERS_LOCK, [])
+        write_whole(folder / MANIFEST_NAME, [encode(manifest)])
+        write_whole(self.folder / _NEWEST_NAME, [f"{manifest.policy}\n".encode()])
+        self.retain(manifest.policy, keep_versions)
 
-    def _retain(self, newest: PolicyVersion, keep_versions: int) -> None:
+    def retain(self, newest: PolicyVersion, keep_versions: int) -> None:
+        """Remove versions beyond the newest so many, but none that is being read.
+
+        Args:
+            newest: what was published last; later folders are being written.
+            keep_versions: how many versions stay.
+        """
         keep = set(self.committed()[-keep_versions:])
         for version, folder in self._folders():
             if version in keep or version >= newest:
                 continue
             if (folder / MANIFEST_NAME).exists():
-                _remove_unless_read(folder)
+                remove_unless_read(folder)
             else:
                 # a publish that never finished; later versions are being written, earlier ones never will be
                 shutil.rmtree(folder, ignore_errors=True)
@@ -184,39 +238,55 @@ class WeightStore:
                 yield PolicyVersion.parse(path.name), path
 
 
-def _read_part(path: Path, entries: list[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+def store_id_of(folder: Path) -> str | None:
+    """The name of the store in a folder, without making anything; None where there is none.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
     try:
-        with safe_open(path, framework="pt") as file:
-            present = set(file.keys())
-            for entry in entries:
-                if entry.name not in present:
-                    raise WeightsCorrupt(f"{path}: tensor '{entry.name}' of the manifest is missing")
-                tensor = file.get_tensor(entry.name)
-                _check(path, entry, tensor)
-                yield entry, tensor
-    except FileNotFoundError as error:
-        raise WeightsCorrupt(f"{path}: missing, though the manifest names it") from error
-    except (SafetensorError, OSError) as error:
-        raise WeightsCorrupt(f"{path}: not a readable safetensors file: {error}") from error
+        return (folder / _STORE_NAME).read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
-def _check(path: Path, entry: TensorEntry, tensor: torch.Tensor) -> None:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
+def read_manifest(data: bytes | memoryview, version: PolicyVersion, source: str) -> Manifest:
+    """Read and check the manifest of a version.
+
+    Raises:
+        WeightsCorrupt: it was changed, or belongs to another version.
+    """
+    manifest = decode(data, Manifest, source)
+    if manifest.policy != version:
+        raise WeightsCorrupt(f"{source}: describes version {manifest.policy}, not {version}")
+    return manifest
+
+
+def checked(file: TensorFile, entry: TensorEntry) -> memoryview:
+    """The bytes of a tensor, if they are as published.
+
+    Raises:
+        WeightsCorrupt: names the file and the tensor that is not.
+    """
+    view = file.view(entry.name)
+    facts = file.tensors[entry.name]
+    if (facts.dtype, facts.shape) != (entry.dtype, entry.shape):
         raise WeightsCorrupt(
-            f"{path}: tensor '{entry.name}' is {dtype}{list(tensor.shape)}, "
+            f"{file.path}: tensor '{entry.name}' is {facts.dtype}{list(facts.shape)}, "
             f"the manifest says {entry.dtype}{list(entry.shape)}"
         )
-    found = checksum_of(tensor)
+    found = checksum_of(view)
     if found != entry.checksum:
         raise WeightsCorrupt(
-            f"{path}: tensor '{entry.name}' has checksum {found}, the manifest says {entry.checksum}; "
+            f"{file.path}: tensor '{entry.name}' has checksum {found}, the manifest says {entry.checksum}; "
             "the file was changed after it was published"
         )
+    return view
 
 
-def _remove_unless_read(folder: Path) -> None:
-    with contextlib.suppress(FileNotFoundError, BlockingIOError), (folder / _LOCK_NAME).open("r+b") as lock:
+def remove_unless_read(folder: Path) -> None:
+    """Remove a version's folder, unless somebody reads the version or it is gone already."""
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), (folder / READERS_LOCK).open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # first the manifest: whoever comes from here on finds no version
         (folder / MANIFEST_NAME).unlink()

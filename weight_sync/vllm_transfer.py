@@ -1,9 +1,20 @@
-"""vLLM's side of an update: verify a version in the store, then load all of it. Imported by vLLM alone."""
+"""vLLM's side of an update: verify a version in the store, then load all of it. Imported by vLLM alone.
+
+    begin_verification   while the engine generates: a thread reads every tensor against its checksum
+    update_weights       while it is paused: load what was verified, from the memory map that the thread has read
+
+So a pause is one engine step and the reload. A version that nobody had verified before is verified in the pause.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -12,13 +23,24 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    layerwise,
+)
 
-from weight_sync.manifest import WeightsError
+from weight_sync.errors import WeightsError
 from weight_sync.serving import HEAD, UNTIED_MARK, embedding_of
 from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
+from weight_sync.tensors import read_tensors
 from weight_sync.vllm_engine import REFUSED
+
+# a rotary embedding is computed and never loaded, of which vLLM would warn at every update
+logging.getLogger(layerwise.__name__).addFilter(lambda record: "RotaryEmbedding: Failed" not in record.getMessage())
+
+_REFUSALS = (WeightsError, ValueError, OSError)
+"""A version that fails with one of these is refused; the model is as it was."""
 
 
 @dataclass
@@ -28,10 +50,48 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One update: a version of a store. Both are text, as vLLM carries them between processes."""
+    """One update: a version of a store, in the dtype that the engine serves. All text, as vLLM carries it."""
 
     folder: str
     version: str
+    dtype: str
+
+
+class Verification:
+    """One version being read against its checksums, in a thread of its own."""
+
+    def __init__(self, info: UpdateInfo, model_config: Any) -> None:  # noqa: ANN401 -- vLLM's types are unknown here
+        """Start reading.
+
+        Args:
+            info: what to verify.
+            model_config: vLLM's, of the model that it has to fit.
+        """
+        self.info = info
+        self._found: Future[dict[str, torch.Tensor]] = Future()
+        thread = threading.Thread(target=self._run, args=(model_config,), name="weights-verification", daemon=True)
+        thread.start()
+
+    def refusal(self) -> str | None:
+        """Why the version cannot be loaded: '' where it can, None as long as it is being read."""
+        if not self._found.done():
+            return None
+        error = self._found.exception()
+        if error is None:
+            return ""
+        if isinstance(error, _REFUSALS):
+            return f"{REFUSED} {error}"
+        raise error
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What was verified; only after `refusal` was ''."""
+        return self._found.result(timeout=0)
+
+    def _run(self, model_config: Any) -> None:  # noqa: ANN401
+        try:
+            self._found.set_result(fitting_tensors(self.info, model_config))
+        except Exception as error:  # belongs to whoever asks
+            self._found.set_exception(error)
 
 
 class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -44,24 +104,37 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    _verification: Verification | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
-        """Nothing to start: `receive_weights` touches the model only after it has verified all of the version."""
+        """Nothing to start: `receive_weights` touches the model only after all of the version is verified."""
+
+    def begin_verification(self, info: UpdateInfo) -> None:
+        """Start to verify a version; returns at once."""
+        self._verification = Verification(info, self.model_config)
+
+    def verification(self) -> str | None:
+        """As `Verification.refusal`, of the one begun last."""
+        return None if self._verification is None else self._verification.refusal()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Verify a version, then load it.
+        """Load a version, verified before or now.
 
         Raises:
             RuntimeError: with `REFUSED` in its text: the version is not in the store, not as published, or not
                 of this model; the model is unchanged.
         """
-        try:
-            tensors = self._verified(Path(update_info.folder), PolicyVersion.parse(update_info.version))
-        except (WeightsError, ValueError) as error:
-            raise RuntimeError(f"{REFUSED} {error}") from error
+        begun, self._verification = self._verification, None
+        if begun is not None and begun.info == update_info and begun.refusal() == "":
+            tensors = begun.tensors()
+        else:
+            try:
+                tensors = fitting_tensors(update_info, self.model_config)
+            except _REFUSALS as error:
+                raise RuntimeError(f"{REFUSED} {error}") from error
         initialize_layerwise_reload(self.model)
         self.model.load_weights(tensors.items())
 
@@ -70,30 +143,71 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Let go of what was verified and never loaded."""
+        self._verification = None
 
-    def _verified(self, folder: Path, version: PolicyVersion) -> dict[str, torch.Tensor]:
-        store = WeightStore(folder)
-        # memory-mapped: the pages that verification read are those that loading copies from
-        tensors = {entry.name: tensor for entry, tensor in store.tensors(store.manifest(version))}
-        expected = served_shapes(Path(self.model_config.model))
-        if getattr(self.model_config.hf_config, UNTIED_MARK, False) and HEAD not in tensors:
-            # the learner trains tied embeddings, the served copy has a head of its own
-            tensors[HEAD] = tensors[embedding_of(tensors)]
-        missing, unknown = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
-        if missing or unknown:
+
+class WorkerCalls:
+    """What vLLM adds to its workers (`worker_extension_cls`), so that the actor can ask for more than an update."""
+
+    weight_transfer_engine: Any
+
+    def begin_weight_verification(self, update_info: Mapping[str, str]) -> None:
+        """As `StoreWeightTransfer.begin_verification`."""
+        self.weight_transfer_engine.begin_verification(UpdateInfo(**update_info))
+
+    def weight_verification(self) -> str | None:
+        """As `StoreWeightTransfer.verification`."""
+        return self.weight_transfer_engine.verification()
+
+
+def fitting_tensors(info: UpdateInfo, model_config: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    """All tensors of a version, each read against its checksum, as the served model wants them.
+
+    Args:
+        info: which version.
+        model_config: vLLM's; its `model`, `dtype` and `hf_config` are looked at.
+
+    Raises:
+        WeightsError: the version is not in the store, or not as published.
+        ValueError: it is of another model, or in another dtype.
+    """
+    version = PolicyVersion.parse(info.version)
+    served_dtype = str(model_config.dtype).removeprefix("torch.")
+    if info.dtype != served_dtype:
+        raise ValueError(
+            f"version {version} was staged in {info.dtype}, but the engine serves {model_config.model} in "
+            f"{served_dtype}; an actor pulls in actors.dtype"
+        )
+    store = WeightStore(Path(info.folder))
+    manifest = store.manifest(version)
+    shapes = {entry.name: entry.shape for entry in manifest.variant(info.dtype)}
+    # the learner trains tied embeddings, the served copy has a head of its own
+    fill_head = getattr(model_config.hf_config, UNTIED_MARK, False) and HEAD not in shapes
+    if fill_head:
+        shapes[HEAD] = shapes[embedding_of(shapes)]
+    _check_shapes(version, shapes, model_config.model)
+    # memory-mapped: the pages that are verified are those that loading copies from
+    tensors = read_tensors(store, manifest, info.dtype)
+    if fill_head:
+        tensors[HEAD] = tensors[embedding_of(tensors)]
+    return tensors
+
+
+def _check_shapes(version: PolicyVersion, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:
+    expected = served_shapes(Path(model))
+    missing, unknown = expected.keys() - shapes.keys(), shapes.keys() - expected.keys()
+    if missing or unknown:
+        raise ValueError(
+            f"version {version} does not fit the served model {model}: missing {sorted(missing)[:3]}, "
+            f"unknown {sorted(unknown)[:3]} ({len(missing)} and {len(unknown)} in all)"
+        )
+    for name, shape in expected.items():
+        if shapes[name] != shape:
             raise ValueError(
-                f"version {version} does not fit the served model {self.model_config.model}: "
-                f"missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]} "
-                f"({len(missing)} and {len(unknown)} in all)"
+                f"version {version}: tensor '{name}' has shape {list(shapes[name])}, "
+                f"the served model {model} has {list(shape)}"
             )
-        for name, shape in expected.items():
-            if tuple(tensors[name].shape) != shape:
-                raise ValueError(
-                    f"version {version}: tensor '{name}' has shape {list(tensors[name].shape)}, "
-                    f"the served model {self.model_config.model} has {list(shape)}"
-                )
-        return tensors
 
 
 def served_shapes(model_folder: Path) -> dict[str, tuple[int, ...]]:

@@ -9,12 +9,15 @@ functions  reward functions from FILE.py:FUNCTION, in TRL's shape
 task       Task, Problem, RewardFunction
 encode     PromptCodec: prompts to token ids, completions to text
 
-Importing this package, and `check_task`, imports neither torch, vllm nor ray.
+Importing this package, and `check_task` without a model folder, imports neither torch, vllm nor ray.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from actors.tasks.config import FileTask, ReasoningGymTask
+from actors.tasks.encode import PromptCodec
 from actors.tasks.errors import TaskError
 from actors.tasks.functions import check_functions, load_functions
 from actors.tasks.split import Split, held_out
@@ -23,10 +26,18 @@ from actors.tasks.task import Problem, RewardFunction, Task, TaskFacts
 __all__ = ["Problem", "RewardFunction", "Task", "TaskError", "TaskFacts", "check_task", "held_out", "load_task"]
 
 
-def check_task(config: ReasoningGymTask | FileTask) -> TaskFacts:
+def check_task(
+    config: ReasoningGymTask | FileTask, *, model_folder: Path | None = None, max_prompt_tokens: int = 0
+) -> TaskFacts:
     """Find every mistake in a `[task]` section that can be found before a process starts.
 
     Reads the data and renders every prompt; reward files are parsed, not run.
+
+    Args:
+        config: the section.
+        model_folder: with the tokenizer that prompts are encoded with; None: their lengths are not looked at, and
+            nothing heavy is imported.
+        max_prompt_tokens: with a model folder, the longest prompt allowed, in tokens.
 
     Returns:
         How many prompts there are, and a fingerprint that every actor's task must share.
@@ -36,7 +47,11 @@ def check_task(config: ReasoningGymTask | FileTask) -> TaskFacts:
     """
     split, columns = _problems(config)
     check_functions(config.rewards, columns)
-    return Task(split.train, split.heldout, ()).facts()
+    task = Task(split.train, split.heldout, ())
+    if model_folder is not None:
+        codec = PromptCodec(model_folder, config.chat, config.system_prompt)
+        task.encoded(codec.encode, max_prompt_tokens)
+    return task.facts()
 
 
 def load_task(config: ReasoningGymTask | FileTask) -> Task:

@@ -6,6 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+MOST_HELDOUT = 1024
+"""Held-out problems of a file where none are asked for by number: an eighth of a large file would take an evaluation
+longer than the training."""
+
 
 class _TaskConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,7 +61,9 @@ class FileTask(_TaskConfig):
     heldout_path: str | None = Field(default=None, description="Held-out rows; unset: split `path` by question hash.")
     num_train: PositiveInt | None = Field(default=None, description="Distinct training prompts; unset: all there are.")
     num_heldout: PositiveInt | None = Field(
-        default=None, description="Distinct held-out problems; unset: all there are."
+        default=None,
+        description="Distinct held-out problems, all of which are answered before and after training; unset: all "
+        f"there are, {MOST_HELDOUT} at most.",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.tasks.config import FileTask
+from actors.tasks.config import MOST_HELDOUT, FileTask
 from actors.tasks.errors import TaskError, did_you_mean
 from actors.tasks.split import Split, normalised
 from actors.tasks.task import Problem, json_safe
@@ -26,12 +26,13 @@ def file_problems(config: FileTask) -> tuple[Split[Problem], list[str]]:
     if not config.rewards:
         raise TaskError("task.rewards is empty: a file of prompts needs at least one FILE.py:FUNCTION to score answers")
     template = Template(config.template)
-    split: Split[Problem] = Split(config.heldout_share, config.num_train, config.num_heldout)
+    num_heldout = MOST_HELDOUT if config.num_heldout is None else config.num_heldout
+    split: Split[Problem] = Split(config.heldout_share, config.num_train, num_heldout)
     columns: list[str] = []
     if config.heldout_path:
         # Held-out rows come first, so that a question in both files is held out and not trained on.
         for question, problem in _problems(config.heldout_path, "task.heldout_path", config, template, columns):
-            if split.is_new(question) and len(split.heldout) != config.num_heldout:
+            if split.is_new(question) and len(split.heldout) != num_heldout:
                 split.heldout.append(problem)
     for question, problem in _problems(config.path, "task.path", config, template, columns):
         if not split.is_new(question):

@@ -3,6 +3,9 @@
 A function may name only the arguments that it needs: `prompts`, `completions`, any column of the
 task, or `**kwargs` for all of them. Each is a list with one entry per sample. It returns one number
 per sample, or None where it does not apply.
+
+A file may import what lies beside it: its folder is put at the end of `sys.path`, so that no file of
+its author hides a library.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from actors.tasks.errors import TaskError, did_you_mean
@@ -108,19 +112,28 @@ def _load(reference: str, columns: Collection[str]) -> RewardFunction:
     module_name = "rewards_" + blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
     module = sys.modules.get(module_name)
     if module is None:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        if spec is None or spec.loader is None:
-            raise TaskError(f"task.rewards: '{reference}': Python cannot import {path}; it must end in .py")
-        module = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:  # the file is the user's: it may raise anything
-            raise TaskError(f"task.rewards: importing {path} failed: {type(error).__name__}: {error}") from error
-        sys.modules[module_name] = module
+        module = _imported(module_name, path, reference)
     function = getattr(module, name, None)
     if not callable(function):
         raise TaskError(f"task.rewards: '{reference}': '{name}' is not a function but {function!r}")
     return RewardFunction(name, _in_trl_shape(function, reference, columns))
+
+
+def _imported(module_name: str, path: Path, reference: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"task.rewards: '{reference}': Python cannot import {path}; it must end in .py")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before it runs: dataclasses and pickle look a module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the file is the user's: it may raise anything
+        del sys.modules[module_name]
+        raise TaskError(f"task.rewards: importing {path} failed: {type(error).__name__}: {error}") from error
+    return module
 
 
 def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collection[str]) -> Callable[..., Any]:

@@ -88,20 +88,39 @@ class Task:
             max_prompt_tokens: the longest prompt allowed.
 
         Raises:
-            TaskError: a prompt is empty or too long; names it.
+            TaskError: prompts are empty or too long; says how many, names the longest and what it needs.
         """
+        train = encode([problem.text for problem in self.train])
+        heldout = encode([problem.text for problem in self.heldout])
+        self._check_lengths(train, heldout, max_prompt_tokens)
+        return replace(self, train=_with_ids(self.train, train), heldout=_with_ids(self.heldout, heldout))
 
-        def with_ids(problems: Sequence[Problem], half: str) -> list[Problem]:
-            token_ids = encode([problem.text for problem in problems])
-            for index, (problem, ids) in enumerate(zip(problems, token_ids, strict=True)):
-                if not 0 < len(ids) <= max_prompt_tokens:
-                    raise TaskError(
-                        f"{half} prompt {index} has {len(ids)} tokens, allowed are 1 to actors.max_prompt_tokens = "
-                        f"{max_prompt_tokens}: {problem.text[:200]!r}. Raise the limit or shorten task.template"
-                    )
-            return [replace(problem, token_ids=ids) for problem, ids in zip(problems, token_ids, strict=True)]
+    def _check_lengths(self, train: list[list[int]], heldout: list[list[int]], most: int) -> None:
+        named = [
+            (f"{half} prompt {index}", problem, len(ids))
+            for half, problems, encoded in (("training", self.train, train), ("held-out", self.heldout, heldout))
+            for index, (problem, ids) in enumerate(zip(problems, encoded, strict=True))
+            if not 0 < len(ids) <= most
+        ]
+        if not named:
+            return
+        of_all = f"of the task's {len(self.train) + len(self.heldout)} prompts"
+        name, problem, length = max(named, key=lambda each: each[2])
+        if length == 0:
+            raise TaskError(
+                f"{len(named)} {of_all} have no token at all, {name} the first ({problem.question[:80]!r}): see "
+                "task.template"
+            )
+        num_long = sum(length > most for _, _, length in named)
+        raise TaskError(
+            f"{num_long} {of_all} are longer than actors.max_prompt_tokens = {most}; the longest, {name}, has {length} "
+            f"tokens: {problem.text[:80]!r}. Set actors.max_prompt_tokens = {length}, shorten task.template, or take "
+            "the long questions out of the data"
+        )
 
-        return replace(self, train=with_ids(self.train, "training"), heldout=with_ids(self.heldout, "held-out"))
+
+def _with_ids(problems: Sequence[Problem], token_ids: list[list[int]]) -> list[Problem]:
+    return [replace(problem, token_ids=ids) for problem, ids in zip(problems, token_ids, strict=True)]
 
 
 def json_safe(row: Mapping[str, Any]) -> dict[str, Any]:

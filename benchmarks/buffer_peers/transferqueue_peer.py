@@ -81,7 +81,8 @@ async def _put_all(rows: list[Trajectory]) -> None:
             await transfer_queue.async_kv_batch_put(keys=keys, partition_id="train", fields=_fields(call))
 
     puts = [put(keys, call) for keys, call in _keyed(rows)]
-    await asyncio.wait_for(asyncio.gather(*puts), PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*puts)
 
 
 def _fields(rows: list[Trajectory]) -> TensorDict:

@@ -41,6 +41,14 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+def command_of(process: psutil.Process) -> str:
+    """Its command line; empty where it has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 def wait_for_end(processes: list[psutil.Process], timeout_s: float) -> list[str]:
     """Names of those that still run after the timeout."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
@@ -72,3 +80,10 @@ def wait_for_rows(
     os.killpg(process.pid, signal.SIGKILL)
     output, _ = process.communicate()
     pytest.fail(f"after {timeout_s} s there were {num_seen} rows; it said: {output}")
+
+
+def assert_ended_in_order(run: Path) -> None:
+    """Of a run that was interrupted: the step at hand was finished, and is in a checkpoint."""
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["accuracy_after"] is None
+    assert list((run / "checkpoints").glob(f"*{summary['num_steps']}")), "no checkpoint of the last step"

@@ -19,6 +19,7 @@ from buffer.service import BufferService
 from weight_sync.config import WeightSyncConfig
 from weight_sync.publisher import Publisher
 from weight_sync.serving import check_model_folder, prepare_serving_model
+from weight_sync.sinks import FolderSink
 from weight_sync.staleness import PolicyVersion
 
 # importing vLLM warns about other libraries' use of each other
@@ -41,7 +42,9 @@ def spec(tmp_path):
         serving_model_path=prepare_serving_model(MODEL, tmp_path / "serving"),
         tokenizer_path=MODEL,
         weights_folder=tmp_path / "weights",
+        weights_address="",
         buffer_addresses=(),
+        pool="actors",
         config=config,
         task=ReasoningGymTask(
             type="reasoning_gym", name="chain_sum", params=SUMS, template="{metadata[expression]:compact}=",
@@ -103,7 +106,7 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
         assert [span.version for span in one.spans] == [PolicyVersion(0, 0)]
         assert one.spans[-1].end == one.num_completion_tokens == len(one.logprobs)
 
-    publisher = Publisher(spec.weights_folder, rank=0, num_stages=1, keep_versions=3)
+    publisher = Publisher(FolderSink(spec.weights_folder), 0, 1, ["float32"], keep_versions=3)
     tensors = {name: tensor * 0 for name, tensor in load_file(MODEL / "model.safetensors").items()}
     publisher.publish(PolicyVersion(0, 1), tensors)
     await asyncio.to_thread(publisher.close)

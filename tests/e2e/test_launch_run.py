@@ -1,13 +1,13 @@
 """One real run: Ray, vLLM, LMDB, ZeroMQ, two stages, updates in flight. Every test reads the same run."""
 
 import json
-import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.real_run import descendants, start, wait_for_end, wait_for_steps
+from launch.state.timeline import read
+from tests.e2e.real_run import assert_ended_in_order, descendants, start, wait_for_end, wait_for_steps
 
 
 @pytest.fixture(scope="module")
@@ -115,28 +115,23 @@ def test_an_existing_run_folder_is_refused(finished):
     assert "exists already" in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_interrupt_ends_with_a_checkpoint_and_without_processes(tmp_path, number):
+@pytest.mark.full  # an interrupt is the same to the command, and ends the run of test_launch_locked.py
+def test_sigterm_ends_with_a_checkpoint_and_without_processes(tmp_path):
     process = start(tmp_path, "--learner.num_steps", "100000", "--learner.checkpoint_every", "100000")
     wait_for_steps(process, tmp_path, 2, timeout_s=150)
     family = descendants(process)
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does it: every process gets the signal
-    else:
-        process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 130, output
     assert wait_for_end(family, timeout_s=10) == []
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["accuracy_after"] is None
-    assert list((tmp_path / "run" / "checkpoints").glob(f"*{summary['num_steps']}")), "no checkpoint of the last step"
+    assert_ended_in_order(tmp_path / "run")
 
 
-def test_when_the_command_is_killed_its_roles_and_engines_end(tmp_path):
-    process = start(tmp_path, "--learner.num_steps", "100000")
-    wait_for_steps(process, tmp_path, 1, timeout_s=150)
-    family = [each for each in descendants(process) if "Agent" not in " ".join(each.cmdline())]
-    assert any("EngineCore" in " ".join(each.cmdline()) for each in family)
-    process.kill()
-    process.communicate(timeout=10)
-    assert wait_for_end(family, timeout_s=30) == []
+def test_the_last_line_names_its_report_and_the_timeline_has_every_role(finished):
+    run, output, _ = finished
+    assert output.splitlines()[-1] == f"report: {run / 'report.html'}"
+    assert "What is missing" not in (run / "report.html").read_text()
+    kinds = {(line.who, line.what) for line in read(run / "timeline.jsonl")}
+    of_actors = {(f"actor-{number}", what) for number in (0, 1) for what in ("generate", "update")}
+    assert kinds >= of_actors | {("learner", "step"), ("learner", "wait_for_batch"), ("evaluation", "evaluate")}
+    assert kinds >= {("launch", "phase"), ("buffer", "queue"), ("actors", "running")}

@@ -26,6 +26,7 @@ from buffer.config import BufferConfig
 from buffer.errors import BufferError, BufferRefused
 from buffer.outbox import Outbox
 from tests.faults.service_process import Key, sample, wait_until
+from tests.files import whole_lines
 
 _NEVER = threading.Event()
 """Waited on instead of `time.sleep`, which fails under libfaketime."""
@@ -79,7 +80,7 @@ class ActorProcess:
 
     def events(self, *kinds: str) -> list[list[str]]:
         """The words of every event of these kinds (default: all), in order."""
-        lines = [line.split() for line in self._events.read_text().splitlines()]
+        lines = [line.split() for line in whole_lines(self._events)]
         return [words for words in lines if not kinds or words[0] in kinds]
 
     def keys(self, *kinds: str) -> set[Key]:

@@ -6,8 +6,11 @@ import pytest
 
 from buffer.client import BufferClient
 from tests.faults import results
+from tests.faults.actor_process import ActorProcess
+from tests.faults.cluster import Cluster
 from tests.faults.disks import Mounts
 from tests.faults.service_process import CONFIG, Load, Service
+from tests.full import FULL
 
 _RECORDER = pytest.StashKey[results.Recorder]()
 
@@ -22,7 +25,7 @@ def pytest_configure(config):
 
 def pytest_terminal_summary(terminalreporter):
     missing = results.missing_tools(results.PACKAGES)
-    if results.FULL and missing:
+    if FULL and missing:
         terminalreporter.write_line(f"Some faults were not injected: {missing}", yellow=True)
 
 
@@ -113,3 +116,27 @@ def mounts(tmp_path):
     made = Mounts(folder)
     yield made
     made.close()
+
+
+@pytest.fixture
+def start_actor(tmp_path):
+    """`start_actor(service, name, **options)`: an ActorProcess that ends with the test."""
+    started = []
+
+    def start(service, name, **options) -> ActorProcess:
+        started.append(ActorProcess(tmp_path, service, name, **options))
+        return started[-1]
+
+    yield start
+    for actor in started:
+        actor.kill()
+
+
+@pytest.fixture
+def cluster(hosts, tmp_path):
+    """Hosts on which nothing runs; `hosts` is of the module."""
+    made = Cluster(hosts, tmp_path)
+    yield made
+    for host in hosts:
+        host.heal()
+    made.call("--hosts", str(made.host_file), "down")

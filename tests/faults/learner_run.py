@@ -4,7 +4,6 @@ import contextlib
 import json
 import multiprocessing
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +23,9 @@ from buffer.config import BufferConfig, RunFacts
 from buffer.service import BufferService
 from buffer.trajectory import Trajectory, VersionSpan
 from tests.faults.learner_stage_process import run_rank
+from tests.files import whole_lines
 from tests.in_process_buffer import InProcessBuffer
+from tests.ports import free_port
 from weight_sync.staleness import PolicyVersion, StalenessConfig
 
 ROOT = Path(__file__).parents[2]
@@ -215,6 +216,8 @@ class LearnerRun:
         self._thread = threading.Thread(target=service.serve, args=(self._stop,), daemon=True)
         self._thread.start()
         self.ranks: list[Rank] = []
+        self.weight_sync: dict[str, object] = {"max_lag": facts.staleness.max_lag}
+        """The learner's section; the buffer service has its own."""
 
     @property
     def checkpoints(self) -> Path:
@@ -229,9 +232,6 @@ class LearnerRun:
             as_script: see `Rank`.
             config: the [learner] section.
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         section = {
             "num_stages": 2,
             "groups_per_step": GROUPS_PER_STEP,
@@ -244,12 +244,13 @@ class LearnerRun:
         }
         orders = {
             "config": section,
-            "rendezvous": f"tcp://127.0.0.1:{port}",
+            "rendezvous": f"tcp://127.0.0.1:{free_port()}",
             "model_path": str(self.folder / "model"),
             "buffer_address": self.address,
             "run_folder": str(self.folder),
             "algorithm": algorithm or {"type": "trajectory_balance"},
             "hooks": hooks or {},
+            "weight_sync": self.weight_sync,
         }
         path = self.folder / "orders.json"
         path.write_text(json.dumps(orders))
@@ -277,7 +278,7 @@ class LearnerRun:
     def reports(self) -> list[dict]:
         """Reports of all steps that were ever finished, redone ones again."""
         path = self.folder / "reports.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in whole_lines(path)] if path.exists() else []
 
     @property
     def step(self) -> int:

@@ -1,9 +1,11 @@
 """One rank of a learner as a process: `python learner_stage_process.py ORDERS.json RANK`, or `run_rank` in a fork."""
 
+import errno
 import json
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from learner import stage as stage_file
 from learner.config import LearnerConfig
 from learner.spec import LearnerSpec
 from learner.stage import Stage
+from weight_sync import sinks
 from weight_sync.config import WeightSyncConfig
 
 
@@ -48,9 +51,13 @@ def main(orders_path: Path, rank: int) -> None:
             seed=0,
             buffer_addresses=(orders["buffer_address"],),
             run_folder=folder,
+            weights_folder=folder / "weights",
+            weights_address="",
+            publish_dtypes=("float32",),
+            startup_timeout_s=60.0,
             config=LearnerConfig(**orders["config"]),
             algorithm=TypeAdapter(AlgorithmConfig).validate_python(orders["algorithm"]),
-            weight_sync=WeightSyncConfig(),
+            weight_sync=WeightSyncConfig(**orders["weight_sync"]),
             buffer=BufferConfig(give_up_after_s=10, request_timeout_s=2),
         )
     )
@@ -140,7 +147,51 @@ def kill_in_checkpoint(rank: int, value: dict) -> None:
         os.replace = guarded(os.replace, str)
 
 
+def full_disk(rank: int, value: dict) -> None:
+    """On one rank there is no room for weights until a file appears."""
+    write = sinks.FolderSink.write_part
+
+    def write_if_there_is_room(self, part, files):
+        if rank == value["rank"] and not Path(value["until"]).exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, part, files)
+
+    sinks.FolderSink.write_part = write_if_there_is_room
+
+
+def slow_disk(rank: int, value: dict) -> None:
+    """On one rank every version takes so long to write."""
+    write = sinks.FolderSink.write_part
+
+    def write_slowly(self, part, files):
+        if rank == value["rank"]:
+            time.sleep(value["seconds"])
+        write(self, part, files)
+
+    sinks.FolderSink.write_part = write_slowly
+
+
+def slow_steps(_rank: int, seconds: float) -> None:
+    """Every step takes so long."""
+    take = Stage._take_step
+
+    def take_slowly(self, *args):
+        time.sleep(seconds)
+        take(self, *args)
+
+    Stage._take_step = take_slowly
+
+
+def publish_regardless(_rank: int, _value: object) -> None:
+    """Publish every version, whether or not the earlier ones are written."""
+    Stage._may_publish = lambda _: True
+
+
 HOOKS = {
+    "full_disk": full_disk,
+    "slow_disk": slow_disk,
+    "slow_steps": slow_steps,
+    "publish_regardless": publish_regardless,
     "without_moments": without_moments,
     "without_checksums": without_checksums,
     "without_heartbeats": without_heartbeats,

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from buffer.tables import NO_RECORD
 from buffer.trajectory import Trajectory
 from buffer.verify import verify
 from tests.in_process_buffer import make_trajectory
+from weight_sync.curve import ClientKeys
 from weight_sync.staleness import StalenessConfig
 
 FACTS = RunFacts(
@@ -189,6 +191,7 @@ class Load:
         num_completion_tokens: int = 4,
         groups: int = 4,
         draws: bool = True,
+        keys: ClientKeys | None = None,
     ) -> None:
         """Connect all clients; `start` begins.
 
@@ -200,6 +203,7 @@ class Load:
             num_completion_tokens: of every trajectory.
             groups: how many groups an actor leases and pushes at once.
             draws: let the learner draw and finish steps; else it only publishes version 0.
+            keys: of the run's clients, where the service's socket is locked.
         """
         self._facts, self._draws = facts, draws
         self._size = {"num_completion_tokens": num_completion_tokens, "groups": groups}
@@ -208,7 +212,7 @@ class Load:
         self.drawn: dict[int, list[int]] = {}
         """Step -> its records."""
         self.errors: list[BaseException] = []
-        make = BufferClient
+        make = partial(BufferClient, keys=keys)
         self.learner = make(address, run_id=facts.run_id, role="learner", name="learner", config=config)
         self.actors = [
             make(address, run_id=facts.run_id, role="actor", name=f"actor-{number}", config=config)

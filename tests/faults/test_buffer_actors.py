@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from tests.faults.actor_process import ZOMBIE_EXIT, ActorProcess
-from tests.faults.results import FULL, pick
+from tests.faults.actor_process import ZOMBIE_EXIT
+from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, MANY, Kept, wait_until
+from tests.full import FULL
 
 MIB = 2**20
 LEASE_TIMEOUT_S = 2.0
@@ -19,20 +20,6 @@ SMALL_CREDIT = CONFIG.model_copy(update={"inbox_mib": 8})
 GROWTH_LIMIT = 64 * MIB
 LONG_LEASES = CONFIG.model_copy(update={"lease_timeout_s": 3600.0})
 STOPPED_S = 5.0 if FULL else 2.0
-
-
-@pytest.fixture
-def start_actor(tmp_path):
-    """`start_actor(service, name, **options)`: an ActorProcess that ends with the test."""
-    started = []
-
-    def start(service, name, **options) -> ActorProcess:
-        started.append(ActorProcess(tmp_path, service, name, **options))
-        return started[-1]
-
-    yield start
-    for actor in started:
-        actor.kill()
 
 
 @pytest.fixture

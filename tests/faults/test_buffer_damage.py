@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from buffer.store import Store
-from tests.faults.results import FULL, as_text, pick
+from tests.faults.results import as_text, pick
 from tests.faults.service_process import FACTS, Kept, Load, Service, sample_tokens, wait_until
+from tests.full import FULL
 
 UNCHECKED = ("-m", "tests.faults.careless_service", "without_checksums")
 MANY_STEPS = FACTS.model_copy(update={"groups_per_step": 128})

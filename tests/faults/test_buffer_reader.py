@@ -9,8 +9,9 @@ import pytest
 
 from buffer.store import Store
 from tests.faults.disks import MIB
-from tests.faults.results import FULL, pick
+from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, Kept, wait_until
+from tests.full import FULL
 
 UNWATCHED = ("-m", "tests.faults.careless_service", "without_reader_watch")
 LIVE_TRAJECTORIES = pick(400, 2000)

@@ -14,7 +14,8 @@ import torch
 
 from tests.faults.disks import fill
 from tests.faults.learner_run import LearnerRun, MadeUpActor, record
-from tests.faults.results import FULL, as_text, pick
+from tests.faults.results import as_text, pick
+from tests.full import FULL
 
 NUM_STEPS = 12
 BALANCE = "trajectory balance"

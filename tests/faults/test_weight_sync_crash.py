@@ -9,24 +9,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from weight_sync.manifest import WeightsGone
-from weight_sync.publisher import Publisher
+from tests.unit.published import publisher_of, read
+from weight_sync.delta import rebuild_file
+from weight_sync.errors import WeightsCorrupt, WeightsGone
+from weight_sync.manifest import delta_name, file_name
 from weight_sync.puller import Puller
+from weight_sync.sinks import note_remote_reader
 from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 
+DTYPES = ("float32", "bfloat16")
 LEARNER = """
 import sys
 from pathlib import Path
 import torch
 from weight_sync.publisher import Publisher
+from weight_sync.sinks import FolderSink
 from weight_sync.staleness import PolicyVersion
 
 folder, incarnation = Path(sys.argv[1]), int(sys.argv[2])
-publisher = Publisher(folder, rank=0, num_stages=1, keep_versions=2)
+publishers = [
+    Publisher(FolderSink(folder), rank, 2, ("float32", "bfloat16"), keep_versions=4, full_every=3) for rank in range(2)
+]
 for step in range(100_000):
-    tensors = {f"w{i}": torch.full((50_000,), float(step)) for i in range(8)}
-    publisher.publish(PolicyVersion(incarnation, step), tensors)
+    for rank, publisher in enumerate(publishers):
+        tensors = {f"w{rank}.{i}": torch.full((50_000,), float(step)) for i in range(8)}
+        publisher.publish(PolicyVersion(incarnation, step), tensors)
 """
 
 
@@ -37,10 +45,13 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_actors_only_ever_see_whole_versions_of_a_learner_killed_again_and_again(tmp_path: Path, script: Path):
+@pytest.mark.fault(15, "kill -9 of the learner while it publishes")
+def test_actors_only_ever_see_whole_versions_of_a_learner_killed_again_and_again(tmp_path: Path, script: Path, show):
     folder = tmp_path / "weights"
-    puller = Puller(folder)
+    puller = Puller.of_folder(folder, "float32")
+    note_remote_reader(folder)
     seen: list[PolicyVersion] = []
+    num_deltas = 0
     for incarnation in range(3):
         learner = subprocess.Popen([sys.executable, script, folder, str(incarnation)])
         try:
@@ -52,26 +63,57 @@ def test_actors_only_ever_see_whole_versions_of_a_learner_killed_again_and_again
                     time.sleep(0.001)
                     continue
                 # at full speed retention may be faster than the reader; nothing else may go wrong
-                _check_whole(folder, newest)
+                check_whole(puller, newest)
+                num_deltas += check_deltas(folder, newest, tmp_path / "out")
                 seen.append(newest)
         finally:
             learner.send_signal(signal.SIGKILL)
             learner.wait()
         newest = puller.newest()
         assert newest is not None
-        _check_whole(folder, newest)
-    publisher = Publisher(folder, rank=0, num_stages=1, keep_versions=1)
+        check_whole(puller, newest)
+        num_deltas += check_deltas(folder, newest, tmp_path / "out")
+    assert num_deltas > 0
+    publisher = publisher_of(folder, keep_versions=1)
     publisher.publish(PolicyVersion(9, 0), {"w0": torch.zeros(1)})
     publisher.close()
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["9.0"]
-    assert WeightStore(folder).verify(PolicyVersion(9, 0)).policy == PolicyVersion(9, 0)
+    store = WeightStore(folder)
+    store.verify(store.manifest(PolicyVersion(9, 0)), "float32")
+    show(f"{len(seen)} versions of 3 learners looked at, {num_deltas} deltas, all whole; the next learner cleans up")
 
 
-def _check_whole(folder: Path, version: PolicyVersion) -> None:
+def check_whole(puller: Puller, version: PolicyVersion) -> None:
     try:
-        staged = Puller(folder).fetch(version)
+        staged = puller.fetch(version)
     except WeightsGone:
         return
     with staged:
-        for _, tensor in WeightStore(folder).tensors(staged.manifest):
-            assert torch.equal(tensor, torch.full((50_000,), float(version.version)))
+        for dtype in DTYPES:
+            tensors = read(staged.folder, version, dtype)
+            assert len(tensors) == 16
+            expected = torch.full((50_000,), float(version.version), dtype=getattr(torch, dtype))
+            assert all(torch.equal(tensor, expected) for tensor in tensors.values())
+
+
+def check_deltas(folder: Path, version: PolicyVersion, out: Path) -> int:
+    """How many files could be made from their deltas and their parents; all of them exactly."""
+    store, num_checked = WeightStore(folder), 0
+    try:
+        manifest = store.manifest(version)
+        if manifest.parent is None:
+            return 0
+        with store.lock_for_reading(version), store.lock_for_reading(PolicyVersion.parse(manifest.parent)):
+            names = {file.name for file in manifest.files}
+            for file in (file_name(rank, dtype) for rank in range(2) for dtype in DTYPES):
+                if delta_name(file) in names:
+                    entries = [entry for entry in manifest.tensors if entry.file == file]
+                    mine, parent = folder / str(version), folder / manifest.parent
+                    rebuild_file(entries, mine / delta_name(file), parent / file, out)
+                    assert out.read_bytes() == (mine / file).read_bytes()
+                    num_checked += 1
+    except WeightsGone:
+        return num_checked
+    except WeightsCorrupt as error:
+        raise AssertionError(f"version {version} is not whole") from error
+    return num_checked

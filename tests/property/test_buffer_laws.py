@@ -115,11 +115,21 @@ class Replay(RuleBasedStateMachine):
         self.incarnation += 1
         self.buffer.begin(self.version, self.step, session=f"learner-{self.incarnation}")
         self.drawn = []
-        self.recorded = {step: records for step, records in self.recorded.items() if step <= self.last_recorded()}
+        for step in sorted(self.recorded):
+            if not self.is_within_the_bound(step, self.version + (step - self.step - 1) * self.updates_per_step):
+                self.forget_from(step)
+                break
 
-    def last_recorded(self):
-        """The newest step of which the store still has the draw."""
-        return self.buffer.store.read(lambda tx: max((step for (step,) in tx.draws.all_keys()), default=0))
+    def is_within_the_bound(self, step, version):
+        """May the groups that were recorded for this step all be trained from this version on?"""
+        last, groups = version + self.updates_per_step - 1, self.recorded[step].group_ids
+        return self.buffer.store.read(
+            lambda tx: all(last - tx.groups.require(each).oldest_effective(tx.state) <= self.bound for each in groups)
+        )
+
+    def forget_from(self, first):
+        """This step is drawn anew, and with it all later ones."""
+        self.recorded = {step: reply for step, reply in self.recorded.items() if step < first}
 
     @rule()
     def restart_learner(self):
@@ -131,15 +141,18 @@ class Replay(RuleBasedStateMachine):
         if len(self.drawn) == 2:
             return
         before = self.pending()
+        is_redone = step in self.recorded and self.is_within_the_bound(step, version)
+        if not is_redone:
+            self.forget_from(step)
         reply, rows = self.buffer.draw(step, version, incarnation=self.incarnation)
+        if is_redone:
+            assert reply.record_ids == self.recorded[step].record_ids
         if not reply.ready:
             return
         assert self.buffer.draw(step, version, incarnation=self.incarnation)[0].record_ids == reply.record_ids
-        if step in self.recorded and self.is_redoable(step, rows, version):
-            assert self.recorded[step] == reply.record_ids
-        elif step not in before:
+        if step not in before:
             assert set(reply.group_ids).isdisjoint(group for groups in before.values() for group in groups)
-        self.recorded[step] = reply.record_ids
+        self.recorded[step] = reply
         self.drawn.append(step)
         assert len(reply.group_ids) == GROUPS_PER_STEP
         if step not in before:
@@ -159,10 +172,6 @@ class Replay(RuleBasedStateMachine):
             lambda tx: {step: tx.draws.require(step).group_ids for step in tx.state.pending_draws}
         )
 
-    def is_redoable(self, step, rows, version):
-        """Was the step recorded before this incarnation, and is it still within the bound?"""
-        return self.bound == math.inf
-
     @rule(num_skipped=st.sampled_from([0, 0, 0, 1, 2, 4]))
     def finish(self, num_skipped):
         """A step whose last updates are skipped; what was drawn ahead of its end then begins at a lower version."""
@@ -175,22 +184,25 @@ class Replay(RuleBasedStateMachine):
         self.buffer.publish(self.version, self.incarnation)
         for step in self.drawn:
             again, _ = self.buffer.draw(step, version, incarnation=self.incarnation)
-            assert again.record_ids == self.recorded[step]
+            assert again.record_ids == self.recorded[step].record_ids
 
-    @rule(num_steps=st.integers(1, 5), data=st.data())
-    def train(self, num_steps, data):
-        """Undisturbed steps."""
+    @rule(num_steps=st.integers(1, 5), dies=st.sampled_from([False, False, True]), data=st.data())
+    def train(self, num_steps, dies, data):
+        """Undisturbed steps; then a new learner may begin to redo those after the checkpoint."""
         for _ in range(num_steps):
             self.generate(4, data)
             self.draw()
             self.finish(0)
+        if dies:
+            self.begin()
+            self.draw()
 
     @rule()
     def write_checkpoint(self):
         if not any(step <= self.step for step in self.pending()):
             self.buffer.ask(p.CheckpointDurable(self.step, self.incarnation), p.Done)
             self.checkpoint = (self.step, self.version)
-            self.recorded = {step: records for step, records in self.recorded.items() if step > self.step}
+            self.recorded = {step: reply for step, reply in self.recorded.items() if step > self.step}
 
     # --- service ----------------------------------------------------------------------------------
 

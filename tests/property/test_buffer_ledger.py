@@ -53,7 +53,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
         self.acknowledged = 0
         self.used_at = {}
         self.incarnation = -1
-        self.learner_restarted = self.went_back = False
+        self.learner_restarted = self.went_back = self.skipped = False
         self.checkpoint = (0, 0)
         self.version = 0
         self.drawn = False
@@ -141,6 +141,9 @@ class ScheduledBuffer(RuleBasedStateMachine):
     def restart_learner(self):
         # Groups of abandoned versions fall due together, after the steps to be redone: too many to use in time.
         self.went_back |= self.checkpoint[1] < self.version + self.num_applied
+        # And a skipped step need not be skipped when it is redone: what was admitted after it is then a version older.
+        self.went_back |= self.skipped
+        self.skipped = False
         self.learner_restarted = True
         self.begin()
 
@@ -179,6 +182,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
         version = self.version + self.num_applied
         for _ in range(2):
             self.buffer.finish(self.step + 1, version, incarnation=self.incarnation, skipped=version == self.version)
+        self.skipped |= version == self.version
         self.step, self.version, self.drawn = self.step + 1, version, False
         self.num_updates = self.num_applied = 0
         if is_published:
@@ -202,6 +206,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
         if not self.drawn:
             self.buffer.ask(p.CheckpointDurable(self.step, self.incarnation), p.Done)
             self.checkpoint = (self.step, self.version)
+            self.skipped = False
 
     # --- service ----------------------------------------------------------------------------------
 

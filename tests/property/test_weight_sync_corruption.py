@@ -1,5 +1,6 @@
 """Whatever happens to one byte of a version, an actor gets the published tensors or a refusal."""
 
+import functools
 import tempfile
 from pathlib import Path
 
@@ -7,52 +8,95 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync.manifest import WeightsCorrupt
-from weight_sync.publisher import Publisher
+from tests.unit.published import publisher_of, read, same, v
+from weight_sync.delta import rebuild_file
+from weight_sync.errors import WeightsCorrupt
+from weight_sync.manifest import MANIFEST_NAME, delta_name, file_name
 from weight_sync.puller import Puller
-from weight_sync.staleness import PolicyVersion
-from weight_sync.store import MANIFEST_NAME, WeightStore
+from weight_sync.sinks import note_remote_reader
+from weight_sync.store import WeightStore
 
-VERSION = PolicyVersion(0, 0)
-TENSORS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
+DTYPES = ("float32", "bfloat16")
+PARENT, VERSION = v(0), v(1)
+BEFORE = {"a": torch.linspace(-1, 1, 3000).reshape(20, 150), "b": torch.ones(3), "c": torch.full((40,), 0.5)}
+TENSORS = BEFORE | {"a": BEFORE["a"] * 1.0001, "b": torch.tensor([1.0, 2.0, 3.0])}
+
+
+@functools.cache
+def published() -> dict[str, bytes]:
+    """The files of two published versions, the second also as changes of the first."""
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        note_remote_reader(folder)
+        publisher = publisher_of(folder, dtypes=DTYPES, full_every=2)
+        publisher.publish(PARENT, BEFORE)
+        publisher.publish(VERSION, TENSORS)
+        publisher.close()
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def lay_out(folder: Path, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+
+
+def spoil(path: Path, position: float, value: int, *, cut: bool) -> None:
+    data = bytearray(path.read_bytes())
+    at = int(position * len(data))
+    if cut:
+        del data[at:]
+    else:
+        data[at] = value
+    path.write_bytes(data)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    name=st.sampled_from(["part-0.safetensors", MANIFEST_NAME]),
+    name=st.sampled_from([*(file_name(0, dtype) for dtype in DTYPES), MANIFEST_NAME]),
+    dtype=st.sampled_from(DTYPES),
     position=st.floats(0, 1, exclude_max=True),
     value=st.integers(0, 255),
+    cut=st.booleans(),
 )
-def test_a_changed_byte_never_becomes_a_changed_weight(name: str, position: float, value: int):
+def test_a_changed_byte_never_becomes_a_changed_weight(
+    name: str, dtype: str, position: float, value: int, *, cut: bool
+):
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
-        for file, data in _published().items():
-            (folder / file).parent.mkdir(exist_ok=True)
-            (folder / file).write_bytes(data)
-        path = folder / str(VERSION) / name
-        data = bytearray(path.read_bytes())
-        data[int(position * len(data))] = value
-        path.write_bytes(data)
+        lay_out(folder, published())
+        spoil(folder / str(VERSION) / name, position, value, cut=cut)
         try:
-            staged = Puller(folder).fetch(VERSION)
+            staged = Puller.of_folder(folder, dtype).fetch(VERSION)
         except WeightsCorrupt:
             return
         with staged:
-            found = {entry.name: tensor for entry, tensor in WeightStore(folder).tensors(staged.manifest)}
-        assert found.keys() == TENSORS.keys()
-        assert all(torch.equal(found[key], TENSORS[key]) for key in TENSORS)
+            expected = {key: tensor.to(getattr(torch, dtype)) for key, tensor in TENSORS.items()}
+            assert same(read(staged.folder, VERSION, dtype), expected)
 
 
-_files: dict[str, bytes] = {}
-
-
-def _published() -> dict[str, bytes]:
-    """The files of one published version, made once."""
-    if not _files:
-        with tempfile.TemporaryDirectory() as folder_name:
-            folder = Path(folder_name)
-            publisher = Publisher(folder, rank=0, num_stages=1, keep_versions=1)
-            publisher.publish(VERSION, TENSORS)
-            publisher.close()
-            _files.update({str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()})
-    return _files
+@settings(max_examples=300, deadline=None)
+@given(
+    in_parent=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    position=st.floats(0, 1, exclude_max=True),
+    value=st.integers(0, 255),
+    cut=st.booleans(),
+)
+def test_a_changed_delta_or_parent_gives_the_published_file_or_none(
+    dtype: str, position: float, value: int, *, in_parent: bool, cut: bool
+):
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        lay_out(folder, published())
+        file = file_name(0, dtype)
+        entries = WeightStore(folder).manifest(VERSION).variant(dtype)
+        parent, delta = folder / str(PARENT) / file, folder / str(VERSION) / delta_name(file)
+        spoil(parent if in_parent else delta, position, value, cut=cut)
+        try:
+            rebuild_file(entries, delta, parent, folder / "out")
+        except WeightsCorrupt as error:
+            assert str(parent) in str(error)  # noqa: PT017 -- either outcome is right
+            assert list(folder.glob("*out*")) == []
+            return
+        assert (folder / "out").read_bytes() == published()[f"{VERSION}/{file}"]

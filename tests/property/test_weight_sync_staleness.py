@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.staleness import StalenessConfig, StalenessContract
+from weight_sync.staleness import PolicyVersion, StalenessConfig, StalenessContract, StaleTokens, held_back
 
 
 @st.composite
@@ -149,5 +149,88 @@ def test_a_step_without_groups_or_updates_is_refused(sizes):
 
 def test_an_unset_actor_lag_leaves_room_for_the_updates_of_a_step():
     config = StalenessConfig(max_lag=3)
-    assert [StalenessContract(config, 1, updates).actor_lag for updates in (1, 2, 3, 4)] == [1, 1, 1, 0]
+    assert [StalenessContract(config, 1, updates).actor_lag for updates in (1, 2, 3, 4)] == [1, 0, 1, 0]
     assert StalenessContract(config, 1, 4).min_version(7) == 7
+
+
+# --- the questions that actors, buffer and learner ask --------------------------------------------
+
+
+@given(contract=contracts(), num_before=st.integers(0, 40), version=st.integers(0, 20), debt=st.integers(0, 9))
+def test_a_group_is_admitted_exactly_where_its_own_step_may_still_use_its_oldest_possible_token(
+    contract, num_before, version, debt
+):
+    published = max(0, version - debt)
+    reason = contract.admit(num_before, contract.capacity(), version=version, published=published)
+    begins_at = contract.latest_version(version, num_before // contract.groups_per_step)
+    fits = contract.usable(contract.min_version(published), begins_at)
+    assert (reason == "") == (fits and num_before < contract.capacity())
+    if debt < contract.config.publish_every and num_before < contract.capacity():
+        assert reason == "", "while publication is on time, the room alone decides"
+
+
+def test_with_max_lag_0_nothing_is_admitted_between_a_step_and_its_publication():
+    contract = StalenessContract(StalenessConfig(max_lag=0), 2)
+    assert contract.admit(0, 2, version=1, published=1) == ""
+    assert contract.admit(0, 2, version=1, published=0) == "the learner is at version 1, the newest published is 0"
+    assert "2 groups are outstanding" in contract.admit(2, 2, version=1, published=1)
+
+
+VERSIONS = st.builds(PolicyVersion, st.integers(0, 2), st.integers(0, 8))
+
+
+@given(served=VERSIONS, newest=VERSIONS, min_version=st.integers(0, 8), actor_lag=st.integers(0, 3))
+def test_a_request_starts_exactly_on_weights_that_are_new_enough_and_the_newest_always_are(
+    served, newest, min_version, actor_lag
+):
+    config = StalenessConfig(max_lag=9, max_actor_lag=actor_lag)
+    is_new = served >= newest
+    is_near = served.incarnation == newest.incarnation and newest.version - served.version <= actor_lag
+    waits_in_vain = min_version > newest.version  # it is of an incarnation that was abandoned
+    is_asked_for = served.version >= (newest.version if waits_in_vain else min_version)
+    assert config.may_start(served, newest, min_version) == ((is_new or is_near) and is_asked_for)
+    assert config.may_start(newest, newest, min_version), "whoever serves the newest weights waits for nothing"
+
+
+@given(contract=contracts(), ages=st.lists(st.integers(0, 20), max_size=8), version=st.integers(0, 30))
+def test_what_is_selected_and_what_is_evicted_are_all_there_is(contract, ages, version):
+    groups = sorted((age, number) for number, age in enumerate(ages))
+    selected, evicted = contract.select(groups, version), list(contract.evict(iter(groups), version))
+    assert evicted + selected == [number for _, number in groups]
+    assert all(version + contract.updates_per_step - 1 - ages[number] <= contract.bound() for number in selected)
+
+
+def test_eviction_reads_no_further_than_to_the_first_group_that_is_usable():
+    contract = StalenessContract(StalenessConfig(max_lag=1), 1)
+    unread = iter([(0, "old"), (4, "young"), (5, "younger")])
+    assert list(contract.evict(unread, 5)) == ["old"]
+    assert next(unread) == (5, "younger")
+
+
+DUE = st.lists(st.integers(-2, 4), max_size=5)
+
+
+@given(chosen=st.lists(st.integers(0, 4), min_size=2, max_size=2), left=DUE, still_open=DUE)
+def test_a_step_waits_only_for_open_groups_that_would_gain_by_it(chosen, left, still_open):
+    waits = held_back(chosen, left, still_open, 2)
+    for place in waits:
+        assert 0 <= still_open[place] < max(chosen), "older than one that was chosen, and not lost already"
+    if not waits:
+        # No exchange with an open group helps: those at risk stay at risk, or none is.
+        others = sorted(due for due in [*left, *still_open] if due >= 0)
+        late = [due for i, due in enumerate(others) if due < 1 + i // 2]
+        assert all(due >= max(chosen) or due > max(late, default=-1) for due in still_open if due >= 0)
+
+
+def test_under_drop_no_step_waits():
+    contract = StalenessContract(StalenessConfig(max_lag=4), 2)
+    assert contract.held_back([3, 3], [], [0]) == []
+    assert held_back([3, 3], [], [0], 2) == [0]
+
+
+def test_the_learner_refuses_tokens_past_the_bound_and_says_what_to_do():
+    config = StalenessConfig(max_lag=2)
+    config.check_trained(7, 2)
+    with pytest.raises(StaleTokens, match=r"version 7 .* lag of 3 versions, and max_lag = 2.*restart the learner"):
+        config.check_trained(7, 3)
+    StalenessConfig(max_lag="unbounded").check_trained(7, 1000)

@@ -1,16 +1,27 @@
 """Rewards: a function that fails is counted under its name, and nothing is ever scored 0 for it."""
 
 import asyncio
+import concurrent.futures
 import threading
-import time
 
 import numpy as np
 import pytest
 
 from actors.rewards import RewardFailed, Scored, Scorer
 from actors.tasks import Problem, RewardFunction
+from actors.threads import DaemonThreads
 
 PROBLEM = Problem("q", "q", {}, {})
+
+
+class Odd:
+    """What a tensor of some library may be: neither a list nor a number can be made of it."""
+
+    def tolist(self):
+        raise KeyError("values")
+
+    def __float__(self):
+        raise RuntimeError("it has 2 elements")
 
 
 def scorer(*functions, retries=0, timeout_s=5.0):
@@ -40,6 +51,12 @@ async def test_values_are_summed_and_kept_by_name_and_none_does_not_apply():
         (["good"], "returned no number"),
         (1.0, "returned no list"),
         (SystemExit(), "RuntimeError"),
+        (StopIteration(), "RuntimeError"),
+        (asyncio.CancelledError(), "RuntimeError"),
+        (concurrent.futures.CancelledError(), "CancelledError"),
+        ([10**400], "OverflowError"),
+        ([Odd()], "RuntimeError"),
+        (Odd(), "KeyError"),
     ],
 )
 async def test_whatever_a_function_does_wrong_is_a_failure_with_its_name(result, reason):
@@ -50,6 +67,27 @@ async def test_whatever_a_function_does_wrong_is_a_failure_with_its_name(result,
 
     with pytest.raises(RewardFailed, match=f"^reward failed: judge: {reason}$"):
         await scorer(judge).score(PROBLEM, "a")
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyError("x")])
+@pytest.mark.parametrize("num_samples", [1, 3])
+async def test_whatever_an_async_function_lets_out_is_a_failure_of_its_samples_and_of_nothing_else(error, num_samples):
+    async def judge(problems, completions):
+        raise error
+
+    scores = scorer(judge)
+    asked = [scores.score(PROBLEM, str(number)) for number in range(num_samples)]
+    results = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
+    assert {str(result) for result in results} == {f"reward failed: judge: {type(error).__name__}"}
+
+
+async def test_a_function_that_cancels_its_own_call_fails_its_samples_instead_of_cancelling_them():
+    async def judge(problems, completions):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+    with pytest.raises(RewardFailed, match="its scoring ended early"):
+        await asyncio.wait_for(scorer(judge).score(PROBLEM, "a"), 5)
 
 
 async def test_a_failure_is_tried_again_and_logged_with_its_prompt(caplog):
@@ -84,24 +122,26 @@ async def test_what_completes_together_shares_a_call_and_a_failure_blames_only_i
 
 
 async def test_a_blocked_function_times_out_and_neither_the_loop_nor_other_samples_wait_for_it():
-    released = threading.Event()
+    released, entered = threading.Event(), threading.Event()
 
     def stuck(problems, completions):
         if completions == ["stuck"]:
+            entered.set()
             released.wait(20)
         return [1.0] * len(completions)
 
-    scores = scorer(stuck, timeout_s=0.2)
-    blocked = [asyncio.create_task(scores.score(PROBLEM, "stuck")) for _ in range(1)]
-    await asyncio.sleep(0.05)
-    started = time.monotonic()
+    scores = scorer(stuck, timeout_s=2.0)
+    blocked = asyncio.create_task(scores.score(PROBLEM, "stuck"))
+    assert await asyncio.to_thread(entered.wait, 5)
     assert (await scores.score(PROBLEM, "fine")).reward == 1.0
-    assert time.monotonic() - started < 0.15
-    with pytest.raises(RewardFailed, match=r"took longer than 0.2 s"):
-        await blocked[0]
+    assert not blocked.done()
+    with pytest.raises(RewardFailed, match=r"took longer than 2 s"):
+        await blocked
+    entered.clear()
     waiting = asyncio.create_task(scores.score(PROBLEM, "stuck"))
-    await asyncio.sleep(0.01)
+    assert await asyncio.to_thread(entered.wait, 5)
     scores.close()
+    # well before its own limit
     assert await asyncio.wait({waiting}, timeout=1) == ({waiting}, set())
     released.set()
 
@@ -123,3 +163,14 @@ async def test_a_function_that_always_blocks_runs_out_of_threads_instead_of_star
     assert reasons[-1] == "reward failed: stuck: earlier calls never returned"
     assert threading.active_count() - before <= 20
     released.set()
+
+
+async def test_a_thread_that_is_busy_when_its_pool_is_closed_ends_with_its_call():
+    released, threads = threading.Event(), DaemonThreads("busy", 2)
+    call = threads.submit(released.wait, 20)
+    (thread,) = [one for one in threading.enumerate() if one.name == "busy-1"]
+    threads.close()
+    released.set()
+    assert call.result(5)
+    await asyncio.to_thread(thread.join, 5)
+    assert not thread.is_alive()

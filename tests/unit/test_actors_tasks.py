@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +13,7 @@ from actors.tasks import TaskError, check_task, held_out, load_task
 from actors.tasks.config import FileTask, ReasoningGymTask
 from actors.tasks.task import json_safe
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 
 
@@ -90,6 +92,34 @@ def test_a_file_task_splits_drops_duplicates_and_calls_rewards_with_its_columns(
     assert check_task(file_task) == task.facts()
 
 
+def test_a_reward_file_may_hold_a_dataclass_and_import_what_lies_beside_it(tmp_path, file_task, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_rewards.py").write_text("def worth(grade): return grade.value / 4\n")
+    path = tmp_path / "graded.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from beside_rewards import worth\n"
+        "@dataclass\n"
+        "class Grade:\n"
+        "    value: int\n"
+        "def graded(completions):\n"
+        "    return [worth(Grade(len(one))) for one in completions]\n"
+    )
+    (graded,) = load_task(file_task.model_copy(update={"rewards": (f"{path}:graded",)})).rewards
+    assert graded.call([None], ["abc"]) == [0.75]
+
+
+def test_a_reward_file_that_cannot_be_imported_leaves_nothing_behind(tmp_path, file_task, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / "broken.py"
+    path.write_text("def reward(completions): return [0.0 for _ in completions]\nraise RuntimeError('no licence')\n")
+    config = file_task.model_copy(update={"rewards": (f"{path}:reward",)})
+    for _ in range(2):
+        with pytest.raises(TaskError, match=r"importing .*broken.py failed: RuntimeError: no licence"):
+            load_task(config)
+
+
 def test_a_parquet_file_with_held_out_rows_of_its_own_never_trains_on_them(tmp_path, file_task):
     for name, numbers in (("train", range(20)), ("test", range(15, 25))):
         table = pa.table({"question": [f"{n}+1" for n in numbers], "answer": [str(n + 1) for n in numbers]})
@@ -143,9 +173,56 @@ def test_a_mistake_in_a_file_task_is_found_without_running_the_reward_file(tmp_p
         check_task(file_task.model_copy(update={"path": str(tmp_path / "bad.jsonl")}))
 
 
-def test_a_prompt_that_is_too_long_is_refused_by_name():
-    with pytest.raises(TaskError, match=r"training prompt 0 has .*max_prompt_tokens = 5"):
-        load_task(gym()).encoded(lambda texts: [list(text.encode()) for text in texts], 5)
+def test_prompts_that_are_too_long_are_counted_and_the_longest_is_named_with_what_it_needs(file_task):
+    def encode(texts):
+        return [list(text.encode()) for text in texts]
+
+    task = load_task(file_task.model_copy(update={"heldout_share": 0.5}))
+    lengths = [len(problem.text) for problem in (*task.train, *task.heldout)]
+    assert sorted(set(lengths)) == [7, 8], "one digit or two"
+    with pytest.raises(TaskError, match=rf"^{lengths.count(8)} of the task's 60 prompts are longer .* = 7; .* has 8"):
+        task.encoded(encode, 7)
+    with pytest.raises(TaskError, match=r"max_prompt_tokens = 8, shorten"):
+        task.encoded(encode, 5)
+    with pytest.raises(TaskError, match=r"^60 of the task's 60 prompts have no token at all, training prompt 0 "):
+        task.encoded(lambda texts: [[] for _ in texts], 5)
+    assert [problem.token_ids for problem in task.encoded(encode, 8).train] == encode([p.text for p in task.train])
+
+
+def test_the_check_before_a_run_finds_prompts_that_are_too_long_for_the_models_tokenizer():
+    config = gym(template="{metadata[expression]:compact}=")
+    assert check_task(config, model_folder=EXAMPLES / "demo_model", max_prompt_tokens=8) == check_task(config)
+    with pytest.raises(TaskError, match=r"^360 of the task's 360 prompts are longer than .* = 3"):
+        check_task(config, model_folder=EXAMPLES / "demo_model", max_prompt_tokens=3)
+
+
+@pytest.mark.parametrize("own_file", [False, True])
+def test_a_large_file_holds_out_no_more_than_an_evaluation_can_answer(tmp_path, file_task, monkeypatch, own_file):
+    monkeypatch.setattr("actors.tasks.files.MOST_HELDOUT", 5)
+    changes = {"heldout_share": 0.5}
+    if own_file:
+        rows = [{"question": f"{a} + 1 ?", "answer": str(a + 1)} for a in range(50, 90)]
+        (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        changes = {"heldout_path": str(tmp_path / "test.jsonl")}
+    task = load_task(file_task.model_copy(update=changes))
+    assert len(task.heldout) == 5
+    assert own_file or not any(held_out(problem.question, 0.5) for problem in task.train), "the rest does not train"
+    assert len(load_task(file_task.model_copy(update={**changes, "num_heldout": 7})).heldout) == 7
+
+
+def test_the_example_of_a_file_task_rewards_its_own_rows():
+    from launch.load import load_config
+
+    config = load_config(EXAMPLES / "file.toml")
+    task = load_task(config.task)
+    rows = [json.loads(line) for line in (EXAMPLES / "file_rows.jsonl").read_text().splitlines()]
+    assert len(task.train) + len(task.heldout) == len(rows)
+    problem = task.prompt(0)
+    answer = problem.columns["answer"]
+    answers = [answer, f"{int(answer) + 10}", ""]
+    totals = [sum(reward.call([problem], [text])[0] for reward in task.rewards) for text in answers]
+    assert totals == [config.task.correct_at, 0.2, 0.0]
+    check_task(config.task, model_folder=EXAMPLES / "demo_model", max_prompt_tokens=config.actors.max_prompt_tokens)
 
 
 def test_columns_become_json():

@@ -108,14 +108,3 @@ def test_scores_of_a_record_that_is_damaged_are_skipped_and_the_others_stored(ma
     assert scored(buffer, drawn) == p.Done()
     assert buffer.store.read(lambda tx: list(tx.scores.all_keys())) == [(drawn.record_ids[1],)]
     put_back(buffer, drawn.record_ids[0], kept)
-
-
-def test_a_damaged_history_of_a_prompt_begins_anew(make):
-    buffer = make(num_prompts=1)
-    actor = Actor(buffer)
-    buffer.begin()
-    first, second = actor.lease(2)
-    actor.work(first)
-    flip(buffer, "prompts", 0, at=10)
-    assert actor.work(second) == ["committed", "committed"]
-    assert buffer.store.read(lambda tx: tx.prompts.require(0)).num_groups == 1

@@ -97,7 +97,6 @@ def test_eviction_takes_every_trace_of_a_group(make):
     assert len(kept) == 10
     for by in ("prompt", "version", "reward", "length"):
         assert sorted(found(buffer, by)) == sorted(kept)
-    assert buffer.store.read(lambda tx: tx.prompts.count) == 30, "what is known of the prompts stays"
     ledger = buffer.status().ledger
     assert (ledger["evicted_unused"], ledger["waiting"]) == (40, 20)
 

@@ -163,6 +163,20 @@ def test_a_new_process_of_an_actor_fences_the_old_one(make):
     assert buffer.status().failed_by_reason == {"fenced": 2}
 
 
+def test_a_late_hello_of_a_process_that_was_replaced_fences_nobody(make):
+    buffer = make()
+    for number in range(12):
+        Actor(buffer, session=f"session-{number}")
+    buffer.begin()
+    living = Actor(buffer, session="living")
+    lease = living.lease(1)[0]
+    for late in ("session-4", "session-11"):
+        with pytest.raises(BufferRefused, match=r"replaced by a newer process \(epoch 13\)"):
+            Actor(buffer, session=late)
+    assert living.work(lease) == ["committed", "committed"]
+    assert len(buffer.store.read(lambda tx: tx.actors.require("actor-0")).replaced) == 8
+
+
 def test_given_up_samples_leave_a_group_that_is_ready_if_two_have_rewards(make):
     buffer = make(group_size=3)
     actor = Actor(buffer)

@@ -1,4 +1,4 @@
-"""Lengths: fidelity of what is trained to what was generated, packing, and each prompt's past."""
+"""Lengths: fidelity of what is trained to what was generated, and packing."""
 
 import logging
 
@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from buffer.config import BufferConfig
-from buffer.lengths import NUM_BUCKETS, Fidelity, LengthCounts, PromptHistory, bounds_of, bucket_of, ks_distance
+from buffer.lengths import (
+    NUM_BUCKETS,
+    Fidelity,
+    LengthCounts,
+    LengthFidelity,
+    bounds_of,
+    bucket_of,
+    ks_distance,
+)
 from buffer.selection import Offer, best_fit, corrected, fill, well_packed
 from tests.unit.buffer_rules import Actor, generate, train
 from weight_sync.staleness import PolicyVersion
@@ -63,27 +71,35 @@ def test_old_counts_fade_by_e_after_as_many_samples_as_the_memory_has():
 
 def test_ks_is_0_for_the_same_lengths_and_1_for_disjoint_ones():
     fidelity = Fidelity()
-    assert fidelity.ks == 0.0
+    assert fidelity.now.ks == 0.0
     for length in (5, 50, 500):
         fidelity.generated.add(length, 1e6)
         fidelity.trained.add(length, 1e6)
-    assert fidelity.ks == pytest.approx(0.0, abs=1e-5)
+    assert fidelity.now.ks == pytest.approx(0.0, abs=1e-5)
     for _ in range(9):
         fidelity.trained.add(5, 1e6)
-    assert fidelity.ks == pytest.approx(10 / 12 - 1 / 3, abs=1e-4)
+    assert fidelity.now.ks == pytest.approx(10 / 12 - 1 / 3, abs=1e-4)
     assert ks_distance([1.0, 0.0], [0.0, 1.0]) == 1.0
 
 
-def test_a_prompt_remembers_the_lengths_of_its_groups(make):
-    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=2), num_prompts=1)
-    for tokens, rewards in ((10, [1.0, 0.0]), (30, [None]), (20, [0.5, None])):
-        generate(buffer, actor, 1, rewards, tokens)
-    history = buffer.store.read(lambda tx: tx.prompts.require(0))
-    assert history == PromptHistory(3, 6, 20.0, 30, [10, 10, 30, 30, 20, 20], 0.5)
-    buffer.restart()
-    generate(buffer, actor, 12, tokens=7)
-    history = buffer.store.read(lambda tx: tx.prompts.require(0))
-    assert (history.num_samples, history.max_tokens, history.last_tokens) == (30, 30, [7] * 16)
+def test_the_ratio_of_the_95th_percentiles_tells_starved_long_answers_to_a_bucket():
+    fidelity = Fidelity()
+    assert fidelity.now.p95_ratio == 1.0
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.normal(5.0, 1.0, 4000)).astype(int) + 1
+    kept = lengths[lengths < 600]
+    for length in lengths:
+        fidelity.generated.add(int(length), 1e9)
+    for length in kept:
+        fidelity.trained.add(int(length), 1e9)
+    exact = np.quantile(kept, 0.95) / np.quantile(lengths, 0.95)
+    assert exact < 0.7
+    assert fidelity.now.p95_ratio == pytest.approx(exact, rel=0.1)
+
+
+def test_of_several_shards_the_worst_counts_in_each_figure():
+    parts = [LengthFidelity(0.1, 1.5), LengthFidelity(0.3, 0.5), LengthFidelity(0.2, 1.0)]
+    assert LengthFidelity.worst(parts) == LengthFidelity(0.3, 0.5)
 
 
 # --- fidelity ---------------------------------------------------------------------------------------
@@ -98,8 +114,8 @@ def test_starved_lengths_raise_the_distance_and_one_warning_that_names_them(make
         for step in range(1, 90):
             train(buffer, step)
     status = buffer.status()
-    assert (status.fidelity_alarm, status.fidelity_ks) == (True, pytest.approx(0.5, abs=0.01))
-    assert buffer.draw(90, 89)[0].fidelity_ks == status.fidelity_ks
+    assert (status.fidelity_alarm, status.fidelity.ks) == (True, pytest.approx(0.5, abs=0.01))
+    assert buffer.draw(90, 89)[0].fidelity == status.fidelity
     assert len(caplog.records) == 1
     assert "Starved: 2897-4095 tokens (50.0% of generated, 0.0% of trained)" in caplog.text
 
@@ -111,7 +127,7 @@ def test_faithful_training_raises_no_alarm(make, caplog):
         for length in log_normal(random, 4):
             generate(buffer, actor, 1, tokens=min(length, 8000))
         train(buffer, step)
-    assert buffer.status().fidelity_ks < 0.02
+    assert buffer.status().fidelity.ks < 0.02
     assert not buffer.status().fidelity_alarm
     assert caplog.records == []
 
@@ -142,7 +158,7 @@ def test_the_correction_brings_trained_lengths_nearer_to_generated_ones(make):
             generate(buffer, actor, 1, [1000.0 / (length + 500)], tokens=min(length, 8000))
         for step in range(1, 80):
             train(buffer, step)
-        distances[correction] = buffer.status().fidelity_ks
+        distances[correction] = buffer.status().fidelity.ks
     assert distances[True] < 0.4 * distances[False]
 
 

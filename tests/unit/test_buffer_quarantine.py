@@ -11,7 +11,7 @@ from buffer import rows, schema
 from buffer.intake import MAX_QUARANTINED_BYTES
 from buffer.quarantine import read_row
 from buffer.views import Quarantined
-from launch.buffer_text import quarantine_line, quarantined_in_full
+from launch.verbs.buffer_text import quarantine_line, quarantined_in_full
 from tests.in_process_buffer import make_trajectory
 
 LEASE = p.Lease(1, 1, 1, 0, [0, 1, 2, 3], 0, 60.0)

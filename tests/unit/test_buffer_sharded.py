@@ -207,6 +207,26 @@ def test_leases_that_a_silent_shard_granted_late_are_not_lost(connect, learner, 
     assert status.ledger["in_flight"] == 2 * (len(first) + len(late)), "a lease went to nobody"
 
 
+def test_while_all_shards_that_know_an_actor_are_silent_its_client_goes_on_and_says_what_went_wrong(
+    connect, learner, services
+):
+    actor = connect()
+    stranger, *others = actor._links
+    stranger.is_connected = False
+    for link in others:
+        link._patience_s = 0.1
+        services.pause(link.shard)
+    waiting = actor.lease(1)
+    time.sleep(0.3)
+    assert actor.renew([]).result(5).lost == []
+    assert not waiting.done()
+    actor._links.late_error = BufferRefused("shard 0: it serves another run")
+    with pytest.raises(BufferRefused, match="another run"):
+        waiting.result(5)
+    for link in others:
+        services.resume(link.shard)
+
+
 def test_a_shard_without_credit_holds_up_no_push_to_another(tmp_path):
     """Rows of 320 kB, of which a client may have 1 MiB unacknowledged at each shard."""
     config = CONFIG.model_copy(update={"inbox_mib": 1})

@@ -1,6 +1,7 @@
 """Bad input ends in one sentence and exit status 2, before any process or folder is there."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 
 from launch.cli import main
 from launch.exit_status import ExitStatus
+from launch.load import ConfigError
+from launch.weights_folder import claim_weights_folder
 
 OK, WRONG_INPUT = ExitStatus.OK, ExitStatus.WRONG_INPUT
 
@@ -97,6 +100,19 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--launch.eval_timeout_s", "700"], "the learner would give up first"),
         (["--actors.tensor_parallel_size", "2"], "needs as many GPUs"),
         (["--run.name", "a/b"], "is not a folder name"),
+        (["--run.name", "x" * 300], "is not a folder name"),
+        (["--run.dir", "/proc"], "/proc cannot be written ("),
+        (["--weight_sync.max_lag", "1", "--weight_sync.max_actor_lag", "2"], "contradicts max_actor_lag = 2"),
+        (["--weight_sync.transport", "nccl"], "cannot be launched yet"),
+        (["--weight_sync.transport", "pigeon"], "weight_sync.transport = 'pigeon'"),
+        (
+            ["--weight_sync.port", "5000", "--buffer.port", "4999", "--buffer.shards", "2"],
+            "is also a port of the buffer",
+        ),
+        (["--launch.ray_address", "local"], "leave the key out, and Ray starts itself here"),
+        (["--weight_sync.folder", "/proc/weights"], "/proc cannot be written ("),
+        (["--weight_sync.folder", "/etc/hostname/weights"], "/etc/hostname is a file; choose a folder"),
+        (["--weight_sync.staging_dir", "/etc/hostname"], "weight_sync.staging_dir = '/etc/hostname': "),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(capsys, tmp_path, overrides, expected):
@@ -168,6 +184,37 @@ def test_a_dry_run_says_how_the_learner_shares_the_model(capsys, tmp_path):
     overrides = ["--learner.num_replicas", "3", "--learner.num_stages", "1", "--learner.schedule", "gpipe"]
     assert main(["train", str(DEMO), "--run.dir", str(tmp_path / "runs"), "--dry-run", *overrides]) == OK
     assert "learner    3 replicas of 1 stage, schedule gpipe; 120 steps" in capsys.readouterr().out
+
+
+def test_a_dry_run_says_how_and_where_weights_travel_and_makes_no_folder(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    overrides = ["--weight_sync.transport", "network", "--weight_sync.folder", "disk/weights"]
+    assert main(["train", str(DEMO), "--run.dir", str(tmp_path / "runs"), "--dry-run", *overrides]) == OK
+    assert f"weights    transport = network, in float32, {tmp_path}/disk/weights" in capsys.readouterr().out
+    assert not (tmp_path / "disk").exists()
+    assert main(["train", str(DEMO), "--run.dir", "runs", "--run.name", "a", "--dry-run"]) == OK
+    assert f"transport = auto, in float32, {tmp_path}/runs/a/weights" in capsys.readouterr().out
+
+
+def test_a_weights_folder_of_a_run_that_is_alive_is_refused_and_free_again_after_it(capsys, tmp_path):
+    folder, overrides = (
+        tmp_path / "weights",
+        ["--run.dir", tmp_path / "runs", "--weight_sync.folder", tmp_path / "weights"],
+    )
+    with claim_weights_folder(folder, tmp_path / "runs" / "first"):
+        status, error = run(capsys, DEMO, *overrides)
+        assert (status, error.count("\n")) == (WRONG_INPUT, 1)
+        assert f"in use by a run that is alive ({tmp_path}/runs/first, process {os.getpid()})" in error
+        with pytest.raises(ConfigError, match="in use by a run that is alive"):
+            claim_weights_folder(folder, tmp_path / "second")
+    assert run(capsys, DEMO, *overrides, "--dry-run") == (OK, "")
+
+
+def test_a_weights_folder_with_the_versions_of_an_earlier_run_is_refused(capsys, tmp_path):
+    (tmp_path / "NEWEST").write_text("0.12\n")
+    status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", "--weight_sync.folder", tmp_path)
+    assert status == WRONG_INPUT
+    assert "holds the weights of an earlier run, up to version 0.12" in error
 
 
 @pytest.mark.parametrize(

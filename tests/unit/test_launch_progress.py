@@ -1,20 +1,25 @@
 """The figures that the display, the metrics and the summary share."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from actors.report import ActorReport
+from actors.report import ActorReport, WeightUpdate
+from buffer.lengths import LengthFidelity
 from launch.config import Config
-from launch.progress import Accuracy, PollResult, Progress, Rate
-from launch.tracking import Tracker
+from launch.outlets.tracking import Tracker
+from launch.state.progress import Accuracy, PollResult, Progress
+from launch.state.totals import Rate
 
 
 def report(name: str, num_tokens: int, pause_s: list[float]) -> ActorReport:
     fields = dict.fromkeys(ActorReport.__dataclass_fields__, 0)
-    lists = {"busy_intervals": [], "num_outcomes": {}, "num_failed": {}, "load_s": [], "waiting": ""}
-    return ActorReport(**{**fields, **lists, "name": name, "num_tokens": num_tokens, "pause_s": pause_s})
+    lists = {"busy_intervals": [], "num_outcomes": {}, "num_failed": {}, "waiting": "", "refused": ""}
+    updates = [WeightUpdate(0.0, seconds, seconds / 2, (0, 1)) for seconds in pause_s]
+    values = {"name": name, "pool": "actors", "num_tokens": num_tokens, "updates": updates, "version": (0, 0)}
+    return ActorReport(**{**fields, **lists, **values})
 
 
 def step_row(step: int, num_tokens: int, lag: float) -> dict:
@@ -82,18 +87,32 @@ def test_steps_that_a_checkpoint_holds_and_no_report_told_are_counted_where_noth
     progress.update(PollResult(resumed_at=10, resumed_version=20))  # the last: the learner has nothing left to do
     nobody = Accuracy.of([])
     status = SimpleNamespace(
-        ledger={"gap": 0, "trained": 80}, fidelity_ks=0.0, num_damaged=0, failed_by_reason={}, quarantined_by_reason={}
+        ledger={"gap": 0, "trained": 80},
+        fidelity=LengthFidelity(),
+        num_damaged=0,
+        failed_by_reason={},
+        quarantined_by_reason={},
     )
     summary = progress.summary(nobody, None, status)
     assert (summary["num_steps"], summary["version"], summary["steps_without_report"]) == (10, 20, 3)
     assert (summary["learner_restarts"], summary["steps_redone"]) == (1, 0)
+    assert summary["quarantined_actors"] == []
+
+
+def test_what_the_buffer_acknowledged_is_counted_over_all_processes_of_an_actor(config):
+    progress = Progress(config, 0.0)
+    for committed, duplicate in ((5, 0), (7, 1), (2, 0)):
+        outcomes = {"committed": committed, "duplicate": duplicate, "late": 9, "quarantined": 9}
+        told = dataclasses.replace(report("actor-0", 0, []), num_outcomes=outcomes)
+        progress.update(PollResult(actors=[told]))
+    assert progress.acknowledged.by_actor == {"actor-0": 10}
 
 
 def test_a_restarted_actor_does_not_take_back_what_it_generated(config):
     progress = Progress(config, 0.0)
     for num_tokens in (50, 120, 30):
         progress.update(PollResult(actors=[report("actor-0", num_tokens, [])]))
-    assert progress.num_generated_tokens == 150
+    assert progress.generated.num_tokens == 150
 
 
 def test_every_pause_is_in_one_row_and_in_one_only(config):
@@ -102,6 +121,23 @@ def test_every_pause_is_in_one_row_and_in_one_only(config):
     progress.update(PollResult(actors=[report("actor-0", 0, [0.4])]))
     rows = progress.update(PollResult(steps=[step_row(1, 1, 0.0), step_row(2, 1, 0.0)]))
     assert [row["time/weight_pause"] for _, row in rows] == [pytest.approx(0.3), None]
+
+
+def test_a_row_says_how_far_the_weights_have_come(config):
+    progress = Progress(config, 0.0)
+    status = SimpleNamespace(newest=(0, 7), ledger={"gap": 0})
+    fresh = dataclasses.replace(report("actor-0", 0, []), version=(0, 7))
+    stale = dataclasses.replace(report("actor-1", 0, []), version=(0, 4), refused="0.5: cut")
+    working = frozenset({"actor-0", "actor-1"})
+    polls = [
+        PollResult(steps=[step_row(1, 1, 0.0)], actors=[fresh, stale], working=working, status=status),
+        PollResult(steps=[step_row(2, 1, 0.0)], working=frozenset({"actor-0"}), quarantined=("actor-1",)),
+        PollResult(steps=[step_row(3, 1, 0.0)], working=frozenset()),
+    ]
+    rows = [row for news in polls for _, row in progress.update(news)]
+    names = ("weights/published", "weights/behind", "weights/refused")
+    assert [tuple(row[name] for name in names) for row in rows] == [(7, 3, 1), (7, 0, 0), (7, None, 0)]
+    assert progress.quarantined == ("actor-1",)
 
 
 def test_a_rate_needs_two_points():

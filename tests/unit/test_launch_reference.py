@@ -9,7 +9,7 @@ import pytest
 from algorithms.corrections import AnySurrogate, AnyWeight
 from algorithms.registry import ALGORITHMS
 from launch import reference
-from launch.metrics import METRICS
+from launch.outlets.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ def test_every_key_has_a_description():
 
 def test_every_metric_named_in_the_code_is_registered():
     pattern = re.compile(
-        r'"((?:lag|mismatch|off_policy|tb|dpo|ppo|ess|updates|critic|batch|buffer|time|perf|eval|overlap|length|reward)/\w+)"'
+        r'"((?:lag|mismatch|off_policy|tb|dpo|ppo|ess|updates|critic|batch|buffer|time|perf|eval|overlap|length|reward|actors|weights)/\w+)"'
     )
     named = {
         name
@@ -38,6 +38,16 @@ def test_every_metric_named_in_the_code_is_registered():
     }
     assert named
     assert sorted(named - METRICS.keys()) == []
+
+
+def test_the_page_about_watching_names_registered_metrics_alone():
+    page = (ROOT / "docs" / "watching.md").read_text()
+    panels = page[page.index("| panel |") :]
+    named = set(re.findall(r"`([a-z_0-9]+/[\w/]+)`", panels))
+    assert len(named) > 40
+    assert sorted(named - METRICS.keys()) == []
+    wanted = ("lag/token_mean", "lag/in_flight", "lag/in_queue", "off_policy/ess_token", "mismatch/lag0_abs")
+    assert {*wanted, "buffer/dropped_stale", "reward/mean", "time/wait_for_batch"} <= named
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

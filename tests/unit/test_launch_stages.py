@@ -1,126 +1,16 @@
 """The learner is started again as a whole where a rank is lost, and ends the run where that would not help."""
 
 import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
-from launch import stages as stages_module
-from launch.checks import check
-from launch.load import load_config
-from launch.role_process import RunFailed
-from launch.stages import GRACE_S, Stages
-from learner.channel import LeadFailed, StageLost
-from learner.checkpoint_meta import META_NAME, CheckpointMeta, Progress, newest_progress, steps_in
-
-DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
-
-
-class Call:
-    """A pending call, which the test ends."""
-
-    def __init__(self) -> None:
-        self.is_done, self.value, self.error = False, None, None
-
-    def end(self, value=None, error=None) -> None:
-        self.is_done, self.value, self.error = True, value, error
-
-
-class Rank:
-    """Stands for a StageRole; remembers every call made to it."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, list[Call]] = {}
-        self.is_killed = False
-
-    def __getattr__(self, method: str) -> SimpleNamespace:
-        def remote(*_: object) -> Call:
-            self.calls.setdefault(method, []).append(Call())
-            if method == "rendezvous":
-                self(method).end("tcp://here:1")
-            return self.calls[method][-1]
-
-        return SimpleNamespace(remote=remote)
-
-    def __call__(self, method: str) -> Call:
-        return self.calls[method][-1]
-
-
-class Learner:
-    """Stages on ranks that do as the test says, under a clock of its own."""
-
-    def __init__(self, folder, monkeypatch, *overrides: str) -> None:
-        self.ranks: list[Rank] = []
-        self.now_s = 0.0
-        self.events: list[tuple[str, str]] = []
-        clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=lambda _: self.on_sleep())
-        monkeypatch.setattr(stages_module, "time", clock)
-        monkeypatch.setattr(stages_module, "spawn", self._spawn)
-        monkeypatch.setattr(ray, "wait", self._wait)
-        monkeypatch.setattr(ray, "get", self._get)
-        monkeypatch.setattr(ray, "kill", lambda rank, no_restart: setattr(rank, "is_killed", True))
-        plan = check(load_config(DEMO, ["--learner.max_restarts", "2", *overrides]), folder / "run")
-        self.checkpoints = plan.folder.checkpoints
-        self.checkpoints.mkdir(parents=True)
-        self.stages = Stages(plan, folder, lambda kind, text: self.events.append((kind, text)))
-        self.on_sleep = lambda: pytest.fail("nothing to wait for")
-
-    def _spawn(self, *_: object, **__: object) -> Rank:
-        self.ranks.append(Rank())
-        return self.ranks[-1]
-
-    def _wait(self, calls, num_returns=1, timeout=None):
-        ready = [call for call in calls if call.is_done]
-        return ready, [call for call in calls if not call.is_done]
-
-    def _get(self, call, timeout=None):
-        if call.error is not None:
-            raise call.error
-        return call.value
-
-    @property
-    def living(self) -> list[Rank]:
-        return [rank for rank in self.ranks if not rank.is_killed]
-
-    def start(self) -> None:
-        calls = self.stages.start(["tcp://buffer:1"], deadline=300.0)
-        assert [process.name for process, _ in calls] == [f"stage.{rank}" for rank in range(len(self.ranks))]
-        self.stages.begin()
-
-    def get_ready(self) -> None:
-        """All living ranks are set up once more."""
-        self.stages.watch()
-        for rank in self.living:
-            rank("setup").end()
-        self.stages.watch()
-
-    def end_all(self, method: str, error=None) -> None:
-        for rank in self.living:
-            rank(method).end(error=error)
-        self.stages.watch()
-
-    def checkpoint(self, step: int) -> None:
-        write_checkpoint(self.checkpoints, step)
-
-
-def write_checkpoint(folder: Path, step: int) -> Path:
-    """What the command reads of one: its document. Every step of this learner makes two versions."""
-    path = folder / f"step-{step:08d}"
-    path.mkdir()
-    meta = CheckpointMeta(Progress(step, 2 * step, 0), num_stages=2, num_replicas=1, model="", files={})
-    (path / META_NAME).write_bytes(meta.encode())
-    return path
-
-
-def raised(error: Exception) -> RayTaskError:
-    return RayTaskError("run", str(error), error)
-
-
-def lost(rank: int) -> RayTaskError:
-    return raised(StageLost(f"stage {rank} could not train: gloo says so"))
+from launch.processes.role_process import RunFailed
+from launch.processes.roles import StagePoll
+from launch.processes.stages import GRACE_S
+from learner.channel import LeadFailed
+from learner.checkpoint_meta import META_NAME, Progress, newest_progress, steps_in
+from tests.unit.fake_stages import Learner, Rank, lost, raised, write_checkpoint
 
 
 @pytest.fixture
@@ -286,16 +176,38 @@ def test_an_export_that_is_not_done_in_time_ends_the_run_also_after_a_restart(le
 def test_reports_of_the_steps_before_a_loss_are_not_lost_and_say_which_learner_took_them(learner):
     learner.start()
     assert learner.stages.poll(0.0).rows == []  # asked, and the answer is owed
-    learner.ranks[1]("poll").end(([{"step": 1}, {"step": 2}], "the batch of step 3"))
+    learner.ranks[1]("poll").end(StagePoll([{"step": 1}, {"step": 2}], "the batch of step 3", ""))
     learner.ranks[0]("run").end(error=RayActorError())
     learner.stages.watch()
     assert learner.stages.poll(0.0).rows == [{"step": 1, "restarts": 0}, {"step": 2, "restarts": 0}]
     learner.get_ready()
     news = learner.stages.poll(0.0)
     assert (news.rows, news.resumed_at) == ([], 0)
-    learner.living[1]("poll").end(([{"step": 1}], ""))
+    learner.living[1]("poll").end(StagePoll([{"step": 1}], "", ""))
     news = learner.stages.poll(0.0)
     assert (news.rows, news.resumed_at) == ([{"step": 1, "restarts": 1}], None)
+
+
+def test_what_keeps_weights_from_being_published_is_told_and_silence_is_not_taken_for_nothing(learner):
+    learner.start()
+    assert learner.stages.poll(0.0).publishing is None, "asked, and the answer is owed"
+    learner.ranks[1]("poll").end(StagePoll([], "", "space in /w"))
+    assert learner.stages.poll(0.0).publishing == "space in /w"
+    assert learner.stages.poll(0.0).publishing is None
+    learner.ranks[0]("run").end(error=RayActorError())
+    learner.stages.watch()
+    assert learner.stages.poll(0.0).publishing == "", "who is being started again publishes nothing"
+
+
+def test_every_stage_is_told_where_weights_go_and_in_which_dtype(tmp_path, monkeypatch):
+    learner = Learner(tmp_path, monkeypatch, "--actors.dtype", "bfloat16", "--weight_sync.folder", str(tmp_path / "w"))
+    told = []
+    monkeypatch.setattr(Rank, "told", lambda self, *arguments: told.extend(arguments), raising=False)
+    learner.start()
+    assert [spec.rank for spec in told] == [0, 1]
+    for spec in told:
+        assert (spec.weights_folder, spec.weights_address) == (tmp_path / "w", "tcp://weights:1")
+        assert spec.publish_dtypes == ("bfloat16",)
 
 
 def test_a_stop_that_is_asked_for_during_a_restart_is_told_to_the_new_learner(learner):
@@ -367,3 +279,15 @@ def test_a_process_that_was_killed_for_memory_died_too(learner):
     learner.ranks[0]("run").end(error=OutOfMemoryError("the node was low on memory"))
     learner.stages.watch()
     assert learner.events[-1][1].startswith("stage.0 died (the node was low on memory)")
+
+
+def test_ranks_whose_host_was_lost_wait_for_another_but_not_for_ever(learner):
+    learner.start()
+    learner.ranks[0]("run").end(error=RayActorError())
+    learner.room.is_placed = False
+    learner.now_s += 10
+    learner.stages.watch()
+    assert [kind for kind, _ in learner.events] == ["restart"]
+    learner.room.missing_s = 61.0
+    with pytest.raises(RunFailed, match="the learner cannot start again: no room"):
+        learner.stages.watch()

@@ -1,23 +1,32 @@
-"""A run that drains goes on draining, whatever happens to its learner."""
+"""A run that drains goes on draining, whatever happens to its learner; an actor can be taken out of it."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ray
+from ray.exceptions import ActorUnavailableError
 
-from launch import supervisor as supervisor_module
 from launch.checks import check
 from launch.load import load_config
-from launch.role_process import RoleProcess
-from launch.stages import StageNews
-from launch.supervisor import Supervisor
+from launch.processes import fleet as fleet_module
+from launch.processes import ray_session as ray_module
+from launch.processes import supervisor as supervisor_module
+from launch.processes.fleet import ActorProcess
+from launch.processes.ray_session import was_abandoned
+from launch.processes.role_process import LASTING_S, RunFailed
+from launch.processes.stages import StageNews
+from launch.processes.supervisor import Supervisor
+from tests.unit.fake_actor_process import Handle, Room, worker
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
 
 class Admission:
     """Stands for the buffer services and their client: open or closed."""
+
+    processes = ()
 
     def __init__(self, *_: object) -> None:
         self.is_open = True
@@ -34,6 +43,12 @@ class Admission:
     def ask(self, request) -> None:
         request(self)
 
+    def close(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
 
 class RestartedLearner:
     """Stands for the stages; each restart opens admission, as a new incarnation does."""
@@ -49,10 +64,16 @@ class RestartedLearner:
     def watch(self) -> None:
         pass
 
+    def facts(self) -> list[object]:
+        return []
+
     def poll(self, patience_s: float) -> StageNews:
         return self.news.pop(0) if self.news else StageNews()
 
     def request_stop(self) -> None:
+        pass
+
+    def kill(self) -> None:
         pass
 
     def export(self, folder: Path) -> None:
@@ -64,12 +85,16 @@ class RestartedLearner:
 def run(tmp_path, monkeypatch):
     """A supervisor with its fakes; its only actor is starting."""
     monkeypatch.setattr(supervisor_module, "Buffers", Admission)
+    monkeypatch.setattr(supervisor_module, "Weights", Admission)
     monkeypatch.setattr(supervisor_module, "Stages", RestartedLearner)
     monkeypatch.setattr(ray, "wait", lambda calls, num_returns=1, timeout=None: ([], calls))
     plan = check(load_config(DEMO, []), tmp_path / "run")
-    supervisor = Supervisor(plan, tmp_path, plan.model, tmp_path, lambda kind, text: None)
-    supervisor._actors = [RoleProcess("actor", 0, None, tmp_path / "log", starting="a call")]
-    return SimpleNamespace(supervisor=supervisor, admission=supervisor._buffers, learner=supervisor._stages)
+    events: list[tuple[str, str]] = []
+    supervisor = Supervisor(plan, tmp_path, plan.model, tmp_path, lambda kind, text: events.append((kind, text)))
+    supervisor._fleet._actors = [worker(0, tmp_path, starting="a call")]
+    return SimpleNamespace(
+        supervisor=supervisor, admission=supervisor._buffers, learner=supervisor._stages, events=events
+    )
 
 
 def test_a_learner_that_is_started_again_leaves_admission_open_while_the_run_goes_on(run):
@@ -102,3 +127,232 @@ def test_a_restart_in_the_export_leaves_admission_closed_and_is_told(run, tmp_pa
     run.supervisor.export(tmp_path / "model")
     assert not run.admission.is_open
     assert run.supervisor.poll().resumed_at == 10
+
+
+@pytest.fixture
+def two_actors(run, tmp_path, monkeypatch):
+    """The run with two actors that work; `run.killed` are the handles of those that were killed."""
+    run.killed = []
+    monkeypatch.setattr(ray, "kill", lambda handle, no_restart: run.killed.append(handle))
+    run.fleet = run.supervisor._fleet
+    run.fleet._actors = [worker(number, tmp_path, starting="a call", running="a call") for number in range(2)]
+    run.fleet._next_number = 2
+    return run
+
+
+def test_an_actor_that_is_taken_out_is_killed_never_started_again_and_told(two_actors):
+    supervisor = two_actors.supervisor
+    assert supervisor.poll().working == {"actor-0", "actor-1"}
+    for _ in range(2):
+        supervisor.quarantine("actor-1", "its weights are not the learner's")
+    assert two_actors.killed == [supervisor._fleet._actors[1].handle]
+    news = supervisor.poll()
+    assert (news.working, news.quarantined) == ({"actor-0"}, ("actor-1",))
+    assert [kind for kind, _ in two_actors.events] == ["quarantined"]
+    assert "its weights are not the learner's" in two_actors.events[0][1]
+
+
+def test_when_the_last_actor_is_taken_out_the_run_fails_with_the_reason(two_actors):
+    two_actors.supervisor.quarantine("actor-0", "of one thing")
+    with pytest.raises(RunFailed, match=r"no actor is left: actor-1 was the last, .*: of another"):
+        two_actors.supervisor.quarantine("actor-1", "of another")
+
+
+def test_the_services_are_asked_to_stop_only_after_the_actors_have_ended_for_these_hand_back_what_they_hold(
+    two_actors, monkeypatch
+):
+    order: list[str] = []
+    waits: list[list[str]] = []
+    for actor in two_actors.fleet._actors:
+        actor.handle.stop = SimpleNamespace(remote=lambda name=actor.name: order.append(name) or name)
+    for service in ("_buffers", "_weights"):
+        asked = getattr(two_actors.supervisor, service)
+        asked.ask_to_stop = lambda name=service: order.append(name) or [name]
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "wait", lambda calls, num_returns, timeout: (order.append("waited"), waits.append(calls)))
+    monkeypatch.setattr(supervisor_module, "end_ray", lambda: None)
+    two_actors.supervisor.stop()
+    assert order == ["actor.0", "actor.1", "waited", "_buffers", "_weights", "waited"]
+    assert waits == [["actor.0", "actor.1"], ["_buffers", "_weights"]]
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Calls that have ended, with their error or ''; `room` says what a place is like."""
+    calls: dict[str, str] = {}
+    monkeypatch.setattr(fleet_module, "done", lambda call: call in calls)
+    monkeypatch.setattr(fleet_module, "outcome", lambda call: calls[call])
+    return calls
+
+
+@pytest.fixture
+def started(two_actors, monkeypatch):
+    """Every actor that is started; the places are given out by `Room`."""
+    handles: list[Handle] = []
+
+    def spawn(*_: object, **__: object) -> Handle:
+        handles.append(Handle())
+        return handles[-1]
+
+    monkeypatch.setattr(fleet_module, "spawn", spawn)
+    monkeypatch.setattr(fleet_module, "Gang", lambda *_: Room())
+    monkeypatch.setattr(two_actors.fleet, "_spec_of", lambda *_: None)
+    return handles
+
+
+def states(run) -> dict[str, str]:
+    return {actor.name: actor.state for actor in run.fleet.actors}
+
+
+def test_a_pool_that_is_made_larger_starts_actors_with_new_numbers_where_there_is_room(two_actors, started, ended):
+    fleet = two_actors.fleet
+    assert fleet.scale("actors", 4) == "pool 'actors' had 2 actors and is to have 4"
+    assert states(two_actors) == {
+        **{"actor.0": "working", "actor.1": "working"},
+        **{"actor.2": "waiting for resources", "actor.3": "waiting for resources"},
+    }
+    fleet.actors[3].gang.is_placed = False
+    assert [actor.number for actor in fleet.watch()] == [0, 1]
+    assert (len(started), states(two_actors)["actor.2"]) == (1, "starting")
+    fleet.actors[3].gang.missing_s = 61.0
+    fleet.watch()
+    assert states(two_actors)["actor.3"] == "lost: given up: no host has room"
+    assert two_actors.events[-1] == ("given_up", "actor.3 is given up: no host has room")
+    assert [actor.number for actor in fleet.watch()] == [0, 1], "the run goes on with what is left"
+
+
+def test_a_pool_that_is_made_smaller_ends_its_youngest_politely_and_gives_the_place_back(two_actors, ended):
+    fleet = two_actors.fleet
+    leaver = fleet.actors[1]
+    leaver.handle.stop = SimpleNamespace(remote=lambda: "goodbye")
+    fleet.scale("actors", 1)
+    assert (states(two_actors)["actor.1"], two_actors.killed) == ("leaving", [])
+    assert [actor.number for actor in fleet.watch()] == [0]
+    assert not leaver.is_ready, "nobody asks it to evaluate"
+    ended["goodbye"] = ""
+    fleet.watch()
+    assert (states(two_actors).keys(), two_actors.killed) == ({"actor.0"}, [leaver.handle])
+    assert leaver.gang.released
+    assert [kind for kind, _ in two_actors.events] == ["scaled", "left"]
+
+
+def test_an_actor_that_does_not_leave_is_killed_after_a_while(two_actors, ended, monkeypatch):
+    monkeypatch.setattr(fleet_module, "GOODBYE_S", 0.0)
+    leaver = two_actors.fleet.actors[1]
+    two_actors.fleet.scale("actors", 1)
+    two_actors.fleet.watch()
+    assert two_actors.killed == [leaver.handle]
+
+
+def test_the_last_actor_stays_and_unknown_pools_are_refused(two_actors):
+    with pytest.raises(ValueError, match="would leave the run with 0"):
+        two_actors.fleet.scale("actors", 0)
+    with pytest.raises(ValueError, match="no pool 'big'; the pools of actors are actors"):
+        two_actors.fleet.scale("big", 2)
+    assert two_actors.events == []
+
+
+def test_an_actor_that_keeps_dying_is_started_again_so_often_and_then_given_up_with_its_reason(
+    two_actors, started, ended
+):
+    ended["a call"] = "out of memory"
+    fleet = two_actors.fleet
+    for actor in fleet.actors:
+        for _ in range(two_actors.supervisor._config.actors.max_restarts):
+            actor.count_restart(actor)
+    first = fleet.actors[0]
+    first.working_since_s = time.monotonic() - LASTING_S  # an hour of work forgives its restarts
+    fleet.watch()
+    assert (len(started), first.state, fleet.actors[1].state) == (1, "starting", "lost: given up: out of memory")
+    assert [kind for kind, _ in two_actors.events] == ["restart", "given_up"]
+    assert "out of memory; 1 other actor left" in two_actors.events[1][1]
+    fleet.scale("actors", 2)
+    assert [actor.number for actor in fleet.actors] == [0, 1, 2], "who was given up is replaced"
+    assert two_actors.supervisor.poll().wanted == {"actors": 2}
+    fleet.scale("actors", 1)
+    assert two_actors.supervisor.poll().wanted == {"actors": 1}
+
+
+def test_an_actor_whose_host_was_cut_off_is_asked_again_and_not_started_again(two_actors, started, ended, monkeypatch):
+    fleet = two_actors.fleet
+    cut, other = fleet.actors
+    other.running = "goes on"
+    handle = cut.handle
+    handle.run = SimpleNamespace(remote=lambda: "asked again")
+    ended["a call"] = "unavailable"
+    monkeypatch.setattr(fleet_module, "failure", lambda call: ActorUnavailableError("reset by peer", None))
+    fleet.watch()
+    assert (cut.running, cut.state, two_actors.killed, started) == ("asked again", "working", [], [])
+    ((kind, text),) = two_actors.events
+    assert kind == "unreachable"
+    assert "reset by peer" in text
+    later_s = cut._cut_since_s + 61.0
+    monkeypatch.setattr(fleet_module.time, "monotonic", lambda: later_s)
+    ended["asked again"] = "unavailable"
+    fleet.watch()
+    assert (two_actors.killed, [kind for kind, _ in two_actors.events]) == ([handle], ["unreachable", "restart"])
+
+
+class WithReadiness(ActorProcess):
+    """An actor of which the test says whether it is ready."""
+
+    is_ready = True
+
+
+def test_who_waits_for_a_host_leaves_before_who_works(two_actors):
+    fleet = two_actors.fleet
+    for actor in fleet.actors:
+        actor.__class__ = WithReadiness
+    fleet.actors[0].forget()  # its host was lost
+    fleet.actors[0].is_ready = False
+    fleet.scale("actors", 1)
+    assert [actor.number for actor in fleet.actors] == [1]
+    assert not fleet.actors[0].is_going
+
+
+def test_the_last_actor_that_lives_stays_though_another_pool_is_to_have_one_that_is_lost(two_actors):
+    fleet = two_actors.fleet
+    fleet.pools["other"] = fleet.pools["actors"]
+    fleet.actors[1].pool, fleet.actors[1].lost = "other", "given up"
+    with pytest.raises(ValueError, match="would leave the run with 0"):
+        fleet.scale("actors", 0)
+
+
+def test_only_actors_that_are_up_begin(two_actors):
+    fleet = two_actors.fleet
+    for actor in fleet.actors:
+        actor.__class__, actor.running = WithReadiness, None
+    fleet.actors[0].forget()
+    fleet.actors[0].is_ready = False
+    fleet.begin()
+    assert [actor.running for actor in fleet.actors] == [None, "a call"]
+
+
+def test_services_are_watched_also_while_an_evaluation_is_all_that_goes_on(run, monkeypatch):
+    watched: list[str] = []
+    monkeypatch.setattr(run.supervisor._weights, "watch", lambda: watched.append("weights"))
+    monkeypatch.setattr(run.admission, "watch", lambda: watched.append("buffers"))
+    actor = run.supervisor._fleet.actors[0]
+    actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
+    run.supervisor._fleet.ready = lambda: [actor]
+    assert run.supervisor.evaluate(8, None).poll() is None
+    assert watched == ["weights", "buffers"]
+
+
+def test_where_ray_is_dead_nothing_is_asked_of_it_in_the_end(two_actors, monkeypatch):
+    asked: list[str] = []
+    watch = SimpleNamespace(is_dead=False, end_all=lambda: asked.append("ended"), close=lambda: asked.append("closed"))
+
+    def check() -> None:
+        watch.is_dead = True  # it is seen only now
+        raise RunFailed("Ray's node manager died")
+
+    watch.check = check
+    two_actors.supervisor._ray = watch
+    monkeypatch.setattr(ray_module, "_abandoned", False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: pytest.fail("Ray was asked"))
+    with pytest.raises(RunFailed, match="node manager died"):
+        two_actors.supervisor.poll()
+    two_actors.supervisor.stop()
+    assert asked == ["ended", "closed"]
+    assert was_abandoned()

@@ -184,7 +184,8 @@ def gradients_of_plain(model: PreTrainedModel, algorithm: AlgorithmConfig) -> di
         logprobs.append(scores[predicting].gather(1, tokens[row.prompt_length :, None])[:, 0])
         values.append(head(out.hidden_states[-1][0, predicting])[:, 0])
     leaves = Leaves(torch.cat(logprobs), torch.cat(values) if algorithm.needs.critic else None)
-    inputs = batch.loss_inputs(leaves, leaves, leaves.logprobs_T.detach(), 0)
+    reference_T = leaves.logprobs_T.detach().float().double()  # scores are rounded to what the buffer stores
+    inputs = batch.loss_inputs(leaves, leaves, reference_T, 0)
     graph = {"logprobs_T": leaves.logprobs_T, "values_T": leaves.values_T}
     loss = loss_for(algorithm)(type(inputs)(**{**vars(inputs), **graph})).loss
     loss.backward()

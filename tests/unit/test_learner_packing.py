@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from buffer.ledger import Ledger
+from buffer.lengths import LengthFidelity
 from buffer.trajectory import Trajectory, VersionSpan
-from launch.metrics import METRICS
+from launch.outlets.metrics import METRICS
 from learner.batch import StepBatch, trainable
 from learner.cost import CostModel
 from learner.mesh import Place
@@ -17,7 +18,7 @@ from learner.model import DeviceBatch
 from learner.optimizer import UpdateResult
 from learner.packing import PackingRule, best_fit, deal, order, pack, plan, spread
 from learner.reference import Reference
-from learner.report import StepTimes, lag_metrics, step_report
+from learner.report import NO_METRICS, StepTimes, lag_metrics, replay_metrics, step_report
 from learner.step import StepResult
 from learner.updates import Update
 from weight_sync.staleness import PolicyVersion
@@ -222,15 +223,58 @@ def test_the_reference_scores_only_what_no_earlier_step_has_scored():
     assert score(StepBatch.build(rows, 0, {0: 0}, PackingRule(8)), None)[0].isnan().sum() == 5
 
 
+class Third(Echo):
+    """The same, with a third of it, which float32 rounds."""
+
+    def forward_only(self, batch):
+        return super().forward_only(batch) / 3
+
+
+def test_a_step_that_is_taken_again_reads_the_scores_of_the_first_time_in_any_precision():
+    rows, rule = of_lengths((0, 5), (0, 6)), PackingRule(8)
+    rows = [replace(row, token_ids=np.arange(len(row.token_ids), dtype=np.int32)) for row in rows]
+    first_T, scores = score(StepBatch.build(rows, 0, {0: 0}, rule), Third())
+    stored = [replace(row, reference_logprobs=scores[i]) for i, row in enumerate(rows)]
+    again_T, _ = score(StepBatch.build(stored, 0, {0: 0}, rule), None)
+    assert first_T.dtype == again_T.dtype == torch.float64
+    assert torch.equal(first_T, again_T)
+    assert -1 / 3 not in again_T.tolist()
+
+
+def test_a_step_reports_how_old_and_how_often_used_its_samples_are():
+    spans = [((0, 1), 0, 2), ((0, 4), 2, 6)]
+    twice = [trajectory(spans, group_id=4, sample_index=0), trajectory(spans, group_id=4, sample_index=1)]
+    fresh = [trajectory([((0, 5), 0, 4)], group_id=2, sample_index=0)]
+    batch = StepBatch.build([*twice, *fresh, *twice], 5, {0: 0}, RULE)
+    found = replay_metrics(batch, {"uses": 24, "redone_uses": 4, "trained": 10})
+    assert found == {
+        "buffer/effective_uses": 20,
+        "buffer/uses_per_sample": 2.0,
+        "buffer/age_at_use": pytest.approx((4 + 4 + 0) / 3),
+        "buffer/on_policy_share": pytest.approx(4 / 28),
+        "buffer/unique_frac": pytest.approx(3 / 5),
+    }
+    assert replay_metrics(batch, {"uses": 0, "redone_uses": 0, "trained": 0})["buffer/uses_per_sample"] is None
+
+
 def test_a_step_reports_how_its_draw_was_packed_and_shared():
     rule = PackingRule(16, num_replicas=2, min_micro_batches=2)
     batch = StepBatch.build(of_lengths((0, 12), (0, 10), (1, 14)), 3, {0: 0}, rule)
     taken = Update(batch, UpdateResult(False, False, (1.0,), 1e-5, 1.0), {})
     ledger = {**Ledger(filtered=5, filtered_too_long=4).counts(), "quarantined": 0, "gap": 0}
-    report = step_report(batch, StepResult(4, (taken,), {}), 1, 3, StepTimes(0.0, 1.0, 2.0), ledger, 0.0)
+    report = step_report(
+        batch, StepResult(4, (taken,), {}), 1, 3, StepTimes(0.0, 1.0, 2.0), ledger, LengthFidelity(0.1, 0.8)
+    )
+    assert (report["length/fidelity_ks"], report["length/p95_ratio"]) == (0.1, 0.8)
     assert report["batch/micro_batches"] == 2
     assert report["batch/empty_micro_batches"] == 1
     assert report["batch/pack_efficiency"] == pytest.approx(36 / 64)
     assert report["batch/cost_balance"] == pytest.approx(18 / 22)
     assert report["buffer/filtered_too_long"] == 4
-    assert set(report) <= set(METRICS)
+    assert list(report["lag_by_actor"].values()) == [{3: 36 - 3 * 2}], "completion tokens"
+    skipped = replace(taken, result=UpdateResult(True, False, (1.0,), 1e-5, 1.0))
+    report = step_report(
+        batch, StepResult(3, (skipped,), {}), 1, 3, StepTimes(0.0, 1.0, 2.0), ledger, LengthFidelity(0.1, 0.8)
+    )
+    assert report["lag_by_actor"] == {}, "nothing was trained"
+    assert set(report) - NO_METRICS <= set(METRICS)

@@ -15,6 +15,7 @@ from learner.batch import Leaves
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.minibatches import minibatches
+from learner.step import _Clock
 from tests.unit.two_pass import (
     NUM_STEPS,
     SEED,
@@ -122,7 +123,8 @@ class Unsplit:
             batch = build(make_rows(step), version)
             with torch.no_grad():
                 old = self.leaves(batch.trajectories)
-                reference_T = self.leaves(batch.trajectories, self.reference).logprobs_T
+                # scores are rounded to what the buffer stores
+                reference_T = self.leaves(batch.trajectories, self.reference).logprobs_T.float().double()
             plan = minibatches(batch.group_B, config.num_minibatches, config.num_epochs, (SEED, step))
             for number, sequences in enumerate(plan):
                 where_T = torch.from_numpy(batch.tokens_of(sequences))
@@ -200,9 +202,28 @@ def test_adam_and_clipping_in_float32_keep_tied_copies_alike_and_stay_near_the_u
     both = first | last
     assert one["seen.0.0.grad_norm"] > case.config.max_grad_norm, "clipping must be at work"
     assert torch.equal(both["lm_head.weight"], both["model.embed_tokens.weight"]) == (case.kind == "tied")
-    atol = 1e-5 if case.precision == "float32" else 2 * NUM_STEPS * case.config.learning_rate
+    start = load_file(trained / case.kind / "model.safetensors")
     for key, tensor in both.items():
         if not key.startswith("seen."):
             assert tensor.dtype == torch.float32
-            torch.testing.assert_close(tensor, one[key], rtol=0, atol=atol, msg=key)
-    assert both["seen.0.0.loss"].item() == pytest.approx(one["seen.0.0.loss"].item(), rel=1e-2)
+            begun = start[key if key in start else "model.embed_tokens.weight"]
+            # Adam moves every weight about as far, whatever its gradient is: the direction tells
+            cosine = torch.cosine_similarity((tensor - begun).flatten(), (one[key] - begun).flatten(), dim=0)
+            assert cosine > 0.9, key
+            if case.precision == "float32":
+                torch.testing.assert_close(tensor, one[key], rtol=0, atol=1e-5, msg=key)
+    for step in range(NUM_STEPS):
+        for number, rel in (("loss", 0.02), ("grad_norm", 0.05)):
+            key = f"seen.{step}.0.{number}"
+            assert both[key].item() == pytest.approx(one[key].item(), rel=rel), key
+
+
+def test_a_lap_waits_for_the_kernels_of_its_own_gpu_and_for_none_on_a_cpu(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in (torch.device("cuda", 1), torch.device("cpu")):
+        clock = _Clock(device)
+        clock.lap("time/forward")
+        clock.lap("time/forward")
+        assert list(clock.laps_s) == ["time/forward"]
+    assert waited == [torch.device("cuda", 1)] * 2

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from learner.families import FAMILIES
 from weight_sync.serving import HEAD, UNTIED_MARK, ModelFolderError, check_model_folder, prepare_serving_model
 
 
@@ -36,6 +37,17 @@ def test_the_facts_of_a_checkpoint_are_read(tmp_path: Path):
     assert facts.tied
     assert facts.model_type == "llama"
     assert facts.eos_token_ids == (2, 5)
+
+
+@pytest.mark.parametrize("model_type", [family for family in FAMILIES if family != "llama"])
+def test_a_checkpoint_that_does_not_say_whether_its_head_is_tied_is_taken_as_transformers_takes_it(
+    tmp_path: Path, model_type: str
+):
+    checkpoint(tmp_path, tied=True)
+    said = json.loads((tmp_path / "config.json").read_text()) | {"model_type": model_type}
+    del said["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert check_model_folder(tmp_path).tied is AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
 
 
 def test_a_tied_checkpoint_is_served_untied_and_computes_the_same(tmp_path: Path):

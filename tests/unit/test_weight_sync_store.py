@@ -1,31 +1,30 @@
-"""Publishing and pulling: a version is there whole or not at all, and no reader loses what it reads."""
+"""The folder of versions: each is there whole or not at all, and no reader loses what it reads."""
 
 import json
-import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
-import torch
 
-from weight_sync.manifest import PublishFailed, WeightsCorrupt, WeightsGone, build_manifest, entry_of
-from weight_sync.publisher import Publisher
+from tests.unit.published import DTYPE, PART, flip_last_byte, publish, publisher_of, read, same, v, weights
+from weight_sync.errors import PublishFailed, WeightsCorrupt, WeightsGone
+from weight_sync.manifest import (
+    MANIFEST_NAME,
+    DeltaEntry,
+    FileEntry,
+    Manifest,
+    Part,
+    TensorEntry,
+    build_manifest,
+    chain_of,
+    decode,
+    delta_name,
+    encode,
+)
 from weight_sync.puller import Puller
-from weight_sync.staleness import PolicyVersion
-from weight_sync.store import MANIFEST_NAME, WeightStore
-
-
-def v(version: int, incarnation: int = 0) -> PolicyVersion:
-    return PolicyVersion(incarnation, version)
-
-
-def weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "embed": torch.randn(7, 3, generator=generator),
-        "norm": torch.randn(3, generator=generator).to(torch.bfloat16),
-        "scale": torch.tensor(float(seed)),
-    }
+from weight_sync.sinks import FolderSink
+from weight_sync.store import WeightStore
 
 
 @pytest.fixture
@@ -33,40 +32,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "weights"
 
 
-def publish(folder: Path, *versions: PolicyVersion, keep_versions: int = 3) -> None:
-    publisher = Publisher(folder, rank=0, num_stages=1, keep_versions=keep_versions)
-    for version in versions:
-        publisher.publish(version, weights(version.version))
-    publisher.close()
-
-
-def flip_last_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 0x10
-    path.write_bytes(data)
+def puller_of(folder: Path) -> Puller:
+    return Puller.of_folder(folder, DTYPE)
 
 
 def test_what_was_published_is_what_is_pulled(folder: Path):
     publish(folder, v(3))
-    with Puller(folder).fetch(v(3)) as staged:
-        pulled = {entry.name: tensor for entry, tensor in WeightStore(folder).tensors(staged.manifest)}
-    expected = weights(3)
-    assert pulled.keys() == expected.keys()
-    assert all(pulled[name].dtype == expected[name].dtype for name in expected)
-    assert all(torch.equal(pulled[name], expected[name]) for name in expected)
+    with puller_of(folder).fetch(v(3)) as staged:
+        assert staged.version == v(3)
+        assert same(read(staged.folder, v(3)), weights(3))
 
 
-def test_tensors_may_change_once_publish_has_returned(folder: Path):
-    publisher = Publisher(folder, rank=0, num_stages=1, keep_versions=1)
-    tensors = weights(0)
-    publisher.publish(v(0), tensors)
-    tensors["embed"].zero_()
-    publisher.close()
-    manifest = WeightStore(folder).verify(v(0))
-    assert dict((e.name, t) for e, t in WeightStore(folder).tensors(manifest))["embed"].equal(weights(0)["embed"])
-
-
-@pytest.mark.parametrize("name", ["part-0.safetensors", MANIFEST_NAME])
+@pytest.mark.parametrize("name", [PART, MANIFEST_NAME])
 def test_a_flipped_byte_is_refused_by_name(folder: Path, name: str):
     publish(folder, v(0))
     path = folder / "0.0" / name
@@ -76,30 +53,37 @@ def test_a_flipped_byte_is_refused_by_name(folder: Path, name: str):
     data[position] ^= 1
     path.write_bytes(data)
     with pytest.raises(WeightsCorrupt, match=name):
-        Puller(folder).fetch(v(0))
+        puller_of(folder).fetch(v(0))
 
 
 @pytest.mark.parametrize("cut", [0, 5, 40, -1])
 def test_a_cut_file_is_refused(folder: Path, cut: int):
     publish(folder, v(0))
-    path = folder / "0.0" / "part-0.safetensors"
+    path = folder / "0.0" / PART
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(WeightsCorrupt, match=r"part-0.safetensors"):
-        Puller(folder).fetch(v(0))
+    with pytest.raises(WeightsCorrupt, match=PART):
+        puller_of(folder).fetch(v(0))
+
+
+def test_a_missing_file_is_refused(folder: Path):
+    publish(folder, v(0))
+    (folder / "0.0" / PART).unlink()
+    with pytest.raises(WeightsCorrupt, match=f"{PART}: missing"):
+        puller_of(folder).fetch(v(0))
 
 
 def test_tensors_of_another_version_are_refused(folder: Path):
     publish(folder, v(0), v(1))
-    (folder / "0.1" / "part-0.safetensors").write_bytes((folder / "0.0" / "part-0.safetensors").read_bytes())
+    (folder / "0.1" / PART).write_bytes((folder / "0.0" / PART).read_bytes())
     with pytest.raises(WeightsCorrupt, match="the file was changed after it was published"):
-        Puller(folder).fetch(v(1))
+        puller_of(folder).fetch(v(1))
 
 
 def test_a_manifest_of_another_version_is_refused(folder: Path):
     publish(folder, v(0), v(1))
     (folder / "0.1" / MANIFEST_NAME).write_bytes((folder / "0.0" / MANIFEST_NAME).read_bytes())
     with pytest.raises(WeightsCorrupt, match=r"describes version 0\.0, not 0\.1"):
-        Puller(folder).fetch(v(1))
+        puller_of(folder).fetch(v(1))
 
 
 def test_a_manifest_of_a_newer_format_says_so(folder: Path):
@@ -108,7 +92,13 @@ def test_a_manifest_of_a_newer_format_says_so(folder: Path):
     newer = json.loads(path.read_text()) | {"format_version": 99, "a_field_of_the_future": 1}
     path.write_text(json.dumps(newer))
     with pytest.raises(WeightsCorrupt, match="format version 99"):
-        Puller(folder).fetch(v(0))
+        puller_of(folder).fetch(v(0))
+
+
+def test_a_dtype_that_was_not_published_is_refused_by_name(folder: Path):
+    publish(folder, v(0))
+    with pytest.raises(WeightsCorrupt, match="was published in float32, not in bfloat16"):
+        Puller.of_folder(folder, "bfloat16").fetch(v(0))
 
 
 def test_a_version_without_a_manifest_does_not_exist(folder: Path):
@@ -116,38 +106,61 @@ def test_a_version_without_a_manifest_does_not_exist(folder: Path):
     (folder / "0.1" / MANIFEST_NAME).unlink()
     assert WeightStore(folder).committed() == [v(0)]
     with pytest.raises(WeightsGone, match=r"0\.1"):
-        Puller(folder).fetch(v(1))
+        puller_of(folder).fetch(v(1))
 
 
 def test_an_empty_store_has_no_newest_version(folder: Path):
-    assert Puller(folder).newest() is None
+    assert puller_of(folder).newest() is None
     with pytest.raises(WeightsGone):
-        Puller(folder).fetch(v(0))
+        puller_of(folder).fetch(v(0))
 
 
-def test_a_spoiled_pointer_is_an_error_that_names_the_file(folder: Path):
+def test_a_spoiled_pointer_is_looked_past_to_the_versions_themselves(folder: Path):
+    publish(folder, v(0), v(1))
+    (folder / "NEWEST").write_bytes(b"\xff\x00seven")
+    assert puller_of(folder).newest() == v(1)
+    publish(folder, v(2))
+    assert (folder / "NEWEST").read_text() == "0.2\n"
+
+
+def test_a_newest_version_that_a_power_cut_spoiled_does_not_keep_the_next_learner_from_publishing(folder: Path):
+    publish(folder, v(0), v(1))
+    (folder / "0.1" / MANIFEST_NAME).write_bytes(b"\x00" * 100)
+    with pytest.raises(WeightsCorrupt, match="manifest"):
+        puller_of(folder).fetch(v(1))
+    publish(folder, v(1, incarnation=1))
+    with puller_of(folder).fetch(v(1, incarnation=1)) as staged:
+        assert staged.manifest.parent is None
+
+
+def test_a_killed_learners_unfinished_version_is_removed_before_the_next_learner_writes(folder: Path, monkeypatch):
     publish(folder, v(0))
-    (folder / "NEWEST").write_text("seven")
-    with pytest.raises(WeightsCorrupt, match=r"NEWEST: 'seven'"):
-        Puller(folder).newest()
+    for name in ("0.1", "1.1"):
+        (folder / name).mkdir()
+        (folder / name / f".{PART}.4711.tmp").write_bytes(b"x")
+    seen = []
+    monkeypatch.setattr("weight_sync.sinks.write_whole", lambda *_: seen.append(sorted(folder.glob("[0-9]*"))))
+    sink = FolderSink(folder)
+    sink.write_part(Part(0, "1.2", None, (), ()), {PART: [b"x"]})
+    assert seen[0] == [folder / name for name in ("0.0", "1.1", "1.2")], "what this incarnation has begun stays"
+    sink.write_part(Part(0, "2.0", None, (), ()), {PART: [b"x"]})
+    assert seen[-1] == [folder / "0.0", folder / "2.0"]
 
 
 def test_a_failed_fetch_holds_no_lock(folder: Path):
     publish(folder, v(0))
-    flip_last_byte(folder / "0.0" / "part-0.safetensors")
+    flip_last_byte(folder / "0.0" / PART)
     with pytest.raises(WeightsCorrupt):
-        Puller(folder).fetch(v(0))
+        puller_of(folder).fetch(v(0))
     publish(folder, v(1), keep_versions=1)
     assert WeightStore(folder).committed() == [v(1)]
 
 
 def test_a_crash_between_parts_and_manifest_leaves_the_old_version_and_is_cleaned_up_later(folder: Path):
     publish(folder, v(0))
-    crashed = Publisher(folder, rank=0, num_stages=2, keep_versions=3)
-    crashed.publish(v(1), weights(1))
-    crashed.close()
-    assert (folder / "0.1" / "part-0.safetensors").exists()
-    assert Puller(folder).newest() == v(0)
+    publish(folder, v(1), num_stages=2)
+    assert (folder / "0.1" / PART).exists()
+    assert puller_of(folder).newest() == v(0)
     publish(folder, v(0, incarnation=1))
     assert not (folder / "0.1").exists()
     assert WeightStore(folder).committed() == [v(0), v(0, incarnation=1)]
@@ -155,104 +168,120 @@ def test_a_crash_between_parts_and_manifest_leaves_the_old_version_and_is_cleane
 
 def test_retention_keeps_so_many_versions_and_every_one_being_read(folder: Path):
     publish(folder, v(0))
-    staged = Puller(folder).fetch(v(0))
+    staged = puller_of(folder).fetch(v(0))
     publish(folder, v(1), v(2), v(3), keep_versions=2)
     assert WeightStore(folder).committed() == [v(0), v(2), v(3)]
-    assert WeightStore(folder).verify(v(0)).policy == v(0)
+    WeightStore(folder).verify(WeightStore(folder).manifest(v(0)), DTYPE)
     staged.close()
     publish(folder, v(4), keep_versions=2)
     assert WeightStore(folder).committed() == [v(3), v(4)]
 
 
-def test_a_version_of_all_stages_is_committed_once_the_last_part_is_there(folder: Path):
-    stages = [Publisher(folder, rank=rank, num_stages=3, keep_versions=2) for rank in range(3)]
-    committed: list[PolicyVersion] = []
-    for rank in (2, 0):
-        stages[rank].publish(v(0), {f"layer{rank}": torch.ones(rank + 1)}, on_committed=committed.append)
-    time.sleep(0.1)
-    assert Puller(folder).newest() is None
-    stages[1].publish(v(0), {"layer1": torch.ones(2)})
-    stages[2].flush(10)
-    assert committed == [v(0)]
-    assert [entry.name for entry in WeightStore(folder).verify(v(0)).tensors] == ["layer0", "layer1", "layer2"]
-    for stage in stages:
-        stage.close()
-
-
-def test_a_missing_part_is_named(folder: Path):
-    lead = Publisher(folder, rank=2, num_stages=3, keep_versions=2, parts_timeout_s=0.1)
-    other = Publisher(folder, rank=0, num_stages=3, keep_versions=2)
-    other.publish(v(0), {"a": torch.ones(1)})
-    other.close()
-    lead.publish(v(0), {"b": torch.ones(1)})
-    with pytest.raises(PublishFailed, match=r"part of stage 1 did not come within 0\.1 s"):
-        lead.flush(10)
-    with pytest.raises(PublishFailed, match="stage 1"):
-        lead.publish(v(1), {"b": torch.ones(1)})
-    with pytest.raises(PublishFailed, match="stage 1"):
-        lead.close()
-
-
-def test_one_tensor_from_two_stages_is_refused(folder: Path):
-    stages = [Publisher(folder, rank=rank, num_stages=2, keep_versions=2) for rank in range(2)]
-    for stage in stages:
-        stage.publish(v(0), {"embed": torch.ones(1)})
-    with pytest.raises(PublishFailed, match=r"'embed' is in part-\d.safetensors and in part-\d.safetensors"):
-        stages[1].flush(10)
-    assert Puller(folder).newest() is None
-    stages[0].close()
-
-
-def test_publish_waits_for_a_slow_disk_instead_of_filling_memory(folder: Path):
-    gate = threading.Event()
-    publisher = Publisher(folder, rank=0, num_stages=1, keep_versions=9, parts_timeout_s=0.1)
-    publisher.publish(v(0), weights(), on_committed=lambda _: gate.wait(10) and None)
-    while Puller(folder).newest() is None:
-        time.sleep(0.01)
-    publisher.publish(v(1), weights())
-    publisher.publish(v(2), weights())
-    with pytest.raises(PublishFailed, match=r"waited 0\.1 s to take version 0\.3"):
-        publisher.publish(v(3), weights())
-    gate.set()
-    publisher.flush(10)
-    publisher.publish(v(3), weights())
-    publisher.close()
-    assert Puller(folder).newest() == v(3)
-
-
 def test_versions_only_grow_even_across_publishers(folder: Path):
     publish(folder, v(5, incarnation=1))
-    zombie = Publisher(folder, rank=0, num_stages=1, keep_versions=3)
+    zombie = publisher_of(folder)
     zombie.publish(v(9), weights())
     with pytest.raises(PublishFailed, match=r"0\.9 cannot follow 1\.5"):
         zombie.flush(10)
-    assert Puller(folder).newest() == v(5, incarnation=1)
+    assert puller_of(folder).newest() == v(5, incarnation=1)
 
 
-def test_a_failing_callback_surfaces_at_the_next_call(folder: Path):
-    publisher = Publisher(folder, rank=0, num_stages=1, keep_versions=3)
+def test_an_older_version_replayed_into_the_store_is_never_the_newest(folder: Path, tmp_path: Path):
+    publish(folder, v(0), v(1))
+    publish(tmp_path / "replayed", v(0))
+    store = WeightStore(folder)
+    with pytest.raises(PublishFailed, match=r"0\.0 cannot follow 0\.1"):
+        store.commit(WeightStore(tmp_path / "replayed").manifest(v(0)), 3)
+    assert store.newest() == v(1)
 
-    def fail(version: PolicyVersion) -> None:
-        raise RuntimeError(f"nobody heard of {version}")
 
-    publisher.publish(v(0), weights(), on_committed=fail)
-    with pytest.raises(PublishFailed, match=r"nobody heard of 0\.0"):
-        publisher.flush(10)
+def part_of(value: str, *, rank: int = 0, shape: tuple[int, ...] = (2,), parent: str | None = None) -> Part:
+    """A part with one tensor; with a parent also its delta."""
+    file = f"part-{rank}.float32.safetensors"
+    delta = DeltaEntry("xor", 0, 5) if parent else None
+    files = (FileEntry(file, 1000), *([FileEntry(delta_name(file), 5)] if parent else []))
+    return Part(rank, "0.1", parent, (TensorEntry("w", DTYPE, shape, file, value, delta),), files)
 
 
 def test_the_fingerprint_names_the_architecture_and_the_chain_names_the_history():
-    first = build_manifest(v(0), [entry_of("w", torch.zeros(2), "p")], None, 0.0)
-    second = build_manifest(v(1), [entry_of("w", torch.ones(2), "p")], first, 0.0)
-    orphan = build_manifest(v(1), [entry_of("w", torch.ones(2), "p")], None, 0.0)
-    wider = build_manifest(v(1), [entry_of("w", torch.ones(3), "p")], first, 0.0)
+    first = build_manifest(v(0), [part_of("aa")], None, 0.0)
+    second = build_manifest(v(1), [part_of("bb")], first, 0.0)
+    orphan = build_manifest(v(1), [part_of("bb")], None, 0.0)
+    wider = build_manifest(v(1), [part_of("bb", shape=(3,))], first, 0.0)
     assert first.fingerprint == second.fingerprint != wider.fingerprint
     assert second.parent == "0.0"
     assert len({first.chain, second.chain, orphan.chain}) == 3
 
 
+def test_one_tensor_from_two_stages_is_refused():
+    with pytest.raises(PublishFailed, match=r"'w' is in part-0.float32.safetensors and in part-1.float32.safetensors"):
+        build_manifest(v(1), [part_of("aa"), part_of("aa", rank=1)], None, 0.0)
+
+
+def test_a_delta_against_another_version_than_the_parent_is_dropped_at_the_commit():
+    first = build_manifest(v(0), [part_of("aa")], None, 0.0)
+    kept = build_manifest(v(1), [part_of("bb", parent="0.0")], first, 0.0)
+    assert kept.tensors[0].delta == DeltaEntry("xor", 0, 5)
+    assert {file.name for file in kept.files} == {PART, delta_name(PART)}
+    for parent in (None, build_manifest(v(0, incarnation=1), [part_of("aa")], None, 0.0)):
+        dropped = build_manifest(v(1, incarnation=2), [part_of("bb", parent="0.0")], parent, 0.0)
+        assert dropped.tensors[0].delta is None
+        assert [file.name for file in dropped.files] == [PART]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"name": "../../etc/passwd"}, "no name of a file beside a manifest"),
+        ({"name": "/etc/passwd"}, "no name of a file beside a manifest"),
+        ({"name": ".hidden"}, "no name of a file beside a manifest"),
+        ({"file": "elsewhere.safetensors"}, "which is none of its files"),
+        ({"dtype": "complex64"}, "unknown dtype 'complex64'"),
+        ({"shape": (10**6,)}, "beyond its file"),
+        ({"shape": (-1, -1)}, "beyond its file"),
+        ({"delta": DeltaEntry("xor", 3, 5)}, "lies outside its file"),
+        ({"delta": DeltaEntry("xor", -1, 2)}, "lies outside its file"),
+    ],
+)
+def test_a_well_sealed_manifest_that_makes_no_sense_is_refused(change: dict[str, object], complaint: str):
+    manifest = build_manifest(v(1), [part_of("aa")], None, 0.0)
+    entry = manifest.tensors[0]
+    files = (*manifest.files, FileEntry(delta_name(PART), 5))
+    if "name" in change:
+        files = (FileEntry(str(change["name"]), 1000), *files)
+    else:
+        entry = msgspec.structs.replace(entry, **change)
+    chain = chain_of("", [entry])
+    spoiled = msgspec.structs.replace(manifest, tensors=(entry,), files=files, chain=chain)
+    with pytest.raises(WeightsCorrupt, match=f"there: .*{complaint}"):
+        decode(encode(spoiled), Manifest, "there")
+
+
+def test_a_well_sealed_manifest_that_lacks_a_tensor_is_refused_by_its_chain():
+    two = Part(0, "0.1", None, tuple(part_of(x).tensors[0] for x in ("aa",)), part_of("aa").files)
+    manifest = build_manifest(v(1), [two, _renamed(part_of("bb", rank=1), "u")], None, 0.0)
+    lacking = msgspec.structs.replace(manifest, tensors=manifest.tensors[:1])
+    with pytest.raises(WeightsCorrupt, match="chain is not that of its parent and content"):
+        decode(encode(lacking), Manifest, "there")
+
+
+def _renamed(part: Part, name: str) -> Part:
+    return msgspec.structs.replace(part, tensors=(msgspec.structs.replace(part.tensors[0], name=name),))
+
+
+def test_a_tensor_that_the_file_lacks_is_refused_by_name(folder: Path, tmp_path: Path):
+    publish(folder, v(0))
+    lead = publisher_of(tmp_path / "other")
+    lead.publish(v(0), {name: tensor for name, tensor in weights().items() if name != "norm"})
+    lead.close()
+    (folder / "0.0" / PART).write_bytes((tmp_path / "other" / "0.0" / PART).read_bytes())
+    with pytest.raises(WeightsCorrupt, match=f"{PART}: tensor 'norm' of the manifest is missing"):
+        puller_of(folder).fetch(v(0))
+
+
 def test_polling_for_the_newest_version_is_cheap(folder: Path):
     publish(folder, v(0))
-    puller = Puller(folder)
+    puller = puller_of(folder)
     started_s = time.perf_counter()
     for _ in range(200):
         puller.newest()

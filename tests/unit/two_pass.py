@@ -1,14 +1,11 @@
-"""What the tests of the learner's step share: tiny models, made-up trajectories, and ranks as processes.
-
-As a script this file is the ranks of one shape: `python -m tests.unit.two_pass CASES_MODULE FOLDER REPLICAS STAGES`.
-"""
+"""What the tests of the learner's step share: tiny models, made-up trajectories, and ranks as processes."""
 
 import importlib
 import multiprocessing
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+import time
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,9 +33,13 @@ from learner.step import TrainStep
 from weight_sync.config import WeightSyncConfig
 from weight_sync.staleness import PolicyVersion
 
-ROOT = Path(__file__).parents[2]
 VOCABULARY, TEMPERATURE, TOKEN_BUDGET, NUM_STEPS = 40, 0.8, 48, 2
 SEED = 5
+
+_FORKS = multiprocessing.get_context("forkserver")
+# a rank starts in a tenth of a second, for what it needs is imported already; all tests have one such server, so that
+# those of tests/faults take their ranks from it too
+_FORKS.set_forkserver_preload(["tests.unit.two_pass", "tests.faults.learner_stage_process"])
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,14 @@ def make_rows(seed: int, num_groups: int = 4, num_prompts: int | None = None, **
     return rows
 
 
-def make_models(folder: Path) -> None:
+def make_models(folder: Path, num_layers: int = 3) -> None:
     for kind in ("tied", "untied"):
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=16,
             intermediate_size=24,
-            num_hidden_layers=3,
+            num_hidden_layers=num_layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             initializer_range=0.3,
@@ -109,6 +110,10 @@ def make_networks(
         seed=SEED,
         buffer_addresses=(),
         run_folder=path,
+        weights_folder=path,
+        weights_address="",
+        publish_dtypes=("float32",),
+        startup_timeout_s=60.0,
         config=config.model_copy(update=update),
         algorithm=algorithm,
         weight_sync=WeightSyncConfig(),
@@ -141,38 +146,32 @@ def weights_of(networks: Networks) -> dict[str, torch.Tensor]:
 
 
 def run_ranks(module: str, folder: Path, shapes: list[tuple[int, int]]) -> None:
-    """Run `module.one_rank(folder, mesh)` in a process per rank, for each (replicas, stages)."""
+    """Run `module.one_rank(folder, mesh)` in a process per rank, for each (replicas, stages) in turn."""
     for num_replicas, num_stages in shapes:
-        command = [sys.executable, "-W", "error", "-m", "tests.unit.two_pass", module, str(folder)]
-        ranks = subprocess.run(
-            [*command, str(num_replicas), str(num_stages)],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=240,
-            check=False,
-        )
-        assert ranks.returncode == 0, ranks.stderr[-4000:]
+        places = [Place(rank, num_stages, num_replicas) for rank in range(num_replicas * num_stages)]
+        logs = [folder / f"rank-{num_replicas}x{num_stages}-{place.rank}.log" for place in places]
+        arguments = [(module, folder, place, log) for place, log in zip(places, logs, strict=True)]
+        ranks = [_FORKS.Process(target=run_rank, args=each) for each in arguments]
+        for rank in ranks:
+            rank.start()
+        deadline_s = time.monotonic() + 200
+        for rank in ranks:
+            rank.join(max(0.0, deadline_s - time.monotonic()))
+            rank.kill()
+            rank.join()
+        said = "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in logs if log.exists())
+        codes = [rank.exitcode for rank in ranks]
+        assert not any(codes), f"{num_replicas} replicas of {num_stages} stages ended with {codes}\n{said}"
 
 
-def run_forked(module: str, folder: Path, num_replicas: int, num_stages: int) -> int:
-    """The ranks of one shape, forked from a process that has imported everything; returns how many failed."""
-    one_rank = importlib.import_module(module).one_rank
-    processes = []
-    for rank in range(num_replicas * num_stages):
-        place = Place(rank, num_stages, num_replicas)
-        processes.append(multiprocessing.get_context("fork").Process(target=run_rank, args=(one_rank, folder, place)))
-        processes[-1].start()
-    for process in processes:
-        process.join(200)
-        process.kill()
-        process.join()
-    return sum(process.exitcode != 0 for process in processes)
-
-
-def run_rank(one_rank: Callable[[Path, Mesh], None], folder: Path, place: Place) -> None:
+def run_rank(module: str, folder: Path, place: Place, log: Path) -> None:
+    """Be a rank, with a log file of its own, in which every warning is an error."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    warnings.simplefilter("error")
     torch.set_num_threads(1)
+    one_rank = importlib.import_module(module).one_rank
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous-{place.num_replicas}x{place.num_stages}",
@@ -212,8 +211,3 @@ def train_cases(cases: dict[str, Case], folder: Path, mesh: Mesh) -> None:
                 if prefix == "critic." or key.startswith("value_head."):
                     tensors[prefix + key] = parameter.detach().clone()
         save_file(tensors, folder / f"{name}-{place.num_replicas}x{place.num_stages}-{place.rank}.safetensors")
-
-
-if __name__ == "__main__":
-    its_module, where, replicas, stages = sys.argv[1:]
-    sys.exit(run_forked(its_module, Path(where), int(replicas), int(stages)))

@@ -1,0 +1,95 @@
+"""How a vLLM engine is set up: its arguments, and the environment that its processes inherit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.config import ActorsConfig
+from weight_sync.vllm_engine import OWNER_ENV, WORKER_CALLS
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+_READY_TIMEOUT_S = 300
+_CPU_BLOCK_TOKENS = 128
+_EXECUTOR_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+
+def set_environment(config: ActorsConfig) -> None:
+    """What vLLM reads from the environment only. Inherited by the engine's processes."""
+    os.environ[OWNER_ENV] = str(os.getpid())
+    os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(_READY_TIMEOUT_S),
+        # a forked child would not load our plugin again, and so not die with its owner
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # engines share the cores of a machine: none may bind itself to the cores of another
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_args(model_path: Path, config: ActorsConfig, seed: int, backend: str) -> AsyncEngineArgs:
+    """The arguments of one engine.
+
+    Args:
+        model_path: what it loads first.
+        config: the `[actors]` section.
+        seed: of its sampler.
+        backend: of its weight transfer.
+
+    Raises:
+        ValueError: it could only run on a GPU, and has none.
+    """
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    if not on_cpu and not config.gpus:
+        raise ValueError(
+            "actors.gpus = 0, and the vLLM installed here computes on GPUs: give each actor one, or a part of one, or "
+            "install the vLLM for CPU (LEEWAY_EXTRA=cpu make install)"
+        )
+    placement: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_share}
+    if on_cpu:
+        # Prompts are not split over steps: vLLM rewinds the generator of a seeded request after such a
+        # part, and a generator on CPU cannot be rewound, which ends the engine.
+        placement = {
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+        }
+        if config.tensor_parallel_size == 1:
+            # vLLM would put the model into a third process, which costs a round trip for every step
+            placement["distributed_executor_backend"] = _EXECUTOR_IN_PROCESS
+        if config.max_prompt_tokens < _CPU_BLOCK_TOKENS:
+            # no prompt fills a block, so none could be shared: save the hashing
+            placement["enable_prefix_caching"] = False
+    if config.tensor_parallel_size > 1:
+        # in a placement group vLLM would have Ray start its workers, each in a bundle of its own; ours has all GPUs
+        placement["distributed_executor_backend"] = "mp"
+    return AsyncEngineArgs(
+        model=str(model_path),
+        skip_tokenizer_init=True,
+        dtype=config.dtype,
+        seed=seed,
+        max_model_len=config.max_model_tokens,
+        max_num_seqs=config.max_running_samples,
+        tensor_parallel_size=config.tensor_parallel_size,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=backend),
+        worker_extension_cls=WORKER_CALLS,
+        # our sampling parameters alone decide, not a generation_config.json
+        generation_config="vllm",
+        disable_log_stats=True,
+        **placement,
+    )

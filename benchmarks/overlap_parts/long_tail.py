@@ -1,0 +1,119 @@
+"""A checkpoint whose completions end at random, with a long tail of lengths. Run by [model].recipe, in seconds.
+
+The model is a Llama of ordinary random weights, so that it costs what a model of its size costs, with one path through
+it that decides what it says. Every prompt ends with a letter, its class. A token of class c is followed by one of the
+WORDS tokens of class c or, with probability 1 / mean_length(c), by the end: so a completion of class c has a geometric
+length of that mean. The means of the classes are the quantiles of a log-normal distribution. Nothing is trained.
+
+    python benchmarks/overlap_parts/long_tail.py FOLDER
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from statistics import NormalDist
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+NUM_CLASSES = 16
+MEDIAN_LENGTH = 48.0
+SIGMA = 0.6
+"""Of the logarithm of the mean lengths."""
+WORDS = 3
+"""Different tokens of a class; the first is its letter."""
+DIGITS = "0123456789"
+CLASSES = "abcdefghijklmnop"
+OTHERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ!#$%&*"
+VOCABULARY = ("<pad>", "<eos>", "<unk>", *DIGITS, *CLASSES, *OTHERS)
+PAD, EOS = 0, 1
+MAX_TOKENS = 256
+
+WIDTH, LAYERS, INTERMEDIATE = 256, 2, 768
+NEVER = -40.0
+"""Logit of what must not be said."""
+LOUD = 100.0
+"""Length of an embedding: what the layers add to it, of length about 1, changes nothing that is said."""
+SEED = 0
+
+
+def mean_length(number: int) -> float:
+    """Mean completion length of class `number`, with the end-of-sequence token."""
+    quantile = (number + 0.5) / NUM_CLASSES
+    return MEDIAN_LENGTH * math.exp(SIGMA * NormalDist().inv_cdf(quantile))
+
+
+def words(number: int) -> list[int]:
+    """Token ids of a class."""
+    others = [VOCABULARY.index(OTHERS[number * (WORDS - 1) + k]) for k in range(WORDS - 1)]
+    return [VOCABULARY.index(CLASSES[number]), *others]
+
+
+def make_model() -> LlamaForCausalLM:
+    """The model; its first NUM_CLASSES dimensions hold the class, and the layers write into the others alone."""
+    torch.manual_seed(SEED)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(VOCABULARY),
+            hidden_size=WIDTH,
+            intermediate_size=INTERMEDIATE,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=WIDTH // 32,
+            num_key_value_heads=WIDTH // 32,
+            head_dim=32,
+            max_position_embeddings=MAX_TOKENS,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+            dtype="float32",
+        )
+    )
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[:NUM_CLASSES] = 0
+            layer.mlp.down_proj.weight[:NUM_CLASSES] = 0
+        model.model.embed_tokens.weight[:, :NUM_CLASSES] = 0
+        # after the last norm a token of class c is the unit vector c times sqrt(WIDTH)
+        loudness = math.sqrt(WIDTH)
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[:, :NUM_CLASSES] = NEVER / loudness
+        for number in range(NUM_CLASSES):
+            p_end = 1 / mean_length(number)
+            model.lm_head.weight[EOS, number] = math.log(WORDS * p_end / (1 - p_end)) / loudness
+            for word in words(number):
+                model.model.embed_tokens.weight[word] = 0
+                model.model.embed_tokens.weight[word, number] = LOUD
+                model.lm_head.weight[word, number] = 0
+    return model
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for every character."""
+    vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        model_max_length=MAX_TOKENS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def main() -> None:
+    """Write the checkpoint folder."""
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()

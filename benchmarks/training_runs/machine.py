@@ -1,0 +1,49 @@
+"""What the figures were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TypedDict
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("actors", "algorithms", "buffer", "examples", "launch", "learner", "weight_sync")
+GIT_LIMIT_S = 30.0
+
+
+class Machine(TypedDict):
+    """Of a JSON line."""
+
+    cores: int
+    processor: str
+    python: str
+    load_before: float
+    commit: str
+
+
+def describe_machine() -> Machine:
+    """As it is now: call it before anything is measured."""
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        processor=platform.machine(),
+        python=platform.python_version(),
+        load_before=round(os.getloadavg()[0], 2),
+        commit=describe_commit(),
+    )
+
+
+def describe_commit() -> str:
+    """Which code runs: the commit, and whether what runs differs from it."""
+    if shutil.which("git") is None:
+        return "unknown"
+    found = []
+    for question in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", *OURS]):
+        ran = subprocess.run(
+            ["git", *question], cwd=ROOT, capture_output=True, text=True, check=False, timeout=GIT_LIMIT_S
+        )
+        found.append(ran.stdout.strip())
+    commit, changes = found
+    return f"{commit or 'unknown'} with changes" if changes else commit or "unknown"

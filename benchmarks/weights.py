@@ -1,0 +1,101 @@
+"""Weights on their way from the learner to the actors: what a hand-over costs either side. Prints one JSON line last.
+
+    python benchmarks/weights.py [--quick] [--only NAME ...]
+
+    update    two engines generate, the learner trains and publishes every step: the pause of an update over one
+              engine step plus vLLM's bare reload, and the learner's time lost to publishing
+    deltas    bytes of a delta over bytes of the whole at two learning rates, from real optimizer steps
+    sync      publish to verified and staged, over torch.save plus torch.load of the same tensors
+    hosts     16 pullers of one machine: how often a version is sent to it, and verified there
+    fairness  64 light clients at once: slowest over median
+
+All on SmolLM2-135M, in processes of their own (`weights_parts/peers.py`); sides that are compared take turns, and
+ratios are medians of rounds. Every part says in its docstring what it compares. `--quick` is for development: smaller,
+and its figures mean nothing. A whole run writes docs/results/weights.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from training_runs.machine import describe_machine  # noqa: E402
+from weights_parts import deltas, fairness, hosts, sync, update  # noqa: E402
+from weights_parts.figures import summed_up  # noqa: E402
+from weights_parts.peers import Figures, MeasurementFailed, say  # noqa: E402
+from weights_parts.report import judged, write_page  # noqa: E402
+from weights_parts.setting import MEMORY_FOLDER, Setting  # noqa: E402
+
+PAGE = ROOT / "docs" / "results" / "weights.md"
+RUNS = ROOT / "runs"
+"""Where runs lie, and so the disk that the weights of a run go to."""
+
+MEASUREMENTS: dict[str, Callable[[Setting], Figures]] = {
+    "update": update.measure,
+    "deltas": deltas.measure,
+    "sync": sync.measure,
+    "hosts": hosts.measure,
+    "fairness": fairness.measure,
+}
+
+
+def main() -> None:
+    """Measure, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller, for development")
+    parser.add_argument("--only", nargs="+", choices=[*MEASUREMENTS], metavar="NAME", help=" ".join(MEASUREMENTS))
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, it ends what is being measured
+    machine = describe_machine()
+    began_s = time.monotonic()
+    result: Figures = {"quick": args.quick}
+    failed: dict[str, str] = {}
+    RUNS.mkdir(exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark-weights-", dir=RUNS) as scratch,
+        tempfile.TemporaryDirectory(prefix="benchmark-weights-", dir=MEMORY_FOLDER) as memory,
+    ):
+        setting = Setting(Path(scratch), Path(memory), args.quick)
+        for name in args.only or MEASUREMENTS:
+            try:
+                found = MEASUREMENTS[name](setting)
+                result |= found
+                say(json.dumps(found))
+            except (MeasurementFailed, OSError, subprocess.SubprocessError) as error:
+                failed[name] = str(error)
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+            _free(setting)
+            say(f"{name}: {time.monotonic() - began_s:.0f} s since the start")
+    result |= summed_up(result)
+    result |= {
+        "machine": machine,
+        "failed": failed,
+        "wanted": judged(result),
+    }
+    if not (args.quick or args.only or failed):
+        write_page(PAGE, result)
+    print(json.dumps(result))
+    sys.exit(1 if failed else 0)
+
+
+def _free(setting: Setting) -> None:
+    """Versions that a measurement leaves behind are hundreds of megabytes each."""
+    for folder in (setting.scratch, setting.memory):
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+
+
+if __name__ == "__main__":
+    main()

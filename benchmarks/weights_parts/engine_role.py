@@ -1,0 +1,196 @@
+"""An actor's engine under load: it follows the learner's weights as an actor does, and times what that costs it.
+
+The load is a number of requests that run all the time; one of them streams, and the moments of its tokens are those
+of the engine's steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.config import ActorsConfig
+from actors.engine import Engine
+from actors.weights import WeightFollower
+from weight_sync.config import WeightSyncConfig
+from weight_sync.puller import open_puller
+from weight_sync.staleness import PolicyVersion
+from weights_parts.bare_reload import bare_reload
+
+PROMPT_TOKENS, NEW_TOKENS = 16, 224
+LOWEST_TOKEN = 1000
+"""Below it are bytes and special tokens."""
+SETTLE_S = 1.0
+"""Of plain generation between an update and the bare reload that it is compared with."""
+POLL_S = 0.02
+
+
+class Role:
+    """One actor's engine, its puller and its load."""
+
+    def __init__(
+        self, *, name: str, model: str, folder: str, dtype: str, num_running: int, vocab_size: int, seed: int
+    ) -> None:
+        """Take orders; `start` starts the engine.
+
+        Args:
+            name: of the actor.
+            model: the checkpoint that is served.
+            folder: of the weight store.
+            dtype: that is served and pulled.
+            num_running: requests that run all the time.
+            vocab_size: V.
+            seed: of prompts and sampler.
+        """
+        # vLLM's way to have a function run in its process
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        self._name, self._model, self._seed = name, Path(model), seed
+        self._random = np.random.default_rng(seed)
+        self._vocab_size = vocab_size
+        self._config = ActorsConfig(
+            dtype=dtype,  # type: ignore[arg-type]  # pydantic checks it
+            max_prompt_tokens=PROMPT_TOKENS,
+            max_new_tokens=NEW_TOKENS,
+            max_running_samples=num_running,
+            kv_cache_gib=0.5,
+        )
+        self._knobs = WeightSyncConfig(transport="folder")
+        self._puller = open_puller(
+            self._knobs, folder=Path(folder), address="", run_id="benchmark", name=name, dtype=dtype
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self._token_s: list[float] = []
+        self._numbers = itertools.count()
+
+    async def start(self) -> None:
+        """Start the engine, put it under load, and have the bare reload ready."""
+        self._engine = await Engine.start(self._model, self._config, version=PolicyVersion(0, 0), seed=self._seed)
+        self._follower = WeightFollower(self._name, self._engine, self._puller, self._knobs)
+        loads = [self._stream(), *(self._keep_one_running() for _ in range(self._config.max_running_samples - 1))]
+        self._tasks = [asyncio.create_task(load) for load in loads]
+        await self._bare_reload()
+
+    async def follow(self, *, num_updates: int, limit_s: float) -> list[dict[str, Any]]:
+        """Follow so many updates, one bare reload after each.
+
+        Args:
+            num_updates: to wait for.
+            limit_s: for all of them.
+
+        Returns:
+            Of each round, in seconds: `pause`, `load`, `update` (from the version seen until served), `bare`,
+            `bare_pause` (the pause around the bare reload), `step` (median time between tokens afterwards), `gap`
+            (the longest time between two tokens during the update), `bare_gap`, `step_before` and `step_during`
+            (median time between tokens while the version is staged and verified). Also the `version`.
+        """
+        async with asyncio.timeout(limit_s):
+            return [await self._round() for _ in range(num_updates)]
+
+    async def close(self) -> None:
+        """End load and engine."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._puller.close()
+        await self._engine.stop()
+
+    async def _round(self) -> dict[str, Any]:
+        await self._newer_version()
+        seen_s = time.perf_counter()
+        await self._follower.update()
+        done_s = time.perf_counter()
+        (update,) = self._follower.take_updates()
+        pause_s = update.pause_s
+        await asyncio.sleep(SETTLE_S)
+        bare_began_s = time.perf_counter()
+        bare_s, bare_pause_s = await self._bare_reload()
+        bare_done_s = time.perf_counter()
+        version = str(self._engine.version)
+        await asyncio.sleep(SETTLE_S)
+        await self._newer_version()
+        return {
+            "version": version,
+            "pause": pause_s,
+            "load": update.load_s,
+            "update": done_s - seen_s,
+            "bare": bare_s,
+            "bare_pause": bare_pause_s,
+            "step": statistics.median(self._gaps(bare_done_s, time.perf_counter())),
+            "staging_steps": self._gaps(seen_s, done_s - pause_s),
+            "gap": self._longest_gap(done_s - pause_s, done_s),
+            "bare_gap": self._longest_gap(bare_began_s, bare_done_s),
+            "num_running": len(self._tasks),
+        }
+
+    async def _newer_version(self) -> None:
+        while (newest := self._puller.newest()) is None or newest <= self._engine.version:
+            self._raise_if_dead()
+            await asyncio.sleep(POLL_S)
+
+    async def _bare_reload(self) -> tuple[float, float]:
+        """Seconds of the reload alone, and of the pause around it."""
+        llm = self._engine._alive()
+        start = time.perf_counter()
+        async with self._engine._updating:
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            (seconds,) = await llm.collective_rpc(bare_reload)  # a name or a function
+            await llm.resume_generation()
+        return seconds, time.perf_counter() - start
+
+    # --- the load -----------------------------------------------------------------------------------
+
+    def _prompt(self) -> list[int]:
+        return [int(token) for token in self._random.integers(LOWEST_TOKEN, self._vocab_size, PROMPT_TOKENS)]
+
+    async def _keep_one_running(self) -> None:
+        while True:
+            await self._engine.generate(self._prompt())
+
+    async def _stream(self) -> None:
+        while True:
+            async for _ in self._tokens():
+                self._token_s.append(time.perf_counter())
+
+    async def _tokens(self) -> AsyncIterator[None]:
+        """One request, token by token; the engine itself hands out whole completions."""
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=NEW_TOKENS,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = tokens_input(self._prompt(), cache_salt=f"stream-{next(self._numbers)}")
+        stream = self._engine._alive().generate(prompt, params, f"stream{next(self._numbers)}")
+        async with contextlib.aclosing(stream):
+            async for _ in stream:
+                yield
+
+    def _gaps(self, from_s: float, to_s: float) -> list[float]:
+        """Times between tokens that lie within a span."""
+        inside = [moment for moment in self._token_s if from_s <= moment <= to_s]
+        return [after - before for before, after in itertools.pairwise(inside)]
+
+    def _longest_gap(self, from_s: float, to_s: float) -> float:
+        """Longest time between two tokens, one of which may lie before the span or after it."""
+        pairs = itertools.pairwise(self._token_s)
+        return max((after - before for before, after in pairs if after >= from_s and before <= to_s), default=0.0)
+
+    def _raise_if_dead(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()

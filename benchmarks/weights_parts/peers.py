@@ -1,0 +1,151 @@
+"""Processes that do what they are told: the sides of a measurement, each with memory and threads of its own.
+
+A peer ends when the pipe to it closes, so also with a parent that is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+Figures = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
+CALL_LIMIT_S = 120.0
+END_WITHIN_S = 15.0
+
+
+class MeasurementFailed(RuntimeError):
+    """A measurement ended without figures; what its processes said is above, on standard error."""
+
+
+class Peer:
+    """A process of its own in one role: `weights_parts.ROLE_role.Role(**options)`."""
+
+    def __init__(self, role: str, **options: object) -> None:
+        """Start it; the role is taken in the background, and the first call waits for that.
+
+        Args:
+            role: which.
+            options: JSON values for the role.
+        """
+        self.role = role
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "weights_parts", role, json.dumps(options)],
+            cwd=ROOT,
+            env={**os.environ, **SETTINGS, "PYTHONPATH": paths},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # or a pipe that broke would be written to again when it is closed
+        )
+        self._rest = b""
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def call(self, method: str, *, limit_s: float = CALL_LIMIT_S, **arguments: object) -> Any:  # noqa: ANN401 -- JSON
+        """Call a method of the role and wait for what it returns.
+
+        Raises:
+            MeasurementFailed: it raised, took longer than `limit_s`, or the process is gone.
+        """
+        self.begin(method, **arguments)
+        return self.result(method, limit_s=limit_s)
+
+    def begin(self, method: str, **arguments: object) -> None:
+        """Begin a call; `result` waits for its end."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"method": method, "arguments": arguments}).encode() + b"\n")
+        except BrokenPipeError as error:
+            raise MeasurementFailed(f"the process of the {self.role} is gone before '{method}'") from error
+
+    def result(self, what: str, *, limit_s: float = CALL_LIMIT_S) -> Any:  # noqa: ANN401 -- JSON
+        """What a call that was begun returns; as `call`."""
+        answer = json.loads(self._line(what, limit_s))
+        if "error" in answer:
+            raise MeasurementFailed(f"{self.role}, '{what}': {answer['error']}")
+        return answer["result"]
+
+    def has_answered(self) -> bool:
+        """Would `result` return at once?"""
+        assert self._process.stdout is not None
+        return b"\n" in self._rest or bool(select.select([self._process.stdout.fileno()], [], [], 0)[0])
+
+    def hang_up(self) -> None:
+        """Close the pipe to it, as the end of this process would."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def kill(self) -> None:
+        """End it without asking, where it has not ended. May be called twice."""
+        self._process.kill()
+        self.end()
+
+    def end(self) -> None:
+        """Ask the process to end, and kill it where it does not. May be called twice."""
+        process = self._process
+        assert process.stdin is not None
+        try:
+            if not process.stdin.closed:
+                self.begin("end")
+            process.wait(END_WITHIN_S)
+        except (MeasurementFailed, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait(END_WITHIN_S)
+        process.stdin.close()
+        if process.stdout is not None:
+            process.stdout.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.kill()
+        self.end()
+
+    def _line(self, what: str, limit_s: float) -> bytes:
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        deadline = time.monotonic() + limit_s
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise MeasurementFailed(f"the {self.role} took longer than {limit_s:g} s for '{what}'")
+            data = os.read(descriptor, 65536)
+            if not data:
+                status = self._process.wait(END_WITHIN_S)
+                raise MeasurementFailed(
+                    f"the process of the {self.role} ended during '{what}' with status {status}; it said why above"
+                )
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+
+def call_all(peers: Iterable[Peer], method: str, *, limit_s: float = CALL_LIMIT_S, **arguments: object) -> list[Any]:
+    """The same call to several peers at once; what each returns."""
+    peers = list(peers)
+    for peer in peers:
+        peer.begin(method, **arguments)
+    return [peer.result(method, limit_s=limit_s) for peer in peers]
+
+
+def say(text: str) -> None:
+    """Progress, for whoever watches."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,222 @@
+"""The bars, and the page docs/results/weights.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from weights_parts.figures import Figures
+
+BARS = {
+    "pause_over_step": 1.3,
+    "publish_stall_frac": 0.05,
+    "sync_over_torch_save_load": 0.6,
+    "host_reads": 1.0,
+    "fairness": 2.0,
+}
+"""Figure -> at most this is wanted."""
+TITLE = "# Weights on their way, measured"
+
+
+def judged(result: Figures) -> Figures:
+    """Every wanted bar, what was measured, and whether it is met; None where it was not measured at full size."""
+
+    def met(key: str, bar: float) -> bool | None:
+        return None if result.get(key) is None or result["quick"] else bool(result[key] <= bar)
+
+    return {key: {"at most": bar, "measured": result.get(key), "met": met(key, bar)} for key, bar in BARS.items()}
+
+
+def write_page(page: Path, result: Figures) -> None:
+    """Write the page."""
+    sections = [
+        TITLE,
+        _head(result),
+        _bars(result),
+        "## The pause of an update",
+        _update(result),
+        "## The learner's side",
+        _learner(result),
+        "## Deltas",
+        _deltas(result),
+        "## Beside torch.save and torch.load",
+        _sync(result),
+        "## Bytes and time against memory bandwidth",
+        _bandwidth(result),
+        "## Many at once",
+        _many(result),
+    ]
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def _head(r: Figures) -> str:
+    machine = r["machine"]
+    return (
+        f"Written by `python benchmarks/weights.py` on {machine['cores']} cores ({machine['processor']}), no GPU, "
+        f"Python {machine['python']}; load average of the machine before it began: {machine['load_before']:.1f}. "
+        "The model is SmolLM2-135M; its head is tied and is published beside the embedding, so a version in bfloat16 "
+        f"is {r['delta_full_mb']:.0f} MB. Sides that are compared take turns within one run, and ratios are medians of "
+        "the rounds' ratios. Absolute figures depend on the machine and its load; compare within this page only."
+    )
+
+
+def _bars(r: Figures) -> str:
+    rows = []
+    for key, each in r["wanted"].items():
+        met = {True: "yes", False: "**no**", None: "-"}[each["met"]]
+        rows.append([f"`{key}`", f"{each['at most']:g}", f"{each['measured']:.3f}", met])
+    return _table(["figure", "wanted, at most", "measured", "met"], rows)
+
+
+def _update(r: Figures) -> str:
+    text = (
+        f"{r['update_num_actors']} engines ({r['update_num_running']} running requests each, bfloat16, one thread "
+        f"each) and a learner (one thread) share the {r['machine']['cores']} cores; the learner publishes every step, "
+        'the engines follow it through the weights\' folder as actors do, with `kv_cache = "keep"`. '
+        "`pause_over_step` is the pause of an update, from the request to pause until generation went on, over one "
+        "engine step plus the *bare reload*: vLLM's own reload of tensors that lie ready in the engine's memory "
+        "(`initialize_layerwise_reload`, `load_weights`, `finalize_layerwise_reload`). Both are measured in the same "
+        "engine, the bare reload a second after each update and the engine step until the next version comes, while "
+        "learner and other engine go on. The pause holds: the rest of the engine step that runs when it is asked for "
+        "(half of one on average), loading from the mapped files, vLLM's repacking of the weights, and the "
+        "messages between the actor's process and its engine's. It does not hold fetching and verifying, "
+        "which are done while requests run."
+    )
+    rows = [
+        ["engine step (median time between tokens)", _ms(r["engine_step_s"])],
+        ["bare reload", _ms(r["bare_reload_s"])],
+        ["pause of an update", _ms(r["pause_s"])],
+        ["of it, loading", _ms(r["load_s"])],
+        ["pause around a bare reload", _ms(r["bare_pause_s"])],
+        ["longest time between two tokens, at an update", _ms(r["gap_s"])],
+        ["the same, at a bare reload", _ms(r["bare_gap_s"])],
+        ["a version seen until it is served", _ms(r["update_s"])],
+    ]
+    slower = r["staging_step_over_step"]
+    rest = (
+        f"Over one engine step plus the bare reload: the pause {r['pause_over_step']:.2f} (worst of "
+        f"{r['num_updates']} updates {r['pause_over_step_worst']:.2f}), the pause around a bare reload "
+        f"{r['bare_pause_over_step']:.2f}, the longest time between two tokens {r['gap_over_step']:.2f}."
+    )
+    if slower is not None:
+        rest += f" While a version is staged and verified an engine step takes {slower:.2f} times as long."
+    return f"{text}\n\n{_table(['median of the updates', 'ms'], rows)}\n\n{rest}"
+
+
+def _learner(r: Figures) -> str:
+    return (
+        f"In the same run: {r['num_learner_steps']} optimizer steps (float32 weights, bf16 autocast, AdamW, one stage) "
+        f"on samples of the model's own, each published. A step takes {r['learner_step_s']:.1f} s, the call of "
+        f"`Publisher.publish` {_ms(r['publish_call_s'])} ms: the copy to host memory, which rounds to bfloat16. "
+        f"`publish_stall_frac` is the second over the first, {r['publish_stall_frac']:.4f} (worst step "
+        f"{r['publish_stall_frac_worst']:.4f}). A thread of the learner does the rest: the version could be pulled "
+        f"{_ms(r['publish_committed_s'])} ms after the call began. Where all cores are busy, as here, its time is "
+        "taken from learner and engines alike, and is part of the steps above."
+    )
+
+
+def _deltas(r: Figures) -> str:
+    rows = [
+        [
+            name,
+            f"{r['unchanged_share'][name]:.2%}",
+            f"{r['delta_over_full'][name]:.4f}",
+            f"{1 / r['delta_over_full'][name]:.0f}",
+            ", ".join(f"{share:.4f}" for share in r["delta_over_full_by_step"][name]),
+        ]
+        for name in r["delta_over_full"]
+    ]
+    text = (
+        "Real optimizer steps as above, learner alone: bytes of the delta over bytes of the whole version in "
+        "bfloat16, and the share of values that a step leaves as they are. Every delta was decoded and compared. The "
+        "first step of AdamW moves every weight by the learning rate and so changes most. This checkpoint was "
+        f"made from four bits: {r['boundary_share']:.1%} of its weights lie exactly between two values of bfloat16 and "
+        "may round anew however small a step is. *Spread* begins from the same weights at random places among those "
+        "that round to the same value, as training leaves them."
+    )
+    rest = (
+        f"Encoding takes a core {r['delta_full_mb'] / r['delta_encode_mb_per_s']:.2f} s for the whole version "
+        f"({r['delta_encode_mb_per_s']:.0f} MB/s of weights), decoding "
+        f"{r['delta_full_mb'] / r['delta_decode_mb_per_s']:.2f} s ({r['delta_decode_mb_per_s']:.0f} MB/s)."
+    )
+    head = ["learning rate", "unchanged, median", "`delta_over_full`, median", "times smaller", "step by step"]
+    return f"{text}\n\n{_table(head, rows)}\n\n{rest}"
+
+
+def _sync(r: Figures) -> str:
+    names = {
+        "bfloat16_disk": "bfloat16, disk",
+        "bfloat16_memory": "bfloat16, /dev/shm",
+        "float32_disk": "float32, disk",
+        "float32_memory": "float32, /dev/shm",
+    }
+    rows = [
+        [
+            names[name],
+            f"{each['mb']:.0f}",
+            _ms(each["until_seen_s"]),
+            _ms(each["fetch_s"]),
+            _ms(each["sync_s"]),
+            _ms(each["save_s"]),
+            _ms(each["load_s"]),
+            f"{each['over_torch']:.2f}",
+        ]
+        for name, each in r["sync"].items()
+    ]
+    text = (
+        "From `Publisher.publish` called to `Puller.fetch` returned in another process, so verified and staged, "
+        "through the folder; beside `torch.save` in the one and `torch.load` in the other, of the same tensors and in "
+        "the same folder. Files are new each time and in the page cache afterwards, neither side calls fsync, and the "
+        "two take turns. The first five rounds do not count: until removed files give their pages to new ones, a write "
+        "meets memory that the machine has never touched, at ten times the cost, on either side. "
+        "`sync_over_torch_save_load` is the first row's. Ours writes checksums, reads them back and maps the files; "
+        "`torch.load` copies them to the heap."
+    )
+    head = ["tensors, folder", "MB", "until seen, ms", "fetch, ms", "sync, ms", "save, ms", "load, ms", "ratio"]
+    whole, delta = r["sync_network"]["whole"], r["sync_network"]["delta"]
+    rest = (
+        f"With the bare reload of {_ms(r['bare_reload_s'])} ms on both sides the first row's ratio is "
+        f"{r['sync_over_torch_save_load_with_reload']:.2f}. Through the network transport on loopback, bfloat16 from a "
+        f"store on disk into a staging folder in /dev/shm: {_ms(whole['sync_s'])} ms whole (fetch "
+        f"{_ms(whole['fetch_s'])} ms), {_ms(delta['sync_s'])} ms as deltas of an optimizer step (fetch "
+        f"{_ms(delta['fetch_s'])} ms, {delta['sent_share']:.2%} of the bytes). Where that "
+        "takes longer than the whole, it still saves bytes: a delta is for links slower than its encoder."
+    )
+    return f"{text}\n\n{_table(head, rows)}\n\n{rest}"
+
+
+def _bandwidth(r: Figures) -> str:
+    disk, memory = r["sync"]["bfloat16_disk"], r["sync"]["bfloat16_memory"]
+    return (
+        f"One core copies {r['memcpy_gb_per_s']:.1f} GB/s in memory and checksums {r['checksum_gb_per_s']:.1f} GB/s "
+        f"(xxh3-64). A sync in bfloat16 through the folder moves {disk['gb_per_s']:.2f} GB/s on disk and "
+        f"{memory['gb_per_s']:.2f} GB/s in /dev/shm: {r['sync_over_memcpy']:.3f} and "
+        f"{memory['gb_per_s'] / r['memcpy_gb_per_s']:.3f} of the copy. The bytes are copied twice (to host memory, and "
+        "into the page cache) and read twice (checksum before writing, verification after), so "
+        f"{2 / r['memcpy_gb_per_s'] + 2 / r['checksum_gb_per_s']:.2f} s per GB would do; what is left is the kernel's "
+        "work for new pages of a file, which `torch.save` has as well. Loading copies them once more."
+    )
+
+
+def _many(r: Figures) -> str:
+    verified, last = r["host_verified"], r["host_last_s"]
+    return (
+        f"{r['host_num_pullers']} pullers of one machine, a process each, wait for a version of {r['host_mb']:.0f} MB "
+        f"and fetch it at once. Over the network the service sent {r['host_reads']:.2f} times the bytes of the "
+        f"version (`host_reads`), the pullers verified it {verified['network']:.2f} times, and the last had it "
+        f"{last['network']:.2f} s after `publish` was called. Through the folder they verified it "
+        f"{verified['folder']:.2f} times, and the last had it after {last['folder']:.2f} s. Each engine reads it once "
+        "more against its checksums, while it generates, before it loads it.\n\n"
+        f"{r['fairness_num_clients']} light clients fetch a version of {r['fairness_mb']:.1f} MB from one service at "
+        f"once, in processes of eight clients: slowest over median {r['fairness']:.2f} (worst round "
+        f"{r['fairness_worst']:.2f}), median {r['fairness_median_s']:.2f} s, {r['fairness_gb_per_s']:.2f} GB/s in all."
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.0f}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])

@@ -1,0 +1,254 @@
+#!/usr/bin/env bash
+# What launch/cluster.sh does on one host; it calls this script there, and nobody else needs to.
+#
+#   cluster_host.sh facts HEAD         what is installed, what runs and what is in the way, one fact a line
+#   cluster_host.sh start HEAD         start Ray, as the head where HEAD is our address; the token comes on stdin
+#   cluster_host.sh stop               end every process of our session, and remove its folder
+#   cluster_host.sh nodes              the hosts that the head knows; this and what follows on the head alone
+#   cluster_host.sh ray-status         what the cluster has and what is used
+#   cluster_host.sh run ID VERB ...    leeway train, or leeway resume
+#   cluster_host.sh interrupt ID       ask what `run ID` started to end
+#   cluster_host.sh end-runs SECONDS   ask all of them, and wait for so long
+#
+# Environment: LEEWAY_ADDRESS (of this host), LEEWAY_POOLS (a,b), LEEWAY_RAY_PORT, LEEWAY_WORKER_PORTS, LEEWAY_CPUS,
+# LEEWAY_STATE (/tmp/leeway-UID), on a disk of this host: a home may be the same one on all, and sockets want short paths.
+set -euo pipefail
+
+dir=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+bin="$dir/.venv/bin"
+port=${LEEWAY_RAY_PORT:-6379}
+address=${LEEWAY_ADDRESS:-127.0.0.1}
+state=${LEEWAY_STATE:-/tmp/leeway-$(id -u)}
+session="$state/ray-$port" # every file of our Ray on this host
+token="$session/auth_token"
+
+# From the head's port on, so that two clusters differ in all of them: raylet, objects, runtime environments, agent.
+# The last is Ray's server of remote drivers on the head, which cannot be switched off.
+ports=("$((port + 12))" "$((port + 13))" "$((port + 14))" "$((port + 15))" "$((port + 16))" "$((port + 17))")
+worker_ports=${LEEWAY_WORKER_PORTS:-20002-20999}
+
+export RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 RAY_raylet_start_wait_time_s=60
+export AUTOSCALER_METRIC_PORT=99999 # there is none: else Ray's monitor serves metrics to everybody on every interface
+# How long a host may be silent (docs/cluster.md says why): it is lost after 13 checks in a row not answered in
+# 5 s, 1 s apart; and a host that does not reach the head for 120 s gives up by itself.
+export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=5000 RAY_health_check_failure_threshold=13
+export RAY_gcs_rpc_server_reconnect_timeout_s=120
+
+fail() {
+  printf '%s\n' "$1" >&2
+  exit 1
+}
+
+# What lies there decides whom we connect to with which token, and what is removed: nobody else may have made it.
+check_state() {
+  if [ -e "$state" ] || [ -L "$state" ]; then
+    { [ -d "$state" ] && [ ! -L "$state" ] && [ -O "$state" ]; } ||
+      fail "$state is not a folder of this user's; set LEEWAY_STATE to one that is"
+  fi
+}
+
+is_loopback() { [[ $address == 127.* ]]; }
+
+with_token() { export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token" LEEWAY_RAY_SESSION="$session"; }
+
+# --- our own processes ------------------------------------------------------------------------------
+
+# Ray's own name the session on their command line; what they start inherits it in its environment, unless it hides
+# that behind a title of its own; then it still descends from one that does neither.
+own_processes() {
+  local pattern found level
+  pattern=$(sed 's/[].[\*^$+?(){}|/]/\\&/g' <<<"$session")
+  found=$(pgrep -f -- "/ray/.*$pattern/session_" || true)
+  found+=" $(grep -lzxF -- "LEEWAY_RAY_SESSION=$session" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3 || true)"
+  level=$(tr -s ' \n' ',' <<<"$found" | sed 's/^,//; s/,$//')
+  while [ -n "$level" ]; do
+    found+=" $level"
+    level=$(pgrep -d, -P "$level" || true)
+  done
+  tr -s ' ,' '\n' <<<"$found" | sed '/^$/d' | sort -un
+}
+
+our_raylet() {
+  local pid
+  for pid in $(own_processes); do
+    [ "$(cat "/proc/$pid/comm" 2>/dev/null)" != raylet ] || echo "$pid"
+  done
+}
+
+# Of these processes, those that still run.
+alive() { [ $# -eq 0 ] || ps -o pid=,stat= -p "$(tr ' ' , <<<"$*")" | awk '$2 !~ /^Z/ {print $1}' || true; }
+
+stop() {
+  local processes
+  processes=$(own_processes)
+  # shellcheck disable=SC2086 # one argument per process
+  [ -z "$processes" ] || kill $processes 2>/dev/null || true
+  for _ in $(seq 50); do
+    # shellcheck disable=SC2046,SC2086
+    processes=$(alive $processes $(own_processes))
+    [ -n "$processes" ] || break
+    sleep 0.2
+  done
+  # shellcheck disable=SC2086
+  [ -z "$processes" ] || kill -9 $processes 2>/dev/null || true
+  rm -rf "$session"
+  [ ! -d "$state" ] || rmdir --ignore-fail-on-non-empty "$state"
+}
+
+# --- facts ------------------------------------------------------------------------------------------
+
+# The version, and the first digits of a checksum over all our code: two checkouts may share a version.
+leeway_version() {
+  local sum
+  sum=$(cd "$dir" && find actors algorithms buffer launch learner weight_sync -name '*.py' -print0 | LC_ALL=C sort -z |
+    xargs -0 cat | sha256sum)
+  "$bin/python" -c 'from importlib.metadata import version as v; import platform, sys
+print("python", platform.python_version())
+print("ray", v("ray"))
+print("leeway", v("leeway") + "-" + sys.argv[1])' "${sum:0:8}"
+}
+
+listening() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; }
+
+# Who listens on a port, where the system tells us.
+listener() {
+  local who
+  who=$(ss -Hltnp "sport = :$1" 2>/dev/null | grep -o 'users:(("[^"]*",pid=[0-9]*' | head -n 1 |
+    sed 's/users:(("\([^"]*\)",pid=\([0-9]*\)/\1, process \2/' || true)
+  printf '%s' "${who:-a process that this user may not see}"
+}
+
+facts() {
+  local head=$1 own other each wanted=()
+  [ -x "$bin/ray" ] || fail "nothing is installed in $dir/.venv; run 'make install' there"
+  command -v pgrep >/dev/null || fail "the command pgrep is missing (Debian: apt-get install procps)"
+  leeway_version
+  echo "time $(date +%s)"
+  own=$(our_raylet)
+  if [ -n "$own" ]; then
+    echo "raylet $own"
+  else
+    [ "$head" != "$address" ] || wanted+=("$port")
+    is_loopback || wanted+=("${ports[@]}")
+    for each in "${wanted[@]}"; do
+      ! listening "$address" "$each" || echo "taken $each $(listener "$each")"
+    done
+  fi
+  for other in $(pgrep -x raylet || true); do
+    [[ " ${own//$'\n'/ } " == *" $other "* ]] ||
+      echo "other $other $(tr '\0' '\n' <"/proc/$other/cmdline" | sed -n 's/^--session_dir=//p')"
+  done
+}
+
+# --- start ------------------------------------------------------------------------------------------
+
+resources() {
+  local pool json=
+  for pool in ${LEEWAY_POOLS//,/ }; do
+    json+="${json:+, }\"pool_$pool\": 1000"
+  done
+  printf '{%s}' "$json"
+}
+
+# The interface with our address: gloo and NCCL would else take the one that the host's name resolves to.
+interface() {
+  "$bin/python" -c 'import psutil, sys
+print(next((name for name, each in psutil.net_if_addrs().items() if sys.argv[1] in [a.address for a in each]), ""))' \
+    "$address"
+}
+
+start() {
+  local head=$1 arguments name
+  mkdir -p "$state"
+  check_state
+  chmod 700 "$state"
+  mkdir -p "$session"
+  (umask 077 && cat >"$token")
+  [ -s "$token" ] || fail "no token came; this is a fault of launch/cluster.sh"
+  arguments=(--node-ip-address "$address" --temp-dir "$session" --object-store-memory 80000000
+    --include-log-monitor false --resources "$(resources)")
+  [ -z "${LEEWAY_CPUS:-}" ] || arguments+=(--num-cpus "$LEEWAY_CPUS")
+  if ! is_loopback; then
+    name=$(interface)
+    [ -n "$name" ] || fail "no interface of it has the address $address; give its private address in the host file"
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$name}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$name}"
+    arguments+=(--node-manager-port "${ports[0]}" --object-manager-port "${ports[1]}"
+      --runtime-env-agent-port "${ports[2]}" --dashboard-agent-listen-port "${ports[3]}"
+      --metrics-export-port "${ports[4]}" --ray-client-server-port "${ports[5]}"
+      --min-worker-port "${worker_ports%-*}" --max-worker-port "${worker_ports#*-}")
+  fi
+  if [ "$head" = "$address" ]; then
+    arguments+=(--head --port "$port" --include-dashboard false)
+  else
+    arguments+=(--address "$head:$port")
+  fi
+  with_token
+  # `timeout` puts the daemons in its own process group, away from that of ssh
+  timeout 90 "$bin/ray" start "${arguments[@]}" >"$session/start.log" 2>&1 </dev/null ||
+    fail "Ray did not start: $(grep -v '^ *$' "$session/start.log" | tail -n 1)"
+}
+
+# --- on the head ------------------------------------------------------------------------------------
+
+nodes() {
+  [ -s "$token" ] || fail "no Ray of ours is up at $address:$port"
+  with_token
+  cd "$dir"
+  exec "$bin/python" -m launch.cluster_nodes "$address:$port"
+}
+
+ray_status() {
+  with_token
+  exec "$bin/ray" status --address "$address:$port"
+}
+
+run() {
+  local id=$1
+  shift
+  with_token
+  cd "$dir" # of relative paths, as runs/NAME
+  export LEEWAY_CLUSTER_RUN="$id"
+  echo $$ >"$session/run-$id.pid"
+  trap '' HUP # a terminal that is closed, or a connection that breaks, is no reason to end
+  exec "$bin/leeway" "$@" --launch.ray_address "$address:$port"
+}
+
+# The process of `run ID`, while it lives: a run that is over may have left its number to another process.
+process_of() {
+  local pid
+  pid=$(cat "$session/run-$1.pid" 2>/dev/null) || return 0
+  ! grep -qzxF -- "LEEWAY_CLUSTER_RUN=$1" "/proc/$pid/environ" 2>/dev/null || echo "$pid"
+}
+
+interrupt() {
+  local pid
+  pid=$(process_of "$1")
+  [ -z "$pid" ] || kill "$pid" 2>/dev/null || true
+}
+
+end_runs() {
+  local limit_s=$1 file id pid processes=()
+  for file in "$session"/run-*.pid; do
+    id=${file##*/run-}
+    pid=$(process_of "${id%.pid}")
+    [ -z "$pid" ] || processes+=("$pid")
+  done
+  [ ${#processes[@]} -gt 0 ] || return 0
+  echo "runs are asked to write a checkpoint and end (process ${processes[*]}); waiting for at most $limit_s s"
+  kill "${processes[@]}" 2>/dev/null || true
+  SECONDS=0
+  while [ "$SECONDS" -lt "$limit_s" ]; do
+    [ -n "$(alive "${processes[@]}")" ] || return 0
+    sleep 0.2
+  done
+  echo "process ${processes[*]} has not ended within $limit_s s (LEEWAY_END_S), and is stopped now"
+}
+
+verb=$1
+shift
+check_state
+case $verb in
+facts | start | stop | nodes | run | interrupt) "$verb" "$@" ;;
+ray-status | end-runs) "${verb//-/_}" "$@" ;;
+*) fail "cluster_host.sh: there is no verb '$verb'" ;;
+esac

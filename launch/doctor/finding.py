@@ -1,0 +1,75 @@
+"""Finding: what one check has found; examine: all checks side by side, each with its limit of time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Literal
+
+from actors.threads import DaemonThreads
+
+State = Literal["ok", "warning", "problem"]
+LIMIT_S = 28.0
+"""Of all checks together."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table."""
+
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
+    """What to do; '' where it is in order."""
+
+
+Check = Callable[[], Sequence[Finding]]
+
+
+def ok(name: str, found: str) -> list[Finding]:
+    """It is as it should be."""
+    return [Finding(name, "ok", found)]
+
+
+def warning(name: str, found: str, remedy: str) -> list[Finding]:
+    """A run may go well, or be slow, or lose something."""
+    return [Finding(name, "warning", found, remedy)]
+
+
+def problem(name: str, found: str, remedy: str) -> list[Finding]:
+    """A run would fail."""
+    return [Finding(name, "problem", found, remedy)]
+
+
+def examine(
+    checks: Sequence[tuple[str, Check]], *, limit_s: float = LIMIT_S, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Finding]:
+    """Run all checks at once, and yield what they find, in their order.
+
+    Args:
+        checks: (name, check). One that raises, or is not done in time, is a problem of that name.
+        limit_s: of all together.
+        clock: seconds, monotonic.
+    """
+    threads = DaemonThreads("doctor", max(1, len(checks)))
+    deadline = clock() + limit_s
+    pending = [(name, threads.submit(check)) for name, check in checks]
+    for name, future in pending:
+        try:
+            yield from future.result(max(0.0, deadline - clock()))
+        except FutureTimeout:
+            yield Finding(
+                name,
+                "problem",
+                f"no answer within {limit_s:g} s",
+                "something that it looks at hangs, such as a network file system or a broken GPU driver",
+            )
+        except Exception as error:  # a check that is at a loss says so, and the others go on
+            text = str(error).splitlines()[0] if str(error) else "no reason given"
+            yield Finding(
+                name, "problem", f"could not be looked at: {type(error).__name__}: {text}", "see to that first"
+            )
+    threads.close()

@@ -1,0 +1,53 @@
+"""Interrupts: Ctrl-C and SIGTERM, which end a run in order the first time and at once the second.
+
+While its processes are being ended they are only counted: that takes seconds, and is bounded.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+
+class Stopped(BaseException):
+    """The run ends at once. Not an Exception, or a library that catches all of those would catch it too."""
+
+
+class Interrupts:
+    """Counts the signals. While training, the first asks for an orderly end; any other ends now."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.training = False
+        """Who asked for an orderly end is heard; see `go_on`."""
+        self.ending = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        self._previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in self._previous:
+            signal.signal(number, self._on_signal)
+        return self
+
+    def end(self) -> None:
+        """From here on the processes are being ended."""
+        self.ending = True
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def go_on(self) -> None:
+        """Between two phases, before anything that was asked to end begins.
+
+        Raises:
+            Stopped: a signal came while nothing could be raised, as in a callback of C code, where Python drops it.
+        """
+        if self.count and not self.training:
+            raise Stopped
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1  # nothing else: a handler may come in the middle of a write
+        if not self.ending and (self.count > 1 or not self.training):
+            raise Stopped

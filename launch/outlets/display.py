@@ -1,0 +1,175 @@
+"""The display of the command that trains: the view of `leeway top` on a terminal, otherwise a line now and then."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from launch.config import Config
+from launch.outlets.summary_line import TRAINING, line
+from launch.run_folder import RunFolder
+from launch.state.progress import Accuracy
+from launch.state.snapshot import Snapshot
+from launch.top.view import View
+from launch.words import number
+
+log = logging.getLogger(__name__)
+
+QUIET_S = 15.0
+"""Without anything new, a line comes after so long all the same, and says why nothing happens."""
+
+
+class Outlet:
+    """A standard stream that may go away while the run goes on: a terminal is closed, or who reads a pipe ends.
+
+    From then on nothing raises, and what anybody writes there goes nowhere. All else is the stream's own.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.is_lost = False
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 -- of any kind
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As that of the stream."""
+        return self._unless_lost(lambda: self._stream.write(text)) or len(text)
+
+    def flush(self) -> None:
+        """As that of the stream."""
+        self._unless_lost(self._stream.flush)
+
+    def _unless_lost(self, call: Callable[[], int | None]) -> int | None:
+        try:
+            return None if self.is_lost else call()
+        except OSError as error:
+            self.is_lost = True
+            log.warning("what the command shows is shown to nobody any more (%s); the run goes on", error)
+            self._drop()
+            return None
+
+    def _drop(self) -> None:
+        """Put nothing in its place, also of the other standard streams that lead there: Python flushes them last."""
+        with suppress(OSError), open(os.devnull, "wb", 0) as nowhere:  # a test's own has no descriptor
+            lost = self._stream.fileno()
+            standard = [each.fileno() for each in (sys.__stdout__, sys.__stderr__) if each is not None]
+            for descriptor in {lost, *(each for each in standard if os.path.sameopenfile(each, lost))}:
+                os.dup2(nowhere.fileno(), descriptor)
+
+
+class Display:
+    """A live table on a terminal; otherwise a line now and then. Never raises because of a narrow or a lost screen."""
+
+    def __init__(self, config: Config, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Show nothing yet.
+
+        Args:
+            config: `tracking.display` and the keys beside it.
+            folder: of the run.
+            clock: seconds, monotonic.
+        """
+        self._config = config
+        self._folder = folder
+        self._clock = clock
+        wish = config.tracking.display
+        self._is_live = wish == "live" or (wish == "auto" and sys.stdout.isatty())
+        self._is_off = wish == "off"
+        self._outlet = Outlet(sys.stdout)
+        self._console = Console(file=cast(TextIO, self._outlet), highlight=False, markup=False)
+        self._live: Live | None = None
+        self._last_line_s = clock()
+        self._last_step = 0
+
+    def __enter__(self) -> Display:
+        self._say(f"run {self._folder.root}")
+        if self._is_live:
+            self._live = Live(Text(""), console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def phase(self, text: str) -> None:
+        """What the run does now."""
+        self._say(text)
+
+    def event(self, text: str) -> None:
+        """Something happened."""
+        self._say(text)
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Show the newest figures. Any thread may call it."""
+        if self._outlet.is_lost:
+            self.__exit__()
+            return
+        live = self._live
+        if live is not None:
+            live.update(View(snapshot, snapshot.written_s))
+            return
+        quiet_s = self._clock() - self._last_line_s
+        is_stuck = bool(snapshot.waits) and snapshot.phase == TRAINING
+        is_new = snapshot.step != self._last_step or is_stuck or snapshot.tripped
+        if quiet_s >= (self._config.tracking.plain_interval_s if is_new else QUIET_S):
+            self._say(self._line(snapshot, is_new_step=snapshot.step != self._last_step))
+            self._last_line_s = self._clock()
+            self._last_step = snapshot.step
+
+    def last_line(self, text: str) -> None:
+        """What is said when everything is over."""
+        self.__exit__()
+        self._say(text)
+
+    def fail(self, text: str) -> None:
+        """The run ends here, and this is why."""
+        self.__exit__()
+        print(f"leeway: {text}", file=cast(TextIO, Outlet(sys.stderr)), flush=True)
+
+    def finish(self, before: Accuracy, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
+        """The last words of a run."""
+        self.__exit__()
+
+        def say(text: str) -> None:
+            self._console.print(text, soft_wrap=True)
+
+        if after is not None:
+            say(f"held-out accuracy over {before.num_problems} problems   before     after      gain")
+            for name, first, last in (
+                ("greedy", before.greedy, after.greedy),
+                ("sampled", before.sampled, after.sampled),
+            ):
+                gain = last - first if first is not None and last is not None else None
+                say(f"  {name:<37}{number(first):>11}{number(last):>10}{number(gain):>10}")
+        lag = summary["lag_mean"]
+        overlap = summary["overlap_frac"]
+        say(
+            f"{summary['trained_trajectories']} trajectories in {summary['num_steps']} steps; "
+            f"lag mean {number(lag)}, max {summary['lag_max']} of {summary['max_lag']}; "
+            f"generating during {number(overlap)} of step time; ledger gap {summary['ledger_gap']}"
+        )
+        say(f"{summary['wall_s']:.0f} s in all; model, metrics and summary.json in {self._folder.root}")
+
+    def _line(self, snapshot: Snapshot, *, is_new_step: bool) -> str:
+        """Where steps come, only what the learner waits for; where none comes, whatever is known of why."""
+        if is_new_step:
+            return line(snapshot, num_waits=1 if snapshot.learner.waits_for else 0)
+        is_computing = not snapshot.learner.waits_for and snapshot.phase == TRAINING
+        return line(snapshot) + (f"; the learner computes step {snapshot.step + 1}" if is_computing else "")
+
+    def _say(self, text: str) -> None:
+        if not self._is_off and not self._outlet.is_lost:
+            live = self._live
+            console = live.console if live is not None else self._console
+            console.print(text, soft_wrap=True)

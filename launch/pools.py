@@ -1,0 +1,127 @@
+"""Pools: which workers a run has, what each reserves, and on which hosts it may be.
+
+    [pools.big]                           a host belongs to a pool by the Ray resource pool_big
+    role = "actors"
+    count = 2
+    dtype = "bfloat16"
+
+Without such sections there are two pools, "actors" and "learner", whose workers may be on any host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from actors.config import ActorsConfig
+from launch.config import ENGINE_KEYS, Config, PoolConfig
+from launch.load import ConfigError
+
+HOST_UNIT = 1e-3
+"""Of the pool's resource, which a worker reserves; a host that carries 1 is never used up by it."""
+
+Bundle = Mapping[str, float]
+"""What a worker reserves, by Ray resource; never with a 0."""
+
+
+@dataclass(frozen=True)
+class WorkerPool:
+    """Workers of one kind on hosts of one kind."""
+
+    name: str
+    count: int
+    bundle: Bundle
+    """Of each worker; empty where it reserves nothing and may be on any host."""
+
+    def describe(self) -> str:
+        """What it asks for, for people."""
+        wanted = ", ".join(f"{kind}: {amount:g}" for kind, amount in self.bundle.items())
+        return f"pool '{self.name}' asks for {self.count} x {{{wanted}}}"
+
+
+@dataclass(frozen=True)
+class ActorPool(WorkerPool):
+    """Actors of one kind."""
+
+    config: ActorsConfig
+    """The `[actors]` section as it is for this pool."""
+
+
+def actor_pools(config: Config) -> list[ActorPool]:
+    """The pools of actors, in the order of the file.
+
+    Raises:
+        ConfigError: `[actors]` says another number of actors.
+    """
+    sections = {name: section for name, section in config.pools.items() if section.role == "actors"}
+    if not sections:
+        return [
+            ActorPool(
+                "actors", config.actors.num_actors, _bundle(config.actors.cpus, config.actors.gpus), config.actors
+            )
+        ]
+    pools = [_actor_pool(name, section, config.actors) for name, section in sections.items()]
+    total, said = sum(pool.count for pool in pools), config.actors.num_actors
+    if "num_actors" in config.actors.model_fields_set and said != total:
+        raise ConfigError(
+            f"actors.num_actors = {said}, and the pools of actors hold {total} ({', '.join(sections)}): leave the "
+            "first out, and give each pool its count"
+        )
+    return pools
+
+
+def serving_dtypes(config: Config) -> tuple[str, ...]:
+    """In which precisions actors serve, each once; the learner publishes the weights in all of them."""
+    return tuple(sorted({pool.config.dtype for pool in actor_pools(config)}))
+
+
+def stage_pools(config: Config) -> list[WorkerPool]:
+    """The pools of the learner; its ranks are in them in this order.
+
+    Raises:
+        ConfigError: they hold more or fewer ranks than the learner has.
+    """
+    learner = config.learner
+    num_ranks = learner.num_replicas * learner.num_stages
+    sections = {name: section for name, section in config.pools.items() if section.role == "learner"}
+    if not sections:
+        return [WorkerPool("learner", num_ranks, _bundle(learner.cpus, learner.gpus))]
+    left = num_ranks - sum(section.count or 0 for section in sections.values())
+    pools = []
+    for name, section in sections.items():
+        count = section.count or left
+        cpus = learner.cpus if section.cpus is None else section.cpus
+        gpus = learner.gpus if section.gpus is None else section.gpus
+        pools.append(WorkerPool(name, count, _bundle(cpus, gpus, resource_of(name, section))))
+    total = sum(pool.count for pool in pools)
+    if total != num_ranks or any(pool.count < 1 for pool in pools):
+        held = ", ".join(f"{pool.name} {pool.count}" for pool in pools)
+        raise ConfigError(
+            f"the pools of the learner hold {total} stages ({held}), and learner.num_replicas * learner.num_stages = "
+            f"{num_ranks}: let their counts add up to that, or leave one of them out"
+        )
+    return pools
+
+
+def resource_of(name: str, section: PoolConfig) -> str:
+    """The Ray resource of the pool's hosts; '' where any host will do."""
+    return f"pool_{name}" if section.resource is None else section.resource
+
+
+def resources_of(config: Config) -> Iterator[str]:
+    """The Ray resources that hosts of the run's pools carry."""
+    for name, section in config.pools.items():
+        if resource := resource_of(name, section):
+            yield resource
+
+
+def _actor_pool(name: str, section: PoolConfig, common: ActorsConfig) -> ActorPool:
+    own = {key: value for key in (*ENGINE_KEYS, "cpus", "gpus") if (value := getattr(section, key)) is not None}
+    count = section.count or 1
+    config = common.model_copy(update={**own, "num_actors": count})
+    return ActorPool(name, count, _bundle(config.cpus, config.gpus, resource_of(name, section)), config)
+
+
+def _bundle(cpus: float, gpus: float, resource: str = "") -> Bundle:
+    amounts = {"CPU": float(cpus), "GPU": float(gpus), resource: HOST_UNIT if resource else 0.0}
+    return {kind: amount for kind, amount in amounts.items() if amount}

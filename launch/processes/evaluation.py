@@ -1,0 +1,114 @@
+"""A held-out evaluation in progress: one shard per actor, done again elsewhere where an actor dies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from actors.evaluate import EvalRequest, EvalResult
+from launch.processes.role_process import RoleProcess, RunFailed, done, reason
+from weight_sync.staleness import PolicyVersion
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A shard that an actor is at."""
+
+    request: EvalRequest
+    actor: RoleProcess
+    handle: Any
+    """Of the process that was asked; the actor may have been started again since, in another."""
+    call: Any
+
+
+class Evaluation:
+    """Spread over the actors that are ready; `poll` until it gives the results."""
+
+    def __init__(
+        self,
+        ready_actors: Callable[[], Sequence[RoleProcess]],
+        num_problems: int,
+        min_version: PolicyVersion | None,
+        timeout_s: float,
+        max_retries: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            ready_actors: gives at least one, or raises RunFailed.
+            num_problems: how many held-out problems.
+            min_version: the version to evaluate at the earliest; None: whichever each actor has.
+            timeout_s: bound of the whole evaluation.
+            max_retries: how many shards may be done again; those of actors that are leaving do not count.
+            check: raises where waiting is in vain.
+        """
+        self._ready_actors = ready_actors
+        self._deadline = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._retries_left = max_retries
+        self._check = check
+        actors = ready_actors()
+        self._pending: list[_Asked] = []
+        self._results: list[EvalResult] = []
+        for shard in range(len(actors)):
+            request = EvalRequest(
+                num_problems=num_problems, shard=shard, num_shards=len(actors), min_version=min_version
+            )
+            self._send(request, actors[shard])
+
+    def poll(self) -> list[EvalResult] | None:
+        """The results of all shards; None while some are missing.
+
+        Raises:
+            RunFailed: an actor failed to evaluate too often, or the time is over.
+        """
+        self._check()
+        pending, self._pending = self._pending, []
+        for asked in pending:
+            if not done(asked.call):
+                self._pending.append(asked)
+                continue
+            try:
+                self._results.append(ray.get(asked.call))
+            except (RayActorError, RayTaskError) as error:
+                self._again(asked, error)
+        if not self._pending:
+            return self._results
+        if time.monotonic() > self._deadline:
+            names = ", ".join(asked.actor.name for asked in self._pending)
+            raise RunFailed(
+                f"{names} did not finish an evaluation within launch.eval_timeout_s = {self._timeout_s:g} s"
+            )
+        return None
+
+    def wait(self) -> list[EvalResult]:
+        """The results, once they are there.
+
+        Raises:
+            RunFailed: as `poll`.
+        """
+        while (results := self.poll()) is None:
+            time.sleep(POLL_S)
+        return results
+
+    def _again(self, asked: _Asked, error: RayActorError | RayTaskError) -> None:
+        """Have somebody else do it, where that may still be."""
+        actor = asked.actor
+        if not actor.is_going:
+            if self._retries_left == 0:
+                raise RunFailed(f"{actor.name} failed to evaluate: {reason(error)}; see {actor.log}") from None
+            self._retries_left -= 1
+        if isinstance(error, RayActorError) and actor.handle is asked.handle:
+            actor.running = asked.call  # its work has failed: it is not ready, and will be started again
+        self._send(asked.request, self._ready_actors()[0])
+
+    def _send(self, request: EvalRequest, actor: RoleProcess) -> None:
+        self._pending.append(_Asked(request, actor, actor.handle, actor.handle.evaluate.remote(request)))

@@ -1,0 +1,336 @@
+"""Fleet: the actors of all pools. They come and go singly, and the run goes on with what is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError
+
+from actors.spec import ActorSpec
+from launch.checks import Plan
+from launch.pools import ActorPool, actor_pools
+from launch.processes.placement import Gang
+from launch.processes.role_process import RoleProcess, RunFailed, done, failure, outcome, reason
+from launch.processes.roles import ActorRole
+from launch.processes.services import STARTUP_KEY
+from launch.processes.spawn import spawn
+from launch.state.process_facts import actor_name
+
+GOODBYE_S = 15.0
+"""How long actors may take to end by themselves before they are killed."""
+
+
+@dataclass
+class ActorProcess(RoleProcess):
+    """One actor.
+
+    waiting for resources -> starting -> working -> finished
+             ^------------- died ---------' '-> leaving -> gone (the pool was made smaller)
+    lost, in the end: it died too often, found no host, or was taken out
+    """
+
+    gang: Gang = field(kw_only=True)
+    """Its place, which it keeps when it is started again."""
+    leaving: Any = None
+    """The pending call that ends it, where its pool was made smaller."""
+    _cut_since_s: float | None = None
+    """When the way to it was found cut, on the monotonic clock."""
+
+    @property
+    def state(self) -> str:
+        """For people; see the class."""
+        if self.lost:
+            return f"lost: {self.lost}"
+        if self.leaving is not None:
+            return "leaving"
+        return "waiting for resources" if self.handle is None else super().state
+
+    @property
+    def is_going(self) -> bool:
+        """It is lost or leaving."""
+        return super().is_going or self.leaving is not None
+
+    def forget(self) -> None:
+        """Its process is gone."""
+        super().forget()
+        self._cut_since_s = None
+
+    def comes_back(self, patience_s: float, notify: Callable[[str, str], None]) -> bool:
+        """Has its work ended only for us, as when its host was cut off for a while? Then it is asked again.
+
+        The actor goes on meanwhile, and its role waits for the same work, whoever asks. A process that did die answers
+        the next question so, and Ray declares a host dead that stays away.
+
+        Args:
+            patience_s: how long it may be found cut off, again and again.
+            notify: called with (kind, text) when it is found so.
+        """
+        error = failure(self.running)
+        if not isinstance(error, ActorUnavailableError):
+            return False
+        now_s = time.monotonic()
+        if self._cut_since_s is None or now_s - self._cut_since_s > 2 * patience_s:
+            self._cut_since_s = now_s
+            notify("unreachable", f"the way to {self.name} was cut ({reason(error)}); it is asked again")
+        if now_s - self._cut_since_s > patience_s:
+            return False
+        self.running = self.handle.run.remote()
+        return True
+
+    @property
+    def is_ready(self) -> bool:
+        """It is up, its work has not failed, and it stays."""
+        return self.leaving is None and self.handle is not None and super().is_ready
+
+
+class Fleet:
+    """Starts actors in their pools, starts again what died, gives up what keeps dying, and changes their number."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        spec_of: Callable[[ActorPool, int], ActorSpec],
+        notify: Callable[[str, str], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            plan: the checked config and the run's folder.
+            spec_of: what the actor of a pool and number is told.
+            notify: called with (kind, text) whenever something worth an event happens.
+            check: raises where nothing can be started any more.
+        """
+        self._plan = plan
+        self._spec_of = spec_of
+        self._notify = notify
+        self._check = check
+        self._config = plan.config
+        self.pools = {pool.name: pool for pool in actor_pools(plan.config)}
+        """With the number of actors that each had at first."""
+        self.wanted = {name: pool.count for name, pool in self.pools.items()}
+        """How many actors each is to have now; whoever is lost is missing from it until the pool is scaled."""
+        self._actors: list[ActorProcess] = []
+        self._next_number = 0
+        self.quarantined: list[str] = []
+        """Names of the actors that were taken out because of their weights."""
+
+    @property
+    def actors(self) -> Sequence[ActorProcess]:
+        """All that are, or are lost; who left is not among them."""
+        return self._actors
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def ask_for_places(self) -> None:
+        """Reserve a place for every actor; returns at once."""
+        for pool in self.pools.values():
+            for _ in range(pool.count):
+                self._enlist(pool)
+
+    def start(self, timeout_s: float, *, others_come: bool) -> list[tuple[RoleProcess, Any]]:
+        """Start all; returns the calls that end when they are ready.
+
+        Args:
+            timeout_s: how long to wait for the places.
+            others_come: see `Gang.wait`.
+
+        Raises:
+            RunFailed: there is no place for one.
+        """
+        for actor in self._actors:
+            actor.gang.wait(timeout_s, others_come=others_come)
+            self._start(actor)
+        return [(actor, actor.starting) for actor in self._actors]
+
+    def begin(self) -> None:
+        """Begin to generate."""
+        for actor in self._actors:
+            if actor.running is None and actor.is_ready:  # whoever is started again, or waits, begins when it is up
+                actor.begin_work(actor.handle.run.remote())
+
+    def stop(self) -> None:
+        """End all, politely where there is time."""
+        calls = [actor.leaving or actor.handle.stop.remote() for actor in self._actors if self._is_alive(actor)]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=GOODBYE_S)
+        for actor in self._actors:
+            self._end(actor)
+        self._actors = []
+
+    # --- watch ------------------------------------------------------------------------------------
+
+    def watch(self) -> list[ActorProcess]:
+        """Those that work; what died is started again.
+
+        Raises:
+            RunFailed: no actor is left.
+        """
+        self._check()
+        working = [actor for actor in list(self._actors) if self._watch(actor)]
+        if all(actor.lost for actor in self._actors):
+            last = self._actors[-1]
+            raise RunFailed(f"no actor is left: {last.name} was {last.lost}; see {last.log}")
+        return working
+
+    def ready(self) -> list[ActorProcess]:
+        """Actors that can be asked to evaluate; at least one.
+
+        Raises:
+            RunFailed: none is, and none became so within launch.startup_timeout_s.
+        """
+        deadline = time.monotonic() + self._config.launch.startup_timeout_s
+        while True:
+            if ready := [actor for actor in self._actors if actor.is_ready]:
+                return ready
+            self.watch()
+            if time.monotonic() > deadline:
+                last = self._actors[-1]
+                raise RunFailed(f"no actor became ready, the last is {last.name}; see {last.log}")
+            time.sleep(0.2)
+
+    def quarantine(self, name: str, why: str) -> None:
+        """Take an actor out of the run: it is killed and not started again; its leases run out and are issued anew.
+
+        Args:
+            name: as in its reports. One that is out, or being started again, is left alone.
+            why: a sentence.
+
+        Raises:
+            RunFailed: no other actor is left.
+        """
+        for actor in self._actors:
+            if actor_name(actor.number) == name and not actor.lost:
+                self._lose(actor, f"taken out of the run: {why}")
+                self.quarantined.append(name)
+                self._notify("quarantined", f"{name} is taken out of the run, and its leases are issued anew: {why}")
+        if all(actor.lost for actor in self._actors):
+            raise RunFailed(f"no actor is left: {name} was the last, and was taken out of the run: {why}")
+
+    # --- scale ------------------------------------------------------------------------------------
+
+    def scale(self, name: str, count: int) -> str:
+        """Let a pool have another number of actors; returns at once, and what was begun as a sentence.
+
+        Actors that leave hand back what they have leased; those that come wait for a host, with a bound.
+
+        Raises:
+            ValueError: there is no such pool, or no actor would be left.
+        """
+        if name not in self.pools:
+            raise ValueError(f"there is no pool '{name}'; the pools of actors are {', '.join(self.pools)}")
+        others = sum(1 for actor in self._actors if actor.pool != name and not actor.is_going)
+        if count < 0 or count + others < 1:
+            raise ValueError(
+                f"{count} actors in pool '{name}' would leave the run with {max(0, count + others)}; keep 1"
+            )
+        pool = self.pools[name]
+        there = [actor for actor in self._actors if actor.pool == name and not actor.is_going]
+        there.sort(key=lambda actor: not actor.is_ready)  # who does not work leaves first, then the youngest
+        for _ in range(count - len(there)):
+            self._enlist(pool)
+        for actor in there[count:]:
+            self._dismiss(actor)
+        self.wanted[name] = count
+        text = f"pool '{name}' had {len(there)} actors and is to have {count}"
+        self._notify("scaled", text)
+        return text
+
+    def _enlist(self, pool: ActorPool) -> None:
+        number, self._next_number = self._next_number, self._next_number + 1
+        gang = Gang([pool.bundle], f"actor.{number} of {replace(pool, count=1).describe()}")
+        log = self._plan.folder.log("actor", number)
+        self._actors.append(ActorProcess("actor", number, None, log, gang=gang, pool=pool.name))
+
+    def _dismiss(self, actor: ActorProcess) -> None:
+        if actor.handle is None:
+            self._end(actor)
+            self._actors.remove(actor)
+            return
+        actor.leaving = actor.handle.stop.remote()
+        actor.started_s = time.monotonic()
+
+    # --- one actor --------------------------------------------------------------------------------
+
+    def _start(self, actor: ActorProcess) -> None:
+        pool = self.pools[actor.pool]
+        spec = self._spec_of(pool, actor.number)
+        threads = pool.config.num_threads
+        actor.handle = spawn(ActorRole, actor.log, spec, place=actor.gang.place(0), threads=threads, concurrency=16)
+        actor.starting, actor.running = actor.handle.start.remote(), None
+        actor.started_s = time.monotonic()
+
+    def _watch(self, actor: ActorProcess) -> bool:
+        """True where the actor works and can be asked for news; what died is started again."""
+        if actor.lost:
+            return False
+        if actor.leaving is not None:
+            if done(actor.leaving) or time.monotonic() - actor.started_s > GOODBYE_S:
+                self._end(actor)
+                self._actors.remove(actor)
+                self._notify("left", f"{actor.name} has left pool '{actor.pool}'")
+            return False
+        if actor.handle is None:
+            self._look_for_a_place(actor)
+            return False
+        why = self._end_of(actor)
+        if why is None:
+            return actor.running is not None
+        if not why:
+            if actor.running is None:
+                actor.begin_work(actor.handle.run.remote())
+            return True  # else it finished, because the run drains
+        self._start_again(actor, why)
+        return False
+
+    def _end_of(self, actor: ActorProcess) -> str | None:
+        """Why its start or its work has ended; '' where it ended well, None where it goes on."""
+        limit_s = self._config.launch.startup_timeout_s
+        pending = actor.starting if actor.running is None else actor.running
+        if done(pending):
+            came_back = actor.running is not None and actor.comes_back(
+                self._config.launch.silence_timeout_s, self._notify
+            )
+            return None if came_back else outcome(pending)
+        if actor.running is None and time.monotonic() - actor.started_s > limit_s:
+            return f"it was not ready within {STARTUP_KEY} = {limit_s:g} s"
+        return None
+
+    def _start_again(self, actor: ActorProcess, why: str) -> None:
+        ray.kill(actor.handle, no_restart=True)  # it may have failed without dying
+        if actor.restarts_in_a_row >= self._config.actors.max_restarts:
+            self._lose(actor, f"given up: {why}")
+            left = sum(1 for each in self._actors if not each.is_going)
+            times = f"after {actor.restarts_in_a_row} restarts in a row"
+            others = f"{left} other actor{'' if left == 1 else 's'}"
+            self._notify("given_up", f"{actor.name} is given up {times}: {why}; {others} left; see {actor.log}")
+            return
+        self._notify("restart", f"{actor.name} died ({why}) and is started again; its leases are issued anew")
+        actor.forget()
+        actor.count_restart(actor)
+        self._look_for_a_place(actor)
+
+    def _look_for_a_place(self, actor: ActorProcess) -> None:
+        limit_s = self._config.launch.placement_timeout_s
+        if actor.gang.is_placed:
+            self._start(actor)
+        elif actor.gang.missing_s > limit_s:
+            why = actor.gang.shortage()
+            self._lose(actor, f"given up: {why}")
+            self._notify("given_up", f"{actor.name} is given up: {why}")
+
+    def _lose(self, actor: ActorProcess, why: str) -> None:
+        self._end(actor)
+        actor.lost = why
+
+    def _end(self, actor: ActorProcess) -> None:
+        if actor.handle is not None:
+            ray.kill(actor.handle, no_restart=True)
+        actor.gang.release()
+
+    def _is_alive(self, actor: ActorProcess) -> bool:
+        return not actor.lost and actor.handle is not None

@@ -1,0 +1,143 @@
+"""Placement: where the workers of a run may be, as Ray's placement groups, with a bound on every wait for a host."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from launch.pools import Bundle
+from launch.processes.role_process import RunFailed
+
+TIMEOUT_KEY = "launch.placement_timeout_s"
+_LOOK_S = 0.2
+
+
+class Place:
+    """Where one worker is to be: what it reserves, and Ray's way to say on which host."""
+
+    def __init__(self, bundle: Bundle, strategy: Any = None) -> None:  # noqa: ANN401 -- one of Ray's several
+        """Say where.
+
+        Args:
+            bundle: what the worker reserves.
+            strategy: of Ray; None for any host.
+        """
+        self.bundle = bundle
+        self.strategy = strategy
+
+    def options(self) -> dict[str, Any]:
+        """As Ray takes them."""
+        own = {kind: amount for kind, amount in self.bundle.items() if kind not in ("CPU", "GPU")}
+        strategy = {} if self.strategy is None else {"scheduling_strategy": self.strategy}
+        cpus, gpus = self.bundle.get("CPU", 0.0), self.bundle.get("GPU", 0.0)
+        return {"num_cpus": cpus, "num_gpus": gpus, "resources": own, **strategy}
+
+
+def here() -> Place:
+    """This machine, where the run's folder is; nothing is reserved."""
+    return Place({}, NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False))
+
+
+class Gang:
+    """Workers that are placed together or not at all. Their reservation ends with `release`, or with the run."""
+
+    def __init__(self, bundles: Sequence[Bundle], what: str) -> None:
+        """Ask Ray for the places; returns at once.
+
+        Args:
+            bundles: of each worker.
+            what: they are and ask for, for people.
+        """
+        self.what = what
+        self._bundles = bundles
+        self._missing_since_s: float | None = None
+        reserving = [dict(bundle) for bundle in bundles if bundle]
+        self._group: PlacementGroup | None = placement_group(reserving, strategy="PACK") if reserving else None
+
+    @property
+    def is_placed(self) -> bool:
+        """Are there hosts for all of them now? Not after one of the hosts was lost, until there is another."""
+        if self._group is None or placement_group_table(self._group)["state"] == "CREATED":
+            self._missing_since_s = None
+            return True
+        self._missing_since_s = self._missing_since_s or time.monotonic()
+        return False
+
+    @property
+    def missing_s(self) -> float:
+        """For how long `is_placed` has been false."""
+        return 0.0 if self._missing_since_s is None else time.monotonic() - self._missing_since_s
+
+    def wait(self, timeout_s: float, *, others_come: bool) -> None:
+        """Wait for the hosts.
+
+        Args:
+            timeout_s: for so long.
+            others_come: hosts may join yet; else nobody waits for more than there is.
+
+        Raises:
+            RunFailed: says what was asked for and what there is.
+        """
+        while not self.is_placed:
+            if self.missing_s > timeout_s or not (others_come or self._fits_some_host()):
+                raise RunFailed(self.shortage())
+            time.sleep(_LOOK_S)
+
+    def _fits_some_host(self) -> bool:
+        """Would each of its workers find room, were the hosts that there are all its own?"""
+        hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return all(
+            any(all(host.get(kind, 0.0) >= amount for kind, amount in bundle.items()) for host in hosts)
+            for bundle in self._bundles
+        )
+
+    def place(self, number: int) -> Place:
+        """Of the worker of this number."""
+        bundle = self._bundles[number]
+        if self._group is None or not bundle:
+            return Place(bundle)
+        index = sum(1 for each in self._bundles[:number] if each)
+        return Place(bundle, PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index))
+
+    def shortage(self) -> str:
+        """Why there is no place: what was asked for, and what each host has."""
+        return (
+            f"{self.what}, and in {self.missing_s:.0f} s there was no room for it. {resource_table()}. Lower count, "
+            f"cpus or gpus (reservations, not limits), or add hosts to the pool; {TIMEOUT_KEY} says how long a cluster "
+            "is waited for"
+        )
+
+    def release(self) -> None:
+        """Give the places back. May be called twice."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                remove_placement_group(group)
+
+
+def resource_table() -> str:
+    """What each living host has, and how much of it is free."""
+    free = ray._private.state.available_resources_per_node()
+    hosts = [
+        f"{node['NodeManagerAddress']}: {_amounts(free.get(node['NodeID'], {}), node['Resources'])}"
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return "Free are: " + "; ".join(hosts)
+
+
+def _amounts(free: Mapping[str, float], total: Mapping[str, float]) -> str:
+    names = ["CPU", "GPU", *sorted(name for name in total if name.startswith("pool_"))]
+    shown = [f"{free.get(name, 0.0):g} of {total[name]:g} {name}" for name in names if name in total]
+    return ", ".join(shown) or "nothing"

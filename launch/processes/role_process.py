@@ -1,0 +1,237 @@
+"""A role's process as the supervisor sees it, and the calls to it that may fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from launch.state.process_facts import ProcessFacts
+
+LASTING_S = 3600.0
+"""Who has worked for so long has its restarts forgiven: what fails now and then, in weeks, is not given up."""
+_CHECK_EVERY_S = 1.0
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the text names the role, the reason and the log."""
+
+
+@dataclass
+class RoleProcess:
+    """One process. `starting` and `running` are pending Ray calls; they end when that phase does."""
+
+    role: str
+    number: int
+    handle: Any
+    log: Path
+    starting: Any = None
+    """Of an actor: ends when it is ready."""
+    running: Any = None
+    """Ends when the role's work does; None before the work begins."""
+    started_s: float = field(default_factory=time.monotonic)
+    restarts: int = 0
+    """In all."""
+    working_since_s: float | None = None
+    """On the monotonic clock; None before its work begins."""
+    lost: str = ""
+    """Why it was given up, where it was."""
+    pool: str = ""
+    """Of an actor."""
+    _restarts_in_a_row: int = 0
+    _where: Any = None
+    """The pending call, then the answer: its host and pid."""
+    _owed: tuple[Any, float] | None = None
+    """A question that was not answered in time yet, and when silence began."""
+
+    @property
+    def name(self) -> str:
+        """For people: role and number, as in the name of its log."""
+        return f"{self.role}.{self.number}"
+
+    @property
+    def state(self) -> str:
+        """For people; see `ProcessFacts`."""
+        if self.starting is not None and self.running is None:
+            return "starting"
+        return "finished" if self.running is not None and done(self.running) else "working"
+
+    def facts(self) -> ProcessFacts:
+        """What there is to know of it now; never waits."""
+        host, pid = self._whereabouts()
+        log = str(self.log)
+        return ProcessFacts(self.name, self.role, self.number, self.pool, self.state, host, pid, log, self.restarts)
+
+    def begin_work(self, call: Any) -> None:  # noqa: ANN401 -- a Ray call
+        """It works from now on, until this call ends."""
+        self.running, self.working_since_s = call, time.monotonic()
+
+    @property
+    def restarts_in_a_row(self) -> int:
+        """How often it was started again without having worked for an hour since."""
+        since_s = self.working_since_s
+        return 0 if since_s is not None and time.monotonic() - since_s >= LASTING_S else self._restarts_in_a_row
+
+    def count_restart(self, before: RoleProcess) -> None:
+        """It is started again.
+
+        Args:
+            before: what was there until now, which may be this.
+        """
+        self.restarts, self._restarts_in_a_row = before.restarts + 1, before.restarts_in_a_row + 1
+        self.working_since_s = None
+
+    def forget(self) -> None:
+        """Its process is gone."""
+        self.handle = self.starting = self.running = self._where = self._owed = None
+
+    def _whereabouts(self) -> tuple[str, int]:
+        found = where = self._where  # read once: the observer's thread asks as well as the one that polls
+        if where is None and self.handle is not None:
+            where = self.handle.whereabouts.remote()
+        if isinstance(where, ray.ObjectRef) and done(where):
+            where = None if failure(where) else ray.get(where)
+        if self._where is found:  # else it was started again meanwhile, or the other thread was faster
+            self._where = where
+        return where if isinstance(where, tuple) else ("", 0)
+
+    def result(
+        self,
+        pending: object,
+        what: str,
+        deadline: float,
+        limit_key: str,
+        check: Callable[[], None] = lambda: None,
+    ) -> Any:  # noqa: ANN401
+        """Wait for a call.
+
+        Args:
+            pending: the call.
+            what: what the process is to do, as in 'to be ready'.
+            deadline: on the monotonic clock.
+            limit_key: the config key behind the deadline.
+            check: called now and then; raises where waiting is in vain.
+
+        Raises:
+            RunFailed: the call failed, or did not end in time.
+        """
+        started = time.monotonic()
+        while True:
+            left_s = max(0.1, deadline - time.monotonic())
+            try:
+                return ray.get(pending, timeout=min(left_s, _CHECK_EVERY_S))
+            except GetTimeoutError:
+                check()
+                waited_s = time.monotonic() - started
+                if left_s <= _CHECK_EVERY_S:
+                    raise RunFailed(
+                        f"waited {waited_s:.0f} s for {self.name} {what} and gave up; see {self.log}, or raise "
+                        f"{limit_key}"
+                    ) from None
+            except RayError as error:
+                raise RunFailed(f"{self.name} failed: {reason(error)}; see {self.log}") from None
+
+    def ask(self, method: str, patience_s: float, silence_s: float, notify: Callable[[str, str], None]) -> Any:  # noqa: ANN401
+        """Call a method; None where it is not answered in time, or failed.
+
+        An answer that is owed stays owed: the next question takes it.
+
+        Args:
+            method: of the role, without arguments.
+            patience_s: how long to wait now.
+            silence_s: so much silence is told.
+            notify: called with (kind, text) then.
+        """
+        now = time.monotonic()
+        pending, asked_s = self._owed or (getattr(self.handle, method).remote(), now)
+        ready, _ = ray.wait([pending], timeout=patience_s)
+        if ready:
+            self._owed = None
+            try:
+                return ray.get(ready[0])
+            except RayError:
+                return None  # the next look at its work says why
+        silence = time.monotonic() - asked_s
+        if silence > silence_s:
+            notify("silent", f"{self.name} has not answered for {silence:.0f} s; see {self.log}")
+            asked_s = time.monotonic()
+        self._owed = pending, asked_s
+        return None
+
+    @property
+    def is_going(self) -> bool:
+        """It is out of the run, or about to be; what it does not do any more is nobody's failure."""
+        return bool(self.lost)
+
+    @property
+    def is_ready(self) -> bool:
+        """Of an actor: it is up, and its work has not failed."""
+        if self.lost or not done(self.starting) or outcome(self.starting):
+            return False
+        return self.running is None or not done(self.running) or not outcome(self.running)
+
+
+def all_results(
+    calls: Sequence[tuple[RoleProcess, Any]],
+    what: str,
+    deadline: float,
+    limit_key: str,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Wait for calls that several processes are in together; the first failure is the one reported.
+
+    The others often fail because of it, and later. The arguments are those of `RoleProcess.result`.
+
+    Raises:
+        RunFailed: as `RoleProcess.result`.
+    """
+    waiting = {call: process for process, call in calls}
+    while waiting:
+        left_s = max(0.1, deadline - time.monotonic())
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left_s, _CHECK_EVERY_S))
+        check()
+        if ready or left_s <= _CHECK_EVERY_S:
+            call = ready[0] if ready else next(iter(waiting))
+            waiting.pop(call).result(call, what, deadline, limit_key)
+
+
+def done(pending: object) -> bool:
+    """Has this call ended, well or badly?"""
+    ready, _ = ray.wait([pending], timeout=0)
+    return bool(ready)
+
+
+def failure(pending: object) -> Exception | None:
+    """The error that a call has ended with; None where it ended well, or has not ended.
+
+    A RayTaskError was raised in the process; any other is of the process itself: it died, or its machine did.
+    """
+    if not done(pending):
+        return None
+    try:
+        ray.get(pending)
+    except RayError as error:
+        return error
+    return None
+
+
+def outcome(pending: object) -> str:
+    """Why a call that has ended did so badly; empty where it ended well."""
+    error = failure(pending)
+    return "" if error is None else reason(error)
+
+
+def reason(error: Exception) -> str:
+    """The sentence of the error that was raised in the role, out of Ray's page about it."""
+    cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    if not lines:
+        return type(cause).__name__
+    if isinstance(error, RayTaskError) or "creation task" in lines[0]:
+        return lines[-1] if "creation task" in lines[0] else f"{type(cause).__name__}: {lines[-1]}"
+    return lines[0]

@@ -1,0 +1,361 @@
+"""Stages: the processes of the learner, one per rank, started again as a whole where one dies or hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from launch.checks import Plan
+from launch.keys import host_of_service
+from launch.pools import stage_pools
+from launch.processes.placement import Gang
+from launch.processes.role_process import RoleProcess, RunFailed, done, failure, reason
+from launch.processes.roles import StagePoll, StageRole
+from launch.processes.services import STARTUP_KEY
+from launch.processes.spawn import Addresses, spawn, stage_spec
+from launch.state.process_facts import ProcessFacts
+from learner.channel import LeadFailed, StageLost
+from learner.checkpoint_meta import Progress, newest_progress, steps_in
+
+RESTARTS_KEY = "learner.max_restarts"
+GRACE_S = 3.0
+"""After the first stage has failed, how long the others may take to say why, or to be seen dead: the first to
+notice a death is often a neighbour, which knows of a closed connection only."""
+RESCUE_S = 1.0
+"""How long a learner that is about to be killed may take to hand over the reports of its last steps."""
+
+
+class State(Enum):
+    """Of all ranks together; each names the call that they are in, or have ended."""
+
+    MEETING = auto()
+    SETTING_UP = auto()
+    READY = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+    EXPORTING = auto()
+    EXPORTED = auto()
+
+
+@dataclass(frozen=True)
+class StageNews:
+    """What the learner reported at one poll."""
+
+    rows: list[Mapping[str, Any]] = field(default_factory=list)
+    """Reports of steps, each with `restarts`: how often the learner had been started again when it took the step."""
+    waits_for: str = ""
+    publishing: str | None = None
+    """What keeps published weights from being on disk; empty where nothing does, None where it did not say."""
+    resumed_at: int | None = None
+    """Once after each restart: the step from which training goes on; what came after it is taken again."""
+    resumed_version: int = 0
+    """The version that the learner had at that step."""
+
+
+@dataclass(frozen=True)
+class _Loss:
+    stages: tuple[RoleProcess, ...]
+    why: str
+
+    @property
+    def who(self) -> str:
+        return ", ".join(stage.name for stage in self.stages)
+
+    @property
+    def logs(self) -> str:
+        return ", ".join(str(stage.log) for stage in self.stages)
+
+
+class Stages:
+    """Starts the ranks, watches them, and starts all again from the newest checkpoint where one is lost.
+
+        meeting -> setting up -> ready -> running -> finished -> exporting -> exported
+           ^------------- lost: killed, and started again ------------'
+
+    Lost is a process that died, a rank that the others waited for in vain, and one that is not ready again in time.
+    Every other error would come again and ends the run. At most learner.max_restarts restarts in a row lead to no new
+    checkpoint.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model_path: Path,
+        notify: Callable[[str, str], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            plan: the checked config and the run's folder.
+            model_path: the checkpoint to train.
+            notify: called with (kind, text) whenever something worth an event happens.
+            check: raises where nothing can be started any more.
+        """
+        self._plan = plan
+        self._config = plan.config.learner
+        self._limit_s = plan.config.launch.startup_timeout_s
+        self._model_path = model_path
+        self._notify = notify
+        self._check = check
+        self._addresses = Addresses((), "")
+        self._gang: Gang | None = None
+        self._stages: list[RoleProcess] = []
+        self._state = State.MEETING
+        self._calls: list[tuple[RoleProcess, Any]] = []
+        self._entered_s = 0.0
+        self._failed_s: float | None = None
+        self._stop_requested = False
+        self._rescued: list[Mapping[str, Any]] = []
+        self._resumed: Progress | None = None
+        self._restarts_in_a_row = 0
+        self._checkpoint_at_loss = -1
+        self.num_restarts = 0
+        """Of the learner, in all."""
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def ask_for_places(self) -> None:
+        """Reserve the places of all ranks, which they keep when they are started again; returns at once."""
+        pools = stage_pools(self._plan.config)
+        bundles = [pool.bundle for pool in pools for _ in range(pool.count)]
+        self._gang = Gang(bundles, " and ".join(pool.describe() for pool in pools))
+
+    def wait_for_places(self, timeout_s: float, *, others_come: bool) -> None:
+        """Wait for them; see `Gang.wait`.
+
+        Raises:
+            RunFailed: there is no room; says what was asked for and what there is.
+        """
+        assert self._gang is not None, "ask_for_places() comes first"
+        self._gang.wait(timeout_s, others_come=others_come)
+
+    def facts(self) -> list[ProcessFacts]:
+        """What there is to know of each rank now; never waits."""
+        state = self._state.name.lower().replace("_", " ")
+        shown = {State.RUNNING: "working", State.EXPORTED: "finished"}.get(self._state, state)
+        return [replace(stage.facts(), state=shown, restarts=self.num_restarts) for stage in self._stages]
+
+    def start(self, addresses: Addresses, deadline: float) -> list[tuple[RoleProcess, Any]]:
+        """Start all ranks; returns the calls that end when they are ready.
+
+        Args:
+            addresses: of the services.
+            deadline: on the monotonic clock.
+
+        Raises:
+            RunFailed: the first rank did not start.
+        """
+        self._addresses = addresses
+        self._spawn()
+        first, meeting = self._calls[0]
+        self._set_up(first.result(meeting, "to name a meeting point", deadline, STARTUP_KEY))
+        return list(self._calls)
+
+    def begin(self) -> None:
+        """Begin to train; all ranks are ready."""
+        if self._stop_requested:
+            self._tell_to_stop()
+        self._enter(State.RUNNING, [(stage, stage.handle.run.remote()) for stage in self._stages])
+
+    def watch(self) -> None:
+        """Go on to the next state where all ranks have ended this one; start again what is lost. Never waits long.
+
+        Raises:
+            RunFailed: a rank failed with an error that would come again, or was lost too often.
+        """
+        self._check()
+        self._check_place()
+        loss = self._find_loss()
+        if loss is not None:
+            self._start_again(loss)
+        elif self._calls and all(done(call) for _, call in self._calls):
+            self._advance()
+
+    def poll(self, patience_s: float) -> StageNews:
+        """What the learner has to tell.
+
+        Args:
+            patience_s: how long to wait for its answer; a later one is taken at the next poll.
+        """
+        if self._rescued:  # alone, for they come before whatever a restarted learner has to tell
+            rows, self._rescued = self._rescued, []
+            return StageNews(rows)
+        if self._state in (State.MEETING, State.SETTING_UP, State.READY):
+            return StageNews(waits_for="its stages, which are started again", publishing="")
+        resumed, self._resumed = self._resumed, None
+        told = self._ask_lead(patience_s)
+        return told if resumed is None else replace(told, resumed_at=resumed.step, resumed_version=resumed.version)
+
+    @property
+    def are_finished(self) -> bool:
+        """Has every rank returned from its last step?"""
+        return self._state in (State.FINISHED, State.EXPORTING, State.EXPORTED)
+
+    def request_stop(self) -> None:
+        """End after the step at hand, with a checkpoint; a learner that is being started again, before its first."""
+        self._stop_requested = True
+        if self._state is State.RUNNING:
+            self._tell_to_stop()
+
+    def export(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder, which all ranks do together after their last step.
+
+        Raises:
+            RunFailed: as `watch`.
+        """
+        while self._state is not State.EXPORTED:
+            if self._state is State.FINISHED:
+                self._enter(State.EXPORTING, [(stage, stage.handle.export.remote(folder)) for stage in self._stages])
+            self.watch()
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for stage in self._stages:
+            ray.kill(stage.handle, no_restart=True)
+        self._stages, self._calls = [], []
+
+    # --- states -----------------------------------------------------------------------------------
+
+    def _enter(self, state: State, calls: list[tuple[RoleProcess, Any]]) -> None:
+        self._state, self._calls = state, calls
+        self._entered_s = time.monotonic()
+        self._failed_s = None
+
+    def _advance(self) -> None:
+        if self._state is State.MEETING:
+            self._set_up(ray.get(self._calls[0][1]))
+        elif self._state is State.SETTING_UP:
+            self._enter(State.READY, [])
+            if self.num_restarts:
+                # the learner has set aside what it could not read, so this is where it stands
+                resumed = newest_progress(self._plan.folder.checkpoints)
+                self._resumed = resumed or Progress(step=0, version=0, incarnation=0)
+                self._notify("resumed", f"the learner trains on from step {self._resumed.step}")
+                self.begin()
+        else:
+            self._enter(State.FINISHED if self._state is State.RUNNING else State.EXPORTED, [])
+
+    def _spawn(self) -> None:
+        assert self._gang is not None, "ask_for_places() comes first"
+        for rank in range(self._config.num_replicas * self._config.num_stages):
+            log, place = self._plan.folder.log("stage", rank), self._gang.place(rank)
+            handle = spawn(StageRole, log, place=place, threads=self._config.num_threads, concurrency=4)
+            self._stages.append(RoleProcess("stage", rank, handle, log))
+        first = self._stages[0]
+        self._enter(State.MEETING, [(first, first.handle.rendezvous.remote(host_of_service(None, self._plan.config)))])
+
+    def _check_place(self) -> None:
+        """Ranks that are started again wait for a host in place of one that was lost, but not for ever."""
+        gang, limit_s = self._gang, self._plan.config.launch.placement_timeout_s
+        if (
+            self._state in (State.MEETING, State.SETTING_UP)
+            and gang is not None
+            and not gang.is_placed
+            and gang.missing_s > limit_s
+        ):
+            raise RunFailed(f"the learner cannot start again: {gang.shortage()}")
+
+    def _set_up(self, rendezvous: str) -> None:
+        specs = [
+            stage_spec(self._plan, stage.number, self._model_path, self._addresses, rendezvous)
+            for stage in self._stages
+        ]
+        calls = [(stage, stage.handle.setup.remote(spec)) for stage, spec in zip(self._stages, specs, strict=True)]
+        self._enter(State.SETTING_UP, calls)
+
+    def _tell_to_stop(self) -> None:
+        for stage in self._stages:
+            stage.handle.request_stop.remote()
+
+    # --- loss -------------------------------------------------------------------------------------
+
+    def _find_loss(self) -> _Loss | None:
+        """Which ranks are lost, and why; None where none is, or it is too early to say which.
+
+        Raises:
+            RunFailed: as `watch`.
+        """
+        ended = [(stage, call) for stage, call in self._calls if done(call)]
+        failures = [(stage, error) for stage, call in ended if (error := failure(call)) is not None]
+        silent = [stage for stage, call in self._calls if not any(stage is each for each, _ in ended)]
+        now = time.monotonic()
+        if not failures:
+            is_late = self._state is not State.RUNNING and now - self._entered_s > self._limit_s
+            return self._late(silent) if silent and is_late else None
+        self._failed_s = now if self._failed_s is None else self._failed_s
+        dead = [(stage, error) for stage, error in failures if not isinstance(error, RayTaskError)]
+        if dead:
+            return _Loss(tuple(stage for stage, _ in dead), f"died ({reason(dead[0][1])})")
+        if silent and now - self._failed_s < GRACE_S:
+            return None
+        own = [(stage, error) for stage, error in failures if not _is_a(error, StageLost)]
+        if own:
+            # whoever only heard that the lead gave up has the lead's words, but neither its kind of error nor its log
+            stage, error = min(own, key=lambda each: _is_a(each[1], LeadFailed))
+            raise RunFailed(f"{stage.name} failed: {reason(error)}; see {stage.log}")
+        stage, error = failures[0]
+        if silent:
+            return _Loss(tuple(silent), f"did not answer the others ({reason(error)})")
+        return _Loss((stage,), f"lost the others ({reason(error)})")
+
+    def _late(self, silent: Sequence[RoleProcess]) -> _Loss:
+        """What it means that ranks have not ended a call in time.
+
+        Raises:
+            RunFailed: it is none of a restart.
+        """
+        late = _Loss(tuple(silent), f"did not get ready again within {STARTUP_KEY} = {self._limit_s:g} s")
+        if self.num_restarts and self._state in (State.MEETING, State.SETTING_UP):
+            return late
+        raise RunFailed(
+            f"waited {self._limit_s:g} s for {late.who} and gave up; see {late.logs}, or raise {STARTUP_KEY}"
+        )
+
+    def _start_again(self, loss: _Loss) -> None:
+        newest = max(steps_in(self._plan.folder.checkpoints), default=-1)
+        if newest > self._checkpoint_at_loss:
+            self._restarts_in_a_row, self._checkpoint_at_loss = 0, newest
+        if self._restarts_in_a_row >= self._config.max_restarts:
+            times = self._restarts_in_a_row
+            tried = f", and {times} restarts in a row ({RESTARTS_KEY}) led to no new checkpoint" if times else ""
+            raise RunFailed(f"{loss.who} {loss.why}{tried}; see {loss.logs}")
+        lead = self._stages[self._lead]
+        if lead not in loss.stages:
+            for _ in range(2):  # an answer that was still owed, and all since
+                self._rescued += self._ask_lead(RESCUE_S).rows
+        whence = f"checkpoint of step {newest}" if newest >= 0 else "beginning, for there is no checkpoint"
+        self._notify(
+            "restart", f"{loss.who} {loss.why}: all stages are started again from the {whence}; see {loss.logs}"
+        )
+        self._restarts_in_a_row += 1
+        self.num_restarts += 1
+        self.kill()
+        self._spawn()
+
+    # --- the lead ---------------------------------------------------------------------------------
+
+    @property
+    def _lead(self) -> int:
+        return self._config.num_stages - 1
+
+    def _ask_lead(self, patience_s: float) -> StageNews:
+        silence_s = self._plan.config.launch.silence_timeout_s
+        answer: StagePoll | None = self._stages[self._lead].ask("poll", patience_s, silence_s, self._notify)
+        if answer is None:
+            return StageNews()
+        rows: list[Mapping[str, Any]] = [{**report, "restarts": self.num_restarts} for report in answer.reports]
+        return StageNews(rows, answer.waiting_for, answer.publishing)
+
+
+def _is_a(error: Exception, kind: type[Exception]) -> bool:
+    """Was an error of this kind raised in the role?"""
+    return isinstance(getattr(error, "cause", None), kind)

@@ -1,0 +1,274 @@
+"""The processes of a run: started together, watched, restarted where that loses nothing, ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.report import ActorReport
+from actors.spec import ActorSpec
+from buffer.protocol import Status
+from launch.checks import Plan
+from launch.pools import ActorPool
+from launch.processes.buffers import Buffers
+from launch.processes.evaluation import Evaluation
+from launch.processes.fleet import ActorProcess, Fleet
+from launch.processes.ray_session import abandon_ray, end_ray, start_ray
+from launch.processes.ray_watch import RayWatch
+from launch.processes.role_process import RunFailed, all_results
+from launch.processes.services import STARTUP_KEY
+from launch.processes.spawn import Addresses, actor_spec
+from launch.processes.stages import Stages
+from launch.processes.weights import Weights
+from launch.state.process_facts import ProcessFacts, actor_name
+from launch.state.progress import PollResult
+from weight_sync.serving import ModelFacts
+from weight_sync.staleness import PolicyVersion
+
+SERVICE_GOODBYE_S = 5.0
+"""How long the services may take to end by themselves before they are killed."""
+LOCAL_PLACEMENT_S = 15.0
+"""How long a worker waits for resources of this machine alone; what the machine does not have is not waited for."""
+
+
+class Supervisor:
+    """Starts, watches and ends every process of a run.
+
+    States of a process: started -> running -> finished, or running -> died -> started again
+    (actors up to actors.max_restarts times, the buffer services a few times, the learner as a whole), or given up.
+    """
+
+    def __init__(
+        self, plan: Plan, model_path: Path, model: ModelFacts, serving_path: Path, notify: Callable[[str, str], None]
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            plan: the checked config and the run's folder.
+            model_path: the checkpoint to train.
+            model: facts of that checkpoint.
+            serving_path: the folder that actors load, which is version 0.
+            notify: called with (kind, text) whenever something worth an event happens.
+        """
+        self._plan = plan
+        self._config = plan.config
+        self._folder = plan.folder
+        self._model_path = model_path
+        self._serving_path = serving_path
+        self._notify = notify
+        self._ray: RayWatch | None = None
+        self._buffers = Buffers(plan, model, notify, self._check_ray)
+        self._weights = Weights(plan, notify, self._check_ray)
+        self._stages = Stages(plan, model_path, notify, self._watch_services)
+        self._fleet = Fleet(plan, self._actor_spec, notify, self._check_ray)
+        self._drained = False
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start Ray and every role; returns when all are ready.
+
+        Raises:
+            RunFailed: a role failed to start, or did not within launch.startup_timeout_s.
+        """
+        config = self._config.launch
+        self._ray = start_ray(self._config, namespace=f"leeway-{self._plan.run_id}")
+        self._stages.ask_for_places()
+        self._fleet.ask_for_places()
+        others_come = config.ray_address is not None
+        limit_s = config.placement_timeout_s if others_come else LOCAL_PLACEMENT_S
+        self._stages.wait_for_places(limit_s, others_come=others_come)
+        deadline = time.monotonic() + config.startup_timeout_s
+        self._weights.start(deadline)
+        self._buffers.start(deadline)
+        stages = self._stages.start(self._addresses, deadline)
+        calls = [*stages, *self._fleet.start(limit_s, others_come=others_come)]
+        all_results(calls, "to be ready", deadline, STARTUP_KEY, self._check_ray)
+
+    def begin(self) -> None:
+        """Begin to learn and to generate."""
+        self._stages.begin()
+        self._fleet.begin()
+
+    def _check_ray(self) -> None:
+        """Ray lives.
+
+        Raises:
+            RunFailed: it does not; whatever waits for it waits in vain.
+        """
+        if self._ray is not None:
+            self._ray.check()
+
+    def _watch_services(self) -> None:
+        """Buffer and weight service are there, or are started again; so it is also while nothing else is polled.
+
+        Raises:
+            RunFailed: one ended too often, or Ray died.
+        """
+        self._weights.watch()
+        self._buffers.watch()
+
+    @property
+    def _addresses(self) -> Addresses:
+        return Addresses(self._buffers.addresses, self._weights.address)
+
+    def _actor_spec(self, pool: ActorPool, number: int) -> ActorSpec:
+        return actor_spec(self._plan, pool, number, self._serving_path, self._model_path, self._addresses)
+
+    # --- watch ------------------------------------------------------------------------------------
+
+    def poll(self, patience_s: float = 0.2) -> PollResult:
+        """Ask every role for news and restart what died.
+
+        Args:
+            patience_s: how long to wait for one answer; a later one is taken at the next poll.
+
+        Raises:
+            RunFailed: a role that the run cannot go on without is gone.
+        """
+        self._watch_services()
+        self._stages.watch()
+        told = self._stages.poll(patience_s)
+        if told.resumed_at is not None:
+            self._drain_again()
+        working = self._fleet.watch()
+        news = PollResult(
+            told.rows,
+            told.waits_for,
+            told.publishing,
+            told.resumed_at,
+            told.resumed_version,
+            working=frozenset(actor_name(actor.number) for actor in working),
+            quarantined=tuple(self._fleet.quarantined),
+            wanted=dict(self._fleet.wanted),
+            processes=self.processes(),
+        )
+        silence_s = self._config.launch.silence_timeout_s
+        for actor in working:
+            report = actor.ask("report", patience_s, silence_s, self._notify)
+            if report is not None:
+                self._check_task(actor, report)
+                news.actors.append(report)
+        news.status = self.status()
+        return news
+
+    def processes(self) -> tuple[ProcessFacts, ...]:
+        """Buffer, weights, stages, actors, as they are now; waits for none of them."""
+        services = [*self._buffers.processes, *self._weights.processes]
+        actors = self._fleet.actors
+        return (
+            *(each.facts() for each in services),
+            *self._stages.facts(),
+            *(each.facts() for each in actors),
+        )
+
+    def _check_task(self, actor: ActorProcess, report: ActorReport) -> None:
+        if report.task_fingerprint != self._plan.task.fingerprint:
+            raise RunFailed(
+                f"{actor.name} sees other prompts than this command does, so its groups would be mixed up: "
+                f"its files or its reasoning-gym differ from those here; see {actor.log}"
+            )
+
+    def last_poll(self) -> list[PollResult]:
+        """What is left to tell once the learner is over: the answer still owed, and all since."""
+        patience_s = self._config.launch.silence_timeout_s
+        return [self.poll(patience_s), self.poll(patience_s)]
+
+    def quarantine(self, name: str, why: str) -> None:
+        """Take an actor out of the run; see `Fleet.quarantine`.
+
+        Raises:
+            RunFailed: no other actor is left.
+        """
+        self._fleet.quarantine(name, why)
+
+    def scale(self, pool: str, count: int) -> str:
+        """Let a pool have another number of actors; see `Fleet.scale`.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        return self._fleet.scale(pool, count)
+
+    # --- evaluate, drain, end ---------------------------------------------------------------------
+
+    def learning_is_over(self) -> bool:
+        """True when every stage has returned from its last step."""
+        return self._stages.are_finished
+
+    def evaluate(self, num_problems: int, min_version: PolicyVersion | None) -> Evaluation:
+        """Begin a held-out evaluation on the actors; training goes on where it can.
+
+        Args:
+            num_problems: how many held-out problems.
+            min_version: the version to evaluate at the earliest; None: whichever each actor has.
+        """
+        return Evaluation(
+            self._fleet.ready,
+            num_problems,
+            min_version,
+            self._config.launch.eval_timeout_s,
+            max_retries=self._config.actors.max_restarts,
+            check=self._watch_services,
+        )
+
+    def request_stop(self) -> None:
+        """Ask the learner to end after the step at hand, with a checkpoint, and close admission."""
+        self._stages.request_stop()
+        self.drain()
+
+    def drain(self) -> None:
+        """Grant no further leases, whatever happens to the learner from now on."""
+        self._drained = True
+        self._drain_again()
+
+    def _drain_again(self) -> None:
+        """A learner that is started again opens admission, also where the run was over."""
+        if self._drained:
+            self._buffers.ask(lambda client: client.drain())
+
+    def status(self) -> Status:
+        """The ledger and what is in flight."""
+        return self._buffers.ask(lambda client: client.status())
+
+    def export(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder; all stages take part."""
+        self._stages.export(folder)
+        self._drain_again()
+
+    def stop(self) -> None:
+        """End every process, politely where there is time. Safe to call at any moment, more than once."""
+        try:
+            self._buffers.close()
+        finally:
+            self._end_processes()
+
+    def _end_processes(self) -> None:
+        with contextlib.suppress(RunFailed):  # it may have died since the last look
+            self._check_ray()
+        if self._ray is not None and self._ray.is_dead:
+            abandon_ray(self._ray)
+            return
+        if not ray.is_initialized():
+            end_ray()  # it may have been stopped in the middle of its start
+            return
+        # the actors first: what they hand back goes to the services
+        self._fleet.stop()
+        _wait_for(self._buffers.ask_to_stop() + self._weights.ask_to_stop(), SERVICE_GOODBYE_S)
+        self._stages.kill()
+        self._buffers.kill()
+        self._weights.kill()
+        end_ray()
+        if self._ray is not None:
+            self._ray.close()
+
+
+def _wait_for(calls: list[Any], limit_s: float) -> None:
+    """Until they have ended, well or badly, but no longer than this."""
+    if calls:
+        ray.wait(calls, num_returns=len(calls), timeout=limit_s)

@@ -1,0 +1,224 @@
+"""Going on with a run in its own folder: what may differ from before, and what must be as it was.
+
+A run that was killed is gone on with as a learner that was lost within one is: the buffer has all that it acknowledged,
+the newest whole checkpoint has the learner, and a new incarnation tells both apart from what was abandoned. Without a
+checkpoint training starts at the model again, on the draws that the buffer has recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from buffer.errors import StoreError
+from buffer.inspect import Inspection, shard_folders
+from buffer.store import DATA, is_served
+from launch.checks import Plan, check
+from launch.config import Config
+from launch.load import ConfigError, load_config
+from launch.role_processes import role_processes
+from launch.run_folder import RunFolder
+from launch.state.history import History, repair
+from learner.checkpoint_meta import newest_progress
+
+GOODBYE_S = 60.0
+"""How long processes of a command that was killed may take to end. Ray's notice at once, an engine in seconds."""
+
+FREE = frozenset(
+    {"algorithm", "actors", "learner", "weight_sync", "pools", "launch", "tracking"}
+    | {f"buffer.{key}" for key in ("host", "port", "lease_timeout_s", "max_attempts", "coalesce_ms", "max_message_mib")}
+    | {f"buffer.{key}" for key in ("request_timeout_s", "give_up_after_s", "inbox_mib", "durability")}
+    | {f"buffer.{key}" for key in ("sync_interval_ms", "scrub_every_s", "capacity_trajectories", "capacity_gib")}
+    | {f"buffer.{key}" for key in ("eviction", "fidelity_alarm", "fidelity_memory")}
+)
+"""Sections, and keys of others, that may differ from before, but for those in `FIXED`."""
+
+_KEPT = "the buffer keeps groups, and has recorded draws, by it"
+_BOUND = "the buffer admitted prompts under it, and holds samples and recorded draws to it"
+_STEP = "a step is so many updates of so many groups in the buffer, and the draws that it has recorded are of that size"
+FIXED = {
+    "run": "the folder, its name and the seed are those of the run: the order of prompts comes from the seed",
+    "model": "the checkpoint and the stored reference log-probabilities are of that model",
+    "task": "the buffer numbers the prompts of that task, and its samples are scored by those rewards",
+    "algorithm.type": "the checkpoint has the state that this loss trains",
+    "actors.group_size": "the buffer has leased groups of that size",
+    "actors.temperature": "the stored log-probabilities are of that temperature",
+    "buffer": _KEPT,
+    "buffer.shards": "the buffer has so many stores, and a prompt lies in one of them by its hash",
+    "learner.groups_per_step": _STEP,
+    "learner.num_minibatches": _STEP,
+    "learner.num_epochs": _STEP,
+    "learner.precision": "it decides of which type the tensors in the checkpoint are",
+    "weight_sync.max_lag": _BOUND,
+    "weight_sync.max_actor_lag": _BOUND,
+    "weight_sync.publish_every": _BOUND,
+    "weight_sync.on_stale": _BOUND,
+    "weight_sync.folder": "the versions that actors are told of lie there",
+}
+"""Sections and keys that must be as they were, and why."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run that can be gone on with."""
+
+    plan: Plan
+    history: History
+    step: int
+    """Of the newest checkpoint; 0 where there is none."""
+
+    def describe(self) -> str:
+        """A sentence for `--dry-run`."""
+        whence = f"the checkpoint of step {self.step}" if self.step else "the model, for there is no checkpoint"
+        changed = f"; changed: {self.history.changes}" if self.history.changes else ""
+        return f"The run would go on from {whence}{changed}."
+
+
+def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], None]) -> Resumption:
+    """Check that a run can be gone on with; changes nothing yet but a last line that a crash cut off.
+
+    Args:
+        folder: of the run, which is claimed.
+        overrides: of its config, as `leeway train` takes them.
+        say: told for whom it waits.
+
+    Raises:
+        ConfigError: one sentence, with what to do instead.
+        OSError: the folder cannot be read or written.
+    """
+    identity = folder.read_identity()
+    before = load_config(folder.config)
+    config = _with_overrides(folder.config, overrides, before)
+    changes = _changes(before, config)
+    plan = check(config, folder.root, run_id=identity.run_id)
+    if plan.task.fingerprint != identity.task_fingerprint:
+        raise ConfigError(
+            f"the task of {folder.root} has other prompts than when the run was made: its file, or the installed "
+            "reasoning-gym, is another. Restore it, or start a new run"
+        )
+    wait_for_the_dead(folder, say)
+    _check_buffer(folder, identity.run_id)
+    reached = newest_progress(folder.checkpoints) if folder.checkpoints.is_dir() else None
+    step = 0 if reached is None else reached.step
+    if step >= config.learner.num_steps and folder.summary.exists() and _is_evaluated(folder, step):
+        raise ConfigError(
+            f"the run {folder.root} is finished: it has taken all learner.num_steps = {config.learner.num_steps}. Give "
+            f"it more to go on: --learner.num_steps {2 * config.learner.num_steps}"
+        )
+    for sentence in repair(folder):
+        say(sentence)
+    try:
+        history = History.read(folder, ", ".join(f"{key} = {new!r} (was {old!r})" for key, old, new in changes))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return Resumption(plan, history, step)
+
+
+def _with_overrides(path: Path, overrides: Sequence[str], before: Config) -> Config:
+    """The config with overrides; of another algorithm than before the keys of that one would be unknown."""
+    try:
+        return load_config(path, overrides)
+    except ConfigError:
+        if any(word.partition("=")[0] in ("--algorithm", "--algorithm.type") for word in overrides):
+            refusal = _refusal("algorithm.type", before.algorithm.type, "another", FIXED["algorithm.type"])
+            raise ConfigError(refusal) from None
+        raise
+
+
+def _refusal(key: str, old: object, new: object, why: str) -> str:
+    return (
+        f"{key} = {old!r} cannot become {new!r} in a run that is gone on with: {why}. Leave it as it is, or start "
+        "a new run"
+    )
+
+
+def _changes(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
+    """(key, old, new) of what differs.
+
+    Raises:
+        ConfigError: one of them must be as it was.
+    """
+    changed = list(_differences(before, after))
+    for key, old, new in changed:
+        section = key.partition(".")[0]
+        why = FIXED.get(key) or (
+            None if key in FREE or section in FREE else FIXED.get(section, "it is not known to be safe")
+        )
+        if why is not None:
+            raise ConfigError(_refusal(key, old, new, why))
+    if before.algorithm.needs != after.algorithm.needs:
+        raise ConfigError(
+            "the loss would need other data or another critic than the checkpoint and the buffer have; leave "
+            "[algorithm] as it is, or start a new run"
+        )
+    return changed
+
+
+def _differences(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]]:
+    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    for section in new:
+        for key in {**old[section], **new[section]}:
+            if old[section].get(key) != new[section].get(key):
+                yield f"{section}.{key}", old[section].get(key), new[section].get(key)
+
+
+def wait_for_the_dead(
+    folder: RunFolder, say: Callable[[str], None], *, limit_s: float = GOODBYE_S, pause_s: float = 0.2
+) -> None:
+    """Wait until no process of an earlier command lives: two learners, or two buffer services, must not meet.
+
+    Args:
+        folder: of the run.
+        say: told once whom it waits for.
+        limit_s: of the wait.
+        pause_s: between two looks.
+
+    Raises:
+        ConfigError: some are still there; says how to end them.
+    """
+    deadline = time.monotonic() + limit_s
+    has_told = False
+    while True:
+        alive = [found for found in role_processes() if found.run == folder.root]
+        served = any(is_served(store) for store in shard_folders(folder.buffer))
+        if not alive and not served:
+            return
+        names = ", ".join(f"{found.name} (process {found.process.pid})" for found in alive) or "its buffer service"
+        if time.monotonic() > deadline:
+            remedy = "kill -9 " + " ".join(str(found.process.pid) for found in alive) if alive else "end it on its host"
+            raise ConfigError(
+                f"{names} of an earlier command of the run {folder.root} still lives {limit_s:g} s after it: {remedy}"
+            )
+        if not has_told:
+            say(f"waiting for {names} of an earlier command to end")
+            has_told = True
+        time.sleep(pause_s)
+
+
+def _check_buffer(folder: RunFolder, run_id: str) -> None:
+    """See that the buffer in the folder is that of this run; none is there where the run ended before it was made."""
+    if not any((store / DATA).exists() for store in shard_folders(folder.buffer)):
+        return
+    try:
+        with Inspection.open(folder.buffer) as inspection:
+            theirs = {store.run_id for store in inspection.stores}
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
+    if theirs != {run_id}:
+        raise ConfigError(
+            f"the buffer in {folder.buffer} is that of another run ({', '.join(theirs - {run_id})}), and "
+            f"{folder.identity.name} says {run_id}; put back the buffer that belongs here"
+        )
+
+
+def _is_evaluated(folder: RunFolder, step: int) -> bool:
+    """Does the summary tell of this step's model? That of an earlier command lies there until the next one is done."""
+    try:
+        said = json.loads(folder.summary.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return said.get("accuracy_after") is not None and said.get("num_steps", 0) >= step

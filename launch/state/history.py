@@ -1,0 +1,119 @@
+"""History: what a run's folder tells of the commands that worked on it before, for the one that goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.run_folder import RunFolder, RunIdentity
+from launch.state.progress import Accuracy
+
+
+@dataclass(frozen=True)
+class History:
+    """Everything before this command."""
+
+    identity: RunIdentity
+    rows: Sequence[Mapping[str, Any]]
+    """Reports of steps in metrics.jsonl, as they came: a step that was taken again is there again."""
+    before: Accuracy | None
+    """The first evaluation; None where the run ended before it."""
+    wall_s: float
+    """Seconds that the commands before worked on the run, up to the last that each wrote."""
+    changes: str = ""
+    """Which keys of the config are other than before, as a sentence; empty where none is."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step in metrics.jsonl; a checkpoint may be older."""
+        return max((int(row["step"]) for row in self.rows), default=0)
+
+    @classmethod
+    def read(cls, folder: RunFolder, changes: str = "") -> History:
+        """Read what is there; a line that was cut off by a crash has to be repaired before.
+
+        Args:
+            folder: of the run.
+            changes: see the attribute.
+
+        Raises:
+            ConfigError: `run.json` is not there, or damaged.
+            ValueError: a line of the files is no JSON.
+        """
+        identity = folder.read_identity()
+        rows = [row for row in _lines(folder.metrics) if "loss" in row]
+        events = list(_lines(folder.events))
+        evaluated = (event for event in events if event["kind"] == "evaluated")
+        first = next(evaluated, None)
+        times = [float(event["time_s"]) for event in events]
+        times += [float(row["finished_s"]) for row in rows if row.get("finished_s")]
+        return cls(identity, rows, None if first is None else _accuracy(first), _wall_s(identity, times), changes)
+
+
+def repair(folder: RunFolder) -> list[str]:
+    """End the last line of each file of lines, or remove it where a crash cut it off.
+
+    Returns:
+        A sentence for each file that was changed.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    done: list[str] = []
+    for path in (folder.metrics, folder.events, folder.timeline):
+        if not path.exists():
+            continue
+        with path.open("rb+") as file:
+            data = file.read()
+            if not data or data.endswith(b"\n"):
+                continue
+            start = data.rfind(b"\n") + 1
+            if _is_json(data[start:]):
+                file.write(b"\n")
+                done.append(f"the last line of {path.name} was not ended, and is now")
+            else:
+                file.truncate(start)
+                done.append(f"{len(data) - start} bytes of a line that was cut off are removed from {path.name}")
+    return done
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}, is no JSON: {error}; remove that line") from None
+            yield row
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        return isinstance(json.loads(data), dict)
+    except ValueError:
+        return False
+
+
+def _accuracy(event: Mapping[str, Any]) -> Accuracy:
+    return Accuracy(
+        num_problems=int(event["eval/num_problems"]),
+        greedy=event["eval/accuracy_greedy"],
+        sampled=event["eval/accuracy_sampled"],
+        num_failed=int(event["eval/num_failed"]),
+        versions=tuple(str(event["eval/version"]).split(",")),
+    )
+
+
+def _wall_s(identity: RunIdentity, times_s: Sequence[float]) -> float:
+    """From the start of each command to the last that it wrote."""
+    starts = identity.started_s
+    ends = (*starts[1:], float("inf"))
+    total = 0.0
+    for start, end in zip(starts, ends, strict=True):
+        total += max((moment - start for moment in times_s if start <= moment < end), default=0.0)
+    return total

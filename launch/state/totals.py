@@ -1,0 +1,174 @@
+"""Counts that hold over a whole run, though steps are taken again and actors start anew at 0."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from actors.report import ActorReport
+
+Lags = Mapping[str, Mapping[int, int]]
+"""Pool -> lag in versions -> trained tokens."""
+
+
+class _Step(NamedTuple):
+    num_tokens: int
+    lag_total: float
+    lags: Lags
+
+
+class StepTotals:
+    """What counts of each step, so that one that is taken again counts once: as it was taken last."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Step] = {}
+        self._num_tokens = 0
+        self._lag_total = 0.0
+        self._lags: dict[str, Counter[int]] = {}
+        self.num_redone = 0
+        """Steps taken once more, because a learner was lost before a checkpoint held them."""
+
+    def add(self, step: int, num_tokens: int, lag_mean: float, lags: Lags | None = None) -> None:
+        """A step trained tokens.
+
+        Args:
+            step: its number; what was known of it and of later ones is forgotten.
+            num_tokens: 0 where it was skipped.
+            lag_mean: over those tokens.
+            lags: over all its updates, where they are known.
+        """
+        self.go_back(step - 1)
+        self._steps[step] = _Step(num_tokens, num_tokens * lag_mean, lags or {})
+        self._num_tokens += num_tokens
+        self._lag_total += num_tokens * lag_mean
+        for pool, counts in (lags or {}).items():
+            self._lags.setdefault(pool, Counter()).update(counts)
+
+    def go_back(self, step: int) -> None:
+        """Whatever came after this step is taken again."""
+        while self._steps and next(reversed(self._steps)) > step:  # they are in order
+            _, undone = self._steps.popitem()
+            self._num_tokens -= undone.num_tokens
+            self._lag_total -= undone.lag_total
+            for pool, counts in undone.lags.items():
+                self._lags[pool].subtract(counts)
+            self.num_redone += 1
+
+    def num_without_report(self, last: int) -> int:
+        """Steps up to the last of which no report came: their process died before it was asked for them."""
+        return last - len(self._steps)
+
+    @property
+    def lag_mean(self) -> float | None:
+        """Over all tokens, versions; None before there are any."""
+        return self._lag_total / self._num_tokens if self._num_tokens else None
+
+    @property
+    def lags(self) -> dict[str, dict[int, int]]:
+        """Pool -> lag -> trained tokens, in order of the lags; a token counts once for each update that trains it."""
+        return {
+            pool: {lag: counts[lag] for lag in sorted(counts) if counts[lag]} for pool, counts in self._lags.items()
+        }
+
+
+class Rate:
+    """Events per second over the last few seconds, from a running total."""
+
+    def __init__(self, window_s: float = 10.0) -> None:
+        self._window_s = window_s
+        self._points: list[tuple[float, float]] = []
+
+    def update(self, now_s: float, total: float) -> None:
+        """The total was `total` at `now_s`."""
+        self._points.append((now_s, total))
+        while len(self._points) > 2 and self._points[1][0] < now_s - self._window_s:
+            self._points.pop(0)
+
+    def value(self) -> float:
+        """Per second; 0 before two points are known."""
+        if len(self._points) < 2:
+            return 0.0
+        (t0, n0), (t1, n1) = self._points[0], self._points[-1]
+        return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
+
+
+class Fresh:
+    """What is new in counts of actors, which begin at 0 with each new process."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, tuple[int, ...]] = {}
+
+    def of(self, actor: str, *counts: int) -> tuple[int, ...]:
+        """How much was counted since the last call, or since the actor was started again: then a count is smaller."""
+        before = self._told.get(actor, (0,) * len(counts))
+        self._told[actor] = counts
+        new = tuple(now - then for now, then in zip(counts, before, strict=True))
+        return counts if min(new) < 0 else new
+
+
+class Acknowledged:
+    """Samples of which the buffer told each actor that it has them."""
+
+    OUTCOMES = ("committed", "duplicate")
+    """A duplicate was committed when it came before, and the answer was lost."""
+
+    def __init__(self) -> None:
+        self.by_actor: Counter[str] = Counter()
+        """Over all processes of an actor."""
+        self._fresh = Fresh()
+
+    def update(self, reports: Iterable[ActorReport]) -> None:
+        """Take in a poll."""
+        for report in reports:
+            count = sum(report.num_outcomes.get(outcome, 0) for outcome in self.OUTCOMES)
+            (fresh,) = self._fresh.of(report.name, count)
+            self.by_actor[report.name] += fresh
+
+
+class Generated:
+    """Completion tokens of all actors, of each pool and of each actor: totals and rates."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.all = Rate()
+        self.pool_of: dict[str, str] = {}
+        """Actor -> pool, also of those that are gone: their tokens may still be trained."""
+        self._fresh = Fresh()
+        self._tokens: Counter[tuple[str, str]] = Counter()
+        """By ("pool" or "actor", its name)."""
+        self._rates: dict[tuple[str, str], Rate] = {}
+
+    def update(self, now_s: float, reports: Iterable[ActorReport], working: Iterable[str]) -> None:
+        """Take in a poll.
+
+        Args:
+            now_s: on any clock that only grows.
+            reports: of some of the actors.
+            working: names of all that work; a rate of another one is over.
+        """
+        for report in reports:
+            self.pool_of[report.name] = report.pool
+            (fresh,) = self._fresh.of(report.name, report.num_tokens)
+            self.num_tokens += fresh
+            for key in (("pool", report.pool), ("actor", report.name)):
+                self._tokens[key] += fresh
+        self.all.update(now_s, self.num_tokens)
+        alive = set(working)
+        for key, total in self._tokens.items():
+            if key[0] == "pool" or key[1] in alive:
+                self._rates.setdefault(key, Rate()).update(now_s, total)
+            else:
+                self._rates.pop(key, None)
+
+    def of_pool(self, pool: str) -> float:
+        """Tokens per second of a pool over the last seconds."""
+        return self._rate("pool", pool)
+
+    def of_actor(self, actor: str) -> float:
+        """Tokens per second of an actor over the last seconds."""
+        return self._rate("actor", actor)
+
+    def _rate(self, kind: str, name: str) -> float:
+        rate = self._rates.get((kind, name))
+        return 0.0 if rate is None else rate.value()

@@ -1,0 +1,244 @@
+"""Tripwires: what the roles report is looked at, poll by poll, for weights that go wrong or do not arrive.
+
+    mismatch    an actor and the learner give the same tokens at the same version other log-probabilities
+    stuck       the learner takes updates and none is published; or an actor serves an old version all the time
+    behind      an actor is more than max_actor_lag behind the newest published version all the time
+    publishing  published weights wait for something, such as space on the disk
+    refused     an actor refused an update and keeps the version that it has
+
+Each is told once, and once more as `..._ended`; a refusal has no end of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actors.report import ActorReport
+from launch.state.progress import PollResult
+from weight_sync.config import Action, WeightSyncConfig
+from weight_sync.staleness import PolicyVersion
+
+LEARNER = "learner"
+MISMATCH_TOKENS = 32
+"""So few tokens are not judged, but kept for the next look."""
+MISMATCH_ENDS = 0.5
+"""Share of the limit below which a mismatch is over: around the limit it would come and go."""
+PUBLISHING_S = 3.0
+"""Shorter waits of a publisher are nothing to tell."""
+
+
+@dataclass(frozen=True)
+class Trip:
+    """Something tripped, or is over."""
+
+    kind: str
+    """As an event: 'behind', 'behind_ended'."""
+    who: str
+    """The actor's name, or 'learner'."""
+    text: str
+    action: Action | None = None
+    """What is to be done; None where telling is all."""
+
+
+class Tripwires:
+    """Looks at every poll; says what tripped, and leaves acting to its caller."""
+
+    def __init__(
+        self,
+        config: WeightSyncConfig,
+        mismatch_limits: Mapping[str, float],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing has tripped.
+
+        Args:
+            config: limits and actions, with `max_actor_lag` as the actors have it.
+            mismatch_limits: mean absolute difference of log-probabilities, by pool of actors.
+            clock: seconds, monotonic.
+        """
+        self._config = config
+        self._mismatch_limits = mismatch_limits
+        self._clock = clock
+        self._standing: dict[tuple[str, str], Trip] = {}
+        self._since: dict[tuple[str, str], tuple[object, float]] = {}
+        self._reports: dict[str, tuple[ActorReport, float]] = {}
+        self._differences: dict[str, tuple[float, int]] = {}
+        self._newest = PolicyVersion(0, 0)
+        self._refused: dict[str, str] = {}
+
+    @property
+    def standing(self) -> list[Trip]:
+        """What tripped and is not over, oldest first, in its newest words."""
+        return list(self._standing.values())
+
+    def look(self, news: PollResult, *, evaluating: bool = False) -> list[Trip]:
+        """Take in a poll.
+
+        Args:
+            news: of the roles.
+            evaluating: an evaluation goes on, which holds actors at one version: that is not held against them.
+
+        Returns:
+            What tripped or ended with it.
+        """
+        now = self._clock()
+        for report in news.actors:
+            self._reports[report.name] = report, now
+        if news.working is not None:
+            self._forget(set(self._reports) - news.working)
+        trips = [*self._look_at_rows(news), *self._look_at_learner(news, now)]
+        for report, heard_s in list(self._reports.values()):
+            trips += self._look_at_actor(report, now - heard_s, now, evaluating)
+        return trips
+
+    # --- mismatch ---------------------------------------------------------------------------------
+
+    def _look_at_rows(self, news: PollResult) -> Iterator[Trip]:
+        for row in news.steps:
+            for who, (difference, num_tokens) in _differences(row).items():
+                if who == LEARNER or news.working is None or who in news.working:
+                    yield from self._judge(who, difference, num_tokens)
+
+    def _judge(self, who: str, difference: float, num_tokens: int) -> Iterator[Trip]:
+        total, count = self._differences.pop(who, (0.0, 0))
+        total, count = total + difference * num_tokens, count + num_tokens
+        if count < MISMATCH_TOKENS:
+            self._differences[who] = total, count
+            return
+        mean, limit, config = total / count, self._mismatch_limit_of(who), self._config
+        is_standing = ("mismatch", who) in self._standing
+        name, action = (who, config.on_mismatch) if who != LEARNER else ("the engines", _for_all(config.on_mismatch))
+        text = (
+            f"{name} and the learner differ by {mean:.2g} in the mean absolute log-probability of {count} tokens of "
+            f"the same version, and weight_sync.mismatch_limit is {limit:g}: other weights, or another arithmetic"
+        )
+        # not below is above: a difference that is no number is one
+        trips = not mean <= (limit * MISMATCH_ENDS if is_standing else limit)
+        yield from self._hold("mismatch", who, text if trips else "", action, f"{name} and the learner agree again")
+
+    def _mismatch_limit_of(self, who: str) -> float:
+        """That of its pool; of all together, or of one that has not reported yet, the widest."""
+        widest = max(self._mismatch_limits.values())
+        report, _ = self._reports.get(who, (None, 0.0))
+        return widest if report is None else self._mismatch_limits.get(report.pool, widest)
+
+    # --- the learner ------------------------------------------------------------------------------
+
+    def _look_at_learner(self, news: PollResult, now: float) -> Iterator[Trip]:
+        config, status = self._config, news.status
+        if status is not None:
+            self._newest = PolicyVersion(*status.newest)
+            is_due = status.version - self._newest.version >= config.publish_every
+            lasts_s = self._lasts("stuck", LEARNER, self._newest if is_due else None, now)
+            text = (
+                f"the learner is at version {status.version}, and the newest published is {self._newest} for "
+                f"{lasts_s:.0f} s (weight_sync.stuck_after_s = {config.stuck_after_s:g})"
+                f"{_because(news.publishing, ', waiting for ')}; see the logs of the stages"
+            )
+            stuck = text if lasts_s >= config.stuck_after_s else ""
+            ended = f"version {self._newest} is published"
+            yield from self._hold("stuck", LEARNER, stuck, _for_all(config.on_stuck), ended)
+        if news.publishing is not None:
+            lasts_s = self._lasts("publishing", LEARNER, news.publishing and "waits", now)
+            text = f"published weights wait for {news.publishing}; training goes on as far as the bound allows"
+            waits = text if news.publishing and lasts_s >= PUBLISHING_S else ""
+            yield from self._hold("publishing", LEARNER, waits, None, "published weights wait for nothing any more")
+
+    # --- an actor ---------------------------------------------------------------------------------
+
+    def _look_at_actor(self, report: ActorReport, silent_s: float, now: float, evaluating: bool) -> Iterator[Trip]:
+        config, name, served = self._config, report.name, PolicyVersion(*report.version)
+        if report.refused and self._refused.get(name) != report.refused:
+            yield Trip("refused", name, f"{name} keeps version {served} and did not take an update: {report.refused}")
+        self._refused[name] = report.refused
+        is_old = served < self._newest and not evaluating
+        old_s = self._lasts("stuck", name, served if is_old else None, now)
+        is_behind = is_old and config.is_behind(served, self._newest)
+        behind_s = self._lasts("behind", name, "behind" if is_behind else None, now)
+        facts = f"{name} serves version {served} and the newest published is {self._newest}"
+        why = _because(report.refused, "; it refused ") or _because(report.waiting, "; it says: ")
+        if silent_s > 2.0:
+            why = f"; it has not answered for {silent_s:.0f} s"
+        stuck = f"{facts}; it has served that one for {old_s:.0f} s (weight_sync.stuck_after_s){why}"
+        behind = (
+            f"{facts}; it has been more than max_actor_lag = {config.actor_lag} behind for {behind_s:.0f} s "
+            f"(weight_sync.behind_after_s){why}"
+        )
+        if evaluating:
+            return  # nothing begins and nothing ends
+        ended = f"{name} serves version {served}"
+        yield from self._hold("stuck", name, stuck if old_s >= config.stuck_after_s else "", config.on_stuck, ended)
+        yield from self._hold(
+            "behind", name, behind if behind_s >= config.behind_after_s else "", config.on_behind, ended
+        )
+
+    def _forget(self, names: set[str]) -> None:
+        """These are out of the run, or are being started again."""
+        for name in names:
+            for table in (self._reports, self._differences, self._refused):
+                table.pop(name, None)
+            for kind in ("mismatch", "stuck", "behind"):
+                self._standing.pop((kind, name), None)
+                self._since.pop((kind, name), None)
+
+    # --- what lasts -------------------------------------------------------------------------------
+
+    def _lasts(self, kind: str, who: str, state: object, now: float) -> float:
+        """For how many seconds it has been in this state; 0 where that is empty."""
+        key = kind, who
+        if not state:
+            self._since.pop(key, None)
+            return 0.0
+        before, since_s = self._since.get(key, (None, now))
+        if before != state:
+            since_s = now
+        self._since[key] = state, since_s
+        return now - since_s
+
+    def _hold(self, kind: str, who: str, text: str, action: Action | None, ended: str) -> Iterator[Trip]:
+        """Tell what begins, where there is a text, and what ends, where there is none any more."""
+        key = kind, who
+        if text:
+            trip = Trip(kind, who, text, action)
+            if key not in self._standing:
+                yield trip
+            self._standing[key] = trip
+        elif self._standing.pop(key, None) is not None:
+            yield Trip(f"{kind}_ended", who, ended)
+
+
+def mismatch_limit(config: WeightSyncConfig, *dtypes: str) -> float:
+    """The limit that is meant where none is given.
+
+    Args:
+        config: of the run.
+        dtypes: in which engines and learner compute.
+    """
+    if config.mismatch_limit is not None:
+        return config.mismatch_limit
+    return 1e-3 if all(dtype in ("float32", "float64") for dtype in dtypes) else 0.2
+
+
+def _differences(row: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+    """The mean difference at lag 0 and of how many tokens: by actor, or of all together where the step does not say."""
+    all_together = {LEARNER: (row.get("mismatch/lag0_abs"), row.get("mismatch/lag0_tokens") or 0)}
+    by_actor: Mapping[str, tuple[float | None, int]] = row.get("lag0_by_actor", all_together)
+    return {
+        who: (math.nan if value is None else value, num_tokens)
+        for who, (value, num_tokens) in by_actor.items()
+        if num_tokens
+    }
+
+
+def _for_all(action: Action) -> Action:
+    """Whoever is not an actor cannot be taken out."""
+    return "warn" if action == "quarantine" else action
+
+
+def _because(text: str | None, before: str) -> str:
+    return f"{before}{text}" if text else ""

@@ -1,0 +1,121 @@
+"""A checkpoint as an ordinary Hugging Face folder, made by one process without the ranks that wrote it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from learner.agreement import first_line
+from learner.checkpoint_meta import CheckpointMeta, DamagedCheckpoint, model_identity
+from learner.hf_files import write_folder, write_shard
+from learner.model import is_value_head
+from learner.snapshot import is_of_a_rank
+from weight_sync.files import replace_durably
+
+SHARD_BYTES = 4 * 2**30
+"""So much is in memory at a time; a file of the folder holds no more, unless a single tensor is larger."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    step: int
+    version: int
+    size_bytes: int
+    """Of the weights."""
+
+
+def export_checkpoint(checkpoint: Path, model_path: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
+    """Write the policy in a checkpoint as a folder that `from_pretrained` reads; it appears whole or not at all.
+
+    Args:
+        checkpoint: `step-N` of a run.
+        model_path: the model that training started from: its config and tokenizer are copied.
+        out: is not there yet.
+        shard_bytes: size of a file of weights.
+
+    Raises:
+        DamagedCheckpoint: a file of the checkpoint is not what was written.
+        ValueError: the checkpoint is of another model.
+        OSError: a folder cannot be read or written.
+    """
+    meta = CheckpointMeta.read(checkpoint)
+    meta.check(checkpoint, sorted(meta.files))
+    if meta.model and meta.model != model_identity(model_path):
+        raise ValueError(
+            f"the checkpoint {checkpoint} was written for the model {meta.model}, and the config.json in {model_path} "
+            f"is of {model_identity(model_path)}; put back the model that the run started from"
+        )
+    shards = list(_shards(_policy(checkpoint), shard_bytes))
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        size_bytes, dtype = 0, torch.float32
+        for number, entries in enumerate(shards):
+            tensors = _read(checkpoint, entries)
+            dtype = next(iter(tensors.values())).dtype
+            size_bytes += write_shard(temporary, number, len(shards), tensors)
+        write_folder(temporary, model_path, len(shards), dtype)
+        replace_durably(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Exported(meta.progress.step, meta.progress.version, size_bytes)
+
+
+def _policy(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    """The policy's own weights, by name: neither optimizer nor critic. A tied head is not among them."""
+    with _reading(checkpoint):
+        found = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {
+        name: entry
+        for name, entry in sorted(found.items())
+        if isinstance(entry, TensorStorageMetadata)
+        and not name.startswith(("optimizer.", "critic."))
+        and not is_value_head(name)
+        and not is_of_a_rank(name)
+    }
+
+
+def _shards(
+    entries: Mapping[str, TensorStorageMetadata], shard_bytes: int
+) -> Iterator[dict[str, TensorStorageMetadata]]:
+    shard: dict[str, TensorStorageMetadata] = {}
+    size = 0
+    for name, entry in entries.items():
+        own = entry.size.numel() * entry.properties.dtype.itemsize
+        if shard and size + own > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = entry
+        size += own
+    yield shard
+
+
+def _read(checkpoint: Path, entries: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    with _reading(checkpoint), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is meant to be
+        load(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+    return tensors
+
+
+@contextmanager
+def _reading(checkpoint: Path) -> Iterator[None]:
+    """The files were whole a moment ago: one that cannot be read was removed meanwhile, or its disk fails."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        raise DamagedCheckpoint(f"{checkpoint} cannot be read: {first_line(error)}") from error

@@ -1,0 +1,163 @@
+"""What the tests of the engine share: small policies as the learner holds them, and who publishes them."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from actors.config import ActorsConfig
+from actors.engine import Completion, Engine
+from learner.model import load_stage
+from learner.packing import PackingRule, pack
+from tests.unit.small_models import run
+from weight_sync.publisher import Publisher
+from weight_sync.puller import Puller
+from weight_sync.sinks import FolderSink
+from weight_sync.staleness import PolicyVersion
+
+EOS = 2
+TEMPERATURE = 0.8
+CONFIG = ActorsConfig(
+    temperature=TEMPERATURE, max_new_tokens=100, max_prompt_tokens=140, max_running_samples=32, kv_cache_gib=0.1
+)
+DTYPES = ("float32", "bfloat16")
+NUM_STAGES = 2
+HIDDEN_SIZE = 64
+Logprobs = list[np.ndarray]
+
+
+def tiny_llama(seed: int, *, tied: bool, hidden_size: int = HIDDEN_SIZE) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=EOS,
+        initializer_range=0.15,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def prompts(num: int) -> list[list[int]]:
+    generator = np.random.default_rng(0)
+    return [[1, *generator.integers(3, 64, size=int(n)).tolist()] for n in generator.integers(3, 19, size=num)]
+
+
+def long_prompt(seed: int) -> list[int]:
+    """Longer than a cache block (128 tokens), so that a second request would find it."""
+    return [1, *np.random.default_rng(seed).integers(3, 64, size=135).tolist()]
+
+
+def of_transformers(model: LlamaForCausalLM, prompt: list[int], completion: Completion) -> np.ndarray:
+    """Teacher-forced log-probabilities of the completion under plain Transformers."""
+    tokens = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(tokens).logits[0, :-1] / TEMPERATURE, dim=-1)
+    taken = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
+    return taken[len(prompt) - 1 :].numpy()
+
+
+class Policy:
+    """The weights of one version, as the stages of the learner hold them."""
+
+    def __init__(self, folder: Path, model: LlamaForCausalLM) -> None:
+        self.model = model
+        model.save_pretrained(folder)
+        cpu = torch.device("cpu")
+        self.stages = [
+            load_stage(folder, i, NUM_STAGES, temperature=TEMPERATURE, device=cpu) for i in range(NUM_STAGES)
+        ]
+
+    def logprobs(self, asked: list[list[int]], completions: list[Completion]) -> Logprobs:
+        """What the learner says of every completion."""
+        sequences = [np.array([*p, *c.token_ids]) for p, c in zip(asked, completions, strict=True)]
+        packed = pack(sequences, [len(prompt) for prompt in asked], PackingRule(256))
+        with torch.no_grad():
+            output_T = run(self.stages, packed).flatten()[torch.from_numpy(packed.output_T)].numpy()
+        edges = np.cumsum([len(c.token_ids) for c in completions])
+        return np.split(output_T, edges[:-1])
+
+
+def gap(found: list[Completion], truth: Logprobs) -> float:
+    """Mean absolute difference over all tokens."""
+    return float(np.concatenate([np.abs(c.logprobs - t) for c, t in zip(found, truth, strict=True)]).mean())
+
+
+def assert_spans_cover(completion: Completion) -> None:
+    edges = [(span.start, span.end) for span in completion.spans]
+    assert edges[0][0] == 0
+    assert edges[-1][1] == len(completion.token_ids) == len(completion.logprobs)
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(edges))
+    assert [span.version for span in completion.spans] == sorted(span.version for span in completion.spans)
+
+
+class World:
+    """The engine, the store that feeds it, and what each version's weights are."""
+
+    def __init__(self, engine: Engine, folder: Path, first: Policy) -> None:
+        self.engine = engine
+        self.folder = folder / "weights"
+        self.policies = {PolicyVersion(0, 0): first}
+        self.learner = self._publishers()
+        self.puller = Puller.of_folder(self.folder, "float32")
+
+    def _publishers(self) -> list[Publisher]:
+        return [
+            Publisher(FolderSink(self.folder), rank, NUM_STAGES, DTYPES, keep_versions=3, full_every=1000)
+            for rank in range(NUM_STAGES)
+        ]
+
+    def publish(self, *, tied: bool = True, hidden_size: int = HIDDEN_SIZE, only: str = "") -> PolicyVersion:
+        """The next version, from all stages of the learner.
+
+        Args:
+            tied: share head and embedding.
+            hidden_size: of the model.
+            only: what to change since the last version: tensors with this in their name; "": all of them.
+        """
+        newest = max(self.policies)
+        version = PolicyVersion(0, newest.version + 1)
+        model = tiny_llama(version.version, tied=tied, hidden_size=hidden_size)
+        if only:
+            before = self.policies[newest].model.state_dict()
+            model.load_state_dict({name: t if only in name else before[name] for name, t in model.state_dict().items()})
+        policy = Policy(self.folder.parent / f"hf-{version}", model)
+        # a model of other shapes is another learner's
+        publishers = self.learner if hidden_size == HIDDEN_SIZE else self._publishers()
+        for publisher, stage in zip(publishers, policy.stages, strict=True):
+            publisher.publish(version, stage.published_tensors())
+        for publisher in publishers:
+            publisher.flush(30)
+        if publishers is not self.learner:
+            for publisher in publishers:
+                publisher.close()
+        self.policies[version] = policy
+        return version
+
+    def close(self) -> None:
+        for publisher in self.learner:
+            publisher.close()
+        self.puller.close()
+
+    def gaps(self, asked: list[list[int]], completions: list[Completion]) -> tuple[float, float]:
+        """Mean absolute differences from the learner under the version that each span names.
+
+        Returns:
+            That of all first spans, and that of all later ones.
+        """
+        named = {span.version for completion in completions for span in completion.spans}
+        truths = {version: self.policies[version].logprobs(asked, completions) for version in named}
+        first, later = [np.zeros(0)], [np.zeros(0)]
+        for index, completion in enumerate(completions):
+            for span in completion.spans:
+                difference = np.abs(completion.logprobs - truths[span.version][index])[span.start : span.end]
+                (later if span.start else first).append(difference)
+        means = [float(values.mean()) if len(values) else 0.0 for values in map(np.concatenate, (first, later))]
+        return means[0], means[1]

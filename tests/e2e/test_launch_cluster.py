@@ -1,0 +1,177 @@
+"""A real run across three hosts; what calls launch/cluster.sh on Slurm and SkyPilot; and what its host file may be."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.faults import hosts as machines
+from tests.faults.cluster import SCRIPT, Cluster, end
+
+pytestmark = pytest.mark.timeout(400)
+SHORT = (
+    *("--learner.num_steps", "8", "--learner.groups_per_step", "8", "--learner.checkpoint_every", "8"),
+    *("--task.num_heldout", "32", "--task.num_train", "512", "--weight_sync.max_lag", "0"),
+    *("--pools.exact.max_running_samples", "24", "--pools.fast.max_running_samples", "40"),
+)
+"""A step's 8 groups at lag 0: pool `exact` has room for 3 and `fast` for 5."""
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    if reason := machines.missing():
+        pytest.skip(reason)
+    with machines.Hosts(tmp_path / "shared", environment={"OMP_NUM_THREADS": "1"}, seen_by=[0]) as made:
+        yield made
+
+
+def test_a_run_across_three_hosts_trains_though_those_of_the_actors_do_not_see_its_folder(hosts, tmp_path):
+    cluster = Cluster(hosts, tmp_path)
+    cluster.up()
+    run = tmp_path / "shared" / "run"
+    try:
+        process = cluster.run(tmp_path / "shared", "examples/pools.toml", *SHORT)
+        machines.wait_until("both engines", lambda: all(has_engine(host) for host in hosts[1:]), 180)
+        assert not has_engine(hosts[0]), "an actor runs on the learner's host"
+        said = end(process, 300)
+    finally:
+        done = cluster.call("down")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["num_steps"], summary["ledger_gap"], summary["trained_trajectories"]) == (8, 0, 8 * 64), said
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    exact, fast = (newest(rows, f"pool/{pool}/mismatch_lag0_abs") for pool in ("exact", "fast"))
+    assert exact < 1e-4 < fast, "a pool does not serve in its own precision"
+    for host in hosts:
+        left = [path for path in host.files() if "leeway" in path or "/ray" in path]
+        assert (host.processes(), host.listening(), left) == ([], [], [])
+
+
+def newest(rows: list[dict], key: str) -> float:
+    return [row[key] for row in rows if row.get(key) is not None][-1]
+
+
+def has_engine(host) -> bool:
+    return any("VLLM" in line or "ActorRole" in line for line in host.processes())
+
+
+# --- Slurm and SkyPilot -----------------------------------------------------------------------------
+
+RECORDER = """#!/usr/bin/env bash
+echo "$*" >>calls
+[ "$1" != up ] || { cp "$LEEWAY_HOSTS" hosts && echo "${LEEWAY_STATE:-} ${LEEWAY_SSH:-}" >settings; }
+"""
+NODES = "node-1\nnode-2\nnode-3\nnode-4"
+HOSTS = "node-1 learner\nnode-2 exact\nnode-3 fast\nnode-4 fast\n"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder whose launch/cluster.sh writes down its calls and the host file, and whose scontrol knows four nodes."""
+    for path, text in (("launch/cluster.sh", RECORDER), ("bin/scontrol", f"#!/bin/sh\nprintf '{NODES}\\n'\n")):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+        (tmp_path / path).chmod(0o700)
+    return tmp_path
+
+
+def calls_of(checkout: Path, command: list[str], **environment: str) -> list[str]:
+    """How a script called launch/cluster.sh; it leaves no file behind."""
+    (checkout / "calls").unlink(missing_ok=True)
+    path = f"{checkout / 'bin'}:{os.environ['PATH']}"
+    subprocess.run(command, cwd=checkout, env={"PATH": path, **environment}, check=True, timeout=60)
+    assert (checkout / "hosts").read_text() == HOSTS
+    assert [path for path in (checkout / "runs").iterdir() if path.is_file()] == []
+    return (checkout / "calls").read_text().splitlines()
+
+
+def test_slurm_turns_the_nodes_of_its_job_into_hosts_and_takes_them_down_again(checkout):
+    script = [str(machines.CHECKOUT / "launch" / "slurm.sbatch"), "examples/pools.toml", "--run.seed", "1"]
+    job = {"SLURM_SUBMIT_DIR": str(checkout), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-4]"}
+    calls = calls_of(checkout, ["bash", *script], SLURM_JOB_NAME="leeway", **job)
+    assert calls == ["up", "run examples/pools.toml --run.dir runs --run.name leeway-7 --run.seed 1", "down"]
+    assert (checkout / "settings").read_text() == "/tmp/leeway-job-7.0 \n", "two jobs share the files of Ray"
+
+
+def test_a_job_of_slurm_goes_on_with_the_run_of_its_name_also_when_it_is_requeued(checkout):
+    script = [str(machines.CHECKOUT / "launch" / "slurm.sbatch"), "examples/pools.toml", "--learner.num_steps", "9"]
+    job = {"SLURM_SUBMIT_DIR": str(checkout), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-4]"}
+    for name, restarts, run in (("mine", {}, "mine"), ("leeway", {"SLURM_RESTART_COUNT": "1"}, "leeway-7")):
+        made_before(checkout, run)
+        calls = calls_of(checkout, ["bash", *script], SLURM_JOB_NAME=name, **job, **restarts)
+        assert calls == ["up", f"resume runs/{run} --learner.num_steps 9", "down"]
+    assert (checkout / "settings").read_text() == "/tmp/leeway-job-7.1 \n", "the hosts of before may not be its own now"
+
+
+def made_before(checkout: Path, name: str) -> None:
+    """A run of which there is nothing but its config."""
+    (checkout / "runs" / name).mkdir(parents=True)
+    (checkout / "runs" / name / "config.toml").touch()
+
+
+def test_skypilot_turns_its_nodes_into_hosts_and_takes_them_down_again(checkout):
+    task = yaml.safe_load((machines.CHECKOUT / "launch" / "skypilot.yaml").read_text())
+    assert task["setup"].strip() == "make install"
+    node = {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": NODES, **task["envs"]}
+    calls = calls_of(checkout, ["bash", "-euo", "pipefail", "-c", task["run"]], **node)
+    assert calls == ["up", "run examples/pools.toml", "down"]
+    assert "-o ServerAliveInterval=15" in (checkout / "settings").read_text()
+    named = {**node, "RUN": "mine"}
+    calls = calls_of(checkout, ["bash", "-euo", "pipefail", "-c", task["run"]], **named)
+    assert calls == ["up", "run examples/pools.toml --run.dir runs --run.name mine", "down"]
+    made_before(checkout, "mine")
+    assert calls_of(checkout, ["bash", "-euo", "pipefail", "-c", task["run"]], **named)[1] == "resume runs/mine"
+    (checkout / "calls").unlink()
+    subprocess.run(["bash", "-c", task["run"]], cwd=checkout, env={**node, "SKYPILOT_NODE_RANK": "1"}, check=True)
+    assert not (checkout / "calls").exists(), "a node that is not the first one starts a cluster of its own"
+
+
+# --- the host file ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("# nobody\n\n", "the host file FILE names no host; examples/hosts.txt shows one"),
+        ("10.0.0.1 a b c", "FILE:1: 'c' is too much; a line is HOST [POOL[,POOL...] [ADDRESS]]"),
+        ("10.0.0.1 a,,b", "FILE:1: 'a,,b' is not a list of pools; it is written a,b without spaces"),
+        ("10.0.0.1 a\n10.0.0.1 b", "FILE:2: 10.0.0.1 is there twice; give all its pools in one line"),
+        ("-oProxyCommand=x a", "FILE:1: '-oProxyCommand=x' is not a host"),
+        (
+            "localhost a\n10.0.0.2 b",
+            "the address of localhost is 127.0.0.1 here, where no other host reaches it; give its private address as "
+            "the third word of its line in FILE",
+        ),
+        (
+            "nowhere.invalid a\n10.0.0.2 b",
+            "the address of nowhere.invalid is not known here; give its private address as the third word of its line "
+            "in FILE",
+        ),
+    ],
+)
+def test_a_host_file_that_cannot_be_meant_so_is_refused_in_one_sentence(tmp_path, text, sentence):
+    path = tmp_path / "hosts.txt"
+    path.write_text(text)
+    environment = {**os.environ, "HOME": str(tmp_path), "LEEWAY_SSH": "false"}
+    done = subprocess.run(
+        [SCRIPT, "up", path], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"cluster.sh: {sentence}\n".replace("FILE", str(path))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_pools_of_the_example_config_are_those_of_the_example_hosts():
+    lines = [
+        line.split()
+        for line in (machines.CHECKOUT / "examples" / "hosts.txt").read_text().splitlines()
+        if line[:1].isdigit()
+    ]
+    pools = re.findall(
+        r"^\[pools\.(\w+)\]", (machines.CHECKOUT / "examples" / "pools.toml").read_text(), flags=re.MULTILINE
+    )
+    assert sorted(line[1] for line in lines) == sorted(pools)

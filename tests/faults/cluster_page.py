@@ -1,0 +1,100 @@
+"""The table of runs across hosts, written beside that of the fault matrix by a full run."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.faults.results import _machine
+
+HEADER = (
+    *("setting", "steps", "held-out accuracy", "against one host", "lag mean", "lag max", "lag-0 mismatch by pool"),
+    *("samples/s", "stored by actor", "acknowledged lost", "ledger gap", "events"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run showed."""
+
+    summary: dict[str, Any]
+    """summary.json."""
+    rows: list[dict[str, Any]]
+    """Of its steps."""
+    events: list[dict[str, Any]]
+    by_actor: dict[str, int]
+    """Distinct samples that are stored."""
+    acknowledged: dict[str, int]
+    """Samples of which each actor was told, by its own count."""
+
+    @property
+    def num_lost(self) -> int:
+        """Samples that were acknowledged and are not stored; nothing is evicted in so short a run."""
+        return sum(max(0, count - self.by_actor.get(actor, 0)) for actor, count in self.acknowledged.items())
+
+    @property
+    def accuracy(self) -> float:
+        """Greedy, of the held-out problems, after training."""
+        return float(self.summary["accuracy_after"])
+
+    def mismatch(self) -> dict[str, float]:
+        """Of each pool: the newest mean |difference| of log-probabilities at lag 0."""
+        newest: dict[str, float] = {}
+        for row in self.rows:
+            for key, value in row.items():
+                if key.startswith("pool/") and key.endswith("/mismatch_lag0_abs") and value is not None:
+                    newest[key.split("/")[1]] = value
+        return newest
+
+
+class Page:
+    """Collects a line per run."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[str, ...]] = []
+
+    def add(self, setting: str, outcome: Outcome, against: Outcome | None, note: str) -> None:
+        """One run.
+
+        Args:
+            setting: in words.
+            outcome: what it showed.
+            against: the run on one host; None for that run itself.
+            note: what else happened.
+        """
+        summary = outcome.summary
+        took_s = outcome.rows[-1]["finished_s"] - outcome.rows[0]["started_s"]
+        self._lines.append(
+            (
+                setting,
+                str(summary["num_steps"]),
+                f"{summary['accuracy_before']:.3f} to {outcome.accuracy:.3f}",
+                "-" if against is None else f"{outcome.accuracy - against.accuracy:+.3f}",
+                f"{summary['lag_mean']:.2f}",
+                f"{summary['lag_max']} of {summary['max_lag']}",
+                ", ".join(f"{pool} {value:.1e}" for pool, value in sorted(outcome.mismatch().items())) or "-",
+                f"{summary['trained_trajectories'] / took_s:.0f}",
+                ", ".join(f"{actor} {count}" for actor, count in sorted(outcome.by_actor.items())),
+                str(outcome.num_lost),
+                str(summary["ledger_gap"]),
+                note or "-",
+            )
+        )
+
+    def write(self, path: Path) -> None:
+        """Make the page."""
+        lines = [
+            "# A run across three hosts, measured",
+            "",
+            f"Written by `make faults` on {time.strftime('%Y-%m-%d')}, {_machine()}. The hosts are network "
+            "namespaces of that machine, each with its own address, process table, /tmp and /dev/shm, joined by "
+            "`launch/cluster.sh`; so all of them together have its cores, and samples/s compare settings, not machine "
+            "sizes. The config is `examples/pools.toml`: pool `exact` serves in float32, `fast` in bfloat16 with twice "
+            "the samples in flight. Accuracy is greedy over the held-out problems. Acknowledged lost: what each actor "
+            "counted as acknowledged, less what the store has of it.",
+            "",
+            "| " + " | ".join(HEADER) + " |",
+            "|" + "---|" * len(HEADER),
+        ]
+        lines += ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in self._lines]
+        path.write_text("\n".join(lines) + "\n")

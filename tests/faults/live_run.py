@@ -1,0 +1,145 @@
+"""A real `leeway train` on the demo whose processes a test stops, continues and kills."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from buffer.export import export
+from buffer.inspect import Inspection
+from buffer.views import Selection
+from launch.exit_status import ExitStatus
+from tests.e2e.real_run import command_of, descendants, start, wait_for_end
+from weight_sync.staleness import PolicyVersion
+from weight_sync.store import WeightStore
+
+R = TypeVar("R")
+
+GROUP_SIZE = 8
+GROUPS_PER_STEP = 8
+LIMIT_S = 240.0
+"""Of every wait of these tests."""
+
+
+class LiveRun:
+    """Two actors, two stages, groups of 8, 8 groups per step; no evaluation within."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder = folder / "run"
+        self.process = start(folder, *("--actors.eval_every", "0"), *("--task.num_heldout", "16"), *overrides)
+        self._stopped: list[psutil.Process] = []
+
+    # --- what it says -----------------------------------------------------------------------------
+
+    def steps(self) -> list[dict]:
+        """The rows of all steps so far."""
+        return [row for row in self._lines("metrics.jsonl") if "loss" in row]
+
+    def events(self, kind: str, who: str | None = None) -> list[dict]:
+        """All events of a kind so far, or those of one actor."""
+        events = [event for event in self._lines("events.jsonl") if event["kind"] == kind]
+        return [event for event in events if who is None or event["who"] == who]
+
+    def newest(self, folder: Path | None = None) -> PolicyVersion:
+        """The newest published version."""
+        folder = folder or self.folder / "weights"
+        found = WeightStore(folder).newest() if folder.exists() else None  # a store makes its folder
+        return found or PolicyVersion(0, -1)
+
+    def ledger(self) -> dict[str, int]:
+        """The buffer's, read from its files."""
+        with Inspection.open(self.folder / "buffer") as inspection:
+            return inspection.totals().ledger
+
+    def trajectories(self) -> list[dict[str, Any]]:
+        """All that are stored."""
+        out = self.folder / "trajectories.parquet"
+        with Inspection.open(self.folder / "buffer") as inspection:
+            export(inspection, Selection(), out)
+        return pq.read_table(out).to_pylist()
+
+    def wait_for(self, what: str, look: Callable[[], R], limit_s: float = LIMIT_S, every_s: float = 0.1) -> R:
+        """What `look` gives, once that is something."""
+        deadline = time.monotonic() + limit_s
+        while not (found := look()):
+            if self.process.poll() is not None:
+                pytest.fail(f"the run ended with {self.process.returncode} before {what}: {self.process.stdout.read()}")
+            if time.monotonic() > deadline:
+                pytest.fail(f"waited {limit_s:.0f} s for {what}; its events: {self._lines('events.jsonl')[-8:]}")
+            time.sleep(every_s)
+        return found
+
+    def wait_for_steps(self, count: int) -> None:
+        """Until so many more steps are reported."""
+        goal = len(self.steps()) + count
+        self.wait_for(f"step {goal}", lambda: len(self.steps()) >= goal)
+
+    def end(self, *, now: bool = False, limit_s: float = 240.0) -> dict[str, Any]:
+        """Its summary, after it has ended well and left no process behind.
+
+        Args:
+            now: ask it to end after the step at hand, with a checkpoint.
+            limit_s: how long that may take.
+        """
+        family = descendants(self.process)
+        if now:
+            self.process.send_signal(signal.SIGTERM)
+        output, _ = self.process.communicate(timeout=limit_s)
+        assert self.process.returncode == (ExitStatus.INTERRUPTED if now else ExitStatus.OK), output
+        assert wait_for_end(family, timeout_s=10) == []
+        return json.loads((self.folder / "summary.json").read_text())
+
+    # --- what is done to it -----------------------------------------------------------------------
+
+    def processes(self, role: str, number: int = 0) -> list[psutil.Process]:
+        """Those that write into the log of a role: its own, and its engine."""
+        log = str(self.folder / "logs" / f"{role}.{number}.log")
+        found = [each for each in descendants(self.process) if _writes_into(each) == log]
+        return sorted(found, key=lambda each: not command_of(each).startswith("ray::"))
+
+    def kill(self, role: str, number: int = 0) -> None:
+        """kill -9."""
+        self.processes(role, number)[0].kill()
+
+    @contextmanager
+    def stopped(self, *roles: tuple[str, int]) -> Iterator[None]:
+        """SIGSTOP for the length of a block."""
+        family = [each for role in roles for each in self.processes(*role)]
+        assert len(family) >= len(roles)
+        self._stopped += family
+        for each in family:
+            each.suspend()
+        try:
+            yield
+        finally:
+            for each in family:
+                with suppress(psutil.NoSuchProcess):
+                    each.resume()
+                self._stopped.remove(each)
+
+    def close(self) -> None:
+        """Leave nothing behind, whatever became of the test."""
+        if self.process.poll() is None:
+            family = descendants(self.process)
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate(timeout=10)
+            wait_for_end(family, timeout_s=15)
+
+    def _lines(self, name: str) -> list[dict]:
+        path = self.folder / name
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def _writes_into(process: psutil.Process) -> str:
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1")
+    except OSError:
+        return ""

@@ -1,0 +1,45 @@
+"""A service whose socket is locked, in a process of its own. Its keys come in a file; elsewhere Ray brings them.
+
+`python -m tests.faults.locked_service KEYS buffer ...`, then the arguments of `python -m buffer`, or
+`python -m tests.faults.locked_service KEYS weights FOLDER`. With `unlisted-` before the name it takes every key.
+"""
+
+import contextlib
+import functools
+import pickle
+import sys
+import threading
+from pathlib import Path
+from unittest import mock
+
+from buffer import __main__ as program
+from buffer.service import BufferService
+from tests.weights_by_hand import RUN
+from weight_sync.config import WeightSyncConfig
+from weight_sync.curve import Key, RunKeys
+from weight_sync.service import WeightService
+
+
+def write_keys(file: Path) -> RunKeys:
+    """Make keys and write them to a file of their owner's."""
+    keys = RunKeys.make()
+    file.touch(mode=0o600)
+    file.write_bytes(pickle.dumps(keys))
+    return keys
+
+
+def main(file: str, name: str) -> int:
+    keys = pickle.loads(Path(file).read_bytes()).services
+    unlisted = mock.patch.object(Key, "is_same", return_value=True)
+    with unlisted if name.startswith("unlisted-") else contextlib.nullcontext():
+        if name.endswith("buffer"):
+            with mock.patch.object(program, "BufferService", functools.partial(BufferService, keys=keys)):
+                return program.main()
+        service = WeightService(WeightSyncConfig(), RUN, Path(sys.argv[1]), keys=keys)
+        print(service.bind(), flush=True)
+        service.serve(threading.Event())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv.pop(1), sys.argv.pop(1)))

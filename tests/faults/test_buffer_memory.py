@@ -1,0 +1,132 @@
+"""Memory that runs out: senders wait before it does, and a service that is killed for it loses nothing acknowledged."""
+
+import contextlib
+import signal
+import time
+
+import pytest
+
+from tests.faults import cgroups
+from tests.faults.actor_process import ActorProcess
+from tests.faults.results import pick
+from tests.faults.service_process import CONFIG, MANY, Kept
+
+MIB = 2**20
+ROOM = 128 * MIB
+"""Above what the service has when nobody sends."""
+SMALL_INBOX = CONFIG.model_copy(update={"inbox_mib": 16})
+LARGE_INBOX = CONFIG.model_copy(update={"inbox_mib": 4096})
+LEASE_TIMEOUT_S = 2.0
+SHORT_LEASES = CONFIG.model_copy(update={"lease_timeout_s": LEASE_TIMEOUT_S, "max_attempts": 100})
+
+needs_cgroups = pytest.mark.skipif(bool(cgroups.missing()), reason=cgroups.missing() or "-")
+
+
+@pytest.fixture
+def limit():
+    with contextlib.closing(cgroups.MemoryLimit()) as made:
+        yield made
+
+
+@pytest.fixture
+def start_limited(start_service, limit):
+    """`start_limited(config)`: a service whose memory counts from its start on; there is no limit yet."""
+
+    def start(config=CONFIG):
+        entry = ("-m", "tests.faults.limited_service", str(limit.processes))
+        return start_service(facts=MANY, config=config, entry=entry)
+
+    return start
+
+
+def flood(service, start_actor, load_on, limit, **options) -> list[ActorProcess]:
+    """Set the limit just above what the service has; then let actors send large trajectories while it is stopped."""
+    actors = [
+        start_actor(service, f"actor-{number}", groups=300, num_completion_tokens=8000, **options)
+        for number in range(4)
+    ]
+    for actor in actors:
+        actor.wait_for("epoch")
+    limit.leave(ROOM)
+    load_on(service, num_actors=0, draws=False)  # publishes, so leases are granted from now on
+    for actor in actors:
+        actor.wait_for("lease")
+    service.signal(signal.SIGSTOP)
+    time.sleep(pick(2, 10))
+    service.signal(signal.SIGCONT)
+    return actors
+
+
+@needs_cgroups
+@pytest.mark.fault(
+    28, "a memory limit 128 MiB above the idle service, four actors that send as fast as they can", root=True
+)
+def test_senders_wait_before_the_memory_of_the_service_is_used_up(start_limited, start_actor, load_on, limit, show):
+    service = start_limited(SMALL_INBOX)
+    idle = limit.used_bytes
+    actors = flood(service, start_actor, load_on, limit)
+    most, num_wanted = 0, pick(1_000, 10_000)
+    until = time.monotonic() + 120
+    while (num := sum(len(actor.events("committed")) for actor in actors)) < num_wanted:
+        assert service.is_alive, f"it was killed after {num} trajectories"
+        assert time.monotonic() < until, f"{num} trajectories in 120 s"
+        most = max(most, limit.used_bytes)
+        time.sleep(0.1)
+    for actor in actors:
+        actor.kill()
+    service.stop()
+    Kept.read(service.folder).check(set().union(*(actor.acknowledged for actor in actors)))
+    show(f"{num} trajectories of 64 KB acknowledged, at most {(most - idle) / MIB:.0f} of {ROOM / MIB:.0f} MiB used")
+
+
+@needs_cgroups
+@pytest.mark.fault(28, "no credit", control=True, root=True)
+def test_control_without_credit_the_service_is_killed_for_its_memory(start_limited, start_actor, load_on, limit, show):
+    service = start_limited(LARGE_INBOX)
+    flood(service, start_actor, load_on, limit, bounded=False)
+    assert service.wait(60) == -signal.SIGKILL
+    show("the service was killed")
+
+
+@needs_cgroups
+@pytest.mark.fault(28, "the service is killed for its memory", root=True)
+def test_a_service_killed_for_its_memory_loses_nothing_acknowledged(start_limited, load_on, limit, show):
+    service = start_limited()
+    load = load_on(service, draws=False, num_completion_tokens=4000)
+    num_kills = pick(2, 10)
+    for _ in range(num_kills):
+        load.wait_for(50, 60)
+        limit.leave(0)
+        with limit.crowd():
+            assert service.wait(60) == -signal.SIGKILL
+        limit.leave(None)
+        service.start()
+    load.wait_for(50, 60)
+    load.end()
+    load.close()
+    service.stop()
+    Kept.read(service.folder).check(load.acknowledged)
+    show(f"{num_kills} kills, {len(load.acknowledged)} acknowledged, 0 lost")
+
+
+@needs_cgroups
+@pytest.mark.fault(28, "an actor is killed for its memory", root=True)
+def test_leases_of_an_actor_killed_for_its_memory_are_issued_again(start_service, start_actor, load_on, limit, show):
+    service = start_service(facts=MANY, config=SHORT_LEASES)
+    load = load_on(service, draws=False)
+    victim = start_actor(service, "victim", groups=16, num_completion_tokens=8000)
+    victim.wait_for("committed")
+    limit.add(victim.process.pid)
+    limit.leave(1 * MIB)
+    assert victim.process.wait(60) == -signal.SIGKILL
+    outstanding = victim.leased - victim.acknowledged
+    assert outstanding, "it had nothing left: the test shows nothing"
+    time.sleep(LEASE_TIMEOUT_S + 2.0)
+    load.end()
+    assert load.learner.status().result(30).ledger["in_flight"] == 0
+    load.close()
+    service.stop()
+    kept = Kept.read(service.folder)
+    kept.check(load.acknowledged | victim.acknowledged)
+    assert outstanding <= kept.keys, "its samples were not issued again"
+    show(f"{len(outstanding)} samples issued again within {LEASE_TIMEOUT_S + 2:g} s, 0 lost")

@@ -1,0 +1,300 @@
+"""Strangers at the sockets of a run: nobody without its key is heard, and those who are heard do not notice them."""
+
+import contextlib
+import itertools
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from buffer import protocol as buffer_protocol
+from buffer.client import BufferClient
+from tests.faults import strangers
+from tests.faults.locked_service import write_keys
+from tests.faults.results import pick
+from tests.faults.service_process import MANY, Kept, Service, wait_until
+from tests.faults.weight_processes import ROOT
+from tests.full import FULL
+from tests.weights_by_hand import RUN, publish
+from weight_sync import protocol as weights_protocol
+from weight_sync.client import WeightClient
+from weight_sync.staleness import PolicyVersion
+
+MODULE = "tests.faults.locked_service"
+NUM_SLOW = 500
+CUT_OFF_S = 15.0
+"""By then a silent connection is closed, with room for busy cores: the door gives it 2 s, the service's socket 5, and
+libzmq by itself 30."""
+ENDLESS = MANY.model_copy(update={"groups_per_step": 40_000})
+VERSION = PolicyVersion(0, 0)
+UNHEARD_S = 1.5
+
+
+@pytest.fixture
+def keys_file(tmp_path):
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def keys(keys_file):
+    return write_keys(keys_file)
+
+
+class LockedBuffer:
+    """A locked buffer service, good traffic on it, and what a stranger would say."""
+
+    hello = staticmethod(
+        lambda: buffer_protocol.encode(
+            buffer_protocol.Envelope(1, buffer_protocol.Hello(ENDLESS.run_id, "actor", "stranger", "s"))
+        )
+    )
+
+    def __init__(self, tmp_path, keys_file, keys, kind, load_on) -> None:
+        self.service = Service(tmp_path / "buffer", ENDLESS, entry=("-m", MODULE, str(keys_file), kind))
+        self.address, self.pid = self.service.address, self.service.pid
+        self._keys, self._load_on, self.load = keys, load_on, None
+
+    def start_traffic(self) -> None:
+        self.load = self._load_on(
+            self.service, draws=False, num_completion_tokens=64, groups=16, keys=self._keys.clients
+        )
+
+    @property
+    def progress(self) -> int:
+        """Trajectories acknowledged so far."""
+        assert not self.load.errors, self.load.errors
+        return len(self.load.outcomes)
+
+    def check(self, words: bytes) -> None:
+        """The holder of a key who speaks no message of ours is not believed either; nothing acknowledged is lost."""
+        client = BufferClient(
+            self.address, run_id=ENDLESS.run_id, role="o", name="o", config=self.service.config, keys=self._keys.clients
+        )
+        client.connect()
+        assert client.status().result(20).ledger["quarantined"] == 0, "a stranger's bytes were read as a message"
+        with zmq.Context() as context, context.socket(zmq.DEALER) as insider:
+            self._keys.clients.lock(insider)
+            insider.linger = 2000
+            insider.connect(self.address)
+            insider.send_multipart([words, words])
+            wait_until(lambda: client.status().result(20).ledger["quarantined"] == 1, "the quarantine")
+        client.close(1.0)
+        self.load.end()
+        self.service.stop()
+        Kept.read(self.service.folder).check(self.load.acknowledged)
+
+    @property
+    def log(self) -> str:
+        return self.service.log
+
+    def close(self) -> None:
+        self.service.close()
+
+
+class LockedWeights:
+    """The same of the weight service; its traffic is a client that fetches the same version again and again."""
+
+    hello = staticmethod(
+        lambda: weights_protocol.encode(weights_protocol.Envelope(1, RUN, weights_protocol.Hello("stranger"), 0))
+    )
+
+    def __init__(self, tmp_path, keys_file, keys, kind, _) -> None:
+        folder = tmp_path / "weights"
+        self._manifest = publish(folder, 0, num_tensors=4, num_values=200_000)
+        self._log = tmp_path / "weights.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(keys_file), kind, str(folder)],
+                stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT,
+            )  # fmt: skip
+        self.address, self.pid = self._process.stdout.readline().strip(), self._process.pid
+        self._keys = keys
+        self._stop, self._errors, self.progress = threading.Event(), [], 0
+        self._thread = threading.Thread(target=self._fetch)
+
+    def start_traffic(self) -> None:
+        self._thread.start()
+
+    def _client(self) -> WeightClient:
+        return WeightClient(self.address, RUN, "actor-0", chunk_bytes=2**16, keys=self._keys.clients)
+
+    def _fetch(self) -> None:
+        client = self._client()
+        file = max(self._manifest.files, key=lambda entry: entry.size_bytes).name
+        size = self._manifest.size_of(file)
+        try:
+            while not self._stop.is_set():
+                client.read(VERSION, file, size, 0, lambda _: None)
+                self.progress += 1
+        except Exception as error:
+            self._errors.append(error)
+        finally:
+            client.close()
+
+    def check(self, words: bytes) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as insider:
+            self._keys.clients.lock(insider)
+            insider.linger = 2000
+            insider.connect(self.address)
+            insider.send_multipart([words, words])
+            wait_until(lambda: "none of ours" in self.log, "the message to be dropped")
+        client = self._client()
+        assert client.newest() == VERSION
+        client.close()
+        self._end()
+        assert not self._errors, self._errors
+
+    def _end(self) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(30)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def close(self) -> None:
+        self._end()
+        self._process.kill()
+        self._process.wait(15)
+        self._process.stdout.close()
+
+
+SERVICES = {"buffer": LockedBuffer, "weights": LockedWeights}
+
+
+@pytest.fixture
+def start_locked(tmp_path, keys_file, keys, load_on):
+    """`start_locked("weights")`: a locked service that ends with the test."""
+    running = []
+
+    def start(name, kind=None):
+        running.append(SERVICES[name](tmp_path, keys_file, keys, kind or name, load_on))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.close()
+
+
+def is_answered(address: str, options: dict, message: bytes, within_s: float) -> bool:
+    """Does a socket with these options get any answer to this message?"""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        for name, value in options.items():
+            setattr(stranger, name, value)
+        stranger.connect(address)
+        with contextlib.suppress(zmq.Again):  # it was refused already, and has no line any more
+            stranger.send(message, zmq.NOBLOCK)
+        return bool(stranger.poll(int(within_s * 1000)))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.fault(27, "strangers: no key, PLAIN, wrong keys, garbage, a pickle")
+def test_strangers_are_neither_heard_nor_obeyed_and_nobody_notices_them(name, start_locked, keys, tmp_path, show):
+    began, service, trap = time.monotonic(), start_locked(name), tmp_path / "unpickled"
+    service.start_traffic()
+    wait_until(lambda: service.progress > 10, "good traffic")
+    for who, options in strangers.sockets_of_strangers(keys).items():
+        assert not is_answered(service.address, options, service.hello(), UNHEARD_S), who
+        assert not is_answered(service.address, options, strangers.pickled(trap), 0.1), who
+    said = strangers.garbage(trap)
+    for words in said:
+        strangers.say(service.address, words)
+    before = service.progress
+    wait_until(lambda: service.progress > before + 10, "more good traffic")
+    service.check(strangers.pickled(trap))
+    assert not trap.exists(), "code of a stranger was run"
+    lines = [line for line in service.log.splitlines() if "refused strangers" in line]
+    assert 1 <= len(lines) <= 1 + (time.monotonic() - began) // 60, "told at once, and then at most once a minute"
+    assert "127.0.0.1" in lines[0]
+    everything = service.log.encode()
+    shown = [
+        key for key in (keys.clients.secret, keys.clients.public, keys.services.secret) if key.reveal() in everything
+    ]
+    assert not shown, "a key is in the log"
+    refused = f"4 kinds of sockets and {len(said)} kinds of bytes refused"
+    show(f"the {name} service: {refused}, no code run, told in {len(lines)} line(s)")
+
+
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.fault(27, "the list of keys that are let in", control=True)
+def test_control_without_the_list_a_strangers_key_is_let_in(name, start_locked, keys, show):
+    service = start_locked(name, f"unlisted-{name}")
+    wrong = strangers.sockets_of_strangers(keys)["wrong key"]
+    assert is_answered(service.address, wrong, service.hello(), 15.0)
+    show(f"the {name} service answered a stranger's hello")
+
+
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.fault(27, f"{NUM_SLOW} sockets that say nothing, half a greeting or half a handshake")
+def test_slow_sockets_are_cut_off_and_good_traffic_goes_on(name, start_locked, show):
+    service = start_locked(name)
+    process = psutil.Process(service.pid)
+    service.start_traffic()
+    wait_until(lambda: service.progress > 10, "good traffic")
+    at_rest = process.num_fds()
+    host, port = strangers.host_and_port(service.address)
+    sender = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.strangers", host, str(port), str(NUM_SLOW)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
+    most, rates, cut_off_s = at_rest, {True: [], False: []}, []
+    try:
+        assert sender.stdout.readline() == b"ready\n"
+        for is_slow in itertools.islice(itertools.cycle([True, False]), pick(4, 20)):
+            sender.send_signal(signal.SIGCONT if is_slow else signal.SIGSTOP)
+            if is_slow:
+                wait_until(lambda: process.num_fds() > at_rest + NUM_SLOW // 2, "the slow sockets")
+            else:  # the sender holds its ends still, and opens no others
+                cut_off_s.append(wait_until(lambda: process.num_fds() < at_rest + 50, "the cut-off", CUT_OFF_S))
+            before, began = service.progress, time.monotonic()
+            wait_until(lambda before=before: service.progress > before + 10, "good traffic meanwhile")
+            if FULL:  # strangers and service share the cores, and the short run looks but twice
+                time.sleep(1.5)
+                rates[is_slow].append((service.progress - before) / (time.monotonic() - began))
+            most = max(most, process.num_fds())
+    finally:
+        sender.kill()
+        sender.wait(10)
+        sender.stdout.close()
+    wait_until(lambda: process.num_fds() < at_rest + 20, "the descriptors to be given back")
+    assert most <= at_rest + 2 * NUM_SLOW
+    shown = f"at most {most - at_rest} descriptors, cut off within {max(cut_off_s):.1f} s, all given back"
+    if FULL:
+        ratio = statistics.median(rates[True]) / statistics.median(rates[False])
+        assert ratio >= 0.5
+        shown = f"good traffic at {ratio:.2f}x, {shown}"
+    show(f"the {name} service: {shown}")
+
+
+@pytest.mark.fault(27, "a locked buffer service is killed and started again")
+def test_clients_come_back_to_a_locked_service_that_was_killed(start_locked, show):
+    locked = start_locked("buffer")
+    locked.start_traffic()
+    num_kills = pick(2, 10)
+    for _ in range(num_kills):
+        locked.load.wait_for(20)
+        locked.service.kill()
+        locked.service.start()
+        assert locked.service.address == locked.address
+    locked.load.wait_for(20)
+    locked.load.end()
+    locked.service.stop()
+    Kept.read(locked.service.folder).check(locked.load.acknowledged)
+    show(f"{num_kills} kills, 0 lost")
+
+
+def test_no_key_is_on_the_command_line_or_in_the_environment_of_a_service(start_locked, keys):
+    process = Path(f"/proc/{start_locked('buffer').pid}")
+    seen = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+    for key in (keys.services.secret, keys.services.client, keys.clients.secret, keys.clients.server):
+        assert key.reveal() not in seen

@@ -1,0 +1,260 @@
+"""Real runs in which weights go wrong or do not arrive: they go on, within the bound, and say what happened."""
+
+import itertools
+import json
+import shutil
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.faults import results
+from tests.faults.disks import fill
+from tests.faults.live_run import GROUP_SIZE, GROUPS_PER_STEP, LiveRun
+from weight_sync.manifest import Manifest
+from weight_sync.staleness import PolicyVersion
+from weight_sync.store import WeightStore
+
+pytestmark = pytest.mark.timeout(900)
+
+LEASE_S = 3.0
+CAPACITY = 4 * GROUPS_PER_STEP * GROUP_SIZE
+"""Samples that may be outstanding at max_lag = 4: an actor may be one version behind."""
+
+
+@pytest.fixture
+def start_run(tmp_path):
+    """`start_run(*overrides)`: a run that ends with the test."""
+    runs = []
+
+    def start(*overrides: str) -> LiveRun:
+        runs.append(LiveRun(tmp_path, *overrides))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def outstanding(ledger: dict[str, int]) -> int:
+    return ledger["in_flight"] + ledger["waiting"] + ledger["drawn"]
+
+
+def of_epoch(run: LiveRun, actor: str, epoch: int) -> list[dict]:
+    """What the so-manieth process of an actor has made."""
+    return [each for each in run.trajectories() if (each["actor"], each["epoch"]) == (actor, epoch)]
+
+
+def flip_a_byte(manifest: Manifest, folder: Path) -> str:
+    """Damage the largest tensor of a version on disk; returns its name."""
+    entry = max(manifest.tensors, key=lambda each: each.size_bytes)
+    path = folder / entry.file
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        begin, end = json.loads(file.read(size))[entry.name]["data_offsets"]
+        place = 8 + size + (begin + end) // 2
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 0x01]))
+    return entry.name
+
+
+def damage_an_unseen_version(run: LiveRun, stops: ExitStack) -> tuple[PolicyVersion, str]:
+    """Stop the stages behind a version that no actor has seen, and damage it.
+
+    Returns:
+        The version and the tensor. The stages are stopped until `stops` ends.
+    """
+    store = WeightStore(run.folder / "weights")
+    for _ in range(20):
+        with run.stopped(("actor", 0), ("actor", 1)):
+            before, deadline = run.newest(), time.monotonic() + 3.0
+            while run.newest() == before and time.monotonic() < deadline:
+                time.sleep(0.02)
+            with ExitStack() as these:
+                these.enter_context(run.stopped(("stage", 0), ("stage", 1)))
+                if (newest := run.newest()) != before:
+                    stops.push(these.pop_all())
+                    return newest, flip_a_byte(store.manifest(newest), store.version_folder(newest))
+        time.sleep(0.5)
+    pytest.fail("no version came while the actors were stopped")
+
+
+def stop_at_work(run: LiveRun, actor: int) -> ExitStack:
+    """Stop an actor that has leases, and see them issued anew; it is continued where the stack ends."""
+    for _ in range(10):
+        failed = run.ledger()["failed"]
+        with ExitStack() as stops:
+            stops.enter_context(run.stopped(("actor", actor)))
+            time.sleep(LEASE_S + 1.5)
+            if run.ledger()["failed"] > failed:
+                return stops.pop_all()
+        time.sleep(0.3)
+    pytest.fail("the actor had no lease whenever it was stopped")
+
+
+@pytest.mark.fault(14, "none: a whole run at max_lag = 0", full=True)
+def test_at_max_lag_0_training_is_synchronous(start_run, show):
+    run = start_run("--weight_sync.max_lag", "0")
+    summary = run.end()
+    steps = run.steps()
+    assert (summary["lag_max"], summary["lag_mean"], len(steps)) == (0, 0, 12)
+    for row in steps:
+        assert row["mismatch/lag0_tokens"] == row["batch/completion_tokens"], "tokens of another version were trained"
+        assert row["mismatch/lag0_abs"] < 1e-3
+    assert summary["overlap_frac"] < 0.01
+    began = {0: 0.0} | {row["version"]: row["finished_s"] for row in steps}
+    ends = {row["version"] - 1: row["started_s"] for row in steps}
+    trajectories = run.trajectories()
+    for each in trajectories:
+        (version,) = {span["version"] for span in each["spans"]}
+        assert began[version] < each["started_s"], "generation began before its version was there"
+        assert each["finished_s"] < ends.get(version, float("inf")), "a step began before its samples were there"
+    assert summary["ledger"]["dropped_stale"] == 0
+    show(
+        f"12 steps, {len(trajectories)} samples, greatest lag 0, generation during "
+        f"{summary['overlap_frac']:.3f} of step time"
+    )
+
+
+@pytest.mark.fault(14, "none: whole runs at max_lag = 1 and 4", full=True)
+@pytest.mark.parametrize(("max_lag", "max_actor_lag", "overlaps"), [(1, 1, False), (1, 0, True), (4, 1, True)])
+def test_a_whole_run_keeps_within_its_bound(start_run, show, max_lag, max_actor_lag, overlaps):
+    knobs = ("--weight_sync.max_lag", str(max_lag), "--weight_sync.max_actor_lag", str(max_actor_lag))
+    run = start_run("--learner.num_steps", "120", *knobs)
+    summary = run.end()
+    trained = [each["lag"] for each in run.trajectories() if each["lag"] is not None]
+    assert len(trained) == 120 * GROUPS_PER_STEP * GROUP_SIZE
+    assert 0 < max(trained) <= summary["lag_max"] <= max_lag
+    assert (summary["overlap_frac"] > 0.1) == overlaps, "an actor that may be all of max_lag behind leaves no room"
+    assert summary["ledger_gap"] == 0
+    show(
+        f"max_lag = {max_lag}, max_actor_lag = {max_actor_lag}: 120 steps, greatest lag {summary['lag_max']}, mean "
+        f"{summary['lag_mean']:.2f}, generation during {summary['overlap_frac']:.2f} of step time"
+    )
+
+
+@pytest.mark.fault(
+    14, "both stages stopped, the newest version damaged; then an actor stopped and continued", full=True
+)
+def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_within_its_bound(start_run, show):
+    run = start_run(
+        *("--learner.num_steps", "100000", "--buffer.lease_timeout_s", str(LEASE_S)),
+        *("--weight_sync.behind_after_s", "3", "--weight_sync.keep_versions", "2"),
+    )
+    run.wait_for_steps(4)
+    with ExitStack() as stops:
+        damaged, tensor = damage_an_unseen_version(run, stops)
+        stopped_at = time.monotonic()
+        run.wait_for("both actors to refuse", lambda: len(run.events("refused")) >= 2, 15)
+        refused = run.events("refused")
+        assert {event["who"] for event in refused} == {"actor-0", "actor-1"}
+        for event in refused:
+            assert str(damaged) in event["text"]
+            assert tensor in event["text"]
+        time.sleep(max(0.0, 6.0 - (time.monotonic() - stopped_at)))
+        first = run.ledger()
+        time.sleep(max(0.0, 10.0 - (time.monotonic() - stopped_at)))
+        second = run.ledger()
+        assert first["issued"] == second["issued"], "leases were granted although nobody learns"
+        assert outstanding(second) <= CAPACITY
+    run.wait_for_steps(10)
+    assert run.steps()[-1]["weights/refused"] == 0, "the next version did not heal it"
+
+    # an actor that stands still: its leases are issued anew, and it catches up before it starts anything
+    stop_s = results.pick(8, 60)
+    with stop_at_work(run, 1):
+        began_s = time.time()
+        run.wait_for("the actor to be named", lambda: run.events("behind", "actor-1"), 30)
+        time.sleep(max(0.0, stop_s - (time.time() - began_s)))
+        newest, continued_s = run.newest(), time.time()
+    run.wait_for("the actor to catch up", lambda: run.events("behind_ended", "actor-1"), 30)
+    run.wait_for_steps(10)
+    summary = run.end(now=True)
+    assert (summary["ledger_gap"], summary["lag_max"] <= 4) == (0, True)
+    assert summary["failed_by_reason"].get("lease expired", 0) > 0, summary["failed_by_reason"]
+    later = [each for each in run.trajectories() if each["actor"] == "actor-1" and each["started_s"] > continued_s]
+    assert later, "it made nothing after it was continued"
+    assert min(each["spans"][0]["version"] for each in later) >= newest.version - 1
+    assert not run.events("restart")
+    show(
+        f"10 s: {outstanding(second)} of at most {CAPACITY} samples outstanding, none leased after 6 s; version "
+        f"{damaged} refused by both actors for {tensor}; an actor stopped for {stop_s} s at version {newest} began "
+        f"{len(later)} samples later, none below {newest.version - 1}; greatest lag {summary['lag_max']} of 4"
+    )
+
+
+@pytest.mark.fault(26, "over ZeroMQ: weight service killed -9; an actor killed at version 50 joins anew")
+def test_a_killed_weight_service_and_an_actor_that_joins_late(start_run, show, tmp_path):
+    run = start_run(
+        *("--learner.num_steps", "100000", "--weight_sync.transport", "network"),
+        *("--weight_sync.staging_dir", str(tmp_path / "staging")),
+    )
+    run.wait_for("version 50", lambda: run.newest().version >= 50)
+    assert list((run.folder / "weights").glob("*/*.delta")), "nobody was offered deltas"
+    run.kill("actor", 1)
+    joined_after = run.newest()
+    (old,) = run.processes("weights")
+    run.kill("weights")
+    killed_s, killed_at = time.monotonic(), run.newest()
+    run.wait_for("newer versions", lambda: run.newest().version > killed_at.version + 10)
+    healed_s = time.monotonic() - killed_s
+    run.wait_for("both restarts to be told", lambda: len(run.events("restart")) >= 2)
+    ended = sorted(event["text"].split(" (")[0] for event in run.events("restart"))
+    assert ended == ["actor.1 died", "the weight service ended"]
+    (new,) = run.processes("weights")
+    assert new.pid != old.pid
+    run.wait_for("the actor to be back", lambda: of_epoch(run, "actor-1", 2), every_s=2.0)
+    run.wait_for_steps(10)
+    summary = run.end(now=True)
+    assert (summary["ledger_gap"], summary["lag_max"] <= 4) == (0, True)
+    fresh = of_epoch(run, "actor-1", 2)
+    oldest = min(span["version"] for each in fresh for span in each["spans"])
+    assert oldest >= joined_after.version
+    assert list((tmp_path / "staging").glob("**/*.safetensors")) == [], "staged weights outlive the run"
+    show(
+        f"weight service killed at version {killed_at}: 10 versions further after {healed_s:.1f} s; an actor that died "
+        f"at version {joined_after} made {len(fresh)} samples when it was back, none below version {oldest}; "
+        f"greatest lag {summary['lag_max']} of 4"
+    )
+
+
+@pytest.mark.fault(6, "the weights folder's disk full, then freed", tools=("fallocate",), root=True, full=True)
+def test_a_full_disk_of_weights_makes_the_run_wait_and_nothing_else(start_run, show, mounts):
+    folder = mounts.tmpfs("weights", size_mib=32)
+    run = start_run("--learner.num_steps", "60", "--weight_sync.folder", str(folder / "w"))
+    run.wait_for_steps(5)
+    ballast = []
+    for number in itertools.count():
+        if shutil.disk_usage(folder).free > 2**16:
+            ballast.append(fill(folder, leave_bytes=0).rename(folder / f"ballast-{number}"))
+        if run.events("publishing"):
+            break
+        assert number < 600, "a full disk was never told"
+        time.sleep(0.1)
+    (event,) = run.events("publishing")
+    assert str(folder) in event["text"]
+    assert "No space left on device" in event["text"]
+    time.sleep(5.0)
+    full_at, ledger = run.newest(folder / "w"), run.ledger()
+    time.sleep(3.0)
+    assert run.newest(folder / "w") == full_at
+    assert run.ledger()["issued"] == ledger["issued"], "leases were granted although no version can be published"
+    assert outstanding(ledger) <= CAPACITY
+    for each in ballast:
+        each.unlink()
+    freed_s = time.monotonic()
+    run.wait_for("the next version", lambda: run.newest(folder / "w") > full_at, 60)
+    resumed_s = time.monotonic() - freed_s
+    summary = run.end()
+    assert (summary["ledger_gap"], summary["num_steps"], summary["lag_max"] <= 4) == (0, 60, True)
+    debt = max(row["lag/publish"] for row in run.steps())
+    assert debt >= 1
+    assert run.events("publishing_ended")
+    assert not run.events("restart")
+    show(
+        f"publish debt up to {debt:.0f} versions, admission closed, the folder named; next version {resumed_s:.1f} s "
+        f"after space was freed, greatest lag {summary['lag_max']} of 4"
+    )

@@ -1,0 +1,9 @@
+"""Which run of the tests this is.
+
+`make test` runs everything but what is marked `full`: runs of a minute or so whose parts other tests hold. `make full`
+and `make faults` run these as well, and give every fault test and property its full count.
+"""
+
+import os
+
+FULL = os.environ.get("LEEWAY_FAULTS") == "all"

@@ -1,0 +1,112 @@
+"""Whole runs in one process under virtual time: thousands of seeds, and no invariant broken in any of them.
+
+Actors stall, die, join late, go on as zombies and get weights late, twice, out of order or not at all; messages are
+lost, sent again and overtaken; the learner dies, goes back to a checkpoint, skips updates and publications; the
+buffer service starts anew. What must hold is in `tests.simulation.witness`.
+"""
+
+from random import Random
+
+import pytest
+
+from tests.simulation.core import Environment
+from tests.simulation.knobs import NO_FAULTS, Knobs, choose_knobs
+from tests.simulation.mutations import MUTATIONS
+from tests.simulation.seeds import SimulationFailed, Totals, simulate, simulate_with
+from weight_sync.staleness import StalenessConfig, StalenessContract
+
+NUM_POLICY_SEEDS = 100_000
+NUM_SYSTEM_SEEDS = 1_000
+
+
+@pytest.fixture(scope="module")
+def environment():
+    env = Environment()
+    yield env
+    env.close()
+
+
+@pytest.mark.timeout(900)
+def test_in_no_random_schedule_is_a_token_trained_beyond_the_bound():
+    totals = Totals.of(range(NUM_POLICY_SEEDS))
+    assert totals.num_updates > 2 * totals.num_seeds
+    assert totals.num_at_bound > totals.num_seeds / 10, "the bound was hardly ever reached: the schedules are too tame"
+    assert totals.num_dropped > totals.num_seeds / 1000
+
+
+@pytest.mark.timeout(900)
+def test_the_real_buffer_keeps_every_invariant_in_thousands_of_schedules(environment):
+    totals = Totals.of(range(NUM_SYSTEM_SEEDS), environment)
+    assert totals.num_updates > 2 * totals.num_seeds
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_without_this_check_an_invariant_breaks(name):
+    mutation = MUTATIONS[name]
+    failed = mutation.shown_by()
+    assert failed.invariant == mutation.breaks
+    mutation.run(failed.seed)  # with the check, the same schedule is fine
+
+
+ALSO_IN_THE_BUFFER = ["admission has no room check", "any request may start", "only the first update of a step counts"]
+
+
+@pytest.mark.parametrize("name", ALSO_IN_THE_BUFFER)
+def test_the_real_buffer_breaks_too_without_this_check(name, environment):
+    assert MUTATIONS[name].shown_by(environment).invariant == MUTATIONS[name].breaks
+
+
+@pytest.mark.parametrize("depth", ["policy", "system"])
+def test_the_same_seed_is_the_same_run_to_the_last_event(depth, environment):
+    env = environment if depth == "system" else None
+    for seed in range(20):
+        first, again = simulate(seed, env, trace=True), simulate(seed, env, trace=True)
+        assert first.trace
+        assert (first.trace_hash, first.trace) == (again.trace_hash, again.trace)
+    assert simulate(1, env, trace=True).trace_hash != simulate(2, env, trace=True).trace_hash
+
+
+def test_a_failing_seed_says_how_to_see_it_again():
+    failed = MUTATIONS["an engine applies whatever arrives"].shown_by()
+    assert f"--seed {failed.seed} --trace" in str(failed)
+    assert "published(0, 0)" in str(failed), "the last events of the trace"
+
+
+def _forced(knobs, monkeypatch):
+    """A contract of knobs that would be refused."""
+    contract = StalenessContract.__new__(StalenessContract)
+    contract.config = StalenessConfig.model_construct(**{name: getattr(knobs, name) for name in (
+        "max_lag", "max_actor_lag", "publish_every", "on_stale")})  # fmt: skip
+    contract.groups_per_step, contract.updates_per_step = knobs.groups_per_step, knobs.updates_per_step
+    contract.actor_lag = knobs.max_actor_lag
+    monkeypatch.setattr(Knobs, "contract", property(lambda self: contract))
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "actor_lag", "publish_every", "updates"),
+    [(0, 0, 2, 1), (1, 0, 3, 1), (0, 1, 1, 1), (2, 1, 3, 1), (0, 0, 1, 2), (3, 1, 2, 3), (2, 0, 1, 4)],
+)
+@pytest.mark.parametrize("on_stale", ["drop", "wait"])
+def test_knobs_are_refused_that_would_hang_and_one_version_more_would_not(
+    max_lag, actor_lag, publish_every, updates, on_stale, monkeypatch
+):
+    def knobs(max_lag):
+        return Knobs(max_lag, actor_lag, publish_every, updates, 2, 1, on_stale, 2, actor_lag)
+
+    with pytest.raises(ValueError, match="max_lag"):
+        _ = knobs(max_lag).contract
+    with monkeypatch.context() as forced:
+        _forced(knobs(max_lag), forced)
+        with pytest.raises(SimulationFailed) as failed:
+            simulate_with(1, knobs(max_lag), NO_FAULTS)
+    assert failed.value.invariant == "progress"
+    for seed in range(20):
+        simulate_with(seed, knobs(max_lag + 1), NO_FAULTS)
+
+
+def test_the_seeds_have_all_kinds_of_knobs():
+    chosen = [choose_knobs(Random(seed)) for seed in range(500)]
+    for name in ("publish_every", "updates_per_step", "groups_per_step", "on_stale", "max_actor_lag"):
+        assert len({getattr(knobs, name) for knobs in chosen}) >= 2
+    rooms = {knobs.contract.capacity() // knobs.groups_per_step for knobs in chosen}
+    assert {1, 2, 3} <= rooms

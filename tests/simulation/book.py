@@ -1,0 +1,335 @@
+"""The buffer as a plain dictionary of groups: the policy with nothing else around it.
+
+It keeps the rules of `buffer.leases`, `draws` and `steps` that concern lag and progress, for one shard and
+single use, oldest first, and asks the same `StalenessContract`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from buffer import protocol as p
+from buffer.errors import BufferRefused
+from tests.simulation.actor import Sample
+from tests.simulation.knobs import LEASE_TIMEOUT_S, Knobs
+from tests.simulation.witness import Key
+from weight_sync.staleness import PolicyVersion, StalenessContract, effective_version
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One group of samples."""
+
+    id: int
+    missing: set[int]
+    keys: list[Key] = field(default_factory=list)
+    oldest: PolicyVersion | None = None
+    is_open: bool = True
+    is_closed: bool = False
+    pending: int = 0
+    uses: int = 0
+    lease_id: int = 0
+    attempt: int = 0
+    owner: tuple[str, int] = ("", 0)
+    min_version: int = 0
+    due_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Draw:
+    """One recorded step."""
+
+    version: int
+    incarnation: int
+    groups: list[Group]
+    is_finished: bool = False
+
+
+class Book:
+    """What the buffer service knows, in memory."""
+
+    def __init__(self, knobs: Knobs, contract: StalenessContract, clock: Callable[[], float]) -> None:
+        self._knobs, self._contract, self._clock = knobs, contract, clock
+        self._epochs: dict[str, tuple[str, int]] = {}
+        self._answers: dict[tuple[str, int], tuple[int, list[p.Lease]]] = {}
+        self._settled: dict[Key, bool] = {}
+        self._groups: dict[int, Group] = {}
+        """Those that are not closed."""
+        self._leases: dict[int, Group] = {}
+        self._draws: dict[int, Draw] = {}
+        self._pending: set[int] = set()
+        self._sessions: dict[str, int] = {}
+        self._starts: dict[int, int] = {}
+        self._start_step = 0
+        self._version = self._step = 0
+        self._published: PolicyVersion | None = None
+        self._next_group = self._next_lease = 1
+        self._committed = self._dropped = 0
+
+    # --- actors -----------------------------------------------------------------------------------
+
+    def hello(self, name: str, session: str) -> int:
+        """Open an epoch; leases of older ones are lost."""
+        epoch = self._epochs.get(name, ("", 0))[1] + 1
+        self._epochs[name] = session, epoch
+        for group in list(self._leases.values()):
+            if group.owner[0] == name:
+                self._lose(group)
+        return epoch
+
+    def _check(self, name: str, epoch: int) -> None:
+        if self._epochs[name][1] != epoch:
+            raise BufferRefused(f"'{name}' (epoch {epoch}) was replaced")
+
+    def lease(self, name: str, epoch: int, number: int, room: int) -> p.LeaseGrant:
+        """Grant leases while admission is open."""
+        self._check(name, epoch)
+        newest = self._published or (0, 0)
+        last, leases = self._answers.get((name, epoch), (0, []))
+        if number <= last:
+            return p.LeaseGrant(leases if number == last else [], newest, False)
+        leases = []
+        while len(leases) < room and (group := self._next()) is not None:
+            leases.append(self._issue(group, name, epoch))
+        self._answers[name, epoch] = number, leases
+        return p.LeaseGrant(leases, newest, False)
+
+    def _next(self) -> Group | None:
+        if self._published is None:
+            return None
+        for group in list(self._groups.values()):
+            if group.is_open and not group.lease_id:
+                ages = [] if group.oldest is None else [(self._effective(group.oldest), group)]
+                if not any(True for _ in self._contract.evict(ages, self._version)):
+                    return group
+                self._drop(group)
+        share, published = self._contract.capacity(), self._effective(self._published)
+        if self._contract.admit(self._outstanding(), share, version=self._version, published=published):
+            return None
+        group = Group(self._next_group, set(range(self._knobs.group_size)))
+        self._next_group += 1
+        self._groups[group.id] = group
+        return group
+
+    def _issue(self, group: Group, name: str, epoch: int) -> p.Lease:
+        assert self._published is not None
+        group.lease_id, group.owner = self._next_lease, (name, epoch)
+        group.attempt += 1
+        group.min_version = self._contract.min_version(self._effective(self._published))
+        group.due_at = self._clock() + LEASE_TIMEOUT_S
+        self._leases[group.lease_id] = group
+        self._next_lease += 1
+        missing = sorted(group.missing)
+        return p.Lease(group.lease_id, group.attempt, group.id, 0, missing, group.min_version, LEASE_TIMEOUT_S)
+
+    def push(self, sample: Sample) -> str:
+        """Settle one sample."""
+        key, lease = sample.key, sample.lease
+        if self._epochs[key.actor][1] != key.epoch:
+            return "fenced"
+        if key in self._settled:
+            return "duplicate"
+        self._settled[key] = True
+        group = self._leases.get(lease.lease_id)
+        if group is None or group.attempt != lease.attempt or sample.index not in group.missing:
+            return "late"
+        group.missing.discard(sample.index)
+        group.keys.append(key)
+        group.oldest = sample.oldest if group.oldest is None else min(group.oldest, sample.oldest)
+        self._committed += 1
+        self._settle(group)
+        return "committed"
+
+    def give_up(self, name: str, epoch: int, lease: p.Lease, index: int) -> None:
+        """A sample will not come."""
+        group = self._leases.get(lease.lease_id)
+        if group is not None and group.attempt == lease.attempt and group.owner == (name, epoch):
+            group.missing.discard(index)
+            self._settle(group)
+
+    def renew(self, name: str, epoch: int, lease_ids: list[int]) -> list[int]:
+        """Extend leases; those that are lost."""
+        lost = []
+        for lease_id in lease_ids:
+            group = self._leases.get(lease_id)
+            if group is None or group.owner != (name, epoch):
+                lost.append(lease_id)
+            else:
+                group.due_at = self._clock() + LEASE_TIMEOUT_S
+        return lost
+
+    def expire(self) -> None:
+        """Lose the leases whose time is over."""
+        for group in [group for group in self._leases.values() if group.due_at <= self._clock()]:
+            self._lose(group)
+
+    def restart(self) -> None:
+        """Deadlines start anew."""
+        for group in self._leases.values():
+            group.due_at = self._clock() + LEASE_TIMEOUT_S
+
+    # --- the learner ------------------------------------------------------------------------------
+
+    def begin(self, session: str, version: int, step: int) -> int:
+        """A learner starts."""
+        if session in self._sessions:
+            return self._sessions[session]
+        incarnation = self._sessions[session] = len(self._sessions)
+        self._starts[incarnation] = version
+        self._start_step = step
+        for group in self._leases.values():
+            group.min_version = min(group.min_version, version)
+        self._version, self._step = version, step
+        for each in sorted(self._draws):
+            draw = self._draws[each]
+            if each <= step:
+                if each in self._pending:
+                    self._finish(each, version > draw.version)
+                continue
+            if not self._all_usable(draw, self._contract.latest_version(version, each - step - 1)):
+                self._release_from(each)
+                break
+            if each not in self._pending:
+                self._pending.add(each)
+                for group in draw.groups:
+                    group.pending += 1
+                    self._groups[group.id] = group
+        return incarnation
+
+    def published(self, incarnation: int, version: int) -> None:
+        """Weights can be pulled."""
+        if incarnation == self._incarnation:
+            new = PolicyVersion(incarnation, version)
+            self._published = new if self._published is None else max(self._published, new)
+
+    def draw(self, step: int, version: int, incarnation: int) -> list[list[Key]] | None:
+        """The samples of each group of the step; None where it must wait."""
+        self._check_incarnation(incarnation)
+        draw = self._draws.get(step)
+        if draw is not None and draw.incarnation == incarnation and (draw.version == version or draw.is_finished):
+            return [group.keys for group in draw.groups]
+        if draw is None and step <= self._step:
+            raise BufferRefused(f"step {step} is over")
+        if draw is not None and self._all_usable(draw, version):
+            draw.incarnation, draw.version, draw.is_finished = incarnation, version, False
+            return [group.keys for group in draw.groups]
+        self._release_from(step)
+        for group in list(self._contract.evict(self._ready(), version)):
+            self._drop(group)
+        ready = self._ready()
+        num = self._knobs.groups_per_step
+        if len(ready) < num or self._held_back(ready[:num], ready[num:], version):
+            return None
+        draw = self._draws[step] = Draw(version, incarnation, [group for _, group in ready[:num]])
+        self._pending.add(step)
+        for group in draw.groups:
+            group.pending += 1
+        return [group.keys for group in draw.groups]
+
+    def finish(self, step: int, version: int, incarnation: int, skipped: bool) -> None:
+        """A step is done."""
+        self._check_incarnation(incarnation)
+        if step not in self._draws and step > self._step:
+            raise BufferRefused(f"step {step} was never drawn")
+        if step in self._pending:
+            self._finish(step, not skipped)
+            self._version, self._step = version, step
+
+    def durable(self, step: int, incarnation: int) -> None:
+        """Uses up to the step are final."""
+        self._check_incarnation(incarnation)
+        for each in [each for each in self._draws if each <= step]:
+            del self._draws[each]
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """The ledger's gap, samples committed, samples dropped, and groups outstanding."""
+        return 0, self._committed, self._dropped, self._outstanding()
+
+    def _outstanding(self) -> int:
+        num_pending = sum(len(self._draws[step].groups) for step in self._pending)
+        return num_pending + sum(1 for group in self._groups.values() if not group.pending)
+
+    def waiting_for(self) -> str:
+        """What the book holds, for a trace."""
+        ages = {group.id: (self._age(group), group.is_open, group.pending) for group in self._groups.values()}
+        return f"version {self._version}, published {self._published}, groups (age, open, pending) {ages}"
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    @property
+    def _incarnation(self) -> int:
+        return len(self._starts) - 1
+
+    def _check_incarnation(self, incarnation: int) -> None:
+        if incarnation != self._incarnation:
+            raise BufferRefused(f"incarnation {incarnation} was replaced by {self._incarnation}")
+
+    def _effective(self, version: PolicyVersion) -> int:
+        if version.incarnation >= self._incarnation:
+            return version.version
+        return effective_version(version, self._starts)
+
+    def _age(self, group: Group) -> int:
+        ages = [] if group.oldest is None else [self._effective(group.oldest)]
+        return min([*ages, group.min_version] if group.is_open else ages)
+
+    def _ready(self) -> list[tuple[int, Group]]:
+        ready = [(self._age(g), g.id) for g in self._groups.values() if not (g.is_open or g.pending)]
+        ready.sort()
+        return [(age, self._groups[group_id]) for age, group_id in ready]
+
+    def _held_back(self, chosen: list[tuple[int, Group]], left: list[tuple[int, Group]], version: int) -> bool:
+        if self._knobs.on_stale != "wait":
+            return False
+        still_open = [(self._age(group), group) for group in self._groups.values() if group.is_open]
+        due = [[self._contract.steps_left(age, version) or 0 for age, _ in part] for part in (chosen, left, still_open)]
+        return bool(self._contract.held_back(*due))
+
+    def _all_usable(self, draw: Draw, version: int) -> bool:
+        ages = [(self._age(group), group) for group in draw.groups]
+        return len(self._contract.select(ages, version)) == len(ages)
+
+    def _settle(self, group: Group) -> None:
+        """Is the group complete?"""
+        if group.missing:
+            return
+        self._leases.pop(group.lease_id, None)
+        group.is_open, group.lease_id = False, 0
+        if len(group.keys) < min(2, self._knobs.group_size):
+            self._close(group)
+
+    def _lose(self, group: Group) -> None:
+        del self._leases[group.lease_id]
+        group.lease_id = 0
+
+    def _drop(self, group: Group) -> None:
+        self._dropped += len(group.keys)
+        self._close(group)
+
+    def _close(self, group: Group) -> None:
+        group.is_closed, group.is_open = True, False
+        self._groups.pop(group.id, None)
+
+    def _finish(self, step: int, is_trained: bool) -> None:
+        draw = self._draws[step]
+        for group in draw.groups:
+            group.pending -= 1
+            group.uses += not draw.is_finished
+            if not group.pending:
+                self._close(group)
+        draw.is_finished = True
+        self._pending.discard(step)
+
+    def _release_from(self, step: int) -> None:
+        for later in sorted(each for each in self._draws if each >= step):
+            draw = self._draws[later]
+            if later > step and draw.incarnation == self._incarnation:
+                continue
+            if later in self._pending:
+                self._pending.discard(later)
+                for group in draw.groups:
+                    group.pending -= 1
+                    if group.uses and not group.pending:
+                        self._close(group)
+            del self._draws[later]

@@ -1,0 +1,110 @@
+"""What run a seed makes: its knobs, and what goes wrong in it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from random import Random
+from typing import Literal, NamedTuple
+
+from weight_sync.staleness import StalenessConfig, StalenessContract
+
+LEASE_TIMEOUT_S = 60.0
+
+
+class Knobs(NamedTuple):
+    """The knobs that decide over lag; letters as in docs/staleness.md."""
+
+    max_lag: int
+    """L."""
+    max_actor_lag: int
+    """A."""
+    publish_every: int
+    """P."""
+    updates_per_step: int
+    """M."""
+    groups_per_step: int
+    """G."""
+    group_size: int
+    """K."""
+    on_stale: Literal["drop", "wait"]
+    num_actors: int
+    own_actor_lag: int
+    """What the actors' own configuration has for A: more where it is unset there and a step has several updates."""
+
+    @property
+    def actors_config(self) -> StalenessConfig:
+        """What the actors know of the policy."""
+        return _actors_config(self)
+
+    @property
+    def contract(self) -> StalenessContract:
+        """The policy of a run with these knobs."""
+        return _contract(self)
+
+
+class Faults(NamedTuple):
+    """How often what goes wrong, as a chance per occasion; 0 for never."""
+
+    deaths: float = 0.0
+    """A process is killed and started again."""
+    stalls: float = 0.0
+    """A process is stopped for a while; its place may be taken meanwhile, and then it goes on as a zombie."""
+    copies: float = 0.0
+    """A message arrives twice, or its answer is lost and it is sent again."""
+    late_weights: float = 0.0
+    """An actor is offered a version that is not the newest, or one that fails its checksum."""
+    skips: float = 0.0
+    """An update is skipped."""
+    full_disk: float = 0.0
+    """A publication is skipped: the weights folder is full, or slow."""
+    learner_deaths: float = 0.0
+    restarts: float = 0.0
+    """The buffer service starts anew."""
+    given_up: float = 0.0
+    """A sample fails."""
+
+
+NO_FAULTS = Faults()
+_RATES = Faults(
+    deaths=0.2, stalls=0.5, copies=0.3, late_weights=0.3, skips=0.2, full_disk=0.4, learner_deaths=0.4, restarts=0.7,
+    given_up=0.05,
+)  # fmt: skip
+
+
+def choose_knobs(random: Random) -> Knobs:
+    """Any knobs that do not contradict each other; small ones, so that the bound is near."""
+    updates, actor_lag = random.choice((1, 1, 1, 2, 3)), random.choice((0, 0, 1, 2))
+    publish_every = random.choice((1, 1, 2, 3))
+    least = actor_lag + publish_every - 1 + updates - 1
+    return Knobs(
+        max_lag=least + random.choice((0, 0, 1, 1, 2, 3)),
+        max_actor_lag=actor_lag,
+        publish_every=publish_every,
+        updates_per_step=updates,
+        groups_per_step=random.choice((1, 1, 1, 2, 3)),
+        group_size=random.choice((1, 1, 1, 2)),
+        on_stale=random.choice(("drop", "wait")),
+        num_actors=random.choice((1, 2, 3)),
+        own_actor_lag=actor_lag + random.choice((0, 0, 0, 1)),
+    )
+
+
+def choose_faults(random: Random) -> Faults:
+    """Each fault in half of the runs, so that what one of them breaks is not hidden by another."""
+    return Faults(*[rate if random.random() < 0.5 else 0.0 for rate in _RATES])
+
+
+@lru_cache(maxsize=4096)
+def _contract(knobs: Knobs) -> StalenessContract:
+    config = StalenessConfig(
+        max_lag=knobs.max_lag,
+        max_actor_lag=knobs.max_actor_lag,
+        publish_every=knobs.publish_every,
+        on_stale=knobs.on_stale,
+    )
+    return StalenessContract(config, knobs.groups_per_step, knobs.updates_per_step)
+
+
+@lru_cache(maxsize=4096)
+def _actors_config(knobs: Knobs) -> StalenessConfig:
+    return knobs.contract.config.model_copy(update={"max_actor_lag": knobs.own_actor_lag})

@@ -1,0 +1,127 @@
+"""Seeds: one run of each, and many of them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+from tests.simulation.core import Environment
+from tests.simulation.knobs import Faults, Knobs, choose_faults, choose_knobs
+from tests.simulation.witness import Broken
+from tests.simulation.world import NUM_EVENTS, World
+from weight_sync.staleness import StaleTokens
+
+
+class Outcome(NamedTuple):
+    """What a run came to."""
+
+    seed: int
+    knobs: Knobs
+    faults: Faults
+    trace: list[str]
+    trace_hash: str
+    num_steps: int
+    """That the last learner's line of training has."""
+    num_trained: int
+    """Updates."""
+    greatest_lag: int
+    num_dropped: int
+    """Samples."""
+    num_final_rounds: int
+
+
+class SimulationFailed(AssertionError):
+    """A seed broke an invariant; the message says how to see it again."""
+
+    def __init__(
+        self, seed: int, depth: str, knobs: Knobs, faults: Faults, broken: Broken, trace: Sequence[str]
+    ) -> None:
+        self.seed, self.invariant = seed, broken.invariant
+        lines = "\n".join(trace[-40:])
+        super().__init__(
+            f"seed {seed}, depth {depth}: {broken}\n{knobs}\n{faults}\n{lines}\n"
+            f"see all of it: python -m tests.simulation --depth {depth} --seed {seed} --trace"
+        )
+
+
+def simulate(
+    seed: int, env: Environment | None = None, *, num_events: int = NUM_EVENTS, trace: bool = False
+) -> Outcome:
+    """Run one seed.
+
+    Args:
+        seed: of all chance.
+        env: where the real buffer keeps its rows; None for depth "policy", without it.
+        num_events: before the undisturbed steps.
+        trace: write down every event.
+
+    Raises:
+        SimulationFailed: an invariant does not hold.
+    """
+    chance = Random(seed ^ 0x5EED)
+    return simulate_with(seed, choose_knobs(chance), choose_faults(chance), env, num_events=num_events, trace=trace)
+
+
+class Totals(NamedTuple):
+    """What many seeds came to."""
+
+    num_seeds: int
+    num_updates: int
+    num_dropped: int
+    """Samples."""
+    num_at_bound: int
+    """Seeds in which some token was trained with a lag of exactly `max_lag`."""
+
+    @classmethod
+    def of(cls, seeds: range, env: Environment | None = None) -> Totals:
+        """Run them; as `simulate`."""
+        num_updates = num_dropped = num_at_bound = 0
+        for seed in seeds:
+            outcome = simulate(seed, env)
+            num_updates += outcome.num_trained
+            num_dropped += outcome.num_dropped
+            num_at_bound += outcome.greatest_lag == outcome.knobs.max_lag
+        return cls(len(seeds), num_updates, num_dropped, num_at_bound)
+
+
+def simulate_with(
+    seed: int,
+    knobs: Knobs,
+    faults: Faults,
+    env: Environment | None = None,
+    *,
+    num_events: int = NUM_EVENTS,
+    trace: bool = False,
+) -> Outcome:
+    """Run one seed with these knobs and faults; as `simulate`. One that fails is run again for its trace."""
+    lines: list[str] | None = [] if trace else None
+    broken: Broken | None = None
+    num_rounds = 0
+    with contextlib.closing(World(seed, knobs, faults, env, lines)) as world:
+        try:
+            num_rounds = world.run(num_events)
+            world.check_store()
+        except Broken as error:
+            broken = error
+        except StaleTokens as error:
+            broken = Broken("last line", str(error))
+    if broken is not None and not trace:
+        return simulate_with(seed, knobs, faults, env, num_events=num_events, trace=True)
+    if broken is not None:
+        raise SimulationFailed(seed, "policy" if env is None else "system", knobs, faults, broken, lines or [])
+    witness = world.witness
+    return Outcome(
+        seed,
+        knobs,
+        faults,
+        lines or [],
+        hashlib.blake2b("\n".join(lines or []).encode(), digest_size=8).hexdigest(),
+        world.learner.step,
+        witness.num_trained,
+        witness.greatest_lag,
+        witness.num_dropped,
+        num_rounds,
+    )

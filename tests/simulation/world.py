@@ -1,0 +1,317 @@
+"""The processes, the wire between them, and who moves next."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any, Protocol
+
+from buffer import protocol as p
+from buffer.errors import BufferRefused
+from tests.simulation.actor import Sample, SimActor
+from tests.simulation.book import Book
+from tests.simulation.core import CoreBuffer, Environment
+from tests.simulation.knobs import NO_FAULTS, Faults, Knobs
+from tests.simulation.learner import SimLearner
+from tests.simulation.shelf import Shelf
+from tests.simulation.witness import Broken, Key, Witness
+from weight_sync.staleness import PolicyVersion
+
+NUM_EVENTS = 100
+NUM_FINAL_STEPS = 1
+"""So many steps must be finished once nothing goes wrong any more."""
+FINAL_ROUNDS = 40
+"""Within so many rounds of 5 seconds: more than a lost lease needs to be granted again."""
+
+
+class Buffer(Protocol):
+    """What the simulation asks of a buffer; `Book` or `CoreBuffer`. Each call is one request."""
+
+    def hello(self, name: str, session: str) -> int: ...
+    def lease(self, name: str, epoch: int, number: int, room: int) -> p.LeaseGrant: ...
+    def push(self, sample: Sample) -> str: ...
+    def give_up(self, name: str, epoch: int, lease: p.Lease, index: int) -> None: ...
+    def renew(self, name: str, epoch: int, lease_ids: list[int]) -> list[int]: ...
+    def expire(self) -> None: ...
+    def restart(self) -> None: ...
+    def begin(self, session: str, version: int, step: int) -> int: ...
+    def published(self, incarnation: int, version: int) -> None: ...
+    def draw(self, step: int, version: int, incarnation: int) -> list[list[Key]] | None: ...
+    def finish(self, step: int, version: int, incarnation: int, skipped: bool) -> None: ...
+    def durable(self, step: int, incarnation: int) -> None: ...
+    def counts(self) -> tuple[int, int, int, int]: ...
+    def waiting_for(self) -> str: ...
+
+
+class Message:
+    """A request on its way. It stays on the wire until its answer was heard."""
+
+    __slots__ = ("arguments", "has_arrived", "is_answered", "kind", "owner")
+
+    def __init__(self, kind: str, owner: SimActor | SimLearner, arguments: tuple[Any, ...]) -> None:
+        self.kind, self.owner, self.arguments = kind, owner, arguments
+        self.has_arrived = self.is_answered = False
+
+
+class World:
+    """One run."""
+
+    makes_up = True
+    """The learner publishes what it skipped as soon as the disk has room."""
+
+    def __init__(self, seed: int, knobs: Knobs, faults: Faults, env: Environment | None, trace: list[str] | None):
+        self.random = Random(seed)
+        self.knobs, self.faults = knobs, faults
+        self.contract = knobs.contract
+        self.trace = trace
+        self.now_s = 0.0
+        self.wire: list[Message] = []
+        self.promptness = self.random.choice((0.0, 0.6, 0.9))
+        """How often a message arrives before anything else happens."""
+        self.shelf = Shelf()
+        self.witness = Witness(knobs)
+        self.buffer: Buffer = (
+            Book(knobs, self.contract, self.clock) if env is None else CoreBuffer(knobs, self.contract, self.clock, env)
+        )
+        self.forgetfulness = 0.9
+        """How often an actor does not renew when it could."""
+        self.checkpoints = [(0, 0)]
+        self.reached = (0, 0)
+        """The last step that any learner finished, and the newest version that it made."""
+        self.num_lives = 1
+        self.learner = SimLearner(self, 0)
+        self.actors = [self.new_actor(f"actor-{i}") for i in range(1 + int(self.random.random() * knobs.num_actors))]
+        self.zombies: list[SimActor | SimLearner] = []
+
+    def clock(self) -> float:
+        """Virtual seconds."""
+        return self.now_s
+
+    def happens(self, chance: float) -> bool:
+        """Does it go wrong this time?"""
+        return chance > 0.0 and self.random.random() < chance
+
+    @staticmethod
+    def is_newer(offered: PolicyVersion, served: PolicyVersion) -> bool:
+        """May an engine go from one version to the other?"""
+        return offered > served
+
+    def has_reached(self, learner: SimLearner) -> None:
+        """A learner made a version, or finished a step; one that was replaced makes what is abandoned already."""
+        self.reached = max(self.reached[0], learner.step), max(self.reached[1], learner.version)
+        self.witness.went_back |= learner is not self.learner
+
+    def note(self, what: str) -> None:
+        """A line of the trace."""
+        if self.trace is not None:
+            self.trace.append(f"{self.now_s:7.1f}  {what}")
+
+    # --- the wire ---------------------------------------------------------------------------------
+
+    def send(self, kind: str, owner: SimActor | SimLearner, arguments: tuple[Any, ...]) -> None:
+        """Put a request on the wire."""
+        self.wire.append(Message(kind, owner, arguments))
+        if self.random.random() < self.promptness:
+            self.deliver(len(self.wire) - 1)
+
+    def deliver(self, place: int) -> None:
+        """A request arrives. Its answer may be lost, and then it arrives again; it may arrive twice anyway."""
+        message = self.wire[place]
+        owner = message.owner
+        if owner.stopped and message.has_arrived and not owner.dead:
+            return  # it will be sent again once its sender goes on
+        message.has_arrived = True
+        try:
+            reply = getattr(self.buffer, message.kind)(*message.arguments)
+        except BufferRefused as error:
+            reply = error
+        if self.trace is not None:
+            self.note(f"{_name(owner)} {message.kind}{_brief(message.arguments)} -> {_brief(reply)}")
+        if isinstance(reply, p.LeaseGrant):
+            self.witness.granted(reply)
+        elif message.kind == "push":
+            self.witness.settled(message.arguments[0].key, reply)
+        is_kept = self.happens(self.faults.copies)
+        if not is_kept and (owner.dead or not owner.stopped):
+            self.wire[place] = self.wire[-1]
+            self.wire.pop()
+        self.check()
+        if message.is_answered or owner.dead or owner.stopped or (is_kept and self.random.random() < 0.5):
+            return
+        message.is_answered = True
+        if isinstance(reply, BufferRefused):
+            if owner is self.learner or owner in self.actors:
+                raise Broken("refused", f"{_name(owner)} is alive, and {message.kind}{message.arguments}: {reply}")
+            owner.dead = True  # a zombie notices that it was replaced
+        elif hear := getattr(owner, f"on_{message.kind}", None):
+            hear(message.arguments, reply)
+
+    # --- misfortune -------------------------------------------------------------------------------
+
+    def new_actor(self, name: str) -> SimActor:
+        """A process starts under this name."""
+        self.num_lives += 1
+        return SimActor(self, name, self.num_lives)
+
+    def disturb_actor(self) -> None:
+        """An actor joins, dies, is stopped, or goes on."""
+        random, faults = self.random, self.faults
+        if len(self.actors) < self.knobs.num_actors and random.random() < 0.3:
+            self.actors.append(self.new_actor(f"actor-{len(self.actors)}"))
+            self.note(f"{self.actors[-1].name} joins")
+            return
+        place = int(random.random() * len(self.actors))
+        actor = self.actors[place]
+        if actor.stopped:
+            if random.random() < 0.4:
+                self.zombies.append(actor)
+                self.actors[place] = self.new_actor(actor.name)
+                self.note(f"{actor.name} is replaced")
+            else:
+                actor.stopped = False
+                self.note(f"{actor.name} goes on")
+        elif random.random() < faults.deaths:
+            actor.dead = True
+            self.note(f"{actor.name} dies")
+            self.actors[place] = self.new_actor(actor.name)
+        elif random.random() < faults.stalls:
+            actor.stopped = True
+            self.note(f"{actor.name} is stopped")
+
+    def disturb_learner(self) -> None:
+        """The learner dies, is stopped, or goes on; another one may start while it is."""
+        random, learner = self.random, self.learner
+        if learner.stopped:
+            if random.random() < 0.3:
+                self.zombies.append(learner)
+                self.start_learner()
+            else:
+                learner.stopped = False
+                self.note("the learner goes on")
+        elif random.random() < self.faults.learner_deaths:
+            learner.dead = True
+            self.note("the learner dies")
+            self.start_learner()
+        elif random.random() < self.faults.stalls:
+            learner.stopped = True
+            self.note("the learner is stopped")
+
+    def start_learner(self) -> None:
+        """A learner starts from the newest checkpoint, or from the one before where that is damaged."""
+        if len(self.checkpoints) > 1 and self.random.random() < 0.3:
+            self.checkpoints.pop()
+        self.num_lives += 1
+        self.learner = SimLearner(self, self.num_lives)
+        self.note(f"learner {self.learner.incarnation} starts from {self.checkpoints[-1]}")
+
+    def disturb(self) -> None:
+        """Something of the outside world."""
+        chance = self.random.random()
+        if chance < 0.5:
+            self.disturb_actor()
+        elif chance < 0.65:
+            self.disturb_learner()
+        elif chance < 0.75 and self.zombies:
+            zombie = self.zombies[int(self.random.random() * len(self.zombies))]
+            zombie.stopped = False
+            for _ in range(3):
+                if not (zombie.dead or zombie.stopped):
+                    zombie.act()
+        elif chance < 0.9:
+            self.now_s += 30.0 * self.random.random()
+            self.buffer.expire()
+        elif self.happens(self.faults.restarts):
+            self.buffer.restart()
+            self.note("the buffer service starts anew")
+
+    # --- a run ------------------------------------------------------------------------------------
+
+    def event(self) -> None:
+        """One process moves."""
+        self.now_s += 1.0
+        random = self.random.random
+        if random() < 1.0 - 1.0 / (1.0 + 0.8 * len(self.wire)):
+            self.deliver(int(random() * len(self.wire)))
+            return
+        chance = random()
+        if chance < 0.55:
+            actor = self.actors[int(random() * len(self.actors))]
+            if not actor.stopped:
+                actor.act()
+        elif chance < 0.9:
+            if not self.learner.stopped:
+                self.learner.act()
+        else:
+            self.disturb()
+
+    def check(self) -> None:
+        """The invariants that hold at any time; looked at after every request."""
+        self.witness.counted(*self.buffer.counts())
+
+    def run(self, num_events: int) -> int:
+        """Random events, then undisturbed steps; how many rounds those took.
+
+        Raises:
+            Broken: an invariant.
+        """
+        for _ in range(num_events):
+            self.event()
+        self.faults, self.forgetfulness = NO_FAULTS, 0.0
+        for zombie in self.zombies:
+            zombie.dead = True
+        self.learner.stopped = False
+        for actor in self.actors:
+            actor.stopped = False
+        goal = self.learner.step + NUM_FINAL_STEPS
+        for num_rounds in range(FINAL_ROUNDS):
+            if self.learner.step >= goal:
+                return num_rounds
+            self.round()
+        raise Broken("progress", f"step {self.learner.step + 1} never came: {self.buffer.waiting_for()}")
+
+    def check_store(self) -> None:
+        """Look through the whole store.
+
+        Raises:
+            Broken: it is not in order.
+        """
+        if isinstance(self.buffer, CoreBuffer) and (found := self.buffer.faults()):
+            raise Broken("store", "; ".join(found))
+
+    def close(self) -> None:
+        """Leave nothing in the environment."""
+        if isinstance(self.buffer, CoreBuffer):
+            self.buffer.close()
+
+    def round(self) -> None:
+        """Everybody does what it can."""
+        self.now_s += 5.0
+        self.buffer.expire()
+        learner = self.learner
+        learner.make_up()
+        while learner.queue:
+            learner.commit()
+        learner.ask()
+        while learner.batch:
+            learner.update()
+        for actor in self.actors:
+            actor.pull()
+            actor.ask()
+            while actor.start():
+                pass
+            while actor.finish():
+                pass
+            actor.renew()
+        for _ in range(len(self.wire)):
+            self.deliver(0)
+
+
+def _name(owner: SimActor | SimLearner) -> str:
+    return owner.name if isinstance(owner, SimActor) else f"learner {owner.incarnation}"
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, p.LeaseGrant):
+        return f"{[(lease.lease_id, lease.min_version) for lease in value.leases]} newest {value.newest}"
+    if isinstance(value, tuple) and value and isinstance(value[0], Sample):
+        return f"({value[0].key}, group {value[0].lease.group_id}, {value[0].oldest})"
+    return str(value)

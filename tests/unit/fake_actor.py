@@ -1,0 +1,233 @@
+"""What the tests of an actor fake: its engine, its buffer and its store.
+
+FakeEngine answers with the tokens it is told to after a given time and serves whatever it was told
+to apply; FakeBuffer grants leases from a list and acknowledges at once, in this process; FakeStore
+names the newest version. Tasks, scoring, the weight follower and the loop are the real ones.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from actors.config import ActorsConfig
+from actors.engine import UpdateRefused
+from actors.loop import ActorLoop
+from actors.spec import ActorSpec, Parts
+from actors.tasks import Problem, RewardFunction, Task
+from actors.tasks.config import ReasoningGymTask
+from buffer.config import BufferConfig
+from buffer.protocol import Lease, LeaseGrant, RenewReply, RowResult
+from buffer.trajectory import VersionSpan
+from weight_sync.config import WeightSyncConfig
+from weight_sync.errors import TransferFailed, WeightsCorrupt
+from weight_sync.staleness import PolicyVersion
+
+K = 4
+
+
+class FakeEngine:
+    """Generates four tokens per request, one of them the prompt's first; `may_apply` holds an update in its middle."""
+
+    def __init__(self, seconds=0.0):
+        self.version = PolicyVersion(0, 0)
+        self.seconds = seconds
+        self.started_at = []
+        self.seeds = []
+        self.cancelled = 0
+        self.running = 0
+        self.most_running = 0
+        self.error = None
+        self.stopped = False
+        self.refuses = set()
+        self.prepared = []
+        self.kv_caches = []
+        self.applying = asyncio.Event()
+        self.may_apply = asyncio.Event()
+        self.may_apply.set()
+
+    async def generate(self, prompt_token_ids, *, temperature=None, max_new_tokens=None, seed=None):
+        self.started_at.append(self.version)
+        self.seeds.append(seed)
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        if self.error is not None:
+            raise self.error
+        tokens = np.array([prompt_token_ids[0], 1, 2, 3], dtype=np.int32)
+        spans = (VersionSpan(self.version, 0, 4),)
+        return SimpleNamespace(
+            token_ids=tokens, logprobs=np.full(4, -0.5, np.float32), spans=spans, finish_reason="stop"
+        )
+
+    async def prepare(self, staged, *, timeout_s):
+        self.prepared.append(staged.version)
+        if staged.version in self.refuses:
+            raise UpdateRefused("of another model")
+
+    async def apply(self, staged, kv_cache, *, timeout_s):
+        self.kv_caches.append(kv_cache)
+        self.applying.set()
+        await self.may_apply.wait()
+        await asyncio.sleep(0.01)
+        self.version = staged.version
+        return SimpleNamespace(pause_s=0.01, load_s=0.005)
+
+    async def stop(self):
+        self.stopped = True
+
+
+class FakeStore:
+    """A puller whose newest version a test sets; `corrupt` versions cannot be fetched, a `silent` store nothing.
+
+    A fetch lasts until `may_fetch` is set, as it is unless a test clears it.
+    """
+
+    def __init__(self):
+        self.version = PolicyVersion(0, 0)
+        self.corrupt = set()
+        self.silent = False
+        self.may_fetch = threading.Event()
+        self.may_fetch.set()
+        self.asked = 0
+        self.fetched = []
+        self.distrusted = []
+        self.closed = False
+
+    def newest(self):
+        self.asked += 1
+        if self.silent:
+            raise TransferFailed("tcp://fake did not answer")
+        return self.version
+
+    def fetch(self, version):
+        self.fetched.append(version)
+        assert self.may_fetch.wait(30), "the test never let this fetch end"
+        if version in self.corrupt:
+            raise WeightsCorrupt("a flipped byte")
+        return FakeStaged(version)
+
+    def distrust(self, staged):
+        self.distrusted.append(staged.version)
+
+    def close(self):
+        self.closed = True
+
+
+class FakeStaged(contextlib.AbstractContextManager):
+    def __init__(self, version):
+        self.version = version
+
+    def __exit__(self, *_):
+        return None
+
+
+class FakeBuffer:
+    """Grants `num_groups` leases and then drains; remembers what it was told. Without `credit` no push may come."""
+
+    def __init__(self, num_groups, min_version=0, timeout_s=60.0):
+        self.num_groups = num_groups
+        self.min_version = min_version
+        self.timeout_s = timeout_s
+        self.newest = (0, 0)
+        self.granted = 0
+        self.pushed = []
+        self.given_up = []
+        self.renewals = 0
+        self.lose = set()
+        self.outcome = "committed"
+        self.credit = True
+        self.closed = False
+
+    def lease(self, max_groups):
+        leases = []
+        while self.granted < self.num_groups and len(leases) < max_groups:
+            self.granted += 1
+            lease = Lease(self.granted, 1, 100 + self.granted, self.granted % 8, list(range(K)), self.min_version,
+                          self.timeout_s)  # fmt: skip
+            leases.append(lease)
+        return done(LeaseGrant(leases, self.newest, draining=self.granted == self.num_groups))
+
+    def has_room(self, trajectory):
+        return self.credit
+
+    def push(self, trajectory):
+        assert self.credit, "a push without credit blocks the event loop"
+        self.pushed.append(trajectory)
+        return done(RowResult(len(self.pushed), self.outcome))
+
+    def give_up(self, lease, sample_indices, reason):
+        self.given_up.append((lease.lease_id, sample_indices, reason))
+        return done(None)
+
+    def renew(self, lease_ids):
+        self.renewals += 1
+        return done(RenewReply([one for one in lease_ids if one in self.lose]))
+
+    def close(self):
+        self.closed = True
+
+
+class Words:
+    """A decoder: the numbers as text."""
+
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids))
+
+
+def done(result):
+    future = Future()
+    future.set_result(result)
+    return future
+
+
+def half(problems, completions):
+    return [0.5 for _ in completions]
+
+
+def make_actor(buffer, engine=None, store=None, reward=half, config=None, weight_sync=None, clock=time.monotonic):
+    problems = [Problem(f"q{i}", f"q{i}", {"question": f"q{i}"}, {}, [10 + i, 20]) for i in range(8)]
+    task = Task(problems, problems[:6], (RewardFunction("half", reward),))
+    parts = Parts(task, Words(), engine or FakeEngine(), store or FakeStore(), buffer)
+    spec = ActorSpec(
+        "actor-0", 0, "run", 7, Path("m"), Path("m"), Path("w"), "", "tcp://fake", "actors",
+        ActorsConfig(group_size=K, max_running_samples=16, **(config or {})),
+        ReasoningGymTask(type="reasoning_gym", name="chain_sum"),
+        WeightSyncConfig(**{"poll_interval_s": 0.005} | (weight_sync or {})), BufferConfig(),
+    )  # fmt: skip
+
+    async def assemble(_):
+        return parts
+
+    return ActorLoop(spec, assemble, clock=clock)
+
+
+async def run_to_end(actor, timeout_s=20):
+    await actor.start()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await actor.run()
+        return actor.report()
+    finally:
+        await actor.stop()
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s

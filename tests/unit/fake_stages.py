@@ -1,0 +1,130 @@
+"""A learner whose ranks do as a test says: pending calls, no process, a clock of its own."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray.exceptions import RayTaskError
+
+from launch.checks import check
+from launch.load import load_config
+from launch.processes import stages as stages_module
+from launch.processes.spawn import Addresses
+from launch.processes.stages import Stages
+from learner.channel import StageLost
+from learner.checkpoint_meta import META_NAME, CheckpointMeta, Progress
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+
+
+class Call:
+    """A pending call, which the test ends."""
+
+    def __init__(self) -> None:
+        self.is_done, self.value, self.error = False, None, None
+
+    def end(self, value=None, error=None) -> None:
+        self.is_done, self.value, self.error = True, value, error
+
+
+class Rank:
+    """Stands for a StageRole; remembers every call made to it."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Call]] = {}
+        self.is_killed = False
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        def remote(*arguments: object) -> Call:
+            if method == "setup":
+                self.told(*arguments)
+            self.calls.setdefault(method, []).append(Call())
+            if method == "rendezvous":
+                self(method).end("tcp://here:1")
+            return self.calls[method][-1]
+
+        return SimpleNamespace(remote=remote)
+
+    def told(self, *orders: object) -> None:
+        """What it is set up with."""
+
+    def __call__(self, method: str) -> Call:
+        return self.calls[method][-1]
+
+
+class Learner:
+    """Stages on ranks that do as the test says, under a clock of its own."""
+
+    def __init__(self, folder, monkeypatch, *overrides: str) -> None:
+        self.ranks: list[Rank] = []
+        self.now_s = 0.0
+        self.events: list[tuple[str, str]] = []
+        clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=lambda _: self.on_sleep())
+        monkeypatch.setattr(stages_module, "time", clock)
+        monkeypatch.setattr(stages_module, "spawn", self._spawn)
+        self.room = SimpleNamespace(is_placed=True, missing_s=0.0, place=lambda rank: None, shortage=lambda: "no room")
+        monkeypatch.setattr(stages_module, "Gang", lambda *_: self.room)
+        monkeypatch.setattr(ray, "wait", self._wait)
+        monkeypatch.setattr(ray, "get", self._get)
+        monkeypatch.setattr(ray, "kill", lambda rank, no_restart: setattr(rank, "is_killed", True))
+        plan = check(load_config(DEMO, ["--learner.max_restarts", "2", *overrides]), folder / "run")
+        self.checkpoints = plan.folder.checkpoints
+        self.checkpoints.mkdir(parents=True)
+        self.stages = Stages(plan, folder, lambda kind, text: self.events.append((kind, text)))
+        self.on_sleep = lambda: pytest.fail("nothing to wait for")
+
+    def _spawn(self, *_: object, **__: object) -> Rank:
+        self.ranks.append(Rank())
+        return self.ranks[-1]
+
+    def _wait(self, calls, num_returns=1, timeout=None):
+        ready = [call for call in calls if call.is_done]
+        return ready, [call for call in calls if not call.is_done]
+
+    def _get(self, call, timeout=None):
+        if call.error is not None:
+            raise call.error
+        return call.value
+
+    @property
+    def living(self) -> list[Rank]:
+        return [rank for rank in self.ranks if not rank.is_killed]
+
+    def start(self) -> None:
+        self.stages.ask_for_places()
+        calls = self.stages.start(Addresses(["tcp://buffer:1"], "tcp://weights:1"), deadline=300.0)
+        assert [process.name for process, _ in calls] == [f"stage.{rank}" for rank in range(len(self.ranks))]
+        self.stages.begin()
+
+    def get_ready(self) -> None:
+        """All living ranks are set up once more."""
+        self.stages.watch()
+        for rank in self.living:
+            rank("setup").end()
+        self.stages.watch()
+
+    def end_all(self, method: str, error=None) -> None:
+        for rank in self.living:
+            rank(method).end(error=error)
+        self.stages.watch()
+
+    def checkpoint(self, step: int) -> None:
+        write_checkpoint(self.checkpoints, step)
+
+
+def write_checkpoint(folder: Path, step: int) -> Path:
+    """What the command reads of one: its document. Every step of this learner makes two versions."""
+    path = folder / f"step-{step:08d}"
+    path.mkdir()
+    meta = CheckpointMeta(Progress(step, 2 * step, 0), num_stages=2, num_replicas=1, model="", files={})
+    (path / META_NAME).write_bytes(meta.encode())
+    return path
+
+
+def raised(error: Exception) -> RayTaskError:
+    return RayTaskError("run", str(error), error)
+
+
+def lost(rank: int) -> RayTaskError:
+    return raised(StageLost(f"stage {rank} could not train: gloo says so"))

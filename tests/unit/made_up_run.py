@@ -1,0 +1,58 @@
+"""What the roles of a run may report, for whoever follows one: no process is behind it."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+from actors.report import ActorReport
+from buffer.lengths import LengthFidelity
+from launch.checks import Plan, check
+from launch.load import load_config
+from launch.state.process_facts import ProcessFacts
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+
+
+def plan(folder: Path, *overrides: str) -> Plan:
+    return check(load_config(DEMO, ["--tracking.wandb", "disabled", *overrides]), folder)
+
+
+def report(name: str, pool: str = "actors", **fields: object) -> ActorReport:
+    empty = dict.fromkeys((field.name for field in dataclasses.fields(ActorReport)), 0)
+    lists = {"busy_intervals": [], "num_outcomes": {}, "num_failed": {}, "updates": []}
+    texts = {"waiting": "", "refused": ""}
+    return ActorReport(**{**empty, **lists, **texts, "name": name, "pool": pool, "version": (0, 0), **fields})
+
+
+def process(name: str, pool: str = "", state: str = "working", **fields: object) -> ProcessFacts:
+    role, number = name.split(".")
+    empty = {"host": "10.0.0.1", "pid": 100, "log": f"/runs/x/logs/{name}.log", "restarts": 0}
+    return ProcessFacts(name=name, role=role, number=int(number), pool=pool, state=state, **{**empty, **fields})
+
+
+def status(**fields: object) -> SimpleNamespace:
+    ledger = {"issued": 100, "in_flight": 40, "committed": 60, "waiting": 10, "trained": 50, "gap": 0}
+    values = {
+        "ledger": ledger,
+        "failed_by_reason": {},
+        "num_ready_groups": 2,
+        "num_drawn_groups": 4,
+        "newest": (0, 7),
+        "version": 7,
+        "draining": False,
+        "fidelity": LengthFidelity(0.01),
+        "silent_shards": [],
+    }
+    return SimpleNamespace(**{**values, **fields})
+
+
+def step_row(step: int, num_tokens: int, lag: float, **fields: object) -> dict:
+    row = {"step": step, "version": step, "started_s": 10.0 * step, "finished_s": 10.0 * step + 4}
+    return row | {
+        "skipped": False,
+        "batch/completion_tokens": num_tokens,
+        "lag/token_mean": lag,
+        "lag/token_max": lag,
+        "buffer/ledger_gap": 0,
+        **fields,
+    }

@@ -1,0 +1,59 @@
+"""Small versions on disk, for the tests of weight_sync."""
+
+from pathlib import Path
+
+import torch
+
+from weight_sync.publisher import Publisher
+from weight_sync.sinks import FolderSink
+from weight_sync.staleness import PolicyVersion
+from weight_sync.store import WeightStore
+from weight_sync.tensors import read_tensors
+
+DTYPE = "float32"
+PART = "part-0.float32.safetensors"
+
+
+def v(version: int, incarnation: int = 0) -> PolicyVersion:
+    return PolicyVersion(incarnation, version)
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Three tensors of odd sizes, one of them a single value."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(7, 3, generator=generator),
+        "norm": torch.randn(3, generator=generator),
+        "scale": torch.tensor(float(seed)),
+    }
+
+
+def publisher_of(folder: Path, rank: int = 0, num_stages: int = 1, dtypes=(DTYPE,), **arguments) -> Publisher:
+    return Publisher(FolderSink(folder), rank, num_stages, dtypes, **{"keep_versions": 3, **arguments})
+
+
+def publish(folder: Path, *versions: PolicyVersion, **arguments) -> None:
+    """Publish `weights(VERSION)` under each version."""
+    publisher = publisher_of(folder, **arguments)
+    for version in versions:
+        publisher.publish(version, weights(version.version))
+    publisher.close()
+
+
+def read(folder: Path, version: PolicyVersion, dtype: str = DTYPE) -> dict[str, torch.Tensor]:
+    """The tensors of a version, every one checked."""
+    store = WeightStore(folder)
+    return read_tensors(store, store.manifest(version), dtype)
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Do both hold the same values under the same names?"""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def flip_last_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0x10
+    path.write_bytes(data)

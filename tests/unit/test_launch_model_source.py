@@ -1,0 +1,115 @@
+"""A model that a recipe makes: its folder appears whole or not at all, and nothing goes on when the command ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.config import ModelConfig
+from launch.load import ConfigError
+from launch.model_source import fetch_model
+
+ROOT = Path(__file__).parents[2]
+WRITES = """
+import sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+folder.mkdir()
+(folder / "config.json").write_text("mine")
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    """`model(program)`: of a recipe that is this program."""
+
+    def make(program: str) -> ModelConfig:
+        recipe = tmp_path / "recipe.py"
+        recipe.write_text(program)
+        return ModelConfig(path=str(tmp_path / "models" / "small"), recipe=str(recipe))
+
+    return make
+
+
+def around(model: ModelConfig) -> list[str]:
+    return sorted(path.name for path in Path(model.path).parent.iterdir())
+
+
+def test_the_folder_is_what_the_recipe_wrote_and_nothing_else_stays(model):
+    made = model(WRITES)
+    assert (fetch_model(made, is_there=False) / "config.json").read_text() == "mine"
+    assert around(made) == ["small"]
+
+
+def test_a_recipe_that_fails_leaves_nothing(model):
+    made = model(WRITES + "sys.exit(3)")
+    with pytest.raises(ConfigError, match=r"recipe\.py' ended with exit status 3; what it said"):
+        fetch_model(made, is_there=False)
+    assert around(made) == []
+
+
+def test_of_two_commands_one_makes_it_and_the_other_waits(model, tmp_path, capsys):
+    begun = tmp_path / "begun"
+    slow = f"import time\nPath({str(begun)!r}).touch()\ntime.sleep(1)\n"
+    made = model(WRITES + slow)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(fetch_model, made, is_there=False)
+        while not begun.exists():
+            assert not first.done(), first.result()
+            time.sleep(0.01)
+        begun.unlink()
+        assert (fetch_model(made, is_there=False) / "config.json").read_text() == "mine"
+        first.result(timeout=10)
+    assert not begun.exists(), "it was made twice"
+    assert "waiting for another command that makes a model" in capsys.readouterr().out
+    assert around(made) == ["small"]
+
+
+def test_what_a_killed_command_left_is_removed_by_the_next(model, tmp_path):
+    made = model(WRITES)
+    (tmp_path / "models" / ".small.unfinished").mkdir(parents=True)
+    fetch_model(made, is_there=False)
+    assert around(made) == ["small"]
+
+
+def test_a_model_that_the_hub_does_not_give_is_a_sentence_with_the_reason(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"model\.hub = 'no/such-model' cannot be fetched: .*Error: .*model\.path"):
+        fetch_model(ModelConfig(hub="no/such-model"), is_there=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_recipe_ends_it_too_and_leaves_nothing(tmp_path, number):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    keys = {"model.path": tmp_path / "models" / "small", "model.recipe": recipe, "run.dir": tmp_path / "runs"}
+    overrides = [f"--{key}={value}" for key, value in keys.items()]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "launch.cli", "train", ROOT / "examples" / "demo.toml", *overrides],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        while "begun" not in command.stdout.readline():
+            assert command.poll() is None, command.stderr.read()
+        (child,) = [each for each in psutil.Process(command.pid).children() if "recipe.py" in " ".join(each.cmdline())]
+        os.kill(command.pid, number)
+        _, said = command.communicate(timeout=60)
+    finally:
+        command.kill()
+    assert (command.returncode, said) == (130, "leeway: stopped before anything was started\n")
+    deadline = time.monotonic() + 10
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the recipe goes on"
+        time.sleep(0.05)
+    assert list((tmp_path / "models").iterdir()) == []
+    assert not (tmp_path / "runs").exists()

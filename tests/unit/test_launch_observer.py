@@ -1,0 +1,297 @@
+"""status.json: what a run tells whoever looks at it, and how it is written."""
+
+import contextlib
+import json
+import os
+import stat
+import threading
+import time
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from launch.state.observer import Observer
+from launch.state.progress import Accuracy, PollResult, Progress
+from launch.state.snapshot import FORMAT, NUM_EVENTS, SnapshotError, read_snapshot, write_snapshot
+from launch.state.waits import waits
+from tests.unit.made_up_run import plan, process, report, status, step_row
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that is followed, under a wall clock of its own."""
+
+    class Run:
+        def __init__(self) -> None:
+            self.now_s = 1000.0
+            self.plan = plan(tmp_path / "run")
+            self.plan.folder.create(self.plan.config)
+            self.progress = Progress(self.plan.config, 0.0, clock=lambda: self.now_s)
+            self.observer = Observer(self.plan, self.progress, wall=lambda: self.now_s)
+
+        def poll(self, **news: object):
+            self.observer.take_in(PollResult(**news))
+            return self.observer.polled()
+
+        @property
+        def path(self):
+            return self.plan.folder.status
+
+    return Run()
+
+
+def two_pools() -> dict:
+    actors = [report("actor-0", "big", num_running=30, version=(0, 7)), report("actor-1", "small", version=(0, 5))]
+    processes = (
+        process("buffer.0"),
+        process("weights.0"),
+        process("stage.0"),
+        process("stage.1"),
+        process("actor.0", "big", restarts=1),
+        process("actor.1", "small"),
+        process("actor.2", "small", "waiting for resources", host="", pid=0),
+        process("actor.3", "big", "lost: given up: out of memory"),
+    )
+    return {
+        "actors": actors,
+        "processes": processes,
+        "wanted": {"big": 1, "small": 2},
+        "working": frozenset({"actor-0", "actor-1"}),
+        "status": status(),
+    }
+
+
+# --- the file -----------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_read_as_it_was_written_and_its_owner_alone_may_read_it(run):
+    before = os.umask(0)
+    try:
+        written = run.poll(**two_pools())
+    finally:
+        os.umask(before)
+    assert read_snapshot(run.path) == written
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o600
+    assert [each.name for each in run.path.parent.iterdir() if "status" in each.name] == ["status.json"]
+    assert json.loads(run.path.read_text())["format"] == FORMAT
+
+
+def test_no_reader_ever_sees_half_of_a_snapshot(run):
+    short = run.poll()
+    long = msgspec.structs.replace(short, phase="x" * 100_000)
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.is_set():
+            write_snapshot(run.path, long)
+            write_snapshot(run.path, short)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        seen = {len(read_snapshot(run.path).phase) for _ in range(500)}
+    finally:
+        over.set()
+        writer.join()
+    assert seen <= {len(short.phase), len(long.phase)}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "is not there"),
+        (b"", "is not what a run writes"),
+        (b'{"format": 999, "run": 3}', "has format 999, and this Leeway reads"),
+        (b'{"format": %d, "run": 3}' % FORMAT, "is not what a run writes"),
+    ],
+)
+def test_what_is_no_snapshot_is_refused_with_the_reason(run, text, why):
+    if text is not None:
+        run.path.write_bytes(text)
+    with pytest.raises(SnapshotError, match=why):
+        read_snapshot(run.path)
+
+
+def test_fields_of_a_newer_leeway_are_passed_over(run):
+    document = json.loads(msgspec.json.encode(run.poll()))
+    run.path.write_text(json.dumps(document | {"a_new_field": [1, 2]}))
+    assert read_snapshot(run.path).run == "run"
+
+
+def test_a_file_that_cannot_be_written_does_not_stop_the_run_and_is_logged_once(run, caplog):
+    run.path.parent.rename(run.path.parent.with_name("moved"))
+    for _ in range(3):
+        run.poll()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "cannot be written" in caplog.text
+
+
+# --- what is in it ------------------------------------------------------------------------------------
+
+
+def test_every_pool_actor_and_process_is_in_it(run):
+    run.poll(**two_pools())
+    run.now_s += 10.0
+    news = two_pools()
+    news["actors"] = [replace(news["actors"][0], num_tokens=500), replace(news["actors"][1], num_tokens=100)]
+    snapshot = run.poll(**news)
+    pools = [(p.name, p.working, p.wanted, p.running, p.tokens_per_s) for p in snapshot.pools]
+    assert pools == [("big", 1, 1, 30, 50.0), ("small", 1, 2, 0, 10.0)], "who was replaced is not missed"
+    facts = [(a.name, a.pool, a.version, a.behind, a.restarts) for a in snapshot.actors]
+    assert facts[:2] == [("actor-0", "big", "0.7", 0, 1), ("actor-1", "small", "0.5", 2, 0)]
+    assert [a.state for a in snapshot.actors[2:]] == ["waiting for resources", "lost: given up: out of memory"]
+    assert [a.since_s for a in snapshot.actors] == [1000.0] * 4
+    assert [each.name for each in snapshot.stages] == ["stage.0", "stage.1"]
+    assert [each.name for each in snapshot.services] == ["buffer.0", "weights.0"]
+    assert snapshot.generated_tokens_per_s == 60.0
+
+
+def test_trained_tokens_are_counted_by_lag_and_pool_and_those_of_a_step_taken_again_once(run):
+    run.poll(**two_pools())
+    lags = {"actor-0": {0: 60, 1: 40}, "actor-1": {2: 10}}
+    other = {"actor-0": {1: 100}, "actor-1": {3: 10}, "a stranger": {0: 1}}
+    snapshot = run.poll(steps=[step_row(1, 110, 0.5, lag_by_actor=lags), step_row(2, 111, 1.0, lag_by_actor=other)])
+    assert snapshot.lags == {"big": {0: 60, 1: 140}, "small": {2: 10, 3: 10}, "unknown": {0: 1}}
+    assert [pool.lag_mean for pool in snapshot.pools] == [pytest.approx(0.7), 2.5]
+    snapshot = run.poll(resumed_at=1, resumed_version=1, processes=two_pools()["processes"])
+    assert snapshot.lags == {"big": {0: 60, 1: 40}, "small": {2: 10}, "unknown": {}}
+    snapshot = run.poll(steps=[step_row(2, 110, 1.0, lag_by_actor=lags)])
+    assert snapshot.lags["big"] == {0: 120, 1: 80}
+
+
+def test_a_row_has_the_figures_of_each_pool_and_of_those_who_wait(run):
+    news = two_pools()
+    run.poll(**news)
+    run.now_s += 4.0
+    news["actors"] = [news["actors"][0], replace(news["actors"][1], waiting="waiting for policy 0.9", num_tokens=80)]
+    rows = {"lag_by_actor": {"actor-0": {0: 1, 4: 1}}, "lag0_by_actor": {"actor-0": (1e-6, 1)}}
+    run.observer.take_in(PollResult(**news, steps=[step_row(1, 2, 2.0, **rows)]))
+    row = run.progress.last_row
+    assert (row["pool/big/lag_mean"], row["pool/small/lag_mean"]) == (2.0, None)
+    assert (row["pool/big/mismatch_lag0_abs"], row["pool/small/mismatch_lag0_abs"]) == (1e-6, None)
+    assert (row["pool/big/actors"], row["pool/small/tokens_per_s"]) == (1, 20.0)
+    assert (row["actors/waiting"], row["time/wait_for_policy"]) == (1, 2.0)
+    assert not {"lag_by_actor", "lag0_by_actor"} & row.keys()
+
+
+def test_the_last_events_the_evaluations_and_the_end_are_in_it(run):
+    for number in range(NUM_EVENTS + 5):
+        run.observer.event("restart", f"event {number}")
+    run.observer.evaluated(Accuracy(64, 0.5, 0.4, 0, ("0.0",)))
+    run.observer.phase("training")
+    run.now_s += 3.0
+    run.observer.end("no actor is left", 1)
+    snapshot = read_snapshot(run.path)
+    assert [event.text for event in snapshot.events][::19] == ["event 5", "event 24"]
+    assert (snapshot.evaluations[0].greedy, snapshot.phase, snapshot.phase_since_s) == (0.5, "training", 1000.0)
+    assert (snapshot.ended.text, snapshot.ended.exit_status, snapshot.ended.at_s) == ("no actor is left", 1, 1003.0)
+
+
+def test_an_error_that_nobody_foresaw_is_the_end_too(run):
+    with contextlib.suppress(ZeroDivisionError), run.observer:
+        run.observer.phase("training")
+        raise ZeroDivisionError("a bug")
+    assert read_snapshot(run.path).ended.text == "ZeroDivisionError: a bug"
+
+
+def test_while_no_poll_comes_the_file_is_written_on_and_says_what_is_being_started(tmp_path):
+    made = plan(tmp_path / "run")
+    made.folder.create(made.config)
+    looks = iter([ValueError("taken away under our eyes")])
+    seen: list = []
+
+    def look():
+        for error in looks:
+            raise error
+        return (process("actor.0", "actors", "starting"),)
+
+    progress = Progress(made.config, time.monotonic())
+    with Observer(made, progress, look=look, on_quiet=seen.append, quiet_s=0.05) as observer:
+        observer.phase("starting")
+        wait_for(lambda: seen and seen[-1].waits)
+    assert seen[-1].waits[0].startswith("actor.0 is starting, for 0 s; see ")
+    assert read_snapshot(made.folder.status).waits == seen[-1].waits
+    last = seen[-1].written_s
+    time.sleep(0.3)
+    assert read_snapshot(made.folder.status).written_s == last, "nothing is written once nobody follows the run"
+
+
+def test_what_fails_while_no_poll_comes_is_logged_once_and_the_file_is_written_on(tmp_path, caplog):
+    made = plan(tmp_path / "run")
+    made.folder.create(made.config)
+    shown: list = []
+
+    def on_quiet(snapshot):
+        shown.append(snapshot)
+        raise RuntimeError("no screen")
+
+    def on_news(snapshot, row):
+        if snapshot.phase == "training":
+            raise RuntimeError("no exporter")
+
+    progress = Progress(made.config, time.monotonic())
+    with Observer(made, progress, on_quiet=on_quiet, on_news=on_news, quiet_s=0.05) as observer:
+        observer.phase("starting")
+        wait_for(lambda: len(shown) > 3)
+        with contextlib.suppress(RuntimeError):
+            observer.phase("training")
+        first = read_snapshot(made.folder.status)
+        wait_for(lambda: read_snapshot(made.folder.status).written_s > first.written_s)
+    assert first.phase == "training"
+    assert [record.message.split(": ")[-1] for record in caplog.records] == ["no screen", "no exporter"]
+
+
+def wait_for(look) -> None:
+    deadline = time.monotonic() + 20
+    while not look():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# --- who waits for whom -------------------------------------------------------------------------------
+
+
+def who_waits(*reports, learner: str = "", processes=(), **fields) -> list[str]:
+    names = {each.name: each for each in reports}
+    return waits(learner, fields.pop("publishing", ""), names, processes, {}, status(**fields))
+
+
+def test_everyone_who_waits_says_for_whom():
+    closed = "waiting for a lease: admission closed"
+    leases = [report(f"actor-{number}", waiting=closed) for number in range(5)]
+    found = who_waits(
+        *leases,
+        report("actor-5", waiting="waiting for policy 0.9"),
+        report("actor-6", waiting="training waits for an evaluation at policy 0.7"),
+        report("actor-7"),
+        learner="the batch of step 8: 3 groups of actor-7",
+        publishing="space in /disk/weights",
+    )
+    assert found == [
+        "the learner waits for the batch of step 8: 3 groups of actor-7",
+        "published weights wait for space in /disk/weights",
+        "5 actors (actor-0, actor-1, ...) wait for the learner: the bound on staleness grants no lease before it is "
+        "further than version 7 (2 groups are ready for it)",
+        "actor-5 waits for policy 0.9, and 0.7 is the newest published",
+        "actor-6 waits for an evaluation at policy 0.7",
+    ]
+
+
+def test_a_run_that_drains_or_whose_buffer_is_silent_says_so():
+    assert who_waits(report("actor-0", waiting="waiting for a lease: admission closed"), draining=True) == [
+        "actor-0 waits for nothing more: the run drains"
+    ]
+    assert who_waits(silent_shards=[1]) == ["everyone waits for shards [1] of the buffer, which do not answer"]
+
+
+def test_a_process_that_does_not_work_yet_or_no_more_is_named_with_its_log_or_its_pool():
+    processes = [
+        process("stage.1", state="starting"),
+        process("actor.0", "big", "waiting for resources"),
+        process("actor.1", "big", "leaving"),
+    ]
+    found = who_waits(processes=processes)
+    assert found[0] == "stage.1 is starting, for 0 s; see /runs/x/logs/stage.1.log"
+    assert "host of the pool 'big'" in found[1]
+    assert "hands back what it has leased" in found[2]

@@ -1,0 +1,115 @@
+"""Pools: what the sections of a config make of actors and stages, and what each reserves."""
+
+from pathlib import Path
+
+import pytest
+
+from launch.checks import check
+from launch.load import ConfigError, load_config, to_toml
+from launch.pools import HOST_UNIT, actor_pools, resources_of, serving_dtypes, stage_pools
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+
+TWO_POOLS = """
+[pools.exact]
+role = "actors"
+count = 1
+
+[pools.fast]
+role = "actors"
+count = 3
+dtype = "bfloat16"
+max_running_samples = 32
+cpus = 2
+gpus = 1
+resource = "h200"
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    """`load(sections, *overrides)`: the demo without its number of actors, with these sections."""
+
+    def loaded(sections: str = "", *overrides: str):
+        path = tmp_path / "config.toml"
+        text = DEMO.read_text().replace("num_actors = 2\n", "").replace('"demo_model"', f'"{DEMO.parent}/demo_model"')
+        path.write_text(text + sections)
+        return load_config(path, overrides)
+
+    return loaded
+
+
+def test_without_sections_there_are_two_pools_on_any_host(load):
+    config = load()
+    (actors,), (stages,) = actor_pools(config), stage_pools(config)
+    assert (actors.name, actors.count, actors.config) == ("actors", 2, config.actors)
+    assert (actors.bundle, stages.bundle) == ({"CPU": 0.5}, {"CPU": config.learner.cpus})
+    assert (stages.name, stages.count, list(resources_of(config))) == ("learner", 2, [])
+
+
+def test_a_pool_has_its_own_engines_and_hosts_and_the_rest_from_the_actors_section(load):
+    config = load(TWO_POOLS)
+    exact, fast = actor_pools(config)
+    assert (exact.count, exact.config.dtype, exact.bundle) == (1, "float32", {"CPU": 0.5, "pool_exact": HOST_UNIT})
+    assert (fast.count, fast.config.dtype, fast.config.max_running_samples) == (3, "bfloat16", 32)
+    assert fast.config.group_size == config.actors.group_size
+    assert fast.bundle == {"CPU": 2.0, "GPU": 1.0, "h200": HOST_UNIT}
+    assert serving_dtypes(config) == ("bfloat16", "float32"), "the learner publishes both"
+    assert list(resources_of(config)) == ["pool_exact", "h200"]
+
+
+def test_the_resolved_config_of_a_run_with_pools_can_be_loaded_again(load, tmp_path):
+    config = load(TWO_POOLS)
+    path = tmp_path / "resolved.toml"
+    path.write_text(to_toml(config))
+    assert actor_pools(load_config(path)) == actor_pools(config)
+
+
+def test_the_ranks_of_the_learner_are_in_its_pools_in_their_order(load):
+    front = '[pools.front]\nrole = "learner"\ncount = 1\n'
+    back = '[pools.back]\nrole = "learner"\ncpus = 2\n'
+    pools = stage_pools(load(front + back))
+    assert [(pool.name, pool.count, pool.bundle["CPU"]) for pool in pools] == [("front", 1, 0.5), ("back", 1, 2.0)]
+
+
+FRONT_ON_GPU = '[pools.front]\nrole = "learner"\ncount = 1\ngpus = 1\n[pools.back]\nrole = "learner"\n'
+
+
+def test_stages_may_share_no_gpu_and_one_stage_may_share_its_with_an_actor(load, tmp_path):
+    alone = ["--learner.gpus", "0.5", "--learner.num_stages", "1"]
+    for overrides in (alone, ["--learner.gpus", "1"], ["--learner.gpus", "0.5", "--learner.device", "cpu"]):
+        check(load("", *overrides), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("sections", "overrides", "message"),
+    [
+        (TWO_POOLS, ["--actors.num_actors", "2"], "num_actors = 2, and the pools of actors hold 4"),
+        ('[pools.a]\nrole = "learner"\ncount = 3\n', [], r"hold 3 stages \(a 3\), and .* = 2"),
+        ('[pools.a]\nrole = "learner"\ncount = 2\n[pools.b]\nrole = "learner"\n', [], r"\(a 2, b 0\)"),
+        ('[pools."a b"]\nrole = "actors"\n', [], "give a pool a name of letters"),
+        ('[pools.a]\nrole = "actors"\ngpus = 2\nresource = "GPU"\n', [], "pools.a.resource = 'GPU' is what Ray itself"),
+        ('[pools.a]\nrole = "learner"\nresource = "CPU"\n', [], "pools.a.resource = 'CPU' is what Ray itself"),
+        ('[pools.a]\nrole = "actors"\nmax_running_samples = 4\n', [], "pools.a.max_running_samples = 4 is below"),
+        ('[pools.a]\nrole = "actors"\ntensor_parallel_size = 2\n', [], "pools.a.tensor_parallel_size = 2 needs"),
+        ("", ["--learner.device", "cuda"], "stages of learner reserve no GPU, so they would see none"),
+        ("", ["--learner.gpus", "0.5"], "learner 0.5: two stages could come to share a GPU, which NCCL refuses"),
+        (FRONT_ON_GPU, [], "front 1, back 0: stages on GPUs and stages on CPUs do not train together"),
+        (FRONT_ON_GPU, ["--learner.device", "cuda"], "stages of back reserve no GPU"),
+    ],
+)
+def test_pools_that_cannot_be_are_refused_before_anything_starts(load, tmp_path, sections, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check(load(sections, *overrides), tmp_path / "run")
+
+
+def test_a_mistyped_key_of_a_pool_is_named_with_what_was_meant(load):
+    with pytest.raises(ConfigError, match=r"unknown key pools.a.dtyp; did you mean pools.a.dtype\?"):
+        load('[pools.a]\nrole = "actors"\ndtyp = "bfloat16"\n')
+    with pytest.raises(ConfigError, match=r"\[pools.a\] dtype is of an actor's engine"):
+        load('[pools.a]\nrole = "learner"\ndtype = "bfloat16"\n')
+
+
+def test_more_actors_by_an_override_of_a_pool(load, tmp_path):
+    plan = check(load(TWO_POOLS, "--pools.exact.count", "5"), tmp_path / "run")
+    assert "actors     8: 5 in exact (float32), 3 in fast (bfloat16), 8 samples per prompt" in plan.describe()

@@ -1,0 +1,87 @@
+"""The endpoint for Prometheus: what an HTTP GET of it brings."""
+
+import re
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from launch.cli import main
+from launch.config import TrackingConfig
+from launch.load import ConfigError
+from launch.outlets.prometheus import Exporter
+from launch.state.snapshot import read_snapshot
+from tests.ports import free_port
+
+RECORDED = Path(__file__).parents[1] / "data" / "status" / "training.json"
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+ROW = {
+    "step": 20,
+    "skipped": False,
+    "lag/token_mean": 2.5,
+    "mismatch/lag0_abs": None,
+    "eval/version": "0.20",
+    "buffer/issued": 1,
+    "pool/exact/lag_mean": 2.0,
+    "pool/fast/lag_mean": 3.0,
+    "pool/fast/tokens_per_s": 100.0,
+    "not/registered": 1.0,
+}
+
+
+@pytest.fixture
+def port():
+    return free_port()
+
+
+def scraped(port: int) -> dict[str, dict[tuple, float]]:
+    """Name -> values of the labels, by their names -> value."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        family.name: {
+            tuple(value for _, value in sorted(sample.labels.items())): sample.value for sample in family.samples
+        }
+        for family in text_string_to_metric_families(text)
+    }
+
+
+def test_metrics_of_the_newest_step_pools_and_actors_are_served_under_names_of_the_registry(port):
+    snapshot = read_snapshot(RECORDED)
+    with Exporter(TrackingConfig(prometheus_port=port)) as exporter:
+        assert scraped(port) == {}
+        exporter.show(snapshot, ROW)
+        found = scraped(port)
+    assert found["leeway_run"] == {("training", snapshot.run, snapshot.run_id): 1.0}
+    assert (found["leeway_step"][()], found["leeway_skipped"][()], found["leeway_lag_token_mean"][()]) == (20, 0, 2.5)
+    assert found["leeway_pool_lag_mean"] == {("exact",): 2.0, ("fast",): 3.0}
+    assert found["leeway_pool_tokens_per_s"] == {("fast",): 100.0}
+    assert set(found["leeway_actor_tokens_per_s"]) == {(actor.name, actor.pool) for actor in snapshot.actors}
+    assert found["leeway_trained_tokens"][("3", "exact")] == snapshot.lags["exact"][3]
+    assert found["leeway_buffer_issued"][()] == snapshot.buffer.ledger["issued"], "as it is now, not at the last draw"
+    assert not {"leeway_mismatch_lag0_abs", "leeway_eval_version", "leeway_not_registered"} & found.keys()
+    with pytest.raises(OSError, match="refused"):
+        scraped(port)
+
+
+def test_a_port_in_use_ends_the_command_before_anything_starts(tmp_path, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        overrides = ["--run.dir", str(tmp_path), "--run.name", "x", "--tracking.prometheus_port", str(port)]
+        assert main(["train", str(DEMO), *overrides]) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"leeway: tracking\.prometheus_port = \d+ cannot be bound .* in use; choose another, .*\n", said
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_port_nothing_listens_and_an_address_that_is_not_ours_is_an_error(port):
+    with Exporter(TrackingConfig()) as exporter:
+        exporter.show(read_snapshot(RECORDED), ROW)
+    with pytest.raises(ConfigError, match=r"prometheus_host = '192\.0\.2\.77'"):
+        Exporter(TrackingConfig(prometheus_port=port, prometheus_host="192.0.2.77"))

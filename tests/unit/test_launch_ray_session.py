@@ -1,0 +1,92 @@
+"""Ray as a run starts it here: our signals stay ours, its session is this user's alone, and goes with it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from launch import local_ray
+
+ROOT = Path(__file__).parents[2]
+LOOK = """
+import json, os, signal
+from pathlib import Path
+from launch.cli import RAY_ENVIRONMENT
+os.environ.update(RAY_ENVIRONMENT)
+from launch.interrupts import Interrupts, Stopped
+from launch.load import load_config
+from launch.processes.ray_session import end_ray, start_ray
+from launch.processes.spawn import Place, spawn
+
+class Role:
+    def __init__(self, log):
+        self.seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    def see(self):
+        return self.seen
+
+with Interrupts():
+    watch = start_ray(load_config(Path("examples/demo.toml"), []), "test")
+    import ray
+    role = spawn(Role, Path("log"), place=Place({}), threads=1, concurrency=1)
+    (session,) = Path(os.environ["RAY_TMPDIR"]).glob("*/*/session_[0-9]*")
+    modes = [oct(each.stat().st_mode & 0o777) for each in (session, *session.parents)]
+    found = {"cuda": ray.get(role.see.remote(), timeout=60), "session": str(session), "modes": modes}
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except Stopped:
+        found["stopped"] = True
+    found["alarm_s"] = signal.alarm(0)
+    end_ray()
+    watch.close()
+print(json.dumps(found | {"left": [each.name for each in session.parent.iterdir() if not each.is_symlink()]}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What a process saw that started Ray, and ended it."""
+    place = tempfile.mkdtemp(prefix="r-", dir="/tmp")  # the names of Ray's sockets are long
+    environment = {**os.environ, "RAY_TMPDIR": place, "CUDA_VISIBLE_DEVICES": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", LOOK],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    shutil.rmtree(place)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_a_signal_after_the_start_is_heard_by_us_and_not_by_ray(found):
+    assert found["stopped"]
+    assert found["alarm_s"] == 0, "Ray's handler in C++ heard it first, and ends the process after 3 s"
+
+
+def test_the_session_lies_where_nobody_else_may_enter_and_goes_with_ray(found):
+    session, around = Path(found["session"]), dict(zip((0, 1, 2), found["modes"], strict=False))
+    assert session.parent.name == "r"
+    assert session.parents[1].name == f"leeway-{os.geteuid()}-ray"
+    assert around[2] == "0o700", "Ray itself opens what it makes to everybody"
+    assert found["left"] == []
+
+
+def test_gpus_are_hidden_from_a_role_that_reserved_none(found):
+    assert found["cuda"] == ""
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770])
+def test_a_folder_that_others_may_enter_is_not_used(tmp_path, monkeypatch, mode):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert local_ray.make_sessions_folder() == tmp_path / f"leeway-{os.geteuid()}-ray" / "r"
+    local_ray.sessions_folder().parent.chmod(mode)
+    with pytest.raises(PermissionError, match="is not a folder of this user alone"):
+        local_ray.make_sessions_folder()

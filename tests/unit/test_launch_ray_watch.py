@@ -1,0 +1,148 @@
+"""The death of Ray's own processes is seen, and named with its log."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.processes.ray_watch import RayWatch
+from launch.processes.role_process import RunFailed
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def store():
+    """A socket that takes connections, as the control store's does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+@pytest.fixture
+def children(tmp_path):
+    """Children of this process that are called as Ray's are."""
+    started = []
+    folder = tmp_path / "site-packages" / "ray"
+    folder.mkdir(parents=True)
+    for name in ("gcs_server", "raylet"):
+        program = folder / name
+        shutil.copy("/bin/sleep", program)
+        started.append(subprocess.Popen([str(program), "60"]))
+    yield started
+    for child in started:
+        child.kill()
+        child.wait()
+
+
+@pytest.fixture
+def watching():
+    """`watching(address, logs, **options)`: a RayWatch that is closed with the test."""
+    made = []
+
+    def make(*arguments, **options) -> RayWatch:
+        made.append(RayWatch(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for watch in made:
+        watch.close()
+
+
+def address_of(server: socket.socket) -> str:
+    return "{}:{}".format(*server.getsockname())
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "control store (gcs_server"), (1, "node manager (raylet")])
+def test_a_process_of_rays_that_dies_is_named_with_its_log(watching, store, children, tmp_path, number, name):
+    watch = watching(address_of(store), tmp_path)
+    watch.check()
+    children[number].kill()
+    children[number].wait()
+    with pytest.raises(RunFailed) as failed:
+        watch.check()
+    assert watch.is_dead
+    assert name in str(failed.value)
+    assert str(children[number].pid) in str(failed.value)
+    assert str(tmp_path) in str(failed.value)
+
+
+def test_all_of_ray_is_ended_and_nobody_else(watching, store, children, tmp_path):
+    watch = watching(address_of(store), tmp_path)
+    # as multiprocessing starts its server where Ray was imported before
+    code = f"import time; sys_path = ['{tmp_path}/site-packages/ray/thirdparty_files']; time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code])
+    watch.end_all()
+    alive = [child.poll() is None for child in (*children, other)]
+    other.kill()
+    other.wait()
+    assert alive == [False, False, True]
+
+
+def test_a_control_store_elsewhere_that_is_gone_for_long_ends_the_run_and_one_that_comes_back_does_not(watching, store):
+    now_s = [0.0]
+    watch = watching(address_of(store), Path("logs"), clock=lambda: now_s[0])
+    for now_s[0] in (10.0, 40.0):
+        watch.check()  # reached both times
+    address = store.getsockname()
+    store.close()
+    now_s[0] = 60.0
+    watch.check()
+    with socket.create_server(address):
+        now_s[0] = 70.0
+        watch.check()
+    for now_s[0] in (80.0, 110.0):
+        watch.check()
+    now_s[0] = 116.0
+    with pytest.raises(RunFailed, match="takes no connection for 46 s"):
+        watch.check()
+
+
+COMMAND = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from launch.processes.ray_watch import RayWatch
+quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+children = [subprocess.Popen([sys.argv[1], "60"], **quiet) for _ in range(2)]
+watch = RayWatch(sys.argv[2], Path("logs"))
+print(*(child.pid for child in children), watch._guardian.pid, flush=True)
+if sys.argv[3] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+watch.close()
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "closed"])
+def test_what_a_killed_command_leaves_behind_is_ended_and_after_a_good_end_nothing_is(store, children, tmp_path, end):
+    program = children[0].args[0]
+    output = subprocess.run(
+        [sys.executable, "-c", COMMAND, program, address_of(store), end], capture_output=True, text=True, cwd=ROOT
+    ).stdout
+    *left, guardian = (psutil.Process(int(pid)) if psutil.pid_exists(int(pid)) else None for pid in output.split())
+    psutil.wait_procs([each for each in (guardian, *left) if each is not None and end == "killed"], timeout=15)
+    assert guardian is None or not guardian.is_running(), "it outlives the command"
+    alive = [each for each in left if each is not None and each.is_running()]
+    assert len(alive) == (0 if end == "killed" else 2)
+    for each in alive:
+        each.kill()
+
+
+def test_a_guardian_that_was_killed_itself_harms_nothing(watching, store):
+    now_s = [0.0]
+    watch = watching(address_of(store), Path("logs"), clock=lambda: now_s[0])
+    watch._guardian.kill()
+    watch._guardian.wait()
+    now_s[0] = 10.0
+    watch.check()
+    watch.close()
+
+
+def test_the_address_of_a_control_store_may_be_of_the_longer_kind(watching):
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        now_s = [0.0]
+        watch = watching(f"[::1]:{server.getsockname()[1]}", Path("logs"), clock=lambda: now_s[0])
+        for now_s[0] in (10.0, 100.0):
+            watch.check()

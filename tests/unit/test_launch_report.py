@@ -1,0 +1,293 @@
+"""The page of a run: what is on it, what it says of a broken run, and that it believes no text."""
+
+import json
+import math
+import re
+import time
+
+import pytest
+
+from launch.cli import main
+from launch.report import at_end
+from launch.report.data import collect
+from launch.report.page import render
+from launch.report.samples import read_buffer
+from launch.report.series import MAX_BUCKETS, Metrics, Series
+from launch.report.svg import Chart, Curve, axis, line_chart, short
+from launch.run_folder import RunFolder
+from tests.unit.report_run import CONFIG, NASTY, START_S, make_run, row
+
+PARTS = ("curves", "timeline", "distributions", "samples", "pools", "ledger", "events", "config")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "sums")
+
+
+@pytest.fixture(scope="module")
+def page(whole):
+    return render([collect(whole)])
+
+
+def words(page):
+    """What is read of a page."""
+    body = re.sub(r"<(style|script)>.*?</\1>", "", page, flags=re.S)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
+
+
+def test_the_page_of_a_whole_run_misses_nothing(page):
+    assert "What is missing" not in page
+    for part in PARTS:
+        assert f'<section id="{part}">' in page
+    assert "No values in this run" not in page
+    text = words(page)
+    assert "0.400 → 0.900" in text
+    assert "greatest 3 of 4 allowed" in text
+    assert "finished" in text
+    assert "exit status 0" in text
+
+
+def test_the_page_needs_nothing_but_itself(page):
+    assert not re.findall(r"""(?:src|href|action)=["'](?!#|data:)""", page)
+    assert "url(" not in page
+    assert "@import" not in page
+    assert "default-src 'none'" in page
+
+
+def test_text_of_a_model_a_run_or_an_event_stays_text(page):
+    assert NASTY not in page
+    assert page.count("&lt;script&gt;document.title=") == 2  # of an event and of a reason for failure
+
+
+def test_samples_are_shown_with_their_text_reward_versions_and_lag(whole, page):
+    buffer = read_buffer(whole.root, 10.0)
+    kinds = [each.kind for each in buffer.trajectories]
+    assert kinds[:2] == ["best reward", "worst reward"]
+    assert len({(each.group_id, each.sample_index) for each in buffer.trajectories}) == len(kinds) >= 5
+    best = buffer.trajectories[0]
+    assert best.reward == max(each.reward for each in buffer.trajectories)
+    assert (best.prompt, best.completion[:3]) == ("abc", "def")
+    assert '<span class="prompt">abc</span><span class="completion">def' in page
+    by_kind = {each.kind: each for each in buffer.trajectories}
+    assert (by_kind["most off-policy"].lag, by_kind["most off-policy"].step) == (0, 1)
+    assert by_kind["longest"].num_tokens == max(each.num_tokens for each in buffer.trajectories)
+
+
+def test_what_does_not_print_is_written_out(tmp_path):
+    run = make_run(tmp_path / "sums")
+    text = (run.export / "tokenizer.json").read_text()
+    (run.export / "tokenizer.json").write_text(text.replace('"d"', json.dumps(NASTY + "!\u202e\x1b")))
+    page = render([collect(run)])
+    assert "\u202e" not in page
+    assert "\x1b" not in page
+    assert "!\\u202e\\x1b" in page
+    assert NASTY not in page
+
+
+def test_the_distribution_of_lags_and_lengths_comes_from_the_buffer(whole):
+    buffer = read_buffer(whole.root, 10.0)
+    assert sum(buffer.all_lags.values()) == 3 + 3 + 4 + 4  # both samples of the two groups of the step
+    assert set(buffer.all_lags) == {0}
+    assert sum(buffer.generated) == pytest.approx(1)
+    assert sum(buffer.trained) == pytest.approx(1)
+
+
+def test_a_buffer_too_large_for_the_time_is_shown_in_part_and_says_so(whole):
+    moments = iter([0.0, *[99.0] * 1000])
+    buffer = read_buffer(whole.root, 10.0, clock=lambda: next(moments))
+    assert buffer.num_looked_at == 1 < buffer.num_groups
+    assert buffer.num_lag_samples == 0
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (lambda run: run.summary.unlink(), "summary.json is not there: the run has not ended"),
+        (lambda run: run.metrics.unlink(), "metrics.jsonl is not there, so there are no curves"),
+        (lambda run: run.events.unlink(), "events.jsonl is not there"),
+        (lambda run: run.timeline.unlink(), "timeline.jsonl is not there"),
+        (lambda run: run.timeline.write_text(""), "timeline.jsonl is empty"),
+        (lambda run: run.metrics.write_text(run.metrics.read_text()[:-9]), "1 line of metrics.jsonl could not be read"),
+        (
+            lambda run: run.events.write_text(run.events.read_text() + '{"ki'),
+            "1 line of events.jsonl could not be read",
+        ),
+        (lambda run: run.metrics.write_text("\0" * 100), "metrics.jsonl has no step yet"),
+        (lambda run: run.summary.write_text('{"accuracy'), "cannot be read"),
+        (lambda run: run.status.write_text("[]"), "cannot be read"),
+        (lambda run: run.config.write_text("[run"), "cannot be read"),
+        (lambda run: (run.buffer / "data.mdb").unlink(), "The buffer cannot be read"),
+        (lambda run: (run.buffer / "data.mdb").write_bytes(b"x" * 9000), "The buffer cannot be read"),
+    ],
+)
+def test_a_broken_run_still_has_a_page_that_says_what_is_missing(tmp_path, broken, said, capsys):
+    run = make_run(tmp_path / "sums")
+    broken(run)
+    assert main(["report", str(run.root)]) == 0
+    page = run.report.read_text()
+    assert "What is missing" in page
+    assert said in words(page).replace("&#39;", "'")
+    assert said in capsys.readouterr().out
+    for part in PARTS:
+        assert f'<section id="{part}">' in page
+
+
+def test_a_folder_with_nothing_but_a_config_has_a_page(tmp_path):
+    (tmp_path / "config.toml").write_text(CONFIG)
+    page = render([collect(RunFolder(tmp_path))])
+    assert "no step yet" in page
+    assert words(page).count("is not there") == 4
+
+
+def test_rows_of_another_shape_do_not_stop_a_page(tmp_path):
+    run = make_run(tmp_path / "sums")
+    odd = [
+        {"step": 41},
+        {"step": "x", "version": 1},
+        {"kind": 3},
+        row(41, START_S, **{"reward/mean": "high", "loss": None}),
+    ]
+    with run.metrics.open("a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in odd)
+    with run.events.open("a") as file:
+        file.write('{"time_s": "noon", "kind": null, "eval/version": 3}\n')
+    data = collect(run)
+    assert data.metrics.num_steps == 41
+    assert render([data])
+
+
+def test_a_failed_run_says_why_first(tmp_path):
+    run = make_run(tmp_path / "sums")
+    run.summary.unlink()
+    run.status.unlink()
+    with run.events.open("a") as file:
+        file.write(json.dumps({"time_s": 1.0, "kind": "failed", "text": "stage.0 ran out of memory"}) + "\n")
+    text = words(render([collect(run)]))
+    assert "failed after 40 steps. stage.0 ran out of memory" in text
+
+
+def test_two_runs_are_laid_over_each_other_with_what_differs(tmp_path, whole, capsys):
+    other = make_run(tmp_path / "other", config=CONFIG.replace("0.0001", "0.0003") + "clip = 1\n")
+    assert main(["report", str(whole.root), str(other.root), "--out", str(tmp_path / "both.html")]) == 0
+    page = (tmp_path / "both.html").read_text()
+    text = words(page)
+    assert re.search(r"learner.learning_rate 0.0001 0.0003", text)
+    assert re.search(r"learner.clip unset 1", text)
+    assert "sums: reward" in text
+    assert "other: reward" in text
+    reward = re.search(r'aria-label="Reward.*?</svg>', page, flags=re.S).group()
+    assert re.findall(r'class="line (\w+)"', reward) == ["b1", "a1"]
+    assert str(tmp_path / "both.html") in capsys.readouterr().out
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(whole, tmp_path, capsys):
+    assert main(["report", str(whole.root), "--out", str(tmp_path / "no" / "page.html")]) == 1
+    assert capsys.readouterr().err.startswith(f"leeway: {tmp_path / 'no' / 'page.html'} cannot be written: ")
+    assert main(["report", str(whole.root), "--out", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    assert "no run is at" in capsys.readouterr().err
+    assert not list(tmp_path.glob(".*tmp"))
+
+
+def test_only_the_owner_can_read_a_page(whole):
+    main(["report", str(whole.root)])
+    assert whole.report.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_long_run_fits_on_a_page_and_keeps_its_spikes(tmp_path):
+    run = make_run(tmp_path / "sums")
+    rows = [row(step, START_S + step, loss=1.0 + step % 7) for step in range(1, 6001)]
+    rows[3210]["loss"] = 1000.0
+    run.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    event = json.dumps({"time_s": START_S, "kind": "restart", "text": "a long story " * 1000}) + "\n"
+    run.events.write_text(event * 1000)
+    data = collect(run)
+    assert (len(data.events.shown), data.events.num_left_out) == (300, 700)
+    assert len(data.metrics.of("loss")) <= 2 * MAX_BUCKETS
+    assert (3211.0, 1000.0) in data.metrics.of("loss")
+    assert len(render([data]).encode()) < 2 * 2**20
+
+
+def test_a_curve_of_any_length_keeps_its_extremes_and_its_order():
+    series = Series(max_buckets=50)
+    for x in range(12_345):
+        series.add(x, math.sin(x / 100) + (99 if x == 777 else 0))
+    points = series.points
+    assert len(points) <= 100
+    assert max(y for _, y in points) > 98
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
+    assert series.num_points == 12_345
+
+
+def test_a_step_that_is_taken_again_counts_as_it_was_taken_last():
+    metrics = Metrics()
+    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.8)):
+        metrics.take_in({"step": step, "version": step, "reward/mean": reward})
+    assert metrics.of("reward/mean") == [(1, 0.1), (2, 0.8)]
+    assert metrics.num_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0, 1, [0, 0.25, 0.5, 0.75, 1]),
+        (0.4, 0.97, [0.4, 0.6, 0.8, 1.0]),
+        (0, 4, [0, 1, 2, 3, 4]),
+        (5, 5, [4.5, 4.75, 5, 5.25, 5.5]),
+    ],
+)
+def test_an_axis_ends_at_round_values(low, high, ticks):
+    assert axis(low, high, 0, 100).ticks == pytest.approx(ticks)
+
+
+def test_a_logarithmic_axis_has_powers_of_ten():
+    assert axis(3e-9, 2e-3, 0, 100, is_log=True).ticks == pytest.approx([1e-9, 1e-7, 1e-5, 1e-3])
+
+
+def test_a_chart_of_equal_values_and_one_of_none_can_be_drawn():
+    flat = line_chart(Chart("Lag", "versions", [Curve("mean", [(1, 2.0), (2, 2.0)], "a1")]))
+    assert "polyline" in flat
+    assert "No values" in line_chart(Chart("Lag", "versions", [Curve("mean", [], "a1")]))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.25, "0.25"),
+        (1234, "1,234"),
+        (15_300, "15.3k"),
+        (2.5e6, "2.5M"),
+        (1e-5, "1e-5"),
+        (-3.14159, "-3.14"),
+    ],
+)
+def test_figures_are_short(value, text):
+    assert short(value) == text
+
+
+def test_at_the_end_of_a_run_the_page_is_written_by_a_process_of_its_own(tmp_path):
+    run = make_run(tmp_path / "sums")
+    said, events = [], []
+    at_end.report_at_end(run, lambda *event: events.append(event), said.append)
+    assert (said, events) == ([f"report: {run.report}"], [])
+    assert run.report.stat().st_size > 10_000
+
+
+def test_a_page_that_takes_too_long_costs_a_sentence_and_no_more(tmp_path):
+    run = make_run(tmp_path / "sums")
+    began = time.monotonic()
+    outcome = at_end.write_at_end(run, limit_s=0.05)
+    assert time.monotonic() - began < 5
+    assert not outcome.is_written
+    assert outcome.text.startswith("no report: it was not written within 0.05 s; `leeway report ")
+
+
+def test_a_page_that_cannot_be_made_at_the_end_is_an_event_and_a_line(tmp_path):
+    run = RunFolder(tmp_path / "nothing")
+    said, events = [], []
+    at_end.report_at_end(run, lambda *event: events.append(event), said.append)
+    assert said[0].startswith("no report: no run is at ")
+    assert events == [("report", said[0])]

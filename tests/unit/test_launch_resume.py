@@ -1,0 +1,270 @@
+"""Going on with a run: what may differ, what a crash left in its files, and who else works on it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+from launch.config import Config
+from launch.exit_status import ExitStatus
+from launch.load import ConfigError, load_config
+from launch.resume import FIXED, FREE, resume, wait_for_the_dead
+from launch.run_folder import RunFolder, RunIdentity, claimed, owner_of
+from launch.state.history import History, repair
+from launch.state.progress import Progress
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "demo.toml"
+SMALL = ["--task.num_train", "64", "--task.num_heldout", "8", "--actors.eval_problems", "8"]
+LOCKS = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print('locked', flush=True); "
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run that was made, and has ended before its buffer was."""
+    from launch.checks import check
+
+    config = load_config(DEMO, SMALL)
+    plan = check(config, tmp_path / "run")
+    plan.folder.create(config)
+    plan.folder.write_identity(
+        RunIdentity(run_id=plan.run_id, task_fingerprint=plan.task.fingerprint, started_s=(100.0,))
+    )
+    return plan.folder
+
+
+def row(step: int, restarts: int = 0, **more) -> dict:
+    values = {"loss": 0.5, "step": step, "version": step, "skipped": False, "restarts": restarts}
+    values |= {"batch/completion_tokens": 10, "lag/token_mean": 1.0, "lag/token_max": 2, "buffer/ledger_gap": 0}
+    return values | more
+
+
+def write_lines(path: Path, lines: list[dict]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_it_is_decided_of_every_key_whether_it_may_differ():
+    undecided = [
+        f"{section}.{key}"
+        for section, info in Config.model_fields.items()
+        for key in getattr(info.annotation, "model_fields", {"*": None})
+        if not {section, f"{section}.{key}"} & (FREE | FIXED.keys())
+    ]
+    assert undecided == []
+
+
+def test_no_key_of_the_table_is_mistyped():
+    known = {
+        f"{section}.{key}"
+        for section, info in Config.model_fields.items()
+        for key in getattr(info.annotation, "model_fields", {"type": None})
+    }
+    assert {key for key in FREE | FIXED.keys() if "." in key} <= known
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--run.seed", "7"], "run.seed = 0 cannot become 7 in a run that is gone on with: the folder, its name"),
+        (["--model.path", "elsewhere"], "the checkpoint and the stored reference log-probabilities are of that model"),
+        (["--task.num_train", "65"], "the buffer numbers the prompts of that task"),
+        (["--algorithm.type", "online_dpo"], "the checkpoint has the state that this loss trains"),
+        (["--actors.group_size", "4"], "the buffer has leased groups of that size"),
+        (["--actors.temperature", "0.7"], "the stored log-probabilities are of that temperature"),
+        (["--buffer.law", "uniform"], "the buffer keeps groups, and has recorded draws, by it"),
+        (["--buffer.shards", "2"], "the buffer has so many stores"),
+        (["--learner.groups_per_step", "16"], "a step is so many updates"),
+        (["--learner.num_minibatches", "2"], "a step is so many updates"),
+        (["--weight_sync.max_lag", "8"], "the buffer admitted prompts under it"),
+    ],
+)
+def test_a_key_that_the_recorded_data_or_the_checkpoint_rest_on_is_refused_with_the_reason(folder, overrides, expected):
+    with pytest.raises(ConfigError) as error:
+        resume(folder, overrides, print)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_key_that_is_set_to_what_it_was_is_no_change(folder):
+    assert resume(folder, ["--run.seed", "0", "--buffer.shards", "1"], print).history.changes == ""
+
+
+def test_steps_processes_and_learning_rate_may_differ_and_are_told(folder):
+    found = resume(
+        folder, ["--learner.num_steps", "240", "--actors.num_actors", "3", "--learner.learning_rate", "1e-5"], print
+    )
+    assert found.plan.config.learner.num_steps == 240
+    assert found.history.changes == (
+        "actors.num_actors = 3 (was 2), learner.num_steps = 240 (was 120), learner.learning_rate = 1e-05 (was 0.0001)"
+    )
+    assert found.plan.run_id == folder.read_identity().run_id
+
+
+def test_a_task_with_other_prompts_is_refused(folder):
+    identity = folder.read_identity()
+    folder.write_identity(identity.model_copy(update={"task_fingerprint": "another"}))
+    with pytest.raises(ConfigError, match="has other prompts than when the run was made"):
+        resume(folder, [], print)
+
+
+def test_a_buffer_of_another_run_is_refused(folder):
+    from buffer.store import Store
+    from launch.checks import check
+    from weight_sync.serving import check_model_folder
+
+    config = load_config(DEMO, SMALL)
+    other = check(config, folder.root.parent / "other")
+    facts = other.run_facts(check_model_folder(Path(str(config.model.path))), 0)
+    Store(folder.buffer, facts).close()
+    with pytest.raises(ConfigError, match="is that of another run"):
+        resume(folder, [], print)
+
+
+def test_a_finished_run_asks_for_more_steps(folder):
+    from learner.checkpoint_meta import CheckpointMeta
+    from learner.checkpoint_meta import Progress as Reached
+
+    step = folder.checkpoints / "step-00000120"
+    step.mkdir()
+    (step / "meta.json").write_bytes(CheckpointMeta(Reached(120, 120, 0), 2, 1, "", {}).encode())
+    folder.summary.write_text(json.dumps({"accuracy_after": 0.9, "num_steps": 120}))
+    with pytest.raises(ConfigError, match=r"is finished: it has taken all learner.num_steps = 120. Give it more"):
+        resume(folder, [], print)
+    assert resume(folder, ["--learner.num_steps", "150"], print).step == 120
+    folder.summary.write_text(json.dumps({"accuracy_after": 0.8, "num_steps": 100}))
+    assert resume(folder, [], print).step == 120, "it was given more steps, and killed before it had evaluated again"
+    folder.summary.unlink()
+    assert resume(folder, [], print).step == 120, "it was killed before it had evaluated"
+
+
+@pytest.mark.parametrize(
+    ("tail", "kept", "said"),
+    [
+        (b'{"step": 3, "lo', 2, "15 bytes of a line that was cut off are removed from metrics.jsonl"),
+        (b'{"step": 3}', 3, "the last line of metrics.jsonl was not ended, and is now"),
+        (b"", 2, None),
+    ],
+)
+def test_a_torn_last_line_is_repaired_before_more_is_appended(folder, tail, kept, said):
+    write_lines(folder.metrics, [row(1), row(2)])
+    with folder.metrics.open("ab") as file:
+        file.write(tail)
+    assert repair(folder) == ([said] if said else [])
+    assert folder.metrics.read_bytes().endswith(b"\n")
+    assert len([json.loads(line) for line in folder.metrics.read_text().splitlines()]) == kept
+    assert repair(folder) == []
+
+
+def test_history_knows_the_first_evaluation_and_how_long_each_command_worked(folder):
+    identity = folder.read_identity()
+    folder.write_identity(identity.model_copy(update={"started_s": (100.0, 1000.0)}))
+    evaluated = {"eval/num_problems": 8, "eval/accuracy_greedy": 0.5, "eval/accuracy_sampled": 0.25}
+    evaluated |= {"eval/num_failed": 1, "eval/version": "0.0", "kind": "evaluated", "text": ""}
+    later = {**evaluated, "eval/accuracy_greedy": 0.9, "time_s": 1030.0}
+    write_lines(folder.events, [{**evaluated, "time_s": 110.0}, later])
+    write_lines(folder.metrics, [row(1, finished_s=140.0), row(2, finished_s=150.0), {"eval/accuracy_greedy": 1}])
+    history = History.read(folder)
+    assert (history.before.greedy, history.before.versions) == (0.5, ("0.0",))
+    assert history.wall_s == pytest.approx(50.0 + 30.0)
+    assert [each["step"] for each in history.rows] == [1, 2]
+
+
+def test_progress_counts_on_from_what_earlier_commands_reported():
+    config = load_config(DEMO)
+    progress = Progress(config, time.monotonic())
+    rows = [row(1), row(2), row(3, **{"lag/token_max": 4}), row(2, restarts=1), row(3, restarts=1), row(4, restarts=1)]
+    progress.take_up(rows, step=3, version=3, wall_s=100.0)
+    assert (progress.step, progress.version) == (3, 3)
+    assert progress.elapsed_s > 100
+    assert progress.lag_max == 4
+    assert progress.totals.num_without_report(3) == 0
+    assert progress.totals.num_redone == 2 + 1, "steps 2 and 3 were taken again, and 4 will be"
+    assert progress.first_row["step"] == 1
+
+
+def test_steps_that_log_every_left_out_are_not_taken_for_lost():
+    progress = Progress(load_config(DEMO, ["--tracking.log_every", "3"]), time.monotonic())
+    progress.take_up([row(3), row(6)], step=8, version=8, wall_s=0.0)
+    assert progress.totals.num_without_report(8) == 0
+
+
+def test_a_run_whose_command_lives_is_refused_with_its_process(folder, capsys):
+    with claimed(folder):
+        assert owner_of(folder) == os.getpid()
+        assert main(["resume", str(folder.root)]) == ExitStatus.WRONG_INPUT
+    said = capsys.readouterr().err
+    assert f"still lives (process {os.getpid()})" in said
+    assert f"kill -INT {os.getpid()}" in said
+    assert owner_of(folder) is None
+
+
+def test_the_claim_of_a_killed_command_is_gone_with_it(folder):
+    with claimed(folder):
+        pass
+    command = [sys.executable, "-c", LOCKS + "time.sleep(60)", str(folder.claim)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(ConfigError, match="still lives"), claimed(folder):
+            pass
+        process.kill()
+    with claimed(folder):
+        assert owner_of(folder) == os.getpid()
+
+
+def test_processes_of_a_dead_command_are_waited_for_and_named_where_they_stay(folder):
+    said: list[str] = []
+    with folder.log("stage", 1).open("wb") as log, subprocess.Popen(["sleep", "60"], stdout=log) as process:
+        with pytest.raises(ConfigError) as error:
+            wait_for_the_dead(folder, said.append, limit_s=0.3, pause_s=0.1)
+        assert f"stage.1 (process {process.pid})" in str(error.value)
+        assert f"kill -9 {process.pid}" in str(error.value)
+        process.kill()
+    wait_for_the_dead(folder, said.append, limit_s=15.0)
+    assert said == [f"waiting for stage.1 (process {process.pid}) of an earlier command to end"]
+
+
+def test_a_shell_with_its_output_in_the_folder_of_the_logs_is_no_process_of_the_run(folder):
+    look = (
+        "import sys; from pathlib import Path; from launch.role_processes import role_processes; "
+        "print([each.name for each in role_processes() if each.run == Path(sys.argv[1])], file=sys.stderr)"
+    )
+    other = (folder.logs / "mine.txt").open("wb")
+    with other, subprocess.Popen(["sleep", "60"], stdout=other) as bystander, folder.log("actor", 0).open("wb") as log:
+        shell = ["sh", "-c", '"$0" -c "$1" "$2"; exit $?', sys.executable, look, folder.root]
+        done = subprocess.run(shell, stdout=log, stderr=subprocess.PIPE, text=True, timeout=60, check=False, cwd=ROOT)
+        bystander.kill()
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+
+
+def test_a_folder_without_its_identity_is_refused(folder, capsys):
+    folder.identity.write_text("{}")
+    assert main(["resume", str(folder.root)]) == ExitStatus.WRONG_INPUT
+    assert "run.json is not what was written" in capsys.readouterr().err
+    folder.identity.unlink()
+    assert main(["resume", str(folder.root)]) == ExitStatus.WRONG_INPUT
+    assert "nobody knows which run this is" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_where_it_would_go_on_and_changes_nothing(folder, capsys):
+    before = folder.config.read_text(), folder.identity.read_text()
+    assert main(["resume", str(folder.root), "--dry-run", "--learner.num_steps", "9"]) == ExitStatus.OK
+    assert "go on from the model, for there is no checkpoint; changed: learner.num_steps = 9 (was 120)" in (
+        capsys.readouterr().out
+    )
+    assert (folder.config.read_text(), folder.identity.read_text()) == before
+
+
+def test_a_folder_that_cannot_be_made_leaves_no_part_of_it_behind(tmp_path, monkeypatch):
+    def no_space(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("launch.run_folder.write_durably", no_space)
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"cannot be made: No space left on device; give another place"):
+        folder.create(load_config(DEMO))
+    assert not folder.root.exists()

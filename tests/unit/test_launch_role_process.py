@@ -1,0 +1,75 @@
+"""A role's process as the supervisor asks it: an answer may be late, and silence is told."""
+
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from launch.processes.role_process import RoleProcess
+
+SILENCE_S = 30.0
+
+
+class Clock:
+    """Stands in for Ray and for the clock: what is asked of the process is answered once `answer` is set."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now_s, self.answer, self.told = 100.0, None, []
+        self.handle = MagicMock()
+        self.process = RoleProcess("actor", 1, self.handle, Path("logs/actor.1.log"))
+        monkeypatch.setattr("launch.processes.role_process.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr(ray, "wait", lambda calls, timeout: (calls, []) if self.answer else ([], calls))
+        monkeypatch.setattr(ray, "get", self._get)
+
+    def _get(self, call):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def ask_at(self, now_s: float):
+        self.now_s = now_s
+        return self.process.ask("report", 0.1, SILENCE_S, lambda kind, text: self.told.append((kind, text)))
+
+    @property
+    def num_questions(self) -> int:
+        return self.handle.report.remote.call_count
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def test_silence_beyond_its_limit_is_told_with_the_log_and_told_again_after_as_much_more(clock):
+    for second in (100, 129, 130):
+        assert clock.ask_at(second) is None
+    assert clock.told == []
+    clock.ask_at(131)
+    assert clock.told == [("silent", "actor.1 has not answered for 31 s; see logs/actor.1.log")]
+    clock.ask_at(160)
+    assert len(clock.told) == 1, "once for each silence of this length, not with each look"
+    clock.ask_at(162)
+    assert len(clock.told) == 2
+
+
+def test_an_answer_that_is_owed_is_waited_for_and_not_asked_for_twice(clock):
+    assert clock.ask_at(100) is None
+    assert clock.ask_at(110) is None
+    clock.answer = "report 1"
+    assert clock.ask_at(120) == "report 1"
+    assert clock.num_questions == 1
+    clock.answer = None
+    clock.ask_at(140)
+    assert clock.num_questions == 2
+    clock.ask_at(165)
+    assert clock.told == [], "its silence counts from the question that it owes an answer to"
+
+
+@pytest.mark.parametrize("answer", ["report", RayActorError()])
+def test_who_answers_in_time_or_dies_is_not_called_silent(clock, answer):
+    clock.ask_at(100)
+    clock.answer = answer
+    assert clock.ask_at(200) == (answer if answer == "report" else None)
+    assert clock.told == []

@@ -1,0 +1,159 @@
+"""Services are started again where they end, on their folder and with their keys, and not for ever.
+
+That a service finds its port again in its folder is held by the tests of the services themselves.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from launch.checks import check
+from launch.load import load_config
+from launch.processes import weights as weights_module
+from launch.processes.role_process import RunFailed
+from launch.processes.services import MAX_RESTARTS
+from launch.processes.weights import Weights
+
+ROOT = Path(__file__).parents[2]
+
+
+class Service:
+    """Stands for a role that serves; binds the port it is told, or one that no other process had."""
+
+    def __init__(self, role, log, config, run_id, folder, keys, **_: object) -> None:
+        self.role, self.folder, self.run_id, self.keys = role, folder, run_id, keys
+        self.has_ended = self.is_killed = False
+        self.cannot_bind = False
+        self.port = config.port
+        self.bind = SimpleNamespace(remote=lambda: self if self.cannot_bind else f"tcp://127.0.0.1:{self.port}")
+        self.serve = SimpleNamespace(remote=lambda: self)
+        self.stop = SimpleNamespace(remote=lambda: "stopped")
+
+
+@pytest.fixture
+def weights(tmp_path, monkeypatch):
+    """`weights(*overrides)`: the weight service of a run, and every process that it had."""
+    made: list[Service] = []
+    cannot_bind: set[int] = set()
+
+    def spawn(*arguments, **options) -> Service:
+        made.append(Service(*arguments, **options))
+        made[-1].cannot_bind = len(made) - 1 in cannot_bind
+        made[-1].port = made[-1].port or 4320 + len(made)
+        return made[-1]
+
+    def wait(calls, num_returns=1, timeout=None):
+        ready = [call for call in calls if not isinstance(call, Service) or call.has_ended]
+        return ready, [call for call in calls if call not in ready]
+
+    def get(call, timeout=None):
+        if isinstance(call, Service):
+            raise RayActorError
+        return call
+
+    monkeypatch.setattr(weights_module, "spawn", spawn)
+    monkeypatch.setattr(weights_module, "here", lambda: None)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "kill", lambda service, no_restart: setattr(service, "is_killed", True))
+
+    def make(*overrides: str) -> SimpleNamespace:
+        plan = check(load_config(ROOT / "examples" / "demo.toml", overrides), tmp_path / "run")
+        events: list[tuple[str, str]] = []
+        service = Weights(plan, lambda kind, text: events.append((kind, text)))
+        return SimpleNamespace(service=service, made=made, events=events, plan=plan, cannot_bind=cannot_bind)
+
+    return make
+
+
+def test_the_weight_service_serves_the_runs_folder_and_its_address_is_known(weights):
+    run = weights()
+    assert run.service.address == ""
+    run.service.start(deadline=1e9)
+    run.service.watch()
+    assert run.service.address == "tcp://127.0.0.1:4321"
+    assert (run.made[0].folder, run.made[0].run_id) == (run.plan.weights_folder, run.plan.run_id)
+    run.service.kill()
+    assert [service.is_killed for service in run.made] == [True]
+
+
+def test_one_that_dies_is_started_again_on_its_folder_with_its_keys_and_told(weights):
+    run = weights("--launch.encryption", "on")
+    run.service.start(deadline=1e9)
+    run.made[0].has_ended = True
+    run.service.watch()
+    # its address is what it says, whether or not that is the one of before
+    assert (len(run.made), run.service.address) == (2, "tcp://127.0.0.1:4322")
+    assert [one.folder for one in run.made] == [run.plan.weights_folder] * 2
+    assert [one.keys for one in run.made] == [run.plan.service_keys] * 2
+    assert run.plan.service_keys is not None
+    kind, text = run.events[-1]
+    assert kind == "restart"
+    assert text.startswith("the weight service ended (")
+
+
+def test_one_that_dies_is_started_again_on_the_port_that_the_configuration_says(weights):
+    run = weights("--weight_sync.port", "4567")
+    run.service.start(deadline=1e9)
+    run.made[0].has_ended = True
+    run.service.watch()
+    assert [one.port for one in run.made] == [4567, 4567]
+
+
+def test_one_that_dies_again_and_again_ends_the_run_with_its_log(weights):
+    run = weights()
+    run.service.start(deadline=1e9)
+    for _ in range(MAX_RESTARTS):
+        run.made[-1].has_ended = True
+        run.service.watch()
+    run.made[-1].has_ended = True
+    with pytest.raises(RunFailed, match=r"ended 4 times in a row, last: .*; see .*weights.0.log"):
+        run.service.watch()
+
+
+def test_deaths_that_lie_hours_apart_never_end_the_run(weights, monkeypatch):
+    run = weights()
+    run.service.start(deadline=float("inf"))
+    now_s = time.monotonic()
+    for hours in range(1, 3 * MAX_RESTARTS):
+        monkeypatch.setattr(time, "monotonic", lambda: now_s + hours * 3601.0)  # noqa: B023 -- read before it changes
+        run.made[-1].has_ended = True
+        run.service.watch()
+    assert run.service.processes[0].restarts == 3 * MAX_RESTARTS - 1
+
+
+def test_one_that_does_not_come_up_again_counts_as_a_restart_and_is_tried_once_more(weights):
+    run = weights()
+    run.service.start(float("inf"))
+    run.cannot_bind.add(1)
+    run.made[0].has_ended = True
+    run.service.watch()
+    assert [one.is_killed for one in run.made] == [False, True, False]
+    assert "is started once more" in run.events[1][1]
+    run.cannot_bind |= {3, 4}
+    run.made[2].has_ended = True
+    with pytest.raises(RunFailed, match="failed"):
+        run.service.watch()
+    assert len(run.made) == 1 + MAX_RESTARTS
+
+
+def test_where_all_weights_travel_through_the_folder_there_is_no_service(weights):
+    run = weights("--weight_sync.transport", "folder")
+    run.service.start(deadline=1e9)
+    run.service.watch()
+    assert (run.made, run.service.address) == ([], "")
+    assert run.service.ask_to_stop() == []
+
+
+@pytest.mark.parametrize("module", ["weight_sync.service", "buffer.service"])
+def test_a_service_is_light(module):
+    heavy = ("torch", "vllm", "transformers", "safetensors")
+    program = f"import sys, launch.processes.roles, {module}; print([name for name in {heavy} if name in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"

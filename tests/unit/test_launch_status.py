@@ -1,0 +1,140 @@
+"""`leeway status`: a run that lives, is over, failed, or whose command is gone."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+
+from launch.cli import main
+from launch.run_folder import claimed
+from launch.state.looking import STALE_S
+from launch.state.observer import Observer
+from launch.state.progress import PollResult, Progress
+from launch.state.snapshot import read_snapshot, write_snapshot
+from tests.unit.made_up_run import plan, process, report, status, step_row
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run in runs/ that is at step 1."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    made = plan(tmp_path / "runs" / "mine")
+    made.folder.create(made.config)
+    progress = Progress(made.config, 0.0)
+    observer = Observer(made, progress)
+    observer.phase("training")
+    observer.event("restart", "actor.0 died and is started again")
+    processes = (process("actor.0", "actors"), process("actor.1", "actors", "lost: given up: it dies"))
+    actors = [report("actor-0", num_running=5)]
+    news = {"actors": actors, "processes": processes, "working": frozenset({"actor-0"}), "status": status()}
+    observer.take_in(PollResult(**news, steps=[step_row(1, 10, 0.0)]))
+    observer.polled()
+    return made.folder, observer
+
+
+def said(capsys, *arguments: str) -> tuple[int, str, str]:
+    result = main(["status", *arguments])
+    captured = capsys.readouterr()
+    return result, captured.out, captured.err
+
+
+def test_a_run_that_lives_says_how_it_does_and_the_newest_is_meant(run, capsys):
+    folder, _ = run
+    with claimed(folder):
+        result, out, _ = said(capsys)
+    assert result == 0
+    assert f"training, for 0:00:00; process {os.getpid()}" in out
+    assert "step 1/120" in out
+    assert "pool actors: 1 of 2 actors work, 5 samples running" in out
+    assert "actor-1 is lost: given up: it dies; see /runs/x/logs/actor.1.log" in out
+    assert "actor.0 died and is started again" in out
+
+
+def test_a_run_whose_command_is_gone_says_so_and_what_goes_on_with_it(run, capsys):
+    folder, _ = run
+    result, out, _ = said(capsys, "mine")
+    assert result == 1
+    assert f"the command (process {os.getpid()}) is gone since" in out
+    assert f"nothing runs; `leeway resume {folder.root}` goes on" in out
+
+
+@pytest.mark.parametrize("exit_status", [None, 1])
+def test_a_run_that_another_command_is_just_going_on_with_is_not_gone(run, capsys, exit_status):
+    folder, observer = run
+    if exit_status is not None:
+        observer.end("no actor is left", exit_status)
+    write_snapshot(folder.status, msgspec.structs.replace(read_snapshot(folder.status), pid=2**22 + 1))
+    with claimed(folder):
+        result, out, _ = said(capsys, "mine")
+        view = main(["top", "mine", "--once"])
+    assert (result, view) == (0, 0)
+    assert f"a command (process {os.getpid()}) is just going on with it; what follows is of before" in out
+    assert "nothing runs" not in out
+    assert f"a command (process {os.getpid()}) is just going on with it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("age_s", "expected"), [(1.0, 0), (STALE_S + 5, 1)])
+def test_a_command_on_another_host_is_gone_once_it_has_not_written_for_long(run, capsys, age_s, expected):
+    folder, _ = run
+    snapshot = read_snapshot(folder.status)
+    elsewhere = msgspec.structs.replace(snapshot, host="far-away", written_s=time.time() - age_s)
+    write_snapshot(folder.status, elsewhere)
+    result, out, _ = said(capsys, str(folder.root))
+    assert result == expected
+    assert ("on far-away) is gone" in out) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_status", "expected"), [("done", 0, 0), ("no actor is left", 1, 1), ("stopped", 130, 1)]
+)
+def test_a_run_that_is_over_says_how_it_ended(run, capsys, text, exit_status, expected):
+    _, observer = run
+    observer.end(text, exit_status)
+    result, out, _ = said(capsys, "mine")
+    assert result == expected
+    assert f"with exit status {exit_status}: {text}" in out
+
+
+def test_as_json_it_is_the_file_and_whether_the_command_is_gone(run, capsys):
+    folder, _ = run
+    with claimed(folder):
+        result, out, _ = said(capsys, "mine", "--json")
+    document = json.loads(out)
+    assert result == 0
+    assert (document.pop("gone"), document.pop("resuming")) == ("", "")
+    assert document == json.loads(folder.status.read_text())
+
+
+def test_what_is_no_run_is_wrong_input(run, capsys, tmp_path, monkeypatch):
+    folder, _ = run
+    assert said(capsys, "yours")[0] == 2
+    folder.status.unlink()
+    result, _, err = said(capsys, "mine")
+    assert result == 2
+    assert err.startswith("leeway: ")
+    assert "is not there" in err
+    with claimed(folder):
+        assert "only just begun" in said(capsys, "mine")[2]
+    monkeypatch.chdir(tmp_path / "runs" / "mine")
+    result, _, err = said(capsys)
+    assert (result, err) == (2, "leeway: there is no run in runs/; give the folder that `leeway train` named\n")
+    assert main(["top"]) == 2
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word_and_changes_no_status(run, lives):
+    folder, _ = run
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "launch.cli", "status", str(folder.root)]
+    with claimed(folder) if lives else contextlib.nullcontext(), os.fdopen(writing, "wb") as nobody:
+        # what is printed is kept back until the end, when the status is known
+        buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+        done = subprocess.run(command, env=buffered, stdout=nobody, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0 if lives else 1, b"")

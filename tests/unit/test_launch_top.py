@@ -1,0 +1,195 @@
+"""`leeway top`: fits any screen, follows its size, and leaves the terminal as it was."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from launch.run_folder import RunFolder
+from launch.state.snapshot import Snapshot, read_snapshot, write_snapshot
+from launch.top.bars import MARK, lag_rows
+from launch.top.view import View
+from tests.terminal import ALTERNATE_SCREEN, CURSOR, Terminal
+
+RECORDED = Path(__file__).parents[1] / "data" / "status"
+"""Of real runs of the demo: in training with two pools, and done."""
+SIZES = [(80, 24), (120, 40), (40, 12), (200, 50), (132, 10), (20, 3), (1, 1)]
+
+
+def recorded(name: str = "training") -> Snapshot:
+    return read_snapshot(RECORDED / f"{name}.json")
+
+
+def shown(snapshot: Snapshot, columns: int, rows: int, **view: str) -> list[str]:
+    return [line.plain for line in View(snapshot, snapshot.written_s, **view).lines(columns, rows)]
+
+
+# --- the view -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["training", "done"])
+def test_a_view_is_never_wider_or_higher_than_its_screen(name, size):
+    columns, rows = size
+    lines = View(recorded(name), 0.0).lines(columns, rows)
+    assert len(lines) <= rows
+    assert max(line.cell_len for line in lines) <= columns
+    assert lines[0].plain[:1] == recorded(name).run[:1] or columns == 1
+
+
+def test_at_80_by_24_all_that_matters_is_there():
+    snapshot = recorded()
+    text = "\n".join(shown(snapshot, 80, 24))
+    for expected in (
+        snapshot.run,
+        f"step {snapshot.step}/{snapshot.num_steps}",
+        *(pool.name for pool in snapshot.pools),
+        *(actor.name for actor in snapshot.actors),
+        *(stage.name for stage in snapshot.stages),
+        "tokens/s generated",
+        "groups ready",
+        "samples in flight",
+        "trained ",
+        "gap 0",
+        MARK,
+        "waits",
+        "events",
+    ):
+        assert expected in text
+
+
+def test_where_there_is_little_room_lags_share_rows_and_the_bound_is_marked_all_the_same():
+    assert sum(MARK in line for line in shown(recorded(), 40, 12)) == 1
+
+
+def test_a_run_of_many_actors_leaves_room_for_everything_else():
+    snapshot = recorded()
+    many = [msgspec.structs.replace(snapshot.actors[0], name=f"actor-{number}") for number in range(500)]
+    text = shown(msgspec.structs.replace(snapshot, actors=many, tripped=["actor-3 serves version 0.1"]), 80, 24)
+    assert any("more" in line and "..." in line for line in text)
+    assert any(MARK in line for line in text)
+    assert any("actor-3 serves version 0.1" in line for line in text)
+
+
+def test_a_wide_screen_has_two_columns():
+    lines = shown(recorded(), 200, 50)
+    assert any(line.startswith("pools") and "lag " in line[90:] for line in lines)
+
+
+def test_what_moves_the_cursor_in_a_text_from_elsewhere_does_not_do_so_here():
+    snapshot = msgspec.structs.replace(recorded(), tripped=["bad\x1b[2J\ttext"], phase="x\ny")
+    assert all(line.isprintable() for line in shown(snapshot, 80, 24))
+
+
+def test_a_view_says_that_it_is_paused_and_that_the_command_is_gone():
+    assert "[paused]" in shown(recorded(), 80, 24, note="paused")[0]
+    assert "the command is gone" in shown(recorded(), 80, 24, gone="the command is gone")[0]
+
+
+# --- the bars -----------------------------------------------------------------------------------------
+
+
+def test_bars_have_the_length_of_their_share_and_the_bound_is_marked_though_no_token_is_there():
+    rows = [row.plain for row in lag_rows({"a": {0: 300, 1: 100}}, 3, 48)]
+    assert [row.split()[:2] for row in rows] == [["0", "75.0%"], ["1", "25.0%"], ["2", "0.0%"], ["3", "0.0%"]]
+    assert rows[0].count("█") == 3 * rows[1].count("█")
+    assert [MARK in row for row in rows] == [False, False, False, True]
+
+
+def test_pools_share_a_bar_in_their_colours():
+    (row,) = lag_rows({"a": {0: 100}, "b": {0: 100}}, "unbounded", 60)
+    assert [span.style for span in row.spans] == ["cyan", "magenta"]
+    assert len({span.end - span.start for span in row.spans}) == 1
+
+
+def test_many_lags_share_rows_and_nothing_trained_has_none():
+    rows = lag_rows({"a": dict.fromkeys(range(100), 1)}, "unbounded", 60)
+    assert len(rows) <= 12
+    (row,) = lag_rows({"a": {0: 1, 4: 1}}, 4, 60, max_rows=1)
+    assert row.plain.split()[:2] == ["0-4", "100.0%"]
+    assert MARK in row.plain
+    assert rows[0].plain.split()[0] == "0-8"
+    assert lag_rows({"a": {}}, 4, 60) == []
+
+
+def test_a_terminal_without_blocks_gets_ascii():
+    rows = lag_rows({"a": {0: 300}}, 1, 50, ascii_only=True)
+    assert all(row.plain.isascii() for row in rows)
+    assert "#" in rows[0].plain
+
+
+# --- on a terminal ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def top(tmp_path, request):
+    """Starts `leeway top` on a recorded run."""
+    folder = RunFolder(tmp_path / "run")
+    folder.root.mkdir()
+    shutil.copy(RECORDED / "config.toml", folder.config)
+    write_snapshot(folder.status, recorded("done"))
+
+    def start(columns: int, rows: int) -> Terminal:
+        command = [sys.executable, "-m", "launch.cli", "top", str(folder.root)]
+        terminal = Terminal(command, columns, rows)
+        request.addfinalizer(terminal.close)
+        return terminal
+
+    start.folder = folder
+    return start
+
+
+def shows_the_run(grid) -> bool:
+    return any(f"step {recorded('done').step}/" in line for line in grid.lines)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 12)])
+def test_a_terminal_of_any_size_shows_the_run_and_q_gives_it_back_as_it_was(top, size):
+    terminal = top(*size)
+    before = terminal.attributes()
+    terminal.wait_for(shows_the_run)
+    assert terminal.grid.lines[0].startswith("demo  ")
+    assert terminal.attributes() != before, "keys are read one by one"
+    terminal.press("q")
+    assert terminal.end() == 0
+    assert terminal.attributes() == before
+    assert terminal.grid.modes == {ALTERNATE_SCREEN: False, CURSOR: True}
+    assert not terminal.grid.overflowed
+
+
+def test_the_view_follows_the_size_of_the_screen_and_what_the_run_writes_and_p_holds_it(top):
+    terminal = top(80, 24)
+    terminal.wait_for(shows_the_run)
+    terminal.resize(40, 12)
+    terminal.wait_for(shows_the_run)
+    terminal.resize(120, 40)
+    terminal.wait_for(lambda grid: shows_the_run(grid) and any("samples in flight" in line for line in grid.lines))
+    terminal.press("p")
+    terminal.wait_for(lambda grid: "[paused]" in grid.lines[0])
+    write_snapshot(top.folder.status, msgspec.structs.replace(recorded("done"), run="renamed"))
+    for _ in range(10):
+        terminal.read(0.2)
+    assert terminal.grid.lines[0].startswith("demo  ")
+    terminal.press("p")
+    terminal.wait_for(lambda grid: grid.lines[0].startswith("renamed"))
+    top.folder.status.unlink()
+    terminal.wait_for(lambda grid: "[cannot be read any more]" in grid.lines[0])
+    terminal.press("\x03")
+    assert terminal.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_puts_the_terminal_back_too(top, number):
+    terminal = top(80, 24)
+    before = terminal.attributes()
+    terminal.wait_for(shows_the_run)
+    os.kill(terminal.pid, number)
+    assert terminal.end() == 128 + number
+    assert terminal.attributes() == before
+    assert terminal.grid.modes[ALTERNATE_SCREEN] is False
+    assert not re.search("Traceback", terminal.written)

@@ -1,0 +1,120 @@
+"""What the command leaves in a run's folder where it does not come to its end, and how long it waits for that end."""
+
+import signal
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from launch.exit_status import ExitStatus
+from launch.interrupts import Interrupts, Stopped
+from launch.load import ConfigError
+from launch.processes.role_process import RunFailed
+from launch.run_folder import RunFolder, RunIdentity
+from launch.state.history import History
+from launch.state.progress import Accuracy
+from launch.train import _Run, train
+from tests.unit.made_up_run import plan
+
+
+@pytest.fixture(autouse=True)
+def no_farewell(monkeypatch):
+    """Where the command would end its process, it returns instead."""
+    monkeypatch.setattr("launch.train.leave", lambda status: None)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ConfigError("it is claimed")])
+def test_a_folder_that_could_be_made_only_in_part_leaves_its_name_free(tmp_path, monkeypatch, capsys, error):
+    def fails(folder, identity):
+        raise error
+
+    monkeypatch.setattr(RunFolder, "write_identity", fails)
+    made = plan(tmp_path / "run")
+    assert train(made) == ExitStatus.WRONG_INPUT
+    assert str(error) in capsys.readouterr().err
+    assert not made.folder.root.exists()
+
+
+def test_a_folder_of_a_run_that_is_gone_on_with_stays_whatever_fails(tmp_path, monkeypatch):
+    def fails(folder, identity):
+        raise OSError(28, "No space left on device")
+
+    made = plan(tmp_path / "run")
+    made.folder.create(made.config)
+    monkeypatch.setattr(RunFolder, "write_identity", fails)
+    assert train(made, earlier(made)) == ExitStatus.WRONG_INPUT
+    assert made.folder.config.is_file()
+
+
+def test_an_exported_model_stays_until_the_run_that_is_gone_on_with_exports_its_own(tmp_path):
+    made = plan(tmp_path / "run")
+    made.folder.create(made.config)
+    made.folder.export.mkdir()
+    had_model = {}
+
+    def noting(what: str, result: object = None):
+        def note(*_: object) -> object:
+            had_model[what] = made.folder.export.exists()
+            return result
+
+        return note
+
+    supervisor = MagicMock()
+    supervisor.drain.side_effect, supervisor.export.side_effect = noting("trained"), noting("exporting")
+    others = [MagicMock() for _ in range(6)]
+    run = _Run(made, supervisor, *others, earlier(made))
+    run._train, run._digest, run._finish = noting("training", result=True), MagicMock(), MagicMock()
+    assert run.go() == ExitStatus.INTERRUPTED
+    assert had_model == {"training": True, "trained": True, "exporting": False}
+
+
+@pytest.fixture
+def never_done(tmp_path, monkeypatch):
+    """`never_done(interrupts, 10.0)`: the run of a learner that never finishes; it is interrupted at these seconds."""
+    clock = SimpleNamespace(now_s=0.0)
+
+    def make(interrupts, *seconds):
+        to_come = list(seconds)
+
+        def sleep(duration_s):
+            clock.now_s += duration_s
+            if to_come and clock.now_s > to_come[0]:
+                to_come.pop(0)
+                signal.raise_signal(signal.SIGINT)
+            assert clock.now_s < 1000.0, "it is waited for without end"
+
+        monkeypatch.setattr("launch.train.time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock.now_s))
+        supervisor = MagicMock()
+        supervisor.learning_is_over.return_value = False
+        made = plan(tmp_path / "run", "--launch.shutdown_timeout_s", "90")
+        made.folder.create(made.config)
+        run = _Run(made, supervisor, MagicMock(), MagicMock(), interrupts, *[MagicMock() for _ in range(3)], None)
+        run._digest, run._evaluate_now_and_then = MagicMock(), MagicMock()
+        return run, supervisor, clock
+
+    return make
+
+
+def test_a_learner_that_does_not_finish_its_step_after_an_interrupt_is_given_up_at_the_limit(never_done):
+    with Interrupts() as interrupts:
+        run, supervisor, clock = never_done(interrupts, 200.0)
+        with pytest.raises(RunFailed, match=r"launch\.shutdown_timeout_s = 90 s.*the newest checkpoint is in .*/run/"):
+            run._train()
+    supervisor.request_stop.assert_called_once_with()
+    assert 290.0 <= clock.now_s < 300.0
+
+
+def test_a_second_interrupt_does_not_wait_for_the_learner(never_done):
+    with Interrupts() as interrupts:
+        run, supervisor, clock = never_done(interrupts, 200.0, 210.0)
+        with pytest.raises(Stopped):
+            run._train()
+    supervisor.request_stop.assert_called_once_with()
+    assert 210.0 <= clock.now_s < 220.0
+
+
+def earlier(made) -> History:
+    """Of a run that has taken no step."""
+    identity = RunIdentity(run_id=made.run_id, task_fingerprint=made.task.fingerprint, started_s=(100.0,))
+    before = Accuracy(greedy=0.5, sampled=0.5, num_failed=0, num_problems=8, versions=("0.0",))
+    return History(identity, [], before, 0.0, "")

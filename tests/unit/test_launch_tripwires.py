@@ -1,0 +1,305 @@
+"""Tripwires: weights that go wrong or do not arrive are told once, with who and what is done, and when it is over."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from actors.report import ActorReport
+from launch.checks import check
+from launch.load import load_config
+from launch.outlets.tracking import Tracker
+from launch.processes.role_process import RunFailed
+from launch.state.observer import Observer
+from launch.state.progress import PollResult, Progress
+from launch.state.timeline import Timeline
+from launch.state.tripwires import LEARNER, MISMATCH_TOKENS, PUBLISHING_S, Trip, Tripwires, mismatch_limit
+from launch.train import _Run
+from weight_sync.config import WeightSyncConfig
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+ACTIONS = ("warn", "quarantine", "stop")
+
+
+def report(name: str, version: int, *, incarnation: int = 0, **fields: object) -> ActorReport:
+    empty = dict.fromkeys((field.name for field in dataclasses.fields(ActorReport)), 0)
+    lists = {"busy_intervals": [], "num_outcomes": {}, "num_failed": {}, "updates": []}
+    texts = {"waiting": "", "refused": ""}
+    return ActorReport(**{**empty, **lists, **texts, "name": name, "version": (incarnation, version), **fields})
+
+
+def row(**means: float) -> dict:
+    """A step's report: of every actor the mean difference, over enough tokens."""
+    by_actor = {name.replace("_", "-"): (mean, MISMATCH_TOKENS) for name, mean in means.items()}
+    return {"lag0_by_actor": by_actor}
+
+
+class Watched:
+    """Tripwires under a clock of their own, which moves by a second at every look."""
+
+    def __init__(self, limits: dict[str, float] | None = None, **knobs: object) -> None:
+        self.now_s = 100.0
+        config = WeightSyncConfig(max_actor_lag=1, stuck_after_s=20, behind_after_s=5, **knobs)
+        limits = limits or {"actors": mismatch_limit(config, "float32")}
+        self.wires = Tripwires(config, limits, clock=lambda: self.now_s)
+
+    def look(
+        self, *reports: ActorReport, newest: int | None = None, version: int | None = None, **fields
+    ) -> list[Trip]:
+        self.now_s += 1.0
+        if newest is not None:
+            learner = newest if version is None else version
+            fields["status"] = SimpleNamespace(newest=(fields.pop("incarnation", 0), newest), version=learner)
+        evaluating = fields.pop("evaluating", False)
+        return self.wires.look(PollResult(actors=list(reports), **fields), evaluating=evaluating)
+
+    def looks(self, count: int, *reports: ActorReport, **fields) -> list[Trip]:
+        return [trip for _ in range(count) for trip in self.look(*reports, **fields)]
+
+
+def kinds(trips: list[Trip]) -> list[tuple[str, str]]:
+    return [(trip.kind, trip.who) for trip in trips]
+
+
+# --- mismatch -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_the_actor_whose_log_probabilities_are_not_the_learners_is_named_and_no_other(action):
+    watched = Watched(on_mismatch=action)
+    assert watched.look(steps=[row(actor_0=1e-5, actor_1=2e-5)]) == []
+    (trip,) = watched.look(steps=[row(actor_0=1e-5, actor_1=0.5)])
+    assert (trip.kind, trip.who, trip.action) == ("mismatch", "actor-1", action)
+    assert "actor-1" in trip.text
+    assert "0.5" in trip.text
+    assert "weight_sync.mismatch_limit is 0.001" in trip.text
+
+
+def test_every_pool_has_the_limit_of_its_precision():
+    watched = Watched(limits={"exact": 1e-3, "coarse": 0.2})
+    reports = [report("actor-0", 0, pool="exact"), report("actor-1", 0, pool="coarse")]
+    (trip,) = watched.look(*reports, steps=[row(actor_0=0.1, actor_1=0.1)])
+    assert trip.who == "actor-0"
+
+
+def test_a_mismatch_is_told_once_until_it_is_well_below_the_limit_and_then_anew():
+    watched = Watched()
+    seen = [watched.look(steps=[row(actor_0=mean)]) for mean in (0.5, 0.6, 0.0009, 0.5, 0.0004, 0.0002, 0.5)]
+    told = [[trip.kind for trip in trips] for trips in seen]
+    assert told == [["mismatch"], [], [], [], ["mismatch_ended"], [], ["mismatch"]]
+    assert [trip.who for trip in watched.wires.standing] == ["actor-0"]
+
+
+def test_a_difference_that_is_no_number_is_a_mismatch():
+    assert kinds(Watched().look(steps=[row(actor_0=float("nan"))])) == [("mismatch", "actor-0")]
+
+
+def test_a_few_tokens_are_judged_with_those_that_follow():
+    watched = Watched()
+    few = {"lag0_by_actor": {"actor-0": (0.5, MISMATCH_TOKENS // 2)}}
+    assert watched.look(steps=[few]) == []
+    assert kinds(watched.look(steps=[few])) == [("mismatch", "actor-0")]
+
+
+def test_where_a_step_does_not_say_whose_tokens_they_are_the_mean_of_all_is_judged_and_nobody_is_taken_out():
+    watched = Watched(on_mismatch="quarantine")
+    (trip,) = watched.look(steps=[{"mismatch/lag0_abs": 0.5, "mismatch/lag0_tokens": MISMATCH_TOKENS}])
+    assert (trip.kind, trip.who, trip.action) == ("mismatch", LEARNER, "warn")
+    assert watched.look(steps=[{"mismatch/lag0_abs": None, "mismatch/lag0_tokens": 0}]) == []
+
+
+def test_samples_of_an_actor_that_is_out_of_the_run_do_not_trip_again():
+    watched = Watched()
+    assert watched.look(steps=[row(actor_0=0.5)], working=frozenset({"actor-1"})) == []
+
+
+@pytest.mark.parametrize(
+    ("knob", "dtypes", "limit"),
+    [(None, ("float32", "float32"), 1e-3), (None, ("float32", "bfloat16"), 0.2), (0.05, ("bfloat16",), 0.05)],
+)
+def test_the_limit_is_that_of_the_coarser_arithmetic_unless_it_is_given(knob, dtypes, limit):
+    assert mismatch_limit(WeightSyncConfig(mismatch_limit=knob), *dtypes) == limit
+
+
+# --- stuck --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_learner_that_takes_updates_and_publishes_none_is_told_with_what_it_waits_for(action):
+    watched = Watched(on_stuck=action)
+    assert watched.looks(15, newest=3, version=3) == []
+    trips = watched.looks(25, newest=3, version=4, publishing="space in /w (No space left on device), for 9 s")
+    stuck = next(trip for trip in trips if trip.kind == "stuck")
+    assert (stuck.who, stuck.action) == (LEARNER, "warn" if action == "quarantine" else action)
+    assert "version 4, and the newest published is 0.3 for 20 s" in stuck.text
+    assert "No space left on device" in stuck.text
+    assert kinds(watched.looks(3, newest=4, version=4, publishing="")) == [
+        ("stuck_ended", LEARNER),
+        ("publishing_ended", LEARNER),
+    ]
+
+
+def test_a_learner_that_publishes_every_few_steps_is_not_stuck_between_them():
+    watched = Watched(publish_every=3, max_lag=8)
+    assert watched.looks(60, newest=3, version=5) == []
+    assert kinds(watched.looks(60, newest=3, version=6)) == [("stuck", LEARNER)]
+
+
+def test_every_version_that_is_published_starts_the_time_anew():
+    watched = Watched()
+    for newest in range(8):
+        assert watched.looks(15, newest=newest, version=newest + 1) == []
+
+
+def test_an_actor_that_serves_one_old_version_all_the_time_is_told_with_what_it_refused():
+    watched = Watched(on_stuck="quarantine", max_lag=4)
+    old = report("actor-0", 3, refused="0.4: its checksum is not that of the manifest")
+    trips = watched.looks(30, old, report("actor-1", 4), newest=4)
+    assert kinds(trips) == [("refused", "actor-0"), ("stuck", "actor-0")]
+    assert trips[1].action == "quarantine"
+    assert "it has served that one for 20 s" in trips[1].text
+    assert "it refused 0.4: its checksum" in trips[1].text
+    assert kinds(watched.looks(2, report("actor-0", 4), newest=4)) == [("stuck_ended", "actor-0")]
+
+
+def test_an_actor_that_takes_every_version_late_is_not_stuck():
+    watched = Watched()
+    assert [
+        trip for version in range(9) for trip in watched.looks(15, report("actor-0", version), newest=version + 1)
+    ] == []
+
+
+def test_an_evaluation_does_not_make_an_actor_stuck_or_behind():
+    watched = Watched()
+    assert watched.looks(60, report("actor-0", 3), newest=9, evaluating=True) == []
+    assert watched.looks(4, report("actor-0", 3), newest=9) == [], "the time begins after it"
+
+
+# --- behind -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_an_actor_beyond_max_actor_lag_is_named_after_its_time_also_where_its_version_moves(action):
+    watched = Watched(on_behind=action)
+    assert watched.looks(9, report("actor-0", 3), newest=4) == [], "one version is allowed"
+    trips = [trip for step in range(9) for trip in watched.look(report("actor-0", 3 + step), newest=5 + step)]
+    (trip,) = trips
+    assert (trip.kind, trip.who, trip.action) == ("behind", "actor-0", action)
+    assert "more than max_actor_lag = 1 behind for 5 s" in trip.text
+    assert kinds(watched.look(report("actor-0", 13), newest=14)) == [("behind_ended", "actor-0")]
+    assert watched.wires.standing == []
+
+
+def test_an_actor_that_does_not_answer_is_behind_with_its_last_version():
+    watched = Watched()
+    working = frozenset({"actor-0"})
+    watched.look(report("actor-0", 3), newest=3, working=working)
+    (trip,) = watched.looks(10, newest=6, working=working)
+    assert (trip.kind, trip.who) == ("behind", "actor-0")
+    assert "it has not answered for 6 s" in trip.text
+
+
+def test_versions_of_an_abandoned_incarnation_are_behind_whatever_their_number():
+    watched = Watched()
+    trips = watched.looks(9, report("actor-0", 9), newest=5, incarnation=1)
+    assert kinds(trips) == [("behind", "actor-0")]
+
+
+def test_an_actor_that_is_started_again_begins_with_a_clean_sheet():
+    watched = Watched()
+    assert kinds(watched.looks(9, report("actor-0", 0), newest=6)) == [("behind", "actor-0")]
+    assert watched.look(newest=6, working=frozenset()) == []
+    assert watched.wires.standing == []
+    assert watched.looks(4, report("actor-0", 0), newest=6, working=frozenset({"actor-0"})) == []
+
+
+# --- told, and nothing else ---------------------------------------------------------------------------
+
+
+def test_weights_that_wait_for_the_disk_are_told_with_the_folder_and_again_when_they_do_not():
+    watched = Watched()
+    brief = int(PUBLISHING_S) - 1
+    assert watched.looks(brief, publishing="the part of stage 0") == []
+    assert watched.look(publishing="") == []
+    (trip,) = watched.looks(9, publishing="space in /disk/weights (No space left on device), for 4 s")
+    assert (trip.kind, trip.action) == ("publishing", None)
+    assert "/disk/weights" in trip.text
+    assert watched.looks(5, publishing=None) == [], "a learner that did not say may still wait"
+    assert kinds(watched.looks(3, publishing="")) == [("publishing_ended", LEARNER)]
+
+
+def test_every_refusal_of_an_actor_is_told_once():
+    watched = Watched(max_lag="unbounded")
+    told = [
+        trip.text
+        for refused in ("0.4: cut", "0.4: cut", "0.5: of another model", "", "0.5: of another model")
+        for trip in watched.look(report("actor-0", 3, refused=refused), newest=4)
+    ]
+    assert [text.split(": ", 1)[1] for text in told] == ["0.4: cut", "0.5: of another model", "0.5: of another model"]
+    assert "actor-0 keeps version 0.3" in told[0]
+
+
+# --- wired into the run -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path, request):
+    """A run that only takes in polls; `run.quarantined` are the actors that it had taken out."""
+
+    def make(*overrides: str) -> SimpleNamespace:
+        plan = check(load_config(DEMO, ["--tracking.wandb", "disabled", *overrides]), tmp_path / "run")
+        plan.folder.create(plan.config)
+        quarantined: list[str] = []
+        supervisor = SimpleNamespace(quarantine=lambda name, why: quarantined.append(name))
+        said: list[str] = []
+        display = SimpleNamespace(event=said.append, update=lambda progress: None)
+        tracker = Tracker(plan.config, plan.folder)
+        request.addfinalizer(tracker.close)
+        progress = Progress(plan.config, 0.0)
+        interrupts, observer = SimpleNamespace(count=0), Observer(plan, progress)
+        timeline = Timeline(plan.folder.timeline)
+        request.addfinalizer(timeline.close)
+        run = _Run(plan, supervisor, tracker, display, interrupts, progress, observer, timeline, None)
+
+        def events() -> list[dict]:
+            return [json.loads(line) for line in plan.folder.events.read_text().splitlines()]
+
+        return SimpleNamespace(run=run, quarantined=quarantined, said=said, events=events, folder=plan.folder)
+
+    return make
+
+
+def a_step(**means: float) -> dict:
+    common = {"step": 1, "version": 1, "started_s": 1.0, "finished_s": 2.0, "skipped": False}
+    figures = {"batch/completion_tokens": 9, "lag/token_mean": 0.0, "lag/token_max": 0.0, "buffer/ledger_gap": 0}
+    return common | figures | row(**means)
+
+
+@pytest.mark.parametrize(("action", "taken_out"), [("warn", []), ("quarantine", ["actor-1"])])
+def test_what_trips_is_an_event_and_on_the_display_and_the_actor_is_taken_out_where_the_knob_says_so(
+    run, action, taken_out
+):
+    watched = run("--weight_sync.on_mismatch", action)
+    watched.run._digest(PollResult(steps=[a_step(actor_0=1e-6, actor_1=0.5)]))
+    (event,) = watched.events()
+    assert (event["kind"], event["who"], event["action"]) == ("mismatch", "actor-1", action)
+    assert watched.said == [event["text"]]
+    assert watched.run._progress.tripped == (event["text"],)
+    assert watched.quarantined == taken_out
+
+
+def test_a_trip_that_is_to_stop_the_run_fails_it_with_its_name_and_its_knob(run):
+    watched = run("--weight_sync.on_mismatch", "stop")
+    with pytest.raises(RunFailed, match=r"actor-1 and the learner differ .* \(weight_sync.on_mismatch = 'stop'\)"):
+        watched.run._digest(PollResult(steps=[a_step(actor_1=0.5)]))
+    assert [event["kind"] for event in watched.events()] == ["mismatch"]
+
+
+def test_a_row_has_no_mismatch_by_actor_but_the_display_has(run):
+    watched = run()
+    watched.run._digest(PollResult(steps=[a_step(actor_1=1e-6)]))
+    (written,) = [json.loads(line) for line in watched.folder.metrics.read_text().splitlines()]
+    assert "lag0_by_actor" not in written
+    assert watched.run._progress.lag0_by_actor == {"actor-1": 1e-6}

@@ -1,0 +1,116 @@
+"""Weights & Biases online: a missing login or network is a sentence, soon, and leaves no process behind."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import train
+from launch.checks import check
+from launch.exit_status import ExitStatus
+from launch.load import ConfigError, load_config
+
+ROOT = Path(__file__).parents[2]
+KEY = "0123456789012345678901234567890123456789"
+RUN = """
+import sys
+import launch.outlets.wandb_run
+launch.outlets.wandb_run.INIT_TIMEOUT_S = 3.0
+from launch.cli import main
+status = main(sys.argv[1:])
+import psutil
+print("left behind:", [child.name() for child in psutil.Process().children(recursive=True)])
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "needs a login of Weights & Biases, and there is none: run 'wandb login'"),
+        ({"WANDB_API_KEY": "short"}, "API key must have 40+ characters"),
+        ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "check the network and"),
+    ],
+)
+def test_online_without_a_login_or_a_network_is_one_sentence_and_leaves_nothing_behind(tmp_path, environment, said):
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
+    overrides = ["--run.dir", str(tmp_path / "runs"), "--run.name", "x", "--tracking.wandb", "online"]
+    started_s = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN, "train", str(ROOT / "examples" / "demo.toml"), *overrides],
+        cwd=ROOT,
+        env={**inherited, "HOME": str(tmp_path), **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    (sentence,) = [line for line in ended.stderr.splitlines() if line.startswith("leeway: ")]
+    assert said in sentence
+    assert "tracking.wandb = 'offline'" in sentence
+    assert "Traceback" not in ended.stderr
+    assert "left behind: []" in ended.stdout
+    assert time.monotonic() - started_s < 100
+    if "WANDB_BASE_URL" not in environment:
+        assert not (tmp_path / "runs").exists(), "the folder of the run is not made"
+
+
+def test_what_the_service_of_weights_and_biases_writes_is_for_its_owner_only(tmp_path, monkeypatch):
+    def start_a_service(config):
+        (tmp_path / "of_the_service").touch()
+        raise ConfigError("no login")
+
+    plan = check(load_config(ROOT / "examples" / "demo.toml"), tmp_path / "run")
+    monkeypatch.setattr(train, "fetch_model", lambda model, is_there: tmp_path)
+    monkeypatch.setattr(train, "check_model", lambda *_: None)
+    monkeypatch.setattr(train, "check_wandb", start_a_service)
+    assert train.train(plan) == ExitStatus.WRONG_INPUT
+    assert stat.S_IMODE((tmp_path / "of_the_service").stat().st_mode) == 0o600
+
+
+GONE = """
+import sys
+from pathlib import Path
+import psutil
+from launch.load import load_config
+from launch.outlets.tracking import Tracker
+from launch.run_folder import RunFolder
+
+config = load_config(Path("examples/demo.toml"), ["--tracking.wandb", "offline"])
+folder = RunFolder(Path(sys.argv[1]))
+folder.create(config)
+with Tracker(config, folder) as tracker:
+    tracker.step({"a": 1}, 1)
+    (service,) = psutil.Process().children()
+    service.kill()
+    service.wait(10)
+    for step in (2, 3):
+        tracker.step({"a": step}, step)
+    tracker.summary({"b": 1})
+"""
+
+
+def test_a_run_goes_on_when_the_process_of_wandb_is_killed_and_says_so_once(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", GONE, tmp_path / "run"],
+        cwd=ROOT,
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["a"] for row in rows] == [1, 2, 3]
+    (event,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert event["kind"] == "wandb"
+    assert "does not answer any more" in event["text"]
+    assert "metrics.jsonl goes on" in event["text"]

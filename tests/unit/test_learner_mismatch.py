@@ -1,0 +1,81 @@
+"""The mismatch at lag 0 and the lags of the trained tokens, actor by actor."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from buffer.trajectory import VersionSpan
+from learner.mismatch import lag0_by_actor, lag_by_actor
+from tests.unit.two_pass import build, make_rows
+from weight_sync.staleness import PolicyVersion
+
+VERSION = 3
+
+
+def rows_of_two_actors(*, wrong_by: float):
+    """What 'good' recorded is the learner's -2 for every token; 'bad' is wrong by so much."""
+    rows = []
+    for number, row in enumerate(make_rows(0)):
+        length = row.num_completion_tokens
+        actor, logprob = ("good", -2.0) if number % 2 else ("bad", -2.0 - wrong_by)
+        spans = (VersionSpan(PolicyVersion(0, VERSION), 0, length),)
+        rows.append(replace(row, actor=actor, logprobs=np.full(length, logprob, np.float32), spans=spans))
+    return rows
+
+
+def found(rows):
+    batch = build(rows, VERSION)
+    return lag0_by_actor(batch, torch.full((len(batch.sequence_T),), -2.0, dtype=torch.float64))
+
+
+def test_an_actor_whose_log_probabilities_are_off_stands_out_by_name():
+    rows = rows_of_two_actors(wrong_by=0.5)
+    by_actor = found(rows)
+    assert by_actor["good"] == (0.0, sum(row.num_completion_tokens for row in rows if row.actor == "good"))
+    assert by_actor["bad"] == (pytest.approx(0.5), sum(row.num_completion_tokens for row in rows if row.actor == "bad"))
+
+
+def test_tokens_of_another_version_say_nothing_about_an_actor():
+    rows = rows_of_two_actors(wrong_by=0.5)
+    older = [replace(row, spans=(VersionSpan(PolicyVersion(0, 2), 0, row.num_completion_tokens),)) for row in rows]
+    assert found(older) == {}
+    lived_through_an_update = []
+    for row in rows:
+        length = row.num_completion_tokens
+        if length > 1:
+            spans = (VersionSpan(PolicyVersion(0, 2), 0, 1), VersionSpan(PolicyVersion(0, VERSION), 1, length))
+            lived_through_an_update.append(replace(row, spans=spans))
+    assert found(lived_through_an_update) == {}
+
+
+def test_a_missing_log_probability_does_not_count():
+    rows = rows_of_two_actors(wrong_by=0.5)
+    bad = next(row for row in rows if row.actor == "bad" and row.num_completion_tokens > 1)
+    bad.logprobs[0] = np.nan
+    assert found(rows)["bad"][0] == pytest.approx(0.5)
+
+
+def test_the_lags_of_trained_tokens_are_counted_exactly_actor_by_actor():
+    rows = []
+    for number, row in enumerate(make_rows(0)):
+        length = row.num_completion_tokens
+        old, new = VersionSpan(PolicyVersion(0, 1), 0, 1), VersionSpan(PolicyVersion(0, VERSION), 1, length)
+        spans = (old, new) if length > 1 else (old,)
+        rows.append(replace(row, actor="even" if number % 2 == 0 else "odd", spans=spans))
+    one, two = build(rows, VERSION), build(rows, VERSION + 1)
+    tokens = {name: [row.num_completion_tokens for row in rows if row.actor == name] for name in ("even", "odd")}
+    expected = {
+        name: {
+            2: len(lengths),
+            0: sum(lengths) - len(lengths),
+            3: len(lengths),
+            1: sum(lengths) - len(lengths),
+        }
+        for name, lengths in tokens.items()
+    }
+    assert lag_by_actor([one, two]) == expected, "a token counts once for each update that trains it"
+    counted = [(lag, number) for lags in lag_by_actor([one]).values() for lag, number in lags.items()]
+    assert sum(lag * number for lag, number in counted) / sum(number for _, number in counted) == one.lag_T.mean()
+    assert lag_by_actor([]) == {}

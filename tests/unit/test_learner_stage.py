@@ -1,0 +1,186 @@
+"""A stage: when it waits for the others and for how long, on which device it works, and what it takes for a loss."""
+
+import os
+import threading
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from buffer.config import BufferConfig
+from learner import meeting, stage
+from learner.agreement import Agreement
+from learner.channel import StageLost, tells_of_loss
+from learner.config import LearnerConfig
+from learner.mesh import Mesh
+from learner.spec import LearnerSpec
+from learner.stage import Stage
+from tests.unit.two_pass import run_ranks
+from weight_sync.config import WeightSyncConfig
+
+STARTUP_S = 250.0
+DUPLICATE = """NCCL error in: NCCLUtils.cpp, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4000"""
+GONE = """NCCL error in: ProcessGroupNCCL.cpp:2010, remote process exited or there was a network error
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."""
+
+
+def make_stage(folder: Path, **changes) -> Stage:
+    return Stage(
+        LearnerSpec(
+            rank=0,
+            rendezvous="",
+            model_path=folder,
+            reference_path=folder,
+            temperature=1.0,
+            max_tokens=1,
+            run_id="test",
+            seed=0,
+            buffer_addresses=(),
+            run_folder=folder,
+            weights_folder=folder,
+            weights_address="",
+            publish_dtypes=("float32",),
+            startup_timeout_s=STARTUP_S,
+            config=LearnerConfig(num_stages=2, **changes),
+            algorithm=TrajectoryBalanceConfig(),
+            weight_sync=WeightSyncConfig(),
+            buffer=BufferConfig(),
+        )
+    )
+
+
+# --- waiting for the others -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What a stage does, in order, with fakes for its models and for the other ranks."""
+    seen: list[str] = []
+
+    def note(what, result=None):
+        return lambda *_, **__: seen.append(what) or result
+
+    class Ranks:
+        def __init__(self, rank, timeout_s):
+            self.timeout_s = timeout_s
+
+        def say(self, text):
+            seen.append(f"all meet within {self.timeout_s:g} s")
+            return [text, text]
+
+    def first_collective():
+        seen.append("the first collective")
+        raise KeyboardInterrupt  # here the test has seen enough
+
+    policy = SimpleNamespace(exported_tensors=dict, dtype=torch.float32)
+    networks = SimpleNamespace(num_parameters=first_collective, policy=policy)
+    monkeypatch.setattr(stage, "meet", note("rendezvous"))
+    monkeypatch.setattr(stage.Mesh, "build", lambda *_: None)
+    monkeypatch.setattr(stage, "Agreement", Ranks)
+    monkeypatch.setattr(stage, "build_networks", note("policy loaded", networks))
+    monkeypatch.setattr(stage, "build_reference", note("reference loaded"))
+    monkeypatch.setattr(stage, "write_shard", note("shard written"))
+    monkeypatch.setattr(stage, "write_folder", note("folder written"))
+    monkeypatch.setattr(dist, "barrier", note("a collective"))
+    monkeypatch.setattr(dist, "destroy_process_group", note("parted"))
+    return seen
+
+
+def test_stages_wait_for_one_that_loads_or_writes_slowly_as_long_as_a_start_may_take(events, tmp_path):
+    learner = make_stage(tmp_path, device="cpu", collective_timeout_s=1.0)
+    with pytest.raises(KeyboardInterrupt):
+        learner.setup()
+    together = f"all meet within {STARTUP_S:g} s"
+    assert events == ["rendezvous", "policy loaded", "reference loaded", together, "the first collective"]
+    events.clear()
+    learner.export(tmp_path)
+    assert events == ["shard written", together, together, "parted"]
+
+
+def test_a_rank_that_dies_while_others_wait_for_it_is_noticed_by_its_connection(tmp_path):
+    run_ranks("tests.unit.test_learner_stage", tmp_path, [(1, 2)])
+    assert (tmp_path / "said").read_text().startswith("stage 0 could not set up: one of the ranks [1] died")
+
+
+def one_rank(folder: Path, mesh: Mesh) -> None:
+    """What each process of that test runs: rank 1 dies where rank 0 waits for an hour."""
+    ranks = Agreement(mesh.place.rank, 3600.0)
+    if mesh.place.rank == 0:
+        with pytest.raises(StageLost) as caught:
+            make_stage(folder)._guard(lambda: ranks.say(""), "set up")
+        (folder / "said").write_text(str(caught.value))
+    os._exit(0)
+
+
+# --- what counts as a loss ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "is_loss"),
+    [
+        (dist.DistBackendError(DUPLICATE), False),
+        (RuntimeError(DUPLICATE), False),
+        (
+            dist.DistBackendError("NCCL error in: init.cpp, ncclInvalidArgument: Invalid value for an argument."),
+            False,
+        ),
+        (RuntimeError("a matrix has the wrong shape"), False),
+        (dist.DistBackendError(GONE), True),
+        (dist.DistStoreError("wait timeout after 1000ms"), True),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1."), True),
+    ],
+)
+def test_a_gpu_that_two_ranks_share_is_no_lost_rank(tmp_path, error, is_loss):
+    def fail():
+        raise error
+
+    assert tells_of_loss(error) == is_loss
+    with pytest.raises(StageLost if is_loss else type(error)) as caught:
+        make_stage(tmp_path)._guard(fail, "train")
+    assert (caught.value is error) != is_loss
+
+
+# --- the device -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs, faked: by thread, which one was made its current one."""
+    current: dict[int, torch.device] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.update({threading.get_ident(): device}))
+    return current
+
+
+def test_every_thread_that_enters_a_stage_works_on_its_gpu(events, gpus, tmp_path):
+    learner = make_stage(tmp_path, device="cuda")
+    with pytest.raises(KeyboardInterrupt):
+        learner.setup()
+    assert gpus.pop(threading.get_ident()) == torch.device("cuda", 0)
+    another = threading.Thread(target=learner.export, args=(tmp_path,))
+    another.start()
+    another.join()
+    assert list(gpus.values()) == [torch.device("cuda", 0)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_the_process_group_is_told_the_gpu_and_nothing_on_a_cpu(monkeypatch, device):
+    told = {}
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: told.update(options, backend=backend))
+    monkeypatch.setattr(meeting, "_interface_to", lambda *_: None)
+    timeout = timedelta(seconds=1)
+    meeting.meet("tcp://127.0.0.1:1", torch.device(device), rank=1, num_ranks=2, timeout=timeout)
+    if device == "cpu":
+        assert (told["backend"], told["device_id"]) == ("gloo", None)
+    else:
+        assert (told["backend"], told["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))

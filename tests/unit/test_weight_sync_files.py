@@ -1,0 +1,32 @@
+"""Files that are there whole or not at all, and what others may read of them."""
+
+import pytest
+
+from weight_sync.files import private_file
+
+
+def test_a_private_file_is_its_owners_from_the_first_byte_and_has_its_name_once_it_is_whole(tmp_path):
+    path = tmp_path / "page.html"
+    with private_file(path) as file:
+        file.write(b"all of it")
+        file.flush()
+        (part,) = tmp_path.iterdir()
+        assert part.name != path.name
+        assert part.stat().st_mode & 0o777 == 0o600
+    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+    assert path.read_bytes() == b"all of it"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def _write_until_full(file):
+    file.write(b"half")
+    raise OSError("the disk is full")
+
+
+def test_where_writing_fails_the_file_of_before_stays_and_nothing_beside_it(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_bytes(b"of before")
+    with pytest.raises(OSError, match="full"), private_file(path) as file:
+        _write_until_full(file)
+    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+    assert path.read_bytes() == b"of before"

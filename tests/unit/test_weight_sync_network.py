@@ -1,0 +1,248 @@
+"""Weights over ZeroMQ: what one machine publishes another one serves, whatever is lost on the way."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.weights_by_hand import RUN, Machine, assert_holds, damage, publish, upload_sink, v
+from weight_sync.config import WeightSyncConfig
+from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
+from weight_sync.fetch import change_bytes, whole_bytes
+from weight_sync.manifest import delta_name, file_name
+from weight_sync.puller import Puller, open_puller
+from weight_sync.sinks import FolderSink, seen_remote_reader
+from weight_sync.store import WeightStore
+from weight_sync.upload import UploadSink, open_sink
+
+WHOLE = file_name(0, "float32")
+BOTH = ("float32", "bfloat16")
+
+
+@pytest.fixture
+def machine(tmp_path: Path):
+    made = Machine(tmp_path)
+    yield made
+    made.close()
+
+
+def test_an_actor_on_another_machine_stages_what_was_published_in_its_dtype(machine: Machine):
+    publish(machine.folder, 0, BOTH)
+    for dtype in BOTH:
+        puller = machine.puller(dtype=dtype)
+        assert puller.newest() == v(0)
+        with puller.fetch(v(0)) as staged:
+            assert (staged.dtype, staged.version) == (dtype, v(0))
+            assert_holds(staged, 0, dtype)
+            assert machine.staging_dir in staged.folder.parents
+    assert machine.read_bytes()["0.0"].keys() == {file_name(0, dtype) for dtype in BOTH}
+
+
+def test_a_dtype_that_was_not_published_is_refused_by_name(machine: Machine):
+    publish(machine.folder, 0)
+    with pytest.raises(WeightsCorrupt, match="published in float32, not in bfloat16"):
+        machine.puller(dtype="bfloat16").fetch(v(0))
+
+
+def test_who_has_the_parent_fetches_the_changes_alone(machine: Machine):
+    publish(machine.folder, 0)
+    puller = machine.puller()
+    puller.fetch(v(0)).close()
+    manifest = publish(machine.folder, 1, deltas=True)
+    with puller.fetch(v(1)) as staged:
+        assert_holds(staged, 1)
+    assert machine.read_bytes()["0.1"] == {delta_name(WHOLE): change_bytes(manifest, "float32")}
+
+
+def test_who_missed_versions_goes_through_their_changes(machine: Machine):
+    publish(machine.folder, 0)
+    puller = machine.puller()
+    puller.fetch(v(0)).close()
+    for version in (1, 2, 3):
+        publish(machine.folder, version, deltas=True, keep_versions=4)
+    with puller.fetch(v(3)) as staged:
+        assert_holds(staged, 3)
+    assert all(machine.read_bytes()[f"0.{n}"].keys() == {delta_name(WHOLE)} for n in (1, 2, 3))
+
+
+def test_who_joins_late_fetches_whole_files_once(machine: Machine):
+    for version in range(3):
+        manifest = publish(machine.folder, version, deltas=version > 0)
+    with machine.puller().fetch(v(2)) as staged:
+        assert_holds(staged, 2)
+    assert machine.read_bytes()["0.2"] == {WHOLE: whole_bytes(manifest, "float32")}
+
+
+def test_a_delta_that_does_not_lead_to_what_was_published_is_replaced_by_whole_files(machine: Machine):
+    publish(machine.folder, 0)
+    puller = machine.puller()
+    puller.fetch(v(0)).close()
+    publish(machine.folder, 1, deltas=True)
+    path = machine.folder / "0.1" / delta_name(WHOLE)
+    damage(path, path.stat().st_size // 2)
+    with puller.fetch(v(1)) as staged:
+        assert_holds(staged, 1)
+    assert machine.read_bytes()["0.1"].keys() == {delta_name(WHOLE), WHOLE}
+
+
+def test_a_delta_on_another_base_is_not_used(machine: Machine):
+    publish(machine.folder, 0)
+    puller = machine.puller()
+    with puller.fetch(v(0)) as staged:
+        damage(staged.folder / "0.0" / WHOLE)
+    publish(machine.folder, 1, deltas=True)
+    with puller.fetch(v(1)) as staged:
+        assert_holds(staged, 1)
+    assert WHOLE in machine.read_bytes()["0.1"]
+
+
+def test_weights_that_lie_wrong_in_the_store_are_asked_for_twice_and_never_staged(machine: Machine):
+    publish(machine.folder, 0)
+    damage(machine.folder / "0.0" / WHOLE)
+    puller = machine.puller()
+    with pytest.raises(WeightsCorrupt, match=r"tensor 'w2' has checksum"):
+        puller.fetch(v(0))
+    assert machine.read_bytes()["0.0"][WHOLE] == 2 * (machine.folder / "0.0" / WHOLE).stat().st_size
+    assert [path for path in machine.staging_dir.rglob("*") if "part-" in path.name] == []
+    publish(machine.folder, 1)
+    with puller.fetch(v(1)) as staged:
+        assert_holds(staged, 1)
+
+
+def test_a_file_cut_in_the_store_is_refused_by_name(machine: Machine):
+    publish(machine.folder, 0)
+    path = machine.folder / "0.0" / WHOLE
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(WeightsCorrupt, match=rf"{WHOLE}: has \d+ bytes, the manifest says"):
+        machine.puller().fetch(v(0))
+
+
+def test_a_version_that_retention_removed_is_gone_and_the_newer_one_is_not(machine: Machine):
+    puller = machine.puller()
+    for version in range(4):
+        publish(machine.folder, version, keep_versions=1)
+    with pytest.raises(WeightsGone, match=r"version 0\.0 is not in"):
+        puller.fetch(v(0))
+    with puller.fetch(v(3)) as staged:
+        assert_holds(staged, 3)
+
+
+def test_a_service_started_again_in_the_middle_serves_the_rest_on_the_same_port(machine: Machine):
+    manifest = publish(machine.folder, 0)
+    total, address = manifest.size_of(WHOLE), machine.address
+    assert total > 10 * 2**14, "the transfer must be of many chunks"
+    client = machine.client(silence_s=0.2, window=4)
+    received = bytearray()
+    sent_before = 0
+
+    def write(data: memoryview) -> None:
+        nonlocal sent_before
+        received.extend(data)
+        if sent_before == 0 and len(received) > total // 2:
+            sent_before = machine.read_bytes()["0.0"][WHOLE]
+            machine.end()
+            machine.start()
+
+    client.read(v(0), WHOLE, total, 0, write)
+    assert machine.address == address
+    assert bytes(received) == (machine.folder / "0.0" / WHOLE).read_bytes()
+    sent = sent_before + machine.read_bytes()["0.0"][WHOLE]
+    assert 0 < sent_before < total
+    assert sent <= total + 4 * 2**14
+
+
+def test_a_fetch_goes_on_where_an_earlier_one_broke_off(machine: Machine):
+    manifest = publish(machine.folder, 0)
+    total = manifest.size_of(WHOLE)
+    puller = machine.puller()
+    publish(machine.folder, 1)
+    puller.fetch(v(1)).close()
+    (staging,) = machine.staging_dir.iterdir()
+    (staging / "0.0").mkdir()
+    there = (machine.folder / "0.0" / WHOLE).read_bytes()[: total // 2 + 77]
+    (staging / "0.0" / f".{WHOLE}.partial").write_bytes(there)
+    with machine.puller("actor-1").fetch(v(0)) as staged:
+        assert_holds(staged, 0)
+    assert machine.read_bytes()["0.0"] == {WHOLE: total - len(there)}
+
+
+def test_what_came_wrong_before_is_found_at_the_end_and_fetched_again(machine: Machine):
+    manifest = publish(machine.folder, 0)
+    puller = machine.puller()
+    publish(machine.folder, 1)
+    puller.fetch(v(1)).close()
+    (staging,) = machine.staging_dir.iterdir()
+    (staging / "0.0").mkdir()
+    (staging / "0.0" / f".{WHOLE}.partial").write_bytes(bytes(manifest.size_of(WHOLE) // 2))
+    with machine.puller("actor-1").fetch(v(0)) as staged:
+        assert_holds(staged, 0)
+
+
+def test_sixteen_actors_of_a_machine_read_every_version_once(machine: Machine):
+    manifest = publish(machine.folder, 0)
+    pullers = [machine.puller(f"actor-{n}") for n in range(16)]
+    errors: list[BaseException] = []
+
+    def pull(puller: Puller, version: int) -> None:
+        try:
+            with puller.fetch(v(version)) as staged:
+                assert_holds(staged, version)
+        except BaseException as error:
+            errors.append(error)
+
+    for version in (0, 1):
+        if version:
+            manifest = publish(machine.folder, 1, deltas=True)
+        threads = [threading.Thread(target=pull, args=(puller, version)) for puller in pullers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert errors == []
+        file, size = (delta_name(WHOLE), change_bytes(manifest, "float32")) if version else (WHOLE, None)
+        assert machine.read_bytes()[f"0.{version}"] == {file: size or manifest.size_of(WHOLE)}
+
+
+def test_the_transport_is_the_folder_where_it_is_seen_and_the_network_elsewhere(machine: Machine, tmp_path: Path):
+    publish(machine.folder, 0)
+    config = machine.config.model_copy(update={"transport": "auto"})
+
+    def place(folder: Path) -> str:
+        puller = open_puller(
+            config, folder=folder, address=machine.address, run_id=RUN, name="actor-0", dtype="float32"
+        )
+        machine.keep(puller)
+        with puller.fetch(v(0)) as staged:
+            return str(staged.folder)
+
+    assert place(machine.folder) == str(machine.folder)
+    elsewhere = tmp_path / "not-here"
+    assert str(machine.staging_dir) in place(elsewhere)
+    assert not elsewhere.exists()
+    WeightStore(tmp_path / "another")
+    assert str(machine.staging_dir) in place(tmp_path / "another")
+    for folder, kind in ((machine.folder, FolderSink), (elsewhere, UploadSink)):
+        sink = open_sink(config, folder=folder, address=machine.address, run_id=RUN, name="stage-0")
+        machine.keep(sink)
+        assert type(sink) is kind
+
+
+def test_without_a_service_the_folder_is_read(tmp_path: Path):
+    publish(tmp_path / "weights", 0)
+    puller = open_puller(
+        WeightSyncConfig(), folder=tmp_path / "weights", address="", run_id=RUN, name="actor-0", dtype="float32"
+    )
+    with puller.fetch(v(0)) as staged:
+        assert_holds(staged, 0)
+    with pytest.raises(TransferFailed, match="no weight service runs"):
+        open_puller(
+            WeightSyncConfig(transport="network"), folder=tmp_path, address="", run_id=RUN, name="a", dtype="float32"
+        )
+
+
+def test_only_readers_over_the_network_have_deltas_made(machine: Machine):
+    publish(upload_sink(machine), 0)
+    assert not seen_remote_reader(machine.folder)
+    machine.puller().newest()
+    assert seen_remote_reader(machine.folder)
+    assert FolderSink(machine.folder).wants_deltas()

@@ -1,0 +1,231 @@
+"""What goes on when a folder vanishes or is full, and when a process was stopped: nobody waits for it for ever."""
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.weights_by_hand import Machine, assert_holds, damage, publish, v
+from weight_sync import fetch, host_folder
+from weight_sync.client import WeightClient
+from weight_sync.errors import TransferFailed
+from weight_sync.host_folder import HostFolder
+from weight_sync.link import _loopback_hint
+from weight_sync.locks import lock_within
+from weight_sync.manifest import delta_name, file_name
+from weight_sync.puller import open_puller
+from weight_sync.store import WeightStore
+
+WHOLE = file_name(0, "float32")
+
+
+@pytest.fixture
+def machine(tmp_path: Path):
+    made = Machine(tmp_path)
+    yield made
+    made.close()
+
+
+def staging_of(machine: Machine) -> Path:
+    (staging,) = machine.staging_dir.iterdir()
+    return staging
+
+
+# --- a process that is stopped --------------------------------------------------------------------
+
+
+def test_who_waits_for_a_stopped_verifier_verifies_for_itself_and_leaves_the_marker(machine: Machine):
+    publish(machine.folder, 0)
+    config = machine.config.model_copy(update={"transport": "folder", "update_timeout_s": 2.0})
+
+    def pull() -> float:
+        began = time.monotonic()
+        puller = open_puller(config, folder=machine.folder, address="", run_id="r", name="actor-0", dtype="float32")
+        with puller.fetch(v(0)) as staged:
+            assert_holds(staged, 0)
+        return time.monotonic() - began
+
+    pull()
+    (marker,) = (path for path in (machine.folder / "0.0").glob(".verified.*") if path.suffix != ".lock")
+    marker.unlink()
+    with lock_within(marker.with_name(f"{marker.name}.lock"), 1.0, who="stopped", what="it"):
+        assert pull() < 1.5, "a quarter of the time for an update"
+        assert marker.exists()
+        assert pull() < 0.4
+
+
+def test_a_fetcher_that_was_replaced_twice_ends_with_an_error_and_touches_nothing(machine: Machine, monkeypatch):
+    publish(machine.folder, 0)
+    puller = machine.puller()
+    puller.fetch(v(0)).close()
+    staging = staging_of(machine)
+    publish(machine.folder, 1)
+    theirs = b"what the other one has so far"
+    read = WeightClient.read
+
+    def stopped(self, version, file, total, start, write) -> None:
+        read(self, version, file, total, start, write)
+        (staging / "locks" / "0.1").unlink()  # ousted, each time just before it gives the file its name
+        partial = staging / "0.1" / f".{WHOLE}.partial"
+        partial.unlink()
+        partial.write_bytes(theirs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightClient, "read", stopped)
+        with pytest.raises(TransferFailed, match="another process fetches it now"):
+            puller.fetch(v(1))
+    assert (staging / "0.1" / f".{WHOLE}.partial").read_bytes() == theirs
+    assert not (staging / "0.1" / WHOLE).exists()
+    (staging / "0.1" / f".{WHOLE}.partial").unlink()
+    with puller.fetch(v(1)) as staged:
+        assert_holds(staged, 1)
+
+
+def test_a_fetcher_that_was_replaced_in_the_middle_of_a_file_writes_no_more_of_it(machine: Machine, monkeypatch):
+    publish(machine.folder, 0)
+    puller = machine.puller()
+    puller.fetch(v(0)).close()
+    staging = staging_of(machine)
+    publish(machine.folder, 1)
+    read = WeightClient.read
+    written: list[int] = []
+
+    def stopped(self, version, file, total, start, write) -> None:
+        def write_and_stop(data: memoryview) -> None:
+            write(data)
+            written.append(len(data))
+            (staging / "locks" / "0.1").unlink(missing_ok=True)
+
+        read(self, version, file, total, start, write_and_stop)
+
+    monkeypatch.setattr(WeightClient, "read", stopped)
+    with pytest.raises(TransferFailed, match="another process fetches it now"):
+        puller.fetch(v(1))
+    assert len(written) == 2, "a piece of each try"
+
+
+@pytest.mark.parametrize("deltas", [False, True], ids=["whole", "changes"])
+def test_a_file_that_lies_under_its_name_already_is_checked_before_it_is_taken(machine: Machine, deltas: bool):
+    publish(machine.folder, 0)
+    puller = machine.puller()
+    puller.fetch(v(0)).close()
+    publish(machine.folder, 1, deltas=deltas)
+    mine = staging_of(machine) / "0.1"
+    mine.mkdir()
+    shutil.copyfile(machine.folder / "0.1" / WHOLE, mine / WHOLE)
+    damage(mine / WHOLE)
+    with puller.fetch(v(1)) as staged:
+        assert_holds(staged, 1)
+    assert machine.read_bytes()["0.1"].keys() == {delta_name(WHOLE) if deltas else WHOLE}
+
+
+# --- a folder that vanishes or is full ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["between", "while it fetches"])
+def test_a_staging_folder_that_somebody_removed_is_made_anew(machine: Machine, monkeypatch, when: str):
+    publish(machine.folder, 0)
+    puller = machine.puller()
+    puller.fetch(v(0)).close()
+    staging = staging_of(machine)
+    publish(machine.folder, 1)
+    if when == "between":
+        shutil.rmtree(staging)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(fetch, "checked", lambda *_: shutil.rmtree(staging, ignore_errors=True))
+            with pytest.raises(TransferFailed, match="somebody else has removed that folder"):
+                puller.fetch(v(1))
+    for version in (1, 1):
+        with puller.fetch(v(version)) as staged:
+            assert_holds(staged, version)
+    puller.close()
+    assert list(machine.staging_dir.iterdir()) == []
+
+
+def test_a_full_disk_costs_the_versions_that_nobody_reads_and_not_the_update(machine: Machine, monkeypatch):
+    puller = machine.puller()
+    for version in (0, 1, 2):
+        publish(machine.folder, version, deltas=version > 0)
+        puller.fetch(v(version)).close()
+    staging = WeightStore(staging_of(machine))
+    assert staging.committed() == [v(1), v(2)]
+    publish(machine.folder, 3, deltas=True)
+    tried: list[int] = []
+    fetch_changes = fetch.fetch_changes
+
+    def full(*arguments: object) -> None:
+        tried.append(1)
+        if v(1) in staging.committed():
+            raise OSError(28, "No space left on device")
+        fetch_changes(*arguments)
+
+    monkeypatch.setattr("weight_sync.staging.fetch_changes", full)
+    with puller.fetch(v(3)) as staged:
+        assert_holds(staged, 3)
+    assert len(tried) == 2
+    assert staging.committed() == [v(2), v(3)]
+    assert machine.read_bytes()["0.3"].keys() == {delta_name(WHOLE)}
+
+
+def test_who_joins_while_the_last_one_removes_the_folder_has_a_whole_folder(tmp_path: Path, monkeypatch):
+    """The removal is slow; before it ends, another one joins and writes."""
+    path = tmp_path / f"leeway-{os.geteuid()}-run"
+    removing, joined = threading.Event(), threading.Event()
+    rmtree = shutil.rmtree
+
+    def slowly(folder: Path, **options: object) -> None:
+        removing.set()
+        assert joined.wait(20)
+        rmtree(folder, **options)
+
+    first = HostFolder(path)
+    (path / "0.1").mkdir()
+    monkeypatch.setattr(host_folder.shutil, "rmtree", slowly)
+    closing = threading.Thread(target=first.close)
+    closing.start()
+    assert removing.wait(20)
+    # whoever joins sweeps what is dead beside it
+    monkeypatch.setattr(host_folder.shutil, "rmtree", rmtree)
+    second = HostFolder(path)
+    (path / "0.2").mkdir()
+    joined.set()
+    closing.join(20)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert {each.name for each in path.iterdir()} == {"users.lock", "0.2"}
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_vanishes_between_two_looks_is_joined_anew(tmp_path: Path, monkeypatch):
+    path = tmp_path / "leeway-0-run"
+    path.mkdir(mode=0o700)
+    lstat = Path.lstat
+
+    def vanishing(self: Path) -> os.stat_result:
+        if self == path and path.exists():
+            path.rmdir()
+        return lstat(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "lstat", vanishing)
+        joined = HostFolder(path)
+    assert joined.is_there()
+    joined.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "is_loopback"),
+    [
+        ("tcp://127.0.0.1:5555", True),
+        ("tcp://localhost:1", True),
+        ("tcp://[::1]:1", True),
+        ("tcp://10.0.0.7:5555", False),
+        ("tcp://gpu-12:5555", False),
+    ],
+)
+def test_only_an_address_of_this_machine_alone_is_said_to_be_one(address: str, is_loopback: bool):
+    assert ("weight_sync] host" in _loopback_hint(address)) == is_loopback

@@ -1,0 +1,293 @@
+"""The weight service among strangers, slow readers and many clients."""
+
+import os
+import pickle
+import random
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.weights_by_hand import RUN, Machine, assert_holds, make_part, publish, v, weights
+from weight_sync import protocol as p
+from weight_sync.config import WeightSyncConfig
+from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
+from weight_sync.manifest import encode, file_name
+from weight_sync.puller import open_puller
+from weight_sync.served import MAX_OLD, ServedVersions
+from weight_sync.service import WeightService
+from weight_sync.store import WeightStore
+
+WHOLE = file_name(0, "float32")
+CONFIG = WeightSyncConfig(transport="network", chunk_mib=1 / 64)
+
+
+@pytest.fixture
+def machine(tmp_path: Path):
+    made = Machine(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def raw(machine: Machine):
+    """`raw(address)`: a bare socket to the service."""
+    context = zmq.Context()
+    sockets = []
+
+    def connect(address: str = "") -> zmq.Socket:
+        sockets.append(context.socket(zmq.DEALER))
+        sockets[-1].linger = 0
+        sockets[-1].connect(address or machine.address)
+        return sockets[-1]
+
+    yield connect
+    for each in sockets:
+        each.close()
+    context.term()
+
+
+def ask(number: int, message: p.Request, run_id: str = RUN) -> bytes:
+    return p.encode(p.Envelope(number, run_id, message))
+
+
+def answer(connection: zmq.Socket) -> p.Envelope:
+    assert connection.poll(10_000), "no answer"
+    return p.decode(connection.recv_multipart()[0])
+
+
+def test_a_client_of_another_run_is_refused_with_both_names(machine: Machine):
+    config = machine.config
+    with pytest.raises(TransferFailed, match="weight service of run 'test-run', not of 'other'"):
+        open_puller(config, folder=machine.folder, address=machine.address, run_id="other", name="a", dtype="float32")
+
+
+def test_another_release_is_refused_with_what_to_do(machine: Machine, raw):
+    connection = raw()
+    connection.send(ask(1, p.Hello("old", protocol_version=99)))
+    refused = answer(connection).message
+    assert isinstance(refused, p.Refused)
+    assert "from the same release" in refused.reason
+
+
+def test_garbage_is_dropped_and_the_service_goes_on(machine: Machine, raw):
+    publish(machine.folder, 0)
+    connection, chance = raw(), random.Random(0)
+    good = ask(1, p.ReadRequest("0.0", WHOLE, 0, 100))
+    junk = [
+        [b""],
+        [pickle.dumps({"a": 1})],
+        [os.urandom(5000)],
+        [good, b"x", b"y", b"z"],
+        [good[:-1]],
+        [b"\xdc\xff\xff" * 1000],
+        [b"x" * (p.MAX_HEADER_BYTES + 1)],
+    ]
+    for _ in range(200):
+        flipped = bytearray(good)
+        flipped[chance.randrange(len(good))] ^= 1 << chance.randrange(8)
+        junk.append([bytes(flipped)])
+    for frames in junk:
+        connection.send_multipart(frames)
+    with socket.create_connection(tuple(machine.address.removeprefix("tcp://").split(":"))) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    with machine.puller().fetch(v(0)) as staged:
+        assert_holds(staged, 0)
+    # the junk has a connection of its own, which may be slower
+    deadline_s = time.monotonic() + 20
+    while machine.service.stats()["requests"].get("Damaged", 0) < len(junk) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert machine.service.stats()["requests"]["Damaged"] == len(junk)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        p.ReadRequest("0.0", "../STORE", 0, 1),
+        p.ReadRequest("0.0", "manifest.json", 0, 1),
+        p.ReadRequest("0.0", "part-9.float32.safetensors", 0, 1),
+        p.ReadRequest("0.0", WHOLE, 2**40, 1),
+        p.ReadRequest("../x", WHOLE, 0, 1),
+        p.ReadRequest("00.0", WHOLE, 0, 1),
+        p.ManifestRequest("0.00"),
+        p.WriteRequest("0.1", "manifest.json", 0, 1),
+        p.WriteRequest("0.1", "../../part-0.float32.safetensors", 0, 1),
+        p.WriteRequest("../0.1", WHOLE, 0, 1),
+        p.WriteStatusRequest("0.1", ".hidden", 1),
+        p.PartRequest("/", 0),
+        p.Welcome("a", "b"),
+    ],
+    ids=str,
+)
+def test_a_request_for_anything_but_files_of_a_version_is_refused(machine: Machine, raw, message: p.Request):
+    publish(machine.folder, 0)
+    before = {path: path.read_bytes() for path in machine.folder.rglob("*") if path.is_file()}
+    connection = raw()
+    connection.send(ask(7, message))
+    envelope = answer(connection)
+    assert envelope.request_id == 7
+    assert isinstance(envelope.message, p.Refused)
+    assert {path: path.read_bytes() for path in machine.folder.rglob("*") if path.is_file()} == before
+
+
+def test_an_uploaded_part_cannot_name_files_outside_of_its_version(machine: Machine):
+    part, files = make_part(0, v(0), weights(0))
+    for name in ("../x.safetensors", "STORE", "manifest.json"):
+        with pytest.raises((WeightsCorrupt, TransferFailed), match="is no name of a"):
+            machine.client().write(v(0), name, files[WHOLE])
+    assert part.files
+
+
+def test_retention_leaves_a_version_alone_while_a_slow_reader_asks_for_it(tmp_path: Path):
+    now = [0.0]
+    service = WeightService(CONFIG, RUN, tmp_path, read_expires_s=30.0, clock=lambda: now[0])
+    service.bind()
+    try:
+        publish(tmp_path, 0)
+        served = service._served
+        served.document(v(0))
+        for version in range(1, 4):
+            now[0] += 20.0
+            served.read(v(0), WHOLE, 0, 10)
+            served.expire()
+            publish(tmp_path, version, keep_versions=1)
+            assert v(0) in WeightStore(tmp_path).committed()
+        now[0] += 31.0
+        served.expire()
+        publish(tmp_path, 4, keep_versions=1)
+        assert WeightStore(tmp_path).committed() == [v(4)]
+        with pytest.raises(WeightsGone):
+            served.read(v(0), WHOLE, 0, 10)
+    finally:
+        service.close()
+
+
+@pytest.fixture
+def served(tmp_path: Path):
+    """Versions that are served, the time, and the store; retention keeps two."""
+    now = [0.0]
+    made = ServedVersions(WeightStore(tmp_path), keep_versions=2, expires_s=30.0, clock=lambda: now[0])
+    yield made, now, WeightStore(tmp_path)
+    made.close()
+
+
+def test_a_version_is_left_to_retention_two_seconds_after_its_last_reader_got_through(served):
+    versions, now, store = served
+    size = publish(store.folder, 0, keep_versions=2).size_of(WHOLE)
+    for reader in (b"a", b"b", b"waits for a"):
+        versions.document(v(0), reader)
+    versions.read(v(0), WHOLE, 0, size, b"a")
+    versions.read(v(0), WHOLE, 0, size - 1, b"b")
+    for version, at_s, stays in ((2, 10.0, True), (4, 11.9, True), (6, 13.1, False)):
+        if version == 4:
+            versions.read(v(0), WHOLE, size - 1, 1, b"b")
+        publish(store.folder, version - 1, keep_versions=2)
+        now[0] = at_s
+        versions.expire()
+        publish(store.folder, version, keep_versions=2)
+        assert (v(0) in store.committed()) == stays
+        if version == 2:
+            now[0] = 11.0
+
+
+def test_readers_that_never_get_through_keep_a_bounded_number_of_versions(served):
+    versions, now, store = served
+    for version in range(30):
+        publish(store.folder, version, keep_versions=2)
+        versions.read(v(version), WHOLE, 0, 1, str(version).encode())
+        now[0] += 1.0
+        versions.expire()
+    assert len(store.committed()) <= 2 + MAX_OLD + 1
+    assert versions.read(v(29), WHOLE, 0, 1, b"late")
+
+
+def test_sixty_four_clients_are_served_in_turn(tmp_path: Path, raw):
+    publish(tmp_path / "fair", 0)
+    service = WeightService(CONFIG, RUN, tmp_path / "fair")
+    address = service.bind()
+    try:
+        greedy, *light = [raw(address) for _ in range(65)]
+        for number in range(16):
+            greedy.send(ask(number, p.ReadRequest("0.0", WHOLE, 0, 2**14)))
+        for connection in light:
+            for number in range(4):
+                connection.send(ask(number, p.ReadRequest("0.0", WHOLE, number * 2**14, 2**14)))
+        time.sleep(0.5)  # all requests have arrived: from here on the socket's order is all that counts
+        served = dict.fromkeys(light, 0)
+        for round_number in range(1, 5):
+            for _ in range(65):
+                service.turn()
+            for connection in light:
+                while connection.poll(300 if served[connection] < round_number else 0):
+                    assert isinstance(p.decode(connection.recv_multipart()[0]).message, p.Chunk)
+                    served[connection] += 1
+            assert set(served.values()) == {round_number}
+    finally:
+        service.close()
+
+
+def test_a_service_that_is_not_there_is_an_error_that_says_so_in_time(machine: Machine):
+    client = machine.client(timeout_s=0.6, silence_s=0.1)
+    machine.end()
+    began = time.monotonic()
+    with pytest.raises(
+        TransferFailed, match=rf"{machine.address} did not answer NewestRequest\(\) for 0\.6 s.* 0\.0\.0\.0"
+    ):
+        client.newest()
+    assert 0.5 < time.monotonic() - began < 5
+    machine.start()
+    assert client.newest() is None
+
+
+def test_a_slow_link_is_not_cut_again_and_again(machine: Machine):
+    """Each answer takes longer than the silence after which a client connects anew."""
+    publish(machine.folder, 0)
+    client = machine.client(silence_s=0.05, timeout_s=20.0)
+    send = machine.service._send
+
+    def slowly(*arguments) -> None:
+        time.sleep(0.4)
+        send(*arguments)
+
+    machine.service._send = slowly
+    assert client.newest() == v(0)
+
+
+def test_work_that_takes_long_is_done_once_however_often_it_is_asked_for(machine: Machine):
+    part, files = make_part(0, v(0), weights(0))
+    client = machine.client(silence_s=0.05)
+    intake, calls, go = machine.service._intake, [], threading.Event()
+    finish = intake.finish_part
+
+    def slowly(document: memoryview) -> None:
+        calls.append(1)
+        assert go.wait(20)
+        finish(document)
+
+    intake.finish_part = slowly
+    for name, buffers in files.items():
+        client.write(v(0), name, buffers)
+    waiter = threading.Thread(target=client.part_done, args=(encode(part),))
+    waiter.start()
+    while machine.service.stats()["requests"].get("PartDone", 0) < 3:
+        time.sleep(0.01)
+    assert machine.client("other").newest() is None, "others are served meanwhile"
+    go.set()
+    waiter.join(20)
+    assert not waiter.is_alive()
+    assert calls == [1]
+    assert client.part_document(v(0), 0) == encode(part)
+
+
+def test_a_port_in_use_is_an_error_that_names_the_knobs(machine: Machine, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("weight_sync.wire.BIND_RETRY_S", 0.0)
+    port = int(machine.address.rsplit(":", 1)[1])
+    other = WeightService(machine.config.model_copy(update={"port": port}), RUN, tmp_path / "other")
+    try:
+        with pytest.raises(TransferFailed, match=r"cannot bind .*Set \[weight_sync\] host and port"):
+            other.bind()
+    finally:
+        other.close()

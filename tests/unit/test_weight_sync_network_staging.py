@@ -1,0 +1,394 @@
+"""What a machine keeps of the weights that it fetched, who waits for whom, and what an actor refuses."""
+
+import fcntl
+import os
+import shutil
+import stat
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.weights_by_hand import Machine, assert_holds, damage, make_part, publish, v, weights
+from weight_sync import host_folder, verified
+from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
+from weight_sync.host_folder import HostFolder, folder_for
+from weight_sync.locks import lock_within, try_lock
+from weight_sync.manifest import MANIFEST_NAME, build_manifest, file_name
+from weight_sync.puller import Puller, StagedVersion
+from weight_sync.sinks import FolderSink
+from weight_sync.store import WeightStore
+
+WHOLE = file_name(0, "float32")
+
+
+@pytest.fixture
+def machine(tmp_path: Path):
+    made = Machine(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "weights"
+
+
+def verified_reads(monkeypatch) -> list[str]:
+    """Grows by every file that is read against its checksums because nobody has yet."""
+    read: list[str] = []
+    verify = WeightStore.verify
+
+    def counted(store, manifest, dtype) -> None:
+        read.append(dtype)
+        time.sleep(0.2)  # long enough for all others to come and wait
+        verify(store, manifest, dtype)
+
+    monkeypatch.setattr(WeightStore, "verify", counted)
+    return read
+
+
+# --- the folder of the machine --------------------------------------------------------------------
+
+
+def test_the_last_puller_removes_what_the_machine_kept(machine: Machine):
+    publish(machine.folder, 0)
+    first, second = machine.puller("actor-0"), machine.puller("actor-1")
+    for puller in (first, second):
+        puller.fetch(v(0)).close()
+    (kept,) = machine.staging_dir.iterdir()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    first.close()
+    second.fetch(v(0)).close()
+    second.close()
+    second.close()
+    assert list(machine.staging_dir.iterdir()) == []
+
+
+def test_what_killed_processes_left_is_removed_by_the_next_one_to_start(tmp_path: Path):
+    left, used, foreign = (tmp_path / f"leeway-{os.geteuid()}-{name}" for name in ("old", "used", "foreign"))
+    (left / "0.1").mkdir(parents=True)
+    (left / "users.lock").touch()
+    foreign.mkdir()
+    holder = HostFolder(used)
+    HostFolder(tmp_path / f"leeway-{os.geteuid()}-mine").close()
+    assert not left.exists()
+    assert used.exists()
+    assert foreign.exists(), "without a users' lock it is none of ours, or just being made"
+    holder.close()
+
+
+def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in ("open", "link"):
+        with pytest.raises(TransferFailed, match="is not a folder that this user alone may write"):
+            HostFolder(tmp_path / name)
+
+
+def test_memory_is_taken_where_it_has_the_room_and_the_temporary_folder_where_not(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(host_folder, "_SHM", tmp_path)
+    small = folder_for("a run/1", "abc", None, 1000)
+    assert small.parent == tmp_path
+    assert small.name == f"leeway-{os.geteuid()}-a_run_1-abc"
+    assert folder_for("r", "abc", None, 2**60).parent != tmp_path
+    assert folder_for("r", "abc", str(tmp_path / "mine"), 2**60).parent == tmp_path / "mine"
+
+
+def test_a_machine_keeps_the_two_newest_and_what_is_read(machine: Machine):
+    puller = machine.puller()
+    publish(machine.folder, 0)
+    reading = puller.fetch(v(0))
+    for version in range(1, 5):
+        publish(machine.folder, version)
+        puller.fetch(v(version)).close()
+    kept = WeightStore(reading.folder)
+    assert kept.committed() == [v(0), v(3), v(4)]
+    assert_holds(reading, 0)
+    reading.close()
+    publish(machine.folder, 5)
+    puller.fetch(v(5)).close()
+    assert kept.committed() == [v(4), v(5)]
+    assert sorted(path.name for path in (reading.folder / "locks").iterdir()) == ["0.4", "0.5"]
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+def test_what_rots_on_this_machine_is_fetched_again_once_an_engine_has_refused_it(machine: Machine, deltas: bool):
+    publish(machine.folder, 0)
+    puller = machine.puller()
+    puller.fetch(v(0)).close()
+    publish(machine.folder, 1, deltas=deltas)
+    with puller.fetch(v(1)) as staged:
+        damage(staged.folder / "0.1" / WHOLE)
+        with pytest.raises(WeightsCorrupt, match=WHOLE):
+            assert_holds(staged, 1)
+        puller.distrust(staged)
+    with puller.fetch(v(1)) as staged:
+        assert_holds(staged, 1)
+    with machine.puller("actor-1").fetch(v(1)) as staged:
+        assert_holds(staged, 1)
+
+
+def test_a_disk_without_room_is_an_error_that_names_the_folder_and_the_knob(machine: Machine, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    publish(machine.folder, 0)
+    puller = machine.puller()
+    with monkeypatch.context() as patch:
+        patch.setattr("weight_sync.staging.fetch_whole", full)
+        with pytest.raises(TransferFailed, match=rf"{machine.staging_dir}.*it is full.*staging_dir"):
+            puller.fetch(v(0))
+    with puller.fetch(v(0)) as staged:
+        assert_holds(staged, 0)
+
+
+# --- waiting for one another ----------------------------------------------------------------------
+
+
+def test_who_waits_for_a_stopped_process_says_for_whom_and_gives_up_in_time(tmp_path: Path):
+    path = tmp_path / "lock"
+    with lock_within(path, 1.0, who="actor-3", what="version 0.1"):
+        began = time.monotonic()
+        with pytest.raises(TransferFailed, match=rf"version 0\.1: waited 0\.2 s for actor-3 \(process {os.getpid()}\)"):
+            lock_within(path, 0.2, who="actor-4", what="version 0.1")
+        assert time.monotonic() - began < 5
+    with lock_within(path, 0.2, who="actor-4", what="version 0.1"):
+        pass
+
+
+def test_who_gets_on_is_waited_for_longer(tmp_path: Path):
+    now = [0.0]
+
+    def pause(_: float) -> None:
+        now[0] += 1.0
+        if now[0] > 50:
+            holder.close()
+
+    holder = try_lock(tmp_path / "lock")
+    assert holder is not None
+    lock_within(
+        tmp_path / "lock", 2.0, who="b", what="x", progress=lambda: int(now[0]), clock=lambda: now[0], pause=pause
+    ).close()
+    assert now[0] > 50
+
+
+def test_a_lock_whose_file_its_holder_removed_just_then_is_taken_anew(tmp_path: Path, monkeypatch):
+    path = tmp_path / "lock"
+    real = fcntl.flock
+    removals = iter([path.unlink])
+
+    def flock(file, operation: int) -> None:
+        next(removals, lambda: None)()
+        real(file, operation)
+
+    monkeypatch.setattr("weight_sync.locks.fcntl.flock", flock)
+    with lock_within(path, 0.2, who="b", what="x"):
+        assert try_lock(path) is None
+
+
+def test_another_version_does_not_wait_for_one_whose_fetcher_is_stopped(machine: Machine):
+    publish(machine.folder, 0)
+    puller = machine.puller()
+    puller.fetch(v(0)).close()
+    publish(machine.folder, 1)
+    (staging,) = machine.staging_dir.iterdir()
+    with lock_within(staging / "locks" / "0.1", 1.0, who="stopped", what="it"):
+        publish(machine.folder, 2)
+        with puller.fetch(v(2)) as staged:
+            assert_holds(staged, 2)
+
+
+def test_a_fetcher_that_is_stopped_is_replaced_by_one_of_those_that_wait(machine: Machine):
+    config = machine.config.model_copy(update={"update_timeout_s": 2.0})
+    publish(machine.folder, 0)
+    pullers = [machine.puller(f"actor-{n}", config=config) for n in range(4)]
+    for puller in pullers:
+        puller.fetch(v(0)).close()
+    (staging,) = machine.staging_dir.iterdir()
+    manifest = publish(machine.folder, 1)
+    (staging / "0.1").mkdir()
+    began = time.monotonic()
+    with lock_within(staging / "locks" / "0.1", 1.0, who="stopped", what="it"):
+        stale = (staging / "0.1" / f".{WHOLE}.partial").open("ab", buffering=0)
+        stale.write((machine.folder / "0.1" / WHOLE).read_bytes()[:1000])
+        staged: list[StagedVersion] = []
+        threads = [threading.Thread(target=lambda p=puller: staged.append(p.fetch(v(1)))) for puller in pullers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        stale.write(b"what it had still to write")
+        stale.close()
+    assert len(staged) == 4
+    assert time.monotonic() - began < 10
+    for each in staged:
+        assert_holds(each, 1)
+        each.close()
+    assert machine.read_bytes()["0.1"] == {WHOLE: manifest.size_of(WHOLE) - 1000}
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+def test_a_fetcher_shows_at_every_tensor_that_it_gets_on(machine: Machine, monkeypatch, deltas: bool):
+    """Nothing else grows while a file that was reserved whole is filled, or is read against its checksums."""
+    publish(machine.folder, 0, num_tensors=5)
+    puller = machine.puller()
+    puller.fetch(v(0)).close()
+    (staging,) = machine.staging_dir.iterdir()
+    publish(machine.folder, 1, deltas=deltas, num_tensors=5)
+    seen, lock = [], staging / "locks" / "0.1"
+    module = "weight_sync.delta" if deltas else "weight_sync.store"
+    checksum = import_module(module).checksum_of
+
+    def slow(data) -> str:
+        if lock.exists():
+            seen.append(lock.stat().st_mtime_ns)
+            os.utime(lock, (0, 0))  # so that only what touches it anew can make it young again
+        return checksum(data)
+
+    monkeypatch.setattr(f"{module}.checksum_of", slow)
+    puller.fetch(v(1)).close()
+    assert len(seen) >= 5
+    assert all(seen[:5])
+
+
+# --- a folder that is seen ------------------------------------------------------------------------
+
+
+def test_the_actors_of_a_machine_verify_a_version_once(folder: Path, monkeypatch):
+    read = verified_reads(monkeypatch)
+    publish(folder, 0, ("float32", "bfloat16"))
+
+    def pull(dtype: str) -> None:
+        with Puller.of_folder(folder, dtype).fetch(v(0)) as staged:
+            assert_holds(staged, 0, dtype)
+
+    threads = [threading.Thread(target=pull, args=(dtype,)) for dtype in ("float32", "bfloat16") * 8]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(read) == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("what", ["content", "machine"])
+def test_a_version_that_was_verified_is_verified_again_when_its_files_or_the_boot_changed(
+    folder: Path, monkeypatch, what: str
+):
+    read = verified_reads(monkeypatch)
+    publish(folder, 0)
+    Puller.of_folder(folder, "float32").fetch(v(0)).close()
+    path = folder / "0.0" / WHOLE
+    if what == "machine":
+        monkeypatch.setattr(verified, "_machine", lambda: "another boot")
+        Puller.of_folder(folder, "float32").fetch(v(0)).close()
+    else:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(WeightsCorrupt, match=WHOLE):
+            Puller.of_folder(folder, "float32").fetch(v(0))
+    assert len(read) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_verified_without_a_marker(folder: Path, monkeypatch):
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    read = verified_reads(monkeypatch)
+    publish(folder, 0)
+    for name in ("lock_within", "write_whole"):
+        monkeypatch.setattr(verified, name, refused)
+    for _ in range(2):
+        Puller.of_folder(folder, "float32").fetch(v(0)).close()
+    assert len(read) == 2
+
+
+def test_an_unreadable_folder_is_refused_with_what_to_try(tmp_path: Path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(TransferFailed, match=r"cannot read the weight store's folder .* transport = 'network'"):
+        Puller.of_folder(tmp_path / "file" / "weights", "float32")
+
+
+# --- what an actor refuses ------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["folder", "network"])
+def puller(request, machine: Machine) -> Puller:
+    return machine.puller() if request.param == "network" else Puller.of_folder(machine.folder, "float32")
+
+
+def test_an_older_version_in_the_place_of_a_newer_one_is_refused_by_name(machine: Machine, puller: Puller):
+    publish(machine.folder, 7)
+    publish(machine.folder, 1, incarnation=1)
+    assert puller.newest() == v(1, 1)
+    puller.fetch(v(1, 1)).close()
+    (machine.folder / "NEWEST").write_text("0.7\n")
+    with pytest.raises(WeightsCorrupt, match=r"gives out version 0\.7 as the newest, but 1\.1 was before"):
+        puller.newest()
+    with pytest.raises(WeightsCorrupt, match=r"version 0\.7 is older than 1\.1"):
+        puller.fetch(v(7))
+
+
+def test_another_version_under_the_name_of_a_newer_one_is_refused(machine: Machine, puller: Puller):
+    publish(machine.folder, 1)
+    publish(machine.folder, 2)
+    (machine.folder / "0.2" / MANIFEST_NAME).write_bytes((machine.folder / "0.1" / MANIFEST_NAME).read_bytes())
+    with pytest.raises(WeightsCorrupt, match=r"describes version 0\.1, not 0\.2"):
+        puller.fetch(v(2))
+
+
+def test_another_architecture_is_refused_and_the_next_good_version_taken(machine: Machine, puller: Puller):
+    publish(machine.folder, 0)
+    puller.fetch(v(0)).close()
+    sink = FolderSink(machine.folder)
+    part, files = make_part(0, v(1), {"w0": np.zeros(5, np.float32)})
+    sink.write_part(part, files)
+    sink.commit(build_manifest(v(1), [part], sink.newest(), 0.0), 3)
+    with pytest.raises(WeightsCorrupt, match="another architecture"):
+        puller.fetch(v(1))
+    publish(machine.folder, 2)
+    with puller.fetch(v(2)) as staged:
+        assert_holds(staged, 2)
+
+
+def test_two_learners_under_one_number_are_noticed(machine: Machine):
+    publish(machine.folder, 0)
+    machine.puller("actor-0").fetch(v(0)).close()
+    sink = FolderSink(machine.folder)
+    part, files = make_part(0, v(0), weights(3))
+    sink.write_part(part, files)
+    (machine.folder / "NEWEST").unlink()
+    sink.commit(build_manifest(v(0), [part], None, 1.0), 3)
+    machine.end()
+    machine.start()
+    with pytest.raises(WeightsCorrupt, match="two learners publish under one number"):
+        machine.puller("actor-1").fetch(v(0))
+
+
+def test_deltas_against_another_learners_parent_are_not_even_fetched(machine: Machine):
+    publish(machine.folder, 0)
+    puller = machine.puller("actor-0")
+    puller.fetch(v(0)).close()
+    machine.end()
+    shutil.rmtree(machine.folder / "0.0")
+    (machine.folder / "NEWEST").unlink()
+    sink = FolderSink(machine.folder)
+    part, files = make_part(0, v(0), weights(3))
+    sink.write_part(part, files)
+    sink.commit(build_manifest(v(0), [part], None, 1.0), 3)
+    publish(machine.folder, 1, deltas=True)
+    machine.start()
+    with puller.fetch(v(1)) as staged:
+        assert_holds(staged, 1)
+    assert machine.read_bytes()["0.1"].keys() == {WHOLE}
+
+
+def test_a_version_that_never_was_is_gone(puller: Puller):
+    assert puller.newest() is None
+    with pytest.raises(WeightsGone, match=r"version 0\.9 is not in"):
+        puller.fetch(v(9))

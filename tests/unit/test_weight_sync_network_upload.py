@@ -1,0 +1,186 @@
+"""Stages on another machine than the weight service: uploads, whole and as changes, resumed and refused."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from tests.weights_by_hand import Machine, assert_holds, damage, make_part, publish, upload_sink, v, weights
+from weight_sync.errors import PublishFailed, TransferFailed
+from weight_sync.intake import Intake
+from weight_sync.manifest import build_manifest, file_name
+from weight_sync.publisher import Publisher
+from weight_sync.puller import Puller
+from weight_sync.store import WeightStore
+from weight_sync.tensors import read_tensors
+
+WHOLE = file_name(0, "float32")
+BOTH = ("float32", "bfloat16")
+
+
+@pytest.fixture
+def machine(tmp_path: Path):
+    made = Machine(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_stage_elsewhere_uploads_changes_alone_and_the_service_makes_them_whole(machine: Machine):
+    sink = upload_sink(machine)
+    publish(sink, 0, BOTH)
+    sent_whole = machine.service.stats()["requests"]["WriteRequest"]
+    publish(sink, 1, BOTH, deltas=True)
+    assert machine.service.stats()["requests"]["WriteRequest"] - sent_whole == 2 < sent_whole
+    for dtype in BOTH:
+        with Puller.of_folder(machine.folder, dtype).fetch(v(1)) as staged:
+            assert_holds(staged, 1, dtype)
+
+
+def test_what_a_killed_learner_left_is_removed_before_the_first_byte_of_the_next_one_is_uploaded(machine: Machine):
+    sink = upload_sink(machine)
+    publish(sink, 0, BOTH)
+    for name in ("0.1", "1.1"):
+        (machine.folder / name).mkdir()
+        (machine.folder / name / f".{WHOLE}.1000.upload").write_bytes(b"x")
+    Intake(WeightStore(machine.folder)).write(v(0, 1), WHOLE, 0, 2, memoryview(b"x"))
+    assert sorted(path.name for path in machine.folder.glob("[0-9]*")) == ["0.0", "1.0", "1.1"]
+
+
+def test_only_files_that_have_changes_are_uploaded_as_such(machine: Machine):
+    sink = upload_sink(machine)
+    publish(sink, 0, BOTH)
+    part, files = make_part(0, v(1), weights(1), BOTH)
+    smaller, changes = make_part(0, v(1), weights(1), ("float32",), old=weights(0), parent=v(0))
+    part = msgspec.structs.replace(
+        part,
+        parent=smaller.parent,
+        tensors=(*smaller.tensors, *(entry for entry in part.tensors if entry.dtype == "bfloat16")),
+        files=(*smaller.files, *(file for file in part.files if "bfloat16" in file.name)),
+    )
+    sent = machine.service.stats()["requests"]["WriteRequest"]
+    sink.write_part(part, {**files, **changes})
+    num_chunks = -(-sum(map(len, files[file_name(0, "bfloat16")])) // 2**14)
+    assert machine.service.stats()["requests"]["WriteRequest"] - sent == num_chunks + 1
+    sink.commit(build_manifest(v(1), [part], sink.newest(), 0.0), 3)
+    for dtype in BOTH:
+        with Puller.of_folder(machine.folder, dtype).fetch(v(1)) as staged:
+            assert_holds(staged, 1, dtype)
+
+
+def test_a_learner_elsewhere_publishes_for_actors_elsewhere_in_every_dtype(machine: Machine):
+    """The real publisher, over two stages; its versions go through deltas both ways."""
+    tensors = [{f"{rank}.{name}": torch.from_numpy(w) for name, w in weights(0).items()} for rank in range(2)]
+    publishers = [
+        Publisher(upload_sink(machine, f"stage-{rank}"), rank, 2, BOTH, keep_versions=4, full_every=3)
+        for rank in range(2)
+    ]
+    pullers = {dtype: machine.puller(dtype=dtype) for dtype in BOTH}
+    for version in range(4):
+        for publisher, mine in zip(publishers, tensors, strict=True):
+            mine["0.w0" if "0.w0" in mine else "1.w0"][version] += 1.0
+            publisher.publish(v(version), mine)
+        for publisher in publishers:
+            publisher.flush(30.0)
+        for dtype, puller in pullers.items():
+            assert puller.newest() == v(version)
+            with puller.fetch(v(version)) as staged:
+                found = read_tensors(WeightStore(staged.folder), staged.manifest, dtype)
+                expected = {name: tensor.to(getattr(torch, dtype)) for mine in tensors for name, tensor in mine.items()}
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for publisher in publishers:
+        publisher.close()
+    deltas = {version: {name for name in files if "delta" in name} for version, files in machine.read_bytes().items()}
+    assert {version: len(names) for version, names in deltas.items()} == {"0.0": 0, "0.1": 4, "0.2": 4, "0.3": 0}
+
+
+def test_an_upload_whose_changes_do_not_serve_is_made_whole(machine: Machine):
+    sink = upload_sink(machine)
+    publish(sink, 0)
+    damage(machine.folder / "0.0" / WHOLE)
+    publish(sink, 1, deltas=True)
+    with Puller.of_folder(machine.folder, "float32").fetch(v(1)) as staged:
+        assert_holds(staged, 1)
+
+
+def test_two_stages_upload_one_version_and_it_exists_once_both_have(machine: Machine):
+    sinks = [upload_sink(machine, f"stage-{rank}") for rank in range(2)]
+    tensors = weights(0, 4)
+    parts = []
+    for rank, sink in enumerate(sinks):
+        mine = {f"{rank}.{name}": tensor for name, tensor in tensors.items()}
+        part, files = make_part(rank, v(0), mine, BOTH)
+        assert sinks[0].part(v(0), rank) is None
+        sink.write_part(part, files)
+        found = sinks[0].part(v(0), rank)
+        assert found is not None
+        assert found.tensors == part.tensors
+        parts.append(found)
+        assert sinks[0].newest() is None
+    sinks[0].commit(build_manifest(v(0), parts, None, 0.0), 3)
+    assert sinks[1].newest() is not None
+    with machine.puller(dtype="bfloat16").fetch(v(0)) as staged:
+        assert len(staged.manifest.variant("bfloat16")) == 8
+
+
+def test_a_version_is_not_committed_before_all_its_files_have_come(machine: Machine):
+    sink = upload_sink(machine)
+    part, _ = make_part(0, v(0), weights(0))
+    with pytest.raises(TransferFailed, match="is missing"):
+        sink.commit(build_manifest(v(0), [part], None, 0.0), 3)
+    assert sink.newest() is None
+
+
+def test_an_upload_goes_on_where_the_service_was_killed(machine: Machine):
+    part, files = make_part(0, v(0), weights(0))
+    total = sum(map(len, files[WHOLE]))
+    folder = machine.folder / "0.0"
+    folder.mkdir()
+    (folder / f".{WHOLE}.{total}.upload").write_bytes(b"".join(files[WHOLE])[: total - 1000])
+    sink = upload_sink(machine)
+    sink.write_part(part, files)
+    assert machine.service.stats()["requests"]["WriteRequest"] == 1
+    sink.commit(build_manifest(v(0), [part], None, 0.0), 3)
+    sink.write_part(part, files)
+    sink.commit(build_manifest(v(0), [part], sink.newest(), 1.0), 3)
+    assert machine.service.stats()["requests"]["WriteRequest"] == 1
+    with machine.puller().fetch(v(0)) as staged:
+        assert_holds(staged, 0)
+
+
+def test_an_upload_that_came_wrong_is_never_committed_and_comes_again(machine: Machine):
+    part, files = make_part(0, v(0), weights(0))
+    total = sum(map(len, files[WHOLE]))
+    folder = machine.folder / "0.0"
+    folder.mkdir()
+    (folder / f".{WHOLE}.{total}.upload").write_bytes(b"".join(files[WHOLE]))
+    damage(folder / f".{WHOLE}.{total}.upload")
+    sink = upload_sink(machine)
+    with pytest.raises(TransferFailed, match="has to be uploaded again"):
+        sink.write_part(part, files)
+    assert sink.part(v(0), 0) is None
+    sink.write_part(part, files)
+    assert sink.part(v(0), 0) is not None
+
+
+def test_an_old_learner_cannot_upload_behind_the_newest(machine: Machine):
+    sink = upload_sink(machine)
+    publish(sink, 5, incarnation=1)
+    part, files = make_part(0, v(6), weights(6))
+    with pytest.raises(PublishFailed, match=r"version 0\.6 cannot follow 1\.5"):
+        sink.write_part(part, files)
+
+
+def test_a_full_disk_of_the_service_is_an_error_of_the_disk_for_the_stage(machine: Machine, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    sink = upload_sink(machine)
+    part, files = make_part(0, v(0), weights(0))
+    with monkeypatch.context() as patch:
+        patch.setattr("weight_sync.intake.os.pwrite", full)
+        with pytest.raises(OSError, match="No space left") as error:
+            sink.write_part(part, files)
+        assert error.value.errno == 28
+    sink.write_part(part, files)

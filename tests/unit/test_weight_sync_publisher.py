@@ -1,0 +1,373 @@
+"""The learner's side: it waits for a copy to host memory, and its thread does the rest, again where it may help."""
+
+import errno
+import gc
+import logging
+import os
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.published import PART, publish, publisher_of, read, same, v, weights
+from weight_sync import parts
+from weight_sync.errors import PublishFailed, TransferFailed
+from weight_sync.publisher import NUM_COPIES, Publisher
+from weight_sync.sinks import FolderSink
+from weight_sync.staleness import PolicyVersion
+from weight_sync.store import WeightStore
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "weights"
+
+
+class Stubborn(FolderSink):
+    """A folder in which a call fails so often as is asked."""
+
+    def __init__(self, folder: Path, error: Exception | None = None, *, times: int = 0, call: str = "write_part"):
+        super().__init__(folder)
+        self.error, self.times, self.call = error, times, call
+        self.tried: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def write_part(self, part, files):
+        assert self.gate.wait(30)
+        self._maybe_fail("write_part", part.version)
+        super().write_part(part, files)
+
+    def commit(self, manifest, keep_versions):
+        self._maybe_fail("commit", str(manifest.policy))
+        super().commit(manifest, keep_versions)
+        self._maybe_fail("after_commit", str(manifest.policy))
+
+    def _maybe_fail(self, call: str, version: str):
+        if call != self.call:
+            return
+        self.tried.append(version)
+        if self.times > 0:
+            self.times -= 1
+            raise self.error
+
+
+def full(number: int = errno.ENOSPC) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def alone(sink, **arguments) -> Publisher:
+    return Publisher(sink, 0, 1, ["float32"], **{"keep_versions": 3, **arguments})
+
+
+def until(ready, what: str) -> None:
+    deadline_s = time.monotonic() + 10
+    while not ready():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.005)
+
+
+def test_tensors_may_change_once_publish_has_returned(folder: Path):
+    publisher = publisher_of(folder)
+    tensors = weights(0)
+    publisher.publish(v(0), tensors)
+    tensors["embed"].zero_()
+    publisher.close()
+    assert same(read(folder, v(0)), weights(0))
+
+
+def test_a_version_holds_every_dtype_rounded_as_torch_rounds(folder: Path):
+    tensors = {"w": torch.randn(50, 3, dtype=torch.float64).T, "b": torch.randn(4), "s": torch.tensor(1e-3)}
+    dtypes = ("bfloat16", "float32", "float16", "float64")
+    publisher = publisher_of(folder, dtypes=(*dtypes, "bfloat16"))
+    publisher.publish(v(0), tensors)
+    publisher.close()
+    assert set(WeightStore(folder).manifest(v(0)).dtypes) == set(dtypes)
+    for dtype in dtypes:
+        expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+        assert same(read(folder, v(0), dtype), expected)
+
+
+def test_what_was_published_can_be_read_by_any_program_that_knows_safetensors(folder: Path):
+    from safetensors.torch import load_file
+
+    publish(folder, v(3))
+    assert same(load_file(folder / "0.3" / PART), weights(3))
+
+
+def test_a_tied_head_and_embedding_are_two_tensors(folder: Path):
+    table = torch.randn(5, 2)
+    publisher = publisher_of(folder)
+    publisher.publish(v(0), {"embed": table, "lm_head": table})
+    publisher.close()
+    assert same(read(folder, v(0)), {"embed": table, "lm_head": table})
+
+
+def test_read_tensors_outlive_the_files_and_bring_no_warning(folder: Path):
+    publish(folder, v(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensors = read(folder, v(0))
+    (folder / "0.0" / PART).unlink()
+    gc.collect()
+    assert same(tensors, weights(0))
+
+
+def test_tensors_without_values_survive(folder: Path):
+    publisher = publisher_of(folder)
+    publisher.publish(v(0), {"none": torch.empty(0, 4), "one": torch.ones(1)})
+    publisher.close()
+    assert same(read(folder, v(0)), {"none": torch.empty(0, 4), "one": torch.ones(1)})
+
+
+def test_publish_waits_for_the_copy_and_not_for_the_disk(folder: Path):
+    sink = Stubborn(folder)
+    sink.gate.clear()
+    publisher = alone(sink)
+    publisher.publish(v(0), weights(0))
+    publisher.publish(v(1), weights(1))
+    assert publisher._unfinished
+    assert WeightStore(folder).newest() is None
+    sink.gate.set()
+    publisher.flush(10)
+    assert not publisher._unfinished
+    assert WeightStore(folder).newest() == v(1)
+    assert same(read(folder, v(0)), weights(0))
+    assert same(read(folder, v(1)), weights(1))
+    publisher.close()
+
+
+def test_publish_waits_for_a_slow_disk_instead_of_filling_memory(folder: Path):
+    sink = Stubborn(folder)
+    sink.gate.clear()
+    publisher = alone(sink, timeout_s=0.1)
+    for version in range(NUM_COPIES):
+        publisher.publish(v(version), weights(version))
+    with pytest.raises(PublishFailed, match=r"waited 0\.1 s to take version 0\.2: stage 0 is still busy"):
+        publisher.publish(v(2), weights(2))
+    sink.gate.set()
+    publisher.flush(10)
+    publisher.publish(v(2), weights(2))
+    publisher.close()
+    assert same(read(folder, v(2)), weights(2))
+
+
+def test_host_copies_are_made_once_and_used_again(folder: Path, monkeypatch):
+    made = []
+    make = parts.HostCopy.__init__
+    monkeypatch.setattr(parts.HostCopy, "__init__", lambda self, *a, **k: (made.append(1), make(self, *a, **k))[1])
+    publish(folder, *map(v, range(8)))
+    assert len(made) == NUM_COPIES
+    assert same(read(folder, v(7)), weights(7))
+
+
+def test_other_tensors_than_before_are_refused_and_the_right_ones_still_taken(folder: Path):
+    publisher = publisher_of(folder)
+    publisher.publish(v(0), weights(0))
+    for _ in range(NUM_COPIES + 1):
+        with pytest.raises(ValueError, match="one architecture"):
+            publisher.publish(v(1), {"embed": torch.zeros(2)})
+    publisher.publish(v(1), weights(1))
+    publisher.close()
+    assert same(read(folder, v(1)), weights(1))
+
+
+def test_what_is_no_weight_is_refused(folder: Path):
+    with pytest.raises(ValueError, match=r"\['int64'\]; possible are float32"):
+        publisher_of(folder, dtypes=["int64"])
+    with pytest.raises(ValueError, match="rank = 2 is not one of the 2 pipeline stages"):
+        publisher_of(folder, rank=2, num_stages=2)
+    publisher = publisher_of(folder)
+    with pytest.raises(ValueError, match=r"'w' is torch\.int64"):
+        publisher.publish(v(0), {"w": torch.ones(2, dtype=torch.int64)})
+    publisher.publish(v(0), weights())
+    with pytest.raises(ValueError, match=r"version 0\.0 was published after 0\.0"):
+        publisher.publish(v(0), weights())
+    publisher.close()
+    with pytest.raises(PublishFailed, match="is closed"):
+        publisher.publish(v(1), weights())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("call", ["write_part", "commit"])
+def test_a_disk_that_refuses_for_a_while_gets_the_same_version_again(folder: Path, call: str, number: int):
+    sink = Stubborn(folder, full(number), times=2, call=call)
+    publisher = alone(sink)
+    publisher.publish(v(4), weights(4))
+    publisher.close()
+    assert sink.tried == ["0.4"] * 3
+    assert same(read(folder, v(4)), weights(4))
+
+
+def test_a_service_that_does_not_answer_is_asked_again_also_when_it_had_heard(folder: Path):
+    sink = Stubborn(folder, TransferFailed("no answer"), times=1, call="after_commit")
+    committed: list[PolicyVersion] = []
+    publisher = alone(sink)
+    publisher.publish(v(4), weights(4), committed.append)
+    publisher.close()
+    assert committed == [v(4)]
+    assert WeightStore(folder).newest() == v(4)
+
+
+def test_while_there_is_no_space_it_is_said_for_what_and_how_long(folder: Path, caplog):
+    sink = Stubborn(folder, full(), times=10**9)
+    clock = [100.0]
+    publisher = alone(sink, clock=lambda: clock[0])
+    assert publisher.waiting_for == ""
+    with caplog.at_level(logging.WARNING):
+        publisher.publish(v(0), weights())
+        until(lambda: len(sink.tried) > 1, "a second try")
+        clock[0] += 12
+        assert publisher.waiting_for == f"space in {folder} (No space left on device), for 12 s"
+        tried = len(sink.tried)
+        until(lambda: len(sink.tried) > tried + 1, "further tries")
+        assert len(caplog.records) == 1
+        clock[0] += 60
+        until(lambda: len(caplog.records) == 2, "a warning every minute")
+    assert f"version 0.0 waits for space in {folder}" in caplog.text
+    assert WeightStore(folder).newest() is None
+    sink.times = 0
+    publisher.flush(10)
+    assert publisher.waiting_for == ""
+    publisher.close()
+    assert same(read(folder, v(0)), weights())
+
+
+def test_a_disk_that_stays_full_ends_publishing_with_what_to_try(folder: Path):
+    publisher = alone(Stubborn(folder, full(), times=10**9), timeout_s=0.2)
+    publisher.publish(v(0), weights())
+    match = rf"version 0\.0 waited 0 s for space in {folder} \(No space left on device\); free some"
+    with pytest.raises(PublishFailed, match=match):
+        publisher.flush(10)
+    with pytest.raises(PublishFailed, match="No space left"):
+        publisher.publish(v(1), weights())
+
+
+def test_an_old_learner_that_still_runs_is_not_heard_twice(folder: Path):
+    publish(folder, v(0, incarnation=1))
+    sink = Stubborn(folder, call="commit")
+    publisher = alone(sink)
+    publisher.publish(v(9), weights())
+    with pytest.raises(PublishFailed, match=r"0\.9 cannot follow 1\.0"):
+        publisher.flush(10)
+    assert sink.tried == ["0.9"]
+
+
+def test_an_error_that_does_not_pass_is_not_tried_again(folder: Path):
+    sink = Stubborn(folder, full(errno.ENAMETOOLONG), times=1)
+    publisher = alone(sink)
+    publisher.publish(v(0), weights())
+    with pytest.raises(PublishFailed, match="File name too long"):
+        publisher.flush(10)
+    assert sink.tried == ["0.0"]
+
+
+def test_closing_does_not_wait_for_a_disk_that_stays_full(folder: Path):
+    sink = Stubborn(folder, full(), times=10**9)
+    publisher = alone(sink)
+    publisher.publish(v(0), weights())
+    until(lambda: sink.tried, "a first try")
+    started_s = time.monotonic()
+    with pytest.raises(PublishFailed, match="No space left"):
+        publisher.close(0.1)
+    assert time.monotonic() - started_s < 2
+    assert not any(thread.name == "publisher-0" for thread in threading.enumerate())
+
+
+def test_what_was_not_begun_when_closing_took_too_long_is_not_published(folder: Path):
+    sink = Stubborn(folder)
+    sink.gate.clear()
+    publisher = alone(sink)
+    publisher.publish(v(0), weights(0))
+    publisher.publish(v(1), weights(1))
+    with pytest.raises(PublishFailed, match=r"waited 0\.1 s for stage 0 to finish publishing"):
+        publisher.close(0.1)
+    sink.gate.set()
+    publisher._thread.join(10)
+    assert WeightStore(folder).newest() == v(0)
+
+
+def test_a_failing_callback_surfaces_at_the_next_call(folder: Path):
+    publisher = publisher_of(folder)
+
+    def fail(version: PolicyVersion) -> None:
+        raise RuntimeError(f"nobody heard of {version}")
+
+    publisher.publish(v(0), weights(), on_committed=fail)
+    with pytest.raises(PublishFailed, match=r"nobody heard of 0\.0"):
+        publisher.flush(10)
+
+
+def test_a_version_of_all_stages_is_committed_once_the_last_part_is_there(folder: Path):
+    stages = [publisher_of(folder, rank, 3, dtypes=("float32", "bfloat16")) for rank in range(3)]
+    committed: list[PolicyVersion] = []
+    for rank in (2, 0):
+        stages[rank].publish(v(0), {f"layer{rank}": torch.ones(rank + 1)}, on_committed=committed.append)
+    time.sleep(0.1)
+    assert WeightStore(folder).newest() is None
+    assert stages[2]._unfinished
+    stages[1].publish(v(0), {"layer1": torch.ones(2)})
+    stages[2].flush(10)
+    assert committed == [v(0)]
+    for dtype in ("float32", "bfloat16"):
+        manifest = WeightStore(folder).manifest(v(0))
+        WeightStore(folder).verify(manifest, dtype)
+        assert [entry.name for entry in manifest.variant(dtype)] == ["layer0", "layer1", "layer2"]
+    for stage in stages:
+        stage.close()
+
+
+def test_stages_publish_in_parallel_and_every_version_is_of_one_moment(folder: Path):
+    stages = [publisher_of(folder, rank, 2, keep_versions=20) for rank in range(2)]
+    for version in range(10):
+        for rank, stage in enumerate(stages):
+            stage.publish(v(version), {f"layer{rank}": torch.full((1000,), float(version))})
+    for stage in stages:
+        stage.close()
+    for version in range(10):
+        expected = {f"layer{rank}": torch.full((1000,), float(version)) for rank in range(2)}
+        assert same(read(folder, v(version)), expected)
+
+
+def test_a_missing_part_is_named(folder: Path):
+    lead = publisher_of(folder, rank=2, num_stages=3, parts_timeout_s=0.1)
+    other = publisher_of(folder, rank=0, num_stages=3)
+    other.publish(v(0), {"a": torch.ones(1)})
+    other.close()
+    lead.publish(v(0), {"b": torch.ones(1)})
+    with pytest.raises(PublishFailed, match=r"part of stage 1 did not come within 0\.1 s; look at the log of learner"):
+        lead.flush(10)
+    with pytest.raises(PublishFailed, match="stage 1"):
+        lead.publish(v(1), {"b": torch.ones(1)})
+    with pytest.raises(PublishFailed, match="stage 1"):
+        lead.close()
+
+
+def test_a_part_that_is_long_in_coming_is_named_meanwhile(folder: Path):
+    clock = [0.0]
+    lead = publisher_of(folder, rank=1, num_stages=2, clock=lambda: clock[0])
+    lead.publish(v(0), {"b": torch.ones(1)})
+    time.sleep(0.05)
+    assert lead.waiting_for == ""
+    clock[0] = 30.0
+    until(lambda: lead.waiting_for, "the wait to be named")
+    assert lead.waiting_for == "the part of stage 0 for version 0.0, for 30 s"
+    publish_other = publisher_of(folder, rank=0, num_stages=2)
+    publish_other.publish(v(0), {"a": torch.ones(1)})
+    lead.flush(10)
+    assert lead.waiting_for == ""
+    publish_other.close()
+    lead.close()
+
+
+def test_one_tensor_from_two_stages_is_refused(folder: Path):
+    stages = [publisher_of(folder, rank, 2) for rank in range(2)]
+    for stage in stages:
+        stage.publish(v(0), {"embed": torch.ones(1)})
+    with pytest.raises(PublishFailed, match=r"'embed' is in part-\d.float32.safetensors and in part-\d"):
+        stages[1].flush(10)
+    assert WeightStore(folder).newest() is None
+    stages[0].close()

@@ -1,0 +1,192 @@
+"""Versions made without torch, a weight service in a thread, and pullers on a machine of their own."""
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from weight_sync.client import WeightClient
+from weight_sync.config import WeightSyncConfig
+from weight_sync.delta import encode_delta
+from weight_sync.manifest import (
+    DeltaEntry,
+    FileEntry,
+    Manifest,
+    Part,
+    TensorEntry,
+    build_manifest,
+    checksum_of,
+    delta_name,
+    file_name,
+)
+from weight_sync.puller import Puller, StagedVersion, open_puller
+from weight_sync.service import WeightService
+from weight_sync.sinks import FolderSink, PartSink
+from weight_sync.staleness import PolicyVersion
+from weight_sync.store import WeightStore
+from weight_sync.tensor_file import ITEM_BYTES, header_of
+from weight_sync.upload import UploadSink, open_sink
+
+RUN = "test-run"
+NUM_VALUES = 20_000
+Weights = dict[str, np.ndarray]
+"""Tensor -> its values as float32."""
+
+
+def v(version: int, incarnation: int = 0) -> PolicyVersion:
+    return PolicyVersion(incarnation, version)
+
+
+def weights(version: int, num_tensors: int = 3, num_values: int = NUM_VALUES) -> Weights:
+    """Those of one version; a hundredth of the values differ from those of the version before."""
+    found = {
+        f"w{i}": np.random.default_rng(i).standard_normal(num_values).astype(np.float32) for i in range(num_tensors)
+    }
+    for tensor in found.values():
+        tensor[version % 100 :: 100] += version
+    return found
+
+
+def as_dtype(tensor: np.ndarray, dtype: str) -> bytes:
+    """'bfloat16' cuts off, which is near enough here."""
+    return tensor.tobytes() if dtype == "float32" else (tensor.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+def make_part(
+    rank: int,
+    version: PolicyVersion,
+    new: Weights,
+    dtypes: tuple[str, ...] = ("float32",),
+    *,
+    old: Weights | None = None,
+    parent: PolicyVersion | None = None,
+) -> tuple[Part, dict[str, list[bytes]]]:
+    """A stage's part and its files; with `old`, as deltas too."""
+    entries, files = [], {}
+    for dtype in dtypes:
+        name = file_name(rank, dtype)
+        whole = [header_of([(key, dtype, tensor.shape) for key, tensor in new.items()])]
+        changes: list[bytes] = []
+        for key, tensor in new.items():
+            data = as_dtype(tensor, dtype)
+            whole.append(data)
+            delta = None
+            if old is not None:
+                encoding, blob = encode_delta(
+                    memoryview(data), memoryview(as_dtype(old[key], dtype)), ITEM_BYTES[dtype]
+                )
+                delta = DeltaEntry(encoding, sum(map(len, changes)), len(blob))
+                changes.append(bytes(blob))
+            entries.append(TensorEntry(key, dtype, tensor.shape, name, checksum_of(data), delta))
+        files[name] = whole
+        if old is not None:
+            files[delta_name(name)] = changes
+    sizes = tuple(FileEntry(name, sum(map(len, buffers))) for name, buffers in files.items())
+    return Part(rank, str(version), None if parent is None else str(parent), tuple(entries), sizes), files
+
+
+def publish(
+    sink: PartSink | Path,
+    version: int,
+    dtypes: tuple[str, ...] = ("float32",),
+    *,
+    deltas: bool = False,
+    keep_versions: int = 3,
+    incarnation: int = 0,
+    **size: int,
+) -> Manifest:
+    """A version of one stage; with `deltas` also as changes of the version before."""
+    sink = FolderSink(sink) if isinstance(sink, Path) else sink
+    parent = sink.newest()
+    old = weights(version - 1, **size) if deltas else None
+    part, files = make_part(
+        0,
+        v(version, incarnation),
+        weights(version, **size),
+        dtypes,
+        old=old,
+        parent=parent.policy if parent is not None and deltas else None,
+    )
+    sink.write_part(part, files)
+    manifest = build_manifest(v(version, incarnation), [part], parent, 0.0)
+    sink.commit(manifest, keep_versions)
+    return manifest
+
+
+def assert_holds(staged: StagedVersion, version: int, dtype: str = "float32", **size: int) -> None:
+    """What is staged is that version, bit for bit."""
+    expected = {name: as_dtype(tensor, dtype) for name, tensor in weights(version, **size).items()}
+    found = {entry.name: bytes(data) for entry, data in WeightStore(staged.folder).tensors(staged.manifest, dtype)}
+    assert found == expected
+
+
+class Machine:
+    """A weight service in a thread, and clients that do not see its folder. Closed with the test."""
+
+    def __init__(self, tmp_path: Path, **knobs: object) -> None:
+        self.folder = tmp_path / "weights"
+        self.staging_dir = tmp_path / "staging"
+        self.config = WeightSyncConfig.model_validate(
+            {"transport": "network", "chunk_mib": 1 / 64, "staging_dir": str(self.staging_dir), **knobs}
+        )
+        self._stack = contextlib.ExitStack()
+        self._stop = threading.Event()
+        self.start()
+
+    def start(self, **options: object) -> None:
+        """Start the service, on the port that it had."""
+        self.service = WeightService(self.config, RUN, self.folder, **options)
+        self.address = self.service.bind()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self.service.serve, args=(self._stop,), daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop the service."""
+        self._stop.set()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def client(self, name: str = "client", **options: object) -> WeightClient:
+        client = WeightClient(self.address, RUN, name, **{"timeout_s": 20.0, "chunk_bytes": 2**14, **options})
+        self._stack.callback(client.close)
+        return client
+
+    def puller(self, name: str = "actor-0", dtype: str = "float32", config: WeightSyncConfig | None = None) -> Puller:
+        puller = open_puller(
+            config or self.config,
+            folder=Path("/does/not/exist"),
+            address=self.address,
+            run_id=RUN,
+            name=name,
+            dtype=dtype,
+        )
+        self._stack.callback(puller.close)
+        return puller
+
+    def keep(self, closing: object) -> None:
+        """Close this with the machine."""
+        self._stack.callback(closing.close)
+
+    def read_bytes(self) -> Mapping[str, Mapping[str, int]]:
+        return self.service.stats()["read_bytes"]
+
+    def close(self) -> None:
+        self._stack.close()
+        self.end()
+
+
+def upload_sink(machine: Machine, name: str = "stage-0") -> UploadSink:
+    sink = open_sink(machine.config, folder=machine.folder, address=machine.address, run_id=RUN, name=name)
+    assert isinstance(sink, UploadSink)
+    machine.keep(sink)
+    return sink
+
+
+def damage(path: Path, position: int = -1) -> None:
+    """Flip a bit."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(data)

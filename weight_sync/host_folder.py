@@ -1,0 +1,167 @@
+"""HostFolder: the folder in which a machine keeps what its actors fetched; it goes with the last of them.
+
+Every process that uses the folder holds a lock in it, shared. Whoever closes and finds itself alone removes it;
+what killed processes left behind has no holder, and the next one to start removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from weight_sync.errors import TransferFailed
+from weight_sync.locks import is_at
+
+log = logging.getLogger(__name__)
+
+_USERS_NAME = "users.lock"
+_SHM = Path("/dev/shm")
+"""A folder of mode 0700 is made in it, and checked."""
+_OPEN_S = 10.0
+_DEAD = ".dead"
+"""Ends the name of a folder that is being removed."""
+
+
+class HostFolder:
+    """A folder that exists while somebody uses it."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        kin: str = "leeway-{user}-.*",
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Make it, or join its users; remove the folders of its kind, beside it, that nobody uses.
+
+        Args:
+            path: of the folder.
+            kin: a regular expression for the names of its kind; `{user}` is the number of this user.
+            clock: monotonic, in seconds.
+            pause: sleeps for so many seconds.
+
+        Raises:
+            TransferFailed: it cannot be made, or belongs to somebody else.
+        """
+        self.path = path
+        deadline = clock() + _OPEN_S
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _sweep(path, re.compile(kin.format(user=os.geteuid())))
+            while (users := _join(path)) is None:
+                if clock() >= deadline:
+                    raise TransferFailed(f"{path} is being removed by another process for {_OPEN_S:g} s")
+                pause(0.01)
+        except OSError as error:
+            raise TransferFailed(
+                f"{path} cannot be used to keep fetched weights ({error}). Set [weight_sync] staging_dir to a folder "
+                "of this machine that can be written"
+            ) from error
+        self._users: IO[bytes] = users
+
+    def is_there(self) -> bool:
+        """Is it still the folder that was joined? Others remove such folders: tmpfiles, or systemd's RemoveIPC."""
+        return is_at(self._users, self.path / _USERS_NAME)
+
+    def close(self) -> None:
+        """Leave; the last one removes the folder. May be called twice."""
+        if self._users.closed:
+            return
+        with self._users:
+            try:
+                _remove_if_alone(self.path, self._users)
+            except OSError as error:
+                log.warning("%s stays: it cannot be removed (%s)", self.path, error)
+
+
+def folder_for(run_id: str, store_id: str, staging_dir: str | None, needed_bytes: int) -> Path:
+    """Where this machine keeps the versions of a store.
+
+    Args:
+        run_id: of the run.
+        store_id: of the store: a run that was begun anew under its old name has another one.
+        staging_dir: the knob; None for memory, or the temporary folder where that is too small.
+        needed_bytes: what is going to lie there at most.
+    """
+    name = f"leeway-{os.geteuid()}-{re.sub('[^A-Za-z0-9.-]', '_', run_id)[:80]}-{store_id[:12]}"
+    if staging_dir is not None:
+        return Path(staging_dir) / name
+    # by its size, not by what is free: all processes of the machine must come to the same answer
+    if _SHM.is_dir() and os.access(_SHM, os.W_OK) and _size_of(_SHM) >= needed_bytes:
+        return _SHM / name
+    return Path(tempfile.gettempdir()) / name
+
+
+def _join(path: Path) -> IO[bytes] | None:
+    """Hold the users' lock; None where the folder is just being removed."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            return None
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise TransferFailed(
+                f"{path} is not a folder that this user alone may write; weights are not taken from it. Remove it, or "
+                "set [weight_sync] staging_dir"
+            ) from None
+    users_path = path / _USERS_NAME
+    try:
+        # closed by the caller
+        users = users_path.open("ab", buffering=0)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(users, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        users.close()
+        return None
+    if not is_at(users, users_path):
+        users.close()
+        return None
+    return users
+
+
+def _remove_if_alone(path: Path, users: IO[bytes]) -> None:
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    if not is_at(users, path / _USERS_NAME):
+        return
+    # first the name: who joins from here on makes a folder of its own, of which nothing is removed
+    dead = path.with_name(f".{path.name}.{os.getpid()}{_DEAD}")
+    path.rename(dead)
+    shutil.rmtree(dead, ignore_errors=True)
+
+
+def _sweep(mine: Path, kin: re.Pattern[str]) -> None:
+    """Remove the folders of killed processes; not this one, where the next process goes on."""
+    for path in mine.parent.glob(f"leeway-{os.geteuid()}-*"):
+        if path == mine or kin.fullmatch(path.name) is None:
+            continue
+        try:
+            with (path / _USERS_NAME).open("r+b") as users:
+                _remove_if_alone(path, users)
+            if not path.exists():
+                log.info("removed %s, which nobody uses any more", path)
+        except OSError as error:
+            log.debug("%s stays: %s", path, error)
+    for dead in mine.parent.glob(f".leeway-{os.geteuid()}-*{_DEAD}"):
+        shutil.rmtree(dead, ignore_errors=True)
+
+
+def _size_of(folder: Path) -> int:
+    facts = os.statvfs(folder)
+    return facts.f_blocks * facts.f_frsize

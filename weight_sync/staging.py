@@ -1,0 +1,334 @@
+"""HostStaging: what a machine fetched from the weight service, once for all of its actors.
+
+    leeway-1000-RUN-STORE/
+      users.lock                            held by everybody who uses the folder
+      locks/0.17                            held by the process that fetches version 17
+      0.17/                                 laid out as in the weight store, so that a `WeightStore` reads it
+        .part-0.bfloat16.safetensors.partial   so far; its size says how far
+        part-0.bfloat16.safetensors            complete, every tensor checked
+        .staged.bfloat16                       all files of this dtype are
+        manifest.json
+
+A process that is killed while it fetches leaves what came; the next one goes on behind it. One that is stopped is
+not waited for longer than `patience_s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from weight_sync.client import WeightClient
+from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
+from weight_sync.fetch import change_bytes, fetch_changes, fetch_whole, forget_partial, whole_bytes
+from weight_sync.files import write_whole
+from weight_sync.host_folder import HostFolder
+from weight_sync.locks import is_at, lock_within, try_lock
+from weight_sync.manifest import MANIFEST_NAME, Manifest
+from weight_sync.staleness import PolicyVersion
+from weight_sync.store import READERS_LOCK, WeightStore, remove_unless_read
+
+log = logging.getLogger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_KEEP_VERSIONS = 2
+"""The newest, and its parent for the next delta."""
+_MAX_DELTAS = 8
+"""So many versions in a row are made from deltas, before whole files are fetched."""
+
+
+class _Ousted(TransferFailed):
+    """This process was stopped while it fetched, and another one has taken over."""
+
+
+class HostStaging:
+    """The folder of a machine. Any number of processes and threads use it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        who: str,
+        patience_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Join the users of the folder.
+
+        Args:
+            folder: see `host_folder.folder_for`.
+            who: a name for this process, for those that wait for it.
+            patience_s: how long to wait for another process that fetches and does not get on, before this one does.
+            clock: monotonic, in seconds.
+            pause: sleeps for so many seconds.
+
+        Raises:
+            TransferFailed: the folder cannot be used.
+        """
+        self._folder = HostFolder(folder, clock=clock, pause=pause)
+        self.store = WeightStore(folder)
+        self._locks = folder / "locks"
+        self._locks.mkdir(exist_ok=True)
+        self._who = who
+        self._patience_s = patience_s
+        self._clock = clock
+        self._pause = pause
+
+    def stage(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str) -> IO[bytes]:
+        """Have a version here, in one dtype, every tensor checked.
+
+        Args:
+            client: of the weight service.
+            manifest: of the version.
+            document: the manifest as the service gave it.
+            dtype: of the files wanted.
+
+        Returns:
+            A lock that keeps the version here until it is closed.
+
+        Raises:
+            WeightsCorrupt: the version is not as published, or is not the one of this name that is here already.
+            WeightsGone: the service has it no longer.
+            TransferFailed: the service, or another process that fetches the version, does not get on; or the disk is
+                full. What came stays for the next try.
+        """
+        try:
+            try:
+                lock = self._stage(client, manifest, document, dtype)
+            except _Ousted as error:
+                log.warning("%s", error)
+                lock = self._stage(client, manifest, document, dtype)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                parent = () if manifest.parent is None else (PolicyVersion.parse(manifest.parent),)
+                log.warning("%s is full; older versions that nobody reads are removed", self.store.folder)
+                self._remove_all_but({manifest.policy, *parent}, up_to=manifest.policy)
+                lock = self._stage(client, manifest, document, dtype)
+            self._retain()
+        except OSError as error:
+            raise self._unusable(manifest.policy, error) from error
+        return lock
+
+    def distrust(self, version: PolicyVersion, dtype: str) -> None:
+        """What is here of a version may no longer be as published: whoever stages it next reads all of it again."""
+        with contextlib.suppress(OSError):
+            _marker(self.store, version, dtype).unlink()
+
+    def is_there(self) -> bool:
+        """False once somebody else has removed the folder: close this then, and make another."""
+        return self._folder.is_there()
+
+    def close(self) -> None:
+        """Leave the folder; the last one removes it. May be called twice."""
+        self._folder.close()
+
+    def _stage(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str) -> IO[bytes]:
+        for older, older_document in self._way_to(client, manifest, dtype):
+            with self._fetching(older.policy) as held:
+                if not self._is_staged(older, dtype) and not self._fill(client, older, older_document, dtype, held):
+                    break
+        version = manifest.policy
+        with self._fetching(version) as held:
+            if not self._is_staged(manifest, dtype) and not self._fill(client, manifest, document, dtype, held):
+                folder = self.store.version_folder(version)
+                fetch_whole(client, manifest, dtype, folder, lambda: self._get_on(held, version))
+                self._admit(manifest, document, dtype, held)
+            return self.store.lock_for_reading(version)
+
+    def _unusable(self, version: PolicyVersion, error: OSError) -> TransferFailed:
+        if not self.is_there():
+            return TransferFailed(
+                f"version {version} cannot be kept in {self.store.folder}: somebody else has removed that folder "
+                f"({error}). It is made anew with the next try; set [weight_sync] staging_dir to a folder that nothing "
+                "cleans up"
+            )
+        hint = "it is full" if error.errno in _FULL else str(error)
+        return TransferFailed(
+            f"version {version} cannot be kept in {self.store.folder}: {hint}. Set [weight_sync] staging_dir to a "
+            "folder of this machine with room for three versions"
+        )
+
+    def _get_on(self, held: IO[bytes], version: PolicyVersion) -> None:
+        """Show those that wait for the version that this process is not stopped; refuse if it was taken for it."""
+        self._refuse_if_ousted(held, version)
+        os.utime(held.fileno())
+
+    def _refuse_if_ousted(self, held: IO[bytes], version: PolicyVersion) -> None:
+        if not is_at(held, self._locks / str(version)):
+            if not self.is_there():
+                raise FileNotFoundError(errno.ENOENT, "No such folder any more", str(self.store.folder))
+            raise _Ousted(
+                f"version {version} in {self.store.folder}: {self._who} did not get on with it for longer than "
+                f"{self._patience_s:g} s, and another process fetches it now. Ask again for what that one has"
+            )
+
+    def _fetching(self, version: PolicyVersion) -> IO[bytes]:
+        """Be the one that fetches a version, also in the place of a process that does not get on with it."""
+        folder, path = self.store.version_folder(version), self._locks / str(version)
+        for is_last in (False, False, True):
+            waited_for = _inode(path)
+            try:
+                return self._lock(path, lambda: _touched_ns(path))
+            except TransferFailed as error:
+                if is_last:
+                    raise
+                self._oust(path, waited_for, folder, error)
+        raise AssertionError("unreachable")
+
+    def _lock(self, path: Path, progress: Callable[[], int]) -> IO[bytes]:
+        return lock_within(
+            path,
+            self._patience_s,
+            who=self._who,
+            what=f"version {path.name} in {self.store.folder}",
+            progress=progress,
+            clock=self._clock,
+            pause=self._pause,
+        )
+
+    def _oust(self, path: Path, waited_for: int | None, folder: Path, error: TransferFailed) -> None:
+        """Take the lock's file from a stopped process; one does so of all that wait."""
+        with self._lock(self._locks / "oust", lambda: 0):
+            if waited_for is None or _inode(path) != waited_for:
+                return
+            log.warning("%s. Going on without it", error)
+            # should it be continued, it writes into files that have no name any more
+            for partial in folder.glob(".*.partial"):
+                copy = partial.with_name(f"{partial.name}.copy")
+                shutil.copyfile(partial, copy)
+                copy.replace(partial)
+            path.unlink(missing_ok=True)
+
+    def _way_to(self, client: WeightClient, manifest: Manifest, dtype: str) -> list[tuple[Manifest, bytes]]:
+        """The versions between one that is here and the parent of this one, where their deltas cost less than it whole.
+
+        Empty where the parent is here, where the version is, and where there is no such way.
+        """
+        if self._is_staged(manifest, dtype):
+            return []
+        way: list[tuple[Manifest, bytes]] = []
+        cost, limit = 0, whole_bytes(manifest, dtype)
+        youngest_here = max(self.store.committed(), default=manifest.policy)
+        while True:
+            cost += change_bytes(manifest, dtype) or limit
+            if cost >= limit or len(way) >= _MAX_DELTAS:
+                return []
+            parent = PolicyVersion.parse(str(manifest.parent))
+            if self._parent_folder(manifest, dtype) is not None:
+                return way[::-1]
+            if parent <= youngest_here:
+                return []
+            try:
+                manifest, document = client.manifest(parent)
+            except (WeightsGone, WeightsCorrupt):
+                return []
+            way.append((manifest, document))
+
+    def _parent_folder(self, manifest: Manifest, dtype: str) -> Path | None:
+        """Where the version lies that the deltas are against; None where it is not here."""
+        if manifest.parent is None:
+            return None
+        parent = PolicyVersion.parse(manifest.parent)
+        try:
+            here = self.store.manifest(parent)
+        except (WeightsGone, WeightsCorrupt):
+            return None
+        is_parent = here.chain == manifest.parent_chain and _marker(self.store, parent, dtype).exists()
+        return self.store.version_folder(parent) if is_parent else None
+
+    def _is_staged(self, manifest: Manifest, dtype: str) -> bool:
+        """Is it here?
+
+        Raises:
+            WeightsCorrupt: another version of the same name is here.
+        """
+        try:
+            here = self.store.manifest(manifest.policy)
+        except (WeightsGone, WeightsCorrupt):
+            return False
+        if here.checksum != manifest.checksum:
+            raise WeightsCorrupt(
+                f"version {manifest.policy} of the weight service (chain {manifest.chain}) is not the version of this "
+                f"name that {self.store.folder} holds (chain {here.chain}): two learners publish under one number"
+            )
+        return _marker(self.store, manifest.policy, dtype).exists()
+
+    def _fill(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str, held: IO[bytes]) -> bool:
+        """Make the files from the parent's; False where whole ones are needed. The version's lock is held."""
+        folder = self.store.version_folder(manifest.policy)
+        folder.mkdir(exist_ok=True)
+        cost, parent_folder = change_bytes(manifest, dtype), self._parent_folder(manifest, dtype)
+        if cost is None or cost >= whole_bytes(manifest, dtype) or parent_folder is None:
+            return False
+        try:
+            with self.store.lock_for_reading(PolicyVersion.parse(str(manifest.parent))):
+                get_on = lambda: self._get_on(held, manifest.policy)  # noqa: E731
+                fetch_changes(client, manifest, dtype, folder, parent_folder, get_on)
+        except (WeightsGone, WeightsCorrupt) as error:
+            log.warning("version %s is fetched whole: %s", manifest.policy, error)
+            return False
+        self._admit(manifest, document, dtype, held)
+        return True
+
+    def _admit(self, manifest: Manifest, document: bytes, dtype: str, held: IO[bytes]) -> None:
+        """All files of a dtype are here and checked."""
+        self._refuse_if_ousted(held, manifest.policy)
+        folder = self.store.version_folder(manifest.policy)
+        forget_partial(folder)
+        if not (folder / READERS_LOCK).exists():
+            write_whole(folder / READERS_LOCK, [])
+        write_whole(_marker(self.store, manifest.policy, dtype), [])
+        write_whole(folder / MANIFEST_NAME, [document])
+
+    def _retain(self) -> None:
+        """Remove old versions, but none that is read or fetched."""
+        keep = self.store.committed()[-_KEEP_VERSIONS:]
+        if keep:
+            self._remove_all_but(set(keep), up_to=keep[0])
+
+    def _remove_all_but(self, keep: set[PolicyVersion], *, up_to: PolicyVersion) -> None:
+        """Remove what is older than a version, but nothing that is read or fetched."""
+        for path in self.store.folder.iterdir():
+            try:
+                version = PolicyVersion.parse(path.name)
+            except ValueError:
+                continue
+            if version in keep or version >= up_to:
+                continue
+            lock = try_lock(self._locks / path.name)
+            if lock is None:
+                continue
+            with lock:
+                if (path / MANIFEST_NAME).exists():
+                    remove_unless_read(path)
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+                if not path.exists():
+                    (self._locks / path.name).unlink(missing_ok=True)
+
+
+def _marker(store: WeightStore, version: PolicyVersion, dtype: str) -> Path:
+    return store.version_folder(version) / f".staged.{dtype}"
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _touched_ns(path: Path) -> int:
+    """When the holder of a lock last got on."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:  # it has just given it back
+        return 0
