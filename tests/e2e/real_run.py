@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.files import json_rows
+
 ROOT = Path(__file__).parents[2]
 SMALL = [
     *("--learner.num_steps", "12"),
@@ -70,11 +72,9 @@ def wait_for_rows(
     while time.monotonic() < deadline:
         if process.poll() is not None:
             pytest.fail(f"the run ended with status {process.returncode}: {process.stdout.read()}")
-        metrics = folder / "run" / "metrics.jsonl"
-        rows = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
-        for row in rows[num_seen:]:
+        for row in json_rows(folder / "run" / "metrics.jsonl")[num_seen:]:
             num_seen += 1
-            if is_enough(json.loads(row)):
+            if is_enough(row):
                 return
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)

@@ -23,7 +23,7 @@ from buffer.config import BufferConfig, RunFacts
 from buffer.service import BufferService
 from buffer.trajectory import Trajectory, VersionSpan
 from tests.faults.learner_stage_process import run_rank
-from tests.files import whole_lines
+from tests.files import json_rows
 from tests.in_process_buffer import InProcessBuffer
 from tests.ports import free_port
 from weight_sync.staleness import PolicyVersion, StalenessConfig
@@ -277,8 +277,7 @@ class LearnerRun:
 
     def reports(self) -> list[dict]:
         """Reports of all steps that were ever finished, redone ones again."""
-        path = self.folder / "reports.jsonl"
-        return [json.loads(line) for line in whole_lines(path)] if path.exists() else []
+        return json_rows(self.folder / "reports.jsonl")
 
     @property
     def step(self) -> int:

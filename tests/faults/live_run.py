@@ -18,6 +18,7 @@ from buffer.inspect import Inspection
 from buffer.views import Selection
 from launch.exit_status import ExitStatus
 from tests.e2e.real_run import command_of, descendants, start, wait_for_end
+from tests.files import json_rows
 from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 
@@ -41,11 +42,11 @@ class LiveRun:
 
     def steps(self) -> list[dict]:
         """The rows of all steps so far."""
-        return [row for row in self._lines("metrics.jsonl") if "loss" in row]
+        return [row for row in json_rows(self.folder / "metrics.jsonl") if "loss" in row]
 
     def events(self, kind: str, who: str | None = None) -> list[dict]:
         """All events of a kind so far, or those of one actor."""
-        events = [event for event in self._lines("events.jsonl") if event["kind"] == kind]
+        events = [event for event in json_rows(self.folder / "events.jsonl") if event["kind"] == kind]
         return [event for event in events if who is None or event["who"] == who]
 
     def newest(self, folder: Path | None = None) -> PolicyVersion:
@@ -73,7 +74,8 @@ class LiveRun:
             if self.process.poll() is not None:
                 pytest.fail(f"the run ended with {self.process.returncode} before {what}: {self.process.stdout.read()}")
             if time.monotonic() > deadline:
-                pytest.fail(f"waited {limit_s:.0f} s for {what}; its events: {self._lines('events.jsonl')[-8:]}")
+                events = json_rows(self.folder / "events.jsonl")
+                pytest.fail(f"waited {limit_s:.0f} s for {what}; its events: {events[-8:]}")
             time.sleep(every_s)
         return found
 
@@ -132,10 +134,6 @@ class LiveRun:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.communicate(timeout=10)
             wait_for_end(family, timeout_s=15)
-
-    def _lines(self, name: str) -> list[dict]:
-        path = self.folder / name
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def _writes_into(process: psutil.Process) -> str:

@@ -18,6 +18,7 @@ from tests.faults import hosts as machines
 from tests.faults import results
 from tests.faults.cluster import Cluster, end
 from tests.faults.cluster_page import Outcome, Page
+from tests.files import json_rows
 
 pytestmark = [pytest.mark.timeout(1500)]
 HEAD, EXACT, FAST = range(3)
@@ -78,21 +79,17 @@ def two_stage_hosts(folder: Path) -> str:
     return str(path)
 
 
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
-
-
 def outcome_of(run: Path, said: str) -> Outcome:
     """What a run that ended well showed; nothing that was acknowledged is lost."""
     summary = json.loads((run / "summary.json").read_text())
-    rows = [row for row in lines_of(run / "metrics.jsonl") if "loss" in row]
+    rows = [row for row in json_rows(run / "metrics.jsonl") if "loss" in row]
     with Inspection.open(run / "buffer") as inspection:
         num_committed = inspection.totals().ledger["committed"]
         export(inspection, Selection(), run / "trajectories.parquet")
     stored = pq.read_table(run / "trajectories.parquet", columns=["actor", "epoch", "seq"]).to_pylist()
     by_actor = Counter(actor for actor, _, _ in {tuple(row.values()) for row in stored})
     acknowledged = {actor.name: actor.acknowledged for actor in read_snapshot(run / "status.json").actors}
-    outcome = Outcome(summary, rows, lines_of(run / "events.jsonl"), dict(by_actor), acknowledged)
+    outcome = Outcome(summary, rows, json_rows(run / "events.jsonl"), dict(by_actor), acknowledged)
     assert min(acknowledged.values()) > 100, said
     assert (outcome.num_lost, num_committed, summary["ledger_gap"]) == (0, sum(by_actor.values()), 0), said
     assert summary["trained_trajectories"] == summary["num_steps"] * 32 * 8
@@ -157,11 +154,11 @@ def test_a_cut_of_30_s_costs_neither_the_run_nor_the_host(cluster, hosts, one_ho
     shared = cluster.host_file.parent / "shared"
     process = cluster.run(shared, "examples/pools.toml", *steps(STEPS_OF_CUT))
     metrics = shared / "run" / "metrics.jsonl"
-    machines.wait_until("step 15", lambda: len(lines_of(metrics)) >= 15 or process.poll() is not None, 180)
-    before, raylet = len(lines_of(metrics)), hosts[FAST].inside("pgrep", "-x", "raylet")
+    machines.wait_until("step 15", lambda: len(json_rows(metrics)) >= 15 or process.poll() is not None, 180)
+    before, raylet = len(json_rows(metrics)), hosts[FAST].inside("pgrep", "-x", "raylet")
     hosts[FAST].cut()
     time.sleep(CUT_S)
-    during, dropped = len(lines_of(metrics)), hosts[FAST].num_dropped()
+    during, dropped = len(json_rows(metrics)), hosts[FAST].num_dropped()
     healed_s = time.time()
     hosts[FAST].heal()
     outcome = outcome_of(shared / "run", end(process, RUN_LIMIT_S))
