@@ -20,7 +20,7 @@ def test_a_live_run_is_seen_from_outside_and_one_whose_command_is_killed_is_said
     run = str(tmp_path / "run")
     process = start(tmp_path, "--learner.num_steps", "100000", "--tracking.prometheus_port", str(port))
     request.addfinalizer(process.kill)
-    wait_for_steps(process, tmp_path, 3, timeout_s=150)
+    wait_for_steps(process, tmp_path, 6, timeout_s=150)  # the first checkpoint is of step 5
 
     asked = leeway("status", run, "--json")
     assert asked.returncode == 0, asked.stderr
@@ -45,6 +45,11 @@ def test_a_live_run_is_seen_from_outside_and_one_whose_command_is_killed_is_said
     assert " step " in step
     terminal.wait_for(lambda grid: " step " in grid.lines[1] and grid.lines[1] != step)
     assert not terminal.grid.overflowed
+
+    exported = leeway("export", run, str(tmp_path / "model"))
+    assert exported.returncode == 0, exported.stderr
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "model").iterdir()}
+    assert process.poll() is None, "the run ended when it was exported from"
 
     family = descendants(process)
     assert any("EngineCore" in command_of(each) for each in family)
