@@ -10,6 +10,7 @@ report      one page that shows a run, and a trace of it
 doctor      is this machine fit for a run?
 
 config      Config: the sections of a run, composed from what each package owns
+errors      ConfigError: what is wrong with a config, or with the run that was named
 load        TOML and command-line overrides to a Config, with errors that say what to type instead
 checks      what only the whole config can know, checked before any process starts
 pools       which workers a run has, and what each reserves

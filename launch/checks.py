@@ -13,8 +13,8 @@ from actors.tasks import TaskError, TaskFacts, check_task
 from buffer.config import RunFacts
 from buffer.shards import admission_shares
 from launch.config import Config
+from launch.errors import ConfigError
 from launch.keys import run_keys
-from launch.load import ConfigError
 from launch.pools import WorkerPool, actor_pools, serving_dtypes, stage_pools
 from launch.reachable import CONNECT_S, answers
 from launch.run_folder import RunFolder, already_there

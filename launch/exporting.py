@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launch.config import Config
-from launch.load import ConfigError, load_config
+from launch.errors import ConfigError
+from launch.load import load_config
 from launch.run_folder import RunFolder
 from learner.checkpoint_export import Exported, export_checkpoint
 from learner.checkpoint_meta import DamagedCheckpoint, steps_in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launch.config import Config
-from launch.load import ConfigError
+from launch.errors import ConfigError
 from weight_sync.curve import LOOPBACK, RunKeys, is_loopback
 
 ENCRYPTION_KEY = "launch.encryption"

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from launch.config import Config
+from launch.errors import ConfigError
 
 PATH_KEYS = ("model.path", "model.recipe", "model.reference_path", "task.path", "task.heldout_path")
 WRITTEN_KEYS = ("weight_sync.folder", "weight_sync.staging_dir")  # told to processes that may be elsewhere
@@ -27,10 +28,6 @@ TRUNCATING_KEYS = frozenset(
 )
 
 Tree = dict[str, Any]
-
-
-class ConfigError(ValueError):
-    """The config is wrong; the text is one sentence that says where and what to do."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:

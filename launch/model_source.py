@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.config import ModelConfig
-from launch.load import ConfigError
+from launch.errors import ConfigError
 
 RECIPE_TIMEOUT_S = 1800.0
 _LOOK_S = 0.2

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from actors.config import ActorsConfig
 from launch.config import ENGINE_KEYS, Config, PoolConfig
-from launch.load import ConfigError
+from launch.errors import ConfigError
 
 HOST_UNIT = 1e-3
 """Of the pool's resource, which a worker reserves; a host that carries 1 is never used up by it."""

@@ -19,7 +19,8 @@ from buffer.inspect import Inspection, shard_folders
 from buffer.store import DATA, is_served
 from launch.checks import Plan, check
 from launch.config import Config
-from launch.load import ConfigError, load_config
+from launch.errors import ConfigError
+from launch.load import load_config
 from launch.role_processes import role_processes
 from launch.run_folder import RunFolder
 from launch.state.history import History, repair

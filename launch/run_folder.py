@@ -9,12 +9,15 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from launch.config import Config
-from launch.load import ConfigError, to_toml
+from launch.errors import ConfigError
 from weight_sync.files import write_durably
+
+if TYPE_CHECKING:
+    from launch.config import Config
 
 _NAME_BYTES = 255
 """What file systems take for one."""
@@ -94,6 +97,8 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         if config.weight_sync.folder is None:
             self.weights.mkdir(exist_ok=True)
+        from launch.load import to_toml  # with all sections, and torch: who only looks at a run need not wait for it
+
         write_durably(self.config, to_toml(config).encode())
 
     def read_identity(self) -> RunIdentity:

@@ -20,9 +20,9 @@ from actors.evaluate import EvalResult
 from buffer.protocol import Status
 from launch.checks import Plan, check_model
 from launch.control import Control
+from launch.errors import ConfigError
 from launch.exit_status import ExitStatus
 from launch.interrupts import Interrupts, Stopped
-from launch.load import ConfigError
 from launch.logs import configure_logging
 from launch.model_source import fetch_model
 from launch.outlets.display import Display

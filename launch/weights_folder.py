@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-from launch.load import ConfigError
+from launch.errors import ConfigError
 from weight_sync.store import WeightStore
 
 KEY = "weight_sync.folder"

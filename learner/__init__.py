@@ -19,6 +19,7 @@ mismatch     which actor's log-probabilities are not the learner's at lag 0
 updates      Update: what one of them did, and the figures of a step
 bad_batches  BadBatches: what could not be trained, and when a run has diverged
 report       the metrics of a step, by name
+ledger_metrics  which of them is which count of the buffer's ledger
 
 networks     Networks: the policy, and a critic that is a head of it or a model of its own
 split        which layers a stage owns, by computed cost

@@ -9,6 +9,7 @@ import numpy as np
 
 from buffer.lengths import LengthFidelity
 from learner.batch import StepBatch
+from learner.ledger_metrics import LEDGER_METRICS
 from learner.mismatch import Lag0ByActor, LagByActor, lag_by_actor
 from learner.packing import IntArray
 from learner.step import StepResult
@@ -19,24 +20,6 @@ Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
 
 NO_METRICS = frozenset({"lag0_by_actor", "lag_by_actor"})
 """What a step tells of each actor: tables, which whoever follows the run adds up."""
-
-LEDGER_METRICS = {
-    "buffer/issued": "issued",
-    "buffer/in_flight": "in_flight",
-    "buffer/committed": "committed",
-    "buffer/failed": "failed",
-    "buffer/waiting": "waiting",
-    "buffer/trained": "trained",
-    "buffer/dropped_stale": "dropped_stale",
-    "buffer/filtered": "filtered",
-    "buffer/filtered_too_long": "filtered_too_long",
-    "buffer/evicted_unused": "evicted_unused",
-    "buffer/quarantined": "quarantined",
-    "buffer/duplicate": "duplicates",
-    "buffer/late": "late",
-    "buffer/ledger_gap": "gap",
-}
-"""Metric -> its name in the buffer's ledger."""
 
 
 @dataclass(frozen=True)

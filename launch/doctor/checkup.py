@@ -14,7 +14,7 @@ from launch.doctor.libraries import check_engine, check_import, check_python, ch
 from launch.doctor.machine import check_clock, check_disk, check_memory, check_open_files, check_shm
 from launch.doctor.needs import Needs
 from launch.doctor.services import check_curve, check_ports, check_ray, check_wandb
-from launch.load import ConfigError
+from launch.errors import ConfigError
 
 
 def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding]:

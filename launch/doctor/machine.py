@@ -16,7 +16,7 @@ import psutil
 
 from launch.doctor.finding import Finding, ok, problem, warning
 from launch.doctor.needs import Needs
-from launch.load import ConfigError
+from launch.errors import ConfigError
 from launch.local_ray import OBJECT_STORE_BYTES
 from launch.weights_folder import check_writable
 

@@ -16,10 +16,10 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from launch.config import TrackingConfig
-from launch.load import ConfigError
+from launch.errors import ConfigError
 from launch.outlets.metrics import METRICS, POOL_PREFIX, registered
 from launch.state.snapshot import Actor, Snapshot
-from learner.report import LEDGER_METRICS
+from learner.ledger_metrics import LEDGER_METRICS
 
 CLOSE_S = 5.0
 

@@ -9,7 +9,7 @@ import contextlib
 from typing import Any
 
 from launch.config import Config, TrackingConfig
-from launch.load import ConfigError
+from launch.errors import ConfigError
 from launch.run_folder import RunFolder
 
 INIT_TIMEOUT_S = 30.0

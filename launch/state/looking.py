@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.load import ConfigError
+from launch.errors import ConfigError
 from launch.run_folder import RunFolder, open_run, owner_of
 from launch.state.snapshot import Snapshot, SnapshotError, read_snapshot
 

@@ -18,14 +18,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from actors.report import ActorReport
 from buffer.protocol import Status
-from launch.state.progress import PollResult
 from launch.state.totals import Fresh
+
+if TYPE_CHECKING:
+    from launch.state.progress import PollResult  # which needs all sections of the config: a reader does not
 
 log = logging.getLogger(__name__)
 

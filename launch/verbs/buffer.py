@@ -20,8 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch.errors import ConfigError
 from launch.exit_status import ExitStatus
-from launch.load import ConfigError
 from launch.run_folder import named_run
 
 if TYPE_CHECKING:

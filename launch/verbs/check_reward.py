@@ -35,7 +35,8 @@ def add_parser(verbs: Any) -> None:  # noqa: ANN401 -- argparse has no public ty
 def run(parsed: argparse.Namespace) -> int:
     """Check, print, judge."""
     from actors.tasks import TaskError, load_task
-    from launch.load import ConfigError, load_config
+    from launch.errors import ConfigError
+    from launch.load import load_config
     from launch.reward_check import check_rewards
 
     try:

@@ -35,7 +35,8 @@ def add_parser(verbs: Any) -> None:  # noqa: ANN401 -- argparse has no public ty
 def run(parsed: argparse.Namespace) -> int:
     """Look, print, judge."""
     from launch.doctor.checkup import checkup
-    from launch.load import ConfigError, load_config
+    from launch.errors import ConfigError
+    from launch.load import load_config
 
     config = None
     if parsed.config is not None:

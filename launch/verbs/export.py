@@ -26,8 +26,8 @@ def add_parser(verbs: Any) -> None:  # noqa: ANN401 -- argparse has no public ty
 
 def run(parsed: argparse.Namespace) -> int:
     """Export, or say why not."""
+    from launch.errors import ConfigError
     from launch.exporting import export
-    from launch.load import ConfigError
     from launch.run_folder import open_run
 
     def warn(text: str) -> None:

@@ -34,7 +34,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _write(parsed: argparse.Namespace) -> int:
-    from launch.load import ConfigError
+    from launch.errors import ConfigError
     from launch.report.data import collect
     from launch.report.page import write
     from launch.run_folder import open_run

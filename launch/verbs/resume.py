@@ -28,7 +28,7 @@ def add_parser(verbs: Any) -> None:  # noqa: ANN401 -- argparse has no public ty
 
 def run(parsed: argparse.Namespace) -> int:
     """Go on, or say why not."""
-    from launch.load import ConfigError
+    from launch.errors import ConfigError
     from launch.resume import resume
     from launch.run_folder import claimed, open_run
 

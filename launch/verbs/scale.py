@@ -38,7 +38,7 @@ def add_parser(verbs: Any) -> None:  # noqa: ANN401 -- argparse has no public ty
 def run(parsed: argparse.Namespace) -> int:
     """Ask the run, and print what it says."""
     from launch.control import NoAnswer, Refused, ask
-    from launch.load import ConfigError
+    from launch.errors import ConfigError
     from launch.privacy import private_files
     from launch.run_folder import open_run
 

@@ -31,7 +31,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Print it."""
     import msgspec
 
-    from launch.load import ConfigError
+    from launch.errors import ConfigError
     from launch.state.looking import find_run, look
     from launch.state.snapshot import SnapshotError
 

@@ -30,7 +30,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Show it until somebody presses q."""
     from rich.console import Console
 
-    from launch.load import ConfigError
+    from launch.errors import ConfigError
     from launch.state.looking import find_run, look
     from launch.state.snapshot import SnapshotError
     from launch.top.screen import show

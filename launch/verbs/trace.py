@@ -31,7 +31,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _write(parsed: argparse.Namespace) -> int:
-    from launch.load import ConfigError
+    from launch.errors import ConfigError
     from launch.report.perfetto import write
     from launch.run_folder import open_run
 

@@ -27,7 +27,8 @@ def add_parser(verbs: Any) -> None:  # noqa: ANN401 -- argparse has no public ty
 def run(parsed: argparse.Namespace) -> int:
     """Train, or say what is wrong with the config."""
     from launch.checks import check, check_prompts
-    from launch.load import ConfigError, load_config
+    from launch.errors import ConfigError
+    from launch.load import load_config
     from launch.run_folder import choose_root
 
     try:

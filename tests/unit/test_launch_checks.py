@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
+from launch.errors import ConfigError
 from launch.exit_status import ExitStatus
-from launch.load import ConfigError
 from launch.weights_folder import claim_weights_folder
 
 OK, WRONG_INPUT = ExitStatus.OK, ExitStatus.WRONG_INPUT

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from launch.checks import check
+from launch.errors import ConfigError
 from launch.keys import host_of_service
-from launch.load import ConfigError, load_config, to_toml
+from launch.load import load_config, to_toml
 from launch.privacy import interface, private_files
 from launch.processes.spawn import Addresses, stage_spec
 

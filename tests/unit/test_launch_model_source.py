@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from launch.config import ModelConfig
-from launch.load import ConfigError
+from launch.errors import ConfigError
 from launch.model_source import fetch_model
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from launch.cli import main
 from launch.config import TrackingConfig
-from launch.load import ConfigError
+from launch.errors import ConfigError
 from launch.outlets.prometheus import Exporter
 from launch.state.snapshot import read_snapshot
 from tests.ports import free_port

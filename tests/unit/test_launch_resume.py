@@ -11,8 +11,9 @@ import pytest
 
 from launch.cli import main
 from launch.config import Config
+from launch.errors import ConfigError
 from launch.exit_status import ExitStatus
-from launch.load import ConfigError, load_config
+from launch.load import load_config
 from launch.resume import FIXED, FREE, resume, wait_for_the_dead
 from launch.run_folder import RunFolder, RunIdentity, claimed, owner_of
 from launch.state.history import History, repair

@@ -6,9 +6,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from launch.errors import ConfigError
 from launch.exit_status import ExitStatus
 from launch.interrupts import Interrupts, Stopped
-from launch.load import ConfigError
 from launch.processes.role_process import RunFailed
 from launch.run_folder import RunFolder, RunIdentity
 from launch.state.history import History

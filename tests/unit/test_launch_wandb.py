@@ -12,8 +12,9 @@ import pytest
 
 from launch import train
 from launch.checks import check
+from launch.errors import ConfigError
 from launch.exit_status import ExitStatus
-from launch.load import ConfigError, load_config
+from launch.load import load_config
 
 ROOT = Path(__file__).parents[2]
 KEY = "0123456789012345678901234567890123456789"

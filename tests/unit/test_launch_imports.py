@@ -1,0 +1,34 @@
+"""A verb imports what it needs and no more: torch takes seconds, Transformers as many again, and each its memory."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("ray", "torch", "transformers", "vllm")
+LOOKING = ("launch.state.looking", "launch.top.screen", "launch.top.view", "launch.report.data", "launch.report.page")
+LOOKING_TOO = ("launch.report.perfetto", "launch.control", "launch.verbs.buffer_text", "launch.tokenizer")
+
+
+def imported(code: str) -> list[str]:
+    """Which of the heavy ones a process has imported after it has run some code."""
+    code += f"\nimport sys; print(*(name for name in {HEAVY} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.parametrize("verb", ["status", "top", "report", "trace", "scale --count 1", "buffer ls"])
+def test_who_looks_at_a_run_or_asks_something_of_it_need_not_wait_for_torch(verb):
+    assert imported(f"from launch.cli import main; main({[*verb.split(), 'no-such-run']})") == []
+
+
+def test_nor_do_the_modules_that_they_look_with_import_it():
+    assert imported(f"import {', '.join((*LOOKING, *LOOKING_TOO))}") == []
+
+
+def test_a_config_is_checked_before_ray_is_imported():
+    assert imported("import launch.cli, launch.checks") == ["torch"]
+
+
+def test_the_command_of_a_run_leaves_models_and_engines_to_its_roles():
+    assert imported("import launch.train, launch.resume") == ["ray", "torch"]
