@@ -6,8 +6,17 @@ import sys
 import pytest
 
 HEAVY = ("ray", "torch", "transformers", "vllm")
-LOOKING = ("launch.state.looking", "launch.top.screen", "launch.top.view", "launch.report.data", "launch.report.page")
-LOOKING_TOO = ("launch.report.perfetto", "launch.control", "launch.verbs.buffer_text", "launch.tokenizer")
+LOOKING = (
+    "launch.control",
+    "launch.report.data",
+    "launch.report.page",
+    "launch.report.perfetto",
+    "launch.state.looking",
+    "launch.tokenizer",
+    "launch.top.screen",
+    "launch.top.view",
+    "launch.verbs.buffer_text",
+)
 
 
 def imported(code: str) -> list[str]:
@@ -23,7 +32,7 @@ def test_who_looks_at_a_run_or_asks_something_of_it_need_not_wait_for_torch(verb
 
 
 def test_nor_do_the_modules_that_they_look_with_import_it():
-    assert imported(f"import {', '.join((*LOOKING, *LOOKING_TOO))}") == []
+    assert imported(f"import {', '.join(LOOKING)}") == []
 
 
 def test_a_config_is_checked_before_ray_is_imported():
