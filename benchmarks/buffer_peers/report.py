@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from training_runs.page import table
+
 TITLE = "# The replay buffer, measured"
 HEADING = "## Speed, beside what a user would pick instead"
 NAMES = {
@@ -61,7 +63,7 @@ def _bars(result: dict[str, Any]) -> str:
         measured = "not measured" if judged["measured"] is None else f"{judged['measured']:.2f}"
         met = {True: "yes", False: "**no**", None: "-"}[judged["met"]]
         rows.append([f"`{key}`", f"{word} {judged[word]:g}", measured, met])
-    return _table(["figure", "wanted", "measured", "met"], rows)
+    return table(["figure", "wanted", "measured", "met"], rows)
 
 
 def _beside(result: dict[str, Any]) -> str:
@@ -80,7 +82,7 @@ def _rates(rounds: dict[str, dict[str, Any]]) -> str:
         cells = [f"{figures[column]:,.0f}" if column in figures else "-" for column in columns]
         rows.append([name, *cells, SURVIVES.get(key, "nothing")])
     head = ["", "pushed/s", "MB/s", "sampled/s", "batches/s", "what is acknowledged survives"]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _latencies(result: dict[str, Any]) -> list[str]:
@@ -129,7 +131,3 @@ def _scale(result: dict[str, Any]) -> list[str]:
             f"{restart['restart_cold_s']:.2f} s with the file dropped from the page cache."
         )
     return ["\n".join(lines)] if lines else []
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])

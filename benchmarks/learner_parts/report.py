@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from training_runs.page import table
+
 Figures = dict[str, Any]
 
 BARS = {
@@ -61,7 +63,7 @@ def _bars(result: Figures) -> str:
     for key, each in result["wanted"].items():
         met = {True: "yes", False: "**no**", None: "-"}[each["met"]]
         rows.append([f"`{key}`", f"{each['at least']:g}", f"{each['measured']:.3f}", met])
-    return _table(["figure", "wanted, at least", "measured", "met"], rows)
+    return table(["figure", "wanted, at least", "measured", "met"], rows)
 
 
 def _sections(result: Figures) -> list[str]:
@@ -99,7 +101,7 @@ def _packing(r: Figures) -> str:
         "counts the micro-batches beyond the fewest that could hold the tokens."
     )
     head = ["sequences of a step", "efficiency, mean", "worst draw", "micro-batches too many, mean", "ms to pack"]
-    return f"{text}\n\n{_table(head, rows)}"
+    return f"{text}\n\n{table(head, rows)}"
 
 
 def _padded(r: Figures) -> str:
@@ -151,7 +153,7 @@ def _bubbles(r: Figures) -> str:
         "(P - 1) / (v M + P - 1) with v chunks; zero bubble (P - 1) / (3 v M + P - 1), where each "
         "stage but one costs F + B - W of a chunk."
     )
-    return f"{text}\n\n{_table(['P, schedule x chunks per stage', 'measured', 'in theory'], rows)}"
+    return f"{text}\n\n{table(['P, schedule x chunks per stage', 'measured', 'in theory'], rows)}"
 
 
 def _smollm2(r: Figures) -> str:
@@ -176,7 +178,7 @@ def _smollm2(r: Figures) -> str:
         "the Transformers model on the same micro-batches with the learner's attention per sequence, and computes "
         f"logits at completion tokens alone, as we do. Gradient norms of plain loop, one pass and two: {norms}."
     )
-    return f"{text}\n\n{_table(['', 'tokens/s', 'over plain'], rows)}"
+    return f"{text}\n\n{table(['', 'tokens/s', 'over plain'], rows)}"
 
 
 def _gpu(r: Figures) -> str:
@@ -187,7 +189,3 @@ def _gpu(r: Figures) -> str:
         f"8,192: {r['gpu_tokens_per_s']:,.0f} tokens/s, {r['gpu_mfu']:.1%} of the tensor cores' dense bf16 peak in "
         f"model FLOPs (a recomputation not counted), {r['gpu_peak_gib']:.0f} GiB at most."
     )
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+
+from training_runs.page import table
 
 from weights_parts.figures import Figures
 
@@ -66,7 +67,7 @@ def _bars(r: Figures) -> str:
     for key, each in r["wanted"].items():
         met = {True: "yes", False: "**no**", None: "-"}[each["met"]]
         rows.append([f"`{key}`", f"{each['at most']:g}", f"{each['measured']:.3f}", met])
-    return _table(["figure", "wanted, at most", "measured", "met"], rows)
+    return table(["figure", "wanted, at most", "measured", "met"], rows)
 
 
 def _update(r: Figures) -> str:
@@ -101,7 +102,7 @@ def _update(r: Figures) -> str:
     )
     if slower is not None:
         rest += f" While a version is staged and verified an engine step takes {slower:.2f} times as long."
-    return f"{text}\n\n{_table(['median of the updates', 'ms'], rows)}\n\n{rest}"
+    return f"{text}\n\n{table(['median of the updates', 'ms'], rows)}\n\n{rest}"
 
 
 def _learner(r: Figures) -> str:
@@ -141,7 +142,7 @@ def _deltas(r: Figures) -> str:
         f"{r['delta_full_mb'] / r['delta_decode_mb_per_s']:.2f} s ({r['delta_decode_mb_per_s']:.0f} MB/s)."
     )
     head = ["learning rate", "unchanged, median", "`delta_over_full`, median", "times smaller", "step by step"]
-    return f"{text}\n\n{_table(head, rows)}\n\n{rest}"
+    return f"{text}\n\n{table(head, rows)}\n\n{rest}"
 
 
 def _sync(r: Figures) -> str:
@@ -183,7 +184,7 @@ def _sync(r: Figures) -> str:
         f"{_ms(delta['fetch_s'])} ms, {delta['sent_share']:.2%} of the bytes). Where that "
         "takes longer than the whole, it still saves bytes: a delta is for links slower than its encoder."
     )
-    return f"{text}\n\n{_table(head, rows)}\n\n{rest}"
+    return f"{text}\n\n{table(head, rows)}\n\n{rest}"
 
 
 def _bandwidth(r: Figures) -> str:
@@ -216,7 +217,3 @@ def _many(r: Figures) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:,.0f}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
