@@ -30,9 +30,9 @@ from actors.engine_args import engine_args, set_environment
 from actors.engine_sockets import EngineSockets
 from actors.engine_update import swap, verify, while_alive
 from buffer.trajectory import VersionSpan
+from common.staleness import PolicyVersion
 from weight_sync.puller import StagedVersion
 from weight_sync.serving import check_model_folder
-from weight_sync.staleness import PolicyVersion
 from weight_sync.vllm_engine import BACKEND, BroadcastVersion
 
 if TYPE_CHECKING:

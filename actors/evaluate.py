@@ -14,7 +14,7 @@ from actors.rewards import RewardFailed, Scorer
 from actors.sample import Decoder, sample_seed
 from actors.tasks import Problem
 from actors.weights import WeightFollower
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 if TYPE_CHECKING:
     from actors.config import ActorsConfig

@@ -32,7 +32,7 @@ from actors.threads import DaemonThreads
 from actors.weights import WeightFollower
 from buffer.protocol import Lease, RowResult
 from buffer.trajectory import Trajectory
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 if TYPE_CHECKING:
     from buffer.client import BufferClient

@@ -8,9 +8,9 @@ from actors.tasks import Task, load_task
 from actors.tasks.encode import PromptCodec
 from actors.threads import DaemonThreads
 from buffer.sharded import open_client
+from common.staleness import PolicyVersion
 from weight_sync.nccl import check_transport
 from weight_sync.puller import Puller, open_puller
-from weight_sync.staleness import PolicyVersion
 
 
 async def assemble(spec: ActorSpec) -> Parts:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from actors.config import ActorsConfig
 from actors.tasks.config import FileTask, ReasoningGymTask
 from buffer.config import BufferConfig
+from common.curve import ClientKeys
 from weight_sync.config import WeightSyncConfig
-from weight_sync.curve import ClientKeys
 
 if TYPE_CHECKING:  # whoever gives orders needs none of these
     from actors.engine import Engine

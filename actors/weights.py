@@ -16,9 +16,9 @@ from actors.engine import UpdateRefused
 from actors.errors import ActorError
 from actors.report import WeightUpdate
 from actors.threads import DaemonThreads
+from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsError
-from weight_sync.staleness import PolicyVersion
 
 if TYPE_CHECKING:
     from actors.engine import Engine, UpdateTiming

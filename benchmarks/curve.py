@@ -27,7 +27,7 @@ from buffer_peers.workload import GROUP_SIZE, PATIENCE_S, Workload  # noqa: E402
 
 from buffer.client import BufferClient  # noqa: E402
 from buffer.service import BufferService  # noqa: E402
-from weight_sync.curve import RunKeys, ServiceKeys  # noqa: E402
+from common.curve import RunKeys, ServiceKeys  # noqa: E402
 
 
 def serve(folder: Path, num_groups: int, keys: ServiceKeys | None, pipe: Connection) -> None:

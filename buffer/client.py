@@ -30,7 +30,7 @@ from buffer.lengths import LengthFidelity
 from buffer.outbox import Outbox, checked, message_room, num_fitting
 from buffer.trajectory import Trajectory
 from buffer.transport import Result, Transport
-from weight_sync.curve import ClientKeys
+from common.curve import ClientKeys
 
 SILENCE_S = 1.75
 LONG_SILENCE_S = 20.0

@@ -17,7 +17,7 @@ from buffer.errors import StoreError
 from buffer.inspect import shard_folders
 from buffer.store import DATA, Store, own
 from buffer.transaction import TABLES
-from weight_sync.files import sync
+from common.files import sync
 
 _LOCK = "lock.mdb"
 _NEW = "compacting"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from weight_sync.staleness import StalenessConfig
+from common.staleness import StalenessConfig
 
 RestLaw = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"]
 Law = Literal["fifo", "on_policy_share", "uniform", "reward_softmax", "prioritised", "length_balanced"]

@@ -27,7 +27,7 @@ from buffer.shards import of_shard, share_of
 from buffer.steps import Steps
 from buffer.tables import Draw
 from buffer.transaction import Transaction
-from weight_sync.staleness import StalenessContract
+from common.staleness import StalenessContract
 
 MAX_PUSHED_ROWS = 4096
 """More trajectories in one push are refused: a turn of the service must stay short."""

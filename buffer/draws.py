@@ -27,7 +27,7 @@ from buffer.shards import Share
 from buffer.steps import Steps
 from buffer.tables import Draw, Group, State
 from buffer.transaction import Transaction
-from weight_sync.staleness import StalenessContract
+from common.staleness import StalenessContract
 
 MAX_NAMED = 4
 """How many groups or actors a message names before it says 'and others'."""

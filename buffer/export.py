@@ -24,8 +24,8 @@ from buffer.rows import list_bounds
 from buffer.schema import SCHEMA, join_rows
 from buffer.tables import State
 from buffer.views import GroupView, Sample, Selection
-from weight_sync.files import sync
-from weight_sync.staleness import PolicyVersion, effective_version
+from common.files import sync
+from common.staleness import PolicyVersion, effective_version
 
 STATE = pa.schema(
     [

@@ -21,7 +21,7 @@ from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Rene
 from buffer.shards import Share, owned_prompts
 from buffer.tables import NO_RECORD, Actor, Group
 from buffer.transaction import Transaction
-from weight_sync.staleness import StalenessContract
+from common.staleness import StalenessContract
 
 MAX_NAME_BYTES = 128
 _NUM_REPLACED = 8

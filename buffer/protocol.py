@@ -15,8 +15,8 @@ from typing import Annotated
 import msgspec
 
 from buffer.lengths import LengthFidelity
-from weight_sync.wire import checksum as checksum
-from weight_sync.wire import sealed, unsealed
+from common.wire import checksum as checksum
+from common.wire import sealed, unsealed
 
 PROTOCOL_VERSION = 4
 

@@ -21,7 +21,7 @@ from buffer.errors import BadBody
 from buffer.flatbuffer import is_compressed
 from buffer.rows import INTEGERS, PART, SPAN, WALL_TIMES, flat_values, list_array
 from buffer.trajectory import SCHEMA_VERSION, Trajectory, VersionSpan
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 _NULLABLE = ("reward", "reference_logprobs")
 

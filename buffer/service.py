@@ -26,9 +26,9 @@ from buffer.intake import set_aside
 from buffer.store import PORT, Store
 from buffer.transaction import Transaction
 from buffer.upkeep import Upkeep
-from weight_sync.curve import LOOPBACK, Doorkeeper, ServiceKeys
-from weight_sync.files import write_durably
-from weight_sync.wire import CannotBind, bind, limit, port_in, receive_frames, send_frames
+from common.curve import LOOPBACK, Doorkeeper, ServiceKeys
+from common.files import write_durably
+from common.wire import CannotBind, bind, limit, port_in, receive_frames, send_frames
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import xxhash
 
 from buffer.config import BufferConfig, RunFacts
 from buffer.errors import StoreError
-from weight_sync.staleness import StalenessContract, held_back
+from common.staleness import StalenessContract, held_back
 
 
 class Share(NamedTuple):

@@ -22,7 +22,7 @@ from buffer.intake import MAX_BEHIND
 from buffer.protocol import BeginIncarnation, CheckpointDurable, IncarnationReply, Published, StepFinished
 from buffer.tables import MAX_TRAINED_AT, Draw, Group, Incarnation, State
 from buffer.transaction import Transaction
-from weight_sync.staleness import StalenessContract
+from common.staleness import StalenessContract
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from buffer.errors import CorruptRecord, StoreBusy, StoreError, StoreFull
 from buffer.tables import Identity
 from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import TABLES, Transaction
-from weight_sync.files import sync
+from common.files import sync
 
 log = logging.getLogger(__name__)
 

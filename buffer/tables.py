@@ -12,7 +12,7 @@ import msgspec
 from buffer.ledger import COMMITTED_STATES, Ledger
 from buffer.lengths import Fidelity
 from buffer.protocol import Lease
-from weight_sync.staleness import PolicyVersion, effective_version
+from common.staleness import PolicyVersion, effective_version
 
 NO_RECORD = -1
 MAX_TRAINED_AT = 8

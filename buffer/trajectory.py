@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 SCHEMA_VERSION = 2
 

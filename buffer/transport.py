@@ -24,7 +24,7 @@ from buffer import protocol as p
 from buffer.errors import BufferRefused, BufferUnavailable
 from buffer.futures import settle
 from buffer.wake import Wake
-from weight_sync.curve import ClientKeys
+from common.curve import ClientKeys
 
 log = logging.getLogger(__name__)
 

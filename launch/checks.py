@@ -12,6 +12,8 @@ from pathlib import Path
 from actors.tasks import TaskError, TaskFacts, check_task
 from buffer.config import RunFacts
 from buffer.shards import admission_shares
+from common.curve import ClientKeys, RunKeys, ServiceKeys
+from common.staleness import StalenessContract
 from launch.config import Config
 from launch.errors import ConfigError
 from launch.keys import run_keys
@@ -21,10 +23,8 @@ from launch.run_folder import RunFolder, already_there
 from launch.weights_folder import check_weights_folder, check_writable
 from learner.families import FAMILIES
 from weight_sync.config import WeightSyncConfig
-from weight_sync.curve import ClientKeys, RunKeys, ServiceKeys
 from weight_sync.nccl import check_transport
 from weight_sync.serving import ModelFacts, ModelFolderError, check_model_folder
-from weight_sync.staleness import StalenessContract
 
 _OF_RAY = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
 """Resources that every host has by Ray's own doing."""

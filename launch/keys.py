@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from common.curve import LOOPBACK, RunKeys, is_loopback
 from launch.config import Config
 from launch.errors import ConfigError
-from weight_sync.curve import LOOPBACK, RunKeys, is_loopback
 
 ENCRYPTION_KEY = "launch.encryption"
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from weight_sync.curve import ServiceKeys, is_loopback
+from common.curve import ServiceKeys, is_loopback
 
 _OWNER_ONLY = 0o077
 

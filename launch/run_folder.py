@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from common.files import write_durably
 from launch.errors import ConfigError
-from weight_sync.files import write_durably
 
 if TYPE_CHECKING:
     from launch.config import Config

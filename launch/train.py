@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from actors.evaluate import EvalResult
 from buffer.protocol import Status
+from common.staleness import PolicyVersion
 from launch.checks import Plan, check_model
 from launch.control import Control
 from launch.errors import ConfigError
@@ -46,7 +47,6 @@ from launch.state.tripwires import Trip, Tripwires, mismatch_limit
 from launch.weights_folder import claim_weights_folder
 from learner.checkpoint_meta import newest_progress
 from weight_sync.serving import ModelFacts, ModelFolderError, prepare_serving_model
-from weight_sync.staleness import PolicyVersion
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NOT_WRITTEN = _FULL | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from algorithms.inputs import LossInputs
 from buffer.trajectory import Trajectory
+from common.staleness import effective_version
 from learner.packing import IntArray, PackedBatch, PackingRule, pack
-from weight_sync.staleness import effective_version
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from common.files import replace_durably, sync, write_durably
 from learner.agreement import Agreement, Disagreement, first_line
 from learner.checkpoint_meta import META_NAME, CheckpointMeta, Progress, Seal, steps_in
 from learner.mesh import Mesh
 from learner.networks import Networks
 from learner.snapshot import Snapshot, is_of_a_rank
-from weight_sync.files import replace_durably, sync, write_durably
 
 __all__ = ["CheckpointFailed", "CheckpointMismatch", "Checkpoints", "Progress"]
 

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from common.files import replace_durably
 from learner.agreement import first_line
 from learner.checkpoint_meta import CheckpointMeta, DamagedCheckpoint, model_identity
 from learner.hf_files import write_folder, write_shard
 from learner.model import is_value_head
 from learner.snapshot import is_of_a_rank
-from weight_sync.files import replace_durably
 
 SHARD_BYTES = 4 * 2**30
 """So much is in memory at a time; a file of the folder holds no more, unless a single tensor is larger."""

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from buffer.client import Draw
 from buffer.sharded import open_client
+from common.staleness import PolicyVersion, effective_version
 from learner.channel import HEARTBEAT_S, Channel, Kind
 from learner.spec import LearnerSpec
-from weight_sync.staleness import PolicyVersion, effective_version
 
 R = TypeVar("R")
 

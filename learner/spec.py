@@ -7,10 +7,10 @@ from pathlib import Path
 
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
+from common.curve import ClientKeys
 from learner.config import LearnerConfig
 from learner.mesh import Place
 from weight_sync.config import WeightSyncConfig
-from weight_sync.curve import ClientKeys
 
 
 @dataclass(frozen=True)

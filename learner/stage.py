@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from buffer.client import Draw, decode_draw
 from buffer.errors import BufferError
+from common.staleness import PolicyVersion, StaleTokens
 from learner.agreement import Agreement
 from learner.assembly import build_networks, build_reference, packing_rule
 from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_samples
@@ -39,7 +40,6 @@ from learner.spec import LearnerSpec
 from learner.step import TrainStep
 from weight_sync.errors import PublishFailed
 from weight_sync.publisher import Publisher
-from weight_sync.staleness import PolicyVersion, StaleTokens
 from weight_sync.upload import open_sink
 
 logger = logging.getLogger(__name__)

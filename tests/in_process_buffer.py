@@ -19,7 +19,7 @@ from buffer.errors import BufferRefused
 from buffer.store import Store
 from buffer.trajectory import Trajectory, VersionSpan
 from buffer.verify import verify
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 M = TypeVar("M", bound=p.Message)
 

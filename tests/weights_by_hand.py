@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
 from weight_sync.config import WeightSyncConfig
 from weight_sync.delta import encode_delta
@@ -24,7 +25,6 @@ from weight_sync.manifest import (
 from weight_sync.puller import Puller, StagedVersion, open_puller
 from weight_sync.service import WeightService
 from weight_sync.sinks import FolderSink, PartSink
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 from weight_sync.tensor_file import ITEM_BYTES, header_of
 from weight_sync.upload import UploadSink, open_sink

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from common.curve import ClientKeys
+from common.staleness import PolicyVersion
 from weight_sync import protocol as p
-from weight_sync.curve import ClientKeys
 from weight_sync.errors import TransferFailed, WeightsCorrupt
 from weight_sync.link import SILENCE_S, Answer, Ask, Link
 from weight_sync.manifest import Manifest
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import read_manifest
 
 _WINDOW = 4

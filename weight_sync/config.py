@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from weight_sync.staleness import StalenessConfig
+from common.staleness import StalenessConfig
 
 Action = Literal["warn", "quarantine", "stop"]
 

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from common.files import write_whole
 from weight_sync.errors import WeightsCorrupt
-from weight_sync.files import write_whole
 from weight_sync.manifest import Encoding, TensorEntry, checksum_of
 from weight_sync.tensor_file import ITEM_BYTES, TensorFile, header_of
 

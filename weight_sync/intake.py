@@ -14,12 +14,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from common.files import write_whole
+from common.staleness import PolicyVersion
 from weight_sync.delta import rebuild_file
 from weight_sync.errors import WeightsCorrupt, WeightsGone
-from weight_sync.files import write_whole
 from weight_sync.manifest import Manifest, Part, TensorEntry, by_file, chain_of, decode, delta_name, part_name
 from weight_sync.protocol import WholeFilesNeeded, upload_name, version_of
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore, checked
 from weight_sync.tensor_file import TensorFile
 

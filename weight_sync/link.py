@@ -18,8 +18,8 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
+from common.curve import ClientKeys, is_loopback
 from weight_sync import protocol as p
-from weight_sync.curve import ClientKeys, is_loopback
 from weight_sync.errors import PublishFailed, TransferFailed, WeightsCorrupt, WeightsGone
 
 log = logging.getLogger(__name__)

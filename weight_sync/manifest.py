@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import xxhash
 
+from common.staleness import PolicyVersion
 from weight_sync.errors import PublishFailed, WeightsCorrupt
-from weight_sync.staleness import PolicyVersion
 from weight_sync.tensor_file import ITEM_BYTES
 
 FORMAT_VERSION = 2

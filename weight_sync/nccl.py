@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import PublishFailed
-from weight_sync.staleness import PolicyVersion
 from weight_sync.tensors import DTYPES
 
 R = TypeVar("R")

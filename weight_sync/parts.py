@@ -10,10 +10,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from common.staleness import PolicyVersion
 from weight_sync.delta import encode_delta
 from weight_sync.manifest import DeltaEntry, Encoding, FileEntry, Part, TensorEntry, checksum_of, delta_name, file_name
 from weight_sync.sinks import Buffers
-from weight_sync.staleness import PolicyVersion
 from weight_sync.tensor_file import ITEM_BYTES, header_of
 from weight_sync.tensors import DTYPES, host_bytes
 

@@ -15,11 +15,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from common.staleness import PolicyVersion
+from common.wire import checksum as checksum
+from common.wire import sealed, unsealed
 from weight_sync.errors import WeightsError
 from weight_sync.manifest import FILE_NAME
-from weight_sync.staleness import PolicyVersion
-from weight_sync.wire import checksum as checksum
-from weight_sync.wire import sealed, unsealed
 
 PROTOCOL_VERSION = 1
 MAX_CHUNK_BYTES = 64 * 2**20

@@ -24,11 +24,11 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from common.staleness import PolicyVersion
 from weight_sync.errors import PublishFailed, TransferFailed, WeightsCorrupt, WeightsGone
 from weight_sync.manifest import Manifest, Part, build_manifest
 from weight_sync.parts import HostCopy, PartMaker
 from weight_sync.sinks import PartSink
-from weight_sync.staleness import PolicyVersion
 from weight_sync.tensors import DTYPES
 
 NUM_COPIES = 2

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol
 
+from common.curve import ClientKeys
+from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
-from weight_sync.curve import ClientKeys
 from weight_sync.errors import TransferFailed, WeightsCorrupt
 from weight_sync.fetch import files_of, whole_bytes
 from weight_sync.host_folder import folder_for
 from weight_sync.manifest import Manifest
 from weight_sync.staging import HostStaging
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 from weight_sync.transports import client_of, is_folder_of
 from weight_sync.verified import verify_once

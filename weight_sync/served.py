@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO
 
+from common.staleness import PolicyVersion
 from weight_sync.errors import WeightsCorrupt
 from weight_sync.fetch import files_of
 from weight_sync.manifest import Manifest, delta_name
 from weight_sync.sinks import note_remote_reader
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore, read_manifest
 
 log = logging.getLogger(__name__)

@@ -22,15 +22,15 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from common.curve import LOOPBACK, Doorkeeper, ServiceKeys
+from common.files import write_whole
+from common.wire import MAX_FRAMES, CannotBind, bind, limit, port_in, receive_frames, send_frames
 from weight_sync import protocol as p
 from weight_sync.config import WeightSyncConfig
-from weight_sync.curve import LOOPBACK, Doorkeeper, ServiceKeys
 from weight_sync.errors import PublishFailed, TransferFailed, WeightsCorrupt, WeightsError, WeightsGone
-from weight_sync.files import write_whole
 from weight_sync.intake import Intake
 from weight_sync.served import ServedVersions
 from weight_sync.store import WeightStore
-from weight_sync.wire import MAX_FRAMES, CannotBind, bind, limit, port_in, receive_frames, send_frames
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from weight_sync.files import write_whole
+from common.files import write_whole
+from common.staleness import PolicyVersion
 from weight_sync.manifest import Manifest, Part, encode, part_name
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 
 Buffers = Sequence[bytes | memoryview]

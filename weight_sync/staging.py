@@ -25,14 +25,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from common.files import write_whole
+from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
 from weight_sync.fetch import change_bytes, fetch_changes, fetch_whole, forget_partial, whole_bytes
-from weight_sync.files import write_whole
 from weight_sync.host_folder import HostFolder
 from weight_sync.locks import is_at, lock_within, try_lock
 from weight_sync.manifest import MANIFEST_NAME, Manifest
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import READERS_LOCK, WeightStore, remove_unless_read
 
 log = logging.getLogger(__name__)

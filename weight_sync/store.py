@@ -25,8 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from common.files import temporary_beside, write_whole
+from common.staleness import PolicyVersion
 from weight_sync.errors import PublishFailed, WeightsCorrupt, WeightsGone
-from weight_sync.files import temporary_beside, write_whole
 from weight_sync.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -38,7 +39,6 @@ from weight_sync.manifest import (
     encode,
     part_name,
 )
-from weight_sync.staleness import PolicyVersion
 from weight_sync.tensor_file import TensorFile
 
 _NEWEST_NAME = "NEWEST"

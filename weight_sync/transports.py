@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from common.curve import ClientKeys
 from weight_sync.client import WeightClient
 from weight_sync.config import WeightSyncConfig
-from weight_sync.curve import ClientKeys
 from weight_sync.errors import TransferFailed
 from weight_sync.store import store_id_of
 

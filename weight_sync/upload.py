@@ -6,13 +6,13 @@ import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from common.curve import ClientKeys
+from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
-from weight_sync.curve import ClientKeys
 from weight_sync.errors import TransferFailed, WeightsCorrupt
 from weight_sync.manifest import Manifest, Part, decode, delta_name, encode
 from weight_sync.protocol import WholeFilesNeeded
 from weight_sync.sinks import Buffers, FolderSink, PartSink
-from weight_sync.staleness import PolicyVersion
 from weight_sync.transports import client_of, is_folder_of
 
 log = logging.getLogger(__name__)

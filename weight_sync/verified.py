@@ -12,9 +12,9 @@ import socket
 from pathlib import Path
 from typing import IO
 
+from common.files import write_whole
 from weight_sync.errors import TransferFailed
 from weight_sync.fetch import files_of
-from weight_sync.files import write_whole
 from weight_sync.locks import lock_within
 from weight_sync.manifest import Manifest
 from weight_sync.store import WeightStore

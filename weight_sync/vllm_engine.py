@@ -15,7 +15,7 @@ import signal
 import threading
 from typing import Any, NamedTuple
 
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 BACKEND = "leeway"
 NCCL_BACKEND = "nccl"

@@ -29,9 +29,9 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 
+from common.staleness import PolicyVersion
 from weight_sync.errors import WeightsError
 from weight_sync.serving import HEAD, UNTIED_MARK, embedding_of
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 from weight_sync.tensors import read_tensors
 from weight_sync.vllm_engine import REFUSED

@@ -17,7 +17,7 @@ from buffer.trajectory import Trajectory, VersionSpan
 from buffer_peers.leeway import LEASES_AHEAD, push_all
 from buffer_peers.service import Service, config_for, facts_for, lease_all
 from buffer_peers.workload import BATCH_TRAJECTORIES, GROUP_SIZE, PATIENCE_S, Figures, Workload
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 LAWS = {"reward": "reward_softmax", "age": "prioritised"}
 SIZES = {False: (10_000, 1_000_000), True: (10_000, 50_000)}

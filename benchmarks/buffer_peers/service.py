@@ -18,7 +18,7 @@ from buffer.client import BufferClient
 from buffer.config import BufferConfig, RunFacts
 from buffer.protocol import Lease
 from buffer_peers.workload import GROUP_SIZE, MAX_TOKENS, NUM_PROMPTS, PATIENCE_S, VOCAB_SIZE
-from weight_sync.staleness import StalenessConfig
+from common.staleness import StalenessConfig
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUN_ID = "benchmark"

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from buffer.protocol import Lease
 from buffer.trajectory import Trajectory, VersionSpan
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 MEDIAN_TOKENS = 512
 SIGMA = 1.0

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from buffer.trajectory import Trajectory, VersionSpan
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 MEDIAN, SIGMA, LONGEST, TOKEN_BUDGET = 200, 1.0, 2048, 4096
 GROUP_SIZE = 8

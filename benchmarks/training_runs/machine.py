@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypedDict
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("actors", "algorithms", "buffer", "examples", "launch", "learner", "weight_sync")
+OURS = ("actors", "algorithms", "buffer", "common", "examples", "launch", "learner", "weight_sync")
 GIT_LIMIT_S = 30.0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
-from weight_sync.staleness import PolicyVersion
 from weights_parts.service_role import RUN_ID
 
 

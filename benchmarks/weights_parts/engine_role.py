@@ -21,9 +21,9 @@ import numpy as np
 from actors.config import ActorsConfig
 from actors.engine import Engine
 from actors.weights import WeightFollower
+from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import open_puller
-from weight_sync.staleness import PolicyVersion
 from weights_parts.bare_reload import bare_reload
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 224

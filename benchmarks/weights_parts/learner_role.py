@@ -6,9 +6,9 @@ import functools
 import time
 from pathlib import Path
 
+from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.publisher import Publisher
-from weight_sync.staleness import PolicyVersion
 from weight_sync.upload import open_sink
 from weights_parts.training import Trainer
 

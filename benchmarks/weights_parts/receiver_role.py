@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common.staleness import PolicyVersion
 from weight_sync import delta, manifest, store
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import open_puller
-from weight_sync.staleness import PolicyVersion
 from weights_parts.service_role import RUN_ID
 
 POLL_S = 0.001

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffer.trajectory import Trajectory, VersionSpan
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 GROUP_SIZE = 8
 NEW_TOKENS = 24

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.publisher import Publisher
-from weight_sync.staleness import PolicyVersion
 from weight_sync.upload import open_sink
 from weights_parts.service_role import RUN_ID
 

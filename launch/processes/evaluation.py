@@ -11,8 +11,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from actors.evaluate import EvalRequest, EvalResult
+from common.staleness import PolicyVersion
 from launch.processes.role_process import RoleProcess, RunFailed, done, reason
-from weight_sync.staleness import PolicyVersion
 
 POLL_S = 0.1
 

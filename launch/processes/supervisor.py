@@ -13,6 +13,7 @@ import ray
 from actors.report import ActorReport
 from actors.spec import ActorSpec
 from buffer.protocol import Status
+from common.staleness import PolicyVersion
 from launch.checks import Plan
 from launch.pools import ActorPool
 from launch.processes.buffers import Buffers
@@ -28,7 +29,6 @@ from launch.processes.weights import Weights
 from launch.state.process_facts import ProcessFacts, actor_name
 from launch.state.progress import PollResult
 from weight_sync.serving import ModelFacts
-from weight_sync.staleness import PolicyVersion
 
 SERVICE_GOODBYE_S = 5.0
 """How long the services may take to end by themselves before they are killed."""

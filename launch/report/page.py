@@ -10,10 +10,10 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from common.files import private_file
 from launch.report import figures, lanes, tables
 from launch.report.data import RunData
 from launch.report.svg import DASH
-from weight_sync.files import private_file
 
 
 def render(runs: Sequence[RunData], *, now_s: float | None = None) -> str:

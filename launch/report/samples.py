@@ -239,7 +239,7 @@ class _Chooser:
 
 
 def _count_lags(inspection: Inspection, group_id: int, data: BufferData) -> None:
-    from weight_sync.staleness import PolicyVersion, effective_version
+    from common.staleness import PolicyVersion, effective_version
 
     read = _read_group(inspection, group_id)
     if read is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from weight_sync.files import private_file
+from common.files import private_file
 
 FORMAT = 1
 NUM_EVENTS = 20

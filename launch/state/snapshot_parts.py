@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer.config import BufferConfig
+from common.staleness import PolicyVersion
 from launch.state import snapshot as s
 from launch.state.process_facts import ProcessFacts, actor_name
 from launch.state.progress import Progress, mean_of
 from launch.state.waits import waits
-from weight_sync.staleness import PolicyVersion
 
 
 class Since:

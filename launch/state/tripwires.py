@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.report import ActorReport
+from common.staleness import PolicyVersion
 from launch.state.progress import PollResult
 from launch.state.stability import Stability
 from weight_sync.config import Action, WeightSyncConfig
-from weight_sync.staleness import PolicyVersion
 
 LEARNER = "learner"
 MISMATCH_TOKENS = 32

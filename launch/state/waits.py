@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from actors.report import ActorReport
 from buffer.protocol import Status
+from common.staleness import PolicyVersion
 from launch.state.process_facts import ProcessFacts
-from weight_sync.staleness import PolicyVersion
 
 LEASE = "waiting for a lease"
 POLICY = "waiting for policy"

@@ -9,13 +9,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.config import ActorsConfig
 from actors.engine import Completion, Engine
+from common.staleness import PolicyVersion
 from learner.model import load_stage
 from learner.packing import PackingRule, pack
 from tests.unit.small_models import run
 from weight_sync.publisher import Publisher
 from weight_sync.puller import Puller
 from weight_sync.sinks import FolderSink
-from weight_sync.staleness import PolicyVersion
 
 EOS = 2
 TEMPERATURE = 0.8

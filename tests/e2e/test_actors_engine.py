@@ -16,6 +16,7 @@ import pytest_asyncio
 import torch
 
 from actors.engine import Completion, Engine, EngineDead, RequestRefused, UpdateRefused
+from common.staleness import PolicyVersion
 from tests.e2e.engine_world import (
     CONFIG,
     EOS,
@@ -32,7 +33,6 @@ from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import Puller, open_puller
 from weight_sync.service import WeightService
 from weight_sync.serving import HEAD, prepare_serving_model
-from weight_sync.staleness import PolicyVersion
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -287,7 +287,7 @@ from pathlib import Path
 import psutil
 from actors.config import ActorsConfig
 from actors.engine import Engine
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 async def main():
     config = ActorsConfig(max_new_tokens=8, max_prompt_tokens=8, max_running_samples=2, kv_cache_gib=0.05)

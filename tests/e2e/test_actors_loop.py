@@ -16,11 +16,11 @@ from actors.tasks.config import ReasoningGymTask
 from buffer.client import BufferClient
 from buffer.config import BufferConfig, RunFacts
 from buffer.service import BufferService
+from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.publisher import Publisher
 from weight_sync.serving import check_model_folder, prepare_serving_model
 from weight_sync.sinks import FolderSink
-from weight_sync.staleness import PolicyVersion
 
 # importing vLLM warns about other libraries' use of each other
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

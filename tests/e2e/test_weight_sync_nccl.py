@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common.staleness import PolicyVersion
 from weight_sync.nccl import Broadcast, EngineCalls, StageWeightSource
-from weight_sync.staleness import PolicyVersion
 
 # of vLLM's own imports
 pytestmark = pytest.mark.filterwarnings("ignore")

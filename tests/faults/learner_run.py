@@ -22,11 +22,11 @@ from buffer.client import BufferClient
 from buffer.config import BufferConfig, RunFacts
 from buffer.service import BufferService
 from buffer.trajectory import Trajectory, VersionSpan
+from common.staleness import PolicyVersion, StalenessConfig
 from tests.faults.learner_stage_process import run_rank
 from tests.files import json_rows
 from tests.in_process_buffer import InProcessBuffer
 from tests.ports import free_port
-from weight_sync.staleness import PolicyVersion, StalenessConfig
 
 ROOT = Path(__file__).parents[2]
 GROUP_SIZE, GROUPS_PER_STEP, VOCABULARY = 4, 3, 32

@@ -16,10 +16,10 @@ import pytest
 from buffer.export import export
 from buffer.inspect import Inspection
 from buffer.views import Selection
+from common.staleness import PolicyVersion
 from launch.exit_status import ExitStatus
 from tests.e2e.real_run import command_of, descendants, start, wait_for_end
 from tests.files import json_rows
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 
 R = TypeVar("R")

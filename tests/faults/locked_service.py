@@ -14,9 +14,9 @@ from unittest import mock
 
 from buffer import __main__ as program
 from buffer.service import BufferService
+from common.curve import Key, RunKeys
 from tests.weights_by_hand import RUN
 from weight_sync.config import WeightSyncConfig
-from weight_sync.curve import Key, RunKeys
 from weight_sync.service import WeightService
 
 

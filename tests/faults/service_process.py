@@ -26,9 +26,9 @@ from buffer.store import Store
 from buffer.tables import NO_RECORD
 from buffer.trajectory import Trajectory
 from buffer.verify import verify
+from common.curve import ClientKeys
+from common.staleness import StalenessConfig
 from tests.in_process_buffer import make_trajectory
-from weight_sync.curve import ClientKeys
-from weight_sync.staleness import StalenessConfig
 
 FACTS = RunFacts(
     run_id="killed",

@@ -14,8 +14,8 @@ import pytest
 
 from buffer.errors import BufferUnavailable
 from buffer.sharded import PATIENCE_S, open_client
+from common.staleness import PolicyVersion, StalenessConfig, effective_version
 from tests.faults.service_process import CONFIG, FACTS, Kept, Service, sample, sample_tokens, wait_until
-from weight_sync.staleness import PolicyVersion, StalenessConfig, effective_version
 
 RUN = FACTS.model_copy(update={"staleness": StalenessConfig(max_lag=4)})
 DOWN_S = 5.0

@@ -2,8 +2,8 @@
 
 import pytest
 
+from common.staleness import PolicyVersion
 from tests.faults.learner_run import GROUP_SIZE, GROUPS_PER_STEP, LearnerRun, MadeUpActor, record
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 
 SAMPLES = GROUP_SIZE * GROUPS_PER_STEP

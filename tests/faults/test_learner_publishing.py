@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from common.staleness import PolicyVersion
 from tests.faults.learner_run import LearnerRun, MadeUpActor, record
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 
 NUM_STEPS = 30

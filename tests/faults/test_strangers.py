@@ -16,6 +16,7 @@ import zmq
 
 from buffer import protocol as buffer_protocol
 from buffer.client import BufferClient
+from common.staleness import PolicyVersion
 from tests.faults import strangers
 from tests.faults.locked_service import write_keys
 from tests.faults.results import pick
@@ -25,7 +26,6 @@ from tests.full import FULL
 from tests.weights_by_hand import RUN, publish
 from weight_sync import protocol as weights_protocol
 from weight_sync.client import WeightClient
-from weight_sync.staleness import PolicyVersion
 
 MODULE = "tests.faults.locked_service"
 NUM_SLOW = 500

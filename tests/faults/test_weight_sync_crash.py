@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.staleness import PolicyVersion
 from tests.unit.published import publisher_of, read
 from weight_sync.delta import rebuild_file
 from weight_sync.errors import WeightsCorrupt, WeightsGone
 from weight_sync.manifest import delta_name, file_name
 from weight_sync.puller import Puller
 from weight_sync.sinks import note_remote_reader
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 
 DTYPES = ("float32", "bfloat16")
@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from weight_sync.publisher import Publisher
 from weight_sync.sinks import FolderSink
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 folder, incarnation = Path(sys.argv[1]), int(sys.argv[2])
 publishers = [

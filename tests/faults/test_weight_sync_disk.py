@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.staleness import PolicyVersion
 from tests.faults.disks import MIB, fill
 from tests.faults.results import pick
 from tests.unit.published import publisher_of, read, same
@@ -18,7 +19,6 @@ from weight_sync.errors import PublishFailed, WeightsCorrupt, WeightsGone
 from weight_sync.manifest import MANIFEST_NAME, delta_name, file_name
 from weight_sync.puller import Puller
 from weight_sync.sinks import note_remote_reader
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 from weight_sync.tensor_file import TensorFile
 from weight_sync.tensors import tensor_of

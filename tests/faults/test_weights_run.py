@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from common.staleness import PolicyVersion
 from tests.faults import results
 from tests.faults.disks import fill
 from tests.faults.live_run import GROUP_SIZE, GROUPS_PER_STEP, LiveRun
 from weight_sync.manifest import Manifest
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 
 pytestmark = pytest.mark.timeout(900)

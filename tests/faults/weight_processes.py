@@ -12,12 +12,12 @@ from pathlib import Path
 
 import zmq
 
+from common.staleness import PolicyVersion
 from tests.faults.proxy import Proxy
 from tests.weights_by_hand import RUN, assert_holds, publish
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import open_puller
 from weight_sync.service import WeightService
-from weight_sync.staleness import PolicyVersion
 from weight_sync.upload import UploadSink
 
 ROOT = Path(__file__).parents[2]

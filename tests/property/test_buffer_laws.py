@@ -17,8 +17,8 @@ from buffer.config import BufferConfig, RunFacts
 from buffer.selection import Offer, best_fit, fill, well_packed
 from buffer.sum_tree import FANOUT, SumTree
 from buffer.verify import verify
+from common.staleness import PolicyVersion, StalenessConfig
 from tests.in_process_buffer import InProcessBuffer, make_trajectory
-from weight_sync.staleness import PolicyVersion, StalenessConfig
 
 LAWS = ("fifo", "uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share")
 GROUPS_PER_STEP = 2

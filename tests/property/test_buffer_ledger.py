@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from buffer import protocol as p
 from buffer.config import BufferConfig, RunFacts
+from common.staleness import PolicyVersion, StalenessConfig, effective_version
 from tests.in_process_buffer import InProcessBuffer, make_trajectory
-from weight_sync.staleness import PolicyVersion, StalenessConfig, effective_version
 
 NAMES = ("a", "b")
 

@@ -14,9 +14,9 @@ from buffer import protocol as p
 from buffer.config import BufferConfig, RunFacts
 from buffer.sharded import ShardedClient
 from buffer.shards import Supply, admission_shares, apportion, divide_step, owned_prompts
+from common.staleness import PolicyVersion, StalenessConfig, effective_version
 from tests.in_process_buffer import make_trajectory
 from tests.in_process_shards import InProcessShard, Shard
-from weight_sync.staleness import PolicyVersion, StalenessConfig, effective_version
 
 PATIENCE_S = 0.05
 LONG_S = 20.0

@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 
+from common.staleness import StalenessConfig, StalenessContract
 from tests.simulation.core import Environment
 from tests.simulation.knobs import NO_FAULTS, Knobs, choose_knobs
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.seeds import SimulationFailed, Totals, simulate, simulate_with
-from weight_sync.staleness import StalenessConfig, StalenessContract
 
 NUM_POLICY_SEEDS = 100_000
 NUM_SYSTEM_SEEDS = 1_000

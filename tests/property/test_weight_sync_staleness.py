@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.staleness import PolicyVersion, StalenessConfig, StalenessContract, StaleTokens, held_back
+from common.staleness import PolicyVersion, StalenessConfig, StalenessContract, StaleTokens, held_back
 
 
 @st.composite

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from buffer import protocol as p
+from common.staleness import PolicyVersion
 from tests.simulation.shelf import FIRST
 from tests.simulation.witness import Granted, Key
-from weight_sync.staleness import PolicyVersion
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from buffer import protocol as p
 from buffer.errors import BufferRefused
+from common.staleness import PolicyVersion, StalenessContract, effective_version
 from tests.simulation.actor import Sample
 from tests.simulation.knobs import LEASE_TIMEOUT_S, Knobs
 from tests.simulation.witness import Key
-from weight_sync.staleness import PolicyVersion, StalenessContract, effective_version
 
 
 @dataclass(slots=True, eq=False)

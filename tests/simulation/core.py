@@ -21,10 +21,10 @@ from buffer.ledger import live_gap
 from buffer.trajectory import Trajectory, VersionSpan
 from buffer.transaction import TABLES, Transaction
 from buffer.verify import verify
+from common.staleness import StalenessContract
 from tests.simulation.actor import Sample
 from tests.simulation.knobs import LEASE_TIMEOUT_S, Knobs
 from tests.simulation.witness import Key
-from weight_sync.staleness import StalenessContract
 
 RUN = "simulated"
 _TOKENS = np.arange(6, dtype=np.int32)

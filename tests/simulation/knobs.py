@@ -6,7 +6,7 @@ from functools import lru_cache
 from random import Random
 from typing import Literal, NamedTuple
 
-from weight_sync.staleness import StalenessConfig, StalenessContract
+from common.staleness import StalenessConfig, StalenessContract
 
 LEASE_TIMEOUT_S = 60.0
 

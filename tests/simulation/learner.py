@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.staleness import PolicyVersion
 from tests.simulation.witness import Key
-from weight_sync.staleness import PolicyVersion
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from buffer import tables
+from common.staleness import StalenessConfig, StalenessContract
 from tests.simulation import book
 from tests.simulation.core import Environment
 from tests.simulation.knobs import NO_FAULTS, Faults, Knobs
 from tests.simulation.seeds import Outcome, SimulationFailed, simulate, simulate_with
 from tests.simulation.world import World
-from weight_sync.staleness import StalenessConfig, StalenessContract
 
 
 class Mutation(NamedTuple):

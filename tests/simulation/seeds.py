@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
+from common.staleness import StaleTokens
 from tests.simulation.core import Environment
 from tests.simulation.knobs import Faults, Knobs, choose_faults, choose_knobs
 from tests.simulation.witness import Broken
 from tests.simulation.world import NUM_EVENTS, World
-from weight_sync.staleness import StaleTokens
 
 
 class Outcome(NamedTuple):

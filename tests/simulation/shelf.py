@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from weight_sync.staleness import PolicyVersion
+from common.staleness import PolicyVersion
 
 FIRST = PolicyVersion(0, 0)
 """What an engine serves before it has pulled anything."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from buffer import protocol as p
+from common.staleness import PolicyVersion
 from tests.simulation.knobs import Knobs
-from weight_sync.staleness import PolicyVersion
 
 
 class Broken(AssertionError):

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from buffer import protocol as p
 from buffer.errors import BufferRefused
+from common.staleness import PolicyVersion
 from tests.simulation.actor import Sample, SimActor
 from tests.simulation.book import Book
 from tests.simulation.core import CoreBuffer, Environment
@@ -14,7 +15,6 @@ from tests.simulation.knobs import NO_FAULTS, Faults, Knobs
 from tests.simulation.learner import SimLearner
 from tests.simulation.shelf import Shelf
 from tests.simulation.witness import Broken, Key, Witness
-from weight_sync.staleness import PolicyVersion
 
 NUM_EVENTS = 100
 NUM_FINAL_STEPS = 1

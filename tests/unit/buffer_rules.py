@@ -1,8 +1,8 @@
 """What the tests of the buffer's rules share: a small run, an actor, and a buffer under a virtual clock."""
 
 from buffer.config import RunFacts
+from common.staleness import StalenessConfig
 from tests.in_process_buffer import make_trajectory
-from weight_sync.staleness import StalenessConfig
 
 
 def facts(**changes):

@@ -24,9 +24,9 @@ from actors.tasks.config import ReasoningGymTask
 from buffer.config import BufferConfig
 from buffer.protocol import Lease, LeaseGrant, RenewReply, RowResult
 from buffer.trajectory import VersionSpan
+from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt
-from weight_sync.staleness import PolicyVersion
 
 K = 4
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
+from common.staleness import PolicyVersion
 from weight_sync.publisher import Publisher
 from weight_sync.sinks import FolderSink
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 from weight_sync.tensors import read_tensors
 

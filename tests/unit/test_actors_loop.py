@@ -11,8 +11,8 @@ from actors.engine import EngineDead
 from actors.errors import ActorError
 from actors.evaluate import EvalRequest
 from actors.loop import ActorFenced
+from common.staleness import PolicyVersion
 from tests.unit.fake_actor import FakeBuffer, FakeEngine, FakeStore, K, make_actor, run_to_end
-from weight_sync.staleness import PolicyVersion
 
 
 async def test_every_leased_sample_is_pushed_once_with_its_own_seed_and_the_loop_ends_when_drained():

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from actors.weights import PolicyTimeout
+from common.staleness import PolicyVersion
 from tests.unit.fake_actor import Clock, FakeBuffer, FakeEngine, FakeStore, make_actor, run_to_end
-from weight_sync.staleness import PolicyVersion
 
 
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])

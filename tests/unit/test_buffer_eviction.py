@@ -3,8 +3,8 @@
 from buffer import protocol as p
 from buffer.catalogue import find, sortable_float
 from buffer.config import BufferConfig
+from common.staleness import PolicyVersion
 from tests.unit.buffer_rules import Actor, generate, train
-from weight_sync.staleness import PolicyVersion
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192, "num_prompts": 100}
 

@@ -4,8 +4,8 @@ from msgspec.structs import replace
 
 from buffer import protocol as p
 from buffer.intake import MAX_BEHIND, known_versions
+from common.staleness import PolicyVersion
 from tests.unit.buffer_rules import Actor, generate, run_steps, train
-from weight_sync.staleness import PolicyVersion
 
 ONE_BY_ONE = {"max_lag": 2, "max_actor_lag": 0, "groups_per_step": 1, "num_prompts": 50}
 

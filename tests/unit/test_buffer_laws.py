@@ -13,9 +13,9 @@ from buffer.config import BufferConfig
 from buffer.errors import StoreError
 from buffer.laws import systematic_shares
 from buffer.sum_tree import FANOUT, SumTree
+from common.staleness import PolicyVersion
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import Actor, facts, generate, train
-from weight_sync.staleness import PolicyVersion
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192}
 PACKS = {"selection_pool": 2.0, "pack_tokens": 512}

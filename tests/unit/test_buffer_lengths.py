@@ -16,8 +16,8 @@ from buffer.lengths import (
     ks_distance,
 )
 from buffer.selection import Offer, best_fit, corrected, fill, well_packed
+from common.staleness import PolicyVersion
 from tests.unit.buffer_rules import Actor, generate, train
-from weight_sync.staleness import PolicyVersion
 
 LONG = {"vocab_size": 8192, "max_tokens": 8192, "num_prompts": 500}
 

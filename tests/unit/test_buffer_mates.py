@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from buffer import eligible
 from buffer.config import BufferConfig
 from buffer.errors import StoreError
+from common.staleness import PolicyVersion
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import Actor, facts, generate, train
-from weight_sync.staleness import PolicyVersion
 
 
 def started(make, settings, **changes):

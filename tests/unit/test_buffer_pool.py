@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from buffer.config import BufferConfig
+from common.staleness import PolicyVersion
 from tests.unit.buffer_rules import Actor, generate, train
-from weight_sync.staleness import PolicyVersion
 
 LONG = {"vocab_size": 8192, "max_tokens": 8192, "num_prompts": 500, "group_size": 1}
 PACKS = {"selection_pool": 4.0, "pack_tokens": 4096}

@@ -5,8 +5,8 @@ import pytest
 from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
+from common.staleness import PolicyVersion
 from tests.unit.buffer_rules import Actor, generate, run_steps, train
-from weight_sync.staleness import PolicyVersion
 
 
 def resumed(buffer, actor, steps, incarnation=1):

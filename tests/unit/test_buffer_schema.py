@@ -11,8 +11,8 @@ from buffer.config import RunFacts
 from buffer.errors import BadBody
 from buffer.trajectory import VersionSpan
 from buffer.validation import KnownVersions, faults
+from common.staleness import PolicyVersion, StalenessConfig
 from tests.in_process_buffer import make_trajectory
-from weight_sync.staleness import PolicyVersion, StalenessConfig
 
 FACTS = RunFacts(
     run_id="r",

@@ -15,8 +15,8 @@ from buffer.outbox import _size_bytes
 from buffer.protocol import Lease
 from buffer.service import BufferService
 from buffer.transport import Transport, _Call
+from common.staleness import StalenessConfig
 from tests.in_process_buffer import make_trajectory
-from weight_sync.staleness import StalenessConfig
 
 FACTS = RunFacts(
     run_id="r",
@@ -164,7 +164,7 @@ def test_refusals_and_a_closed_client_raise(connect, service):
 
 
 def test_an_address_in_use_is_a_clear_error(service, tmp_path, monkeypatch):
-    monkeypatch.setattr("weight_sync.wire.BIND_RETRY_S", 0.0)
+    monkeypatch.setattr("common.wire.BIND_RETRY_S", 0.0)
     port = int(service.address.rsplit(":", 1)[1])
     other = BufferService(CONFIG.model_copy(update={"port": port}), FACTS, tmp_path / "other")
     with pytest.raises(StoreError, match=f"cannot bind tcp://127.0.0.1:{port}"):

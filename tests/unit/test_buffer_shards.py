@@ -17,9 +17,9 @@ from buffer.shards import (
     shard_of,
 )
 from buffer.store import Store
+from common.staleness import PolicyVersion, StalenessConfig, StalenessContract
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import Actor, facts
-from weight_sync.staleness import PolicyVersion, StalenessConfig, StalenessContract
 
 
 def supply(num_eligible, due=(), still_open=(), capacity=100):

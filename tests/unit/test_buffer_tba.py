@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from buffer.config import BufferConfig
 from buffer.laws import OnPolicyShare, ReadyGroup
+from common.staleness import PolicyVersion
 from tests.unit.buffer_rules import Actor, generate, train
-from weight_sync.staleness import PolicyVersion
 
 REWARDS = {"low": 0.0, "middle": 0.5, "high": 1.0}
 TEMPERATURE = 0.5

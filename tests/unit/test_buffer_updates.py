@@ -9,9 +9,9 @@ from buffer.core import BufferCore
 from buffer.errors import BufferRefused, StoreError
 from buffer.store import Store
 from buffer.tables import Identity
+from common.staleness import PolicyVersion
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import Actor, facts, generate
-from weight_sync.staleness import PolicyVersion
 
 
 def started(make, **changes):

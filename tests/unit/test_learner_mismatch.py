@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from buffer.trajectory import VersionSpan
+from common.staleness import PolicyVersion
 from learner.mismatch import lag0_by_actor, lag_by_actor
 from tests.unit.two_pass import build, make_rows
-from weight_sync.staleness import PolicyVersion
 
 VERSION = 3
 

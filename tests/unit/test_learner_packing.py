@@ -10,6 +10,7 @@ import torch
 from buffer.ledger import Ledger
 from buffer.lengths import LengthFidelity
 from buffer.trajectory import Trajectory, VersionSpan
+from common.staleness import PolicyVersion
 from launch.outlets.metrics import METRICS
 from learner.batch import StepBatch, trainable
 from learner.cost import CostModel
@@ -21,7 +22,6 @@ from learner.reference import Reference
 from learner.report import NO_METRICS, StepTimes, lag_metrics, replay_metrics, step_report
 from learner.step import StepResult
 from learner.updates import Update
-from weight_sync.staleness import PolicyVersion
 
 RULE = PackingRule(64)
 

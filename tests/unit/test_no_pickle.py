@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("actors", "algorithms", "buffer", "launch", "learner", "weight_sync")
+PACKAGES = ("actors", "algorithms", "buffer", "common", "launch", "learner", "weight_sync")
 UNPICKLES = {
     "a pickle module": re.compile(r"\b(?:import|from)\s+(?:cloud|d|_)?(?:pickle|ill|marshal|shelve)\b"),
     "zmq's pickled objects": re.compile(r"\b(?:recv|send)_pyobj\b"),

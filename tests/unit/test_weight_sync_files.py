@@ -2,7 +2,7 @@
 
 import pytest
 
-from weight_sync.files import private_file
+from common.files import private_file
 
 
 def test_a_private_file_is_its_owners_from_the_first_byte_and_has_its_name_once_it_is_whole(tmp_path):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from common.staleness import PolicyVersion
 from learner.mesh import Mesh
 from tests.unit.small_models import Model, load
 from tests.unit.two_pass import run_ranks
@@ -21,7 +22,6 @@ from weight_sync import nccl
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import PublishFailed
 from weight_sync.nccl import Broadcast, EngineCalls, StageWeightSource, check_transport, within
-from weight_sync.staleness import PolicyVersion
 
 NUM_STAGES = 3
 VERSION = PolicyVersion(0, 3)

@@ -283,7 +283,7 @@ def test_work_that_takes_long_is_done_once_however_often_it_is_asked_for(machine
 
 
 def test_a_port_in_use_is_an_error_that_names_the_knobs(machine: Machine, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("weight_sync.wire.BIND_RETRY_S", 0.0)
+    monkeypatch.setattr("common.wire.BIND_RETRY_S", 0.0)
     port = int(machine.address.rsplit(":", 1)[1])
     other = WeightService(machine.config.model_copy(update={"port": port}), RUN, tmp_path / "other")
     try:

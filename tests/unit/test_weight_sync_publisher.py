@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.staleness import PolicyVersion
 from tests.unit.published import PART, publish, publisher_of, read, same, v, weights
 from weight_sync import parts
 from weight_sync.errors import PublishFailed, TransferFailed
 from weight_sync.publisher import NUM_COPIES, Publisher
 from weight_sync.sinks import FolderSink
-from weight_sync.staleness import PolicyVersion
 from weight_sync.store import WeightStore
 
 

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
 from buffer.trajectory import Trajectory, VersionSpan
+from common.staleness import PolicyVersion
 from learner.assembly import build_networks, build_reference
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
@@ -31,7 +32,6 @@ from learner.reference import Reference
 from learner.spec import LearnerSpec
 from learner.step import TrainStep
 from weight_sync.config import WeightSyncConfig
-from weight_sync.staleness import PolicyVersion
 
 VOCABULARY, TEMPERATURE, TOKEN_BUDGET, NUM_STEPS = 40, 0.8, 48, 2
 SEED = 5
