@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,6 @@ from buffer.trajectory import VersionSpan
 from common.staleness import PolicyVersion
 from weight_sync.puller import StagedVersion
 from weight_sync.serving import check_model_folder
-from weight_sync.vllm_engine import BACKEND, BroadcastVersion
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -105,9 +104,7 @@ class Engine:
         self._updating = asyncio.Lock()
 
     @classmethod
-    async def start(
-        cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int, backend: str = BACKEND
-    ) -> Engine:
+    async def start(cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int) -> Engine:
         """Start an engine. Takes 20 to 30 seconds on CPU, during which the event loop stands still.
 
         Args:
@@ -115,7 +112,6 @@ class Engine:
             config: the `[actors]` section.
             version: what the checkpoint's weights are called in spans.
             seed: of the sampler; give every actor another one.
-            backend: how weights reach it: BACKEND, or NCCL_BACKEND after `join`.
 
         Raises:
             ModelFolderError: the checkpoint is incomplete.
@@ -130,7 +126,7 @@ class Engine:
         try:
             # held by `engine` alone: vLLM keeps this frame alive, and what it holds would outlive `stop`
             engine = cls(
-                AsyncLLM.from_engine_args(engine_args(model_path, config, seed, backend)),
+                AsyncLLM.from_engine_args(engine_args(model_path, config, seed)),
                 config,
                 version,
                 list(facts.eos_token_ids),
@@ -237,29 +233,9 @@ class Engine:
             raise UpdateRefused(f"{refusal}; still serving version {self._version}")
         return time.perf_counter() - started_s
 
-    async def join(self, init_info: dict[str, Any], *, timeout_s: float = 120.0) -> None:
-        """Meet the learner for broadcasts, as `weight_sync.nccl` describes it. For an engine of NCCL_BACKEND.
-
-        Args:
-            init_info: as vLLM's sender gives it.
-            timeout_s: bound of the meeting.
-
-        Raises:
-            EngineDead: it did not come about; the engine may hang in it.
-        """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._alive().init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
-        except Exception as error:
-            late = f"not within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-            self._broken = self._broken or f"it did not meet the learner: {late}"
-            raise EngineDead(self._last_words()) from error
-
     async def apply(
         self,
-        staged: StagedVersion | BroadcastVersion,
+        staged: StagedVersion,
         kv_cache: Literal["keep", "recompute"],
         *,
         timeout_s: float = 120.0,
@@ -267,8 +243,7 @@ class Engine:
         """Put newer weights under the running requests. New requests wait until it is done.
 
         Args:
-            staged: held against removal until this returns; verified in the pause, unless by `prepare` before. Or
-                what the learner broadcasts meanwhile.
+            staged: held against removal until this returns; verified in the pause, unless by `prepare` before.
             kv_cache: whether running requests keep their attention keys of the old version.
             timeout_s: an engine that takes longer counts as dead.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.config import ActorsConfig
-from weight_sync.vllm_engine import OWNER_ENV, WORKER_CALLS
+from weight_sync.vllm_engine import BACKEND, OWNER_ENV, WORKER_CALLS
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -37,14 +37,13 @@ def set_environment(config: ActorsConfig) -> None:
         os.environ.setdefault(name, value)
 
 
-def engine_args(model_path: Path, config: ActorsConfig, seed: int, backend: str) -> AsyncEngineArgs:
+def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngineArgs:
     """The arguments of one engine.
 
     Args:
         model_path: what it loads first.
         config: the `[actors]` section.
         seed: of its sampler.
-        backend: of its weight transfer.
 
     Raises:
         ValueError: it could only run on a GPU, and has none.
@@ -86,7 +85,7 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int, backend: str)
         max_num_seqs=config.max_running_samples,
         tensor_parallel_size=config.tensor_parallel_size,
         logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=backend),
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER_CALLS,
         # our sampling parameters alone decide, not a generation_config.json
         generation_config="vllm",

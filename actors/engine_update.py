@@ -7,7 +7,7 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from weight_sync.vllm_engine import REFUSED, BroadcastVersion
+from weight_sync.vllm_engine import REFUSED
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -43,7 +43,7 @@ async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
         task.cancel()
 
 
-async def verify(llm: AsyncLLM, staged: StagedVersion | BroadcastVersion) -> list[str]:
+async def verify(llm: AsyncLLM, staged: StagedVersion) -> list[str]:
     """Let the engine's workers verify a version while they generate.
 
     Returns:
@@ -56,7 +56,7 @@ async def verify(llm: AsyncLLM, staged: StagedVersion | BroadcastVersion) -> lis
 
 
 async def swap(
-    llm: AsyncLLM, staged: StagedVersion | BroadcastVersion, kv_cache: Literal["keep", "recompute"]
+    llm: AsyncLLM, staged: StagedVersion, kv_cache: Literal["keep", "recompute"]
 ) -> tuple[str | None, float]:
     """Pause, load a version, go on.
 
@@ -72,7 +72,7 @@ async def swap(
     return refusal, load_s
 
 
-async def _load(llm: AsyncLLM, staged: StagedVersion | BroadcastVersion) -> str | None:
+async def _load(llm: AsyncLLM, staged: StagedVersion) -> str | None:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     await llm.start_weight_update()
@@ -86,8 +86,6 @@ async def _load(llm: AsyncLLM, staged: StagedVersion | BroadcastVersion) -> str 
     return None
 
 
-def _update_of(staged: StagedVersion | BroadcastVersion) -> dict[str, Any]:
+def _update_of(staged: StagedVersion) -> dict[str, Any]:
     """What the engine's weight transfer is told."""
-    if isinstance(staged, BroadcastVersion):
-        return staged.update_info
     return {"folder": str(staged.folder), "version": str(staged.version), "dtype": staged.dtype}

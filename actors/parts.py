@@ -9,7 +9,6 @@ from actors.tasks.encode import PromptCodec
 from actors.threads import DaemonThreads
 from buffer.sharded import open_client
 from common.staleness import PolicyVersion
-from weight_sync.nccl import check_transport
 from weight_sync.puller import Puller, open_puller
 
 
@@ -21,9 +20,7 @@ async def assemble(spec: ActorSpec) -> Parts:
         EngineDead: the engine does not start.
         BufferError: the buffer does not answer, or refuses this run.
         TransferFailed: neither the weights folder nor the weight service can be reached.
-        ValueError: weight_sync.transport names a way that is not offered.
     """
-    check_transport(spec.weight_sync)
     threads = DaemonThreads(f"{spec.name}-start", max_threads=2)
     task, codec = await threads.run(_load, spec)
     puller = await threads.run(_open_puller, spec)

@@ -23,7 +23,6 @@ from launch.run_folder import RunFolder, already_there
 from launch.weights_folder import check_weights_folder, check_writable
 from learner.families import FAMILIES
 from weight_sync.config import WeightSyncConfig
-from weight_sync.nccl import check_transport
 from weight_sync.serving import ModelFacts, ModelFolderError, check_model_folder
 
 _OF_RAY = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
@@ -280,10 +279,6 @@ def _check_steps(config: Config) -> None:
 def _check_weight_sync(config: Config, *, is_new: bool) -> None:
     """How weights are to travel; a run that is gone on with finds its own in the folder."""
     sync = config.weight_sync
-    try:
-        check_transport(sync)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     ports = range(config.buffer.port, config.buffer.port + config.buffer.shards)
     if sync.port and sync.transport != "folder" and sync.port in ports:
         raise ConfigError(

@@ -24,7 +24,6 @@ curve        the keys of a run, and the Doorkeeper who lets only their holders i
 link         Link: a connection to it that asks again; client: WeightClient, what is asked
 
 puller       Puller: the actor's side, which verifies a version before anyone pauses for it
-verified     once for all the processes of a machine
 transports   the store's folder or the network: which of them a process takes
 staging      HostStaging: what a machine fetched, once for all its actors
 fetch        the transfer itself, resumed where it broke
@@ -33,7 +32,6 @@ host_folder  where it lies, and who may remove it
 serving      the checkpoint folder that actors serve, checked and untied
 vllm_engine  the plugin that vLLM loads in all its processes: registers the transfer, ties engines to their owner
 vllm_transfer  StoreWeightTransfer: inside vLLM, verifies a version again and loads it
-nccl         the same by vLLM's own broadcast between GPUs; not launched yet
 
 This package imports nothing by itself, so that the buffer can use `staleness` without torch.
 """

@@ -19,11 +19,10 @@ class WeightSyncConfig(StalenessConfig):
         description="What an update in flight does with running requests: keep their attention keys of the old "
         "version, or compute them anew under the new one.",
     )
-    transport: Literal["auto", "folder", "network", "nccl"] = Field(
+    transport: Literal["auto", "folder", "network"] = Field(
         default="auto",
         description="How weights travel: through the store's folder, which must be seen; over ZeroMQ through the "
-        "weight service; 'auto' takes the folder where it is seen. 'nccl', vLLM's own broadcast between GPUs, is not "
-        "launched yet and refused.",
+        "weight service; 'auto' takes the folder where it is seen.",
     )
     folder: str | None = Field(
         default=None, description="Where versions lie; unset: weights/ in the run's folder. A tmpfs is fastest."

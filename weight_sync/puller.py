@@ -1,7 +1,7 @@
-"""The actor's side: take a version from the store, verified before anyone pauses for it.
+"""The actor's side: take a version from the store and keep it from removal.
 
-Where the store's folder is seen, its files are mapped in place; else they are fetched from the weight service, once
-for all actors of a machine.
+Where the store's folder is seen, its files are mapped in place, and the engine reads them against their checksums
+before it pauses. Else they are fetched from the weight service, checked as they come, once for all actors of a machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from weight_sync.manifest import Manifest
 from weight_sync.staging import HostStaging
 from weight_sync.store import WeightStore
 from weight_sync.transports import client_of, is_folder_of
-from weight_sync.verified import verify_once
 
 log = logging.getLogger(__name__)
 
@@ -30,19 +29,19 @@ _STAGED_AT_ONCE = 4
 """Versions of which a machine may hold the files at one time: two, one being read and one being fetched."""
 
 _PATIENCE = 0.25
-"""Part of the time for an update, after which an actor that fetches or verifies for its machine, but is stopped, is
+"""Part of the time for an update, after which an actor that fetches for its machine, but is stopped, is
 not waited for any longer."""
 
 
 class StagedVersion:
-    """A verified version that is kept from removal until this is closed. Use it as a context manager."""
+    """A version on this machine that is kept from removal until this is closed. Use it as a context manager."""
 
     def __init__(self, folder: Path, manifest: Manifest, dtype: str, lock: IO[bytes]) -> None:
         """Take over a lock.
 
         Args:
             folder: of a weight store, or one that is laid out as it.
-            manifest: verified against the files.
+            manifest: of the version; what came over the network was checked against it.
             dtype: of the variant that is there.
             lock: the read lock; closed with this object.
         """
@@ -77,11 +76,11 @@ class _Source(Protocol):
     def newest(self) -> PolicyVersion | None: ...
 
     def take(self, version: PolicyVersion, dtype: str) -> tuple[Path, Manifest, IO[bytes]]:
-        """Folder, manifest and read lock of a version all of whose files are verified."""
+        """Folder, manifest and read lock of a version all of whose files are there."""
         ...
 
     def distrust(self, version: PolicyVersion, dtype: str) -> None:
-        """Do not take it for granted that a version is still as it was verified."""
+        """Do not take it for granted that a version is still as it was fetched."""
         ...
 
     def close(self) -> None: ...
@@ -103,19 +102,18 @@ class Puller:
         self._fetched: Manifest | None = None
 
     @classmethod
-    def of_folder(cls, folder: Path, dtype: str, *, who: str = "", patience_s: float = 30.0) -> Puller:
+    def of_folder(cls, folder: Path, dtype: str, *, who: str = "") -> Puller:
         """Read a store whose folder is seen.
 
         Args:
             folder: of the weight store; may be empty still.
             dtype: in which versions are wanted.
-            who: a name for this process, for those that wait for it.
-            patience_s: how long to wait for another process that verifies a version, before this one does too.
+            who: a name for this process, for the error.
 
         Raises:
             TransferFailed: the folder cannot be read.
         """
-        return cls(_FolderSource(folder, who or f"process {os.getpid()}", patience_s), dtype)
+        return cls(_FolderSource(folder, who or f"process {os.getpid()}"), dtype)
 
     def newest(self) -> PolicyVersion | None:
         """The newest committed version, or None before the first. Cheap enough to poll.
@@ -134,7 +132,7 @@ class Puller:
         return newest
 
     def fetch(self, version: PolicyVersion) -> StagedVersion:
-        """Have a version on this machine, verified, and keep it from removal. Blocks for the time that it takes.
+        """Have a version on this machine and keep it from removal. Blocks for the time that it takes.
 
         Raises:
             WeightsGone: the version does not exist, or no longer: ask for `newest` again.
@@ -195,17 +193,15 @@ def open_puller(
         TransferFailed: the service does not answer or is another run's; or the folder cannot be read.
     """
     if is_folder_of(config, folder=folder, address=address, run_id=run_id, name=name, keys=keys):
-        return Puller.of_folder(folder, dtype, who=name, patience_s=config.update_timeout_s * _PATIENCE)
+        return Puller.of_folder(folder, dtype, who=name)
     return Puller(_NetworkSource(config, address, run_id, name, keys), dtype)
 
 
 class _FolderSource:
     """The store's own folder."""
 
-    def __init__(self, folder: Path, who: str, patience_s: float) -> None:
+    def __init__(self, folder: Path, who: str) -> None:
         self.place = str(folder)
-        self._who = who
-        self._patience_s = patience_s
         try:
             self._store = WeightStore(folder)
             list(folder.iterdir())
@@ -222,14 +218,14 @@ class _FolderSource:
         lock = self._store.lock_for_reading(version)
         try:
             manifest = self._store.manifest(version)
-            verify_once(self._store, manifest, dtype, who=self._who, patience_s=self._patience_s)
+            files_of(manifest, dtype)
         except BaseException:
             lock.close()
             raise
         return self._store.folder, manifest, lock
 
     def distrust(self, version: PolicyVersion, dtype: str) -> None:
-        """The store's own files have no other source; those that changed are verified anew as it is."""
+        """The store's own files have no other source, and engines read all of them every time."""
 
     def close(self) -> None:
         """Nothing is open."""

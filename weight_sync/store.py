@@ -134,15 +134,6 @@ class WeightStore:
             for entry in entries:
                 yield entry, checked(file, entry)
 
-    def verify(self, manifest: Manifest, dtype: str) -> None:
-        """Read every tensor of a variant against its checksum.
-
-        Raises:
-            WeightsCorrupt: names the file and the tensor that is not as published.
-        """
-        for _ in self.tensors(manifest, dtype):
-            pass
-
     def lock_for_reading(self, version: PolicyVersion) -> IO[bytes]:
         """Keep retention from removing a version until the returned file is closed (or its process dies).
 

@@ -13,27 +13,14 @@ import os
 import select
 import signal
 import threading
-from typing import Any, NamedTuple
-
-from common.staleness import PolicyVersion
 
 BACKEND = "leeway"
-NCCL_BACKEND = "nccl"
-"""vLLM's own; see `weight_sync.nccl`."""
 WORKER_CALLS = "weight_sync.vllm_transfer.WorkerCalls"
 """What vLLM adds to its workers (`worker_extension_cls`)."""
 OWNER_ENV = "LEEWAY_ENGINE_OWNER"
 """Process id of the actor that an engine belongs to; set by the actor before it starts the engine."""
 REFUSED = "weights refused:"
 """An update that failed with this text left the model as it was; any other failure did not."""
-
-
-class BroadcastVersion(NamedTuple):
-    """A version that comes from GPU to GPU: what an engine is told in place of a staged one."""
-
-    version: PolicyVersion
-    update_info: dict[str, Any]
-    """Names, dtypes and shapes of what is sent, as vLLM's sender gives them."""
 
 
 def register() -> None:

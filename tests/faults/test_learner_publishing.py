@@ -6,6 +6,7 @@ import pytest
 
 from common.staleness import PolicyVersion
 from tests.faults.learner_run import LearnerRun, MadeUpActor, record
+from tests.unit.published import read
 from weight_sync.store import WeightStore
 
 NUM_STEPS = 30
@@ -32,7 +33,7 @@ def test_training_goes_on_while_no_version_can_be_written_and_the_last_one_is_pu
     freed.touch()
     assert run.finish(ranks) == [0, 0], run.logs()
     assert store.newest() == PolicyVersion(1, NUM_STEPS)
-    store.verify(store.manifest(PolicyVersion(1, NUM_STEPS)), "float32")
+    assert read(store.folder, PolicyVersion(1, NUM_STEPS)), "every tensor checked"
     # two were taken before the disk was known to be full, and the last one at the end
     assert set(store.committed()) <= {PolicyVersion(1, version) for version in (0, 1, NUM_STEPS)}
     show(f"{NUM_STEPS} steps trained without room for weights; with room again the last version is published")

@@ -78,8 +78,7 @@ def test_actors_only_ever_see_whole_versions_of_a_learner_killed_again_and_again
     publisher.publish(PolicyVersion(9, 0), {"w0": torch.zeros(1)})
     publisher.close()
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["9.0"]
-    store = WeightStore(folder)
-    store.verify(store.manifest(PolicyVersion(9, 0)), "float32")
+    read(folder, PolicyVersion(9, 0))
     show(f"{len(seen)} versions of 3 learners looked at, {num_deltas} deltas, all whole; the next learner cleans up")
 
 

@@ -13,7 +13,7 @@ import torch
 from common.staleness import PolicyVersion
 from tests.faults.disks import MIB, fill
 from tests.faults.results import pick
-from tests.unit.published import publisher_of, read, same
+from tests.unit.published import publisher_of, pull, read, same
 from weight_sync.delta import rebuild_file
 from weight_sync.errors import PublishFailed, WeightsCorrupt, WeightsGone
 from weight_sync.manifest import MANIFEST_NAME, delta_name, file_name
@@ -175,7 +175,7 @@ def test_a_version_that_is_not_as_published_is_refused_and_the_old_one_stays(tmp
     for _ in range(num):
         spoil(newest, chance)
         with pytest.raises((WeightsCorrupt, WeightsGone), match=r"0\.1"):
-            puller.fetch(v(1))
+            pull(folder, v(1))
         with puller.fetch(v(0)) as staged:
             assert same(read(staged.folder, v(0)), versions[0])
         shutil.rmtree(newest)

@@ -6,6 +6,7 @@ import torch
 
 from common.staleness import PolicyVersion
 from weight_sync.publisher import Publisher
+from weight_sync.puller import Puller
 from weight_sync.sinks import FolderSink
 from weight_sync.store import WeightStore
 from weight_sync.tensors import read_tensors
@@ -44,6 +45,12 @@ def read(folder: Path, version: PolicyVersion, dtype: str = DTYPE) -> dict[str, 
     """The tensors of a version, every one checked."""
     store = WeightStore(folder)
     return read_tensors(store, store.manifest(version), dtype)
+
+
+def pull(folder: Path, version: PolicyVersion, dtype: str = DTYPE) -> dict[str, torch.Tensor]:
+    """What an engine on this machine gets: the version kept from removal, and every tensor checked."""
+    with Puller.of_folder(folder, dtype).fetch(version) as staged:
+        return read(staged.folder, version, dtype)
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:

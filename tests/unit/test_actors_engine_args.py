@@ -13,7 +13,7 @@ def args_on(monkeypatch, tmp_path):
 
     def make(is_cpu: bool, **actors: object):
         monkeypatch.setattr(current_platform, "is_cpu", lambda: is_cpu)
-        return engine_args(tmp_path, ActorsConfig(**actors), seed=0, backend="leeway")
+        return engine_args(tmp_path, ActorsConfig(**actors), seed=0)
 
     return make
 

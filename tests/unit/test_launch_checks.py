@@ -107,7 +107,6 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--run.name", "x" * 300], "is not a folder name"),
         (["--run.dir", "/proc"], "/proc cannot be written ("),
         (["--weight_sync.max_lag", "1", "--weight_sync.max_actor_lag", "2"], "contradicts max_actor_lag = 2"),
-        (["--weight_sync.transport", "nccl"], "cannot be launched yet"),
         (["--weight_sync.transport", "pigeon"], "weight_sync.transport = 'pigeon'"),
         (
             ["--weight_sync.port", "5000", "--buffer.port", "4999", "--buffer.shards", "2"],

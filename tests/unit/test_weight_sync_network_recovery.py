@@ -3,7 +3,6 @@
 import os
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,7 @@ from weight_sync.client import WeightClient
 from weight_sync.errors import TransferFailed
 from weight_sync.host_folder import HostFolder
 from weight_sync.link import _loopback_hint
-from weight_sync.locks import lock_within
 from weight_sync.manifest import delta_name, file_name
-from weight_sync.puller import open_puller
 from weight_sync.store import WeightStore
 
 WHOLE = file_name(0, "float32")
@@ -35,26 +32,6 @@ def staging_of(machine: Machine) -> Path:
 
 
 # --- a process that is stopped --------------------------------------------------------------------
-
-
-def test_who_waits_for_a_stopped_verifier_verifies_for_itself_and_leaves_the_marker(machine: Machine):
-    publish(machine.folder, 0)
-    config = machine.config.model_copy(update={"transport": "folder", "update_timeout_s": 2.0})
-
-    def pull() -> float:
-        began = time.monotonic()
-        puller = open_puller(config, folder=machine.folder, address="", run_id="r", name="actor-0", dtype="float32")
-        with puller.fetch(v(0)) as staged:
-            assert_holds(staged, 0)
-        return time.monotonic() - began
-
-    pull()
-    (marker,) = (path for path in (machine.folder / "0.0").glob(".verified.*") if path.suffix != ".lock")
-    marker.unlink()
-    with lock_within(marker.with_name(f"{marker.name}.lock"), 1.0, who="stopped", what="it"):
-        assert pull() < 1.5, "a quarter of the time for an update"
-        assert marker.exists()
-        assert pull() < 0.4
 
 
 def test_a_fetcher_that_was_replaced_twice_ends_with_an_error_and_touches_nothing(machine: Machine, monkeypatch):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.weights_by_hand import Machine, assert_holds, damage, make_part, publish, v, weights
-from weight_sync import host_folder, verified
+from weight_sync import host_folder
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
 from weight_sync.host_folder import HostFolder, folder_for
 from weight_sync.locks import lock_within, try_lock
@@ -35,20 +35,6 @@ def machine(tmp_path: Path):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "weights"
-
-
-def verified_reads(monkeypatch) -> list[str]:
-    """Grows by every file that is read against its checksums because nobody has yet."""
-    read: list[str] = []
-    verify = WeightStore.verify
-
-    def counted(store, manifest, dtype) -> None:
-        read.append(dtype)
-        time.sleep(0.2)  # long enough for all others to come and wait
-        verify(store, manifest, dtype)
-
-    monkeypatch.setattr(WeightStore, "verify", counted)
-    return read
 
 
 # --- the folder of the machine --------------------------------------------------------------------
@@ -257,55 +243,6 @@ def test_a_fetcher_shows_at_every_tensor_that_it_gets_on(machine: Machine, monke
 
 
 # --- a folder that is seen ------------------------------------------------------------------------
-
-
-def test_the_actors_of_a_machine_verify_a_version_once(folder: Path, monkeypatch):
-    read = verified_reads(monkeypatch)
-    publish(folder, 0, ("float32", "bfloat16"))
-
-    def pull(dtype: str) -> None:
-        with Puller.of_folder(folder, dtype).fetch(v(0)) as staged:
-            assert_holds(staged, 0, dtype)
-
-    threads = [threading.Thread(target=pull, args=(dtype,)) for dtype in ("float32", "bfloat16") * 8]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(read) == ["bfloat16", "float32"]
-
-
-@pytest.mark.parametrize("what", ["content", "machine"])
-def test_a_version_that_was_verified_is_verified_again_when_its_files_or_the_boot_changed(
-    folder: Path, monkeypatch, what: str
-):
-    read = verified_reads(monkeypatch)
-    publish(folder, 0)
-    Puller.of_folder(folder, "float32").fetch(v(0)).close()
-    path = folder / "0.0" / WHOLE
-    if what == "machine":
-        monkeypatch.setattr(verified, "_machine", lambda: "another boot")
-        Puller.of_folder(folder, "float32").fetch(v(0)).close()
-    else:
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-        with pytest.raises(WeightsCorrupt, match=WHOLE):
-            Puller.of_folder(folder, "float32").fetch(v(0))
-    assert len(read) == 2
-
-
-def test_a_folder_that_cannot_be_written_is_verified_without_a_marker(folder: Path, monkeypatch):
-    def refused(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    read = verified_reads(monkeypatch)
-    publish(folder, 0)
-    for name in ("lock_within", "write_whole"):
-        monkeypatch.setattr(verified, name, refused)
-    for _ in range(2):
-        Puller.of_folder(folder, "float32").fetch(v(0)).close()
-    assert len(read) == 2
 
 
 def test_an_unreadable_folder_is_refused_with_what_to_try(tmp_path: Path):
