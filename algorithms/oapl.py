@@ -31,9 +31,9 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
+from algorithms.base import Algorithm, Needs
 from algorithms.corrections import WeighedSection, weigh_gradient
 from algorithms.inputs import LossInputs, LossOutput
-from algorithms.section import Algorithm, Needs
 
 
 class OAPLConfig(WeighedSection):

@@ -6,7 +6,8 @@ Objective:
     With a critic: + value_coef / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2), R = A + V_old.
 
 Estimator:
-    A from the rewards of the group (rloo, grpo), the same for every token of a sequence, or by GAE from a critic.
+    A from the rewards of the group (rloo, grpo), the same for every token of a sequence, or by GAE (arXiv 1506.02438,
+    equation 16) from the rewards per token and a critic's values.
     KL to the reference, where kl_beta > 0. In the reward: kl_beta * log(pi_prox / pi_ref) is taken from it, of the
     sequence with a group baseline, token by token with a critic; then pi* ~ pi_ref * exp(r / kl_beta) is the optimum.
     In the loss: + kl_beta / T * sum_t sg[rho_t] * k_t, with k2 = 1/2 log(pi / pi_ref)^2, whose gradient is that of
@@ -44,7 +45,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from algorithms.advantages import gae, group_advantages, rewards_per_token
+from algorithms.base import Algorithm, CriticKind, GroupSection, Needs
 from algorithms.corrections import (
     AnySurrogate,
     AnyWeight,
@@ -57,12 +58,16 @@ from algorithms.corrections import (
     surrogate_of,
 )
 from algorithms.inputs import LossInputs, LossOutput
-from algorithms.section import Algorithm, CriticKind, GroupSection, Needs
 
 Metrics = dict[str, float | None]
 
 CLIP = 0.2
 """Where the ratio is clipped, below and above, unless a run says otherwise."""
+
+GroupBaseline = Literal["rloo", "grpo"]
+
+STD_FLOOR = 1e-6
+"""Added to the group's standard deviation: with equal rewards the advantage is 0, not 0/0."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "proximal_rloo": {
@@ -247,6 +252,76 @@ def _explained_variance(returns_T: Tensor, old_T: Tensor) -> float | None:
     if spread <= rounding**2:
         return None
     return 1 - float((returns_T - old_T).double().var(correction=0)) / spread
+
+
+def group_advantages(
+    inputs: LossInputs, rewards_B: Tensor, baseline: GroupBaseline, *, normalize_std: bool = True
+) -> Tensor:
+    """Advantage of each sequence from the rewards of its group: B -> B. A group of one has advantage 0.
+
+    rloo: r_j minus the mean of the other K-1.
+    grpo: r_j minus the mean of all K, divided by their standard deviation (of K-1) where `normalize_std`.
+    """
+    centred_B = rewards_B - inputs.mean_per_group(rewards_B)
+    size_B = inputs.group_size_B
+    if baseline == "rloo":
+        # r_j - mean of the others = K / (K - 1) * (r_j - mean of all)
+        return centred_B * size_B / (size_B - 1).clamp_min(1)
+    if not normalize_std:
+        return centred_B
+    variance_B = inputs.mean_per_group(centred_B.square()) * size_B / (size_B - 1).clamp_min(1)
+    return centred_B / (variance_B.sqrt() + STD_FLOOR)
+
+
+def rewards_per_token(inputs: LossInputs, rewards_B: Tensor, penalty_T: Tensor) -> Tensor:
+    """A sequence's reward on its last token, less a penalty on each: B, T -> T."""
+    rewards_T = -penalty_T
+    if rewards_T.numel() == 0:
+        return rewards_T
+    _, position_T = _positions(inputs)
+    last_T = position_T == inputs.length_B[inputs.sequence_T] - 1
+    return rewards_T + torch.where(last_T, rewards_B[inputs.sequence_T], 0.0)
+
+
+def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalised advantage estimates: A_t = sum_l (gamma * lam)^l * (r_{t+l} + gamma * V_{t+l+1} - V_{t+l}).
+
+    The state after the last token has the value 0, also where the completion was cut off by length: the
+    task's reward is all that there is.
+
+    Args:
+        inputs: the batch, for the order of its tokens.
+        rewards_T: reward of each token.
+        values_T: value of the state before each token, constant in the gradient.
+        gamma: discount, in [0, 1].
+        lam: lambda, in [0, 1]: 1 is the return less the value, 0 the one-step error.
+
+    Returns:
+        Advantage of each token: T.
+    """
+    if rewards_T.numel() == 0:
+        return torch.zeros_like(rewards_T)
+    width, position_T = _positions(inputs)
+    # one column more than the longest sequence: the value after the last token, which is 0
+    grid = torch.zeros(2, inputs.num_sequences, width, dtype=values_T.dtype, device=values_T.device)
+    grid[:, inputs.sequence_T, position_T] = torch.stack([rewards_T, values_T])
+    rewards_BL, values_BL = grid
+    error_BL = rewards_BL[:, :-1] + gamma * values_BL[:, 1:] - values_BL[:, :-1]
+    advantage_B = torch.zeros_like(error_BL[:, 0])
+    columns = []
+    for t in range(width - 2, -1, -1):
+        advantage_B = error_BL[:, t] + gamma * lam * advantage_B
+        columns.append(advantage_B)
+    return torch.stack(columns[::-1], dim=1)[inputs.sequence_T, position_T]
+
+
+def _positions(inputs: LossInputs) -> tuple[int, Tensor]:
+    """One more than the longest sequence, and the place of each token in its own: T. Needs at least one token."""
+    length_B = inputs.length_B
+    order_T = torch.argsort(inputs.sequence_T, stable=True)
+    start_B = torch.cumsum(length_B, 0) - length_B
+    place_T = torch.arange(order_T.numel(), device=order_T.device) - start_B[inputs.sequence_T[order_T]]
+    return int(length_B.max()) + 1, torch.empty_like(place_T).index_copy(0, order_T, place_T)
 
 
 ALGORITHM = Algorithm(OffPolicyPPOConfig, off_policy_ppo)

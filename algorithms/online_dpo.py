@@ -32,9 +32,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
+from algorithms.base import Algorithm, Needs
 from algorithms.corrections import WeighedSection, weigh_gradient
 from algorithms.inputs import LossInputs, LossOutput
-from algorithms.section import Algorithm, Needs
 
 
 class OnlineDPOConfig(WeighedSection):

@@ -34,9 +34,9 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
+from algorithms.base import Algorithm, Needs
 from algorithms.corrections import WeighedSection, weigh_gradient
 from algorithms.inputs import LossInputs, LossOutput
-from algorithms.section import Algorithm, Needs
 
 
 class TrajectoryBalanceConfig(WeighedSection):

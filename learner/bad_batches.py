@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from algorithms.checks import BadInputs, check_inputs
-from algorithms.section import Needs
+from algorithms.base import BadInputs, Needs, check_inputs
 from learner.batch import Leaves, StepBatch
 from learner.step import StepResult
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algorithms.ess import EssRule, EssVerdict
+from algorithms.diagnostics import EssRule, EssVerdict, off_policy_metrics
 from algorithms.inputs import LossInputs, LossOutput
-from algorithms.metrics import off_policy_metrics
 from algorithms.registry import AlgorithmConfig, loss_for
 from learner.batch import Leaves, StepBatch
 from learner.config import LearnerConfig

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from algorithms.ess import EssRule
+from algorithms.base import AlgorithmSection
+from algorithms.diagnostics import EssRule
 from algorithms.oapl import OAPLConfig
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig
-from algorithms.section import AlgorithmSection
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from off_policy_world.world import BETA
 

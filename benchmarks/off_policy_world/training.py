@@ -11,9 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from algorithms.ess import EssRule
+from algorithms.diagnostics import EssRule, off_policy_metrics
 from algorithms.inputs import LossInputs
-from algorithms.metrics import off_policy_metrics
 from algorithms.registry import Loss, loss_for
 from off_policy_world.policy import TreePolicy
 from off_policy_world.rows import Row

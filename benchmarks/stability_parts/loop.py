@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from actors.tasks.gym import gym_problems, gym_scorer
 from actors.tasks.task import Problem
-from algorithms.ess import EssRule
+from algorithms.diagnostics import EssRule, off_policy_metrics
 from algorithms.inputs import LossInputs
-from algorithms.metrics import off_policy_metrics
 from algorithms.registry import loss_for
 from launch.config import Config
 from launch.load import load_config

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.checks import BadInputs
+from algorithms.base import BadInputs
 from algorithms.corrections import TokenTIS, WeighedSection
 from algorithms.registry import loss_for
 from tests.unit.loss_batches import (

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from algorithms.corrections import SequenceTIS, TokenTIS, importance_weights
-from algorithms.ess import EssRule, EssVerdict
-from algorithms.metrics import effective_sample_share, off_policy_metrics
+from algorithms.diagnostics import EssRule, EssVerdict, effective_sample_share, off_policy_metrics
 from tests.unit.loss_batches import make_inputs, sums
 
 NUM_TOKENS = 22

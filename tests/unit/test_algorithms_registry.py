@@ -15,8 +15,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 import algorithms
+from algorithms.base import AlgorithmSection
 from algorithms.registry import ALGORITHMS, FILES, AlgorithmConfig
-from algorithms.section import AlgorithmSection
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "algorithms"

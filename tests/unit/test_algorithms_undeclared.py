@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from algorithms.base import Algorithm, AlgorithmSection, Needs
 from algorithms.inputs import LossOutput
-from algorithms.registry import ALGORITHMS, loss_for
-from algorithms.section import Algorithm, AlgorithmSection, Needs
-from algorithms.undeclared import UndeclaredInput, only_declared
+from algorithms.registry import ALGORITHMS, UndeclaredInput, loss_for, only_declared
 from tests.unit.loss_batches import make_inputs
 
 FIELDS = {"reference": "reference_logprobs_T", "behaviour": "behaviour_logprobs_T"}

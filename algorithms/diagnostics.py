@@ -1,6 +1,16 @@
-"""How far the data are from the policy: computed once per update, the same for every algorithm."""
+"""How far the data are from the policy, the same for every algorithm, and what to do where they are too far.
+
+    off_policy_metrics   mismatch, chi-square divergence and effective sample size of pi_prox / mu, once per update
+    EssRule              below a budget of the effective sample size: lower the learning rate, or drop the update
+
+The effective sample size tells how many of the samples count once each is weighed by pi_prox / mu; where it falls, a
+few samples decide the update. Dropping an update waits: the version stands still while the actors catch up with it.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,6 +19,7 @@ from algorithms.corrections import clamped_exp
 from algorithms.inputs import LOG_RATIO_LIMIT, LossInputs
 
 Metrics = dict[str, float | None]
+EssAction = Literal["scale_lr", "drop"]
 
 NAMES = (
     "mismatch/k1",
@@ -80,3 +91,40 @@ def off_policy_metrics(
         metrics["off_policy/ess_sequence_truncated"] = effective_sample_share(applied_B)
         metrics["off_policy/masked_frac"] = float((weights_T == 0).sum()) / weights_T.numel()
     return metrics
+
+
+@dataclass(frozen=True)
+class EssVerdict:
+    """What becomes of an update."""
+
+    lr_scale: float = 1.0
+    """Factor of the learning rate, in [0, 1]."""
+    drop: bool = False
+    """Take no optimizer step."""
+
+
+@dataclass(frozen=True)
+class EssRule:
+    """Compares the effective sample share of an update with a budget."""
+
+    budget: float
+    """Share of the samples that must count, in (0, 1]."""
+    action: EssAction
+    max_drops: int
+    """So many steps in a row may drop updates; the next one takes them, at a lower learning rate."""
+
+    def judge(self, ess: float | None, drops_in_a_row: int) -> EssVerdict:
+        """The verdict on an update.
+
+        The learning rate falls with the square root of ess / budget, as it would for a batch that is smaller
+        by that factor under Adam.
+
+        Args:
+            ess: effective sample share, in [0, 1]; None where the data do not tell.
+            drops_in_a_row: how many steps just before dropped updates.
+        """
+        if ess is None or ess >= self.budget:
+            return EssVerdict()
+        if self.action == "drop" and drops_in_a_row < self.max_drops:
+            return EssVerdict(drop=True)
+        return EssVerdict(lr_scale=float((ess / self.budget) ** 0.5))
