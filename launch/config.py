@@ -64,14 +64,15 @@ class PoolConfig(_Section):
         default=None,
         description="Ray resource that hosts of the pool carry; unset: pool_NAME, as in cluster.sh; '': any host.",
     )
-    cpus: NonNegativeFloat | None = Field(default=None, description="Ray CPUs reserved per worker.")
-    gpus: NonNegativeFloat | None = Field(default=None, description="Ray GPUs reserved per worker.")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(default=None, description="Serving precision.")
-    max_running_samples: PositiveInt | None = Field(default=None, description="Samples that one actor keeps in flight.")
-    kv_cache_gib: PositiveFloat | None = Field(default=None, description="Attention keys and values on CPU.")
-    gpu_memory_share: float | None = Field(default=None, gt=0, le=1, description="Share of GPU memory for the engine.")
-    tensor_parallel_size: PositiveInt | None = Field(default=None, description="GPUs per engine.")
-    num_threads: PositiveInt | None = Field(default=None, description="Compute threads per engine on CPU.")
+    # as in [actors]; cpus and gpus also as in [learner]
+    cpus: NonNegativeFloat | None = None
+    gpus: NonNegativeFloat | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    max_running_samples: PositiveInt | None = None
+    kv_cache_gib: PositiveFloat | None = None
+    gpu_memory_share: float | None = Field(default=None, gt=0, le=1)
+    tensor_parallel_size: PositiveInt | None = None
+    num_threads: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _engines_are_of_actors(self) -> PoolConfig:
@@ -85,6 +86,8 @@ ENGINE_KEYS = frozenset(
     {"dtype", "max_running_samples", "kv_cache_gib", "gpu_memory_share", "tensor_parallel_size", "num_threads"}
 )
 """Of a pool of actors alone."""
+POOL_OVERRIDES = ("cpus", "gpus", *sorted(ENGINE_KEYS))
+"""Keys of `[actors]` that a pool may have of its own, the first two also of `[learner]`."""
 
 
 class LaunchConfig(_Section):

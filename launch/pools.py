@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from actors.config import ActorsConfig
-from launch.config import ENGINE_KEYS, Config, PoolConfig
+from launch.config import POOL_OVERRIDES, Config, PoolConfig
 from launch.errors import ConfigError
 
 HOST_UNIT = 1e-3
@@ -116,7 +116,7 @@ def resources_of(config: Config) -> Iterator[str]:
 
 
 def _actor_pool(name: str, section: PoolConfig, common: ActorsConfig) -> ActorPool:
-    own = {key: value for key in (*ENGINE_KEYS, "cpus", "gpus") if (value := getattr(section, key)) is not None}
+    own = {key: value for key in POOL_OVERRIDES if (value := getattr(section, key)) is not None}
     count = section.count or 1
     config = common.model_copy(update={**own, "num_actors": count})
     return ActorPool(name, count, _bundle(config.cpus, config.gpus, resource_of(name, section)), config)

@@ -69,3 +69,18 @@ def test_the_page_of_ppo_names_every_correction():
     names = {each.model_fields["type"].default for each in (*get_args(AnyWeight), *get_args(AnySurrogate))}
     assert len(names) == 7
     assert sorted(name for name in names if f"| `{name}` |" not in page) == []
+
+
+def test_every_key_is_listed_once_and_as_basic_or_advanced():
+    rows = [line.split("|") for line in reference.config_reference().splitlines() if line.startswith("| `")]
+    keys = [row[1] for row in rows]
+    assert sorted(key for key in set(keys) if keys.count(key) > 1) == []
+    levels = [row[3].strip() for row in rows if "[" not in row[1]]
+    assert set(levels) == {"basic", "advanced"}
+    assert len(levels) / 4 < levels.count("basic") < len(levels) / 2, "about a third are basic"
+
+
+def test_a_key_that_is_called_basic_and_is_none_is_named(monkeypatch):
+    monkeypatch.setitem(reference.BASIC, "actors", "num_actor")
+    with pytest.raises(ValueError, match=r"actors.num_actor basic, and there is no such key"):
+        reference.config_reference()
