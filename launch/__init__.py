@@ -3,9 +3,7 @@
 cli         the `leeway` command (`verbs`: what it can do)
 train       the run itself: evaluate, train, evaluate, export, summarise
 processes   the processes of a run: where they are placed, started, watched, started again, ended
-state       what is known of a run, while it lives and after
-outlets     where that goes as it comes: metrics.jsonl, Weights & Biases, Prometheus, a terminal
-top         the view of `leeway top`, which is the live display too
+observe     what is known of a run, while it lives and after, and where it is shown
 report      one page that shows a run, and a trace of it
 doctor      is this machine fit for a run?
 

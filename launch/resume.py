@@ -21,9 +21,9 @@ from launch.checks import Plan, check
 from launch.config import Config
 from launch.errors import ConfigError
 from launch.load import load_config
+from launch.observe.history import History, repair
 from launch.role_processes import role_processes
 from launch.run_folder import RunFolder
-from launch.state.history import History, repair
 from learner.checkpoint_meta import newest_progress
 
 GOODBYE_S = 60.0

@@ -26,10 +26,12 @@ from launch.exit_status import ExitStatus
 from launch.interrupts import Interrupts, Stopped
 from launch.logs import configure_logging
 from launch.model_source import fetch_model
-from launch.outlets.display import Display
-from launch.outlets.prometheus import Exporter
-from launch.outlets.tracking import Tracker
-from launch.outlets.wandb_run import check_wandb
+from launch.observe.display import Display
+from launch.observe.history import History
+from launch.observe.observer import Accuracy, Observer, PollResult, Progress
+from launch.observe.sinks import Exporter, Tracker, check_wandb
+from launch.observe.trace import Timeline
+from launch.observe.tripwires import Stability, Trip, Tripwires, mismatch_limit
 from launch.pools import actor_pools
 from launch.privacy import private_files
 from launch.processes.evaluation import Evaluation
@@ -38,12 +40,6 @@ from launch.processes.role_process import RunFailed
 from launch.processes.supervisor import Supervisor
 from launch.report.at_end import report_at_end
 from launch.run_folder import RunIdentity, claimed
-from launch.state.history import History
-from launch.state.observer import Observer
-from launch.state.progress import Accuracy, PollResult, Progress
-from launch.state.stability import Stability
-from launch.state.timeline import Timeline
-from launch.state.tripwires import Trip, Tripwires, mismatch_limit
 from launch.weights_folder import claim_weights_folder
 from learner.checkpoint_meta import newest_progress
 from weight_sync.serving import ModelFacts, ModelFolderError, prepare_serving_model

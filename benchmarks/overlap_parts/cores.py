@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from training_runs.run import MeasurementFailed
 
-from launch.state.snapshot import SnapshotError, read_snapshot
+from launch.observe.status import StatusError, read_status
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Cores:
     def look(self, folder: Path) -> None:
         """Move the actors that a run's status.json names, and their engines."""
         try:
-            snapshot = read_snapshot(folder / "status.json")
-        except SnapshotError:
+            snapshot = read_status(folder / "status.json")
+        except StatusError:
             return  # it is still being started
         for actor in snapshot.actors:
             if actor.pid:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from training_runs.run import FinishedRun, MeasurementFailed, Row, Samples
 
-from launch.state.overlap import Interval
+from launch.observe.totals import Interval
 
 Figures = dict[str, Any]
 

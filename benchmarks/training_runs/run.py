@@ -21,8 +21,8 @@ from buffer_peers.processes import end_tree
 from buffer.export import export
 from buffer.inspect import Inspection
 from buffer.views import Selection
-from launch.state import timeline
-from launch.state.overlap import Interval, intersect, total
+from launch.observe import trace as timeline
+from launch.observe.totals import Interval, intersect, total
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 900.0

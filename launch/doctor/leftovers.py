@@ -13,10 +13,9 @@ import psutil
 
 from launch.doctor.finding import Finding, ok, warning
 from launch.local_ray import sessions_folder
+from launch.observe.status import StatusError, look
 from launch.role_processes import role_processes
 from launch.run_folder import RunFolder, owner_of
-from launch.state.looking import look
-from launch.state.snapshot import SnapshotError
 
 _LARGE_BYTES = 2**30
 """Ray keeps the logs of each session: below this they are not worth a word."""
@@ -53,7 +52,7 @@ def _is_over(folder: RunFolder) -> bool:
         if owner_of(folder) is not None:
             return False
         seen = look(folder)
-    except SnapshotError:  # it ended before it said anything
+    except StatusError:  # it ended before it said anything
         return True
     except OSError:  # somebody else's
         return False

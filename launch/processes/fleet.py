@@ -12,13 +12,13 @@ from ray.exceptions import ActorUnavailableError
 
 from actors.spec import ActorSpec
 from launch.checks import Plan
+from launch.observe.status import actor_name
 from launch.pools import ActorPool, actor_pools
 from launch.processes.placement import Gang
 from launch.processes.role_process import RoleProcess, RunFailed, done, failure, outcome, reason
 from launch.processes.roles import ActorRole
 from launch.processes.services import STARTUP_KEY
 from launch.processes.spawn import spawn
-from launch.state.process_facts import actor_name
 
 GOODBYE_S = 15.0
 """How long actors may take to end by themselves before they are killed."""

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from launch.state.process_facts import ProcessFacts
+from launch.observe.status import ProcessFacts
 
 LASTING_S = 3600.0
 """Who has worked for so long has its restarts forgiven: what fails now and then, in weeks, is not given up."""

@@ -11,9 +11,9 @@ import ray
 
 from actors.spec import ActorSpec
 from launch.checks import Plan
+from launch.observe.status import actor_name
 from launch.pools import ActorPool, serving_dtypes
 from launch.processes.placement import Place
-from launch.state.process_facts import actor_name
 from learner.spec import LearnerSpec
 
 

@@ -14,13 +14,13 @@ from ray.exceptions import RayTaskError
 
 from launch.checks import Plan
 from launch.keys import host_of_service
+from launch.observe.status import ProcessFacts
 from launch.pools import stage_pools
 from launch.processes.placement import Gang
 from launch.processes.role_process import RoleProcess, RunFailed, done, failure, reason
 from launch.processes.roles import StagePoll, StageRole
 from launch.processes.services import STARTUP_KEY
 from launch.processes.spawn import Addresses, spawn, stage_spec
-from launch.state.process_facts import ProcessFacts
 from learner.channel import LeadFailed, StageLost
 from learner.checkpoint_meta import Progress, newest_progress, steps_in
 

@@ -15,6 +15,8 @@ from actors.spec import ActorSpec
 from buffer.protocol import Status
 from common.staleness import PolicyVersion
 from launch.checks import Plan
+from launch.observe.observer import PollResult
+from launch.observe.status import ProcessFacts, actor_name
 from launch.pools import ActorPool
 from launch.processes.buffers import Buffers
 from launch.processes.evaluation import Evaluation
@@ -26,8 +28,6 @@ from launch.processes.services import STARTUP_KEY
 from launch.processes.spawn import Addresses, actor_spec
 from launch.processes.stages import Stages
 from launch.processes.weights import Weights
-from launch.state.process_facts import ProcessFacts, actor_name
-from launch.state.progress import PollResult
 from weight_sync.serving import ModelFacts
 
 SERVICE_GOODBYE_S = 5.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from launch.outlets.metrics import POOL_PREFIX
+from launch.observe.metrics import POOL_PREFIX
 from launch.report.data import RunData
 from launch.report.samples import length_label
 from launch.report.series import Metrics, Point

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from launch.observe.trace import Line
 from launch.report.spans import NUM_BINS, Lanes
 from launch.report.svg import axis, inner_axis, short
-from launch.state.timeline import Line
 
 LEFT, RIGHT, TOP = 76, 12, 8
 WIDTH = LEFT + 2 * NUM_BINS + RIGHT

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from common.files import private_file
+from launch.observe.trace import Line, read
 from launch.report.series import read_json_lines
 from launch.report.spans import number_of
 from launch.run_folder import RunFolder
-from launch.state.timeline import Line, read
 
 TRACKS = {
     "step": "steps",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
-from launch.outlets.metrics import POOL_PREFIX
+from launch.observe.metrics import POOL_PREFIX
 
 Point = tuple[float, float]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from launch.observe.totals import Interval, intersect, total
+from launch.observe.trace import Line, read
 from launch.report.series import Point, Series
-from launch.state.overlap import Interval, intersect, total
-from launch.state.timeline import Line, read
 
 NUM_BINS = 560
 """Of the whole run; a bin is two pixels wide."""

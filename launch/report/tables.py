@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from launch.outlets.metrics import POOL_PREFIX
+from launch.observe.metrics import POOL_PREFIX
 from launch.report.data import RunData, flat
 from launch.report.figures import pools_of
 from launch.report.series import Series

@@ -67,15 +67,14 @@ def _count(text: str) -> int:
 
 def _why_gone(folder: RunFolder) -> str:
     """Why nobody would answer; empty where the run's command lives, here or on another host."""
+    from launch.observe.status import StatusError, look
     from launch.run_folder import owner_of
-    from launch.state.looking import look
-    from launch.state.snapshot import SnapshotError
 
     if owner_of(folder) is not None:
         return ""
     try:
         sight = look(folder)
-    except SnapshotError:
+    except StatusError:
         return f"no command works on the run {folder.root}; `leeway resume {folder.root}` goes on with it"
     if (ended := sight.snapshot.ended) is not None:
         return f"the run {folder.root} is over ({ended.text}); `leeway resume {folder.root}` goes on with it"

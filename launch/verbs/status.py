@@ -32,12 +32,11 @@ def run(parsed: argparse.Namespace) -> int:
     import msgspec
 
     from launch.errors import ConfigError
-    from launch.state.looking import find_run, look
-    from launch.state.snapshot import SnapshotError
+    from launch.observe.status import StatusError, find_run, look
 
     try:
         sight = look(find_run(parsed.run))
-    except (ConfigError, SnapshotError) as error:
+    except (ConfigError, StatusError) as error:
         print(f"leeway: {error}", file=sys.stderr)
         return ExitStatus.WRONG_INPUT
     if parsed.json:
@@ -53,9 +52,9 @@ def run(parsed: argparse.Namespace) -> int:
     return ExitStatus.OK if sight.is_well else ExitStatus.FAILED
 
 
-def _lines(sight: Any) -> Iterator[str]:  # noqa: ANN401 -- launch.state.looking.Sight, imported late
-    from launch.outlets.summary_line import line
-    from launch.state.looking import SILENT_S
+def _lines(sight: Any) -> Iterator[str]:  # noqa: ANN401 -- launch.observe.status.Sight, imported late
+    from launch.observe.display import line
+    from launch.observe.status import SILENT_S
     from launch.words import duration
 
     snapshot = sight.snapshot

@@ -31,16 +31,15 @@ def run(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from launch.errors import ConfigError
-    from launch.state.looking import find_run, look
-    from launch.state.snapshot import SnapshotError
-    from launch.top.screen import show
-    from launch.top.view import View
+    from launch.observe.display import show
+    from launch.observe.status import StatusError, find_run, look
+    from launch.observe.view import View
 
     console = Console(highlight=False, markup=False)
     try:
         folder = find_run(parsed.run)
         sight = look(folder)
-    except (ConfigError, SnapshotError) as error:
+    except (ConfigError, StatusError) as error:
         print(f"leeway: {error}", file=sys.stderr)
         return ExitStatus.WRONG_INPUT
     if parsed.once or not console.is_terminal:
@@ -54,7 +53,7 @@ def run(parsed: argparse.Namespace) -> int:
             try:
                 sight = look(folder)
                 note = sight.resuming
-            except SnapshotError:  # the folder is being removed, say; what was seen stays
+            except StatusError:  # the folder is being removed, say; what was seen stays
                 note = "cannot be read any more"
         return View(sight.snapshot, sight.now_s, gone=sight.gone, note=note)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.state.timeline import read
+from launch.observe.trace import read
 from tests.e2e.real_run import assert_ended_in_order, descendants, start, wait_for_end, wait_for_steps
 
 

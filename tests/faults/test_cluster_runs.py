@@ -13,7 +13,7 @@ import pytest
 from buffer.export import export
 from buffer.inspect import Inspection
 from buffer.views import Selection
-from launch.state.snapshot import read_snapshot
+from launch.observe.status import read_status
 from tests.faults import hosts as machines
 from tests.faults import results
 from tests.faults.cluster import Cluster, end
@@ -88,7 +88,7 @@ def outcome_of(run: Path, said: str) -> Outcome:
         export(inspection, Selection(), run / "trajectories.parquet")
     stored = pq.read_table(run / "trajectories.parquet", columns=["actor", "epoch", "seq"]).to_pylist()
     by_actor = Counter(actor for actor, _, _ in {tuple(row.values()) for row in stored})
-    acknowledged = {actor.name: actor.acknowledged for actor in read_snapshot(run / "status.json").actors}
+    acknowledged = {actor.name: actor.acknowledged for actor in read_status(run / "status.json").actors}
     outcome = Outcome(summary, rows, json_rows(run / "events.jsonl"), dict(by_actor), acknowledged)
     assert min(acknowledged.values()) > 100, said
     assert (outcome.num_lost, num_committed, summary["ledger_gap"]) == (0, sum(by_actor.values()), 0), said

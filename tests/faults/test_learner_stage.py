@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from buffer.client import decode_draw
 from common.staleness import PolicyVersion
-from launch.outlets.metrics import METRICS
+from launch.observe.metrics import METRICS
 from learner.report import NO_METRICS
 from tests.faults.learner_run import LearnerRun, MadeUpActor
 from weight_sync.store import WeightStore

@@ -8,7 +8,7 @@ from actors.report import ActorReport
 from buffer.lengths import LengthFidelity
 from launch.checks import Plan, check
 from launch.load import load_config
-from launch.state.process_facts import ProcessFacts
+from launch.observe.status import ProcessFacts
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer, decoders, models
 
 from actors.report import ActorReport, WeightUpdate
+from launch.observe.observer import PollResult
+from launch.observe.status import ProcessFacts
+from launch.observe.trace import Timeline
 from launch.run_folder import RunFolder
-from launch.state.process_facts import ProcessFacts
-from launch.state.progress import PollResult
-from launch.state.timeline import Timeline
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import Actor, facts
 

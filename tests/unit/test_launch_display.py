@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from launch.config import TrackingConfig
-from launch.outlets.display import QUIET_S, Display
-from launch.state.snapshot import read_snapshot
+from launch.observe.display import QUIET_S, Display
+from launch.observe.status import read_status
 from tests.unit.test_launch_top import RECORDED
 
 
@@ -32,7 +32,7 @@ def display(capsys, tmp_path):
 
 
 def snapshot(step: int, **fields):
-    recorded = read_snapshot(RECORDED / "training.json")
+    recorded = read_status(RECORDED / "training.json")
     learner = msgspec.structs.replace(recorded.learner, waits_for=fields.pop("learner", ""))
     return msgspec.structs.replace(recorded, step=step, learner=learner, **fields)
 

@@ -20,10 +20,9 @@ from launch.doctor.finding import Finding, examine, ok
 from launch.doctor.needs import Needs, parameters_in
 from launch.exit_status import ExitStatus
 from launch.load import load_config
+from launch.observe.status import STALE_S, Ended, read_status, write_status
 from launch.reachable import CONNECT_S
 from launch.run_folder import RunFolder, claimed
-from launch.state.looking import STALE_S
-from launch.state.snapshot import Ended, read_snapshot, write_snapshot
 from tests.unit.test_launch_top import RECORDED
 
 ROOT = Path(__file__).parents[2]
@@ -360,10 +359,10 @@ def test_processes_of_a_run_whose_command_is_gone_are_named_with_their_end(tmp_p
 def test_a_run_whose_command_writes_on_another_host_is_not_over(tmp_path, host, age_s, ended, is_over):
     """Its lock is free here, as on a network disk that keeps locks to a host."""
     folder = RunFolder(tmp_path)
-    seen = msgspec.structs.replace(read_snapshot(RECORDED / "training.json"), host=host, written_s=time.time() - age_s)
+    seen = msgspec.structs.replace(read_status(RECORDED / "training.json"), host=host, written_s=time.time() - age_s)
     if ended:
         seen = msgspec.structs.replace(seen, ended=Ended(at_s=0.0, text="done", exit_status=0))
-    write_snapshot(folder.status, seen)
+    write_status(folder.status, seen)
     assert leftovers._is_over(folder) is is_over
 
 

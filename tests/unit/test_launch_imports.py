@@ -11,10 +11,10 @@ LOOKING = (
     "launch.report.data",
     "launch.report.page",
     "launch.report.perfetto",
-    "launch.state.looking",
+    "launch.observe.status",
     "launch.tokenizer",
-    "launch.top.screen",
-    "launch.top.view",
+    "launch.observe.display",
+    "launch.observe.view",
     "launch.verbs.buffer_text",
 )
 

@@ -11,10 +11,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from launch.state.observer import Observer
-from launch.state.progress import Accuracy, PollResult, Progress
-from launch.state.snapshot import FORMAT, NUM_EVENTS, SnapshotError, read_snapshot, write_snapshot
-from launch.state.waits import waits
+from launch.observe.observer import Accuracy, Observer, PollResult, Progress, waits
+from launch.observe.status import FORMAT, NUM_EVENTS, StatusError, read_status, write_status
 from tests.unit.made_up_run import plan, process, report, status, step_row
 
 
@@ -71,7 +69,7 @@ def test_a_snapshot_is_read_as_it_was_written_and_its_owner_alone_may_read_it(ru
         written = run.poll(**two_pools())
     finally:
         os.umask(before)
-    assert read_snapshot(run.path) == written
+    assert read_status(run.path) == written
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o600
     assert [each.name for each in run.path.parent.iterdir() if "status" in each.name] == ["status.json"]
     assert json.loads(run.path.read_text())["format"] == FORMAT
@@ -84,13 +82,13 @@ def test_no_reader_ever_sees_half_of_a_snapshot(run):
 
     def write() -> None:
         while not over.is_set():
-            write_snapshot(run.path, long)
-            write_snapshot(run.path, short)
+            write_status(run.path, long)
+            write_status(run.path, short)
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        seen = {len(read_snapshot(run.path).phase) for _ in range(500)}
+        seen = {len(read_status(run.path).phase) for _ in range(500)}
     finally:
         over.set()
         writer.join()
@@ -109,14 +107,14 @@ def test_no_reader_ever_sees_half_of_a_snapshot(run):
 def test_what_is_no_snapshot_is_refused_with_the_reason(run, text, why):
     if text is not None:
         run.path.write_bytes(text)
-    with pytest.raises(SnapshotError, match=why):
-        read_snapshot(run.path)
+    with pytest.raises(StatusError, match=why):
+        read_status(run.path)
 
 
 def test_fields_of_a_newer_leeway_are_passed_over(run):
     document = json.loads(msgspec.json.encode(run.poll()))
     run.path.write_text(json.dumps(document | {"a_new_field": [1, 2]}))
-    assert read_snapshot(run.path).run == "run"
+    assert read_status(run.path).run == "run"
 
 
 def test_a_file_that_cannot_be_written_does_not_stop_the_run_and_is_logged_once(run, caplog):
@@ -182,7 +180,7 @@ def test_the_last_events_the_evaluations_and_the_end_are_in_it(run):
     run.observer.phase("training")
     run.now_s += 3.0
     run.observer.end("no actor is left", 1)
-    snapshot = read_snapshot(run.path)
+    snapshot = read_status(run.path)
     assert [event.text for event in snapshot.events][::19] == ["event 5", "event 24"]
     assert (snapshot.evaluations[0].greedy, snapshot.phase, snapshot.phase_since_s) == (0.5, "training", 1000.0)
     assert (snapshot.ended.text, snapshot.ended.exit_status, snapshot.ended.at_s) == ("no actor is left", 1, 1003.0)
@@ -192,7 +190,7 @@ def test_an_error_that_nobody_foresaw_is_the_end_too(run):
     with contextlib.suppress(ZeroDivisionError), run.observer:
         run.observer.phase("training")
         raise ZeroDivisionError("a bug")
-    assert read_snapshot(run.path).ended.text == "ZeroDivisionError: a bug"
+    assert read_status(run.path).ended.text == "ZeroDivisionError: a bug"
 
 
 def test_while_no_poll_comes_the_file_is_written_on_and_says_what_is_being_started(tmp_path):
@@ -211,10 +209,10 @@ def test_while_no_poll_comes_the_file_is_written_on_and_says_what_is_being_start
         observer.phase("starting")
         wait_for(lambda: seen and seen[-1].waits)
     assert seen[-1].waits[0].startswith("actor.0 is starting, for 0 s; see ")
-    assert read_snapshot(made.folder.status).waits == seen[-1].waits
+    assert read_status(made.folder.status).waits == seen[-1].waits
     last = seen[-1].written_s
     time.sleep(0.3)
-    assert read_snapshot(made.folder.status).written_s == last, "nothing is written once nobody follows the run"
+    assert read_status(made.folder.status).written_s == last, "nothing is written once nobody follows the run"
 
 
 def test_what_fails_while_no_poll_comes_is_logged_once_and_the_file_is_written_on(tmp_path, caplog):
@@ -236,8 +234,8 @@ def test_what_fails_while_no_poll_comes_is_logged_once_and_the_file_is_written_o
         wait_for(lambda: len(shown) > 3)
         with contextlib.suppress(RuntimeError):
             observer.phase("training")
-        first = read_snapshot(made.folder.status)
-        wait_for(lambda: read_snapshot(made.folder.status).written_s > first.written_s)
+        first = read_status(made.folder.status)
+        wait_for(lambda: read_status(made.folder.status).written_s > first.written_s)
     assert first.phase == "training"
     assert [record.message.split(": ")[-1] for record in caplog.records] == ["no screen", "no exporter"]
 

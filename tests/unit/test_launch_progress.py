@@ -9,9 +9,9 @@ import pytest
 from actors.report import ActorReport, WeightUpdate
 from buffer.lengths import LengthFidelity
 from launch.config import Config
-from launch.outlets.tracking import Tracker
-from launch.state.progress import Accuracy, PollResult, Progress
-from launch.state.totals import Rate
+from launch.observe.observer import Accuracy, PollResult, Progress
+from launch.observe.sinks import Tracker
+from launch.observe.totals import Rate
 
 
 def report(name: str, num_tokens: int, pause_s: list[float]) -> ActorReport:

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from launch.cli import main
 from launch.config import TrackingConfig
 from launch.errors import ConfigError
-from launch.outlets.prometheus import Exporter
-from launch.state.snapshot import read_snapshot
+from launch.observe.sinks import Exporter
+from launch.observe.status import read_status
 from tests.ports import free_port
 
 RECORDED = Path(__file__).parents[1] / "data" / "status" / "training.json"
@@ -49,7 +49,7 @@ def scraped(port: int) -> dict[str, dict[tuple, float]]:
 
 
 def test_metrics_of_the_newest_step_pools_and_actors_are_served_under_names_of_the_registry(port):
-    snapshot = read_snapshot(RECORDED)
+    snapshot = read_status(RECORDED)
     with Exporter(TrackingConfig(prometheus_port=port)) as exporter:
         assert scraped(port) == {}
         exporter.show(snapshot, ROW)
@@ -82,6 +82,6 @@ def test_a_port_in_use_ends_the_command_before_anything_starts(tmp_path, capsys)
 
 def test_without_a_port_nothing_listens_and_an_address_that_is_not_ours_is_an_error(port):
     with Exporter(TrackingConfig()) as exporter:
-        exporter.show(read_snapshot(RECORDED), ROW)
+        exporter.show(read_status(RECORDED), ROW)
     with pytest.raises(ConfigError, match=r"prometheus_host = '192\.0\.2\.77'"):
         Exporter(TrackingConfig(prometheus_port=port, prometheus_host="192.0.2.77"))

@@ -9,7 +9,7 @@ import pytest
 from algorithms.corrections import AnySurrogate, AnyWeight
 from algorithms.registry import ALGORITHMS
 from launch import reference
-from launch.outlets.metrics import METRICS
+from launch.observe.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 

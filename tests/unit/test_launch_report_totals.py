@@ -4,14 +4,14 @@ import json
 
 import pytest
 
+from launch.observe.observer import PollResult
+from launch.observe.trace import Timeline
 from launch.report.data import collect
 from launch.report.figures import curves
 from launch.report.page import render
 from launch.report.series import Metrics, Series
 from launch.report.spans import read_lanes
 from launch.report.tables import pool_rows, tiles
-from launch.state.progress import PollResult
-from launch.state.timeline import Timeline
 from tests.unit.report_run import START_S, make_run, report, row
 
 NIGHT_S = 30_000.0

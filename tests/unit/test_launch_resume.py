@@ -14,10 +14,10 @@ from launch.config import Config
 from launch.errors import ConfigError
 from launch.exit_status import ExitStatus
 from launch.load import load_config
+from launch.observe.history import History, repair
+from launch.observe.observer import Progress
 from launch.resume import FIXED, FREE, resume, wait_for_the_dead
 from launch.run_folder import RunFolder, RunIdentity, claimed, owner_of
-from launch.state.history import History, repair
-from launch.state.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.toml"

@@ -9,9 +9,8 @@ import pytest
 from launch.cli import main
 from launch.control import Control
 from launch.exit_status import ExitStatus
+from launch.observe.observer import Observer, Progress
 from launch.run_folder import claimed
-from launch.state.observer import Observer
-from launch.state.progress import Progress
 from tests.unit.made_up_run import plan
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from launch.load import load_config
-from launch.state.progress import PollResult
-from launch.state.stability import WINDOW, Stability
-from launch.state.tripwires import LEARNER, Tripwires
+from launch.observe.observer import PollResult
+from launch.observe.tripwires import LEARNER, WINDOW, Stability, Tripwires
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 NOISE = 0.03

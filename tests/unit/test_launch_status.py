@@ -11,11 +11,9 @@ import msgspec
 import pytest
 
 from launch.cli import main
+from launch.observe.observer import Observer, PollResult, Progress
+from launch.observe.status import STALE_S, read_status, write_status
 from launch.run_folder import claimed
-from launch.state.looking import STALE_S
-from launch.state.observer import Observer
-from launch.state.progress import PollResult, Progress
-from launch.state.snapshot import read_snapshot, write_snapshot
 from tests.unit.made_up_run import plan, process, report, status, step_row
 
 
@@ -69,7 +67,7 @@ def test_a_run_that_another_command_is_just_going_on_with_is_not_gone(run, capsy
     folder, observer = run
     if exit_status is not None:
         observer.end("no actor is left", exit_status)
-    write_snapshot(folder.status, msgspec.structs.replace(read_snapshot(folder.status), pid=2**22 + 1))
+    write_status(folder.status, msgspec.structs.replace(read_status(folder.status), pid=2**22 + 1))
     with claimed(folder):
         result, out, _ = said(capsys, "mine")
         view = main(["top", "mine", "--once"])
@@ -82,9 +80,9 @@ def test_a_run_that_another_command_is_just_going_on_with_is_not_gone(run, capsy
 @pytest.mark.parametrize(("age_s", "expected"), [(1.0, 0), (STALE_S + 5, 1)])
 def test_a_command_on_another_host_is_gone_once_it_has_not_written_for_long(run, capsys, age_s, expected):
     folder, _ = run
-    snapshot = read_snapshot(folder.status)
+    snapshot = read_status(folder.status)
     elsewhere = msgspec.structs.replace(snapshot, host="far-away", written_s=time.time() - age_s)
-    write_snapshot(folder.status, elsewhere)
+    write_status(folder.status, elsewhere)
     result, out, _ = said(capsys, str(folder.root))
     assert result == expected
     assert ("on far-away) is gone" in out) == bool(expected)

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from actors.report import WeightUpdate
-from launch.state.progress import PollResult
-from launch.state.timeline import GRAINS, Timeline, read
+from launch.observe.observer import PollResult
+from launch.observe.trace import GRAINS, Timeline, read
 from tests.unit.report_run import START_S, process, report, row, status
 
 

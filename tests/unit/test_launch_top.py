@@ -10,10 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from launch.observe.status import RunStatus, read_status, write_status
+from launch.observe.view import MARK, View, lag_rows
 from launch.run_folder import RunFolder
-from launch.state.snapshot import Snapshot, read_snapshot, write_snapshot
-from launch.top.bars import MARK, lag_rows
-from launch.top.view import View
 from tests.terminal import ALTERNATE_SCREEN, CURSOR, Terminal
 
 RECORDED = Path(__file__).parents[1] / "data" / "status"
@@ -21,11 +20,11 @@ RECORDED = Path(__file__).parents[1] / "data" / "status"
 SIZES = [(80, 24), (120, 40), (40, 12), (200, 50), (132, 10), (20, 3), (1, 1)]
 
 
-def recorded(name: str = "training") -> Snapshot:
-    return read_snapshot(RECORDED / f"{name}.json")
+def recorded(name: str = "training") -> RunStatus:
+    return read_status(RECORDED / f"{name}.json")
 
 
-def shown(snapshot: Snapshot, columns: int, rows: int, **view: str) -> list[str]:
+def shown(snapshot: RunStatus, columns: int, rows: int, **view: str) -> list[str]:
     return [line.plain for line in View(snapshot, snapshot.written_s, **view).lines(columns, rows)]
 
 
@@ -132,7 +131,7 @@ def top(tmp_path, request):
     folder = RunFolder(tmp_path / "run")
     folder.root.mkdir()
     shutil.copy(RECORDED / "config.toml", folder.config)
-    write_snapshot(folder.status, recorded("done"))
+    write_status(folder.status, recorded("done"))
 
     def start(columns: int, rows: int) -> Terminal:
         command = [sys.executable, "-m", "launch.cli", "top", str(folder.root)]
@@ -171,7 +170,7 @@ def test_the_view_follows_the_size_of_the_screen_and_what_the_run_writes_and_p_h
     terminal.wait_for(lambda grid: shows_the_run(grid) and any("samples in flight" in line for line in grid.lines))
     terminal.press("p")
     terminal.wait_for(lambda grid: "[paused]" in grid.lines[0])
-    write_snapshot(top.folder.status, msgspec.structs.replace(recorded("done"), run="renamed"))
+    write_status(top.folder.status, msgspec.structs.replace(recorded("done"), run="renamed"))
     for _ in range(10):
         terminal.read(0.2)
     assert terminal.grid.lines[0].startswith("demo  ")

@@ -9,10 +9,10 @@ import pytest
 from launch.errors import ConfigError
 from launch.exit_status import ExitStatus
 from launch.interrupts import Interrupts, Stopped
+from launch.observe.history import History
+from launch.observe.observer import Accuracy
 from launch.processes.role_process import RunFailed
 from launch.run_folder import RunFolder, RunIdentity
-from launch.state.history import History
-from launch.state.progress import Accuracy
 from launch.train import _Run, train
 from tests.unit.made_up_run import plan
 

@@ -10,13 +10,11 @@ import pytest
 from actors.report import ActorReport
 from launch.checks import check
 from launch.load import load_config
-from launch.outlets.tracking import Tracker
+from launch.observe.observer import Observer, PollResult, Progress
+from launch.observe.sinks import Tracker
+from launch.observe.trace import Timeline
+from launch.observe.tripwires import LEARNER, MISMATCH_TOKENS, PUBLISHING_S, Stability, Trip, Tripwires, mismatch_limit
 from launch.processes.role_process import RunFailed
-from launch.state.observer import Observer
-from launch.state.progress import PollResult, Progress
-from launch.state.stability import Stability
-from launch.state.timeline import Timeline
-from launch.state.tripwires import LEARNER, MISMATCH_TOKENS, PUBLISHING_S, Trip, Tripwires, mismatch_limit
 from launch.train import _Run
 from weight_sync.config import WeightSyncConfig
 

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 KEY = "0123456789012345678901234567890123456789"
 RUN = """
 import sys
-import launch.outlets.wandb_run
-launch.outlets.wandb_run.INIT_TIMEOUT_S = 3.0
+import launch.observe.sinks
+launch.observe.sinks.INIT_TIMEOUT_S = 3.0
 from launch.cli import main
 status = main(sys.argv[1:])
 import psutil
@@ -81,7 +81,7 @@ import sys
 from pathlib import Path
 import psutil
 from launch.load import load_config
-from launch.outlets.tracking import Tracker
+from launch.observe.sinks import Tracker
 from launch.run_folder import RunFolder
 
 config = load_config(Path("examples/demo.toml"), ["--tracking.wandb", "offline"])

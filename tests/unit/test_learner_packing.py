@@ -11,7 +11,7 @@ from buffer.ledger import Ledger
 from buffer.lengths import LengthFidelity
 from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
-from launch.outlets.metrics import METRICS
+from launch.observe.metrics import METRICS
 from learner.batch import StepBatch, trainable
 from learner.cost import CostModel
 from learner.mesh import Place

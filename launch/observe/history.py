@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.observe.observer import Accuracy
 from launch.run_folder import RunFolder, RunIdentity
-from launch.state.progress import Accuracy
 
 
 @dataclass(frozen=True)

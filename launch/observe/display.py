@@ -1,28 +1,66 @@
-"""The display of the command that trains: the view of `leeway top` on a terminal, otherwise a line now and then."""
+"""What a terminal shows of a run: the display of the command that trains, and the screen of `leeway top`."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import select
+import signal
 import sys
+import termios
 import time
-from collections.abc import Callable, Mapping
+import tty
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, TextIO, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from launch.config import Config
-from launch.outlets.summary_line import TRAINING, line
+from launch.observe.status import RunStatus
+from launch.observe.view import View
 from launch.run_folder import RunFolder
-from launch.state.progress import Accuracy
-from launch.state.snapshot import Snapshot
-from launch.top.view import View
 from launch.words import number
 
+if TYPE_CHECKING:  # with all sections, and torch: `leeway top` need not wait for it
+    from launch.config import Config
+    from launch.observe.observer import Accuracy
+
 log = logging.getLogger(__name__)
+
+TRAINING = "training"
+"""The phase in which steps are taken."""
+NUM_WAITS = 3
+"""So many of those who wait are in a line."""
+
+
+def line(snapshot: RunStatus, num_waits: int = NUM_WAITS) -> str:
+    """A run in one line: how far it is, and who waits for whom.
+
+    Args:
+        snapshot: of the run.
+        num_waits: so many of those who wait are named.
+    """
+    elapsed_s = snapshot.written_s - snapshot.started_s
+    if not snapshot.step:
+        figures = f"{snapshot.phase}, for {snapshot.written_s - snapshot.phase_since_s:.0f} s"
+    else:
+        figures = (
+            f"step {snapshot.step}/{snapshot.num_steps}  reward {number(snapshot.reward)}  "
+            f"lag {number(snapshot.lag_mean)} (max {snapshot.lag_max} of {snapshot.max_lag})  "
+            f"tokens/s generated {snapshot.generated_tokens_per_s:.0f} trained {snapshot.learner.tokens_per_s:.0f}"
+        )
+        if snapshot.phase != TRAINING and snapshot.ended is None:
+            figures += f"  {snapshot.phase}, for {snapshot.written_s - snapshot.phase_since_s:.0f} s"
+    waits = "".join(f"; {sentence}" for sentence in snapshot.waits[:num_waits])
+    if num_waits and len(snapshot.waits) > num_waits:
+        waits += f"; and {len(snapshot.waits) - num_waits} more wait"
+    tripped = "".join(f"; {sentence}" for sentence in snapshot.tripped)
+    return f"{elapsed_s:5.0f} s  {figures}{waits}{tripped}"
+
 
 QUIET_S = 15.0
 """Without anything new, a line comes after so long all the same, and says why nothing happens."""
@@ -110,7 +148,7 @@ class Display:
         """Something happened."""
         self._say(text)
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: RunStatus) -> None:
         """Show the newest figures. Any thread may call it."""
         if self._outlet.is_lost:
             self.__exit__()
@@ -161,7 +199,7 @@ class Display:
         )
         say(f"{summary['wall_s']:.0f} s in all; model, metrics and summary.json in {self._folder.root}")
 
-    def _line(self, snapshot: Snapshot, *, is_new_step: bool) -> str:
+    def _line(self, snapshot: RunStatus, *, is_new_step: bool) -> str:
         """Where steps come, only what the learner waits for; where none comes, whatever is known of why."""
         if is_new_step:
             return line(snapshot, num_waits=1 if snapshot.learner.waits_for else 0)
@@ -173,3 +211,71 @@ class Display:
             live = self._live
             console = live.console if live is not None else self._console
             console.print(text, soft_wrap=True)
+
+
+REFRESH_S = 0.5
+QUIT_KEYS = frozenset("qQ\x03\x04")
+"""Also Ctrl-C and Ctrl-D, where they arrive as characters."""
+PAUSE_KEYS = frozenset("pP ")
+
+
+def show(view: Callable[[bool], View], console: Console) -> None:
+    """Show a view anew twice a second; q ends, p pauses and goes on.
+
+    Args:
+        view: makes it; told whether the screen is paused, for which it gives the last one again.
+        console: on a terminal, whose size may change at any time.
+    """
+    is_paused = False
+    with _ended_by_signals(), _keys() as next_key, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(view(is_paused), refresh=True)
+            key = next_key(REFRESH_S)
+            if key in QUIT_KEYS:
+                return
+            if key in PAUSE_KEYS:
+                is_paused = not is_paused
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Single keys from the terminal, as they are pressed: a function that waits so many seconds for one."""
+    if not sys.stdin.isatty():
+        yield _no_key
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield lambda timeout_s: _read(descriptor, timeout_s)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _read(descriptor: int, timeout_s: float) -> str:
+    """A key, or an empty text after the timeout."""
+    ready, _, _ = select.select([descriptor], [], [], timeout_s)
+    if not ready:
+        return ""
+    pressed = os.read(descriptor, 1)
+    return pressed.decode("latin-1") if pressed else "q"  # the terminal is gone
+
+
+def _no_key(timeout_s: float) -> str:
+    select.select([], [], [], timeout_s)
+    return ""
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal end the block as an exception does, so that the terminal is put back."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

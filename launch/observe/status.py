@@ -1,30 +1,54 @@
-"""Snapshot: what is known of a run at one moment, as `status.json` holds it.
-
-It is the contract between a run and whoever looks at it from outside: `leeway status`, `leeway top`, the report, a
-script of yours. The file is one JSON document, written anew about every launch.poll_interval_s and replaced in one go,
-so that no reader ever sees half of it; its owner alone can read it. A reader of another format number refuses it, and
-passes over fields that it does not know.
-Times are in seconds since the Unix epoch, lags in versions, tokens are completion tokens; null is "not known (yet)".
-"""
+"""What there is to know of a process of a run, for those who only look."""
 
 from __future__ import annotations
 
+import socket
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from common.files import private_file
+from launch.errors import ConfigError
+from launch.run_folder import RunFolder, open_run, owner_of
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """One process of a run, for whoever looks at it."""
+
+    name: str
+    """As in the name of its log: "actor.0"."""
+    role: str
+    number: int
+    pool: str
+    """Of an actor; else empty."""
+    state: str
+    """"starting", "working", "finished"; of an actor also "waiting for resources", "leaving", "lost: why"."""
+    host: str
+    """Address in the Ray cluster; empty until it has told."""
+    pid: int
+    """On that host; 0 until it has told."""
+    log: str
+    restarts: int
+
+
+def actor_name(number: int) -> str:
+    """What the actor of this number is called in reports, leases and trajectories."""
+    return f"actor-{number}"
+
 
 FORMAT = 1
 NUM_EVENTS = 20
 """The last so many events are in it; all are in events.jsonl."""
 
 
-class SnapshotError(ValueError):
+class StatusError(ValueError):
     """There is none, or it cannot be read; the text says why and what to try."""
 
 
-class Pool(msgspec.Struct, frozen=True, kw_only=True):
+class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A pool of actors."""
 
     name: str
@@ -40,7 +64,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """Of the newest step that had such tokens of it."""
 
 
-class Actor(msgspec.Struct, frozen=True, kw_only=True):
+class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     """An actor: a vLLM engine and its loop."""
 
     name: str
@@ -68,7 +92,7 @@ class Actor(msgspec.Struct, frozen=True, kw_only=True):
     log: str
 
 
-class Process(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Any other process of the run: a stage of the learner, a buffer or the weight service."""
 
     name: str
@@ -81,7 +105,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     log: str
 
 
-class Learner(msgspec.Struct, frozen=True, kw_only=True):
+class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """All stages together."""
 
     tokens_per_s: float
@@ -96,7 +120,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
 
 
-class Buffer(msgspec.Struct, frozen=True, kw_only=True):
+class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The replay buffer, all shards together."""
 
     law: str
@@ -137,7 +161,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     exit_status: int
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """All of it."""
 
     format: int
@@ -170,13 +194,13 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Of the newest step that had tokens of lag 0."""
     overlap_frac: float | None
     generated_tokens_per_s: float
-    learner: Learner
+    learner: LearnerStatus
     evaluations: list[Evaluated]
-    pools: list[Pool]
-    actors: list[Actor]
-    stages: list[Process]
-    services: list[Process]
-    buffer: Buffer | None
+    pools: list[PoolStatus]
+    actors: list[ActorStatus]
+    stages: list[ProcessStatus]
+    services: list[ProcessStatus]
+    buffer: BufferStatus | None
     lags: dict[str, dict[int, int]]
     """Pool -> lag -> tokens trained under this command, once for each update that trained them; a step taken again
     counts once."""
@@ -189,14 +213,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Snapshot)
+_decoder = msgspec.json.Decoder(RunStatus)
 
 
 class _Format(msgspec.Struct, frozen=True):
     format: int = 0
 
 
-def write_snapshot(path: Path, snapshot: Snapshot) -> None:
+def write_status(path: Path, snapshot: RunStatus) -> None:
     """Put it in place of the last one.
 
     Raises:
@@ -206,26 +230,102 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         file.write(_encoder.encode(snapshot))
 
 
-def read_snapshot(path: Path) -> Snapshot:
+def read_status(path: Path) -> RunStatus:
     """The newest one.
 
     Raises:
-        SnapshotError: it is not there, not readable, or of another format.
+        StatusError: it is not there, not readable, or of another format.
     """
     try:
         text = path.read_bytes()
     except FileNotFoundError:
-        raise SnapshotError(
+        raise StatusError(
             f"{path} is not there: the command ended before it had begun, or is of an older Leeway"
         ) from None
     except OSError as error:
-        raise SnapshotError(f"{path} cannot be read: {error.strerror}; only its owner can") from None
+        raise StatusError(f"{path} cannot be read: {error.strerror}; only its owner can") from None
     try:
         found = msgspec.json.decode(text, type=_Format).format
         if found != FORMAT:
-            raise SnapshotError(
+            raise StatusError(
                 f"{path} has format {found}, and this Leeway reads {FORMAT}; use the Leeway that made the run"
             )
         return _decoder.decode(text)
     except msgspec.DecodeError as error:
-        raise SnapshotError(f"{path} is not what a run writes: {error}") from None
+        raise StatusError(f"{path} is not what a run writes: {error}") from None
+
+
+STALE_S = 60.0
+"""A command on another host writes every few seconds; one that has not for so long is taken for gone."""
+SILENT_S = 10.0
+"""After so long without a new figure it is said how old they are."""
+
+
+@dataclass(frozen=True)
+class StatusView:
+    """A run as it is seen at one moment."""
+
+    snapshot: RunStatus
+    now_s: float
+    gone: str
+    """Why its command is thought gone though it said no farewell, and what to do; else empty."""
+    resuming: str = ""
+    """That another command goes on with it, of which the snapshot does not know yet; else empty."""
+
+    @property
+    def is_well(self) -> bool:
+        """It goes on, or is done."""
+        if self.resuming:
+            return True
+        if self.snapshot.ended is not None:
+            return self.snapshot.ended.exit_status == 0
+        return not self.gone
+
+
+def find_run(path: Path | None) -> RunFolder:
+    """The run that is meant; without a path the newest in runs/.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if path is not None:
+        return open_run(path)
+    runs = sorted(Path("runs").glob("*/config.toml"), key=lambda config: config.parent.stat().st_mtime)
+    if not runs:
+        raise ConfigError("there is no run in runs/; give the folder that `leeway train` named")
+    return RunFolder(runs[-1].parent)
+
+
+def look(folder: RunFolder) -> StatusView:
+    """See how a run is now.
+
+    Raises:
+        StatusError: nothing can be seen of it.
+    """
+    try:
+        snapshot = read_status(folder.status)
+    except StatusError as error:
+        if folder.status.exists() or owner_of(folder) is None:
+            raise
+        raise StatusError(f"the run {folder.root} has only just begun; look again in a few seconds") from error
+    now_s, owner = time.time(), owner_of(folder)
+    if owner is not None and owner != snapshot.pid:
+        who = f"a command (process {owner})" if owner else "a command"
+        return StatusView(snapshot, now_s, "", f"{who} is just going on with it")
+    return StatusView(snapshot, now_s, _why_gone(folder, snapshot, now_s, owner))
+
+
+def _why_gone(folder: RunFolder, snapshot: RunStatus, now_s: float, owner: int | None) -> str:
+    if snapshot.ended is not None:
+        return ""
+    silent_s = now_s - snapshot.written_s
+    if snapshot.host == socket.gethostname():
+        if owner is not None:
+            return ""
+        who = f"the command (process {snapshot.pid})"
+    elif silent_s <= STALE_S:
+        return ""
+    else:
+        who = f"the command (process {snapshot.pid} on {snapshot.host})"
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.written_s))
+    return f"{who} is gone since {since}, nothing runs; `leeway resume {folder.root}` goes on"

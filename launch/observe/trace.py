@@ -24,10 +24,10 @@ import msgspec
 
 from actors.report import ActorReport
 from buffer.protocol import Status
-from launch.state.totals import Fresh
+from launch.observe.totals import Fresh
 
 if TYPE_CHECKING:
-    from launch.state.progress import PollResult  # which needs all sections of the config: a reader does not
+    from launch.observe.observer import PollResult  # which needs all sections of the config: a reader does not
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,356 @@
+"""Where the figures of a run go: metrics.jsonl, events.jsonl and Weights & Biases."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from launch.config import Config, TrackingConfig
+from launch.errors import ConfigError
+from launch.observe.metrics import METRICS, POOL_PREFIX, registered
+from launch.observe.status import ActorStatus, RunStatus
+from launch.run_folder import RunFolder
+from learner.ledger_metrics import LEDGER_METRICS
+
+log = logging.getLogger(__name__)
+
+
+class Tracker:
+    """Writes rows of metrics and events as they come; every line is flushed, so that a crash loses none."""
+
+    def __init__(self, config: Config, folder: RunFolder, run_id: str = "", last_step: int = 0) -> None:
+        """Open the files, and Weights & Biases where it is wanted.
+
+        Args:
+            config: of the run.
+            folder: where the files go; what is in them stays.
+            run_id: by which Weights & Biases knows a run that is gone on with; '': it chooses one.
+            last_step: that was written before.
+
+        Raises:
+            ConfigError: Weights & Biases cannot be reached with the login at hand.
+        """
+        self._config = config
+        self._metrics: TextIO = folder.metrics.open("a", encoding="utf-8")
+        self._events: TextIO = folder.events.open("a", encoding="utf-8")
+        self._wandb: Any = None
+        self._wandb_step = last_step
+        if config.tracking.wandb != "disabled":
+            self._wandb = start_wandb(config, folder, run_id)
+
+    def step(self, row: Mapping[str, Any], step: int) -> None:
+        """Write the row of a step, if it is one of every tracking.log_every."""
+        if step % self._config.tracking.log_every:
+            return
+        finite = self._write(row, step)
+        if step >= self._wandb_step:
+            # its history only grows: a step that a restarted learner takes again stays as it was taken first
+            self._log(finite, step)
+
+    def metrics(self, row: Mapping[str, Any], step: int) -> None:
+        """Write a row that belongs to no step, such as an evaluation; none is left out.
+
+        Weights & Biases has it at the newest step that it knows, where a restarted learner is behind that one.
+        """
+        self._log(self._write(row, step), max(step, self._wandb_step))
+
+    def _write(self, row: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Append a row to the file; null stands for what does not apply here, or is not finite. Returns the row."""
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        }
+        self._metrics.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        self._metrics.flush()
+        return finite
+
+    def _log(self, finite: Mapping[str, Any], step: int) -> None:
+        self._wandb_step = step
+        known = {key: value for key, value in finite.items() if value is not None}
+        self._with_wandb(lambda run: run.log(known, step=step))
+
+    def _with_wandb(self, tell: Callable[[Any], object]) -> None:
+        """Tell Weights & Biases, where it is wanted and lives; the run goes on without it, for the files have all."""
+        if self._wandb is None:
+            return
+        try:
+            tell(self._wandb)
+        except Exception as error:  # of many kinds, mostly because its process died
+            self._wandb = None
+            forget_wandb()
+            self.event(
+                "wandb",
+                f"Weights & Biases does not answer any more ({type(error).__name__}: {error}) and is told nothing from "
+                f"here on; {Path(self._metrics.name).name} goes on",
+            )
+
+    def event(self, kind: str, text: str, **details: object) -> None:
+        """Something happened that a reader of the run will want to find: a restart, an evaluation, an error."""
+        log.info("%s: %s", kind, text)
+        self._events.write(json.dumps({"time_s": time.time(), "kind": kind, "text": text, **details}) + "\n")
+        self._events.flush()
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Final figures for Weights & Biases."""
+        self._with_wandb(lambda run: run.summary.update(dict(values)))
+
+    def close(self) -> None:
+        """Flush everything; no process of Weights & Biases is left behind."""
+        if self._events.closed:
+            return
+        with ExitStack() as stack:  # a full disk fails each, and none may keep the next from its end
+            stack.callback(self._events.close)
+            stack.callback(self._metrics.close)
+            self._with_wandb(lambda run: run.finish())
+            self._wandb = None
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+INIT_TIMEOUT_S = 30.0
+"""How long the server may take to answer at the start."""
+FINISH_TIMEOUT_S = 60.0
+"""How long the last rows may take to arrive there at the end; they are on disk for `wandb sync` in any case."""
+HIDDEN = ("started_s", "finished_s")
+"""Metrics that no panel is made of."""
+SUMMARIES = {
+    "lag/token_max": "max",
+    "buffer/ledger_gap": "max",
+    "eval/accuracy_greedy": "last",
+    "eval/accuracy_sampled": "last",
+}
+"""What stands for a run in the table of runs, where the last value is not it."""
+
+
+def check_wandb(config: TrackingConfig) -> None:
+    """Look for a login where one is needed; asks nobody, neither the server nor the keyboard.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.wandb != "online":
+        return
+    import wandb
+
+    wandb.setup(settings=wandb.Settings(silent=True))
+    try:
+        is_known = wandb.login(prompt=False, verify=False)
+    except wandb.errors.Error as error:
+        wandb.teardown()
+        raise _no_wandb(error) from error
+    if not is_known:
+        wandb.teardown()
+        raise ConfigError(
+            "tracking.wandb = 'online' needs a login of Weights & Biases, and there is none: run 'wandb login', set "
+            "WANDB_API_KEY, or use tracking.wandb = 'offline' and 'wandb sync' later"
+        )
+
+
+def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa: ANN401 -- wandb's Run
+    """Begin the run at Weights & Biases, or go on with it.
+
+    Args:
+        config: of the run.
+        folder: of the run; what is not sent is in its folder wandb/.
+        run_id: by which it is known there; '': it chooses one.
+
+    Raises:
+        ConfigError: the server does not answer in time, or refuses the login. No process is left behind.
+    """
+    import wandb
+
+    tracking = config.tracking
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        init_timeout=INIT_TIMEOUT_S,
+        finish_timeout=FINISH_TIMEOUT_S,
+        x_disable_stats=True,
+    )
+    try:
+        run = wandb.init(
+            project=tracking.project,
+            name=folder.name,
+            dir=str(folder.root),
+            mode=tracking.wandb,
+            id=run_id or None,
+            resume="allow" if run_id and tracking.wandb == "online" else None,  # offline knows no earlier part
+            config=config.model_dump(mode="json"),
+            settings=settings,
+        )
+    except wandb.errors.Error as error:
+        wandb.teardown()
+        raise _no_wandb(error) from error
+    run.define_metric("*", step_metric="step")
+    for name in HIDDEN:
+        run.define_metric(name, hidden=True)
+    for name, summary in SUMMARIES.items():
+        run.define_metric(name, step_metric="step", summary=summary)
+    return run
+
+
+def forget_wandb() -> None:
+    """Its process died: nothing speaks to it any more, neither now nor when this process ends."""
+    import wandb
+
+    with contextlib.suppress(Exception, SystemExit):  # it says once more that there is nobody, or why its process ended
+        wandb.teardown()
+
+
+def _no_wandb(error: Exception) -> ConfigError:
+    said = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    return ConfigError(
+        f"tracking.wandb = 'online' does not work: {said}; check the network and 'wandb login', or use "
+        "tracking.wandb = 'offline' and 'wandb sync' later"
+    )
+
+
+CLOSE_S = 5.0
+
+OF_ACTORS: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
+    "leeway_actor_working": ("1 where the actor works, else 0.", lambda actor: float(actor.state == "working")),
+    "leeway_actor_tokens_per_s": ("Completion tokens that it generates per second.", lambda actor: actor.tokens_per_s),
+    "leeway_actor_running_samples": ("Samples that it has in flight.", lambda actor: actor.running),
+    "leeway_actor_behind": ("Versions that it is behind the newest published one.", lambda actor: actor.behind),
+    "leeway_actor_waiting": (
+        "1 where something keeps it from running more.",
+        lambda actor: float(bool(actor.waits_for)),
+    ),
+    "leeway_actor_restarts": ("How often it was started again.", lambda actor: actor.restarts),
+    "leeway_actor_mismatch_lag0_abs": (METRICS["mismatch/lag0_abs"], lambda actor: actor.mismatch_lag0_abs),
+}
+"""With the labels actor and pool."""
+
+OF_RUN: dict[str, tuple[str, Callable[[RunStatus], float | None]]] = {
+    "leeway_polled_timestamp_seconds": ("When the roles were last asked for news.", lambda run: run.polled_s),
+    "leeway_learner_waiting": (
+        "1 where the learner waits for a batch.",
+        lambda run: float(bool(run.learner.waits_for)),
+    ),
+    "leeway_learner_busy_frac": (
+        "Share of its last step in which the learner computed.",
+        lambda run: run.learner.busy_frac,
+    ),
+    "leeway_waiting": ("How many sentences there are of who waits for whom.", lambda run: len(run.waits)),
+    "leeway_tripped": ("How many tripwires stand.", lambda run: len(run.tripped)),
+    "leeway_buffer_ready_groups": (
+        "Groups that wait for a step.",
+        lambda run: None if run.buffer is None else run.buffer.ready_groups,
+    ),
+}
+"""Of the run as a whole."""
+
+
+class Exporter(Collector):
+    """Serves what it was shown last; a context manager. Without a port it does nothing."""
+
+    def __init__(self, config: TrackingConfig) -> None:
+        """Bind the port.
+
+        Raises:
+            ConfigError: it is in use, or not ours to bind.
+        """
+        self._shown: tuple[RunStatus, Mapping[str, Any]] | None = None
+        self._server: Any = None
+        if config.prometheus_port is None:
+            return
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(config.prometheus_port, config.prometheus_host, registry)
+        except OSError as error:
+            raise ConfigError(
+                f"tracking.prometheus_port = {config.prometheus_port} cannot be bound at tracking.prometheus_host = "
+                f"'{config.prometheus_host}': {error.strerror or error}; choose another, or leave it out"
+            ) from None
+
+    def show(self, snapshot: RunStatus, row: Mapping[str, Any]) -> None:
+        """From now on serve this.
+
+        Args:
+            snapshot: of the run.
+            row: the metrics of the newest step; empty before the first.
+        """
+        self._shown = snapshot, row
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """What is served; called for every request, by its thread."""
+        if self._shown is None:
+            return
+        snapshot, row = self._shown
+        labels = {"run": snapshot.run, "run_id": snapshot.run_id, "phase": snapshot.phase}
+        info = GaugeMetricFamily("leeway_run", "1; its labels say which run this is.", labels=list(labels))
+        info.add_metric(list(labels.values()), 1.0)
+        yield info
+        yield from _of_row({**row, **_ledger(snapshot)})
+        for name, (meaning, of_run) in OF_RUN.items():
+            if (value := of_run(snapshot)) is not None:
+                yield GaugeMetricFamily(name, meaning, value=value)
+        for name, (meaning, of_actor) in OF_ACTORS.items():
+            family = GaugeMetricFamily(name, meaning, labels=["actor", "pool"])
+            for actor in snapshot.actors:
+                if (value := of_actor(actor)) is not None:
+                    family.add_metric([actor.name, actor.pool], value)
+            yield family
+        tokens = GaugeMetricFamily("leeway_trained_tokens", "Trained tokens by their lag.", labels=["pool", "lag"])
+        for pool, counts in snapshot.lags.items():
+            for lag, count in counts.items():
+                tokens.add_metric([pool, str(lag)], count)
+        yield tokens
+
+    def close(self) -> None:
+        """Let go of the port. May be called twice."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+            self._thread.join(CLOSE_S)
+
+    def __enter__(self) -> Exporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _ledger(snapshot: RunStatus) -> dict[str, float]:
+    """The counts of the ledger now; a row has those of its draw."""
+    if snapshot.buffer is None:
+        return {}
+    ledger = snapshot.buffer.ledger
+    return {metric: ledger[name] for metric, name in LEDGER_METRICS.items() if name in ledger}
+
+
+def _of_row(row: Mapping[str, Any]) -> Iterator[GaugeMetricFamily]:
+    of_pools: dict[str, GaugeMetricFamily] = {}
+    for name, value in row.items():
+        if registered(name) not in METRICS or not isinstance(value, int | float):
+            continue
+        gauge = f"leeway_{registered(name).replace('/NAME/', '/').replace('/', '_')}"
+        if not name.startswith(POOL_PREFIX):
+            yield GaugeMetricFamily(gauge, METRICS[name], value=float(value))
+            continue
+        if gauge not in of_pools:
+            of_pools[gauge] = GaugeMetricFamily(gauge, METRICS[registered(name)], labels=["pool"])
+        pool = name.removeprefix(POOL_PREFIX).rsplit("/", 1)[0]
+        of_pools[gauge].add_metric([pool], float(value))
+    yield from of_pools.values()

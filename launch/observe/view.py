@@ -1,0 +1,385 @@
+"""The distribution of lags as bars, one row for each lag, with the bound marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+from rich.text import Text
+
+from launch.observe.status import ActorStatus, PoolStatus, ProcessStatus, RunStatus
+from launch.words import duration, number
+
+POOL_STYLES = ("cyan", "magenta", "green", "blue", "yellow")
+"""Of the pools, in their order; they begin anew after the last."""
+BLOCK, ASCII_BLOCK = "█", "#"
+MARK, ASCII_MARK = "◂ bound", "< bound"
+_HEAD = 17
+"""Columns before a bar: the lag and its share."""
+MAX_ROWS = 12
+"""More lags than this share rows, however much room there is."""
+
+
+def style_of(pools: Sequence[str], pool: str) -> str:
+    """The colour of a pool."""
+    return POOL_STYLES[pools.index(pool) % len(POOL_STYLES)] if pool in pools else "white"
+
+
+def lag_rows(
+    lags: Mapping[str, Mapping[int, int]],
+    max_lag: int | str,
+    width: int,
+    *,
+    max_rows: int = MAX_ROWS,
+    ascii_only: bool = False,
+) -> list[Text]:
+    """One row for each lag up to the greatest, or to the bound where there is one; shares are of all trained tokens.
+
+    Args:
+        lags: pool -> lag -> tokens.
+        max_lag: the bound, in versions, or 'unbounded'.
+        width: columns of a row.
+        max_rows: where there are more lags, some share a row.
+        ascii_only: for terminals that show nothing else.
+    """
+    total = sum(sum(counts.values()) for counts in lags.values())
+    if not total or max_rows < 1:
+        return []
+    bound = max_lag if isinstance(max_lag, int) else None
+    greatest = max(lag for counts in lags.values() for lag in counts)
+    step = -(-(max(greatest, bound or 0) + 1) // max_rows)
+    room = max(1, width - _HEAD - len(MARK))
+    pools = sorted(lags)
+    sums = [
+        {pool: sum(lags[pool].get(lag, 0) for lag in range(first, first + step)) for pool in pools}
+        for first in range(0, max(greatest, bound or 0) + 1, step)
+    ]
+    longest = max(sum(each.values()) for each in sums)
+    rows = []
+    for place, counts in enumerate(sums):
+        first, last = place * step, place * step + step - 1
+        name = str(first) if step == 1 else f"{first}-{last}"
+        row = Text(f"{name:>7} {sum(counts.values()) / total:>6.1%}  ")
+        for pool in pools:
+            cells = round(counts[pool] / longest * room)
+            row.append((ASCII_BLOCK if ascii_only else BLOCK) * cells, style=style_of(pools, pool))
+        if bound is not None and first <= bound <= last:
+            row.append(f" {ASCII_MARK if ascii_only else MARK}", style="bold")
+        rows.append(row)
+    return rows
+
+
+LEDGER = ("issued", "in_flight", "committed", "waiting", "drawn", "trained", "failed", "filtered", "dropped_stale")
+OUTSIDE = ("duplicates", "late", "quarantined", "evicted_unused")
+"""Shown where there are any."""
+
+Wrap = Callable[[str, str], list[Text]]
+"""A sentence and its style, as lines of the width at hand."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Lines under one name."""
+
+    name: str
+    lines: list[Text]
+    least: int = 1
+    """So many of them before less important sections get any."""
+    keeps_end: bool = False
+    """Where there is no room for all: the last lines stay, not the first."""
+    within: Callable[[int], list[Text]] | None = None
+    """The same said in so many lines; None where some have to be left out."""
+
+
+def head(snapshot: RunStatus, now_s: float, width: int, gone: str, note: str) -> list[Text]:
+    """The first lines, most important first: the run and its state, how far it is, how it does, how fast."""
+    ended = snapshot.ended
+    if ended is not None:
+        state, style = ended.text, "green" if ended.exit_status == 0 else "red"
+    elif gone:
+        state, style = gone, "red"
+    else:
+        state, style = f"{snapshot.phase}, for {duration(now_s - snapshot.phase_since_s)}", "green"
+    until_s = ended.at_s if ended is not None else snapshot.written_s if gone else now_s
+    first = Text.assemble((snapshot.run, "bold"), "  ", duration(until_s - snapshot.started_s), "  ")
+    if note:
+        first.append(f"[{note}]", style="reverse").append("  ")
+    first.append(state, style=style)
+    return [first, _progress_line(snapshot, width), *_quality(snapshot, width), *_speed(snapshot, width)]
+
+
+def packed(parts: Iterable[str], width: int) -> list[Text]:
+    """Parts side by side, on as many lines as they need."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return [Text(line) for line in lines]
+
+
+def sections(snapshot: RunStatus, now_s: float, width: int, wrap: Wrap, *, ascii_only: bool) -> list[Section]:
+    """All sections that have something to show, in the order in which they stand."""
+
+    def lag(max_rows: int) -> list[Text]:
+        return lag_rows(snapshot.lags, snapshot.max_lag, width, max_rows=max_rows, ascii_only=ascii_only)
+
+    wrong = [line for sentence in snapshot.tripped for line in wrap(sentence, "red")]
+    waits = [line for sentence in snapshot.waits for line in wrap(sentence, "")]
+    found = [
+        Section("wrong", wrong, least=2),
+        Section("pools", list(_pools(snapshot))),
+        Section("actors", list(_actors(snapshot.actors, now_s)), least=2),
+        Section("stages", list(_processes(snapshot.stages, now_s))),
+        Section("services", list(_processes(snapshot.services, now_s)), least=0),
+        Section("buffer", list(_buffer(snapshot, width)), least=2),
+        Section("lag", lag(MAX_ROWS), least=3, within=lag),
+        Section("waits", waits if snapshot.ended or waits else [Text("nobody waits", style="dim")], least=2),
+        Section("events", [_event(each.time_s, each.text) for each in snapshot.events], keeps_end=True),
+    ]
+    return [section for section in found if section.lines]
+
+
+def _progress_line(snapshot: RunStatus, width: int) -> Text:
+    share = min(1.0, snapshot.step / max(1, snapshot.num_steps))
+    published = f", published {snapshot.published}" if snapshot.published else ""
+    words = f" step {snapshot.step}/{snapshot.num_steps}  version {snapshot.version}{published}"
+    room = max(0, min(40, width - len(words)))
+    done = round(share * room)
+    return Text.assemble(("━" * done, "green"), ("━" * (room - done), "dim"), words)
+
+
+def _quality(snapshot: RunStatus, width: int) -> list[Text]:
+    parts = [f"reward {number(snapshot.reward)}", f"loss {number(snapshot.loss)}"]
+    if snapshot.evaluations:
+        known = [number(each.greedy) for each in snapshot.evaluations]
+        first = f"{known[0]} -> " if len(known) > 1 else ""
+        parts.append(f"accuracy {first}{known[-1]} (version {snapshot.evaluations[-1].versions})")
+    parts.append(f"lag mean {number(snapshot.lag_mean)}, max {snapshot.lag_max} of {snapshot.max_lag}")
+    parts.append(f"mismatch {number(snapshot.mismatch_lag0_abs)}")
+    return packed(parts, width)
+
+
+def _speed(snapshot: RunStatus, width: int) -> list[Text]:
+    learner = snapshot.learner
+    parts = [f"tokens/s generated {snapshot.generated_tokens_per_s:,.0f}", f"trained {learner.tokens_per_s:,.0f}"]
+    if learner.busy_frac is not None and learner.step_s is not None:
+        parts.append(f"learner busy {learner.busy_frac:.0%}, step {learner.step_s:.2f} s")
+    if learner.restarts:
+        parts.append(f"learner restarts {learner.restarts}")
+    return packed(parts, width)
+
+
+def _pools(snapshot: RunStatus) -> Iterator[Text]:
+    names, width = sorted(snapshot.lags), _name_width(snapshot.pools)
+    for pool in snapshot.pools:
+        short = pool.working < pool.wanted
+        yield Text.assemble(
+            (f"{pool.name:<{width}}", f"bold {style_of(names, pool.name)}"),
+            (f"{pool.working}/{pool.wanted} work", "yellow" if short else ""),
+            f"  {pool.tokens_per_s:>5,.0f} tokens/s {pool.running:>4} running",
+            f"  lag {number(pool.lag_mean)}  mismatch {number(pool.mismatch_lag0_abs)}",
+        )
+
+
+def _name_width(found: Sequence[ActorStatus | ProcessStatus | PoolStatus]) -> int:
+    return max((len(each.name) for each in found), default=0) + 2
+
+
+def _actors(actors: Sequence[ActorStatus], now_s: float) -> Iterator[Text]:
+    width = _name_width(actors)
+    for actor in actors:
+        yield _actor(actor, now_s, width)
+
+
+def _processes(processes: Sequence[ProcessStatus], now_s: float) -> Iterator[Text]:
+    width = _name_width(processes)
+    for process in processes:
+        yield _process(process, now_s, width)
+
+
+def _actor(actor: ActorStatus, now_s: float, width: int) -> Text:
+    line = Text.assemble((f"{actor.name:<{width}}", "bold"))
+    if actor.state != "working" or actor.version is None:
+        line.append(f"{actor.state}, for {duration(now_s - actor.since_s)}", style=_style(actor.state))
+    else:
+        behind = f" ({actor.behind} behind)" if actor.behind else ""
+        line.append(f"v {actor.version}{behind}  {actor.tokens_per_s:>7,.0f} tokens/s  {actor.running:>4} running")
+    if actor.restarts:
+        line.append(f"  {actor.restarts} restarts", style="yellow")
+    if actor.refused:
+        line.append(f"  refused {actor.refused}", style="red")
+    if actor.waits_for:
+        line.append(f"  {actor.waits_for}", style="dim")
+    return line
+
+
+def _process(process: ProcessStatus, now_s: float, width: int) -> Text:
+    line = Text.assemble((f"{process.name:<{width}}", "bold"), (process.state, _style(process.state)))
+    if process.state not in ("working", "finished"):
+        line.append(f", for {duration(now_s - process.since_s)}")
+    if process.restarts:
+        line.append(f"  {process.restarts} restarts", style="yellow")
+    if process.waits_for:
+        line.append(f"  waits for {process.waits_for}", style="dim")
+    return line
+
+
+def _style(state: str) -> str:
+    if state.startswith("lost"):
+        return "red"
+    return "" if state in ("working", "finished") else "yellow"
+
+
+def _buffer(snapshot: RunStatus, width: int) -> Iterator[Text]:
+    buffer = snapshot.buffer
+    if buffer is None:
+        return
+    ledger = buffer.ledger
+    state = [
+        f"{buffer.ready_groups} groups ready, {buffer.groups_per_step} a step, {buffer.drawn_groups} drawn",
+        f"{ledger.get('in_flight', 0)} samples in flight",
+        f"law {buffer.law}",
+    ]
+    yield from packed(state, width)
+    gap = ledger.get("gap", 0)
+    if gap:
+        yield Text(f"ledger gap {gap}: samples are not counted right, which is a bug", style="red")
+    names = [*LEDGER, *(name for name in OUTSIDE if ledger.get(name)), "gap"]
+    yield from packed((f"{name} {ledger.get(name, 0)}" for name in names), width)
+    if buffer.failed_by_reason:
+        yield from packed((f"{count} failed: {reason}" for reason, count in buffer.failed_by_reason.items()), width)
+
+
+def _event(time_s: float, text: str) -> Text:
+    moment = datetime.fromtimestamp(time_s).astimezone().strftime("%H:%M:%S")
+    return Text.assemble((moment, "dim"), f" {text}")
+
+
+NAME_WIDTH = 9
+"""Columns of the names of the sections; narrow screens do without."""
+NARROW = 50
+TWO_COLUMNS = 150
+"""From this width on the sections stand in two columns."""
+RIGHT = frozenset({"lag", "waits", "events"})
+"""In the right one."""
+MOST_IMPORTANT_FIRST = ("wrong", "lag", "waits", "pools", "buffer", "actors", "stages", "events", "services")
+TALLEST = 60
+"""Lines where the height is not known, as in a pipe."""
+
+
+class View:
+    """A rich renderable that always fits: what is less important goes first where there is no room."""
+
+    def __init__(self, snapshot: RunStatus, now_s: float, *, gone: str = "", note: str = "") -> None:
+        """Take what is to be shown.
+
+        Args:
+            snapshot: of the run.
+            now_s: seconds since the epoch.
+            gone: why the command is thought gone; empty where it is not.
+            note: beside the name, as 'paused'.
+        """
+        self._snapshot = snapshot
+        self._now_s = now_s
+        self._gone = gone
+        self._note = note
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lines that are no wider and no more than there is room for."""
+        width = max(1, options.max_width)
+        height = options.height or (max(1, console.height - 1) if console.is_terminal else TALLEST)
+        for line in self.lines(width, height, ascii_only=options.ascii_only):
+            yield from line.render(console)
+            yield Segment.line()
+
+    def lines(self, width: int, height: int, *, ascii_only: bool = False) -> list[Text]:
+        """The view as lines of at most this width, at most so many."""
+        snapshot = self._snapshot
+        top = head(snapshot, self._now_s, width, self._gone, self._note)[: max(2, height // 3)][:height]
+        room = height - len(top)
+        is_wide = width >= TWO_COLUMNS
+        column = (width - 2) // 2 if is_wide else width
+        inside = column - NAME_WIDTH if column >= NARROW else column
+
+        def wrap(sentence: str, style: str) -> list[Text]:
+            return list(Text(sentence, style=style).wrap(_MEASURE, max(8, inside)))
+
+        found = sections(snapshot, self._now_s, inside, wrap, ascii_only=ascii_only)
+        if is_wide:
+            left = _column([each for each in found if each.name not in RIGHT], column, room)
+            right = _column([each for each in found if each.name in RIGHT], column, room)
+            body = _beside(left, right, column)
+        else:
+            body = _column(found, column, room)
+        return [_cut(line, width) for line in [*top, *body]]
+
+
+_MEASURE = Console(width=80, legacy_windows=False, force_terminal=False, color_system=None)
+"""Wrapping a text needs a console, though of no particular kind."""
+
+
+def fit(found: Sequence[Section], room: int) -> dict[str, int]:
+    """How many lines each section gets: first what each needs least, by importance, then the rest in turns."""
+    given = {section.name: 0 for section in found}
+    by_importance = sorted(found, key=lambda section: MOST_IMPORTANT_FIRST.index(section.name))
+    for section in by_importance:
+        given[section.name] = min(section.least, len(section.lines), room)
+        room -= given[section.name]
+    while room > 0 and (wanting := [each for each in by_importance if given[each.name] < len(each.lines)]):
+        for section in wanting[:room]:
+            given[section.name] += 1
+        room -= len(wanting[:room])
+    return given
+
+
+def _column(found: Sequence[Section], width: int, room: int) -> list[Text]:
+    given = fit(found, room)
+    lines: list[Text] = []
+    for section in found:
+        shown = _shortened(section, given[section.name])
+        for place, line in enumerate(shown):
+            if width >= NARROW:
+                name = section.name if place == 0 else ""
+                lines.append(Text.assemble((f"{name:<{NAME_WIDTH}}", "bold"), line))
+            else:
+                lines.append(line)
+    return [_cut(line, width) for line in lines]
+
+
+def _shortened(section: Section, count: int) -> list[Text]:
+    """So many of its lines; where some are left out, it says how many."""
+    missing = len(section.lines) - count
+    if missing <= 0 or count == 0:
+        return section.lines[:count]
+    if section.within is not None:
+        return section.within(count)
+    if section.keeps_end:
+        return section.lines[-count:]
+    if count == 1:
+        return section.lines[:1]
+    return [*section.lines[: count - 1], Text(f"... and {missing + 1} more", style="dim")]
+
+
+def _beside(left: Sequence[Text], right: Sequence[Text], width: int) -> list[Text]:
+    lines = []
+    for place in range(max(len(left), len(right))):
+        line = left[place].copy() if place < len(left) else Text()
+        line.pad_right(width + 2 - line.cell_len)
+        if place < len(right):
+            line.append_text(right[place])
+        lines.append(line)
+    return lines
+
+
+def _cut(line: Text, width: int) -> Text:
+    """The line, no wider; what comes from elsewhere may hold tabs and line ends, and moves no cursor."""
+    plain = line.copy()
+    if not plain.plain.isprintable():
+        plain = Text("".join(char if char.isprintable() else " " for char in plain.plain), style=plain.style)
+    plain.truncate(width, overflow="ellipsis")
+    return plain
