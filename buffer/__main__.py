@@ -53,7 +53,7 @@ def _verify(folder: Path) -> int:
         report = check_store(store)
     finally:
         store.close()
-    print(json.dumps({"run_id": store.run_id, **report}))
+    print(json.dumps({"run_id": store.facts.run_id, **report}))
     return 2 if report["faults"] else 0
 
 

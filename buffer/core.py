@@ -22,7 +22,7 @@ from buffer.groups import Groups
 from buffer.intake import Intake, Pushes, set_aside
 from buffer.leases import Leases
 from buffer.ledger import checked_counts
-from buffer.rows import flat_values
+from buffer.rows import Record, flat_values
 from buffer.shards import of_shard, share_of
 from buffer.steps import Steps
 from buffer.tables import Draw
@@ -227,10 +227,9 @@ class BufferCore:
             score = np.ascontiguousarray(values[bounds[i] : bounds[i + 1]], np.float32)
             if row is None:
                 raise BufferRefused(f"record {record} is not in the buffer: it was never drawn, or was evicted")
-            if len(score) != schema.completion_length(row) or not np.isfinite(score).all():
+            if len(score) != (num_tokens := Record(row).num_completion_tokens) or not np.isfinite(score).all():
                 raise BufferRefused(
-                    f"record {record} needs {schema.completion_length(row)} finite reference log-probabilities, "
-                    f"got {len(score)}"
+                    f"record {record} needs {num_tokens} finite reference log-probabilities, got {len(score)}"
                 )
             scores[record] = score.tobytes()
         for record, payload in scores.items():

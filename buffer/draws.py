@@ -234,14 +234,14 @@ class Draws:
             group = tx.groups.require(group_id)
             for index in group.usable():
                 record_ids.append(group.records[index])
-                lengths.append(group.lengths[index] if group.lengths else 0)
+                lengths.append(group.lengths[index])
         draw = Draw(
             request.step,
             request.version,
             request.incarnation,
             chosen,
             record_ids,
-            lengths=lengths,
+            lengths,
             plan=request.plan,
         )
         self._steps.record(tx, draw)
@@ -290,7 +290,7 @@ class Draws:
 
 
 def _offer(group: Group) -> Offer:
-    used = [index for index in group.usable() if index < len(group.lengths)]
+    used = group.usable()
     return Offer(
         group.group_id,
         tuple(group.lengths[index] for index in used),

@@ -31,8 +31,8 @@ _KNOBS = {
 class Rows(Protocol):
     """Who can list the groups anew; `buffer.groups.Groups`."""
 
-    def rebuild(self, tx: Transaction, last: BufferConfig | None) -> None:
-        """Build the indexes that differ from those of the last configuration; None: every one."""
+    def rebuild(self, tx: Transaction, last: BufferConfig) -> None:
+        """Build the indexes that differ from those of the last configuration."""
         ...
 
 
@@ -75,14 +75,11 @@ class EligibleIndex:
             if not tx.state.strata[bucket]:
                 del tx.state.strata[bucket]
 
-    def clear(self, tx: Transaction, *, everything: bool) -> None:
-        """Empty the indexes of any law, or all of them."""
+    def clear(self, tx: Transaction) -> None:
+        """Empty the indexes that are of one law alone."""
         SumTree.of(tx).clear()
         clear(tx.strata)
         tx.state.strata = {}
-        if everything:
-            clear(tx.ready_groups)
-            tx.state.num_reusable = 0
 
     def above(self, tx: Transaction, version: int) -> list[Group]:
         """The eligible groups whose oldest token is newer than this version."""
@@ -91,8 +88,8 @@ class EligibleIndex:
     def prepare(self, tx: Transaction, rows: Rows) -> None:
         """Build the indexes anew where they were built for other settings; belongs before any change."""
         if tx.state.indexed_for != self.settings:
-            last = tx.state.indexed_for
-            rows.rebuild(tx, BufferConfig.model_validate_json(last) if last else None)
+            if tx.state.indexed_for:
+                rows.rebuild(tx, BufferConfig.model_validate_json(tx.state.indexed_for))
             tx.state.indexed_for = self.settings
 
 

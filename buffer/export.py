@@ -22,7 +22,7 @@ from buffer.errors import StoreError
 from buffer.inspect import Inspection
 from buffer.rows import list_bounds
 from buffer.schema import SCHEMA, join_rows
-from buffer.tables import State
+from buffer.tables import State, Use
 from buffer.views import GroupView, Sample, Selection
 from common.files import sync
 from common.staleness import PolicyVersion, effective_version
@@ -46,15 +46,6 @@ STATE = pa.schema(
 
 ROW_GROUP_BYTES = 16 * 2**20
 ROW_GROUP_ROWS = 65536
-
-
-class Use(NamedTuple):
-    """A step that trained on a group."""
-
-    step: int
-    version: int
-    """Optimizer steps taken when its last update trained."""
-    incarnation: int
 
 
 class Exported(NamedTuple):
@@ -83,7 +74,7 @@ def export(inspection: Inspection, wanted: Selection, path: Path) -> Exported:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # another process may write to the same name
     states = inspection.states()
     first = inspection.stores[0]
-    metadata = {**(SCHEMA.metadata or {}), b"run_id": first.run_id, b"facts": first.facts.model_dump_json()}
+    metadata = {**(SCHEMA.metadata or {}), b"run_id": first.facts.run_id, b"facts": first.facts.model_dump_json()}
     schema = pa.schema([*SCHEMA, *STATE], metadata=metadata)
     num_groups = num_rows = 0
     try:
@@ -104,14 +95,6 @@ def export(inspection: Inspection, wanted: Selection, path: Path) -> Exported:
         with suppress(OSError):  # it is not there, or nothing can be done about it that the error does not say
             partial.unlink()
     return Exported(num_groups, num_rows, path.stat().st_size, list(dict.fromkeys(inspection.damaged)))
-
-
-def uses_of(group: GroupView) -> list[Use]:
-    """The last steps known to have trained on the group, oldest first; empty where none did."""
-    if group.row.trained_at or "trained" not in group.row.fates:
-        return [Use(*at) for at in group.row.trained_at]
-    # Rows of schema version 1 do not say so, but draws that no durable checkpoint has made forgotten do.
-    return [Use(draw.step, draw.version, draw.finished_by) for draw in group.draws if draw.finished_by >= 0]
 
 
 def version_bounds(spans: pa.Array, starts: Sequence[dict[int, int]]) -> tuple[list[int], list[int]]:
@@ -163,8 +146,8 @@ def _state_columns(
     rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, states: Mapping[int, State]
 ) -> dict[str, Any]:
     fates = [group.row.fates[sample.sample_index] for group, sample in rows]
-    last = {id(group): known[-1] for group, _ in rows if (known := uses_of(group))}
-    uses = [last.get(id(group)) if fate == "trained" else None for (group, _), fate in zip(rows, fates, strict=True)]
+    groups = [group.row for group, _ in rows]
+    uses = [row.trained_at[-1] if fate == "trained" else None for row, fate in zip(groups, fates, strict=True)]
     restarts = _Restarts(states)
     starts = [restarts.until(group.shard, use) for (group, _), use in zip(rows, uses, strict=True)]
     oldest, newest = version_bounds(spans, starts)
@@ -172,8 +155,8 @@ def _state_columns(
         "shard": [group.shard for group, _ in rows],
         "record_id": [sample.record_id for _, sample in rows],
         "fate": fates,
-        "uses": [g.uses if fate == "trained" else 0 for (g, _), fate in zip(rows, fates, strict=True)],
-        "group_phase": [group.row.phase for group, _ in rows],
+        "uses": [row.uses if fate == "trained" else 0 for row, fate in zip(groups, fates, strict=True)],
+        "group_phase": [row.phase for row in groups],
         "group_oldest_version": [group.oldest_version for group, _ in rows],
         "oldest_version": oldest,
         "newest_version": newest,

@@ -15,7 +15,6 @@ the indexes and the ledger in the given transaction.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple
 
 from buffer import catalogue
@@ -97,10 +96,6 @@ class Groups:
 
     def commit(self, tx: Transaction, group: Group, index: int, sample: Committed) -> None:
         """Enter a stored sample into its group's row; `settle` writes the row."""
-        size = len(group.fates)
-        if len(group.lengths) < size:  # a row of an older version
-            group.rewards = [None] * size
-            group.lengths, group.completion_lengths = [0] * size, [0] * size
         fate = "filtered" if sample.reward is None else "waiting"
         group.fates[index], group.records[index] = fate, sample.record
         group.rewards[index] = sample.reward
@@ -188,7 +183,7 @@ class Groups:
 
         Too few that are left, or those of a group that was used before, leave with them.
         """
-        too_long = [index for index in group.usable() if group.lengths and group.lengths[index] > max_tokens]
+        too_long = [index for index in group.usable() if group.lengths[index] > max_tokens]
         if not too_long:
             return False
         num_waiting = len(group.having("waiting"))
@@ -220,26 +215,21 @@ class Groups:
         group.records = [NO_RECORD] * len(group.records)
         self.save(tx, group)
 
-    def rebuild(self, tx: Transaction, last: BufferConfig | None) -> None:
+    def rebuild(self, tx: Transaction, last: BufferConfig) -> None:
         """Build the indexes of groups that the configuration has changed. Reads all rows, and writes few.
 
         Args:
             tx: the transaction.
-            last: what the indexes were built for; None for a store of an older version, which has none.
+            last: what the indexes were built for.
         """
-        is_new, is_ranked_anew = last is None, last is None or last.eviction != self.config.eviction
-        self.index.clear(tx, everything=is_new)
+        is_ranked_anew = last.eviction != self.config.eviction
+        self.index.clear(tx)
         if is_ranked_anew:
             clear(tx.eviction_order)
-        if is_new:
-            clear(tx.catalogue)
-            self._count_draws(tx)
         moved: list[int] = []
         for (group_id,), group in tx.groups.all_items():
-            if is_new and group.phase != "open":
-                catalogue.add(tx, group)
             if group.phase == "ready":
-                (self.index.add if is_new else self.index.weigh)(tx, group)
+                self.index.weigh(tx, group)
             if is_ranked_anew and group.rank_class >= 0:
                 tx.eviction_order.put(b"", group.rank_class, self.order.rank(group), group_id)
             if self._is_used_up(group) or self.order.class_of(group) not in (group.rank_class, -1):
@@ -253,16 +243,3 @@ class Groups:
 
     def _is_used_up(self, group: Group) -> bool:
         return group.phase == "ready" and group.uses >= self.max_uses
-
-    def _count_draws(self, tx: Transaction) -> None:
-        """Enter into the groups' rows which recorded draws name them."""
-        held: Counter[int] = Counter()
-        pending: Counter[int] = Counter()
-        for (step,), draw in tx.draws.all_items():
-            held.update(set(draw.group_ids))
-            pending.update(set(draw.group_ids) if step in tx.state.pending_draws else ())
-        for group_id in held:
-            group = tx.groups.require(group_id)
-            group.held, group.pending = held[group_id], pending[group_id]
-            group.phase = "drawn" if group.pending else group.phase
-            tx.groups.put(group, group_id)

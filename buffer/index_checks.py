@@ -23,11 +23,7 @@ Key = tuple[int, ...]
 
 
 def misplaced(tx: Transaction) -> list[str]:
-    """One sentence per index that disagrees with the groups, and per group that disagrees with the draws.
-
-    A store that no service has served since an older version wrote it lacks the newer indexes, and is not
-    blamed for it.
-    """
+    """One sentence per index that disagrees with the groups, and per group that disagrees with the draws."""
     settings = tx.state.indexed_for
     config = BufferConfig.model_validate_json(settings) if settings else BufferConfig()
     wanted = _Wanted(EligibleIndex(config), EvictionOrder(config))
@@ -40,14 +36,12 @@ def misplaced(tx: Transaction) -> list[str]:
         *_differences("leases", tx.leases, wanted.leases.keys()),
         *_lease_faults(tx, wanted.leases),
         *_seen_faults(tx),
+        *_differences("strata", tx.strata, wanted.strata),
+        *_differences("eviction_order", tx.eviction_order, wanted.eviction),
+        *_differences("catalogue", tx.catalogue, wanted.catalogue),
+        *_weight_faults(tx, wanted.weights),
+        *_draw_faults(tx),
     ]
-    if not settings:
-        return faults
-    faults += _differences("strata", tx.strata, wanted.strata)
-    faults += _differences("eviction_order", tx.eviction_order, wanted.eviction)
-    faults += _differences("catalogue", tx.catalogue, wanted.catalogue)
-    faults += _weight_faults(tx, wanted.weights)
-    faults += _draw_faults(tx)
     if tx.state.num_reusable != wanted.num_reusable:
         faults.append(f"{wanted.num_reusable} ready groups were used before, the state says {tx.state.num_reusable}")
     counted = Counter(bucket for bucket, _, _ in wanted.strata)
@@ -157,9 +151,9 @@ def _sample_faults(tx: Transaction, draw: Draw) -> Iterator[str]:
     """A draw must name samples of its groups, with their lengths."""
     lengths: dict[int, int] = {}
     for group in (tx.groups.require(group_id) for group_id in set(draw.group_ids)):
-        lengths.update(zip(group.records, group.lengths or [0] * len(group.records), strict=True))
+        lengths.update(zip(group.records, group.lengths, strict=True))
     stray = [record for record in draw.record_ids if record == NO_RECORD or record not in lengths]
     if stray:
         yield f"step {draw.step} names {len(stray)} records that its groups do not have, such as {stray[:MAX_NAMED]}"
-    elif draw.lengths and draw.lengths != [lengths[record] for record in draw.record_ids]:
+    elif draw.lengths != [lengths[record] for record in draw.record_ids]:
         yield f"step {draw.step} has other lengths than the groups say for its records"

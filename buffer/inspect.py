@@ -20,7 +20,7 @@ from typing import Any
 
 from buffer.catalogue import Index, find
 from buffer.errors import CorruptRecord, StoreError
-from buffer.reading import FIRST_INDEXED_VERSION, READ_BYTES, Reader, look_at, naming, sentence, walk
+from buffer.reading import READ_BYTES, Reader, look_at, naming, sentence, walk
 from buffer.schema import join_rows
 from buffer.store import DATA, Store, is_served
 from buffer.tables import State
@@ -117,10 +117,7 @@ class Inspection:
     def _groups_of(self, reader: Reader, by: Index | None, newest_first: bool) -> Iterator[GroupView]:
         """Those of one shard."""
         ids = self._narrowed(reader) if by is None else self._in_order(reader, by, newest_first)
-        for found in walk(reader.store, reader.at, ids):
-            view = reader.complete(found)
-            if reader.wanted.accepts(view):
-                yield view
+        return walk(reader.store, reader.at, ids)
 
     def group(self, group_id: int) -> GroupView | None:
         """One group with its samples, whichever shard has it; None where there is none."""
@@ -128,7 +125,7 @@ class Inspection:
             reader = Reader(store, Selection(), True, self.damaged)
             found = look_at(store, partial(_one_group, reader=reader, group_id=group_id))
             if found:
-                return reader.complete(found[0])
+                return found[0]
         return None
 
     def group_of_record(self, record_id: int) -> GroupView | None:
@@ -170,7 +167,7 @@ class Inspection:
         store, wanted = reader.store, reader.wanted
         narrow: tuple[Index, ...] = ("prompt", "version")
         by = next((by for by in narrow if wanted.bounds(by) != (None, None)), None)
-        if by is None or store.schema_version < FIRST_INDEXED_VERSION:
+        if by is None:
             return None
 
         def ids(tx: Transaction) -> list[int]:
@@ -181,15 +178,7 @@ class Inspection:
 
     def _in_order(self, reader: Reader, by: Index, newest_first: bool) -> list[int]:
         low, high = reader.wanted.bounds(by)
-        if reader.store.schema_version >= FIRST_INDEXED_VERSION:
-            return look_at(reader.store, lambda tx: list(find(tx, by, low, high, newest_first)))
-        keyed = []
-        for found in walk(reader.store, reader.at, None):
-            view = reader.complete(found)
-            value = view.value(by)
-            if view.row.phase != "open" and value is not None and reader.wanted.accepts(view):
-                keyed.append((value, view.row.group_id))
-        return [group_id for _, group_id in sorted(keyed, reverse=newest_first)]
+        return look_at(reader.store, lambda tx: list(find(tx, by, low, high, newest_first)))
 
 
 def check_store(store: Store) -> dict[str, Any]:

@@ -34,8 +34,6 @@ MAX_QUARANTINED = 1024
 MAX_QUARANTINED_BYTES = 64 * 2**10
 MAX_BEHIND = 1024
 """How many steps one of several shards may have missed while it was down."""
-_ANY_VERSION = 2**62
-"""For an incarnation of which an older version did not write down how far it came."""
 MAX_OVERTAKEN = 65_536
 """A row so far behind its actor's newest is not on its way any more, for credit is much less: it counts as settled."""
 SEQ_WINDOW = 2 * MAX_OVERTAKEN
@@ -60,10 +58,7 @@ def known_versions(state: State, *, updates_per_step: int = 1, may_be_behind: bo
         may_be_behind: the learner goes on without this service while it is down.
     """
     missed = MAX_BEHIND * updates_per_step if may_be_behind else 0
-    newest = {
-        number: _ANY_VERSION if start.newest is None else start.newest + missed
-        for number, start in enumerate(state.incarnations)
-    }
+    newest = {number: start.newest + missed for number, start in enumerate(state.incarnations)}
     newest[state.incarnation] = state.newest_possible(updates_per_step) + missed
     return KnownVersions(newest)
 

@@ -19,7 +19,7 @@ from buffer.errors import BufferRefused
 from buffer.groups import Groups
 from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Renew, RenewReply
 from buffer.shards import Share, owned_prompts
-from buffer.tables import NO_RECORD, Actor, Group
+from buffer.tables import Actor, Group
 from buffer.transaction import Transaction
 from common.staleness import StalenessContract
 
@@ -210,9 +210,8 @@ class Leases:
         if self.closed_because(tx):
             return None
         prompt_id, failures = self._next_prompt(tx)
-        size = self._facts.group_size
         group_id = self._facts.global_id(tx.state.next_group)
-        group = Group(group_id, prompt_id, ["missing"] * size, [NO_RECORD] * size, failures=failures)
+        group = Group.new(group_id, prompt_id, self._facts.group_size, failures)
         tx.state.next_group += 1
         tx.open_groups.put(b"", group.group_id)
         return group

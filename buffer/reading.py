@@ -10,13 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from buffer.errors import CorruptRecord
-from buffer.rows import flat_values
-from buffer.schema import join_rows
 from buffer.store import RESTORE, Store
-from buffer.tables import NO_RECORD, Draw, Group, State
+from buffer.tables import NO_RECORD, Group
 from buffer.transaction import Transaction
 from buffer.views import GroupView, Sample, Selection
 
@@ -24,8 +20,6 @@ READ_S = 0.1
 """How long one transaction reads before it ends and the next one resumes."""
 READ_BYTES = 16 * 2**20
 """How much one transaction reads at most, give or take one group."""
-FIRST_INDEXED_VERSION = 2
-"""Stores of an older schema version have no catalogue: their groups are looked at one by one."""
 
 T = TypeVar("T")
 Look = Callable[[Transaction], Callable[[int], tuple[list[T], int]]]
@@ -33,7 +27,7 @@ Look = Callable[[Transaction], Callable[[int], tuple[list[T], int]]]
 
 
 class Reader:
-    """Reads one group within a transaction, and makes sense of it outside."""
+    """Reads one group within a transaction."""
 
     def __init__(self, store: Store, wanted: Selection, with_samples: bool, damaged: list[str]) -> None:
         """Args:
@@ -46,11 +40,9 @@ class Reader:
         self.wanted = wanted
         self._with_samples = with_samples
         self._damaged = damaged
-        self._draws: dict[int, list[Draw]] | None = None
 
     def at(self, tx: Transaction) -> Callable[[int], tuple[list[GroupView], int]]:
-        """See `Look`: groups as far as their rows know them, with what else must be read of them."""
-        draws = self._recorded_draws(tx)
+        """See `Look`."""
 
         def visit(group_id: int) -> tuple[list[GroupView], int]:
             try:
@@ -60,38 +52,14 @@ class Reader:
                 return [], 0
             if group is None:
                 return [], 0
-            view, knows = self._of_row(group, tx.state)
-            if knows and not self.wanted.accepts(view):
+            oldest = None if group.oldest is None else tx.state.effective(group.oldest)
+            view = GroupView(self.store.facts.shard, group, oldest)
+            if not self.wanted.accepts(view):
                 return [], 0
-            samples = self._samples(tx, group) if self._with_samples or not knows else []
-            size = sum(len(sample.record) for sample in samples)
-            return [replace(view, draws=draws.get(group_id, ()), samples=samples)], size
+            samples = self._samples(tx, group) if self._with_samples else []
+            return [replace(view, samples=samples)], sum(len(sample.record) for sample in samples)
 
         return visit
-
-    def _of_row(self, group: Group, state: State) -> tuple[GroupView, bool]:
-        """The group, and whether its row knows its samples' rewards and lengths: rows of version 1 do not."""
-        num = len(group.fates)
-        knows = len(group.lengths) == num and not any(
-            record != NO_RECORD and not length for record, length in zip(group.records, group.lengths, strict=True)
-        )
-        oldest = None if group.oldest is None else state.effective(group.oldest)
-        rewards, lengths = (group.rewards, group.lengths) if knows else ([None] * num, [0] * num)
-        return GroupView(self.store.facts.shard, group, oldest, rewards, lengths), knows
-
-    def complete(self, view: GroupView) -> GroupView:
-        """Fill in from the records what an older group's row does not say."""
-        if not view.samples or view.known_lengths:
-            return view
-        batch = join_rows([sample.record for sample in view.samples], [None] * len(view.samples))
-        rewards, lengths = list(view.rewards), list(view.lengths)
-        _, bounds = flat_values(batch.column("token_ids"))
-        for sample, reward, length in zip(
-            view.samples, batch.column("reward").to_pylist(), np.diff(bounds), strict=True
-        ):
-            rewards[sample.sample_index], lengths[sample.sample_index] = reward, int(length)
-        samples = view.samples if self._with_samples else ()
-        return replace(view, rewards=rewards, lengths=lengths, samples=samples)
 
     def _samples(self, tx: Transaction, group: Group) -> list[Sample]:
         samples = []
@@ -104,22 +72,6 @@ class Reader:
                 what = f"record {record_id} of group {group.group_id}"
                 self._damaged.append(sentence(what, error, self.store.folder))
         return samples
-
-    def _recorded_draws(self, tx: Transaction) -> dict[int, list[Draw]]:
-        """For every group, the recorded draws that name it, by step; read once, and only where groups do not know."""
-        if not self._with_samples or self.store.schema_version >= FIRST_INDEXED_VERSION:
-            return {}
-        if self._draws is None:
-            self._draws = {}
-            for (step,) in tx.draws.all_keys():
-                try:
-                    draw = tx.draws.require(step)
-                except CorruptRecord as error:
-                    self._damaged.append(sentence(f"the draw of step {step}", error, self.store.folder))
-                    continue
-                for group_id in dict.fromkeys(draw.group_ids):
-                    self._draws.setdefault(group_id, []).append(draw)
-        return self._draws
 
 
 def look_at(store: Store, look: Callable[[Transaction], T]) -> T:

@@ -7,8 +7,7 @@ copy. The header says how long each section is. An Arrow message per record woul
 metadata and cost 25 microseconds; this layout is derived from `buffer.schema.SCHEMA`, column by
 column, and `decode` gives those columns back.
 
-The first four bytes are the schema version. Records of version 1 were Arrow messages, which begin
-with four bytes of ones: `buffer.schema` reads those.
+The first four bytes are the schema version.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ SPAN = pa.struct(
     ]
 )
 PART = pa.struct([pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float64())])
-ARROW_MARK = b"\xff\xff\xff\xff"
-"""What an Arrow message begins with, and no record of ours."""
 
 _SECTIONS: tuple[tuple[str, int], ...] = (
     ("spans", 32),
@@ -106,7 +103,7 @@ def encode(batch: pa.RecordBatch) -> list[bytes]:
 
 
 def decode(records: Sequence[bytes | memoryview]) -> dict[str, pa.Array]:
-    """Records of the current version as the columns of `SCHEMA`; what is read is copied once."""
+    """Records as the columns of `SCHEMA`; what is read is copied once."""
     size = HEADER.itemsize
     headers = np.frombuffer(b"".join([record[:size] for record in records]), HEADER)
     counts = np.stack([headers[f"num_{name}"] for name, _ in _SECTIONS]).astype(np.int64)
@@ -165,11 +162,6 @@ class Record:
                 return np.frombuffer(self._data, kind, count, start)
             start += count * size
         raise KeyError(wanted)
-
-
-def is_first_version(record: bytes | memoryview) -> bool:
-    """Was the record written by schema version 1?"""
-    return bytes(record[:4]) == ARROW_MARK
 
 
 def list_array(

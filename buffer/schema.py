@@ -52,9 +52,8 @@ SCORES = pa.schema(
 )
 """Reference log-probabilities on their way back from the learner."""
 
-_SCHEMA_1 = SCHEMA.with_metadata({"schema_version": "1"})
-"""The columns of version 1 were the same; its records were Arrow messages."""
-
+_ARROW_MARK = b"\xff\xff\xff\xff"
+"""What an Arrow message begins with."""
 MAX_METADATA_BYTES = 64 * 2**10
 """Ours has 4 kB. A schema of a million columns takes long to parse; it is refused by its size."""
 
@@ -204,7 +203,7 @@ def read_stream(
 
 def bomb(body: bytes | memoryview) -> str:
     """Why a message body is refused by its first eight bytes; '' where it is not. Costs nothing, whatever its size."""
-    if bytes(body[:4]) != rows.ARROW_MARK:
+    if bytes(body[:4]) != _ARROW_MARK:
         return "it does not begin as an Arrow stream does"
     size = int.from_bytes(body[4:8], "little")
     return f"its schema takes {size} bytes, at most {MAX_METADATA_BYTES} are read" if size > MAX_METADATA_BYTES else ""
@@ -253,14 +252,11 @@ def join_rows(
     """Records from disk as one record batch, with the reference log-probabilities that were written since.
 
     Args:
-        records: of any schema version.
+        records: one or more.
         scores: for each record its reference log-probabilities, one per completion token, or None.
     """
-    if any(rows.is_first_version(record) for record in records):
-        batch = pa.concat_batches([_read_any(record) for record in records])
-    else:
-        columns = rows.decode(records)
-        batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    columns = rows.decode(records)
+    batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
     if all(score is None for score in scores):
         return batch
     index = SCHEMA.get_field_index("reference_logprobs")
@@ -276,21 +272,6 @@ def join_streams(bodies: Sequence[bytes]) -> bytes | memoryview:
     if len(bodies) == 1:
         return bodies[0]
     return write_stream(pa.concat_batches([read_stream(body) for body in bodies]))
-
-
-def completion_length(record: bytes | memoryview) -> int:
-    """Number of completion tokens of a record on disk."""
-    if rows.is_first_version(record):
-        return len(_read_any(record).column(SCHEMA.get_field_index("logprobs"))[0])
-    return rows.Record(record).num_completion_tokens
-
-
-def _read_any(record: bytes | memoryview) -> pa.RecordBatch:
-    """One record of any schema version as a record batch of today's."""
-    if rows.is_first_version(record):
-        return pa.ipc.read_record_batch(pa.py_buffer(record), _SCHEMA_1).replace_schema_metadata(SCHEMA.metadata)
-    columns = rows.decode([record])
-    return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
 def _lists(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> pa.Array:

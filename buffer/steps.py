@@ -20,7 +20,7 @@ from buffer.errors import BufferRefused
 from buffer.groups import Groups
 from buffer.intake import MAX_BEHIND
 from buffer.protocol import BeginIncarnation, CheckpointDurable, IncarnationReply, Published, StepFinished
-from buffer.tables import MAX_TRAINED_AT, Draw, Group, Incarnation, State
+from buffer.tables import MAX_TRAINED_AT, Draw, Group, Incarnation, State, Use
 from buffer.transaction import Transaction
 from common.staleness import StalenessContract
 
@@ -239,14 +239,14 @@ class Steps:
             used = [index for index, record in enumerate(group.records) if record in drawn]
             for index in used:
                 self._settle(tx, group, index, skipped=skipped)
-                if not skipped and not is_redone and group.completion_lengths:
+                if not skipped and not is_redone:
                     for _ in range(times):
                         state.fidelity.trained.add(group.completion_lengths[index], self._groups.config.fidelity_memory)
             if draw.finished_by < 0:
                 group.uses += times
             if not skipped:
-                earlier = [use for use in group.trained_at if use[0] != draw.step]
-                group.trained_at = [*earlier, (draw.step, version - 1, state.incarnation)][-MAX_TRAINED_AT:]
+                earlier = [use for use in group.trained_at if use.step != draw.step]
+                group.trained_at = [*earlier, Use(draw.step, version - 1, state.incarnation)][-MAX_TRAINED_AT:]
             self._groups.release(tx, group)
         if not skipped:
             state.ledger.uses += len(draw.record_ids)

@@ -7,7 +7,6 @@ is sealed with is in `buffer.transaction`.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import logging
@@ -25,7 +24,7 @@ from buffer.config import RunFacts
 from buffer.errors import CorruptRecord, StoreBusy, StoreError, StoreFull
 from buffer.tables import Identity
 from buffer.trajectory import SCHEMA_VERSION
-from buffer.transaction import TABLES, Transaction
+from buffer.transaction import TABLES, Table, Transaction
 from common.files import sync
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Store:
         Args:
             folder: where it lies.
             facts: of the run, written into a new store and compared with those of an old one. None opens the
-                store to `read` only, whatever run and schema version it is, also while its service writes.
+                store of any run to `read` only, also while its service writes.
             durability: "commit" syncs every commit to disk; the others leave it to `sync`, or to the system.
             first_map_size: bytes of a new store's map.
 
@@ -90,16 +89,18 @@ class Store:
         if not self._read_only:
             self._lock = own(folder)
         try:
-            self._open(first_map_size)
-            identity = self._check_identity(facts)
+            identity = self._open(first_map_size)
+            self.facts = self._facts_of(identity) if facts is None else self._adopt(identity, facts)
         except BaseException:
             self.close()
             raise
-        self.run_id = identity.run_id
-        self.schema_version = identity.schema_version
-        self.facts = RunFacts.model_validate_json(identity.facts) if facts is None else facts
 
-    def _open(self, first_map_size: int) -> None:
+    def _open(self, first_map_size: int) -> Identity | None:
+        """Open the file and its tables. Of another schema version the identity is all that is looked at.
+
+        Returns:
+            Whose store it is; None where no service has written that yet.
+        """
         data = self.folder / DATA
         size = data.stat().st_size if data.exists() else 0
         if size == 0 and (self.folder / PORT).exists():
@@ -111,17 +112,34 @@ class Store:
         try:
             self._env = self._environment(max(first_map_size, size))
             self._page_size = int(self._env.stat()["psize"])
-            self._dbs: dict[str, lmdb._Database] = {}
-            for name in TABLES:
-                # An older schema version has fewer tables; what is only read gets none created.
-                with contextlib.suppress(*([lmdb.NotFoundError] if self._read_only else [])):
-                    self._dbs[name] = self._env.open_db(name.encode(), create=not self._read_only)
+            try:
+                meta = self._table("meta")
+            except lmdb.NotFoundError:
+                return None
+            identity = self._identity(meta)
+            if identity is None and self._read_only:
+                return None
+            self._dbs = {"meta": meta} | {name: self._table(name) for name in TABLES if name != "meta"}
         except lmdb.Error as error:
             raise StoreError(f"{data} cannot be opened ({error}). Restore it, or start a new run folder") from error
         if size == 0:
             # LMDB syncs the file, but not its name: a power cut could take that away.
             sync(self.folder)
             sync(self.folder.parent)
+        return identity
+
+    def _table(self, name: str) -> lmdb._Database:
+        return self._env.open_db(name.encode(), create=not self._read_only)
+
+    def _identity(self, meta: lmdb._Database) -> Identity | None:
+        stored = self._look(lambda txn: Table[bytes]("meta", txn, meta, caches=False).get("identity"))
+        identity = None if stored is None else _identity_decoder.decode(stored)
+        if identity is not None and identity.schema_version != SCHEMA_VERSION:
+            raise StoreError(
+                f"the buffer in {self.folder} has schema version {identity.schema_version}, and this Leeway reads and "
+                f"writes version {SCHEMA_VERSION}: use the version of Leeway that wrote it, or a new run folder"
+            )
+        return identity
 
     def _environment(self, map_size: int) -> lmdb.Environment:
         def opened(*, lock: bool) -> lmdb.Environment:
@@ -149,43 +167,25 @@ class Store:
                 ) from None
             return opened(lock=False)  # a folder or medium that takes no lock file, and nobody writes there
 
-    def _check_identity(self, facts: RunFacts | None) -> Identity:
-        """Compare the stored identity with ours, or store ours."""
+    def _facts_of(self, identity: Identity | None) -> RunFacts:
+        if identity is None:
+            raise StoreError(f"the buffer in {self.folder} is empty: its service ended before it had begun")
+        return RunFacts.model_validate_json(identity.facts)
 
-        def check(tx: Transaction) -> Identity:
-            stored = tx.meta.get("identity")
-            theirs = None if stored is None else _identity_decoder.decode(stored)
-            if facts is None:
-                if theirs is None:
-                    raise StoreError(f"the buffer in {self.folder} is empty: its service ended before it had begun")
-                if theirs.schema_version > SCHEMA_VERSION:
-                    raise StoreError(
-                        f"the buffer in {self.folder} has schema version {theirs.schema_version}, this Leeway reads up "
-                        f"to {SCHEMA_VERSION}: install the version that wrote it, or a newer one"
-                    )
-                return theirs
-            mine = Identity(facts.run_id, SCHEMA_VERSION, facts.model_dump_json())
-            if theirs is None:
-                tx.meta.put(_encoder.encode(mine), "identity")
-                return mine
+    def _adopt(self, theirs: Identity | None, facts: RunFacts) -> RunFacts:
+        """Compare the stored identity with ours, and store ours."""
+        mine = Identity(facts.run_id, SCHEMA_VERSION, facts.model_dump_json())
+        if theirs is not None:
             self._refuse_another(theirs, mine)
-            if theirs.facts != mine.facts:
-                tx.meta.put(_encoder.encode(mine), "identity")
-            return mine
-
-        return self.read(check) if self._read_only else self.write(check)
+        if theirs != mine:
+            self.write(lambda tx: tx.meta.put(_encoder.encode(mine), "identity"))
+        return facts
 
     def _refuse_another(self, theirs: Identity, mine: Identity) -> None:
         if theirs.run_id != mine.run_id:
             raise StoreError(
                 f"the buffer in {self.folder} belongs to run '{theirs.run_id}', this service is for '{mine.run_id}'. "
                 "Use another run folder, or that run's name"
-            )
-        if theirs.schema_version != mine.schema_version:
-            raise StoreError(
-                f"the buffer in {self.folder} has schema version {theirs.schema_version}, this Leeway writes "
-                f"{mine.schema_version}. It can be read (`leeway buffer export {self.folder} OUT.parquet`); to go on "
-                "training start a new run folder, or the version of Leeway that wrote it"
             )
         if _lasting(theirs.facts) != _lasting(mine.facts):
             raise StoreError(
@@ -238,9 +238,12 @@ class Store:
         Raises:
             CorruptRecord: what it looks at is damaged.
         """
+        return self._look(lambda txn: look(Transaction(txn, self._dbs, page_size=self._page_size, caches=False)))
+
+    def _look(self, look: Callable[[lmdb.Transaction], T]) -> T:
         try:
             with self._begin_read() as txn:
-                return look(Transaction(txn, self._dbs, page_size=self._page_size, caches=False))
+                return look(txn)
         except lmdb.ReadersFullError as error:
             raise StoreBusy(
                 f"the buffer in {self.folder} has {_MAX_READERS} readers already; end some of them"
@@ -359,10 +362,9 @@ def _difference(theirs: str, mine: str) -> str:
 
 
 def _lasting(facts: str) -> dict[str, Any]:
-    """Facts that no later service of the run may change; what a store is too old to have gets RunFacts' default.
+    """Facts that no later service of the run may change.
 
     The longest sample may change: what is stored and longer is filtered when it would be drawn.
     """
-    defaults = {name: field.default for name, field in RunFacts.model_fields.items() if not field.is_required()}
-    known = {**defaults, **msgspec.json.decode(facts)}
+    known = msgspec.json.decode(facts)
     return {name: value for name, value in known.items() if name not in ("max_tokens", "token_budget")}

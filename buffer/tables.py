@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import sqrt
 from statistics import fmean
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -35,8 +35,8 @@ class Incarnation(msgspec.Struct, frozen=True):
     version: int
     """That it started from."""
     step: int
-    newest: int | None = None
-    """The newest version that it can have published; None for the present one, and in rows of older versions."""
+    newest: int = 0
+    """The newest version that it can have published; 0 for the present one, of which it is not known yet."""
 
 
 class State(msgspec.Struct):
@@ -53,7 +53,7 @@ class State(msgspec.Struct):
     pending_draws: dict[int, int] = {}
     """For every step drawn but not finished in this incarnation, how many groups it holds."""
     indexed_for: str = ""
-    """The settings of `buffer.eligible.Eligible` that the indexes were built for."""
+    """The settings of `buffer.eligible` that the indexes were built for; '' before the first change of a new store."""
     num_reusable: int = 0
     """How many ready groups were used before."""
     strata: dict[int, int] = {}
@@ -102,6 +102,15 @@ class State(msgspec.Struct):
         return effective_version(PolicyVersion(*version), self.resumed_at)
 
 
+class Use(NamedTuple):
+    """A step that trained on a group."""
+
+    step: int
+    version: int
+    """Optimizer steps taken when its last update trained."""
+    incarnation: int
+
+
 class Group(msgspec.Struct):
     """K samples of one prompt. At most one lease of it is open."""
 
@@ -111,6 +120,12 @@ class Group(msgspec.Struct):
     """Per sample: 'missing', 'failed', or one of `ledger.COMMITTED_STATES`."""
     records: list[int]
     """Per sample: its record, or NO_RECORD."""
+    rewards: list[float | None]
+    """Per sample; None where it is not committed or has no reward."""
+    lengths: list[int]
+    """Per sample: all its tokens, 0 where it is not committed."""
+    completion_lengths: list[int]
+    """Per sample: the tokens of its completion, 0 where it is not committed."""
     phase: Literal["open", "ready", "drawn", "closed"] = "open"
     failures: int = 0
     """How often earlier groups of this prompt were filtered, in a row."""
@@ -125,23 +140,31 @@ class Group(msgspec.Struct):
     """(incarnation, version) of the oldest committed token."""
     issued: int = 0
     failed: int = 0
-    rewards: list[float | None] = []
-    """Per sample; None where it is not committed or has no reward. Rows written by older versions lack it."""
-    lengths: list[int] = []
-    """Per sample: all its tokens, 0 where it is not committed."""
-    completion_lengths: list[int] = []
-    """Per sample: the tokens of its completion, 0 where it is not committed."""
     uses: int = 0
     """How many steps used the group; one that is redone counts once."""
     pending: int = 0
     """How many draws that are not finished in this incarnation name it; while any does, its phase is 'drawn'."""
-    trained_at: list[tuple[int, int, int]] = []
-    """(step, version, incarnation) of the steps that trained on it, at most the last `MAX_TRAINED_AT`; a step that is
-    redone is in it once, as it was done last. The version is that of the last update of the step."""
+    trained_at: list[Use] = []
+    """The steps that trained on it, oldest first, at most the last `MAX_TRAINED_AT`; a step that is redone is in it
+    once, as it was done last."""
     held: int = 0
     """How many recorded draws name the group, finished or not; while any does, its records stay."""
     rank_class: int = -1
     """Its class in the order of eviction; -1 where it has no place there."""
+
+    @classmethod
+    def new(cls, group_id: int, prompt_id: int, size: int, failures: int) -> Group:
+        """A group of which no sample was issued yet."""
+        return cls(
+            group_id,
+            prompt_id,
+            fates=["missing"] * size,
+            records=[NO_RECORD] * size,
+            rewards=[None] * size,
+            lengths=[0] * size,
+            completion_lengths=[0] * size,
+            failures=failures,
+        )
 
     def missing(self) -> list[int]:
         """The samples that are neither committed nor given up."""
@@ -172,13 +195,13 @@ class Group(msgspec.Struct):
 
     @property
     def mean_length(self) -> float | None:
-        """Tokens of a committed sample on average; None where no length is known."""
+        """Tokens of a committed sample on average; None where none is committed."""
         known = [length for length in self.lengths if length]
         return fmean(known) if known else None
 
     @property
     def mean_completion(self) -> float:
-        """Completion tokens of a committed sample on average; 0 where no length is known."""
+        """Completion tokens of a committed sample on average; 0 where none is committed."""
         known = [length for length in self.completion_lengths if length]
         return fmean(known) if known else 0.0
 
@@ -205,12 +228,12 @@ class Draw(msgspec.Struct):
     group_ids: list[int]
     record_ids: list[int]
     """All trained samples, in the order of `group_ids`, which may name a group several times."""
+    lengths: list[int]
+    """Tokens of each of `record_ids`."""
     finished_by: int = -1
     """The incarnation that finished the step; -1: none yet."""
     is_trained: bool = False
     """A finished step has trained on it; a skipped one does not count."""
-    lengths: list[int] = []
-    """Tokens of each of `record_ids`; rows of older versions lack it."""
     plan: dict[int, int] = {}
     """Where the buffer has several shards: how many groups of the step each of them gives."""
 

@@ -37,13 +37,9 @@ TABLES: dict[str, Any] = {
     "catalogue": None,
     "weights": bytes,
     "strata": None,
-    "prompts": bytes,
     "quarantine": bytes,
 }
-"""Name and kind of every table; None: an index, which is nothing but keys. `verify` derives those anew.
-
-Nothing is written to 'prompts' any more: stores that have rows in it stay readable, and are copied whole.
-"""
+"""Name and kind of every table; None: an index, which is nothing but keys. `verify` derives those anew."""
 
 _SEAL = struct.Struct("<Q")
 _INTEGERS = [struct.Struct(f">{number}Q") for number in range(8)]
@@ -76,11 +72,11 @@ class Table(Generic[V]):
     put; one that was not put must not be changed.
     """
 
-    def __init__(self, name: str, txn: lmdb.Transaction, db: lmdb._Database | None, *, caches: bool) -> None:
+    def __init__(self, name: str, txn: lmdb.Transaction, db: lmdb._Database, *, caches: bool) -> None:
         """Args:
         name: of the table.
         txn: the transaction, opened with buffers=True.
-        db: None where the store is older than the table, which then is empty.
+        db: where its rows are.
         caches: keep decoded rows; only sensible in a write transaction, which is short.
         """
         self._name = name
@@ -141,19 +137,17 @@ class Table(Generic[V]):
     def has(self, *key: int | str) -> bool:
         """Is the key there?"""
         packed = _pack(key)
-        return packed in self._rows or (self._db is not None and self._txn.get(packed, db=self._db) is not None)
+        return packed in self._rows or self._txn.get(packed, db=self._db) is not None
 
     @property
     def count(self) -> int:
         """Number of entries."""
         self.flush()
-        return 0 if self._db is None else int(self._txn.stat(self._db)["entries"])
+        return int(self._txn.stat(self._db)["entries"])
 
     @property
     def num_pages(self) -> int:
         """Pages of the file that the table's rows fill."""
-        if self._db is None:
-            return 0
         stat = self._txn.stat(self._db)
         return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
 
@@ -203,8 +197,6 @@ class Table(Generic[V]):
 
     def _scan(self, first: tuple[int, ...], *, reverse: bool, values: bool) -> Iterator[tuple[Any, Any]]:
         self.flush()
-        if self._db is None:
-            return
         cursor = self._txn.cursor(db=self._db)
         if first:
             wanted = _pack(first)
@@ -228,8 +220,6 @@ class Table(Generic[V]):
         return struct.unpack(f">{len(packed) // 8}Q", packed)
 
     def _payload(self, packed: bytes) -> memoryview | None:
-        if self._db is None:
-            return None
         try:
             value = cast("memoryview | None", self._txn.get(packed, db=self._db))
         except lmdb.Error as error:
@@ -270,7 +260,7 @@ class Transaction:
 
     def __init__(self, txn: lmdb.Transaction, dbs: dict[str, lmdb._Database], *, page_size: int, caches: bool) -> None:
         self._page_size = page_size
-        self._tables: dict[str, Table[Any]] = {name: Table(name, txn, dbs.get(name), caches=caches) for name in TABLES}
+        self._tables: dict[str, Table[Any]] = {name: Table(name, txn, dbs[name], caches=caches) for name in TABLES}
         tables: dict[str, Any] = self._tables
         self.meta: Table[bytes] = tables["meta"]
         self.groups: Table[Group] = tables["groups"]

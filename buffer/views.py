@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import NamedTuple
 
 from buffer.catalogue import Index
-from buffer.tables import Draw, Group
+from buffer.tables import Group
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Selection:
             (self.prompt_id is None or group.row.prompt_id == self.prompt_id)
             and (self.phase is None or group.row.phase == self.phase)
             and _within(group.oldest_version, self.since_version, self.until_version)
-            and _within(group.mean_reward, self.min_reward, None)
-            and _within(max(group.known_lengths, default=None), None, self.max_length)
+            and _within(group.row.mean_reward, self.min_reward, None)
+            and _within(max(group.lengths, default=None), None, self.max_length)
         )
 
     def bounds(self, by: Index) -> tuple[float | None, float | None]:
@@ -67,30 +66,13 @@ class GroupView:
     row: Group
     oldest_version: int | None
     """Effective version of its oldest committed token; None where nothing is committed."""
-    rewards: Sequence[float | None]
-    """Per sample; None where it has none, or is not known any more."""
-    lengths: Sequence[int]
-    """Per sample, all its tokens; 0 where it is not known."""
-    draws: Sequence[Draw] = ()
-    """The recorded draws that name the group, by step; a durable checkpoint forgets those before it."""
     samples: Sequence[Sample] = ()
     """Those stored and asked for."""
 
     @property
-    def uses(self) -> int:
-        """How many steps used the group. Rows of schema version 1 do not count them: at least 1 where it is trained."""
-        return max(self.row.uses, int("trained" in self.row.fates))
-
-    @property
-    def mean_reward(self) -> float | None:
-        """Over the samples that have one."""
-        known = [reward for reward in self.rewards if reward is not None]
-        return fmean(known) if known else None
-
-    @property
-    def known_lengths(self) -> list[int]:
+    def lengths(self) -> list[int]:
         """Tokens of the committed samples."""
-        return [length for length in self.lengths if length]
+        return [length for length in self.row.lengths if length]
 
     def value(self, by: Index) -> float | None:
         """What the catalogue sorts the group by."""
@@ -100,9 +82,9 @@ class GroupView:
             case "version":
                 return self.oldest_version
             case "reward":
-                return self.mean_reward
+                return self.row.mean_reward
             case "length":
-                return fmean(self.known_lengths) if self.known_lengths else None
+                return self.row.mean_length
 
 
 class Quarantined(NamedTuple):

@@ -206,7 +206,7 @@ def _check_buffer(folder: RunFolder, run_id: str) -> None:
         return
     try:
         with Inspection.open(folder.buffer) as inspection:
-            theirs = {store.run_id for store in inspection.stores}
+            theirs = {store.facts.run_id for store in inspection.stores}
     except StoreError as error:
         raise ConfigError(str(error)) from None
     if theirs != {run_id}:

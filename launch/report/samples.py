@@ -176,15 +176,12 @@ class _Chooser:
         self._num_seen = 0
 
     def look_at(self, group: GroupView) -> None:
-        from buffer.export import uses_of
-
         row = group.row
-        uses = uses_of(group)
+        uses = row.trained_at
         if uses and row.fates.count("trained"):
             self.trained_groups.append(row.group_id)
         lag = uses[-1].version - group.oldest_version if uses and group.oldest_version is not None else None
-        lengths = row.completion_lengths or list(group.lengths)
-        for index, (reward, length) in enumerate(zip(group.rewards, lengths, strict=False)):
+        for index, (reward, length) in enumerate(zip(row.rewards, row.completion_lengths, strict=True)):
             place = Place(row.group_id, index)
             if not length or row.records[index] < 0:
                 continue
@@ -245,9 +242,7 @@ def _count_lags(inspection: Inspection, group_id: int, data: BufferData) -> None
     if read is None:
         return
     group, rows = read
-    from buffer.export import uses_of
-
-    uses = uses_of(group)
+    uses = group.row.trained_at
     if not uses:
         return
     resumed = inspection.states()[group.shard].resumed_at
@@ -277,8 +272,6 @@ def _read_group(inspection: Inspection, group_id: int) -> tuple[GroupView, list[
 
 
 def _trajectory(inspection: Inspection, place: Place, kind: str, decode: TextOf) -> Trajectory | None:
-    from buffer.export import uses_of
-
     read = _read_group(inspection, place.group_id)
     if read is None:
         return None
@@ -287,7 +280,7 @@ def _trajectory(inspection: Inspection, place: Place, kind: str, decode: TextOf)
     if not found:
         return None
     (sample, row), fate = found[0], group.row.fates[place.sample]
-    uses = uses_of(group) if fate == "trained" else []
+    uses = group.row.trained_at if fate == "trained" else []
     tokens, num_prompt = row["token_ids"], row["prompt_length"]
     versions = dict.fromkeys(f"{span['incarnation']}.{span['version']}" for span in row["spans"])
     logprobs = row["logprobs"]

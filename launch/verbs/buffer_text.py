@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from buffer.export import uses_of
 from buffer.inspect import Inspection
 from buffer.quarantine import read_row
 from buffer.schema import SCHEMA, join_rows
+from buffer.trajectory import SCHEMA_VERSION
 from buffer.views import GroupView, Quarantined, Sample
 from launch.words import MAX_TEXT, printable
 
@@ -39,7 +39,7 @@ def headline(inspection: Inspection) -> str:
     shards = f" in {len(inspection.stores)} shards" if len(inspection.stores) > 1 else ""
     quarantined = sum(totals.quarantined_by_reason.values())
     return (
-        f"run {first.run_id}, schema version {first.schema_version}, learner at version {totals.version}: "
+        f"run {first.facts.run_id}, schema version {SCHEMA_VERSION}, learner at version {totals.version}: "
         f"{totals.num_groups} groups, {totals.num_records} trajectories, {totals.size_bytes / 2**20:.1f} MiB{shards}, "
         f"{quarantined} quarantined"
     )
@@ -50,8 +50,8 @@ def group_line(group: GroupView) -> str:
     row = group.row
     version = "-" if group.oldest_version is None else str(group.oldest_version)
     return (
-        f"{row.group_id:>8} {row.prompt_id:>8} {row.phase:<6} {_number(group.mean_reward):>8} {version:>7} "
-        f"{group.uses:>4}  {_range(group.known_lengths):<16} {_fates(Counter(row.fates))}"
+        f"{row.group_id:>8} {row.prompt_id:>8} {row.phase:<6} {_number(row.mean_reward):>8} {version:>7} "
+        f"{row.uses:>4}  {_range(group.lengths):<16} {_fates(Counter(row.fates))}"
     )
 
 
@@ -67,12 +67,12 @@ class Tally:
 
     def add(self, group: GroupView) -> None:
         """One more."""
-        rewards = [reward for reward in group.rewards if reward is not None]
+        rewards = [reward for reward in group.row.rewards if reward is not None]
         self._num_groups += 1
         self._fates.update(group.row.fates)
         self._num_rewards += len(rewards)
         self._reward_total += sum(rewards)
-        self._num_tokens += sum(group.known_lengths)
+        self._num_tokens += sum(group.lengths)
 
     def line(self) -> str:
         """The last line of `ls`."""
@@ -95,7 +95,7 @@ def group_in_full(group: GroupView, decode: Decode, *, only_record: int | None =
     oldest = "nothing committed" if row.oldest is None else f"oldest token {row.oldest[0]}.{row.oldest[1]}"
     counted = "" if row.oldest is None else f", which counts as version {group.oldest_version}"
     yield f"  {oldest}{counted}; attempt {row.attempt}, {held_by}; issued {row.issued}, failed {row.failed}"
-    for use in uses_of(group):
+    for use in row.trained_at:
         yield f"  trained at step {use.step}, version {use.version}"
     samples = [sample for sample in group.samples if only_record in (None, sample.record_id)]
     if not samples:
@@ -140,17 +140,14 @@ def _sample(group: GroupView, sample: Sample, row: dict[str, Any], decode: Decod
 
 
 def _all_columns(row: dict[str, Any], most: int | None = None) -> Iterator[str]:
-    """One paragraph per column, with at most `most` characters of each value; None: of texts `MAX_TEXT`.
-
-    In a quarantined row, which nobody has validated, any value and any part of one may be missing.
-    """
+    """One paragraph per column, with at most `most` characters of each value; None: of texts `MAX_TEXT`."""
     for name in SCHEMA.names:
         value = row[name]
-        if name.endswith("_s") and value is not None:
+        if name.endswith("_s"):
             moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(value)) if 0 <= value < 2**40 else "no time"
             text = f"{value:.3f} ({moment})"
         elif name.endswith("logprobs") and value is not None:
-            text = " ".join("null" if each is None else f"{each:.4f}" for each in value)
+            text = " ".join(f"{each:.4f}" for each in value)
         else:
             text = str(value)
         of_numbers = name in ("token_ids", "logprobs", "reference_logprobs", "spans")

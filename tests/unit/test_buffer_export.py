@@ -1,8 +1,6 @@
-"""Parquet and compaction: what is written is what was stored, from any schema version, and never half."""
+"""Parquet and compaction: what is written is what was stored, and never half."""
 
 import os
-import shutil
-from pathlib import Path
 
 import lmdb
 import numpy as np
@@ -25,8 +23,6 @@ from buffer.views import Selection
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import Actor, facts
 
-SCHEMA_1 = Path(__file__).parent.parent / "data" / "store_schema_1"
-
 
 @pytest.fixture
 def run(tmp_path):
@@ -44,12 +40,6 @@ def run(tmp_path):
     buffer.finish(2, 2)
     buffer.close()
     return tmp_path / "run"
-
-
-@pytest.fixture
-def old_run(tmp_path):
-    shutil.copytree(SCHEMA_1, tmp_path / "old")
-    return tmp_path / "old"
 
 
 def exported(folder, out, wanted=None):
@@ -100,22 +90,11 @@ def test_when_a_sample_was_trained_is_known_after_a_durable_checkpoint(run, tmp_
     assert after["lag"].null_count == 8
 
 
-def test_a_store_of_the_first_schema_version_is_exported_as_it_was(old_run, tmp_path):
-    exported(old_run, tmp_path / "out.parquet")
+def test_a_selection_exports_only_its_groups(run, tmp_path):
+    exported(run, tmp_path / "out.parquet", Selection(min_reward=0.75, max_length=8))
     rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
-    assert len(rows) == 16
-    assert {row["run_id"] for row in rows} == {"schema-1"}
-    assert [(row["trained_step"], row["lag"]) for row in rows[:9:2]] == [(1, 0), (1, 0), (2, 1), (2, 1), (None, None)]
-    assert [row["reward"] for row in rows[:8:2]] == [0.0, 0.5, 1.0, 1.5]
-    assert all(len(row["logprobs"]) == len(row["token_ids"]) - 3 for row in rows)
-
-
-def test_a_selection_exports_only_its_groups(run, old_run, tmp_path):
-    for folder in (run, old_run):
-        exported(folder, tmp_path / "out.parquet", Selection(min_reward=0.75, max_length=8))
-        rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
-        assert rows
-        assert all(row["reward"] >= 0.75 and len(row["token_ids"]) <= 8 for row in rows)
+    assert rows
+    assert all(row["reward"] >= 0.75 and len(row["token_ids"]) <= 8 for row in rows)
     assert exported(run, tmp_path / "out.parquet", Selection(since_version=1)).num_rows == 0
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
 

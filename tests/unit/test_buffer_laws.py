@@ -8,7 +8,6 @@ import pytest
 from pydantic import ValidationError
 
 from buffer import protocol as p
-from buffer.catalogue import find
 from buffer.config import BufferConfig
 from buffer.errors import StoreError
 from buffer.laws import systematic_shares
@@ -302,33 +301,6 @@ def test_another_law_finds_the_groups_of_the_last_one(make):
     buffer.restart()
     assert buffer.status().num_ready_groups > 0, "the unused ones"
     assert buffer.store.read(lambda tx: {g.phase for _, g in tx.groups.all_items() if g.uses}) == {"closed"}
-
-
-def test_a_store_of_an_older_version_gets_its_indexes_and_keeps_its_recorded_draws(make):
-    buffer, actor = started(make, BufferConfig(), groups_per_step=1)
-    groups = generate(buffer, actor, 4)
-    drawn = train(buffer, 1).record_ids
-    buffer.draw(2, 1)
-
-    def forget(tx):
-        tx.state.indexed_for = ""
-        tx._tables["prompts"].put(b"of a table that nothing is written to any more", 3)
-        for table in (tx.catalogue, tx.eviction_order):
-            for key in list(table.all_keys()):
-                table.delete(*key)
-        for (group_id,) in list(tx.groups.all_keys()):
-            group = tx.groups.require(group_id)
-            group.held = group.pending = 0
-            group.rank_class = -1
-            tx.groups.put(group, group_id)
-
-    buffer.store.write(forget)
-    assert buffer.faults() == [], "nothing is missing that the older version had"
-    assert buffer.status().ledger["gap"] == 0
-    assert buffer.store.read(lambda tx: list(find(tx, "version"))) == groups
-    assert buffer.faults() == []
-    buffer.begin(0, 0, session="restarted")
-    assert train(buffer, 1, incarnation=1).record_ids == drawn
 
 
 def test_verify_names_every_index_that_differs_from_the_groups(make):

@@ -1,4 +1,5 @@
 import dataclasses
+import struct
 import tracemalloc
 
 import numpy as np
@@ -100,6 +101,48 @@ def test_mutated_bodies_are_read_or_refused_but_never_crash():
         except BadBody:
             outcomes.add("refused")
     assert outcomes == {"read", "refused"}
+
+
+def as_arrow_0_17_said_it(message):
+    """The message with a header of format version 4, which declares its compression as a key and its value."""
+    old = bytearray(message.metadata.to_pybytes())
+
+    def u32(at):
+        return struct.unpack_from("<I", old, at)[0]
+
+    def entry(table, position):
+        """Where the vtable says where the field is."""
+        return table - struct.unpack_from("<i", old, table)[0] + 4 + 2 * position
+
+    root = u32(0)
+    header = root + struct.unpack_from("<H", old, entry(root, 2))[0]
+    batch = header + u32(header)
+    struct.pack_into("<H", old, entry(batch, 3), 0)  # the batch itself declares no compression
+    key = b"ARROW:experimental_compression"
+    new = bytearray(160)  # a Message, which refers to the old batch behind it
+    struct.pack_into("<I", new, 0, 24)
+    struct.pack_into("<7H", new, 8, 14, 24, 12, 14, 4, 16, 8)
+    struct.pack_into("<iIIhB", new, 24, 16, len(new) + batch - 28, 48 - 32, 3, 3)
+    struct.pack_into("<q", new, 40, message.body.size)
+    struct.pack_into("<II4HiII", new, 48, 1, 64 - 52, 8, 12, 4, 8, 8, 80 - 68, 120 - 72)
+    struct.pack_into(f"<I{len(key)}s", new, 80, len(key), key)
+    struct.pack_into("<I4s", new, 120, 4, b"zstd")
+    metadata = bytes(new + old)
+    metadata += bytes(-len(metadata) % 8)
+    return b"\xff\xff\xff\xff" + struct.pack("<I", len(metadata)) + metadata + message.body.to_pybytes()
+
+
+def test_a_body_that_declares_its_compression_as_arrow_0_17_did_is_refused_too():
+    batch, sink = schema.to_batch([row(columns={"text": "x" * 100_000})], "r"), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_batch(batch)
+    reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    first = reader.read_next_message().serialize().to_pybytes()
+    forged = as_arrow_0_17_said_it(reader.read_next_message())
+    read = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(forged)), schema.SCHEMA)
+    assert "x" * 100_000 in read.column("columns")[0].as_py(), "what Arrow would expand"
+    with pytest.raises(BadBody, match="compressed"):
+        schema.decode(first + forged)
 
 
 def test_a_body_may_have_any_number_of_rows_unless_its_reader_sets_a_limit():

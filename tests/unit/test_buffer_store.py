@@ -1,11 +1,11 @@
 """The store: damage, size, verification, and who may open it."""
 
 import json
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
+import lmdb
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,6 +14,8 @@ from buffer import rows, schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, StoreError
 from buffer.store import Store
+from buffer.tables import Identity
+from buffer.transaction import Table
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import Actor, facts
 
@@ -84,18 +86,24 @@ def test_a_store_is_verified_by_another_process_while_it_is_written_and_afterwar
     buffer._open()
 
 
-def test_a_store_of_schema_version_1_is_read_but_not_continued(tmp_path):
-    folder = tmp_path / "old"
-    shutil.copytree(Path(__file__).parents[1] / "data" / "store_schema_1", folder)
-    store = Store(folder, None)
-    assert (store.run_id, store.schema_version) == ("schema-1", 1)
-    records = store.read(lambda tx: [tx.records.require(record) for (record,) in tx.records.all_keys()])
-    rows = schema.from_batch(schema.join_rows(records, [None] * len(records)))
-    assert [len(row.logprobs) for row in rows[:4]] == [3, 3, 4, 4]
-    assert all(row.spans[-1].end == len(row.logprobs) for row in rows)
-    store.close()
-    with pytest.raises(StoreError, match=r"has schema version 1, this Leeway writes 2.*leeway buffer export"):
-        Store(folder, facts(run_id="schema-1", max_lag=4))
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_store_of_another_schema_version_is_neither_continued_nor_read(tmp_path, version):
+    Store(tmp_path, facts()).close()
+    with lmdb.open(str(tmp_path), max_dbs=64, map_size=2**26) as env:
+        meta = env.open_db(b"meta", create=False)
+        with env.begin(write=True, buffers=True) as txn:
+            table = Table("meta", txn, meta, caches=False)
+            table.put(msgspec.msgpack.encode(Identity("r", version, '{"what": "other facts"}')), "identity")
+            table.put(b"a state of another form", "state")
+            txn.drop(env.open_db(b"catalogue", txn, create=False))  # nor need it have the same tables
+    for reader in (None, facts()):
+        with pytest.raises(
+            StoreError,
+            match=f"{tmp_path} has schema version {version}, .* version 2: use .* that wrote it, or a new run",
+        ):
+            Store(tmp_path, reader)
+    status, _, said = verified(tmp_path)
+    assert (status, said.count("\n")) == (1, 1)
 
 
 def test_a_store_is_refused_to_a_second_owner_another_run_and_when_cut_off(tmp_path):

@@ -1,6 +1,5 @@
 """Steps of several updates: a draw trains at as many versions, and each rule looks at the last of them."""
 
-import msgspec
 import pytest
 
 from buffer import protocol as p
@@ -8,7 +7,6 @@ from buffer.config import BufferConfig
 from buffer.core import BufferCore
 from buffer.errors import BufferRefused, StoreError
 from buffer.store import Store
-from buffer.tables import Identity
 from common.staleness import PolicyVersion
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import Actor, facts, generate
@@ -234,20 +232,7 @@ def test_knobs_that_no_group_could_keep_are_refused_before_the_service_starts():
         BufferCore(BufferConfig(), facts(max_lag=2, updates_per_step=4), lambda: 0.0)
 
 
-def test_a_store_made_before_steps_had_several_updates_goes_on_with_one_and_with_no_other_number(tmp_path):
-    store = Store(tmp_path, facts())
-
-    def make_older(tx):
-        known = msgspec.json.decode(facts().model_dump_json())
-        del known["updates_per_step"]
-        older = Identity("r", store.schema_version, msgspec.json.encode(known).decode())
-        tx.meta.put(msgspec.msgpack.encode(older), "identity")
-
-    store.write(make_older)
-    store.close()
-    reader = Store(tmp_path, None)
-    assert reader.facts.updates_per_step == 1
-    reader.close()
+def test_a_store_made_with_one_update_per_step_goes_on_with_no_other_number(tmp_path):
     Store(tmp_path, facts()).close()
     with pytest.raises(StoreError, match="was made with updates_per_step = 1 where this service has 4"):
         Store(tmp_path, facts(updates_per_step=4, max_lag=8))
