@@ -25,24 +25,23 @@ import os
 import platform
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from buffer_peers.processes import end_tree
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from reward_curve import mean
-from training_runs.machine import describe_commit
-from training_runs.page import table
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs" / "results"
+from benchmarks.lib.figure import drawn
+from benchmarks.lib.machine import RESULTS, describe_commit
+from benchmarks.lib.page import table, write_page
+from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
+from benchmarks.lib.rounds import spread
+from benchmarks.lib.runs import FinishedRun, KeptResults, RunFailed, by_token, train
+
 STYLES = {
     "trajectory_balance": ("#0072B2", "o", -0.12),
     "online_dpo": ("#D55E00", "s", -0.04),
@@ -50,7 +49,6 @@ STYLES = {
     "oapl": ("#CC79A7", "D", 0.12),
 }
 """Algorithm -> colour (told apart by the colour-blind), marker, and a shift to the side, for the lines lie close."""
-RUN_TIMEOUT_S = 900.0
 WRONG_INPUT = 2
 """Exit status of `leeway` where the config refuses a cell, and nothing was started."""
 COLUMNS = {
@@ -112,10 +110,6 @@ GROUNDS = {
 }
 
 
-class CellFailed(RuntimeError):
-    """A run has no figures; says why."""
-
-
 @dataclass(frozen=True)
 class Cell:
     """One run of the matrix."""
@@ -128,55 +122,6 @@ class Cell:
     def name(self) -> str:
         """Of its files."""
         return f"{self.algorithm}-lag{self.max_lag}-seed{self.seed}"
-
-
-class Work:
-    """The folder of finished cells."""
-
-    def __init__(self, folder: Path, ground: Ground, overrides: list[str]) -> None:
-        """Open or make it.
-
-        Args:
-            folder: where finished cells are kept.
-            ground: what is trained on.
-            overrides: arguments of `leeway train` that all cells share.
-
-        Raises:
-            SystemExit: it holds cells of other overrides.
-        """
-        self.folder = folder.resolve()
-        self.ground = ground
-        self.overrides = overrides
-        self.folder.mkdir(parents=True, exist_ok=True)
-        said = self.folder / "overrides.json"
-        if said.exists() and (theirs := json.loads(said.read_text())) != overrides:
-            sys.exit(f"--work {folder} holds cells run with {theirs}, not with {overrides}; choose another folder")
-        said.write_text(json.dumps(overrides))
-
-    def finished(self, cell: Cell) -> dict[str, Any] | None:
-        """The figures and the commit of a cell that was run before."""
-        path = self.folder / f"{cell.name}.json"
-        found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-        return found
-
-    def run(self, cell: Cell) -> dict[str, Any]:
-        """Run a cell and keep its figures.
-
-        Raises:
-            CellFailed: the config refuses it, or the run failed or took too long.
-        """
-        run = self.folder / "run" / cell.name
-        shutil.rmtree(run, ignore_errors=True)  # what an earlier call left unfinished
-        commit = describe_commit()
-        arguments = [*self.ground.arguments[cell.algorithm], *self.overrides]
-        train(cell, run, arguments, self.folder / f"{cell.name}.log")
-        result = {"figures": figures(run), "commit": commit}
-        shutil.copy(run / "metrics.jsonl", self.folder / f"{cell.name}.metrics.jsonl")
-        shutil.rmtree(run)
-        part = self.folder / f"{cell.name}.part"
-        part.write_text(json.dumps(result))
-        part.replace(self.folder / f"{cell.name}.json")
-        return result
 
 
 def main() -> None:
@@ -199,67 +144,68 @@ def main() -> None:
     cells = [Cell(name, lag, seed) for seed in args.seeds for lag in args.lags for name in args.algorithms]
     if args.steps is not None:
         overrides = ["--learner.num_steps", str(args.steps), *overrides]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, it ends the run in progress
+    end_at_sigterm()
     with tempfile.TemporaryDirectory() as fresh:
-        done, missing = run_all(Work(args.work or Path(fresh), ground, overrides), cells)
+        kept = KeptResults(args.work or Path(fresh), "overrides.json", overrides)
+        done, missing = run_all(kept, ground, overrides, cells)
     if not done:
         sys.exit("no cell has figures: " + "; ".join(f"{cell.name}: {why}" for cell, why in missing.items()))
     path: Path = args.page or ground.page
-    figure = path.with_suffix(".svg")
-    figure.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     results = {cell: result["figures"] for cell, result in done.items()}
     commits = ", ".join(sorted({result["commit"] for result in done.values()}))
     origin = f"Written by `{invocation(args, overrides)}`, commit {commits},"
-    draw(results, figure)
+    draw(results, path.with_suffix(".svg"))
     path.with_suffix(".json").write_text(
         json.dumps({cell.name: result for cell, result in done.items()}, indent=1) + "\n", encoding="utf-8"
     )
-    path.write_text(page(ground, results, missing, origin, figure.name), encoding="utf-8")
+    write_page(path, page(ground, results, missing, origin, f"{path.stem}.svg"))
     print(json.dumps(by_algorithm(results)))
 
 
-def run_all(work: Work, cells: list[Cell]) -> tuple[dict[Cell, dict[str, Any]], dict[Cell, str]]:
+def run_all(
+    kept: KeptResults, ground: Ground, overrides: list[str], cells: list[Cell]
+) -> tuple[dict[Cell, dict[str, Any]], dict[Cell, str]]:
     """The result of every cell that has one, and why the others have none."""
     done: dict[Cell, dict[str, Any]] = {}
     missing: dict[Cell, str] = {}
     for number, cell in enumerate(cells, 1):
         try:
-            done[cell] = work.finished(cell) or work.run(cell)
-        except CellFailed as error:
+            done[cell] = run(kept, ground, overrides, cell)
+        except MeasurementFailed as error:
             missing[cell] = str(error)
         shown = missing.get(cell) or {key: round(value, 3) for key, value in done[cell]["figures"].items()}
         print(f"{number} of {len(cells)}, {cell.name}: {shown}", flush=True)
     return done, missing
 
 
-def train(cell: Cell, run: Path, arguments: list[str], log: Path) -> None:
-    """One `leeway train` into the folder `run`; all that it prints goes to `log`.
+def run(kept: KeptResults, ground: Ground, overrides: list[str], cell: Cell) -> dict[str, Any]:
+    """The figures and the commit of a cell, which is run where it was not before; its metrics are kept as well.
 
     Raises:
-        CellFailed: it did not end well.
+        MeasurementFailed: the config refuses it, or the run failed or took too long.
     """
-    command = [sys.executable, "-m", "launch.cli", "train", *arguments, "--weight_sync.max_lag", str(cell.max_lag)]
-    command += ["--run.dir", str(run.parent), "--run.name", run.name, "--run.seed", str(cell.seed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # small tensors: more threads fight for the cores
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
-        )
-        try:
-            process.wait(RUN_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise CellFailed(
-                f"took longer than {RUN_TIMEOUT_S:g} s; {log.name} in --work says how far it came"
-            ) from None
-        finally:
-            end_tree(process)
-    if process.returncode == WRONG_INPUT:
-        raise CellFailed(f"refused: {' '.join(log.read_text().split())}")
-    if process.returncode:
-        raise CellFailed(f"ended with status {process.returncode}; {log.name} in --work says why")
+    config, *arguments = [*ground.arguments[cell.algorithm], *overrides]
+    arguments += ["--weight_sync.max_lag", str(cell.max_lag), "--run.seed", str(cell.seed)]
+    log = kept.folder / f"{cell.name}.log"
+
+    def make(folder: Path) -> dict[str, Any]:
+        commit = describe_commit()
+        found = figures(train(config, folder, arguments, log=log))
+        shutil.copy(folder / "metrics.jsonl", kept.folder / f"{cell.name}.metrics.jsonl")
+        return {"figures": found, "commit": commit}
+
+    try:
+        result: dict[str, Any] = kept.result(cell.name, make)
+    except RunFailed as error:
+        if error.status == WRONG_INPUT:
+            raise MeasurementFailed(f"refused: {' '.join(' '.join(error.said).split())}") from error
+        says = "how far it came" if error.status is None else "why"
+        raise MeasurementFailed(f"{error.why}; {log.name} in --work says {says}") from error
+    return result
 
 
-def figures(run: Path) -> Figures:
+def figures(run: FinishedRun) -> Figures:
     """What is reported of a run.
 
     Returns:
@@ -268,24 +214,18 @@ def figures(run: Path) -> Figures:
         weights; `seconds` from the command to the last evaluation.
 
     Raises:
-        CellFailed: the run was ended before its last evaluation.
+        MeasurementFailed: the run was ended before its last evaluation.
     """
-    summary = json.loads((run / "summary.json").read_text())
-    if summary["accuracy_after"] is None:
-        raise CellFailed(f"was ended after {summary['num_steps']} steps, before its last evaluation")
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    rows = [row for row in lines if "loss" in row and not row["skipped"]]
-    late = rows[len(rows) // 2 :]
-    num_late_tokens = sum(row["batch/completion_tokens"] for row in late)
+    summary, updates = run.summary, run.updates
     return {
         "greedy_before": summary["accuracy_before"],
         "sampled_before": summary["accuracy_before_sampled"],
         "greedy": summary["accuracy_after"],
         "sampled": summary["accuracy_after_sampled"],
         "lag_mean": summary["lag_mean"],
-        "lag_late": sum(row["lag/token_mean"] * row["batch/completion_tokens"] for row in late) / num_late_tokens,
+        "lag_late": by_token(updates[len(updates) // 2 :], "lag/token_mean"),
         "lag_max": summary["lag_max"],
-        "ess_lowest": min(row["off_policy/ess_sequence"] for row in rows),
+        "ess_lowest": min(row["off_policy/ess_sequence"] for row in updates),
         "dropped_stale": summary["ledger"]["dropped_stale"],
         "ledger_gap": summary["ledger_gap"],
         "num_steps": summary["num_steps"],
@@ -314,8 +254,8 @@ def over_seeds(results: dict[Cell, Figures]) -> dict[tuple[str, int], dict[str, 
 def by_algorithm(results: dict[Cell, Figures]) -> dict[str, Figures]:
     """The JSON line: algorithm -> greedy accuracies, means over seeds, and their differences."""
     line: dict[str, Figures] = {}
-    greedy = {key: mean(values["greedy"]) for key, values in over_seeds(results).items()}
-    start = {key: mean(values["greedy_before"]) for key, values in over_seeds(results).items()}
+    greedy = {key: fmean(values["greedy"]) for key, values in over_seeds(results).items()}
+    start = {key: fmean(values["greedy_before"]) for key, values in over_seeds(results).items()}
     for (algorithm, max_lag), after in greedy.items():
         found = line.setdefault(algorithm, {})
         name = f"accuracy_lag{max_lag}"
@@ -330,50 +270,37 @@ def by_algorithm(results: dict[Cell, Figures]) -> dict[str, Figures]:
 # --- what people read -------------------------------------------------------------------------------
 
 
-def page(
-    ground: Ground,
-    results: dict[Cell, Figures],
-    missing: dict[Cell, str],
-    origin: str,
-    figure: str,
-) -> str:
-    """The page of results."""
+def page(ground: Ground, results: dict[Cell, Figures], missing: dict[Cell, str], origin: str, figure: str) -> list[str]:
+    """The paragraphs of the page."""
     num_seeds = len({cell.seed for cell in results})
     num_heldout = int(next(iter(results.values()))["num_heldout"])
     steps = " or ".join(str(int(n)) for n in sorted({found["num_steps"] for found in results.values()}))
     seeds = "One seed." if num_seeds == 1 else f"Means over {num_seeds} seeds, in brackets the lowest and the highest."
-    return "\n".join(
-        [
-            "# Accuracy against `max_lag`, measured",
-            "",
-            f"{origin} on {len(os.sched_getaffinity(0))} cores ({platform.machine()}), no GPU, Python "
-            f"{platform.python_version()}. {ground.what} over the real system, {steps} steps each, one after the "
-            "other; runs of an algorithm and a seed differ in `weight_sync.max_lag` alone. Accuracy is over "
-            f"{num_heldout} held-out problems. {seeds}",
-            "",
-            f"![Held-out accuracy and realised lag against max_lag]({figure})",
-            "",
-            cells_table(results),
-            "",
-            *[f"No figures for {cell.name}: {why}\n" for cell, why in missing.items()],
-            "Lag is in policy versions, over trained tokens; it grows only as far as the actors run ahead, and from 0 "
-            "at the first step, hence the second half. ESS is the effective sample share of whole completions, "
-            "1 / mean((w / mean w)^2) with w = pi_prox / mu, at the step where it is lowest: what the lag did to the "
-            "data, where 1 is on-policy. The wall time ends with the last evaluation.",
-            "",
-            *(wanted(ground, results) if ground.wanted else []),
-            *shows(ground, results, num_heldout),
-            "",
-        ]
-    )
+    return [
+        "# Accuracy against `max_lag`, measured",
+        f"{origin} on {len(os.sched_getaffinity(0))} cores ({platform.machine()}), no GPU, Python "
+        f"{platform.python_version()}. {ground.what} over the real system, {steps} steps each, one after the "
+        "other; runs of an algorithm and a seed differ in `weight_sync.max_lag` alone. Accuracy is over "
+        f"{num_heldout} held-out problems. {seeds}",
+        f"![Held-out accuracy and realised lag against max_lag]({figure})",
+        cells_table(results),
+        *[f"No figures for {cell.name}: {why}" for cell, why in missing.items()],
+        "Lag is in policy versions, over trained tokens; it grows only as far as the actors run ahead, and from 0 "
+        "at the first step, hence the second half. ESS is the effective sample share of whole completions, "
+        "1 / mean((w / mean w)^2) with w = pi_prox / mu, at the step where it is lowest: what the lag did to the "
+        "data, where 1 is on-policy. The wall time ends with the last evaluation.",
+        *([wanted_table(ground, results)] if ground.wanted else []),
+        *shows(ground, results, num_heldout),
+    ]
 
 
-def wanted(ground: Ground, results: dict[Cell, Figures]) -> list[str]:
+def wanted_table(ground: Ground, results: dict[Cell, Figures]) -> str:
     """What was asked for, and what came of it."""
     head = ["algorithm", *[f"{name}, at least {bar:g}" for name, bar in ground.wanted.items()]]
     found = by_algorithm(results)
-    rows = [[name, *[_met(found[name].get(key), bar) for key, bar in ground.wanted.items()]] for name in found]
-    return [table(head, rows), ""]
+    return table(
+        head, [[name, *[_met(found[name].get(key), bar) for key, bar in ground.wanted.items()]] for name in found]
+    )
 
 
 def _met(value: float | None, bar: float) -> str:
@@ -386,15 +313,10 @@ def cells_table(results: dict[Cell, Figures]) -> str:
     """One row per algorithm and max_lag."""
     head = ["algorithm", "max_lag", *COLUMNS]
     rows = [
-        [algorithm, str(max_lag), *[_spread(values[figure], form) for figure, form in COLUMNS.values()]]
+        [algorithm, str(max_lag), *[spread(values[figure], form) for figure, form in COLUMNS.values()]]
         for (algorithm, max_lag), values in over_seeds(results).items()
     ]
     return table(head, rows)
-
-
-def _spread(values: list[float], form: str) -> str:
-    middle, low, high = (form.format(value) for value in (mean(values), min(values), max(values)))
-    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def shows(ground: Ground, results: dict[Cell, Figures], num_heldout: int) -> list[str]:
@@ -405,14 +327,12 @@ def shows(ground: Ground, results: dict[Cell, Figures], num_heldout: int) -> lis
     for name in (algorithm for algorithm, number in num_lags.items() if number > 1):
         lags = [lag for algorithm, lag in cells if algorithm == name]
         first, last = cells[name, min(lags)], cells[name, max(lags)]
-        greedy, sampled = (mean(last[key]) - mean(first[key]) for key in ("greedy", "sampled"))
+        greedy, sampled = (fmean(last[key]) - fmean(first[key]) for key in ("greedy", "sampled"))
         changes.append(f"- {name}, `max_lag` {min(lags)} to {max(lags)}: greedy {greedy:+.3f}, sampled {sampled:+.3f}.")
     error = math.sqrt(0.9 * 0.1 / num_heldout)
     return [
         "What it shows: the price of age on this task, from the smallest bound to the greatest of each algorithm.",
-        "",
-        *changes,
-        "",
+        *(["\n".join(changes)] if changes else []),
         f"What it does not: on {num_heldout} problems an accuracy of 0.90 has a standard error of {error:.3f}, and "
         f"seeds differ beside that; smaller changes say nothing. {ground.limits}",
     ]
@@ -423,8 +343,7 @@ def draw(results: dict[Cell, Figures], path: Path) -> None:
     cells = over_seeds(results)
     lags = sorted({lag for _, lag in cells})
     places = {lag: float(index) for index, lag in enumerate(lags)}  # 0 has no place on a logarithmic axis
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "leeway", "font.size": 10}):
-        figure = Figure(figsize=(10, 4.2), layout="constrained")
+    with drawn(path, 10, 4.2, font_size=10) as figure:
         left, right = figure.subplots(1, 2)
         for name in dict.fromkeys(algorithm for algorithm, _ in cells):
             mine = {places[lag]: values for (algorithm, lag), values in cells.items() if algorithm == name}
@@ -445,12 +364,11 @@ def draw(results: dict[Cell, Figures], path: Path) -> None:
             axis.set_xlabel("weight_sync.max_lag")
             axis.legend(fontsize=8, handlelength=3)
             axis.grid(axis="y", color="0.92")
-        figure.savefig(path, metadata={"Date": None})
 
 
 def _line(axis: Any, algorithm: str, cells: dict[float, dict[str, list[float]]], key: str, line: str) -> None:  # noqa: ANN401 -- matplotlib's own
     """Means over seeds, by place; the bars reach from the lowest to the highest."""
-    spreads = [(mean(values[key]), min(values[key]), max(values[key])) for values in cells.values()]
+    spreads = [(fmean(values[key]), min(values[key]), max(values[key])) for values in cells.values()]
     bars = [[middle - low for middle, low, _ in spreads], [high - middle for middle, _, high in spreads]]
     colour, marker, shift = STYLES[algorithm]
     style = {"color": colour, "marker": marker, "markersize": 4, "linestyle": line, "capsize": 3}

@@ -28,12 +28,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]  # 'buffer' is the package, not this file
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from buffer_peers.environment import PeersUnavailable, peers_python  # noqa: E402
-from buffer_peers.processes import MeasurementFailed, run_measurement  # noqa: E402
-from buffer_peers.report import write_section  # noqa: E402
+from benchmarks.buffer_peers.environment import PeersUnavailable, peers_python
+from benchmarks.buffer_peers.processes import MeasurementFailed, run_measurement
+from benchmarks.buffer_peers.report import write_section
+from benchmarks.lib.machine import ROOT
 
 Figures = dict[str, Any]
 

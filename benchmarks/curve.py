@@ -19,15 +19,13 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]  # 'buffer' is the package, not the file beside this one
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from buffer_peers.service import RUN_ID, config_for, facts_for, lease_all  # noqa: E402
-from buffer_peers.workload import GROUP_SIZE, PATIENCE_S, Workload  # noqa: E402
-
-from buffer.client import BufferClient  # noqa: E402
-from buffer.service import BufferService  # noqa: E402
-from common.curve import RunKeys, ServiceKeys  # noqa: E402
+from benchmarks.buffer_peers.service import RUN_ID, config_for, facts_for, lease_all
+from benchmarks.buffer_peers.workload import GROUP_SIZE, PATIENCE_S, Workload
+from buffer.client import BufferClient
+from buffer.service import BufferService
+from common.curve import RunKeys, ServiceKeys
 
 
 def serve(folder: Path, num_groups: int, keys: ServiceKeys | None, pipe: Connection) -> None:

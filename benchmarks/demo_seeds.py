@@ -9,15 +9,17 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "docs" / "results" / "demo.md"
-RUN_TIMEOUT_S = 900
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.machine import RESULTS
+from benchmarks.lib.page import table, write_page
+from benchmarks.lib.runs import train
+
 COLUMNS = {
     "seed": "{seed}",
     "greedy before": "{accuracy_before:.3f}",
@@ -41,48 +43,37 @@ def main() -> None:
     """Run every seed and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    seeds = parser.parse_args().seeds
     with tempfile.TemporaryDirectory() as folder:
-        summaries = [run(Path(folder), seed) for seed in parser.parse_args().seeds]
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(page(summaries), encoding="utf-8")
+        summaries = [run(Path(folder), seed) for seed in seeds]
+    write_page(RESULTS / "demo.md", page(summaries))
     keys = ("seed", "accuracy_before", "accuracy_after", "gain", "wall_s", "lag_mean", "lag_max", "overlap_frac")
     print(json.dumps({"runs": [{key: summary[key] for key in keys} for summary in summaries]}))
 
 
 def run(folder: Path, seed: int) -> dict[str, Any]:
     """One run's summary."""
-    command = [sys.executable, "-m", "launch.cli", "train", "examples/demo.toml", "--run.dir", str(folder)]
-    command += ["--run.name", str(seed), "--run.seed", str(seed)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=RUN_TIMEOUT_S)
-    summary: dict[str, Any] = json.loads((folder / str(seed) / "summary.json").read_text())
+    summary = train("examples/demo.toml", folder / str(seed), ["--run.seed", str(seed)]).summary
     return {**summary, "seed": seed, "gain": summary["accuracy_after"] - summary["accuracy_before"]}
 
 
-def page(summaries: list[dict[str, Any]]) -> str:
-    """The page of results."""
-    rows = [[form.format(**summary) for form in COLUMNS.values()] for summary in summaries]
-    table = ["| " + " | ".join(row) + " |" for row in [list(COLUMNS), ["---"] * len(COLUMNS), *rows]]
-    return "\n".join(
-        [
-            "# The demo, measured",
-            "",
-            f"Written by `benchmarks/demo_seeds.py` on {os.cpu_count()} cores ({platform.machine()}), no GPU, "
-            f"Python {platform.python_version()}. Accuracy is over {summaries[0]['num_heldout']} held-out problems, "
-            "split by question hash: neither the recipe of the starting model nor a training prompt contained them. "
-            "The wall time starts with the command and ends with the last evaluation.",
-            "",
-            *table,
-            "",
-            "What it shows and what it does not: the starting model was taught by a pupil who first answered right "
-            "and then, three times out of four, forgot the carry, the borrow and the sign "
-            "(`examples/demo_model/make_checkpoint.py`). Its answers are well formed, its greedy answers are the "
-            "careless ones, and the right rule is its minority opinion. The run finds out from the verifier which of "
-            "the two pays. It does not discover arithmetic, so this demo says that the system learns, not how much "
-            "there is to learn: that is in [accuracy_over_lag.md](accuracy_over_lag.md), on a model that was merely "
-            "stopped early in ordinary training.",
-            "",
-        ]
-    )
+def page(summaries: list[dict[str, Any]]) -> list[str]:
+    """The paragraphs of the page."""
+    return [
+        "# The demo, measured",
+        f"Written by `benchmarks/demo_seeds.py` on {os.cpu_count()} cores ({platform.machine()}), no GPU, "
+        f"Python {platform.python_version()}. Accuracy is over {summaries[0]['num_heldout']} held-out problems, "
+        "split by question hash: neither the recipe of the starting model nor a training prompt contained them. "
+        "The wall time starts with the command and ends with the last evaluation.",
+        table([*COLUMNS], [[form.format(**summary) for form in COLUMNS.values()] for summary in summaries]),
+        "What it shows and what it does not: the starting model was taught by a pupil who first answered right "
+        "and then, three times out of four, forgot the carry, the borrow and the sign "
+        "(`examples/demo_model/make_checkpoint.py`). Its answers are well formed, its greedy answers are the "
+        "careless ones, and the right rule is its minority opinion. The run finds out from the verifier which of "
+        "the two pays. It does not discover arithmetic, so this demo says that the system learns, not how much "
+        "there is to learn: that is in [accuracy_over_lag.md](accuracy_over_lag.md), on a model that was merely "
+        "stopped early in ordinary training.",
+    ]
 
 
 if __name__ == "__main__":

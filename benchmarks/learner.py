@@ -25,12 +25,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]  # 'learner' is the package, not this file
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from learner_parts.processes import Figures, MeasurementFailed, run_measurement  # noqa: E402
-from learner_parts.report import judged, write_gpu_section, write_page  # noqa: E402
-from training_runs.machine import describe_machine  # noqa: E402
+from benchmarks.learner_parts.processes import Figures, MeasurementFailed, run_measurement
+from benchmarks.learner_parts.report import judged, write_gpu_section, write_page
+from benchmarks.lib.machine import ROOT, describe_machine
 
 PAGE = ROOT / "docs" / "results" / "learner.md"
 SMOLLM2 = ROOT / "examples" / "smollm2_model"

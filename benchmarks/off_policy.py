@@ -19,13 +19,13 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from off_policy_world.page import Outcomes, means, write_page  # noqa: E402
-from off_policy_world.rows import LEARNING_RATES, ROWS  # noqa: E402
-from off_policy_world.training import LAGS  # noqa: E402
-from off_policy_world.workers import Cell, run_cells  # noqa: E402
+from benchmarks.lib.machine import ROOT
+from benchmarks.off_policy_world.page import Outcomes, means, write_page
+from benchmarks.off_policy_world.rows import LEARNING_RATES, ROWS
+from benchmarks.off_policy_world.training import LAGS
+from benchmarks.off_policy_world.workers import Cell, run_cells
 
 NUM_DRAWS = 200
 QUICK_DRAWS = 50

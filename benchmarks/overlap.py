@@ -20,15 +20,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]  # 'buffer' is the package, not the benchmark of that name
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from overlap_parts.cores import two_cores  # noqa: E402
-from overlap_parts.figures import Figures, compared, figures_of  # noqa: E402
-from overlap_parts.report import judged, write_page  # noqa: E402
-from overlap_parts.setting import Setting, write_setting  # noqa: E402
-from training_runs.machine import describe_machine  # noqa: E402
-from training_runs.run import MeasurementFailed, train  # noqa: E402
+from benchmarks.lib.machine import ROOT, describe_machine
+from benchmarks.lib.runs import MeasurementFailed, train
+from benchmarks.overlap_parts.cores import two_cores
+from benchmarks.overlap_parts.figures import Figures, compared, figures_of
+from benchmarks.overlap_parts.report import judged, write_page
+from benchmarks.overlap_parts.setting import Setting, write_setting
 
 PAGE = ROOT / "docs" / "results" / "overlap.md"
 SIDES = {"sync": ("--weight_sync.max_lag", "0"), "async": ()}
@@ -78,7 +77,8 @@ def measure_round(folder: Path, number: int, setting: Setting) -> tuple[Figures,
     found = []
     for name, overrides in SIDES.items():
         cores = two_cores()
-        run = train(config, folder / f"{name}-{number}", overrides, prefix=cores.prefix, look=cores.look)
+        log = folder / f"{name}-{number}.log"
+        run = train(config, folder / log.stem, overrides, log=log, prefix=cores.prefix, look=cores.look)
         cores.check()
         found.append(figures_of(run, setting.num_warmup))
         shown = {key: round(value, 3) for key, value in found[-1].items()}

@@ -18,20 +18,19 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stability_parts.page import line, page  # noqa: E402
-from stability_parts.search import kept_in, run_all  # noqa: E402
-from training_runs.machine import describe_machine  # noqa: E402
-from training_runs.page import origin  # noqa: E402
+from benchmarks.lib.machine import ROOT, describe_machine
+from benchmarks.lib.page import origin
+from benchmarks.stability_parts.page import line, page
+from benchmarks.stability_parts.search import kept_in, run_all
 
 PAGE = ROOT / "docs" / "results" / "stability.md"
 
 
 def main() -> None:
     """Run what is missing, and write the page."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--anew", action="store_true", help="forget what was measured before")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
@@ -40,7 +39,7 @@ def main() -> None:
     kept = PAGE.with_suffix(".jsonl")
     if args.anew:
         kept.unlink(missing_ok=True)
-    text = origin("python benchmarks/stability.py", machine)
+    text = origin("python benchmarks/stability.py", machine, machine["commit"])
     try:
         run_all(kept, args.workers, machine["commit"])
     finally:  # of a call that is ended too: the page has what there is

@@ -2,8 +2,8 @@
 
     python benchmarks/tuning.py [--quick] [--only KEY ...] [--seeds 0] [--steps 60] [--work FOLDER] [--page [FILE]]
 
-Every run is one `leeway train examples/demo.toml`, one after the other on the same machine; `tuning_parts/sweeps.py`
-says which knobs are turned. `--work` keeps the figures of finished runs: called again, only the missing ones are run.
+Every run is one `leeway train examples/demo.toml`, one after the other on the same machine; SWEEPS says which knobs are
+turned. `--work` keeps the figures of finished runs: called again, only the missing ones are run.
 `--quick` is for development: the ends of each sweep, few steps, and its figures mean nothing. `--page` writes
 docs/results/tuning.md and its charts.
 """
@@ -12,65 +12,76 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import signal
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]  # 'buffer' is the package, not the benchmark of that name
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from training_runs.machine import Machine, describe_machine  # noqa: E402
-from training_runs.run import MeasurementFailed, train  # noqa: E402
-from tuning_parts.figures import Figures, figures_of, over_seeds  # noqa: E402
-from tuning_parts.report import Results, write_page  # noqa: E402
-from tuning_parts.sweeps import EVERY_RUN, SWEEPS, Overrides, Sweep, runs_of  # noqa: E402
+from benchmarks.lib.figure import drawn
+from benchmarks.lib.machine import RESULTS, Machine, describe_machine
+from benchmarks.lib.page import origin, table, write_page
+from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
+from benchmarks.lib.rounds import Figures, means
+from benchmarks.lib.runs import FinishedRun, KeptResults, Row, by_token, train
 
-PAGE = ROOT / "docs" / "results" / "tuning.md"
+PAGE = RESULTS / "tuning.md"
 CONFIG = Path("examples/demo.toml")
 QUICK_STEPS = 10
+ENDS = 0.2
+"""The gain of reward is between the means of the first and of the last so many of the steps."""
+GROUP_SIZE = 8
+GROUPS_PER_STEP = 32
+SAMPLES_PER_STEP = GROUP_SIZE * GROUPS_PER_STEP
+"""Of the demo."""
+
+Overrides = tuple[str, ...]
+EVERY_RUN: Overrides = ("--tracking.wandb", "disabled", "--actors.cpus", "0.25")
+"""Of every run. What Ray reserves limits nothing; with the default, two cores have no room for a third actor."""
+
+Results = Mapping[str, Mapping[int, Figures]]
+"""Key of a sweep -> value of the knob -> figures."""
 
 
-class Work:
-    """The folder of finished runs."""
+@dataclass(frozen=True)
+class Sweep:
+    """One knob."""
 
-    def __init__(self, folder: Path, num_steps: int, machine: Machine) -> None:
-        """Open or make it.
+    key: str
+    values: tuple[int, ...]
+    default: int
+    """Its value in examples/demo.toml, or the default of the config."""
 
-        Raises:
-            SystemExit: it holds runs of another length or commit.
-        """
-        self._folder = folder.resolve()
-        self._num_steps = num_steps
-        self._folder.mkdir(parents=True, exist_ok=True)
-        said = self._folder / "runs.json"
-        facts = {"num_steps": num_steps, "commit": machine["commit"]}
-        if said.exists() and (theirs := json.loads(said.read_text())) != facts:
-            sys.exit(f"--work {folder} holds runs of {theirs}, not of {facts}; choose another folder")
-        said.write_text(json.dumps(facts))
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return self.key.rpartition(".")[2]
 
-    def figures(self, overrides: Overrides, seed: int) -> Figures:
-        """Of a run, which is made where it was not before.
+    def overrides(self, value: int) -> Overrides:
+        """Arguments of `leeway train`, none for the default."""
+        if value == self.default:
+            return ()
+        found: Overrides = (f"--{self.key}", str(value))
+        if self.key == "actors.group_size":  # equal samples per step
+            found += ("--learner.groups_per_step", str(SAMPLES_PER_STEP // value))
+        return found
 
-        Raises:
-            MeasurementFailed: it did not end well.
-        """
-        words = [part.removeprefix("--") for part in overrides]
-        name = "-".join([*words, f"seed{seed}"]) if words else f"demo-seed{seed}"
-        path = self._folder / f"{name}.json"
-        if path.exists():
-            found: Figures = json.loads(path.read_text())
-            return found
-        folder = self._folder / "runs" / name
-        shutil.rmtree(folder, ignore_errors=True)  # what an earlier call left unfinished
-        arguments = ["--learner.num_steps", str(self._num_steps), "--run.seed", str(seed), *EVERY_RUN, *overrides]
-        made = figures_of(train(CONFIG, folder, arguments))
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(made))
-        part.replace(path)
-        shutil.rmtree(folder)
-        return made
+
+SWEEPS = (
+    Sweep("weight_sync.max_lag", (0, 1, 2, 4, 8), default=4),
+    Sweep("actors.num_actors", (1, 2, 3), default=2),
+    Sweep("actors.group_size", (4, 8, 16), default=GROUP_SIZE),
+    Sweep("weight_sync.publish_every", (1, 2, 4), default=1),
+)
+
+
+def runs_of(sweeps: tuple[Sweep, ...]) -> list[Overrides]:
+    """Every different run, in order; the default stands once, though every sweep has it."""
+    return list(dict.fromkeys(sweep.overrides(value) for sweep in sweeps for value in sweep.values))
 
 
 def main() -> None:
@@ -88,26 +99,26 @@ def main() -> None:
     args = parser.parse_args()
     if args.page and (args.quick or args.only):
         parser.error("a page shows all sweeps, whole; leave --page, or --quick and --only, out")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, it ends the run in progress
+    end_at_sigterm()
     sweeps = tuple(sweep for sweep in SWEEPS if args.only is None or sweep.key in args.only)
     if args.quick:
         sweeps = tuple(Sweep(each.key, (each.values[0], each.values[-1]), each.default) for each in sweeps)
     num_steps = QUICK_STEPS if args.quick else args.steps
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="benchmark-tuning-") as fresh:
-        work = Work(args.work or Path(fresh), num_steps, machine)
+        kept = KeptResults(args.work or Path(fresh), "runs.json", {"num_steps": num_steps, "commit": machine["commit"]})
         try:
-            results = measure(work, sweeps, args.seeds)
+            results = measure(kept, num_steps, sweeps, args.seeds)
         except MeasurementFailed as error:
             sys.exit(f"benchmarks/tuning.py: {error}")
     if args.page:
         seeds = " ".join(map(str, args.seeds))
         command = f"python benchmarks/tuning.py --seeds {seeds} --steps {num_steps} --page"
-        write_page(args.page, results, machine, command, args.seeds)
+        write_results(args.page, results, machine, command, args.seeds)
     print(json.dumps({"quick": args.quick, "num_steps": num_steps, "machine": machine, "sweeps": results}))
 
 
-def measure(work: Work, sweeps: tuple[Sweep, ...], seeds: list[int]) -> Results:
+def measure(kept: KeptResults, num_steps: int, sweeps: tuple[Sweep, ...], seeds: list[int]) -> Results:
     """The figures of every value of every sweep, means over seeds.
 
     Raises:
@@ -116,10 +127,191 @@ def measure(work: Work, sweeps: tuple[Sweep, ...], seeds: list[int]) -> Results:
     found: dict[Overrides, Figures] = {}
     runs = runs_of(sweeps)
     for number, overrides in enumerate(runs, 1):
-        found[overrides] = over_seeds([work.figures(overrides, seed) for seed in seeds])
+        found[overrides] = over_seeds([one(kept, num_steps, overrides, seed) for seed in seeds])
         shown = {key: round(value, 3) for key, value in found[overrides].items() if value is not None}
         print(f"{number} of {len(runs)}, {' '.join(overrides) or 'the demo'}: {json.dumps(shown)}", file=sys.stderr)
     return {sweep.key: {value: found[sweep.overrides(value)] for value in sweep.values} for sweep in sweeps}
+
+
+def one(kept: KeptResults, num_steps: int, overrides: Overrides, seed: int) -> Figures:
+    """Figures of a run, which is made where it was not before.
+
+    Raises:
+        MeasurementFailed: it did not end well.
+    """
+    name = "-".join([*(word.removeprefix("--") for word in overrides or ["demo"]), f"seed{seed}"])
+    arguments = ["--learner.num_steps", str(num_steps), "--run.seed", str(seed), *EVERY_RUN, *overrides]
+    log = kept.folder / f"{name}.log"
+    found: Figures = kept.result(name, lambda folder: figures_of(train(CONFIG, folder, arguments, log=log)))
+    return found
+
+
+# --- what is computed from a run -----------------------------------------------------------------
+
+
+def figures_of(run: FinishedRun) -> dict[str, float | None]:
+    """Of one run.
+
+    Returns:
+        Rates per second of wall time from the first step to the last: `samples_per_s` and `trained_tokens_per_s`
+        trained, `generated_tokens_per_s` generated. `reward_per_min`: gain of the mean reward, over the minutes between
+        the steps that it is taken from. `accuracy`: greedy, held-out, after the last
+        step. Lags in versions. `learner_idle_frac`: share of the time that it waited for a batch;
+        `actor_idle_frac`: that an actor had no training request running, mean over actors. `dropped_stale`: share of
+        the committed samples.
+
+    Raises:
+        MeasurementFailed: it is too short.
+    """
+    rows = run.updates
+    if len(rows) < 5:
+        raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps that took an update; at least 5 are needed")
+    window = float(rows[0]["finished_s"]), float(rows[-1]["finished_s"])
+    seconds, counted = window[1] - window[0], rows[1:]
+    actors = run.generated(window).values()
+    ledger = run.summary["ledger"]
+    return {
+        "samples_per_s": sum(row["batch/trajectories"] for row in counted) / seconds,
+        "trained_tokens_per_s": sum(row["batch/completion_tokens"] for row in counted) / seconds,
+        "generated_tokens_per_s": sum(actor.num_tokens for actor in actors) / seconds,
+        "reward_per_min": reward_per_min(rows),
+        "accuracy": run.summary["accuracy_after"],
+        "lag_mean": by_token(counted, "lag/token_mean"),
+        "lag_p95": by_token(counted, "lag/token_p95"),
+        "lag_max": float(max(row["lag/token_max"] for row in rows)),
+        "learner_idle_frac": sum(row["time/wait_for_batch"] for row in counted) / seconds,
+        "actor_idle_frac": 1 - fmean(actor.busy_s for actor in actors) / seconds if actors else None,
+        "dropped_stale": ledger["dropped_stale"] / ledger["committed"],
+        "step_s": fmean(row["time/step"] for row in counted),
+        "seconds": seconds,
+        "num_steps": float(len(rows)),
+    }
+
+
+def reward_per_min(rows: Sequence[Row]) -> float:
+    """Gain of the mean reward per minute of wall time, from the first ENDS of the steps to the last."""
+    num = max(1, round(ENDS * len(rows)))
+    first, last = rows[:num], rows[-num:]
+    gain = fmean(row["reward/mean"] for row in last) - fmean(row["reward/mean"] for row in first)
+    seconds = fmean(row["finished_s"] for row in last) - fmean(row["finished_s"] for row in first)
+    return float(60 * gain / seconds)
+
+
+def over_seeds(found: Sequence[Figures]) -> dict[str, float | None]:
+    """Means over the seeds of a run; of `lag_max` the greatest."""
+    return {**means(found), "lag_max": max(each["lag_max"] or 0.0 for each in found)}
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+COLUMNS = {
+    "samples/s": ("samples_per_s", "{:.0f}"),
+    "tokens/s generated": ("generated_tokens_per_s", "{:.0f}"),
+    "tokens/s trained": ("trained_tokens_per_s", "{:.0f}"),
+    "reward per minute": ("reward_per_min", "{:+.2f}"),
+    "held-out accuracy": ("accuracy", "{:.3f}"),
+    "lag mean": ("lag_mean", "{:.2f}"),
+    "p95": ("lag_p95", "{:.1f}"),
+    "max": ("lag_max", "{:.0f}"),
+    "learner idle": ("learner_idle_frac", "{:.0%}"),
+    "actors idle": ("actor_idle_frac", "{:.0%}"),
+    "dropped as stale": ("dropped_stale", "{:.1%}"),
+}
+"""Column -> figure, and how it reads."""
+READING = (
+    "Rates are per second of wall time between the first step and the last, so that start-up and evaluations "
+    f"do not count. Reward per minute: the mean reward of the last {ENDS:.0%} of the steps less that of the first, "
+    "over the minutes between them. Accuracy: greedy, on the held-out problems, after the last step; all runs have "
+    "then trained the same number of samples. Lag in policy versions, over trained tokens. The learner is idle "
+    "while it waits for a batch, an actor while it has no training request running.\n\n"
+    "What it does not show: all processes share the cores of this machine, so actors and learner slow each other, "
+    "and a third actor takes from the learner what it generates. Where they have machines of their own, the lags "
+    f"and the idle shares move the same way, the rates do not. The demo has groups of {GROUP_SIZE}, "
+    f"{GROUPS_PER_STEP} of them in a step, and answers of three or four tokens: what the long tail of real answers "
+    "does is measured in [overlap.md](overlap.md)."
+)
+
+PANELS = (
+    ("completion tokens per second", (("generated_tokens_per_s", "generated"), ("trained_tokens_per_s", "trained"))),
+    ("gain of reward per minute", (("reward_per_min", ""),)),
+    ("lag, versions", (("lag_mean", "mean"), ("lag_p95", "p95"), ("lag_max", "max"))),
+    ("idle share", (("learner_idle_frac", "learner"), ("actor_idle_frac", "actors"))),
+)
+COLOURS = ("#0072B2", "#D55E00", "#009E73")
+"""Told apart by the colour-blind."""
+MARKERS = ("o", "s", "^")
+INK = "#767676"
+"""Of axes and words: readable on white and on black."""
+
+
+def write_results(path: Path, results: Results, machine: Machine, command: str, seeds: list[int]) -> None:
+    """Write the page and, beside it, the chart of every sweep that was measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = ["# Turning knobs, measured", _head(results, machine, command, seeds)]
+    for sweep in (sweep for sweep in SWEEPS if sweep.key in results):
+        chart = path.with_name(f"{path.stem}_{sweep.name}.svg")
+        draw(sweep, results[sweep.key], chart)
+        parts += _section(sweep, results[sweep.key], chart.name)
+    write_page(path, [*parts, READING])
+
+
+def _head(results: Results, machine: Machine, command: str, seeds: list[int]) -> str:
+    runs = [figures for found in results.values() for figures in found.values()]
+    num_steps = max(int(figures["num_steps"] or 0) for figures in runs)
+    over = f"Means over seeds {', '.join(map(str, seeds))}." if len(seeds) > 1 else f"One seed ({seeds[0]})."
+    return (
+        f"{origin(command, machine, machine['commit'])} `examples/demo.toml` over the real system, {num_steps} steps "
+        f"of {SAMPLES_PER_STEP} samples each, one run after the other; a run differs from the demo in the knob that "
+        f"its row names, and in `{' '.join(EVERY_RUN)}`, which change no speed. {over} What to make of "
+        "it: [tuning.md](../tuning.md)."
+    )
+
+
+def _section(sweep: Sweep, found: Mapping[int, Figures], figure: str) -> list[str]:
+    name = f"`{sweep.key}`"
+    if sweep.name == "group_size":
+        name += f", with `learner.groups_per_step` {SAMPLES_PER_STEP} over it"
+    rows = []
+    for value, figures in sorted(found.items()):
+        cells = [_cell(figures[key], form) for key, form in COLUMNS.values()]
+        rows.append([f"**{value}** (the demo)" if value == sweep.default else str(value), *cells])
+    return [f"## {name}", f"![{sweep.key} against rates, lag and idle shares]({figure})", table([name, *COLUMNS], rows)]
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def draw(sweep: Sweep, found: Mapping[int, Figures], path: Path) -> None:
+    """Write the chart of a sweep: what each value of its knob came to."""
+    inks = {f"{part}_color": INK for part in ("text", "xtick", "ytick")}
+    inks |= {f"axes_{part}": INK for part in ("edgecolor", "labelcolor", "titlecolor")}
+    with drawn(path, 11, 2.5, font_size=9, **inks) as figure:
+        figure.patch.set_alpha(0)
+        axes = figure.subplots(1, len(PANELS))
+        for axis, (title, lines) in zip(axes, PANELS, strict=True):
+            _panel(axis, title, lines, found)
+            axis.set_xlabel(sweep.key)
+
+
+def _panel(axis: Any, title: str, lines: tuple[tuple[str, str], ...], found: Mapping[int, Figures]) -> None:  # noqa: ANN401 -- matplotlib's own
+    values = sorted(found)
+    for (name, label), colour, marker in zip(lines, COLOURS, MARKERS, strict=False):
+        known = [(place, y) for place, value in enumerate(values) if (y := found[value][name]) is not None]
+        axis.plot(
+            *zip(*known, strict=True), color=colour, marker=marker, markersize=4, linewidth=1.5, label=label or None
+        )
+    axis.patch.set_alpha(0)
+    axis.set_title(title, fontsize=9)
+    axis.set_xticks(range(len(values)), [str(value) for value in values])
+    lowest = min(y for name, _ in lines for value in values if (y := found[value][name]) is not None)
+    axis.set_ylim(bottom=0.0 if lowest >= 0 else None)
+    axis.grid(axis="y", color=INK, alpha=0.2)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    if len(lines) > 1:
+        axis.legend(fontsize=7, frameon=False)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from training_runs.machine import describe_machine  # noqa: E402
-from weights_parts import deltas, fairness, hosts, sync, update  # noqa: E402
-from weights_parts.figures import summed_up  # noqa: E402
-from weights_parts.peers import Figures, MeasurementFailed, say  # noqa: E402
-from weights_parts.report import judged, write_page  # noqa: E402
-from weights_parts.setting import MEMORY_FOLDER, Setting  # noqa: E402
+from benchmarks.lib.machine import ROOT, describe_machine
+from benchmarks.weights_parts import deltas, fairness, hosts, sync, update
+from benchmarks.weights_parts.figures import summed_up
+from benchmarks.weights_parts.peers import Figures, MeasurementFailed, say
+from benchmarks.weights_parts.report import judged, write_page
+from benchmarks.weights_parts.setting import MEMORY_FOLDER, Setting
 
 PAGE = ROOT / "docs" / "results" / "weights.md"
 RUNS = ROOT / "runs"

@@ -14,7 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
-from buffer_peers.workload import Workload
+from benchmarks.buffer_peers.workload import Workload
 
 MEASUREMENTS = {
     "leeway": "leeway:measure",
@@ -46,12 +46,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     name, *arguments = sys.argv[1:]
     if name == "zmq_receiver":
-        from buffer_peers.limits import receive
+        from benchmarks.buffer_peers.limits import receive
 
         receive(*arguments)
         return
     module, function = MEASUREMENTS[name].split(":")
-    measure = getattr(importlib.import_module(f"buffer_peers.{module}"), function)
+    measure = getattr(importlib.import_module(f"benchmarks.buffer_peers.{module}"), function)
     number, folder = int(arguments[0]), Path(arguments[1])
     what = Workload.make(number) if name in SIZED_BY_WORKLOAD else bool(number)
     # A real producer holds a few trajectories, not all of them: do not have the collector walk over these.

@@ -16,13 +16,13 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from benchmarks.buffer_peers.leeway import push_all
+from benchmarks.buffer_peers.mp_queue import expect
+from benchmarks.buffer_peers.service import RUN_ID, Service, config_for, facts_for, lease_all, steps_for
+from benchmarks.buffer_peers.workload import GROUP_SIZE, PATIENCE_S, Figures, Workload
 from buffer import schema
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
-from buffer_peers.leeway import push_all
-from buffer_peers.mp_queue import expect
-from buffer_peers.service import RUN_ID, Service, config_for, facts_for, lease_all, steps_for
-from buffer_peers.workload import GROUP_SIZE, PATIENCE_S, Figures, Workload
 
 NUM_CLIENTS = 64
 ROWS_PER_CLIENT = {False: 512, True: 64}

@@ -12,11 +12,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.buffer_peers.leeway import LEASES_AHEAD, push_all
+from benchmarks.buffer_peers.service import Service, config_for, facts_for, lease_all
+from benchmarks.buffer_peers.workload import BATCH_TRAJECTORIES, GROUP_SIZE, PATIENCE_S, Figures, Workload
 from buffer.client import BufferClient
 from buffer.trajectory import Trajectory, VersionSpan
-from buffer_peers.leeway import LEASES_AHEAD, push_all
-from buffer_peers.service import Service, config_for, facts_for, lease_all
-from buffer_peers.workload import BATCH_TRAJECTORIES, GROUP_SIZE, PATIENCE_S, Figures, Workload
 from common.staleness import PolicyVersion
 
 LAWS = {"reward": "reward_softmax", "age": "prioritised"}

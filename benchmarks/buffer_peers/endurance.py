@@ -18,10 +18,10 @@ import threading
 import time
 from pathlib import Path
 
+from benchmarks.buffer_peers.leeway import draw_steps, fill
+from benchmarks.buffer_peers.service import Service, config_for, facts_for, lease_all
+from benchmarks.buffer_peers.workload import GROUP_SIZE, PATIENCE_S, Figures, Workload
 from buffer.client import BufferClient
-from buffer_peers.leeway import draw_steps, fill
-from buffer_peers.service import Service, config_for, facts_for, lease_all
-from buffer_peers.workload import GROUP_SIZE, PATIENCE_S, Figures, Workload
 
 GROUPS_PER_STEP = 32
 STEPS_PER_CYCLE = 4

@@ -14,7 +14,7 @@ import sysconfig
 from functools import lru_cache
 from pathlib import Path
 
-from buffer_peers.processes import ROOT
+from benchmarks.buffer_peers.processes import ROOT
 
 REQUIREMENTS = ["torchrl==0.14.1", "tensordict==0.14.3", "TransferQueue==0.1.11", "redis==8.1.0", "hiredis==3.5.0"]
 INSTALL_TIMEOUT_S = 900

@@ -15,13 +15,8 @@ from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
 
-from buffer import schema
-from buffer.client import BufferClient, Draw
-from buffer.config import RunFacts
-from buffer.protocol import Lease, RowResult
-from buffer.trajectory import Trajectory
-from buffer_peers.service import LEASES_PER_REQUEST, Service, config_for, facts_for, lease_all, steps_for
-from buffer_peers.workload import (
+from benchmarks.buffer_peers.service import LEASES_PER_REQUEST, Service, config_for, facts_for, lease_all, steps_for
+from benchmarks.buffer_peers.workload import (
     BATCH_TRAJECTORIES,
     GROUP_SIZE,
     PATIENCE_S,
@@ -30,6 +25,11 @@ from buffer_peers.workload import (
     rates,
     sampled,
 )
+from buffer import schema
+from buffer.client import BufferClient, Draw
+from buffer.config import RunFacts
+from buffer.protocol import Lease, RowResult
+from buffer.trajectory import Trajectory
 
 LONE_GROUPS = 8
 HALF_LOAD_PART = 4

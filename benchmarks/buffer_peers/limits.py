@@ -18,10 +18,8 @@ from pathlib import Path
 import lmdb
 import zmq
 
-from buffer import schema
-from buffer.validation import KnownVersions, faults
-from buffer_peers.service import RUN_ID, facts_for
-from buffer_peers.workload import (
+from benchmarks.buffer_peers.service import RUN_ID, facts_for
+from benchmarks.buffer_peers.workload import (
     BATCH_TRAJECTORIES,
     PATIENCE_S,
     ROWS_PER_CALL,
@@ -31,6 +29,8 @@ from buffer_peers.workload import (
     rates,
     sampled,
 )
+from buffer import schema
+from buffer.validation import KnownVersions, faults
 
 RECORDS_PER_COMMIT = 256
 NUM_SAMPLED_BATCHES = 100
@@ -47,7 +47,7 @@ def measure_raw_zmq(work: Workload, folder: Path) -> Figures:
             socket.linger = 0
             socket.sndtimeo = socket.rcvtimeo = _PATIENCE_MS
         addresses = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in (push, reply)]
-        receiver = subprocess.Popen([sys.executable, "-m", "buffer_peers", "zmq_receiver", *addresses])
+        receiver = subprocess.Popen([sys.executable, "-m", "benchmarks.buffer_peers", "zmq_receiver", *addresses])
         try:
             reply.recv()
             started = time.perf_counter()

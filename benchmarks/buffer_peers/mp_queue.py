@@ -15,8 +15,8 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
+from benchmarks.buffer_peers.workload import PATIENCE_S, Figures, Workload, calls, rates
 from buffer.trajectory import Trajectory
-from buffer_peers.workload import PATIENCE_S, Figures, Workload, calls, rates
 
 _NAMES = [field.name for field in fields(Trajectory)]
 

@@ -46,10 +46,10 @@ def run_measurement(
     Raises:
         MeasurementFailed: it failed or took too long.
     """
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    paths = str(ROOT)
     environment = {**os.environ, **SETTINGS, "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory(dir=folder, prefix=f"buffer-{name}-", ignore_cleanup_errors=True) as fresh:
-        command = [str(python or sys.executable), "-m", "buffer_peers", name, *map(str, arguments), fresh]
+        command = [str(python or sys.executable), "-m", "benchmarks.buffer_peers", name, *map(str, arguments), fresh]
         log = Path(fresh) / "stderr.log"
         with log.open("w") as errors:
             process = subprocess.Popen(

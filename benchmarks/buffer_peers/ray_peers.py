@@ -20,9 +20,8 @@ from typing import Any
 import ray
 from ray.util.queue import Queue
 
-from buffer.trajectory import Trajectory
-from buffer_peers.mp_queue import as_dict
-from buffer_peers.workload import (
+from benchmarks.buffer_peers.mp_queue import as_dict
+from benchmarks.buffer_peers.workload import (
     BATCH_TRAJECTORIES,
     PATIENCE_S,
     ROWS_PER_CALL,
@@ -32,6 +31,7 @@ from buffer_peers.workload import (
     rates,
     sampled,
 )
+from buffer.trajectory import Trajectory
 
 PUSHES_IN_FLIGHT = 8
 SAMPLES_IN_FLIGHT = 2

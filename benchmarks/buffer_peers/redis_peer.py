@@ -20,9 +20,18 @@ import msgspec
 import numpy as np
 import redis
 
+from benchmarks.buffer_peers.mp_queue import as_dict
+from benchmarks.buffer_peers.workload import (
+    BATCH_TRAJECTORIES,
+    PATIENCE_S,
+    Figures,
+    Workload,
+    calls,
+    rates,
+    sampled,
+    until,
+)
 from buffer.trajectory import Trajectory
-from buffer_peers.mp_queue import as_dict
-from buffer_peers.workload import BATCH_TRAJECTORIES, PATIENCE_S, Figures, Workload, calls, rates, sampled, until
 
 PIPELINES_IN_FLIGHT = 4
 STREAM = "trajectories"

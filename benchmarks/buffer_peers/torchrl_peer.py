@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from buffer.trajectory import Trajectory
-from buffer_peers.mp_queue import expect
-from buffer_peers.workload import (
+from benchmarks.buffer_peers.mp_queue import expect
+from benchmarks.buffer_peers.workload import (
     BATCH_TRAJECTORIES,
     MAX_TOKENS,
     PATIENCE_S,
@@ -36,6 +35,7 @@ from buffer_peers.workload import (
     rates,
     sampled,
 )
+from buffer.trajectory import Trajectory
 
 NUM_SAMPLED_BATCHES = 20
 Call = dict[str, np.ndarray]

@@ -20,9 +20,8 @@ import transfer_queue
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from buffer.trajectory import Trajectory
-from buffer_peers.ray_peers import start_ray
-from buffer_peers.workload import (
+from benchmarks.buffer_peers.ray_peers import start_ray
+from benchmarks.buffer_peers.workload import (
     BATCH_TRAJECTORIES,
     PATIENCE_S,
     ROWS_PER_CALL,
@@ -32,6 +31,7 @@ from buffer_peers.workload import (
     rates,
     sampled,
 )
+from buffer.trajectory import Trajectory
 
 STORAGE_UNITS = 1
 PUTS_IN_FLIGHT = 16

@@ -7,11 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-from learner_parts.processes import Spot, end_with_parent
+from benchmarks.learner_parts.processes import Spot, end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()
     name, worlds, folder, options, number = sys.argv[1:]
     with Spot(int(number), json.loads(worlds), Path(folder)) as spot:
-        figures = importlib.import_module(f"learner_parts.{name}").measure(spot, **json.loads(options))
+        figures = importlib.import_module(f"benchmarks.learner_parts.{name}").measure(spot, **json.loads(options))
     print(json.dumps(figures))

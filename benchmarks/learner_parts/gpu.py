@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.learner_parts.ours import Learner, configured
+from benchmarks.learner_parts.processes import Figures, Spot
+from benchmarks.learner_parts.workload import long_tailed, trajectories
 from buffer.trajectory import Trajectory
-from learner_parts.ours import Learner, configured
-from learner_parts.processes import Figures, Spot
-from learner_parts.workload import long_tailed, trajectories
 
 SHAPE = {
     "hidden_size": 1536,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.learner_parts.processes import Figures, Spot
 from learner.config import LearnerConfig
 from learner.logprobs import LogitRule, token_logprobs
-from learner_parts.processes import Figures, Spot
 
 VOCABULARY, HIDDEN, NUM_TOKENS = 49_152, 576, 4096
 TEMPERATURE = 0.8

@@ -8,9 +8,9 @@ import time
 
 import numpy as np
 
+from benchmarks.learner_parts.processes import Figures, Spot
+from benchmarks.learner_parts.workload import TOKEN_BUDGET, long_tailed
 from learner.packing import PackingRule, pack
-from learner_parts.processes import Figures, Spot
-from learner_parts.workload import TOKEN_BUDGET, long_tailed
 
 STEP_SIZES = (64, 256, 1024)
 """Sequences of a step."""

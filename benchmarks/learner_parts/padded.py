@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import statistics
 
-from learner_parts.ours import ALGORITHM, TEMPERATURE, Learner, configured
-from learner_parts.plain import PlainLoop, padded
-from learner_parts.processes import Figures, Spot, median_ratio
-from learner_parts.workload import TOKEN_BUDGET, long_tailed, small_llama, trajectories
+from benchmarks.learner_parts.ours import ALGORITHM, TEMPERATURE, Learner, configured
+from benchmarks.learner_parts.plain import PlainLoop, padded
+from benchmarks.learner_parts.processes import Figures, Spot, median_ratio
+from benchmarks.learner_parts.workload import TOKEN_BUDGET, long_tailed, small_llama, trajectories
 
 BATCH_SIZE = 16
 NUM_SEQUENCES = 128

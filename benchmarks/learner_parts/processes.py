@@ -164,10 +164,18 @@ def run_measurement(name: str, options: Figures, *, worlds: Sequence[int] = (1,)
     Raises:
         MeasurementFailed: a process failed, or time is up.
     """
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    paths = str(ROOT)
     environment = {**os.environ, **SETTINGS, "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory(prefix=f"learner-{name}-") as folder:
-        command = [sys.executable, "-m", "learner_parts", name, json.dumps(worlds), folder, json.dumps(options)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.learner_parts",
+            name,
+            json.dumps(worlds),
+            folder,
+            json.dumps(options),
+        ]
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for number in range(sum(worlds)):

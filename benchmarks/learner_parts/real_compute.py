@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import statistics
 
-from learner_parts.ours import Learner, configured
-from learner_parts.processes import Figures, Spot, median_ratio
-from learner_parts.workload import long_tailed, small_llama, trajectories
+from benchmarks.learner_parts.ours import Learner, configured
+from benchmarks.learner_parts.processes import Figures, Spot, median_ratio
+from benchmarks.learner_parts.workload import long_tailed, small_llama, trajectories
 
 NUM_MICRO_BATCHES = 8
 BUDGET, LONGEST = 1024, 512

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from training_runs.page import table
+from benchmarks.lib.page import table
 
 Figures = dict[str, Any]
 

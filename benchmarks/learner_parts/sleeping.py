@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.learner_parts.processes import Figures, Spot
 from learner.mesh import Mesh
 from learner.pipeline import Pipeline
 from learner.split import StageShare
-from learner_parts.processes import Figures, Spot
 
 NUM_MICRO_BATCHES = 8
 WIDTH, HIDDEN = 4, 8

@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
+from benchmarks.learner_parts.ours import ALGORITHM, TEMPERATURE, Learner, configured
+from benchmarks.learner_parts.plain import PlainLoop, packed
+from benchmarks.learner_parts.processes import Figures, Spot, median_ratio
+from benchmarks.learner_parts.workload import GROUP_SIZE, PROMPT, long_tailed, trajectories
 from learner.attention import IMPLEMENTATION
 from learner.batch import StepBatch
 from learner.model import DeviceBatch
 from learner.packing import PackingRule
-from learner_parts.ours import ALGORITHM, TEMPERATURE, Learner, configured
-from learner_parts.plain import PlainLoop, packed
-from learner_parts.processes import Figures, Spot, median_ratio
-from learner_parts.workload import GROUP_SIZE, PROMPT, long_tailed, trajectories
 
 NUM_MICRO_BATCHES = 16
 BUDGET = 512

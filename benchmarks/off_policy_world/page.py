@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from off_policy_world.figure import Means, write_figure
-from off_policy_world.rows import ETA, GROUP_SIZE, LEARNING_RATES, ROWS
-from off_policy_world.training import (
+from benchmarks.off_policy_world.figure import Means, write_figure
+from benchmarks.off_policy_world.rows import ETA, GROUP_SIZE, LEARNING_RATES, ROWS
+from benchmarks.off_policy_world.training import (
     LAGS,
     NUM_EPOCHS,
     NUM_MINIBATCHES,
@@ -18,8 +18,8 @@ from off_policy_world.training import (
     UPDATES_PER_DRAW,
     Outcome,
 )
-from off_policy_world.tree import LENGTH, NUM_PROMPTS, NUM_SEQUENCES, NUM_TOKENS
-from off_policy_world.world import BETA, World, sequence_logprobs
+from benchmarks.off_policy_world.tree import LENGTH, NUM_PROMPTS, NUM_SEQUENCES, NUM_TOKENS
+from benchmarks.off_policy_world.world import BETA, World, sequence_logprobs
 
 Outcomes = dict[str, dict[str, list[Outcome]]]
 """Row -> lag -> one outcome for each seed."""

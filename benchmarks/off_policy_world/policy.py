@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from off_policy_world.tree import ANCESTORS_NL, DEPTH_N, IS_ANCESTOR_NL, LAST_TOKEN_N, LENGTH, NUM_PROMPTS, NUM_TOKENS
+from benchmarks.off_policy_world.tree import (
+    ANCESTORS_NL,
+    DEPTH_N,
+    IS_ANCESTOR_NL,
+    LAST_TOKEN_N,
+    LENGTH,
+    NUM_PROMPTS,
+    NUM_TOKENS,
+)
 
 WIDTH = 32
 NUM_HEADS = 2

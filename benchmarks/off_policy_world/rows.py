@@ -11,7 +11,7 @@ from algorithms.oapl import OAPLConfig
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from off_policy_world.world import BETA
+from benchmarks.off_policy_world.world import BETA
 
 LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 """Each row takes the one with which its KL at lag 0 is least (off_policy.py --tune)."""

@@ -14,10 +14,18 @@ from torch import Tensor
 from algorithms.diagnostics import EssRule, off_policy_metrics
 from algorithms.inputs import LossInputs
 from algorithms.registry import Loss, loss_for
-from off_policy_world.policy import TreePolicy
-from off_policy_world.rows import Row
-from off_policy_world.tree import CHOICES_SL, LENGTH, NODES_SL, NUM_CHOICES, NUM_NODES, NUM_PROMPTS, NUM_TOKENS
-from off_policy_world.world import World, of_sequences, sequence_logprobs
+from benchmarks.off_policy_world.policy import TreePolicy
+from benchmarks.off_policy_world.rows import Row
+from benchmarks.off_policy_world.tree import (
+    CHOICES_SL,
+    LENGTH,
+    NODES_SL,
+    NUM_CHOICES,
+    NUM_NODES,
+    NUM_PROMPTS,
+    NUM_TOKENS,
+)
+from benchmarks.off_policy_world.world import World, of_sequences, sequence_logprobs
 
 Lag = Literal["0", "1", "4", "16", "first", "uniform"]
 """How many updates before its draw the behaviour policy was; or it is the first, or the uniform one, throughout."""

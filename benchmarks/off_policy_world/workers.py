@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from off_policy_world.rows import ROWS
-from off_policy_world.training import Lag, Outcome, train
-from off_policy_world.world import World
+from benchmarks.off_policy_world.rows import ROWS
+from benchmarks.off_policy_world.training import Lag, Outcome, train
+from benchmarks.off_policy_world.world import World
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CELL_TIMEOUT_S = 120.0
@@ -44,11 +44,11 @@ def run_cells(cells: list[Cell], num_workers: int) -> list[Outcome]:
         WorkerFailed: with what to do about it.
     """
     shares = [cells[first::num_workers] for first in range(num_workers)]
-    command = [sys.executable, "-m", "off_policy_world.workers"]
+    command = [sys.executable, "-m", "benchmarks.off_policy_world.workers"]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
+        "PYTHONPATH": str(ROOT),
     }
     deadline = time.monotonic() + CELL_TIMEOUT_S * max(map(len, shares))
     workers = [

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from off_policy_world.policy import WIDTH, TreePolicy
-from off_policy_world.tree import CHOICES_SL, LENGTH, NUM_PROMPTS, NUM_TOKENS, TOKENS_SL
+from benchmarks.off_policy_world.policy import WIDTH, TreePolicy
+from benchmarks.off_policy_world.tree import CHOICES_SL, LENGTH, NUM_PROMPTS, NUM_TOKENS, TOKENS_SL
 
 BETA = 0.5
 """Of the optimum pi* ~ pi_ref * exp(r / beta)."""

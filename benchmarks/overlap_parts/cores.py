@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from training_runs.run import MeasurementFailed
 
+from benchmarks.lib.runs import MeasurementFailed
 from launch.observe.status import StatusError, read_status
 
 

@@ -7,8 +7,8 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
-from training_runs.run import FinishedRun, MeasurementFailed, Row, Samples
 
+from benchmarks.lib.runs import FinishedRun, MeasurementFailed, Row, Samples
 from launch.observe.totals import Interval
 
 Figures = dict[str, Any]
@@ -61,7 +61,7 @@ def figures_of(run: FinishedRun, num_warmup: int) -> Figures:
     Raises:
         MeasurementFailed: it is too short.
     """
-    rows = run.rows
+    rows = run.updates
     if len(rows) < num_warmup + 2:
         raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps, of which {num_warmup} warm up: too few")
     counted = rows[num_warmup:]

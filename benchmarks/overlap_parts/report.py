@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training_runs.page import origin, share, table
-
-from overlap_parts.figures import Figures
-from overlap_parts.long_tail import MEDIAN_LENGTH, SIGMA
-from overlap_parts.setting import GROUP_SIZE, MAX_NEW_TOKENS, Setting
+from benchmarks.lib.page import origin, share, table
+from benchmarks.overlap_parts.figures import Figures
+from benchmarks.overlap_parts.long_tail import MEDIAN_LENGTH, SIGMA
+from benchmarks.overlap_parts.setting import GROUP_SIZE, MAX_NEW_TOKENS, Setting
 
 BAR = 1.6
 EQUAL = (0.8, 1.25)
@@ -58,9 +57,10 @@ def _head(result: Figures, setting: Setting) -> str:
         f"--groups {setting.groups_per_step} --page"
     )
     return (
-        f"{origin(command, result['machine'])} Real runs of `leeway train`, one after the other: "
-        "`weight_sync.max_lag = 0`, which is synchronous training, then the default, asynchronous setting. One actor "
-        "has a core of its own; the learner (one stage), the buffer service, Ray and the command share the other. "
+        f"{origin(command, result['machine'], result['machine']['commit'])} Real runs of "
+        "`leeway train`, one after the other: `weight_sync.max_lag = 0`, which is synchronous training, then the "
+        "default, asynchronous setting. One actor has a core of its own; the learner (one stage), the buffer service, "
+        "Ray and the command share the other. "
         f"A step trains {setting.groups_per_step} prompts of {GROUP_SIZE} samples; the actor keeps as many in flight "
         "on both sides. The model is a Llama of 1.7 million parameters whose completions end at random: the mean "
         f"lengths of its 16 kinds of prompts are log-normal (median {MEDIAN_LENGTH:g} tokens, sigma {SIGMA:g}), the "

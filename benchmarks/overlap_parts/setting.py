@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from overlap_parts.long_tail import CLASSES
+from benchmarks.overlap_parts.long_tail import CLASSES
 
 PARTS = Path(__file__).resolve().parent
 GROUP_SIZE = 4

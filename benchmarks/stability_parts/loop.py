@@ -17,10 +17,10 @@ from actors.tasks.task import Problem
 from algorithms.diagnostics import EssRule, off_policy_metrics
 from algorithms.inputs import LossInputs
 from algorithms.registry import loss_for
+from benchmarks.stability_parts.sampler import Sampler, Samples, completion_logprobs
 from launch.config import Config
 from launch.load import load_config
 from learner.optimizer import learning_rate
-from stability_parts.sampler import Sampler, Samples, completion_logprobs
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples" / "sums.toml"

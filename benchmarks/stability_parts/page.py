@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from training_runs.page import table
-
-from stability_parts.rows import ROWS
-from stability_parts.search import (
+from benchmarks.lib.page import table
+from benchmarks.stability_parts.rows import ROWS
+from benchmarks.stability_parts.search import (
     EVAL_EVERY,
     LAGS,
     LAGS_SEEN,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.stability_parts.loop import CONFIG
 from launch.load import load_config
-from stability_parts.loop import CONFIG
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from stability_parts.loop import DelayedRun
-from stability_parts.rows import ROWS, Row
+from benchmarks.stability_parts.loop import DelayedRun
+from benchmarks.stability_parts.rows import ROWS, Row
 
 LAGS = (0, 1, 4, 16, 64)
 RATES = (1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)

@@ -36,7 +36,7 @@ async def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer
     lines = lines_of(asyncio.get_running_loop())
-    role = importlib.import_module(f"weights_parts.{name}_role").Role(**json.loads(options))
+    role = importlib.import_module(f"benchmarks.weights_parts.{name}_role").Role(**json.loads(options))
     while True:
         call: dict[str, Any] = json.loads(await lines.get())
         if call["method"] == "end":

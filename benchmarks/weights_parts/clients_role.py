@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from benchmarks.weights_parts.service_role import RUN_ID
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
-from weights_parts.service_role import RUN_ID
 
 
 class Role:

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.weights_parts.training import Trainer
 from weight_sync.delta import decode_delta, encode_delta
 from weight_sync.tensors import host_bytes
-from weights_parts.training import Trainer
 
 ITEM_BYTES = 2
 

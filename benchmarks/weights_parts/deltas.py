@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-from weights_parts.figures import delta_figures
-from weights_parts.peers import Figures, call_all, say
-from weights_parts.setting import LARGE_RATE, SMALL_RATE, TRAINING_LIMIT_S, Setting
+from benchmarks.weights_parts.figures import delta_figures
+from benchmarks.weights_parts.peers import Figures, call_all, say
+from benchmarks.weights_parts.setting import LARGE_RATE, SMALL_RATE, TRAINING_LIMIT_S, Setting
 
 
 def measure(setting: Setting) -> Figures:

@@ -21,10 +21,10 @@ import numpy as np
 from actors.config import ActorsConfig
 from actors.engine import Engine
 from actors.weights import WeightFollower
+from benchmarks.weights_parts.bare_reload import bare_reload
 from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import open_puller
-from weights_parts.bare_reload import bare_reload
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 224
 LOWEST_TOKEN = 1000

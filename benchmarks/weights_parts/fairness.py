@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 
-from weights_parts.figures import fairness_figures
-from weights_parts.peers import Figures, Peer, call_all, say
-from weights_parts.setting import DTYPE, Setting
+from benchmarks.weights_parts.figures import fairness_figures
+from benchmarks.weights_parts.peers import Figures, Peer, call_all, say
+from benchmarks.weights_parts.setting import DTYPE, Setting
 
 NUM_PROCESSES, CLIENTS_EACH = 8, 8
 NUM_VALUES = 4 * 2**20

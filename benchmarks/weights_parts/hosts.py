@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from weights_parts.figures import hosts_figures
-from weights_parts.peers import Figures, Peer, say
-from weights_parts.setting import DTYPE, Setting
-from weights_parts.sync import receiver, sent_bytes
+from benchmarks.weights_parts.figures import hosts_figures
+from benchmarks.weights_parts.peers import Figures, Peer, say
+from benchmarks.weights_parts.setting import DTYPE, Setting
+from benchmarks.weights_parts.sync import receiver, sent_bytes
 
 NUM_PULLERS = 16
 PULL_LIMIT_S = 120.0

@@ -6,11 +6,11 @@ import functools
 import time
 from pathlib import Path
 
+from benchmarks.weights_parts.training import Trainer
 from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.publisher import Publisher
 from weight_sync.upload import open_sink
-from weights_parts.training import Trainer
 
 FLUSH_S = 120.0
 

@@ -39,9 +39,9 @@ class Peer:
             options: JSON values for the role.
         """
         self.role = role
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+        paths = str(ROOT)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "weights_parts", role, json.dumps(options)],
+            [sys.executable, "-m", "benchmarks.weights_parts", role, json.dumps(options)],
             cwd=ROOT,
             env={**os.environ, **SETTINGS, "PYTHONPATH": paths},
             stdin=subprocess.PIPE,

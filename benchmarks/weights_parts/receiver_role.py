@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.weights_parts.service_role import RUN_ID
 from common.staleness import PolicyVersion
 from weight_sync import delta, manifest, store
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import open_puller
-from weights_parts.service_role import RUN_ID
 
 POLL_S = 0.001
 WAIT_S = 60.0

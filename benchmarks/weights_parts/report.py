@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training_runs.page import table
-
-from weights_parts.figures import Figures
+from benchmarks.lib.page import table
+from benchmarks.weights_parts.figures import Figures
 
 BARS = {
     "pause_over_step": 1.3,

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.weights_parts.service_role import RUN_ID
 from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.publisher import Publisher
 from weight_sync.upload import open_sink
-from weights_parts.service_role import RUN_ID
 
 FLUSH_S = 60.0
 

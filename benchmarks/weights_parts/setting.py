@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from weights_parts.peers import ROOT, MeasurementFailed, Peer, say
+from benchmarks.weights_parts.peers import ROOT, MeasurementFailed, Peer, say
 
 MODEL = ROOT / "examples" / "smollm2_model"
 RECIPE = ROOT / "examples" / "smollm2_model.py"

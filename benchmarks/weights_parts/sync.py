@@ -11,9 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from weights_parts.figures import copying_figures, sync_figures
-from weights_parts.peers import Figures, Peer, say
-from weights_parts.setting import DTYPE, Setting
+from benchmarks.weights_parts.figures import copying_figures, sync_figures
+from benchmarks.weights_parts.peers import Figures, Peer, say
+from benchmarks.weights_parts.setting import DTYPE, Setting
 
 PLACES = ("disk", "memory")
 KEPT = 3

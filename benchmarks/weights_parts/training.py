@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from benchmarks.weights_parts.samples_role import GROUP_SIZE, trajectories
 from learner.assembly import chunk_loader
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
@@ -20,7 +21,6 @@ from learner.networks import Network, Networks
 from learner.packing import PackingRule
 from learner.reference import Reference
 from learner.step import TrainStep
-from weights_parts.samples_role import GROUP_SIZE, trajectories
 
 TOKEN_BUDGET = 512
 

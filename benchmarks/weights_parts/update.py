@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from benchmarks.weights_parts.figures import learner_figures, pause_figures
+from benchmarks.weights_parts.peers import Figures, Peer, say
+from benchmarks.weights_parts.setting import DTYPE, SMALL_RATE, Setting
 from weight_sync.serving import check_model_folder, prepare_serving_model
-from weights_parts.figures import learner_figures, pause_figures
-from weights_parts.peers import Figures, Peer, say
-from weights_parts.setting import DTYPE, SMALL_RATE, Setting
 
 NUM_ACTORS = 2
 NUM_RUNNING = 24

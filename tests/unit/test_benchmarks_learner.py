@@ -1,7 +1,5 @@
 """benchmarks/learner.py: what its sides have in common, what it calls theory, and how its processes end."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,15 +9,11 @@ from torch.distributed.pipelining.schedules import _ComputationType
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.learner_parts import gpu, ours, plain, processes, report, sleeping, workload
 from learner.attention import IMPLEMENTATION
 from learner.mesh import Mesh, Place
 from learner.model import DeviceBatch
 from learner.pipeline import build_schedule
-
-with pytest.MonkeyPatch.context() as patch:
-    # only while it is imported: this folder's learner.py would hide the package of that name
-    patch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    from learner_parts import gpu, ours, plain, processes, report, sleeping, workload
 
 MICRO_BATCHES = 8
 UNITS = {

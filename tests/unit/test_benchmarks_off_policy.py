@@ -5,16 +5,12 @@ import itertools
 import math
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-with pytest.MonkeyPatch.context() as patch:
-    # only while it is imported: this folder's buffer.py would hide the package of that name
-    patch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    from off_policy_world import page, rows, training, tree, world
+from benchmarks.off_policy_world import page, rows, training, tree, world
 
 ROWS = {row.name: row for row in rows.ROWS}
 GROUP_SIZE = rows.GROUP_SIZE

@@ -2,20 +2,14 @@
 
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(BENCHMARKS))
-    patch.syspath_prepend(str(BENCHMARKS.parent))  # before that folder's buffer.py, which hides the package
-    from overlap_parts import cores, figures, long_tail, report, reward, setting
-    from training_runs.run import FinishedRun, MeasurementFailed, Samples
+from benchmarks.lib.runs import FinishedRun, MeasurementFailed, Samples
+from benchmarks.overlap_parts import cores, figures, long_tail, report, reward, setting
 
 
 def samples(*rows):

@@ -1,22 +1,15 @@
 """The synchronous loop of the stability benchmark: its samples, their age, and what counts as stable."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-with pytest.MonkeyPatch.context() as patch:
-    # only while they are imported: benchmarks/buffer.py would hide the package of that name
-    patch.syspath_prepend(str(ROOT / "benchmarks"))
-    patch.syspath_prepend(str(ROOT / "examples"))
-    patch.syspath_prepend(str(ROOT))
-    from demo_model.make_checkpoint import EOS, PAD, make_model, make_tokenizer
-    from stability_parts import page, search
-    from stability_parts.loop import DelayedRun
-    from stability_parts.rows import ROWS
-    from stability_parts.sampler import Sampler, completion_logprobs
+from benchmarks.stability_parts import page, search
+from benchmarks.stability_parts.loop import DelayedRun
+from benchmarks.stability_parts.rows import ROWS
+from benchmarks.stability_parts.sampler import Sampler, completion_logprobs
+from examples.demo_model.make_checkpoint import EOS, PAD, make_model, make_tokenizer
 
 SMALL = ["--learner.groups_per_step", "4", "--task.num_train", "64", "--task.num_heldout", "16"]
 

@@ -1,25 +1,19 @@
 """benchmarks/tuning.py: that its figures follow from what runs leave behind, and that its runs are as its page says."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import tuning
+from benchmarks.lib.processes import MeasurementFailed
+from benchmarks.lib.runs import FinishedRun, KeptResults, train
 from launch.load import load_config
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-DEMO = BENCHMARKS.parent / "examples" / "demo.toml"
-
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(BENCHMARKS))
-    patch.syspath_prepend(str(BENCHMARKS.parent))  # before that folder's buffer.py, which hides the package
-    from training_runs.run import FinishedRun, MeasurementFailed, train
-    from tuning_parts import charts, figures, report, sweeps
-
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.toml"
 MACHINE = {"cores": 2, "processor": "x86_64", "python": "3.11", "load_before": 0.1, "commit": "abc"}
-FIGURES = {key: 1.0 for key, _ in report.COLUMNS.values()} | {"num_steps": 60.0}
+FIGURES = {key: 1.0 for key, _ in tuning.COLUMNS.values()} | {"num_steps": 60.0}
 
 
 def row(number, reward, finished_s, **changes):
@@ -32,27 +26,27 @@ def row(number, reward, finished_s, **changes):
 
 
 def test_the_default_is_run_once_though_every_sweep_has_it():
-    runs = sweeps.runs_of(sweeps.SWEEPS)
+    runs = tuning.runs_of(tuning.SWEEPS)
     assert runs.count(()) == 1
-    assert len(runs) == len(set(runs)) == 1 + sum(len(sweep.values) - 1 for sweep in sweeps.SWEEPS)
+    assert len(runs) == len(set(runs)) == 1 + sum(len(sweep.values) - 1 for sweep in tuning.SWEEPS)
 
 
-@pytest.mark.parametrize("sweep", sweeps.SWEEPS, ids=lambda sweep: sweep.name)
+@pytest.mark.parametrize("sweep", tuning.SWEEPS, ids=lambda sweep: sweep.name)
 def test_a_knob_is_turned_alone_and_its_default_is_the_demos(sweep):
     demo = load_config(DEMO)
     section, _, key = sweep.key.partition(".")
     assert getattr(getattr(demo, section), key) == sweep.default
     for value in sweep.values:
-        config = load_config(DEMO, (*sweeps.EVERY_RUN, *sweep.overrides(value)))
+        config = load_config(DEMO, (*tuning.EVERY_RUN, *sweep.overrides(value)))
         assert getattr(getattr(config, section), key) == value
-        assert config.learner.groups_per_step * config.actors.group_size == sweeps.SAMPLES_PER_STEP
+        assert config.learner.groups_per_step * config.actors.group_size == tuning.SAMPLES_PER_STEP
         reserved = config.actors.num_actors * config.actors.cpus + config.learner.num_stages * config.learner.cpus
         assert reserved <= 2, "two cores have room for it"
 
 
 def test_the_gain_of_reward_is_between_the_ends_of_the_run():
     rows = [row(number, reward=0.1 * number, finished_s=30.0 * number) for number in range(1, 11)]
-    assert figures.reward_per_min(rows) == pytest.approx(0.2)
+    assert tuning.reward_per_min(rows) == pytest.approx(0.2)
 
 
 def write_run(folder, rows, spans):
@@ -72,7 +66,7 @@ def test_rates_count_from_the_first_step_to_the_last(tmp_path):
         {"who": "actor-1", "what": "generate", "start_s": 100.0, "end_s": 110.0, "busy_s": 5.0, "num_tokens": 40},
         {"who": "actor-1", "what": "update", "start_s": 100.0, "end_s": 110.0},
     ]
-    found = figures.figures_of(write_run(tmp_path / "run", rows, spans))
+    found = tuning.figures_of(write_run(tmp_path / "run", rows, spans))
     assert found["seconds"] == pytest.approx(10.0)
     assert found["samples_per_s"] == pytest.approx(4.0)
     assert found["trained_tokens_per_s"] == pytest.approx(5.0)
@@ -86,11 +80,11 @@ def test_rates_count_from_the_first_step_to_the_last(tmp_path):
 def test_a_run_of_a_few_steps_has_no_figures(tmp_path):
     run = write_run(tmp_path / "run", [row(number, 0.5, float(number)) for number in range(4)], [])
     with pytest.raises(MeasurementFailed, match="has 4 steps"):
-        figures.figures_of(run)
+        tuning.figures_of(run)
 
 
 def test_of_the_greatest_lag_the_greatest_of_the_seeds_counts():
-    found = figures.over_seeds([
+    found = tuning.over_seeds([
         {"lag_max": 2.0, "samples_per_s": 10.0, "actor_idle_frac": None},
         {"lag_max": 4.0, "samples_per_s": 20.0, "actor_idle_frac": 0.5},
     ])  # fmt: skip
@@ -98,11 +92,11 @@ def test_of_the_greatest_lag_the_greatest_of_the_seeds_counts():
 
 
 def test_the_page_has_a_table_and_a_chart_for_every_sweep(tmp_path):
-    results = {sweep.key: dict.fromkeys(sweep.values, FIGURES) for sweep in sweeps.SWEEPS}
+    results = {sweep.key: dict.fromkeys(sweep.values, FIGURES) for sweep in tuning.SWEEPS}
     page = tmp_path / "tuning.md"
-    report.write_page(page, results, MACHINE, "python benchmarks/tuning.py --seeds 0 --steps 60", [0])
+    tuning.write_results(page, results, MACHINE, "python benchmarks/tuning.py --seeds 0 --steps 60", [0])
     text = page.read_text()
-    for sweep in sweeps.SWEEPS:
+    for sweep in tuning.SWEEPS:
         assert f"## `{sweep.key}`" in text
         assert f"| **{sweep.default}** (the demo) |" in text
         chart = tmp_path / f"tuning_{sweep.name}.svg"
@@ -113,38 +107,33 @@ def test_the_page_has_a_table_and_a_chart_for_every_sweep(tmp_path):
 def test_a_chart_leaves_out_what_was_not_measured_and_is_the_same_each_time(tmp_path):
     found = {1: FIGURES, 2: {**FIGURES, "actor_idle_frac": None}}
     for name in ("a.svg", "b.svg"):
-        charts.draw(sweeps.SWEEPS[1], found, tmp_path / name)
+        tuning.draw(tuning.SWEEPS[1], found, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-@pytest.fixture
-def tuning(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("tuning")
-
-
-def test_a_run_that_was_made_before_is_not_made_again(tmp_path, monkeypatch, tuning):
+def test_a_run_that_was_made_before_is_not_made_again(tmp_path, monkeypatch):
     made = []
 
-    def train(config, folder, overrides):
+    def train(config, folder, overrides, log):
         made.append(overrides)
         rows = [row(number, 0.5, float(number)) for number in range(6)]
         folder.parent.mkdir(parents=True, exist_ok=True)
         return write_run(folder, rows, [])
 
     monkeypatch.setattr(tuning, "train", train)
-    work = tuning.Work(tmp_path, 60, MACHINE)
-    first = work.figures(("--actors.num_actors", "1"), 0)
-    assert tuning.Work(tmp_path, 60, MACHINE).figures(("--actors.num_actors", "1"), 0) == first
+    overrides = ("--actors.num_actors", "1")
+    first = tuning.one(KeptResults(tmp_path, "runs.json", {"num_steps": 60}), 60, overrides, 0)
+    assert tuning.one(KeptResults(tmp_path, "runs.json", {"num_steps": 60}), 60, overrides, 0) == first
     assert len(made) == 1
     assert {"--actors.num_actors", "--run.seed", "--learner.num_steps"} <= set(made[0])
+    assert not any((tmp_path / "runs").iterdir())
     with pytest.raises(SystemExit, match="holds runs of"):
-        tuning.Work(tmp_path, 120, MACHINE)
+        KeptResults(tmp_path, "runs.json", {"num_steps": 120})
 
 
-def test_the_page_is_written_only_where_it_is_asked_for(tmp_path, monkeypatch, capsys, tuning):
+def test_the_page_is_written_only_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "measure", lambda *_: {})
-    monkeypatch.setattr(tuning, "write_page", lambda path, *_: path.touch())
+    monkeypatch.setattr(tuning, "write_results", lambda path, *_: path.touch())
     monkeypatch.setattr(tuning, "PAGE", tmp_path / "tuning.md")
     for arguments, expected in (([], False), (["--page"], True)):
         monkeypatch.setattr(sys, "argv", ["tuning.py", *arguments])
@@ -159,8 +148,8 @@ def test_the_page_is_written_only_where_it_is_asked_for(tmp_path, monkeypatch, c
 def test_a_run_that_fails_says_what_it_printed_last(tmp_path):
     prints = ["sh", "-c", "seq 30; exit 3"]
     with pytest.raises(MeasurementFailed, match=r"^run ended with status 3; it said last:\n    11\n") as failed:
-        train(DEMO, tmp_path / "run", [], prefix=prints)
+        train(DEMO, tmp_path / "run", [], log=tmp_path / "log", prefix=prints)
     assert str(failed.value).endswith("\n    30")
     hangs = ["sh", "-c", "echo at step 7; sleep 60"]
     with pytest.raises(MeasurementFailed, match=r"took longer than 0.1 s; it said last:\n    at step 7$"):
-        train(DEMO, tmp_path / "run", [], prefix=hangs, limit_s=0.1)
+        train(DEMO, tmp_path / "run", [], log=tmp_path / "log", prefix=hangs, limit_s=0.1)

@@ -1,13 +1,9 @@
 """benchmarks/weights.py: that its figures follow from the raw numbers, and that its processes end."""
 
-from pathlib import Path
-
 import psutil
 import pytest
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    from weights_parts import figures, peers, report, samples_role
+from benchmarks.weights_parts import figures, peers, report, samples_role
 
 
 def update(pause, step, bare, **changes):

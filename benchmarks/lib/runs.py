@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,29 +17,35 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
-from buffer_peers.processes import end_tree
 
+from benchmarks.lib.machine import ROOT
+from benchmarks.lib.processes import MeasurementFailed, end_families, environment
 from buffer.export import export
 from buffer.inspect import Inspection
 from buffer.views import Selection
 from launch.observe import trace as timeline
 from launch.observe.totals import Interval, intersect, total
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 900.0
-"""No run of these benchmarks takes longer."""
+"""No run takes longer, unless a benchmark says so."""
 LOOK_EVERY_S = 0.5
 LAST_LINES = 20
 """Of what a run has printed that failed: its folder may be gone when somebody reads why."""
-SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Small tensors: more threads fight for the cores."""
 
 Row = Mapping[str, Any]
 """A step as metrics.jsonl has it; docs/metrics.md says what its keys mean."""
 
 
-class MeasurementFailed(RuntimeError):
-    """A run has no figures; says why, with the last lines that it printed."""
+class RunFailed(MeasurementFailed):
+    """A run did not end well; says why, with the last lines that it printed."""
+
+    def __init__(self, name: str, why: str, status: int | None, said: Sequence[str]) -> None:
+        last = ["it said last:", *said[-LAST_LINES:]] if said else ["it said why above"]
+        super().__init__("\n    ".join([f"{name} {why}; {last[0]}", *last[1:]]))
+        self.why = why
+        self.status = status
+        """Of its exit; None where it took too long."""
+        self.said = said
 
 
 @dataclass(frozen=True)
@@ -69,10 +76,15 @@ class FinishedRun:
         self.folder = folder
 
     @functools.cached_property
-    def rows(self) -> list[Row]:
-        """Its steps in order; one that took no update is left out."""
+    def steps(self) -> list[Row]:
+        """In order, also those that took no update."""
         lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [row for row in lines if "loss" in row and not row["skipped"]]
+        return [row for row in lines if "loss" in row]
+
+    @functools.cached_property
+    def updates(self) -> list[Row]:
+        """The steps that took one."""
+        return [row for row in self.steps if not row["skipped"]]
 
     @functools.cached_property
     def summary(self) -> Mapping[str, Any]:
@@ -104,11 +116,7 @@ class FinishedRun:
         )
 
     def generated(self, window: Interval) -> dict[str, Generated]:
-        """Actor -> what it generated within a window, from timeline.jsonl.
-
-        Args:
-            window: start and end, seconds since the epoch.
-        """
+        """Actor -> what it generated within a window of seconds since the epoch, from timeline.jsonl."""
         found: dict[str, Generated] = {}
         for line in timeline.read(self.folder / "timeline.jsonl"):
             if line.what == "generate" and line.end_s > line.start_s:
@@ -119,48 +127,88 @@ class FinishedRun:
         return found
 
 
+class KeptResults:
+    """A folder of what was computed from finished runs: a benchmark that was ended goes on from there."""
+
+    def __init__(self, folder: Path, name: str, facts: object) -> None:
+        """Open or make it.
+
+        Args:
+            folder: as `--work` names it.
+            name: of the JSON file that says what its runs have in common.
+            facts: what those of this benchmark have.
+
+        Raises:
+            SystemExit: it holds others.
+        """
+        self.folder = folder.resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        said = self.folder / name
+        if said.exists() and (theirs := json.loads(said.read_text())) != facts:
+            sys.exit(f"--work {folder} holds runs of {theirs}, not of {facts}; choose another folder")
+        said.write_text(json.dumps(facts))
+
+    def result(self, name: str, make: Callable[[Path], Mapping[str, Any]]) -> Any:  # noqa: ANN401 -- JSON
+        """What is kept under a name; where nothing is, it is made in a folder that is removed afterwards."""
+        kept = self.folder / f"{name}.json"
+        if kept.exists():
+            return json.loads(kept.read_text())
+        folder = self.folder / "runs" / name
+        shutil.rmtree(folder, ignore_errors=True)  # what an earlier call left unfinished
+        part = self.folder / f"{name}.part"
+        part.write_text(json.dumps(result := make(folder)))
+        part.replace(kept)
+        shutil.rmtree(folder)
+        return result
+
+
+def by_token(updates: Sequence[Row], key: str) -> float:
+    """Mean of a metric over steps, weighted by their completion tokens."""
+    num_tokens = sum(row["batch/completion_tokens"] for row in updates)
+    return float(sum(row[key] * row["batch/completion_tokens"] for row in updates) / num_tokens)
+
+
 def train(
-    config: Path,
+    config: str | Path,
     folder: Path,
     overrides: Sequence[str],
     *,
+    log: Path | None = None,
     limit_s: float = LIMIT_S,
     prefix: Sequence[str] = (),
     look: Callable[[Path], None] = lambda folder: None,
 ) -> FinishedRun:
-    """Train as a config says, in a process of its own; all that it prints goes to a file beside the run's folder.
+    """Train as a config says, in a process of its own.
 
     Args:
         config: TOML file.
         folder: of the run, made anew.
         overrides: arguments of `leeway train`.
+        log: what it prints goes there; None: to this process's own output.
         limit_s: a run that takes longer has failed.
         prefix: a command that runs it, such as `taskset`.
         look: shown the folder about every LOOK_EVERY_S while it runs.
 
     Raises:
-        MeasurementFailed: it did not end well, or took too long.
+        RunFailed: it did not end well, or took too long.
     """
     command = [*prefix, sys.executable, "-m", "launch.cli", "train", str(config)]
     command += ["--run.dir", str(folder.parent), "--run.name", folder.name, "--tracking.display", "plain", *overrides]
-    log = folder.with_suffix(".log")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **SETTINGS}, stdout=output, stderr=subprocess.STDOUT, text=True
-        )
+    with log.open("w") if log else contextlib.nullcontext() as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT)
         try:
             is_over = _follow(process, folder, look, time.monotonic() + limit_s)
         finally:
-            end_tree(process)
+            end_families(process)
     if not is_over or process.returncode:
         why = f"ended with status {process.returncode}" if is_over else f"took longer than {limit_s:g} s"
-        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-        raise MeasurementFailed("\n    ".join([f"{folder.name} {why}; it said last:", *lines]))
+        said = log.read_text(errors="replace").splitlines() if log else []
+        raise RunFailed(folder.name, why, process.returncode if is_over else None, said)
     return FinishedRun(folder)
 
 
-def _follow(process: subprocess.Popen[str], folder: Path, look: Callable[[Path], None], deadline_s: float) -> bool:
+def _follow(process: subprocess.Popen[bytes], folder: Path, look: Callable[[Path], None], deadline_s: float) -> bool:
     """Wait for its end; False where it did not come in time."""
     while True:
         try:

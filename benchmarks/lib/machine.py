@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypedDict
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
 OURS = ("actors", "algorithms", "buffer", "common", "examples", "launch", "learner", "weight_sync")
 GIT_LIMIT_S = 30.0
 
