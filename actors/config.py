@@ -32,11 +32,6 @@ class ActorsConfig(BaseModel):
     reward_retries: int = Field(default=1, ge=0, description="How often a reward function that raised is tried again.")
     reward_timeout_s: PositiveFloat = Field(default=60.0, description="A reward that takes longer counts as failed.")
     generate_timeout_s: PositiveFloat = Field(default=300.0, description="A sample that takes longer counts as failed.")
-    max_restarts: int = Field(
-        default=3,
-        ge=0,
-        description="How often in a row an actor that died is started again; an hour of work starts the count anew.",
-    )
     eval_every: int = Field(default=0, ge=0, description="Evaluate every so many versions; 0: before and after only.")
     eval_problems: PositiveInt = Field(default=256, description="Held-out problems of an evaluation during the run.")
 

@@ -313,11 +313,6 @@ def _check_sizes(config: Config, contract: StalenessContract) -> None:
             f"learner.token_budget = {learner.token_budget} is below actors.max_prompt_tokens + "
             f"actors.max_new_tokens = {actors.max_model_tokens}: the longest sample would fit in no micro-batch"
         )
-    if config.launch.eval_timeout_s >= learner.batch_timeout_s:
-        raise ConfigError(
-            f"launch.eval_timeout_s = {config.launch.eval_timeout_s:g} is not below learner.batch_timeout_s = "
-            f"{learner.batch_timeout_s:g}: an evaluating actor makes no samples, so the learner would give up first"
-        )
     outstanding = contract.capacity() * actors.group_size
     if config.buffer.capacity_trajectories < outstanding:
         raise ConfigError(

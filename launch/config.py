@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from actors.config import ActorsConfig
 from actors.tasks.config import TaskConfig
@@ -35,8 +44,10 @@ class ModelConfig(_Section):
     recipe: str | None = Field(
         default=None, description="Python script that makes `path` where it is missing; called with the folder."
     )
-    hub: str | None = Field(default=None, description="Model of the Hugging Face Hub, ORGANISATION/NAME.")
-    revision: str = Field(default="main", description="Revision on the Hub.")
+    hub: str | None = Field(
+        default=None,
+        description="Model of the Hugging Face Hub, ORGANISATION/NAME or ORGANISATION/NAME@REVISION; else of main.",
+    )
     reference_path: str | None = Field(
         default=None, description="Folder of the frozen reference model; unset: the model itself as it starts."
     )
@@ -48,6 +59,12 @@ class ModelConfig(_Section):
         if self.recipe is not None and self.path is None:
             raise ValueError("recipe makes model.path, which is not given")
         return self
+
+    @property
+    def on_hub(self) -> tuple[str, str]:
+        """Name and revision of `hub`."""
+        name, _, revision = str(self.hub).partition("@")
+        return name, revision or "main"
 
 
 class PoolConfig(_Section):
@@ -104,18 +121,13 @@ class LaunchConfig(_Section):
     startup_timeout_s: PositiveFloat = Field(
         default=300.0, description="Every role must be ready, and the model exported, within this time."
     )
-    placement_timeout_s: PositiveFloat = Field(
-        default=60.0, description="How long a worker may wait for a host with the CPUs, GPUs and pool that it asks for."
-    )
     shutdown_timeout_s: PositiveFloat = Field(
         default=60.0, description="After Ctrl-C, how long the learner may take to finish its step; then the run fails."
     )
-    silence_timeout_s: PositiveFloat = Field(
-        default=60.0, description="A role that answers nothing for so long is reported as hung."
-    )
-    eval_timeout_s: PositiveFloat = Field(default=500.0, description="An evaluation that takes longer is an error.")
-    poll_interval_s: PositiveFloat = Field(
-        default=0.5, description="How often the run asks its roles for news, and sees that one died."
+    max_restarts: NonNegativeInt = Field(
+        default=3,
+        description="How often in a row an actor that died is started again, and the learner from its newest "
+        "checkpoint when a stage dies or hangs. An hour of the actor's work, or a new checkpoint, counts anew.",
     )
 
 
@@ -129,7 +141,6 @@ class TrackingConfig(_Section):
     display: Literal["auto", "live", "plain", "off"] = Field(
         default="auto", description="Live view on a terminal, or a line every few seconds."
     )
-    plain_interval_s: NonNegativeFloat = Field(default=5.0, description="Seconds between lines of the plain display.")
     log_every: PositiveInt = Field(default=1, description="Write every n-th step to metrics.jsonl and W&B.")
     prometheus_port: int | None = Field(
         default=None, ge=1, le=65535, description="Serve all metrics to Prometheus at this port; unset: do not."

@@ -106,10 +106,11 @@ def _model_folder(config: Config) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    name, revision = config.model.on_hub
     try:
-        return Path(snapshot_download(str(config.model.hub), revision=config.model.revision, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError as error:
         raise ConfigError(
             f"the model that the run started from, {config.model.hub}, is not in this machine's cache of the Hub, and "
-            f"its config and tokenizer are needed: huggingface-cli download {config.model.hub}"
+            f"its config and tokenizer are needed: huggingface-cli download {name} --revision {revision}"
         ) from error

@@ -21,7 +21,7 @@ _DOWNLOAD = """
 import sys
 from huggingface_hub import snapshot_download
 try:
-    print(snapshot_download(sys.argv[1], revision=sys.argv[2] or None))
+    print(snapshot_download(sys.argv[1], revision=sys.argv[2]))
 except Exception as error:  # of many kinds; each means that there is no model
     print(f"{type(error).__name__}: {error}")
     sys.exit(1)
@@ -40,7 +40,7 @@ def fetch_model(model: ModelConfig, *, is_there: bool) -> Path:
         ConfigError: it cannot be had; says why and what to try.
     """
     if model.path is None:
-        return _download(str(model.hub), model.revision or "")
+        return _download(*model.on_hub)
     if not is_there:
         _make(Path(str(model.recipe)), Path(model.path))
     return Path(model.path)

@@ -44,6 +44,8 @@ from launch.weights_folder import claim_weights_folder
 from learner.checkpoint_meta import newest_progress
 from weight_sync.serving import ModelFacts, ModelFolderError, prepare_serving_model
 
+POLL_S = 0.5
+"""How often the roles are asked for news: a death is seen this late, and an answer takes milliseconds."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NOT_WRITTEN = _FULL | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 """What a disk says that is full, broken, or not ours to write."""
@@ -279,7 +281,7 @@ class _Run:
         limit_s = self._config.launch.shutdown_timeout_s
         self._interrupts.training = True
         while not self._supervisor.learning_is_over():
-            time.sleep(self._config.launch.poll_interval_s)
+            time.sleep(POLL_S)
             self._digest(self._supervisor.poll())
             if self._interrupts.count and asked_at is None:
                 asked_at = time.monotonic()

@@ -113,11 +113,6 @@ class LearnerConfig(BaseModel):
     checkpoint_timeout_s: PositiveFloat = Field(
         default=600.0, description="A checkpoint that takes longer to write ends the learner."
     )
-    max_restarts: NonNegativeInt = Field(
-        default=3,
-        description="How often in a row the learner is started again from its newest checkpoint when a stage dies or "
-        "hangs; a new checkpoint starts the count anew.",
-    )
     num_threads: PositiveInt = Field(default=1, description="Compute threads per stage on CPU.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where stages compute.")
     cpus: float = Field(default=0.5, ge=0, description="Ray CPUs reserved per stage.")

@@ -62,6 +62,8 @@ def line(snapshot: RunStatus, num_waits: int = NUM_WAITS) -> str:
     return f"{elapsed_s:5.0f} s  {figures}{waits}{tripped}"
 
 
+PLAIN_INTERVAL_S = 5.0
+"""Between lines of the plain display, where there is something new."""
 QUIET_S = 15.0
 """Without anything new, a line comes after so long all the same, and says why nothing happens."""
 
@@ -160,7 +162,7 @@ class Display:
         quiet_s = self._clock() - self._last_line_s
         is_stuck = bool(snapshot.waits) and snapshot.phase == TRAINING
         is_new = snapshot.step != self._last_step or is_stuck or snapshot.tripped
-        if quiet_s >= (self._config.tracking.plain_interval_s if is_new else QUIET_S):
+        if quiet_s >= (PLAIN_INTERVAL_S if is_new else QUIET_S):
             self._say(self._line(snapshot, is_new_step=snapshot.step != self._last_step))
             self._last_line_s = self._clock()
             self._last_step = snapshot.step

@@ -15,6 +15,8 @@ from common.staleness import PolicyVersion
 from launch.processes.role_process import RoleProcess, RunFailed, done, reason
 
 POLL_S = 0.1
+EVALUATION_SHARE = 5 / 6
+"""Of learner.batch_timeout_s: an evaluating actor makes no samples, and the learner must not give up before it."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class Evaluation:
         if time.monotonic() > self._deadline:
             names = ", ".join(asked.actor.name for asked in self._pending)
             raise RunFailed(
-                f"{names} did not finish an evaluation within launch.eval_timeout_s = {self._timeout_s:g} s"
+                f"{names} did not finish an evaluation within {self._timeout_s:g} s: evaluate fewer problems, or raise "
+                "learner.batch_timeout_s, of which an evaluation may take a part"
             )
         return None
 

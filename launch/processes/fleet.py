@@ -14,8 +14,8 @@ from actors.spec import ActorSpec
 from launch.checks import Plan
 from launch.observe.status import actor_name
 from launch.pools import ActorPool, actor_pools
-from launch.processes.placement import Gang
-from launch.processes.role_process import RoleProcess, RunFailed, done, failure, outcome, reason
+from launch.processes.placement import PLACEMENT_S, Gang
+from launch.processes.role_process import SILENCE_S, RoleProcess, RunFailed, done, failure, outcome, reason
 from launch.processes.roles import ActorRole
 from launch.processes.services import STARTUP_KEY
 from launch.processes.spawn import spawn
@@ -292,9 +292,7 @@ class Fleet:
         limit_s = self._config.launch.startup_timeout_s
         pending = actor.starting if actor.running is None else actor.running
         if done(pending):
-            came_back = actor.running is not None and actor.comes_back(
-                self._config.launch.silence_timeout_s, self._notify
-            )
+            came_back = actor.running is not None and actor.comes_back(SILENCE_S, self._notify)
             return None if came_back else outcome(pending)
         if actor.running is None and time.monotonic() - actor.started_s > limit_s:
             return f"it was not ready within {STARTUP_KEY} = {limit_s:g} s"
@@ -302,7 +300,7 @@ class Fleet:
 
     def _start_again(self, actor: ActorProcess, why: str) -> None:
         ray.kill(actor.handle, no_restart=True)  # it may have failed without dying
-        if actor.restarts_in_a_row >= self._config.actors.max_restarts:
+        if actor.restarts_in_a_row >= self._config.launch.max_restarts:
             self._lose(actor, f"given up: {why}")
             left = sum(1 for each in self._actors if not each.is_going)
             times = f"after {actor.restarts_in_a_row} restarts in a row"
@@ -315,10 +313,9 @@ class Fleet:
         self._look_for_a_place(actor)
 
     def _look_for_a_place(self, actor: ActorProcess) -> None:
-        limit_s = self._config.launch.placement_timeout_s
         if actor.gang.is_placed:
             self._start(actor)
-        elif actor.gang.missing_s > limit_s:
+        elif actor.gang.missing_s > PLACEMENT_S:
             why = actor.gang.shortage()
             self._lose(actor, f"given up: {why}")
             self._notify("given_up", f"{actor.name} is given up: {why}")

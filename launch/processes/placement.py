@@ -19,7 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from launch.pools import Bundle
 from launch.processes.role_process import RunFailed
 
-TIMEOUT_KEY = "launch.placement_timeout_s"
+PLACEMENT_S = 60.0
+"""How long a worker waits on a cluster for a host that has what it asks for; to join takes a host a few seconds."""
 _LOOK_S = 0.2
 
 
@@ -114,8 +115,7 @@ class Gang:
         """Why there is no place: what was asked for, and what each host has."""
         return (
             f"{self.what}, and in {self.missing_s:.0f} s there was no room for it. {resource_table()}. Lower count, "
-            f"cpus or gpus (reservations, not limits), or add hosts to the pool; {TIMEOUT_KEY} says how long a cluster "
-            "is waited for"
+            f"cpus or gpus (reservations, not limits), or add hosts to the pool"
         )
 
     def release(self) -> None:

@@ -15,6 +15,8 @@ from launch.observe.status import ProcessFacts
 
 LASTING_S = 3600.0
 """Who has worked for so long has its restarts forgiven: what fails now and then, in weeks, is not given up."""
+SILENCE_S = 60.0
+"""A role that answers nothing for so long is told of. It answers within milliseconds, but for a host that swaps."""
 _CHECK_EVERY_S = 1.0
 
 
@@ -136,15 +138,14 @@ class RoleProcess:
             except RayError as error:
                 raise RunFailed(f"{self.name} failed: {reason(error)}; see {self.log}") from None
 
-    def ask(self, method: str, patience_s: float, silence_s: float, notify: Callable[[str, str], None]) -> Any:  # noqa: ANN401
+    def ask(self, method: str, patience_s: float, notify: Callable[[str, str], None]) -> Any:  # noqa: ANN401
         """Call a method; None where it is not answered in time, or failed.
 
-        An answer that is owed stays owed: the next question takes it.
+        An answer that is owed stays owed: the next question takes it. A silence of `SILENCE_S` is told.
 
         Args:
             method: of the role, without arguments.
             patience_s: how long to wait now.
-            silence_s: so much silence is told.
             notify: called with (kind, text) then.
         """
         now = time.monotonic()
@@ -157,7 +158,7 @@ class RoleProcess:
             except RayError:
                 return None  # the next look at its work says why
         silence = time.monotonic() - asked_s
-        if silence > silence_s:
+        if silence > SILENCE_S:
             notify("silent", f"{self.name} has not answered for {silence:.0f} s; see {self.log}")
             asked_s = time.monotonic()
         self._owed = pending, asked_s

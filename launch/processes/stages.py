@@ -16,7 +16,7 @@ from launch.checks import Plan
 from launch.keys import host_of_service
 from launch.observe.status import ProcessFacts
 from launch.pools import stage_pools
-from launch.processes.placement import Gang
+from launch.processes.placement import PLACEMENT_S, Gang
 from launch.processes.role_process import RoleProcess, RunFailed, done, failure, reason
 from launch.processes.roles import StagePoll, StageRole
 from launch.processes.services import STARTUP_KEY
@@ -24,7 +24,7 @@ from launch.processes.spawn import Addresses, spawn, stage_spec
 from learner.channel import LeadFailed, StageLost
 from learner.checkpoint_meta import Progress, newest_progress, steps_in
 
-RESTARTS_KEY = "learner.max_restarts"
+RESTARTS_KEY = "launch.max_restarts"
 GRACE_S = 3.0
 """After the first stage has failed, how long the others may take to say why, or to be seen dead: the first to
 notice a death is often a neighbour, which knows of a closed connection only."""
@@ -80,7 +80,7 @@ class Stages:
            ^------------- lost: killed, and started again ------------'
 
     Lost is a process that died, a rank that the others waited for in vain, and one that is not ready again in time.
-    Every other error would come again and ends the run. At most learner.max_restarts restarts in a row lead to no new
+    Every other error would come again and ends the run. At most launch.max_restarts restarts in a row lead to no new
     checkpoint.
     """
 
@@ -255,12 +255,12 @@ class Stages:
 
     def _check_place(self) -> None:
         """Ranks that are started again wait for a host in place of one that was lost, but not for ever."""
-        gang, limit_s = self._gang, self._plan.config.launch.placement_timeout_s
+        gang = self._gang
         if (
             self._state in (State.MEETING, State.SETTING_UP)
             and gang is not None
             and not gang.is_placed
-            and gang.missing_s > limit_s
+            and gang.missing_s > PLACEMENT_S
         ):
             raise RunFailed(f"the learner cannot start again: {gang.shortage()}")
 
@@ -324,7 +324,7 @@ class Stages:
         newest = max(steps_in(self._plan.folder.checkpoints), default=-1)
         if newest > self._checkpoint_at_loss:
             self._restarts_in_a_row, self._checkpoint_at_loss = 0, newest
-        if self._restarts_in_a_row >= self._config.max_restarts:
+        if self._restarts_in_a_row >= self._plan.config.launch.max_restarts:
             times = self._restarts_in_a_row
             tried = f", and {times} restarts in a row ({RESTARTS_KEY}) led to no new checkpoint" if times else ""
             raise RunFailed(f"{loss.who} {loss.why}{tried}; see {loss.logs}")
@@ -348,8 +348,7 @@ class Stages:
         return self._config.num_stages - 1
 
     def _ask_lead(self, patience_s: float) -> StageNews:
-        silence_s = self._plan.config.launch.silence_timeout_s
-        answer: StagePoll | None = self._stages[self._lead].ask("poll", patience_s, silence_s, self._notify)
+        answer: StagePoll | None = self._stages[self._lead].ask("poll", patience_s, self._notify)
         if answer is None:
             return StageNews()
         rows: list[Mapping[str, Any]] = [{**report, "restarts": self.num_restarts} for report in answer.reports]

@@ -19,11 +19,12 @@ from launch.observe.observer import PollResult
 from launch.observe.status import ProcessFacts, actor_name
 from launch.pools import ActorPool
 from launch.processes.buffers import Buffers
-from launch.processes.evaluation import Evaluation
+from launch.processes.evaluation import EVALUATION_SHARE, Evaluation
 from launch.processes.fleet import ActorProcess, Fleet
+from launch.processes.placement import PLACEMENT_S
 from launch.processes.ray_session import abandon_ray, end_ray, start_ray
 from launch.processes.ray_watch import RayWatch
-from launch.processes.role_process import RunFailed, all_results
+from launch.processes.role_process import SILENCE_S, RunFailed, all_results
 from launch.processes.services import STARTUP_KEY
 from launch.processes.spawn import Addresses, actor_spec
 from launch.processes.stages import Stages
@@ -40,7 +41,7 @@ class Supervisor:
     """Starts, watches and ends every process of a run.
 
     States of a process: started -> running -> finished, or running -> died -> started again
-    (actors up to actors.max_restarts times, the buffer services a few times, the learner as a whole), or given up.
+    (actors up to launch.max_restarts times, the buffer services a few times, the learner as a whole), or given up.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Supervisor:
         self._stages.ask_for_places()
         self._fleet.ask_for_places()
         others_come = config.ray_address is not None
-        limit_s = config.placement_timeout_s if others_come else LOCAL_PLACEMENT_S
+        limit_s = PLACEMENT_S if others_come else LOCAL_PLACEMENT_S
         self._stages.wait_for_places(limit_s, others_come=others_come)
         deadline = time.monotonic() + config.startup_timeout_s
         self._weights.start(deadline)
@@ -148,9 +149,8 @@ class Supervisor:
             wanted=dict(self._fleet.wanted),
             processes=self.processes(),
         )
-        silence_s = self._config.launch.silence_timeout_s
         for actor in working:
-            report = actor.ask("report", patience_s, silence_s, self._notify)
+            report = actor.ask("report", patience_s, self._notify)
             if report is not None:
                 self._check_task(actor, report)
                 news.actors.append(report)
@@ -176,8 +176,7 @@ class Supervisor:
 
     def last_poll(self) -> list[PollResult]:
         """What is left to tell once the learner is over: the answer still owed, and all since."""
-        patience_s = self._config.launch.silence_timeout_s
-        return [self.poll(patience_s), self.poll(patience_s)]
+        return [self.poll(SILENCE_S), self.poll(SILENCE_S)]
 
     def quarantine(self, name: str, why: str) -> None:
         """Take an actor out of the run; see `Fleet.quarantine`.
@@ -212,8 +211,8 @@ class Supervisor:
             self._fleet.ready,
             num_problems,
             min_version,
-            self._config.launch.eval_timeout_s,
-            max_retries=self._config.actors.max_restarts,
+            EVALUATION_SHARE * self._config.learner.batch_timeout_s,
+            max_retries=self._config.launch.max_restarts,
             check=self._watch_services,
         )
 

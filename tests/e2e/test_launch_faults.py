@@ -84,7 +84,7 @@ def test_a_stage_that_dies_or_hangs_is_started_again_with_the_others_while_actor
 
 @pytest.mark.full
 def test_a_killed_stage_ends_a_run_that_allows_no_restart_with_its_name_and_log(tmp_path):
-    process = start(tmp_path, "--learner.num_steps", "100000", "--learner.max_restarts", "0")
+    process = start(tmp_path, "--learner.num_steps", "100000", "--launch.max_restarts", "0")
     wait_for_steps(process, tmp_path, 1, timeout_s=150)
     family = descendants(process)
     role(process, "StageRole").kill()

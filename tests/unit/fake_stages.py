@@ -68,7 +68,7 @@ class Learner:
         monkeypatch.setattr(ray, "wait", self._wait)
         monkeypatch.setattr(ray, "get", self._get)
         monkeypatch.setattr(ray, "kill", lambda rank, no_restart: setattr(rank, "is_killed", True))
-        plan = check(load_config(DEMO, ["--learner.max_restarts", "2", *overrides]), folder / "run")
+        plan = check(load_config(DEMO, ["--launch.max_restarts", "2", *overrides]), folder / "run")
         self.checkpoints = plan.folder.checkpoints
         self.checkpoints.mkdir(parents=True)
         self.stages = Stages(plan, folder, lambda kind, text: self.events.append((kind, text)))

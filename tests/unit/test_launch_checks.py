@@ -101,7 +101,6 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--buffer.capacity_trajectories", "10"], "may be outstanding at once"),
         (["--buffer.shards", "500"], "use fewer shards"),
         (["--actors.eval_every", "5", "--actors.eval_problems", "2000"], "holds out 1024"),
-        (["--launch.eval_timeout_s", "700"], "the learner would give up first"),
         (["--actors.tensor_parallel_size", "2"], "needs as many GPUs"),
         (["--run.name", "a/b"], "is not a folder name"),
         (["--run.name", "x" * 300], "is not a folder name"),

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from launch.config import TrackingConfig
+from launch.observe import display as display_module
 from launch.observe.display import QUIET_S, Display
 from launch.observe.status import read_status
 from tests.unit.test_launch_top import RECORDED
@@ -17,7 +18,7 @@ from tests.unit.test_launch_top import RECORDED
 def display(capsys, tmp_path):
     """A plain display under a clock of its own; `says(snapshot, after_s)` is what it prints."""
     now_s = 0.0
-    config = SimpleNamespace(tracking=TrackingConfig(display="plain", plain_interval_s=5.0))
+    config = SimpleNamespace(tracking=TrackingConfig(display="plain"))
     shown: list[Display] = []  # made in the test itself, for the standard output of now is another one
 
     def says(snapshot, after_s: float) -> str:
@@ -91,7 +92,8 @@ def closed_terminal() -> int:
 @pytest.mark.parametrize("lost", [closed_pipe, closed_terminal])
 def test_a_screen_that_goes_away_ends_the_display_and_not_the_run(tmp_path, monkeypatch, caplog, lost, wish):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    config = SimpleNamespace(tracking=TrackingConfig(display=wish, plain_interval_s=0.01))
+    monkeypatch.setattr(display_module, "PLAIN_INTERVAL_S", 0.01)
+    config = SimpleNamespace(tracking=TrackingConfig(display=wish))
     with open(lost(), "w") as screen, open(os.dup(screen.fileno()), "w") as errors:
         monkeypatch.setattr(sys, "stdout", screen)
         monkeypatch.setattr(sys, "stderr", errors)

@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -113,3 +114,16 @@ def test_a_signal_in_the_recipe_ends_it_too_and_leaves_nothing(tmp_path, number)
         time.sleep(0.05)
     assert list((tmp_path / "models").iterdir()) == []
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("hub", "revision"), [("org/model", "main"), ("org/model@v1.2", "v1.2")])
+def test_a_model_of_the_hub_is_that_of_main_or_of_the_revision_that_is_named(monkeypatch, hub, revision):
+    asked = []
+
+    def run(command, **_):
+        asked.extend(command[-2:])
+        return SimpleNamespace(returncode=0, stdout="/cache/model\n")
+
+    monkeypatch.setattr("launch.model_source.subprocess.run", run)
+    assert fetch_model(ModelConfig(hub=hub), is_there=False) == Path("/cache/model")
+    assert asked == ["org/model", revision]

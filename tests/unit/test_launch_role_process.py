@@ -21,6 +21,7 @@ class Clock:
         self.process = RoleProcess("actor", 1, self.handle, Path("logs/actor.1.log"))
         monkeypatch.setattr("launch.processes.role_process.time.monotonic", lambda: self.now_s)
         monkeypatch.setattr(ray, "wait", lambda calls, timeout: (calls, []) if self.answer else ([], calls))
+        monkeypatch.setattr("launch.processes.role_process.SILENCE_S", SILENCE_S)
         monkeypatch.setattr(ray, "get", self._get)
 
     def _get(self, call):
@@ -30,7 +31,7 @@ class Clock:
 
     def ask_at(self, now_s: float):
         self.now_s = now_s
-        return self.process.ask("report", 0.1, SILENCE_S, lambda kind, text: self.told.append((kind, text)))
+        return self.process.ask("report", 0.1, lambda kind, text: self.told.append((kind, text)))
 
     @property
     def num_questions(self) -> int:

@@ -119,13 +119,13 @@ def test_restarts_that_lead_to_no_new_checkpoint_end_the_run_and_a_new_one_start
     for _ in range(2):
         lose()
         learner.get_ready()
-    with pytest.raises(RunFailed, match=r"stage.0 died .* 2 restarts in a row \(learner.max_restarts\)"):
+    with pytest.raises(RunFailed, match=r"stage.0 died .* 2 restarts in a row \(launch.max_restarts\)"):
         lose()
     assert learner.stages.num_restarts == 4
 
 
 def test_without_restarts_a_dead_stage_ends_the_run_with_its_name_and_log(tmp_path, monkeypatch):
-    learner = Learner(tmp_path, monkeypatch, "--learner.max_restarts", "0")
+    learner = Learner(tmp_path, monkeypatch, "--launch.max_restarts", "0")
     learner.start()
     learner.ranks[0]("run").end(error=RayActorError())
     with pytest.raises(RunFailed, match=r"stage.0 died \(.*\); see .*stage.0.log"):

@@ -258,7 +258,7 @@ def test_an_actor_that_keeps_dying_is_started_again_so_often_and_then_given_up_w
     ended["a call"] = "out of memory"
     fleet = two_actors.fleet
     for actor in fleet.actors:
-        for _ in range(two_actors.supervisor._config.actors.max_restarts):
+        for _ in range(two_actors.supervisor._config.launch.max_restarts):
             actor.count_restart(actor)
     first = fleet.actors[0]
     first.working_since_s = time.monotonic() - LASTING_S  # an hour of work forgives its restarts
