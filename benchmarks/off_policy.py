@@ -18,20 +18,33 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.machine import ROOT
-from benchmarks.off_policy_world.page import Outcomes, means, write_page
-from benchmarks.off_policy_world.rows import LEARNING_RATES, ROWS
-from benchmarks.off_policy_world.training import LAGS
-from benchmarks.off_policy_world.workers import Cell, run_cells
+from benchmarks.lib.machine import RESULTS
+from benchmarks.lib.processes import MeasurementFailed, call_in_processes
+from benchmarks.off_policy_world.page import Outcomes, means, write_results
+from benchmarks.off_policy_world.training import LAGS, LEARNING_RATES, ROWS, Lag, Outcome
 
 NUM_DRAWS = 200
 QUICK_DRAWS = 50
 SEEDS = (0, 1, 2)
 TUNING_SEEDS = (100,)
 """Another world than those of the results."""
+CELL_LIMIT_S = 120.0
+"""What a cell may take on average; 5 on a core of its own."""
+
+
+class Cell(NamedTuple):
+    """One run."""
+
+    row: str
+    lag: Lag
+    seed: int
+    num_draws: int
+    learning_rate: float | None = None
+    """None: the row's."""
 
 
 def main() -> None:
@@ -50,7 +63,7 @@ def main() -> None:
     seeds, num_draws = (SEEDS[:1], QUICK_DRAWS) if args.quick else (SEEDS, NUM_DRAWS)
     outcomes = run_matrix(names, seeds, num_draws, args.workers)
     if not (args.quick or args.only):
-        write_page(ROOT / "docs" / "results", outcomes, seeds, num_draws, time.monotonic() - began)
+        write_results(RESULTS, outcomes, seeds, num_draws, time.monotonic() - began)
     print(json.dumps({name: {lag: means(seen) for lag, seen in by_lag.items()} for name, by_lag in outcomes.items()}))
 
 
@@ -58,7 +71,7 @@ def run_matrix(names: list[str], seeds: tuple[int, ...], num_draws: int, num_wor
     """All cells of some rows."""
     cells = [Cell(name, lag, seed, num_draws) for seed in seeds for name in names for lag in LAGS]
     outcomes: Outcomes = {name: {lag: [] for lag in LAGS} for name in names}
-    for cell, outcome in zip(cells, run_cells(cells, num_workers), strict=True):
+    for cell, outcome in zip(cells, run(cells, num_workers), strict=True):
         outcomes[cell.row][cell.lag].append(outcome)
     return outcomes
 
@@ -68,11 +81,32 @@ def tuned(names: list[str], num_workers: int) -> dict[str, dict[str, float | Non
     cells = [
         Cell(name, "0", seed, NUM_DRAWS, rate) for name in names for rate in LEARNING_RATES for seed in TUNING_SEEDS
     ]
-    outcomes = run_cells(cells, num_workers)
     seen: Outcomes = {name: {f"{rate:g}": [] for rate in LEARNING_RATES} for name in names}
-    for cell, outcome in zip(cells, outcomes, strict=True):
+    for cell, outcome in zip(cells, run(cells, num_workers), strict=True):
         seen[cell.row][f"{cell.learning_rate:g}"].append(outcome)
     return {name: {rate: means(some)["kl"] for rate, some in by_rate.items()} for name, by_rate in seen.items()}
+
+
+def run(cells: list[Cell], num_workers: int) -> list[Outcome]:
+    """The outcome of each cell, in their order, shared out to processes of one thread each.
+
+    Raises:
+        SystemExit: a process failed, or they took too long.
+    """
+    shares = [cells[first::num_workers] for first in range(num_workers)]
+    try:
+        found = call_in_processes(
+            "the matrix",
+            "benchmarks.off_policy_world.training:run_cells",
+            [{"cells": [cell._asdict() for cell in share]} for share in shares],
+            limit_s=CELL_LIMIT_S * max(map(len, shares)),
+        )
+    except MeasurementFailed as error:
+        sys.exit(f"benchmarks/off_policy.py: {error}; try --quick, or --only its last row with --workers 1")
+    outcomes = [Outcome(None, None)] * len(cells)
+    for first, some in enumerate(found):
+        outcomes[first::num_workers] = [Outcome(**each) for each in some]
+    return outcomes
 
 
 if __name__ == "__main__":

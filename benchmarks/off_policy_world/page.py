@@ -1,28 +1,44 @@
-"""The page of results of the matrix."""
+"""The page of results of the matrix, and its plot."""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.off_policy_world.figure import Means, write_figure
-from benchmarks.off_policy_world.rows import ETA, GROUP_SIZE, LEARNING_RATES, ROWS
+from matplotlib.axes import Axes
+
+from benchmarks.lib.figure import drawn
+from benchmarks.lib.page import table, write_page
 from benchmarks.off_policy_world.training import (
+    ETA,
+    GROUP_SIZE,
     LAGS,
+    LEARNING_RATES,
     NUM_EPOCHS,
     NUM_MINIBATCHES,
+    ROWS,
     SAMPLES_PER_DRAW,
     UPDATES_PER_DRAW,
     Outcome,
 )
-from benchmarks.off_policy_world.tree import LENGTH, NUM_PROMPTS, NUM_SEQUENCES, NUM_TOKENS
-from benchmarks.off_policy_world.world import BETA, World, sequence_logprobs
+from benchmarks.off_policy_world.world import (
+    BETA,
+    LENGTH,
+    NUM_PROMPTS,
+    NUM_SEQUENCES,
+    NUM_TOKENS,
+    World,
+    sequence_logprobs,
+)
 
 Outcomes = dict[str, dict[str, list[Outcome]]]
 """Row -> lag -> one outcome for each seed."""
+Means = dict[str, dict[str, float | None]]
+"""Row -> lag -> KL, None where a seed became non-finite."""
 
 WANTED_KL = 1e-3
 """Of trajectory balance at lags 0 to 16, and as it ships on uniform data too."""
@@ -31,6 +47,31 @@ PROXIMAL = f"{TB}+proximal"
 OAPL = ("oapl", "oapl+groups_of_64")
 PPO = "off_policy_ppo"
 NAIVE = f"{PPO}+naive"
+
+ALGORITHMS_SHOWN = {
+    "trajectory_balance": ("#0b6e4f", "-"),
+    "trajectory_balance+unweighted": ("#0b6e4f", ":"),
+    "oapl": ("#555555", "-"),
+    "online_dpo": ("#7b4fa3", "-"),
+    "online_dpo+ipo": ("#7b4fa3", ":"),
+    PPO: ("#1f5fa8", "-"),
+    f"{PPO}+critic": ("#1f5fa8", ":"),
+    f"{PPO}+proximal_rloo": ("#e08a1e", "-"),
+    f"{PPO}+naive": ("#c0392b", "-"),
+}
+"""Row -> colour and line, on the left."""
+CORRECTIONS_SHOWN = {
+    PPO: ("#1f5fa8", "-"),
+    f"{PPO}+naive": ("#c0392b", "-"),
+    f"{PPO}+unbounded": ("#0b6e4f", "-"),
+    f"{PPO}+sequence_tis": ("#0b6e4f", ":"),
+    f"{PPO}+icepop": ("#7b4fa3", "-"),
+    f"{PPO}+geometric_mask": ("#7b4fa3", ":"),
+    f"{PPO}+gspo": ("#e08a1e", "-"),
+    f"{PPO}+cispo": ("#e08a1e", ":"),
+    f"{PPO}+ess": ("#555555", ":"),
+}
+"""The same on the right."""
 
 SHOWS = """\
 - **The optimum of trajectory balance does not mind age.** Up to lag 16 its KL changes by no more than it does between \
@@ -83,7 +124,7 @@ def means(seen: list[Outcome]) -> dict[str, float | None]:
     }
 
 
-def write_page(folder: Path, outcomes: Outcomes, seeds: Sequence[int], num_draws: int, wall_s: float) -> None:
+def write_results(folder: Path, outcomes: Outcomes, seeds: Sequence[int], num_draws: int, wall_s: float) -> None:
     """Write off_policy.md and off_policy.svg into a folder.
 
     Args:
@@ -96,16 +137,20 @@ def write_page(folder: Path, outcomes: Outcomes, seeds: Sequence[int], num_draws
     kl: Means = {name: {lag: means(by_lag[lag])["kl"] for lag in LAGS} for name, by_lag in outcomes.items()}
     worlds = [World.made_from(seed) for seed in seeds]
     reference_kl = statistics.fmean(world.kl(sequence_logprobs(world.reference)) for world in worlds)
-    write_figure(folder / "off_policy.svg", kl, reference_kl)
-    sections = [
-        f"# Every algorithm on data of every age\n\n{_setting(len(seeds), num_draws, wall_s)}",
-        f"![KL to the optimum over the lag of the data](off_policy.svg)\n\n{_kl_table(outcomes)}",
+    draw(folder / "off_policy.svg", kl, reference_kl)
+    parts = [
+        "# Every algorithm on data of every age",
+        _setting(len(seeds), num_draws, wall_s),
+        "![KL to the optimum over the lag of the data](off_policy.svg)",
+        _kl_table(outcomes),
         _growth_table(kl),
         _reward_table(outcomes, worlds),
-        f"## What was wanted\n\n{_wanted(outcomes, kl, reference_kl)}",
-        f"## What it shows, and what it does not\n\n{SHOWS}",
+        "## What was wanted",
+        _wanted(outcomes, kl, reference_kl),
+        "## What it shows, and what it does not",
+        SHOWS,
     ]
-    (folder / "off_policy.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    write_page(folder / "off_policy.md", parts)
 
 
 def _setting(num_seeds: int, num_draws: int, wall_s: float) -> str:
@@ -139,10 +184,10 @@ uniformly, and no policy ever samples."""
 
 
 def _kl_table(outcomes: Outcomes) -> str:
-    lines = ["KL(pi || pi*) at the end, in nats: the mean over seeds, and the worst seed in brackets."]
+    text = "KL(pi || pi*) at the end, in nats: the mean over seeds, and the worst seed in brackets."
     rates = {row.name: f"{row.learning_rate:g}" for row in ROWS}
     rows = [[f"`{name}`", rates[name], *map(_kl_cell, by_lag.values())] for name, by_lag in outcomes.items()]
-    return "\n".join([*lines, "", *_table(["", "learning rate", *_headings()], rows)])
+    return f"{text}\n\n{table(['', 'learning rate', *_headings()], rows)}"
 
 
 def _reward_table(outcomes: Outcomes, worlds: list[World]) -> str:
@@ -156,7 +201,7 @@ def _reward_table(outcomes: Outcomes, worlds: list[World]) -> str:
         "paid for with KL to the reference."
     )
     rows = [[f"`{name}`", *map(_reward_cell, by_lag.values())] for name, by_lag in outcomes.items()]
-    return "\n".join([text, "", *_table(["", *_headings()], rows)])
+    return f"{text}\n\n{table(['', *_headings()], rows)}"
 
 
 def _headings() -> list[str]:
@@ -177,14 +222,9 @@ def _reward_cell(seen: list[Outcome]) -> str:
     return "not finite" if mean is None else f"{mean:.3f}"
 
 
-def _table(headings: list[str], rows: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in [headings, ["---"] * len(headings), *rows]]
-
-
 def _growth_table(kl: Means) -> str:
-    lines = ["What age costs: KL over that of the same row at lag 0."]
     rows = [[f"`{name}`", *(_growth(by_lag, lag) for lag in LAGS[1:])] for name, by_lag in kl.items()]
-    return "\n".join([*lines, "", *_table(["", *_headings()[1:]], rows)])
+    return f"What age costs: KL over that of the same row at lag 0.\n\n{table(['', *_headings()[1:]], rows)}"
 
 
 def _growth(by_lag: dict[str, float | None], lag: str) -> str:
@@ -218,3 +258,43 @@ def _against(by_lag: dict[str, float | None], lag: str) -> str:
 
 def _figure(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.1e}"
+
+
+def draw(path: Path, kl: Means, reference_kl: float) -> None:
+    """The plot of the matrix: KL over lag, the algorithms on the left and the corrections of PPO on the right.
+
+    Args:
+        path: of the SVG file.
+        kl: of every cell.
+        reference_kl: KL(pi_ref || pi*), where every run starts.
+    """
+    with drawn(path, 11, 5, font_size=9) as figure:
+        left, right = figure.subplots(1, 2, sharey=True)
+        _draw(left, kl, ALGORITHMS_SHOWN, reference_kl)
+        _draw(right, kl, CORRECTIONS_SHOWN, reference_kl)
+        left.set_title("algorithms")
+        right.set_title("off_policy_ppo: corrections")
+        left.set_ylabel("KL(pi || pi*) at the end, nats")
+
+
+def _draw(axes: Axes, kl: Means, shown: dict[str, tuple[str, str]], reference_kl: float) -> None:
+    for name, (colour, line) in shown.items():
+        values = [math.nan if value is None else value for value in kl[name].values()]  # a gap where it is NaN
+        places = range(len(values))
+        axes.plot(places[:-1], values[:-1], line, color=colour, marker="o", markersize=4, label=_short(name))
+        # uniform is no lag: its point stands apart
+        axes.plot(places[-2:], values[-2:], line, color=colour, linewidth=0.7, alpha=0.35)
+        axes.plot(places[-1:], values[-1:], "o", color=colour, markersize=5)
+    axes.axhline(reference_kl, color="#999999", linewidth=1, linestyle="--", label="the reference, before training")
+    axes.set_yscale("log")
+    axes.set_xticks(places, list(kl[name]))
+    axes.set_xlabel("lag of the behaviour policy, in updates before the draw")
+    axes.grid(visible=True, axis="y", color="#dddddd")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _short(name: str) -> str:
+    if name == PPO:
+        return "off_policy_ppo (decoupled)"
+    return name.removeprefix(PPO)

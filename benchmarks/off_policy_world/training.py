@@ -1,22 +1,28 @@
-"""Trains a policy in a world, on data that are as old as the cell says."""
+"""Trains a policy in a world with one loss of `algorithms`, on data that are as old as the cell says."""
 
 from __future__ import annotations
 
 import copy
 import math
+import sys
+import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from algorithms.base import AlgorithmSection
 from algorithms.diagnostics import EssRule, off_policy_metrics
 from algorithms.inputs import LossInputs
+from algorithms.oapl import OAPLConfig
+from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from algorithms.online_dpo import OnlineDPOConfig
 from algorithms.registry import Loss, loss_for
-from benchmarks.off_policy_world.policy import TreePolicy
-from benchmarks.off_policy_world.rows import Row
-from benchmarks.off_policy_world.tree import (
+from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from benchmarks.off_policy_world.world import (
+    BETA,
     CHOICES_SL,
     LENGTH,
     NODES_SL,
@@ -24,8 +30,11 @@ from benchmarks.off_policy_world.tree import (
     NUM_NODES,
     NUM_PROMPTS,
     NUM_TOKENS,
+    TreePolicy,
+    World,
+    of_sequences,
+    sequence_logprobs,
 )
-from benchmarks.off_policy_world.world import World, of_sequences, sequence_logprobs
 
 Lag = Literal["0", "1", "4", "16", "first", "uniform"]
 """How many updates before its draw the behaviour policy was; or it is the first, or the uniform one, throughout."""
@@ -39,6 +48,55 @@ UPDATES_PER_DRAW = NUM_MINIBATCHES * NUM_EPOCHS
 # as the learner's defaults
 ADAM_BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
+
+
+LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+"""Each row takes the one with which its KL at lag 0 is least (off_policy.py --tune)."""
+GROUP_SIZE = 8
+ETA = BETA / 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm as it is run at every lag."""
+
+    name: str
+    config: AlgorithmSection
+    learning_rate: float
+    ess: EssRule | None = None
+    group_size: int = GROUP_SIZE
+
+
+def _ppo(name: str, learning_rate: float, ess: EssRule | None = None, **keys: Any) -> Row:  # noqa: ANN401
+    return Row("off_policy_ppo" + name, OffPolicyPPOConfig(kl_beta=BETA, **keys), learning_rate, ess)
+
+
+def _dpo(name: str, learning_rate: float, **keys: Any) -> Row:  # noqa: ANN401
+    return Row("online_dpo" + name, OnlineDPOConfig(**keys), learning_rate)
+
+
+ROWS = (
+    Row("trajectory_balance", TrajectoryBalanceConfig(beta=BETA), 1e-2),
+    Row("trajectory_balance+unweighted", TrajectoryBalanceConfig(beta=BETA, corrections=[]), 1e-2),
+    Row("trajectory_balance+proximal", TrajectoryBalanceConfig(beta=BETA, eta=ETA), 1e-2),
+    _dpo("", 1e-3, beta=BETA),
+    # beta is another thing here: it sets the margin of a pair to 1 / (2 * beta)
+    _dpo("+ipo", 1e-3, beta=0.1, variant="ipo"),
+    Row("oapl", OAPLConfig(beta=BETA), 1e-2),
+    Row("oapl+unweighted", OAPLConfig(beta=BETA, corrections=[]), 1e-2),
+    Row("oapl+groups_of_64", OAPLConfig(beta=BETA), 1e-2, group_size=64),
+    _ppo("", 1e-2),
+    _ppo("+unbounded", 1e-2, corrections=[]),
+    _ppo("+naive", 1e-2, proximal="behaviour"),
+    _ppo("+proximal_rloo", 1e-2, preset="proximal_rloo"),
+    _ppo("+sequence_tis", 1e-2, corrections=["sequence_tis"]),
+    _ppo("+icepop", 1e-2, corrections=["icepop"]),
+    _ppo("+geometric_mask", 1e-2, corrections=["geometric_mask"]),
+    _ppo("+gspo", 1e-2, corrections=["gspo"]),
+    _ppo("+cispo", 3e-3, corrections=["cispo"]),
+    _ppo("+critic", 1e-2, baseline="critic"),
+    _ppo("+ess", 1e-2, ess=EssRule(budget=0.5, action="scale_lr", max_drops=0)),
+)
 
 
 @dataclass(frozen=True)
@@ -169,3 +227,23 @@ def update(
         group["lr"] = learning_rate
     adam.step()
     return True
+
+
+def run_cells(cells: list[dict[str, Any]]) -> list[dict[str, float | None]]:
+    """The outcomes of cells in their order, each a dict as `train` takes and finds it; progress goes to stderr.
+
+    A cell has the name of its `row`, `lag`, `seed` and `num_draws`, and its `learning_rate` where it is not the row's.
+    """
+    torch.set_num_threads(1)
+    rows = {row.name: row for row in ROWS}
+    found = []
+    for number, cell in enumerate(cells, 1):
+        row = rows[cell["row"]]
+        row = replace(row, learning_rate=cell["learning_rate"] or row.learning_rate)
+        began = time.monotonic()
+        outcome = train(World.made_from(cell["seed"]), row, cell["lag"], cell["seed"], cell["num_draws"])
+        text = f"[{number}/{len(cells)}] {row.name} lag={cell['lag']} seed={cell['seed']} lr={row.learning_rate:g}"
+        text += f" kl={outcome.kl} reward={outcome.reward} {time.monotonic() - began:.1f} s"
+        print(text, file=sys.stderr, flush=True)
+        found.append(asdict(outcome))
+    return found

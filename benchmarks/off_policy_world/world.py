@@ -1,14 +1,117 @@
-"""Prompts with known rewards, a reference policy, and the optimum that both define."""
+"""A world small enough to be enumerated, so that pi* is known exactly.
+
+All completions of a small vocabulary are one tree: a node is a prefix, a completion is a path. A small transformer is
+evaluated on all prefixes at once. Rewards and a reference policy define the optimum; KL to it is exact.
+
+Suffixes: V tokens of the vocabulary, L tokens of a completion, P prompts, N nodes, S completions of a prompt,
+numbered by their tokens as digits. C = N * V choices: a token after a prefix.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from benchmarks.off_policy_world.policy import WIDTH, TreePolicy
-from benchmarks.off_policy_world.tree import CHOICES_SL, LENGTH, NUM_PROMPTS, NUM_TOKENS, TOKENS_SL
+NUM_TOKENS = 4
+LENGTH = 5
+NUM_PROMPTS = 2
+NUM_SEQUENCES = NUM_TOKENS**LENGTH
+FIRST_OF_DEPTH = [sum(NUM_TOKENS**depth for depth in range(upto)) for upto in range(LENGTH)]
+"""Number of the first node of each depth: nodes are numbered by depth, then by their tokens as digits."""
+NUM_NODES = FIRST_OF_DEPTH[-1] + NUM_TOKENS ** (LENGTH - 1)
+NUM_CHOICES = NUM_NODES * NUM_TOKENS
+
+
+def _nodes_SL() -> Tensor:
+    number_S = torch.arange(NUM_SEQUENCES)
+    return torch.stack([FIRST_OF_DEPTH[t] + number_S // NUM_TOKENS ** (LENGTH - t) for t in range(LENGTH)], dim=1)
+
+
+def _ancestors_NL(nodes_SL: Tensor, depth_N: Tensor) -> Tensor:
+    """Read off the path of any completion through each node."""
+    through_N = torch.empty(NUM_NODES, dtype=torch.int64)
+    through_N[nodes_SL] = torch.arange(NUM_SEQUENCES)[:, None].expand(-1, LENGTH)
+    above_NL = (depth_N[:, None] - torch.arange(LENGTH)).clamp_min(0)
+    return nodes_SL[through_N].gather(1, above_NL)
+
+
+TOKENS_SL = torch.arange(NUM_SEQUENCES)[:, None] // NUM_TOKENS ** torch.arange(LENGTH - 1, -1, -1) % NUM_TOKENS
+"""The tokens of each completion."""
+NODES_SL = _nodes_SL()
+"""The prefix before each of them."""
+CHOICES_SL = NODES_SL * NUM_TOKENS + TOKENS_SL
+"""The choice that each of them is."""
+DEPTH_N = torch.arange(LENGTH).repeat_interleave(NUM_TOKENS ** torch.arange(LENGTH))
+"""Tokens of each prefix."""
+LAST_TOKEN_N = (torch.arange(NUM_NODES) - torch.tensor(FIRST_OF_DEPTH)[DEPTH_N]) % NUM_TOKENS
+"""Last token of each prefix; without meaning for the empty one."""
+ANCESTORS_NL = _ancestors_NL(NODES_SL, DEPTH_N)
+"""The node itself, its parent, its parent's parent and so on; the empty prefix where there are no more."""
+IS_ANCESTOR_NL = DEPTH_N[:, None] >= torch.arange(LENGTH)
+"""False where there are no more."""
+
+
+# --- the policy ----------------------------------------------------------------------------------
+
+
+WIDTH = 32
+NUM_HEADS = 2
+NUM_LAYERS = 2
+
+
+class Block(nn.Module):
+    """Attention of each prefix to the prefixes that it begins with, then a feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.feed_norm = nn.LayerNorm(WIDTH)
+        self.widen = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden_PNW: Tensor) -> Tensor:
+        """P, N, WIDTH -> P, N, WIDTH."""
+        projected_PNW = self.query_key_value(self.attention_norm(hidden_PNW))
+        query, key, value = projected_PNW.unflatten(-1, (3, NUM_HEADS, -1)).unbind(2)
+        # every node meets its own few ancestors, which come next after P, N; masking all pairs would cost more
+        score = (query.unsqueeze(2) * key[:, ANCESTORS_NL]).sum(-1) / math.sqrt(WIDTH // NUM_HEADS)
+        attention = score.masked_fill(~IS_ANCESTOR_NL.unsqueeze(-1), -math.inf).softmax(2)
+        seen = (attention.unsqueeze(-1) * value[:, ANCESTORS_NL]).sum(2)
+        hidden_PNW = hidden_PNW + self.mix(seen.flatten(2))
+        fed_PNW: Tensor = self.narrow(F.gelu(self.widen(self.feed_norm(hidden_PNW))))
+        return hidden_PNW + fed_PNW
+
+
+class TreePolicy(nn.Module):
+    """A causal transformer over a prompt token and a completion, with a value head that begins at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(NUM_TOKENS + NUM_PROMPTS, WIDTH)
+        self.place = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(NUM_LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, NUM_TOKENS)
+        self.value_head = nn.Linear(WIDTH, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Log-probability of each choice and value of each prefix: P, C and P, N."""
+        input_PN = LAST_TOKEN_N.repeat(NUM_PROMPTS, 1)
+        input_PN[:, 0] = NUM_TOKENS + torch.arange(NUM_PROMPTS)
+        hidden_PNW = self.norm(self.blocks(self.embed(input_PN) + self.place(DEPTH_N)))
+        return F.log_softmax(self.head(hidden_PNW), dim=-1).flatten(1), self.value_head(hidden_PNW).squeeze(-1)
+
+
+# --- rewards, reference and optimum --------------------------------------------------------------
+
 
 BETA = 0.5
 """Of the optimum pi* ~ pi_ref * exp(r / beta)."""

@@ -1,17 +1,21 @@
-"""A checkpoint whose completions end at random, with a long tail of lengths. Run by [model].recipe, in seconds.
+"""What the runs train: a checkpoint whose completions end at random, with a long tail of lengths; prompts and config.
 
 The model is a Llama of ordinary random weights, so that it costs what a model of its size costs, with one path through
 it that decides what it says. Every prompt ends with a letter, its class. A token of class c is followed by one of the
 WORDS tokens of class c or, with probability 1 / mean_length(c), by the end: so a completion of class c has a geometric
 length of that mean. The means of the classes are the quantiles of a log-normal distribution. Nothing is trained.
+[model].recipe runs this file, and makes the checkpoint in seconds:
 
     python benchmarks/overlap_parts/long_tail.py FOLDER
 """
 
 from __future__ import annotations
 
+import json
 import math
+import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
@@ -38,6 +42,11 @@ NEVER = -40.0
 LOUD = 100.0
 """Length of an embedding: what the layers add to it, of length about 1, changes nothing that is said."""
 SEED = 0
+
+GROUP_SIZE = 4
+MAX_NEW_TOKENS = 240
+NUM_PROMPTS = 4096
+PROMPT_TOKENS = 8
 
 
 def mean_length(number: int) -> float:
@@ -105,6 +114,73 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=MAX_TOKENS,
         clean_up_tokenization_spaces=False,
     )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes of both runs."""
+
+    num_steps: int
+    num_warmup: int
+    """Steps at the beginning that do not count."""
+    groups_per_step: int
+    """Prompts of a step, GROUP_SIZE samples each. More of them make training longer, and generation hardly."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Also what the actor keeps in flight: one step's samples at once, as a synchronous system would."""
+        return self.groups_per_step * GROUP_SIZE
+
+
+def write_setting(folder: Path, setting: Setting) -> Path:
+    """Write prompts and config into a folder, which is made; returns the config's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chance = random.Random(SEED)
+    questions = [f"{number:07d}{chance.choice(CLASSES)}" for number in range(NUM_PROMPTS)]
+    lines = [json.dumps({"question": question}) for question in questions]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    path = folder / "overlap.toml"
+    path.write_text(_config(folder, setting))
+    return path
+
+
+def _config(folder: Path, setting: Setting) -> str:
+    return f"""\
+[model]
+path = "{folder / "long_tail_model"}"
+recipe = "{Path(__file__).resolve()}"
+
+[task]
+type = "file"
+path = "{folder / "prompts.jsonl"}"
+rewards = ["{Path(__file__).resolve().with_name("reward.py")}:even"]
+heldout_share = 0.01
+num_heldout = 8
+
+[algorithm]
+type = "trajectory_balance"
+
+[actors]
+num_actors = 1
+group_size = {GROUP_SIZE}
+max_prompt_tokens = {PROMPT_TOKENS}
+max_new_tokens = {MAX_NEW_TOKENS}
+max_running_samples = {setting.samples_per_step}
+
+[learner]
+num_stages = 1
+num_steps = {setting.num_steps}
+groups_per_step = {setting.groups_per_step}
+token_budget = 1024
+learning_rate = 1e-8
+checkpoint_every = 1000
+
+[tracking]
+wandb = "disabled"
+
+[run]
+seed = {SEED}
+"""
 
 
 def main() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.off_policy_world import page, rows, training, tree, world
+from benchmarks.off_policy_world import page, training, world
 
-ROWS = {row.name: row for row in rows.ROWS}
-GROUP_SIZE = rows.GROUP_SIZE
+ROWS = {row.name: row for row in training.ROWS}
+GROUP_SIZE = training.GROUP_SIZE
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +29,21 @@ def draw_from(behaviour_PC, small_world):
 
 
 def uniform():
-    return torch.full((tree.NUM_PROMPTS, tree.NUM_CHOICES), -math.log(tree.NUM_TOKENS))
+    return torch.full((world.NUM_PROMPTS, world.NUM_CHOICES), -math.log(world.NUM_TOKENS))
 
 
 def test_every_completion_is_a_path_of_its_own_prefixes():
-    completions = list(itertools.product(range(tree.NUM_TOKENS), repeat=tree.LENGTH))
-    prefixes = [prefix for t in range(tree.LENGTH) for prefix in itertools.product(range(tree.NUM_TOKENS), repeat=t)]
-    assert tree.TOKENS_SL.tolist() == [list(completion) for completion in completions]
-    assert len(prefixes) == tree.NUM_NODES
-    for completion, nodes in zip(completions, tree.NODES_SL.tolist(), strict=True):
-        assert [prefixes[node] for node in nodes] == [completion[:t] for t in range(tree.LENGTH)]
+    completions = list(itertools.product(range(world.NUM_TOKENS), repeat=world.LENGTH))
+    prefixes = [prefix for t in range(world.LENGTH) for prefix in itertools.product(range(world.NUM_TOKENS), repeat=t)]
+    assert world.TOKENS_SL.tolist() == [list(completion) for completion in completions]
+    assert len(prefixes) == world.NUM_NODES
+    for completion, nodes in zip(completions, world.NODES_SL.tolist(), strict=True):
+        assert [prefixes[node] for node in nodes] == [completion[:t] for t in range(world.LENGTH)]
     for number, prefix in enumerate(prefixes):
-        above = tree.ANCESTORS_NL[number][tree.IS_ANCESTOR_NL[number]].tolist()
+        above = world.ANCESTORS_NL[number][world.IS_ANCESTOR_NL[number]].tolist()
         assert [prefixes[node] for node in above] == [prefix[: len(prefix) - up] for up in range(len(prefix) + 1)]
-        assert tree.DEPTH_N[number] == len(prefix)
-        assert not prefix or tree.LAST_TOKEN_N[number] == prefix[-1]
+        assert world.DEPTH_N[number] == len(prefix)
+        assert not prefix or world.LAST_TOKEN_N[number] == prefix[-1]
 
 
 def test_the_policy_is_a_causal_transformer_over_prompt_and_completion(small_world):
@@ -51,25 +51,25 @@ def test_the_policy_is_a_causal_transformer_over_prompt_and_completion(small_wor
     torch.nn.init.normal_(policy.value_head.weight)
     choices_PC, values_PN = policy()
     for prompt, number in [(0, 0), (1, 27), (0, 333), (1, 1023)]:
-        tokens_L = tree.TOKENS_SL[number]
-        input_L = torch.cat([torch.tensor([tree.NUM_TOKENS + prompt]), tokens_L[:-1]])
+        tokens_L = world.TOKENS_SL[number]
+        input_L = torch.cat([torch.tensor([world.NUM_TOKENS + prompt]), tokens_L[:-1]])
         hidden = (policy.embed(input_L) + policy.place.weight).unsqueeze(0)
         for block in policy.blocks:
             query, key, value = block.query_key_value(block.attention_norm(hidden)).chunk(3, dim=-1)
-            heads = [each.view(1, tree.LENGTH, 2, 16).transpose(1, 2) for each in (query, key, value)]
+            heads = [each.view(1, world.LENGTH, 2, 16).transpose(1, 2) for each in (query, key, value)]
             seen = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
             hidden = hidden + block.mix(seen)
             hidden = hidden + block.narrow(F.gelu(block.widen(block.feed_norm(hidden))))
         hidden = policy.norm(hidden)[0]
-        logprobs_L = torch.log_softmax(policy.head(hidden), -1)[torch.arange(tree.LENGTH), tokens_L]
-        torch.testing.assert_close(choices_PC[prompt, tree.CHOICES_SL[number]], logprobs_L)
-        torch.testing.assert_close(values_PN[prompt, tree.NODES_SL[number]], policy.value_head(hidden)[:, 0])
+        logprobs_L = torch.log_softmax(policy.head(hidden), -1)[torch.arange(world.LENGTH), tokens_L]
+        torch.testing.assert_close(choices_PC[prompt, world.CHOICES_SL[number]], logprobs_L)
+        torch.testing.assert_close(values_PN[prompt, world.NODES_SL[number]], policy.value_head(hidden)[:, 0])
 
 
 def test_the_probabilities_of_all_completions_add_up_to_one(small_world):
     for logprobs_PS in (world.sequence_logprobs(small_world.reference), small_world.optimum_logprobs_PS):
-        assert logprobs_PS.shape == (tree.NUM_PROMPTS, tree.NUM_SEQUENCES)
-        torch.testing.assert_close(logprobs_PS.exp().sum(1), torch.ones(tree.NUM_PROMPTS, dtype=torch.float64))
+        assert logprobs_PS.shape == (world.NUM_PROMPTS, world.NUM_SEQUENCES)
+        torch.testing.assert_close(logprobs_PS.exp().sum(1), torch.ones(world.NUM_PROMPTS, dtype=torch.float64))
 
 
 def test_beta_times_the_kl_is_what_a_policy_falls_short_of_the_optimum(small_world):
@@ -115,16 +115,16 @@ def test_uniform_behaviour_never_looks_at_a_policy():
 def test_samples_come_from_the_behaviour_policy(small_world):
     choices_PC, _ = small_world.reference()
     random = torch.Generator().manual_seed(0)
-    counts_PS = torch.zeros(tree.NUM_PROMPTS, tree.NUM_SEQUENCES, dtype=torch.float64)
+    counts_PS = torch.zeros(world.NUM_PROMPTS, world.NUM_SEQUENCES, dtype=torch.float64)
     for _ in range(200):
         prompts_G, sequences_GK = training.sample(choices_PC.detach(), GROUP_SIZE, random)
-        flat = prompts_G[:, None] * tree.NUM_SEQUENCES + sequences_GK
+        flat = prompts_G[:, None] * world.NUM_SEQUENCES + sequences_GK
         counts_PS += torch.bincount(flat.flatten(), minlength=counts_PS.numel()).view_as(counts_PS)
     share_PS = world.sequence_logprobs(small_world.reference).exp()
     expected_PS = share_PS * counts_PS.sum(1, keepdim=True)
     # Pearson's statistic over S - 1 degrees of freedom: mean S - 1, standard deviation sqrt(2 (S - 1))
     statistic_P = ((counts_PS - expected_PS).square() / expected_PS).sum(1)
-    freedom = tree.NUM_SEQUENCES - 1
+    freedom = world.NUM_SEQUENCES - 1
     assert bool(((statistic_P - freedom).abs() < 5 * math.sqrt(2 * freedom)).all())
 
 
@@ -136,7 +136,7 @@ def test_a_loss_reads_the_tokens_of_its_samples(small_world):
     prompt_B = draw.prompts_G[groups].repeat_interleave(GROUP_SIZE)
     sequence_B = draw.sequences_GK[groups].flatten()
     reference_B = world.sequence_logprobs(small_world.reference)[prompt_B, sequence_B].float()
-    length = tree.LENGTH * math.log(tree.NUM_TOKENS)
+    length = world.LENGTH * math.log(world.NUM_TOKENS)
     torch.testing.assert_close(inputs.sum_per_sequence(inputs.logprobs_T), 3 * reference_B)
     torch.testing.assert_close(inputs.sum_per_sequence(inputs.proximal_logprobs_T), 2 * reference_B)
     torch.testing.assert_close(inputs.sum_per_sequence(inputs.reference_logprobs_T), reference_B)

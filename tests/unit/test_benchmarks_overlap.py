@@ -8,8 +8,10 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.lib.runs import FinishedRun, MeasurementFailed, Samples
-from benchmarks.overlap_parts import cores, figures, long_tail, report, reward, setting
+from benchmarks import overlap
+from benchmarks.lib.processes import MeasurementFailed
+from benchmarks.lib.runs import FinishedRun, Samples
+from benchmarks.overlap_parts import long_tail, reward
 
 
 def samples(*rows):
@@ -24,14 +26,14 @@ def side(**changes):
 
 def test_u_is_the_longest_over_the_mean_of_each_counted_step():
     made = samples((1, 90, 0, 9), (2, 10, 0, 1), (2, 30, 0.5, 4), (3, 10, 5, 6), (3, 10, 5, 7))
-    found = figures.batches(made, [2, 3])
+    found = overlap.batches(made, [2, 3])
     assert found.longest_over_mean == pytest.approx((1.5 + 1.0) / 2)
     assert found.generation_s == pytest.approx((4 + 2) / 2)
 
 
 def test_a_sample_is_in_flight_from_its_start_to_its_end():
     made = samples((1, 5, 0.0, 4.0), (1, 5, 3.0, 9.0), (2, 5, 8.0, 9.0))
-    assert figures.running(made, (2.0, 6.0)) == pytest.approx((2 + 3) / 4)
+    assert overlap.running(made, (2.0, 6.0)) == pytest.approx((2 + 3) / 4)
 
 
 def test_the_ratio_is_that_of_the_rounds_and_r_that_of_the_synchronous_runs():
@@ -40,7 +42,7 @@ def test_the_ratio_is_that_of_the_rounds_and_r_that_of_the_synchronous_runs():
         (side(samples_per_s=20, step_s=2.0, generation_s=3.0, U=3.0), side(samples_per_s=30, learner_idle_frac=0.3)),
         (side(samples_per_s=10, step_s=2.0, generation_s=2.0, U=3.0), side(samples_per_s=17, learner_idle_frac=0.2)),
     ]
-    found = figures.compared(rounds)
+    found = overlap.compared(rounds)
     assert found["async_over_sync"] == pytest.approx(1.7)
     assert found["spread"] == pytest.approx(0.2)
     assert found["r"] == pytest.approx(1.0)
@@ -49,15 +51,15 @@ def test_the_ratio_is_that_of_the_rounds_and_r_that_of_the_synchronous_runs():
 
 
 def test_a_core_each_can_at_most_double_the_rate_where_both_take_equal_time():
-    assert figures.ceiling(3.0, 1.0) == pytest.approx(2.0)
-    assert figures.ceiling(3.0, 0.5) == pytest.approx(3.0)
-    assert figures.ceiling(3.0, 0.1) == pytest.approx(3.3)
+    assert overlap.ceiling(3.0, 1.0) == pytest.approx(2.0)
+    assert overlap.ceiling(3.0, 0.5) == pytest.approx(3.0)
+    assert overlap.ceiling(3.0, 0.1) == pytest.approx(3.3)
 
 
 def test_a_bar_is_judged_only_at_full_size_and_where_r_is_about_1():
     def met(**changes):
         result = {"quick": False, "r": 1.0, "async_over_sync": 1.7, **changes}
-        return report.judged(result)["async_over_sync"]["met"]
+        return overlap.judged(result)["async_over_sync"]["met"]
 
     assert met() is True
     assert met(async_over_sync=1.5) is False
@@ -96,7 +98,7 @@ def no_store(monkeypatch):
 @pytest.mark.usefixtures("no_store")
 def test_the_warm_up_counts_for_nothing(tmp_path):
     run = write_run(tmp_path / "run", 1.0, [50.0, 9.0, 1.0, 1.0, 2.0], [(100.0, 161.0, 61.0), (161.0, 165.0, 2.0)])
-    found = figures.figures_of(run, num_warmup=2)
+    found = overlap.figures_of(run, num_warmup=2)
     assert found["seconds"] == pytest.approx(7.0)
     assert found["samples_per_s"] == pytest.approx(12 / 7)
     assert found["learner_idle_frac"] == pytest.approx(4 / 7)
@@ -108,7 +110,7 @@ def test_the_warm_up_counts_for_nothing(tmp_path):
 def test_a_run_that_is_all_warm_up_is_refused(tmp_path):
     run = write_run(tmp_path / "run", 1.0, [1.0, 1.0, 1.0], [(100.0, 101.0, 1.0)])
     with pytest.raises(MeasurementFailed, match="has 3 steps, of which 2 warm up"):
-        figures.figures_of(run, num_warmup=2)
+        overlap.figures_of(run, num_warmup=2)
 
 
 def test_the_model_ends_a_completion_as_often_as_the_class_of_its_prompt_says():
@@ -129,21 +131,21 @@ def test_the_lengths_of_the_classes_are_spread_as_a_log_normal():
 
 
 def test_every_prompt_is_another_one_and_ends_with_its_class(tmp_path):
-    config = setting.write_setting(tmp_path / "setting", setting.Setting(10, 2, 16))
+    config = long_tail.write_setting(tmp_path / "setting", long_tail.Setting(10, 2, 16))
     lines = (tmp_path / "setting" / "prompts.jsonl").read_text().splitlines()
     questions = [json.loads(line)["question"] for line in lines]
-    assert len(set(questions)) == setting.NUM_PROMPTS
+    assert len(set(questions)) == long_tail.NUM_PROMPTS
     assert {question[-1] for question in questions} == set(long_tail.CLASSES)
-    assert {len(question) for question in questions} == {setting.PROMPT_TOKENS}
+    assert {len(question) for question in questions} == {long_tail.PROMPT_TOKENS}
     assert "max_running_samples = 64" in config.read_text()
 
 
 def test_the_written_config_is_one_that_leeway_takes(tmp_path):
     from launch.load import load_config
 
-    config = load_config(setting.write_setting(tmp_path / "setting", setting.Setting(10, 2, 16)))
+    config = load_config(long_tail.write_setting(tmp_path / "setting", long_tail.Setting(10, 2, 16)))
     assert config.learner.groups_per_step * config.actors.group_size == config.actors.max_running_samples
-    assert config.learner.token_budget >= setting.PROMPT_TOKENS + setting.MAX_NEW_TOKENS
+    assert config.learner.token_budget >= long_tail.PROMPT_TOKENS + long_tail.MAX_NEW_TOKENS
 
 
 def test_an_even_number_of_words_pays():
@@ -151,7 +153,7 @@ def test_an_even_number_of_words_pays():
 
 
 def test_an_actor_that_was_not_seen_cannot_have_been_moved(tmp_path):
-    two = cores.Cores(0, 1)
+    two = overlap.Cores(0, 1)
     two.look(tmp_path)  # a run that has written no status.json yet
     with pytest.raises(MeasurementFailed, match="0 processes of the actor were seen"):
         two.check()
@@ -161,8 +163,8 @@ def test_all_threads_of_a_process_are_moved():
     mine = sorted(os.sched_getaffinity(0))
     with psutil.Popen(["sleep", "30"]) as process:
         try:
-            assert cores._move_threads(process.pid, mine[-1])
+            assert overlap._move_threads(process.pid, mine[-1])
             assert process.cpu_affinity() == [mine[-1]]
         finally:
             process.kill()
-    assert not cores._move_threads(process.pid, mine[-1])
+    assert not overlap._move_threads(process.pid, mine[-1])

@@ -5,10 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.stability_parts import page, search
-from benchmarks.stability_parts.loop import DelayedRun
-from benchmarks.stability_parts.rows import ROWS
-from benchmarks.stability_parts.sampler import Sampler, completion_logprobs
+from benchmarks import stability
+from benchmarks.stability_parts.loop import DelayedRun, Sampler, completion_logprobs
 from examples.demo_model.make_checkpoint import EOS, PAD, make_model, make_tokenizer
 
 SMALL = ["--learner.groups_per_step", "4", "--task.num_train", "64", "--task.num_heldout", "16"]
@@ -67,18 +65,18 @@ def test_samples_come_from_the_policy_of_so_many_updates_ago(folder, lag):
     [([0.3, 0.4, 0.5, 0.49], True), ([0.3, 0.5, 0.4, 0.41], False), ([0.3, 0.28, 0.2, 0.2], False), ([0.3, 0.3], True)],
 )
 def test_stable_is_what_has_not_fallen(accuracies, stable):
-    assert search.is_stable(accuracies) is stable
+    assert stability.is_stable(accuracies) is stable
 
 
 @pytest.mark.parametrize("limit", [2e-5, 1e-4, 3e-4, 1.0, 1e-9])
 def test_the_search_finds_the_greatest_rate_that_is_stable(monkeypatch, limit):
     def tried(row, lag, rate, results):
         results[rate] = [0.3, 0.4] if rate <= limit else [0.3, 0.1]
-        return search.is_stable(results[rate])
+        return stability.is_stable(results[rate])
 
-    monkeypatch.setattr(search, "_try", tried)
-    found = search.greatest_rate(ROWS[0], 4)
-    assert found["rate"] == max((rate for rate in search.RATES if rate <= limit), default=None)
+    monkeypatch.setattr(stability, "_try", tried)
+    found = stability.greatest_rate(stability.ROWS[0], 4)
+    assert found["rate"] == max((rate for rate in stability.RATES if rate <= limit), default=None)
 
 
 def test_the_page_and_the_line_have_what_was_found():
@@ -86,11 +84,11 @@ def test_the_page_and_the_line_have_what_was_found():
         task.key: {"greedy": 0.81, "sampled": 0.62, "ess_lowest": 0.4}
         if task.as_shipped
         else {"rate": 1e-4, "tried": {"0.0001": [0.3, 0.4], "0.0002": [0.3, 0.11]}}
-        for task in search.tasks()
+        for task in stability.tasks()
     }
-    text = page.page(results, "Written by hand.")
+    text = "\n".join(stability.page(results, "Written by hand."))
     assert "0.0001 (0.40 -> 0.11)" in text
     assert "0.810 / 0.620, ESS 0.40" in text
-    assert page.line(results)["oapl"] == {
-        f"{name}_lag{lag}": value for lag in search.LAGS for name, value in (("rate", 1e-4), ("accuracy", 0.81))
+    assert stability.line(results)["oapl"] == {
+        f"{name}_lag{lag}": value for lag in stability.LAGS for name, value in (("rate", 1e-4), ("accuracy", 0.81))
     }
