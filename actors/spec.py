@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from actors.config import ActorsConfig
 from actors.tasks.config import FileTask, ReasoningGymTask
 from buffer.config import BufferConfig
-from common.curve import ClientKeys
+from common.rpc.auth import ClientKeys
 from weight_sync.config import WeightSyncConfig
 
 if TYPE_CHECKING:  # whoever gives orders needs none of these

@@ -25,7 +25,7 @@ from benchmarks.buffer_peers.service import RUN_ID, config_for, facts_for, lease
 from benchmarks.buffer_peers.workload import GROUP_SIZE, PATIENCE_S, Workload
 from buffer.client import BufferClient
 from buffer.service import BufferService
-from common.curve import RunKeys, ServiceKeys
+from common.rpc.auth import RunKeys, ServiceKeys
 
 
 def serve(folder: Path, num_groups: int, keys: ServiceKeys | None, pipe: Connection) -> None:

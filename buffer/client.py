@@ -24,20 +24,20 @@ import numpy.typing as npt
 from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
-from buffer.errors import BufferUnavailable
-from buffer.futures import last_of, settle
+from buffer.errors import BufferRefused, BufferUnavailable
 from buffer.lengths import LengthFidelity
 from buffer.outbox import Outbox, checked, message_room, num_fitting
 from buffer.trajectory import Trajectory
-from buffer.transport import Result, Transport
-from common.curve import ClientKeys
+from common.rpc.auth import ClientKeys
+from common.rpc.client import Answer, Patience, RpcClient, RpcErrors, settle
+from common.rpc.messages import Message
 
 SILENCE_S = 1.75
 LONG_SILENCE_S = 20.0
 """After so long without a heartbeat the connection is made anew."""
 
 R = TypeVar("R")
-M = TypeVar("M", bound=p.Message)
+M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,6 @@ class BufferClient:
         self.shard = shard
         self._num_shards = num_shards
         self.name = name
-        self._run_id = run_id
         self._role = role
         self._config = config
         self._session = secrets.token_hex(8)
@@ -118,14 +117,19 @@ class BufferClient:
         self._lease_in_flight = False
         self._closing = False
         self._outbox = Outbox(name, run_id, config, lambda: self._transport)
-        self._transport = Transport(
+        # An actor's messages are small, so a silent link is a broken one; a batch may take long to pass.
+        heartbeat_s = SILENCE_S if role == "actor" else LONG_SILENCE_S
+        self._transport = RpcClient(
+            p.PROTOCOL,
             address,
-            config.request_timeout_s,
-            config.give_up_after_s,
+            run_id,
             name=name,
+            patience=Patience(
+                resend_s=config.request_timeout_s, give_up_s=config.give_up_after_s, heartbeat_s=heartbeat_s
+            ),
+            errors=RpcErrors(lambda _, text: BufferRefused(text), BufferUnavailable),
             keys=keys,
-            # An actor's messages are small, so a silent link is a broken one; a batch may take long to pass.
-            silence_s=SILENCE_S if role == "actor" else LONG_SILENCE_S,
+            is_bulk=lambda message: isinstance(message, p.Push),
             pump=self._outbox.pump,
             ended=self._outbox.fail,
         )
@@ -144,15 +148,13 @@ class BufferClient:
     def hello(self) -> Future[p.Welcome]:
         """As `connect`, without blocking."""
 
-        def welcomed(result: Result) -> p.Welcome:
-            welcome = _expect(result, p.Welcome)
+        def welcomed(answer: Answer) -> p.Welcome:
+            welcome = _expect(answer, p.Welcome)
             self._epoch = welcome.epoch
             self._outbox.open(welcome.epoch, welcome.credit)
             return welcome
 
-        hello = p.Hello(
-            self._run_id, self._role, self.name, self._session, shard=self.shard, num_shards=self._num_shards
-        )
+        hello = p.Hello(self._role, self.name, self._session, shard=self.shard, num_shards=self._num_shards)
         return self._then(self._transport.submit(hello), welcomed)
 
     @property
@@ -227,8 +229,8 @@ class BufferClient:
             at_least: the incarnation's number, or a lower one.
         """
 
-        def begun(result: Result) -> p.IncarnationReply:
-            reply = _expect(result, p.IncarnationReply)
+        def begun(answer: Answer) -> p.IncarnationReply:
+            reply = _expect(answer, p.IncarnationReply)
             self._incarnation = reply.incarnation
             return reply
 
@@ -258,15 +260,15 @@ class BufferClient:
             plan: of several shards, how many groups each of them gives.
         """
 
-        def drawn(result: Result) -> Draw:
-            reply = _expect(result, p.DrawReply)
+        def drawn(answer: Answer) -> Draw:
+            reply = _expect(answer, p.DrawReply)
             return Draw(
                 ready=reply.ready,
                 step=reply.step,
                 group_ids=reply.group_ids,
                 record_ids=reply.record_ids,
                 waiting_for=reply.waiting_for,
-                body=result[1],
+                body=bytes(answer.body),
                 ledger=reply.ledger,
                 lengths=reply.lengths,
                 fidelity=reply.fidelity,
@@ -318,13 +320,13 @@ class BufferClient:
     # --- parts ------------------------------------------------------------------------------------
 
     def _ask(self, message: p.Request, kind: type[M], body: bytes | memoryview = b"") -> Future[M]:
-        return self._then(self._transport.submit(message, body), lambda result: _expect(result, kind))
+        return self._then(self._transport.submit(message, body), lambda answer: _expect(answer, kind))
 
-    def _then(self, sent: Future[Result], read: Callable[[Result], R]) -> Future[R]:
+    def _then(self, sent: Future[Answer], read: Callable[[Answer], R]) -> Future[R]:
         """A future of what `read` makes of the reply."""
         future: Future[R] = Future()
 
-        def done(answered: Future[Result]) -> None:
+        def done(answered: Future[Answer]) -> None:
             error = answered.exception()
             if error is None:
                 try:
@@ -374,8 +376,37 @@ class BufferClient:
             settle(future, error)
 
 
-def _expect(result: Result, kind: type[M]) -> M:
-    reply, _ = result
+def _expect(answer: Answer, kind: type[M]) -> M:
+    reply = answer.reply
     if not isinstance(reply, kind):
         raise TypeError(f"the buffer service answered {type(reply).__name__} where {kind.__name__} was due")
     return reply
+
+
+def last_of(futures: Sequence[Future[R]], of_none: R) -> Future[R]:
+    """A future with the result of the last of these to complete, or the error of the first to fail.
+
+    Args:
+        futures: each completed by whoever owns it.
+        of_none: the result where there are none.
+    """
+    joined: Future[R] = Future()
+    lock = threading.Lock()
+    num_missing = len(futures)
+
+    def count(completed: Future[R]) -> None:
+        nonlocal num_missing
+        with lock:
+            num_missing -= 1
+            is_last = num_missing == 0
+        error = completed.exception()
+        if error is not None:
+            settle(joined, error)
+        elif is_last:
+            settle(joined, completed.result())
+
+    for future in futures:
+        future.add_done_callback(count)
+    if not futures:
+        settle(joined, of_none)
+    return joined

@@ -168,15 +168,6 @@ class BufferCore:
         return p.DrawReply(False, request.step, [], [], self.draws.waiting_for(tx, request)), b""
 
     def _hello(self, tx: Transaction, message: p.Hello) -> p.Welcome:
-        if message.run_id != self.facts.run_id:
-            raise BufferRefused(
-                f"this buffer serves run '{self.facts.run_id}', not '{message.run_id}': check the address"
-            )
-        if message.protocol_version != p.PROTOCOL_VERSION:
-            raise BufferRefused(
-                f"this buffer speaks protocol {p.PROTOCOL_VERSION}, the client {message.protocol_version}: "
-                "run the same version of leeway everywhere"
-            )
         if (message.shard, message.num_shards) != (self.facts.shard, self.facts.num_shards):
             raise BufferRefused(
                 f"this is shard {self.facts.shard} of {self.facts.num_shards}, the client looked for shard "

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from buffer import protocol as p
 from buffer.client import BufferClient, Draw
 from buffer.errors import BufferRefused, BufferUnavailable
-from buffer.futures import settle
 from buffer.lengths import LengthFidelity
 from buffer.trajectory import Trajectory
+from common.rpc.client import settle
 
 _CREDIT_POLL_S = 0.02
 

@@ -14,9 +14,8 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
-from buffer.futures import settle
 from buffer.trajectory import Trajectory
-from buffer.transport import Transport
+from common.rpc.client import Answer, RpcClient, settle
 
 MAX_ROWS_PER_MESSAGE = 256
 MAX_BYTES_PER_MESSAGE = 2**20
@@ -36,7 +35,7 @@ class _Row:
 class Outbox:
     """Takes trajectories from any thread; the IO thread of the transport sends them."""
 
-    def __init__(self, name: str, run_id: str, config: BufferConfig, transport: Callable[[], Transport]) -> None:
+    def __init__(self, name: str, run_id: str, config: BufferConfig, transport: Callable[[], RpcClient]) -> None:
         """Args:
         name: of the client.
         run_id: of all trajectories.
@@ -108,7 +107,7 @@ class Outbox:
                 rows = self._take_rows()
             self._send(rows)
 
-    def fail(self, error: BufferUnavailable) -> None:
+    def fail(self, error: Exception) -> None:
         """There is no transport any more: what was not handed to it will not be sent."""
         with self._lock:
             rows, self._rows, self._waiting_bytes = list(self._rows), deque(), 0
@@ -166,9 +165,9 @@ class Outbox:
         # Only now: a number that is never sent would be waited for as long as this client lives.
         self._next_seq += len(rows)
 
-        def answered(push: Future[tuple[p.Reply, bytes]]) -> None:
+        def answered(push: Future[Answer]) -> None:
             failure = push.exception()
-            reply = None if failure is not None else push.result()[0]
+            reply = None if failure is not None else push.result().reply
             if isinstance(reply, p.PushReply):
                 missing = TypeError(f"the buffer service at {self._transport().address} left out a trajectory")
                 results = {result.seq: result for result in reply.results}

@@ -1,11 +1,7 @@
-"""Control messages between `BufferClient` and `BufferService`.
+"""Messages between `BufferClient` and `BufferService`; the body, where there is one, is an Arrow IPC stream.
 
-A message is [header, body]: the header is one of these structs as msgpack (tagged by its type),
-the body, where there is one, an Arrow IPC stream. Nothing is ever unpickled. Both are checked
-against an xxh3 checksum before they are looked at: the header's leads it, the body's is in it.
-
-A request is answered by exactly one reply. It is safe to send any request again: each names what
-it is about (an epoch and sequence number, a lease, a step), so the service can recognise it.
+A request is safe to send again: each names what it is about (an epoch and sequence number, a lease, a step), so the
+service can recognise it.
 """
 
 from __future__ import annotations
@@ -15,21 +11,16 @@ from typing import Annotated
 import msgspec
 
 from buffer.lengths import LengthFidelity
-from common.wire import checksum as checksum
-from common.wire import sealed, unsealed
+from common.rpc.messages import RETRY as RETRY
+from common.rpc.messages import Count, Message, Protocol
+from common.rpc.messages import Done as Done
+from common.rpc.messages import Refused as Refused
+from common.rpc.messages import checksum as checksum
 
-PROTOCOL_VERSION = 4
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""What a request counts or numbers: so large a number leaves room to add to it in 64 bits."""
 Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 """An incarnation; -1 before the first."""
 Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 """A time span; neither NaN nor infinite."""
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of every header. The tag is the name of the class."""
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -38,12 +29,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 class Hello(Message, frozen=True):
     """First message of a client. Opens a new epoch of an actor, which fences its older ones."""
 
-    run_id: str
     role: str
     name: str
     session: str
     """Random per client process: the same Hello sent twice opens one epoch only."""
-    protocol_version: Count = PROTOCOL_VERSION
     shard: Count = 0
     """Which shard the client believes to be talking to, and of how many."""
     num_shards: Count = 1
@@ -294,17 +283,6 @@ class Status(Message, frozen=True):
     """Shards that do not answer now: their part of the figures is the last that was known."""
 
 
-class Done(Message, frozen=True):
-    """Answer to a request that returns nothing."""
-
-
-class Refused(Message, frozen=True):
-    """The request cannot be served; the client raises with this text, or where `retry`, sends it again."""
-
-    reason: str
-    retry: bool = False
-
-
 Request = (
     Hello | LeaseRequest | Push | GiveUp | Renew | PlanRequest | DrawRequest | WriteScores | StepFinished
     | Published | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
@@ -313,33 +291,12 @@ Reply = (
     Welcome | LeaseGrant | PushReply | RenewReply | PlanReply | DrawReply | IncarnationReply | Status | Done | Refused
 )  # fmt: skip
 
-
-class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request or reply with the number that pairs them."""
-
-    request_id: int
-    message: Request | Reply
-    body_checksum: int = 0
-    """xxh3-64 of the body; 0 where there is none."""
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope)
-
-
-def encode(envelope: Envelope) -> bytes:
-    """The header frame of a message: its checksum, then the envelope."""
-    return sealed(_encoder.encode(envelope))
-
-
-def decode(header: bytes | memoryview, *, max_bytes: int | None = None) -> Envelope:
-    """Read a header frame.
-
-    Args:
-        header: the frame.
-        max_bytes: a longer one is not looked at; None for any.
-
-    Raises:
-        msgspec.DecodeError: the frame is damaged or no known message; it is quarantined, never guessed at.
-    """
-    return unsealed(header, _decoder, max_bytes=max_bytes)
+PROTOCOL = Protocol(
+    "buffer service",
+    5,
+    Request,
+    Reply,
+    # Room for some ten thousand lease ids; each id of a longer list would cost its time before anyone else is served.
+    max_header_bytes=256 * 2**10,
+)
+encode, decode = PROTOCOL.encode, PROTOCOL.decode

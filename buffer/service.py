@@ -9,26 +9,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import zmq
 
 from buffer import protocol as p
 from buffer.config import BufferConfig, RunFacts
-from buffer.core import Answer, BufferCore
-from buffer.credits import Credits
+from buffer.core import Answer, BufferCore, OpenedPushes
 from buffer.errors import BufferRefused, StoreError, StoreFull
-from buffer.inbox import Arrival, Asked, Pushed, Refusal, Spoiled, opened, requests_in
 from buffer.intake import set_aside
+from buffer.schema import bomb
 from buffer.store import PORT, Store
 from buffer.transaction import Transaction
 from buffer.upkeep import Upkeep
-from common.curve import LOOPBACK, Doorkeeper, ServiceKeys
-from common.files import write_durably
-from common.wire import CannotBind, bind, limit, port_in, receive_frames, send_frames
+from common.rpc.auth import ServiceKeys
+from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserved
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +38,22 @@ _IDLE_S = 0.2
 """How long a turn may wait for messages, which bounds how late `stop` is noticed."""
 _COMPLAIN_EVERY_S = 10.0
 _FULL_PAUSE_S = 1.0
+
+
+_FORGET_S = 60.0
+_MAX_CREDIT_ROWS = 3072
+_MIN_CREDIT_ROWS = 64
+_MIN_CREDIT_BYTES = 2**20
+
+
+class _Pushed(NamedTuple):
+    """Pushes that arrived one after the other."""
+
+    requests: list[Request]
+    opened: OpenedPushes
+
+
+Arrival = Request | _Pushed | Malformed | Unserved
 
 
 class _Parked(NamedTuple):
@@ -94,10 +107,15 @@ class BufferService:
         self._upkeep = Upkeep(config, self._store, clock)
         self._credits = Credits(config.inbox_mib * 2**20)
         self._folder = folder
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._keys = keys
-        self._door: Doorkeeper | None = None
+        self._rpc = RpcServer(
+            p.PROTOCOL,
+            facts.run_id,
+            keys=keys,
+            max_message_bytes=config.max_message_mib * 2**20,
+            incoming=32,  # they are bounded in bytes by credit
+            outgoing=1000,
+            refuse_body=bomb,
+        )
         self._parked: dict[tuple[bytes, int], _Parked] = {}
         self._complain_at = 0.0
         self._full_until = 0.0
@@ -107,26 +125,12 @@ class BufferService:
         """Bind, and return the address for clients. With port 0, the port of the last run in this folder is kept.
 
         Raises:
-            StoreError: the address is in use or does not exist.
+            StoreError: the address is in use or does not exist, or the port cannot be written down.
         """
-        # messages that come are bounded in bytes by credit
-        limit(self._socket, self._config.max_message_mib * 2**20, incoming=32, outgoing=1000)
-        if self._keys is not None:
-            self._door = Doorkeeper(self._socket, self._keys, "the buffer service")
-        remembered = self._folder / PORT
         try:
-            address, port = bind(self._socket, self._config.host or LOOPBACK, self._config.port, remembered)
+            return self._rpc.bind(self._config.host, self._config.port, self._folder / PORT, section="buffer")
         except CannotBind as error:
-            raise StoreError(
-                f"the buffer service {error}. Set [buffer] host and port to a free address of this machine; the port "
-                f"of the last run is kept in {remembered}"
-            ) from error
-        if port_in(remembered) != port:
-            try:
-                write_durably(remembered, str(port).encode())
-            except OSError as error:
-                raise StoreError(f"{remembered} cannot be written ({error}). Free some space") from error
-        return address
+            raise StoreError(str(error)) from error
 
     def serve(self, stop: threading.Event) -> None:
         """Answer until `stop` is set.
@@ -164,16 +168,13 @@ class BufferService:
         if now >= self._complain_at:
             log.warning("%s. Everybody waits", reason)
             self._complain_at = now + _COMPLAIN_EVERY_S
-        refused = p.Refused(reason, retry=True)
+        refused = p.Refused(reason, p.RETRY)
         return [_Outgoing(identity, number, refused, b"") for identity, number in requests_in(arrivals)]
 
     def close(self) -> None:
         """Give the address and the folder back."""
-        if not self._socket.closed:
-            self._socket.close()
-            if self._door is not None:
-                self._door.close()
-            self._context.term()
+        if not self._rpc.is_closed:
+            self._rpc.close()
             self._store.close()
 
     def _receive(self) -> list[Arrival]:
@@ -183,17 +184,17 @@ class BufferService:
         if now >= self._full_until:
             waits += [parked.deadline - now for parked in self._parked.values()]
             waits += [due for due in [self._core.leases.due_in_s()] if due is not None]
-        if not self._socket.poll(max(0, int(min(waits) * 1000))):
+        if not self._rpc.poll(min(waits)):
             return []
         messages: list[list[memoryview]] = []
         size = 0
         while len(messages) < _MAX_TURN_MESSAGES and size < _MAX_TURN_BYTES:
-            try:
-                messages.append(receive_frames(self._socket))
-            except zmq.Again:
+            frames = self._rpc.receive()
+            if frames is None:
                 break
-            size += sum(map(len, messages[-1]))
-        return opened(messages, self._upkeep.pushes_wait_for)
+            messages.append(frames)
+            size += sum(map(len, frames))
+        return opened(map(self._rpc.open, messages), self._upkeep.pushes_wait_for)
 
     def _answer(self, tx: Transaction, arrivals: list[Arrival]) -> _Answers:
         """All replies of one turn. May run twice where the store grows, so it changes nothing but `tx`."""
@@ -201,17 +202,17 @@ class BufferService:
         parked = dict(self._parked)
         for arrival in arrivals:
             match arrival:
-                case Pushed(requests, pushes):
+                case _Pushed(requests, pushes):
                     for request, reply in zip(requests, self._core.push(tx, pushes), strict=True):
                         complete = self._completed(request.message, reply)
                         outbox.append(_Outgoing(request.identity, request.request_id, complete, b""))
-                case Asked():
+                case Request():
                     self._answer_one(tx, arrival, outbox, parked)
-                case Spoiled(identity, request_id, reason, data, refused):
+                case Malformed(identity, request_id, reason, data, refused):
                     set_aside(tx, reason, data, matches_lease=False)
                     if refused is not None:
                         outbox.append(_Outgoing(identity, request_id, refused, b""))
-                case Refusal(identity, request_id, refused):
+                case Unserved(identity, request_id, refused):
                     outbox.append(_Outgoing(identity, request_id, refused, b""))
         self._core.leases.expire_due(tx)
         now = self._clock()
@@ -225,7 +226,7 @@ class BufferService:
         return outbox, parked
 
     def _answer_one(
-        self, tx: Transaction, asked: Asked, outbox: list[_Outgoing], parked: dict[tuple[bytes, int], _Parked]
+        self, tx: Transaction, asked: Request, outbox: list[_Outgoing], parked: dict[tuple[bytes, int], _Parked]
     ) -> None:
         identity, request_id, message, body = asked
         if isinstance(message, p.DrawRequest):
@@ -264,7 +265,71 @@ class BufferService:
             return p.Refused(str(error)), b""
 
     def _send(self, outgoing: _Outgoing) -> None:
-        envelope = p.Envelope(outgoing.request_id, outgoing.reply, p.checksum(outgoing.body))
-        failure = send_frames(self._socket, outgoing.identity, p.encode(envelope), outgoing.body)
+        failure = self._rpc.answer(*outgoing)
         if failure is not None:  # what it asked for is done
             log.info("a reply (%s) could not be delivered: %s", type(outgoing.reply).__name__, failure)
+
+
+class Credits:
+    """Divides the memory that the service has for messages on their way into the store."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """Args:
+        budget_bytes: what all clients together may have sent without an acknowledgement.
+        """
+        self._budget_bytes = budget_bytes
+        self._heard_at: dict[str, float] = {}
+
+    def grant(self, name: str, now_s: float) -> p.Credit:
+        """The share of a client that was heard now; those that were silent for a minute have none.
+
+        Everyone may have at least 64 trajectories and 1 MiB under way: with very many clients the
+        budget is exceeded rather than anyone stopped.
+        """
+        self._heard_at.pop(name, None)
+        self._heard_at[name] = now_s
+        while now_s - next(iter(self._heard_at.values())) > _FORGET_S:
+            del self._heard_at[next(iter(self._heard_at))]
+        share = len(self._heard_at)
+        return p.Credit(
+            max(_MIN_CREDIT_ROWS, _MAX_CREDIT_ROWS // share), max(_MIN_CREDIT_BYTES, self._budget_bytes // share)
+        )
+
+
+def opened(messages: Iterable[Request | Malformed | Unserved], pushes_wait_for: str) -> list[Arrival]:
+    """Messages in order, pushes that follow one another together.
+
+    Args:
+        messages: as they were received.
+        pushes_wait_for: why no trajectory is taken in now; '' where they are.
+    """
+    arrivals: list[Arrival] = []
+    pushes: list[Request] = []
+
+    def join() -> None:
+        if pushes:
+            arrivals.append(_Pushed(list(pushes), OpenedPushes([(push.message, push.body) for push in pushes])))
+            pushes.clear()
+
+    for arrival in messages:
+        if not isinstance(arrival, Request) or not isinstance(arrival.message, p.Push):
+            join()
+            arrivals.append(arrival)
+        elif pushes_wait_for:
+            join()
+            arrivals.append(Unserved(arrival.identity, arrival.request_id, p.Refused(pushes_wait_for, p.RETRY)))
+        else:
+            pushes.append(arrival)
+    join()
+    return arrivals
+
+
+def requests_in(arrivals: Iterable[Arrival]) -> list[tuple[bytes, int]]:
+    """Identity and number of every request that somebody waits for."""
+    found = []
+    for arrival in arrivals:
+        if isinstance(arrival, _Pushed):
+            found += [(push.identity, push.request_id) for push in arrival.requests]
+        elif not isinstance(arrival, Malformed) or arrival.reply is not None:
+            found.append((arrival.identity, arrival.request_id))
+    return found

@@ -27,7 +27,7 @@ from buffer.errors import BufferUnavailable
 from buffer.joint import JointDraws
 from buffer.links import Link, Links, Request, sum_of
 from buffer.trajectory import Trajectory
-from common.curve import ClientKeys
+from common.rpc.auth import ClientKeys
 
 log = logging.getLogger(__name__)
 

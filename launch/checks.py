@@ -12,7 +12,7 @@ from pathlib import Path
 from actors.tasks import TaskError, TaskFacts, check_task
 from buffer.config import RunFacts
 from buffer.shards import admission_shares
-from common.curve import ClientKeys, RunKeys, ServiceKeys
+from common.rpc.auth import ClientKeys, RunKeys, ServiceKeys
 from common.staleness import StalenessContract
 from launch.config import Config
 from launch.errors import ConfigError

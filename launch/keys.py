@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.curve import LOOPBACK, RunKeys, is_loopback
+from common.rpc.auth import LOOPBACK, RunKeys, is_loopback
 from launch.config import Config
 from launch.errors import ConfigError
 

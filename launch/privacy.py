@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from common.curve import ServiceKeys, is_loopback
+from common.rpc.auth import ServiceKeys, is_loopback
 
 _OWNER_ONLY = 0o077
 

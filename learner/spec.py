@@ -7,7 +7,7 @@ from pathlib import Path
 
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
-from common.curve import ClientKeys
+from common.rpc.auth import ClientKeys
 from learner.config import LearnerConfig
 from learner.mesh import Place
 from weight_sync.config import WeightSyncConfig

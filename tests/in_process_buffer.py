@@ -78,7 +78,7 @@ class InProcessBuffer:
 
     def hello(self, name: str, session: str = "1", role: str = "actor") -> p.Welcome:
         """Connect a client."""
-        return self.ask(p.Hello(self.facts.run_id, role, name, session), p.Welcome)
+        return self.ask(p.Hello(role, name, session), p.Welcome)
 
     def begin(self, version: int = 0, step: int = 0, *, session: str = "learner") -> p.IncarnationReply:
         """Start a learner that publishes the version it starts from."""

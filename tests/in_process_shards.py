@@ -1,7 +1,7 @@
 """InProcessShard: the client of one shard without sockets; the shard can be cut off and come back.
 
 What answers are the real rules over a real store. While the shard is down requests wait, and are
-answered in order when it is back: what `buffer.transport` does by sending them again.
+answered in order when it is back: what `common.rpc.client` does by sending them again.
 """
 
 import threading
@@ -13,7 +13,7 @@ from buffer import schema
 from buffer.client import Draw
 from buffer.core import OpenedPushes
 from buffer.errors import BufferRefused
-from buffer.futures import settle
+from common.rpc.client import settle
 from tests.in_process_buffer import InProcessBuffer
 
 
@@ -121,9 +121,7 @@ class InProcessShard:
             self._epoch = answer[0].epoch
             return answer[0]
 
-        message = p.Hello(
-            facts.run_id, self._role, self.name, self._session, shard=facts.shard, num_shards=facts.num_shards
-        )
+        message = p.Hello(self._role, self.name, self._session, shard=facts.shard, num_shards=facts.num_shards)
         return self._ask(message, welcomed)
 
     def close(self, timeout_s=None):

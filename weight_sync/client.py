@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from common.curve import ClientKeys
+from common.rpc.auth import ClientKeys, is_loopback
+from common.rpc.client import Answer, Ask, Patience, RpcClient, RpcErrors
+from common.rpc.messages import Done, Message
 from common.staleness import PolicyVersion
 from weight_sync import protocol as p
 from weight_sync.errors import TransferFailed, WeightsCorrupt
-from weight_sync.link import SILENCE_S, Answer, Ask, Link
 from weight_sync.manifest import Manifest
 from weight_sync.store import read_manifest
 
 _WINDOW = 4
 """Chunks on their way at once: enough to hide the way there and back, few enough to lose little."""
+_SILENCE_S = 2.0
+_HEARTBEAT_S = 20.0
+"""Of a connection: a heartbeat waits behind chunks."""
 
-
-Kind = TypeVar("Kind", bound=p.Message)
+Kind = TypeVar("Kind", bound=Message)
 
 
 class WeightClient:
-    """Talks to the weight service of a run. For any thread, one at a time."""
+    """Talks to the weight service of a run. For any thread."""
 
     def __init__(
         self,
@@ -34,38 +35,42 @@ class WeightClient:
         timeout_s: float = 30.0,
         chunk_bytes: int = 2**20,
         window: int = _WINDOW,
-        silence_s: float = SILENCE_S,
+        silence_s: float = _SILENCE_S,
         keys: ClientKeys | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Connects with the first question.
+        """Connect.
 
         Args:
             address: of the service, tcp://HOST:PORT.
             run_id: of the run.
             name: of the caller, for the service's log and for errors.
-            timeout_s: fail when the service was silent for so long.
+            timeout_s: fail where a question is not answered for so long.
             chunk_bytes: size of a message of weights, at most 64 MiB.
             window: chunks on their way at once.
-            silence_s: connect anew when the service was silent for so long.
+            silence_s: ask again after so long without an answer.
             keys: of the run's clients; None where the service takes everybody.
-            clock: monotonic, in seconds.
         """
         self.address = address
         self.name = name
         self._chunk_bytes = min(chunk_bytes, p.MAX_CHUNK_BYTES)
         self._window = window
-        self._lock = threading.Lock()
-        self._link = Link(address, run_id, timeout_s, keys=keys, silence_s=silence_s, clock=clock)
+        self._rpc = RpcClient(
+            p.PROTOCOL,
+            address,
+            run_id,
+            name=name,
+            patience=Patience(resend_s=min(silence_s, timeout_s), give_up_s=timeout_s, heartbeat_s=_HEARTBEAT_S),
+            errors=RpcErrors(p.error_of, lambda text: TransferFailed(text + loopback_hint(address))),
+            keys=keys,
+        )
 
-    def hello(self) -> p.Welcome:
-        """Who serves there?
+    def store(self) -> p.StoreFacts:
+        """Which store is served there?
 
         Raises:
             TransferFailed: nobody answers, or another run's service, or one of another release.
         """
-        with self._lock:
-            return _expect(self._link.ask(p.Hello(self.name)), p.Welcome)
+        return self._ask(p.StoreRequest(self.name), p.StoreFacts)[0]
 
     def newest(self) -> PolicyVersion | None:
         """The newest committed version, or None before the first.
@@ -73,8 +78,7 @@ class WeightClient:
         Raises:
             TransferFailed: the service does not answer.
         """
-        with self._lock:
-            text = _expect(self._link.ask(p.NewestRequest()), p.Newest).version
+        text = self._ask(p.NewestRequest(), p.Newest)[0].version
         return p.version_of(text) if text else None
 
     def manifest(self, version: PolicyVersion) -> tuple[Manifest, bytes]:
@@ -85,14 +89,12 @@ class WeightClient:
             WeightsCorrupt: what the service gave is another version's, or was changed.
             TransferFailed: the service does not answer.
         """
-        with self._lock:
-            document = bytes(self._document(p.ManifestRequest(str(version))))
+        document = bytes(self._document(p.ManifestRequest(str(version))))
         return read_manifest(document, version, f"the manifest from {self.address}"), document
 
     def newest_document(self) -> bytes:
         """The manifest of the newest version, unchecked; empty before the first."""
-        with self._lock:
-            return bytes(self._document(p.ManifestRequest("")))
+        return bytes(self._document(p.ManifestRequest("")))
 
     def read(
         self,
@@ -120,15 +122,14 @@ class WeightClient:
             Ask(p.ReadRequest(str(version), file, offset, min(self._chunk_bytes, total_bytes - offset)))
             for offset in range(start, total_bytes, self._chunk_bytes)
         )
-        with self._lock:
-            for answer in self._link.stream(asks, window=self._window):
-                chunk, asked = _expect(answer, p.Chunk), answer.ask.message
-                if chunk.total_bytes != total_bytes or len(answer.body) != getattr(asked, "size", None):
-                    raise WeightsCorrupt(
-                        f"{self.address}: {asked} was answered with {len(answer.body)} bytes of {chunk.total_bytes}; "
-                        f"the manifest says {total_bytes}"
-                    )
-                write(answer.body)
+        for (asked, _), answer in self._rpc.stream(asks, window=self._window):
+            chunk = _expect(asked, answer, p.Chunk)
+            if chunk.total_bytes != total_bytes or len(answer.body) != getattr(asked, "size", None):
+                raise WeightsCorrupt(
+                    f"{self.address}: {asked} was answered with {len(answer.body)} bytes of {chunk.total_bytes}; "
+                    f"the manifest says {total_bytes}"
+                )
+            write(answer.body)
 
     def write(self, version: PolicyVersion, file: str, buffers: Sequence[bytes | memoryview]) -> int:
         """Upload a file, from where an earlier upload of it ended.
@@ -143,22 +144,23 @@ class WeightClient:
         """
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         total = sum(len(view) for view in views)
-        with self._lock:
-            status = _expect(self._link.ask(p.WriteStatusRequest(str(version), file, total)), p.WriteStatus)
-            have, num_sent, window = status.num_bytes, 0, self._window
-            while have < total:
-                began_at = have
-                for answer in self._link.stream(self._pieces(version, file, views, have, total), window=window):
-                    num_sent += len(answer.ask.body)
-                    have = _expect(answer, p.WriteStatus).num_bytes
-                    if have < getattr(answer.ask.message, "offset", 0) + len(answer.ask.body):
-                        break  # the service takes nothing behind a gap: one was overtaken, or it has lost some
-                if have <= began_at and window == 1:
-                    raise TransferFailed(
-                        f"the weight service at {self.address} has {have} of {total} bytes of {file} of version "
-                        f"{version} and takes no more"
-                    )
-                window = 1
+        status = self._ask(p.WriteStatusRequest(str(version), file, total), p.WriteStatus)[0]
+        have, num_sent, window = status.num_bytes, 0, self._window
+        while have < total:
+            began_at = have
+            for (asked, body), answer in self._rpc.stream(
+                self._pieces(version, file, views, have, total), window=window
+            ):
+                num_sent += len(body)
+                have = _expect(asked, answer, p.WriteStatus).num_bytes
+                if have < getattr(asked, "offset", 0) + len(body):
+                    break  # the service takes nothing behind a gap: one was overtaken, or it has lost some
+            if have <= began_at and window == 1:
+                raise TransferFailed(
+                    f"the weight service at {self.address} has {have} of {total} bytes of {file} of version "
+                    f"{version} and takes no more"
+                )
+            window = 1
         return num_sent
 
     def part_done(self, document: bytes) -> None:
@@ -169,13 +171,11 @@ class WeightClient:
             WeightsCorrupt: a file did not come as it was sent; it has to be sent again.
             PublishFailed, OSError, TransferFailed: as `write`.
         """
-        with self._lock:
-            _expect(self._link.ask(p.PartDone(), document), p.Done)
+        self._ask(p.PartDone(), Done, document)
 
     def part_document(self, version: PolicyVersion, rank: int) -> bytes:
         """What a stage contributed, unchecked; empty until it has."""
-        with self._lock:
-            return bytes(self._document(p.PartRequest(str(version), rank)))
+        return bytes(self._document(p.PartRequest(str(version), rank)))
 
     def commit(self, document: bytes, keep_versions: int) -> None:
         """Make a version exist.
@@ -184,18 +184,18 @@ class WeightClient:
             PublishFailed: it is not newer than the newest.
             WeightsCorrupt, OSError, TransferFailed: as `part_done`.
         """
-        with self._lock:
-            _expect(self._link.ask(p.CommitRequest(keep_versions), document), p.Done)
+        self._ask(p.CommitRequest(keep_versions), Done, document)
 
     def close(self) -> None:
         """Let go of the connection. May be called twice."""
-        with self._lock:
-            self._link.close()
+        self._rpc.close(0.0)
+
+    def _ask(self, message: Message, kind: type[Kind], body: bytes = b"") -> tuple[Kind, memoryview]:
+        answer = self._rpc.ask(message, body)
+        return _expect(message, answer, kind), answer.body
 
     def _document(self, message: p.ManifestRequest | p.PartRequest) -> memoryview:
-        answer = self._link.ask(message)
-        _expect(answer, p.Document)
-        return answer.body
+        return self._ask(message, p.Document)[1]
 
     def _pieces(
         self, version: PolicyVersion, file: str, views: Sequence[memoryview], start: int, total: int
@@ -218,7 +218,18 @@ def _slice(views: Sequence[memoryview], offset: int, size: int) -> bytes | memor
     return found[0] if len(found) == 1 else b"".join(found)
 
 
-def _expect(answer: Answer, kind: type[Kind]) -> Kind:
+def _expect(message: Message, answer: Answer, kind: type[Kind]) -> Kind:
     if not isinstance(answer.reply, kind):
-        raise WeightsCorrupt(f"the weight service answered {answer.ask.message} with {answer.reply}")
+        raise WeightsCorrupt(f"the weight service answered {message} with {answer.reply}")
     return answer.reply
+
+
+def loopback_hint(address: str) -> str:
+    """What to try where a service that cannot be reached listens on loopback; '' where it does not."""
+    host = address.removeprefix("tcp://").rsplit(":", 1)[0]
+    if not is_loopback(host):
+        return ""
+    return (
+        f". {host} is this machine alone: does the service run on another one, [weight_sync] host has to be an "
+        "interface of that one which this machine reaches, for instance 0.0.0.0 or its private address"
+    )

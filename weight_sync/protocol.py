@@ -1,33 +1,26 @@
-"""Messages between `WeightClient` and `WeightService`.
+"""Messages between `WeightClient` and `WeightService`; the body is bytes of a file or a document.
 
-A message is [header, body]: the header is one of these structs as msgpack (tagged by its type), the body, where there
-is one, bytes of a file or a document. Nothing is ever unpickled. Both are checked against an xxh3 checksum before they
-are looked at: the header's leads it, the body's is in it.
-
-A request is answered by exactly one reply, or, where the answer takes long and the request comes again, by `Working`
-first. It is safe to send any request again: none changes what it has changed before, and the service keeps nothing
-about a client, so that it may be killed and restarted between any two messages.
+No request changes what it has changed before, and the service keeps nothing about a client, so that it may be killed
+and restarted between any two messages.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from errno import EIO
+from typing import Annotated
 
 import msgspec
 
+from common.rpc.messages import DAMAGED, Count, Message, Protocol, Refused
 from common.staleness import PolicyVersion
-from common.wire import checksum as checksum
-from common.wire import sealed, unsealed
-from weight_sync.errors import WeightsError
+from weight_sync.errors import PublishFailed, TransferFailed, WeightsCorrupt, WeightsError, WeightsGone
 from weight_sync.manifest import FILE_NAME
 
-PROTOCOL_VERSION = 1
 MAX_CHUNK_BYTES = 64 * 2**20
-MAX_HEADER_BYTES = 64 * 2**10
 MAX_DOCUMENT_BYTES = 256 * 2**20
 """Of a manifest: that of a million tensors fits."""
+MAX_REASON = 4000
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 ChunkBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]
 FileName = Annotated[str, msgspec.Meta(max_length=200)]
 VersionText = Annotated[str, msgspec.Meta(max_length=40)]
@@ -38,19 +31,14 @@ class WholeFilesNeeded(WeightsError):
     """The deltas of a part do not serve: its files are to be sent whole."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of every header. The tag is the name of the class."""
-
-
 # --- requests -------------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True):
-    """Who are you?"""
+class StoreRequest(Message, frozen=True):
+    """Which store is it?"""
 
     name: str
     """Of the one who asks, for the log."""
-    protocol_version: Count = PROTOCOL_VERSION
 
 
 class NewestRequest(Message, frozen=True):
@@ -110,14 +98,13 @@ class CommitRequest(Message, frozen=True):
 # --- replies --------------------------------------------------------------------------------------
 
 
-class Welcome(Message, frozen=True):
-    """Answer to Hello."""
+class StoreFacts(Message, frozen=True):
+    """Answer to StoreRequest."""
 
     store_id: str
     """By which a client sees that it has the same folder before it."""
     folder: str
     """For people: where the versions lie on the service's machine."""
-    protocol_version: Count = PROTOCOL_VERSION
 
 
 class Newest(Message, frozen=True):
@@ -145,62 +132,38 @@ class WriteStatus(Message, frozen=True):
     """So many are there, from the start: go on behind them."""
 
 
-class Working(Message, frozen=True):
-    """The answer takes longer; ask again later."""
-
-
-class Done(Message, frozen=True):
-    """Answer to a request that returns nothing."""
-
-
-Kind = Literal["gone", "corrupt", "publish", "whole", "disk", "damaged", "failed"]
-"""Of a refusal: the version is gone; what the store holds is corrupt; a version cannot follow the newest; deltas do not
-serve, whole files are needed; the disk is full or not writable; the body was damaged on its way; anything else."""
-
-
-class Refused(Message, frozen=True):
-    """The request cannot be served; the client raises with this text."""
-
-    reason: str
-    kind: Kind
-    errno: int = 0
-    """Of the disk's error."""
-
-
 Request = (
-    Hello | NewestRequest | ManifestRequest | ReadRequest | WriteStatusRequest | WriteRequest | PartDone | PartRequest
+    StoreRequest | NewestRequest | ManifestRequest | ReadRequest | WriteStatusRequest | WriteRequest | PartDone | PartRequest
     | CommitRequest
 )  # fmt: skip
-Reply = Welcome | Newest | Document | Chunk | WriteStatus | Working | Done | Refused
+Reply = StoreFacts | Newest | Document | Chunk | WriteStatus
+
+PROTOCOL = Protocol("weight service", 2, Request, Reply, max_header_bytes=64 * 2**10)
+
+_ERRORS: dict[str, type[WeightsError]] = {
+    "gone": WeightsGone,
+    "corrupt": WeightsCorrupt,
+    "whole": WholeFilesNeeded,
+    "publish": PublishFailed,
+    DAMAGED: WeightsCorrupt,
+}
+"""Kind of a refusal -> what the client raises."""
+_DISK = "disk"
 
 
-class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request or reply with the number that pairs them."""
-
-    request_id: Count
-    run_id: str
-    """A message of another run is refused, whatever it asks."""
-    message: Request | Reply
-    body_checksum: int = 0
-    """xxh3-64 of the body; 0 where there is none."""
+def refusal_of(error: Exception) -> Refused:
+    """What a service says of an error."""
+    if isinstance(error, OSError):
+        return Refused(str(error)[:MAX_REASON], _DISK, error.errno or EIO)
+    kind = next((kind for kind, raised in _ERRORS.items() if isinstance(error, raised)), "")
+    return Refused(str(error)[:MAX_REASON], kind)
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope)
-
-
-def encode(envelope: Envelope) -> bytes:
-    """The header frame of a message: its checksum, then the envelope."""
-    return sealed(_encoder.encode(envelope))
-
-
-def decode(header: bytes | memoryview) -> Envelope:
-    """Read a header frame.
-
-    Raises:
-        msgspec.DecodeError: the frame is damaged or no known message; it is dropped, never guessed at.
-    """
-    return unsealed(header, _decoder, max_bytes=MAX_HEADER_BYTES)
+def error_of(refused: Refused, text: str) -> Exception:
+    """What a client raises of it, with this sentence."""
+    if refused.kind == _DISK:
+        return OSError(refused.errno or EIO, text)
+    return _ERRORS.get(refused.kind, TransferFailed)(text)
 
 
 def version_of(text: str) -> PolicyVersion:

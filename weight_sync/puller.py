@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol
 
-from common.curve import ClientKeys
+from common.rpc.auth import ClientKeys
 from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt
@@ -242,7 +242,7 @@ class _NetworkSource:
         self._client = client_of(config, address, run_id, name, at_most_s=config.update_timeout_s, keys=keys)
         self._staging: HostStaging | None = None
         try:
-            self._store_id = self._client.hello().store_id
+            self._store_id = self._client.store().store_id
         except BaseException:
             self._client.close()
             raise

@@ -9,7 +9,6 @@ moment and started again, on the same port.
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 import time
@@ -19,15 +18,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-import zmq
-
-from common.curve import LOOPBACK, Doorkeeper, ServiceKeys
-from common.files import write_whole
-from common.wire import MAX_FRAMES, CannotBind, bind, limit, port_in, receive_frames, send_frames
+from common.rpc.auth import ServiceKeys
+from common.rpc.messages import Done, Message, Refused, Working, checksum
+from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserved
 from weight_sync import protocol as p
 from weight_sync.config import WeightSyncConfig
-from weight_sync.errors import PublishFailed, TransferFailed, WeightsCorrupt, WeightsError, WeightsGone
+from weight_sync.errors import TransferFailed, WeightsError
 from weight_sync.intake import Intake
 from weight_sync.served import ServedVersions
 from weight_sync.store import WeightStore
@@ -41,7 +37,7 @@ _JOB_POLL_S = 0.005
 _MAX_JOBS = 64
 _COMPLAIN_EVERY_S = 10.0
 
-Answer = tuple[p.Reply, bytes | memoryview]
+Answer = tuple[Message, bytes | memoryview]
 
 
 @dataclass
@@ -81,7 +77,6 @@ class WeightService:
             OSError: the folder cannot be made or written.
         """
         self._config = config
-        self._run_id = run_id
         self._clock = clock
         self._store = WeightStore(folder)
         self._store_id = self._store.store_id
@@ -93,33 +88,22 @@ class WeightService:
         self._jobs: dict[tuple[str, int], _Job] = {}
         self._requests: Counter[str] = Counter()
         self._complain_at = 0.0
-        self._keys = keys
-        self._door: Doorkeeper | None = None
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        # messages that go out lie in a memory map
+        self._rpc = RpcServer(
+            p.PROTOCOL, run_id, keys=keys, max_message_bytes=p.MAX_DOCUMENT_BYTES, incoming=16, outgoing=64
+        )
 
     def bind(self) -> str:
         """Bind, and return the address for clients. With port 0, the port of the last service of this folder is kept.
 
         Raises:
-            TransferFailed: the address is in use or does not exist.
-            OSError: the port cannot be written down.
+            TransferFailed: the address is in use or does not exist, or the port cannot be written down.
         """
-        # messages that go out lie in a memory map
-        limit(self._socket, p.MAX_DOCUMENT_BYTES, incoming=16, outgoing=64)
-        if self._keys is not None:
-            self._door = Doorkeeper(self._socket, self._keys, "the weight service")
-        remembered = self._store.folder / _PORT_NAME
         try:
-            address, port = bind(self._socket, self._config.host or LOOPBACK, self._config.port, remembered)
+            remembered = self._store.folder / _PORT_NAME
+            return self._rpc.bind(self._config.host, self._config.port, remembered, section="weight_sync")
         except CannotBind as error:
-            raise TransferFailed(
-                f"the weight service {error}. Set [weight_sync] host and port to a free address of this machine; the "
-                f"port of the last run is kept in {remembered}"
-            ) from error
-        if port_in(remembered) != port:
-            write_whole(remembered, [str(port).encode()])
-        return address
+            raise TransferFailed(str(error)) from error
 
     def serve(self, stop: threading.Event) -> None:
         """Answer until `stop` is set."""
@@ -131,12 +115,12 @@ class WeightService:
 
     def turn(self) -> None:
         """Wait for a message, and answer it; send what the worker has done."""
-        if self._socket.poll(int(1000 * (_JOB_POLL_S if self._jobs else _IDLE_S))):
-            self._take(receive_frames(self._socket))
+        if self._rpc.poll(_JOB_POLL_S if self._jobs else _IDLE_S) and (frames := self._rpc.receive()) is not None:
+            self._take(self._rpc.open(frames))
         for key, job in list(self._jobs.items()):
             if job.future.done():
                 del self._jobs[key]
-                self._send(job.identity, job.request_id, _refusal_or_done(job.future.exception()))
+                self._send(job.identity, job.request_id, _outcome(job.future.exception()))
         self._served.expire()
 
     def stats(self) -> dict[str, dict[str, int] | dict[str, dict[str, int]]]:
@@ -150,68 +134,52 @@ class WeightService:
 
     def close(self) -> None:
         """Give the address and the folder back. May be called twice."""
-        if not self._socket.closed:
+        if not self._rpc.is_closed:
             self._worker.shutdown(wait=True, cancel_futures=True)
             self._served.close()
-            self._socket.close()
-            if self._door is not None:
-                self._door.close()
-            self._context.term()
+            self._rpc.close()
 
-    def _take(self, frames: list[memoryview]) -> None:
-        identity = bytes(frames[0])
-        try:
-            if not 2 <= len(frames) <= MAX_FRAMES:
-                raise msgspec.DecodeError(f"a message of {len(frames) - 1} frames")  # noqa: TRY301 -- one place counts
-            envelope = p.decode(frames[1])
-        except msgspec.DecodeError as error:
-            self._requests["Damaged"] += 1
-            now = self._clock()
-            if now >= self._complain_at:
-                self._complain_at = now + _COMPLAIN_EVERY_S
-                log.warning("dropped a message that is none of ours, or was damaged on its way: %s", error)
-            return
-        body = frames[2] if len(frames) > 2 else memoryview(b"")
-        self._requests[type(envelope.message).__name__] += 1
-        answer = self._answer(identity, envelope, body)
-        if answer is not None:
-            self._send(identity, envelope.request_id, answer)
+    def _take(self, arrival: Request | Malformed | Unserved) -> None:
+        match arrival:
+            case Request():
+                self._requests[type(arrival.message).__name__] += 1
+                answer = self._answer(arrival)
+                if answer is not None:
+                    self._send(arrival.identity, arrival.request_id, answer)
+            case Malformed(identity, request_id, reason, data, reply):
+                self._requests["Damaged"] += 1
+                now = self._clock()
+                if now >= self._complain_at:
+                    self._complain_at = now + _COMPLAIN_EVERY_S
+                    log.warning("%d bytes are no message of ours, or came damaged (%s)", len(data), reason)
+                if reply is not None:
+                    self._send(identity, request_id, (reply, b""))
+            case Unserved(identity, request_id, reply):
+                self._send(identity, request_id, (reply, b""))
 
-    def _answer(self, identity: bytes, envelope: p.Envelope, body: memoryview) -> Answer | None:
+    def _answer(self, request: Request) -> Answer | None:
         """The answer, or None where the worker will give it."""
-        if envelope.run_id != self._run_id:
-            return _refused("failed", f"this is the weight service of run '{self._run_id}', not of '{envelope.run_id}'")
-        if envelope.body_checksum != p.checksum(body):
-            return _refused("damaged", f"a body of {len(body)} bytes does not match its checksum")
-        message = envelope.message
+        message, body = request.message, request.body
         try:
             match message:
                 case p.PartDone():
-                    return self._start(identity, envelope, bytes(body), self._intake.finish_part)
+                    return self._start(request, self._intake.finish_part)
                 case p.CommitRequest(keep_versions=keep):
-                    return self._start(identity, envelope, bytes(body), lambda data: self._intake.commit(data, keep))
+                    return self._start(request, lambda data: self._intake.commit(data, keep))
                 case p.WriteStatusRequest() | p.WriteRequest() | p.PartRequest():
                     return self._take_in(message, body)
-                case p.Hello() | p.NewestRequest() | p.ManifestRequest() | p.ReadRequest():
-                    return self._hand_out(identity, message)
                 case _:
-                    return _refused("failed", f"{type(message).__name__} is no request")
+                    return self._hand_out(request.identity, message)
         except (WeightsError, OSError, ValueError) as error:
-            return _refusal_or_done(error)
+            return p.refusal_of(error), b""
 
     def _hand_out(
-        self, identity: bytes, message: p.Hello | p.NewestRequest | p.ManifestRequest | p.ReadRequest
+        self, identity: bytes, message: p.StoreRequest | p.NewestRequest | p.ManifestRequest | p.ReadRequest
     ) -> Answer:
         match message:
-            case p.Hello(name=name, protocol_version=theirs):
+            case p.StoreRequest(name=name):
                 log.info("%s says hello", name)
-                if theirs != p.PROTOCOL_VERSION:
-                    return _refused(
-                        "failed",
-                        f"{name} speaks version {theirs} of the weight protocol, this service {p.PROTOCOL_VERSION}; "
-                        "run learner and actors from the same release",
-                    )
-                return p.Welcome(self._store_id, str(self._store.folder)), b""
+                return p.StoreFacts(self._store_id, str(self._store.folder)), b""
             case p.NewestRequest():
                 self._served.note_reader()
                 newest = self._store.newest()
@@ -236,48 +204,30 @@ class WeightService:
             case p.PartRequest(_, rank):
                 return p.Document(), self._intake.part(version, rank)
 
-    def _start(
-        self, identity: bytes, envelope: p.Envelope, body: bytes, work: Callable[[memoryview], None]
-    ) -> Answer | None:
+    def _start(self, request: Request, work: Callable[[memoryview], None]) -> Answer | None:
         """Have the worker do it, once however often it is asked."""
-        key = type(envelope.message).__name__, envelope.body_checksum
+        key = type(request.message).__name__, checksum(request.body)
         job = self._jobs.get(key)
         if job is not None:
-            job.identity, job.request_id = identity, envelope.request_id
-            return p.Working(), b""
+            job.identity, job.request_id = request.identity, request.request_id
+            return Working(), b""
         if len(self._jobs) >= _MAX_JOBS:
-            return p.Working(), b""  # it will ask again
-        self._jobs[key] = _Job(identity, envelope.request_id, self._worker.submit(work, memoryview(body)))
+            return Working(), b""  # it will ask again
+        # a copy, for the message is given back with this turn
+        future = self._worker.submit(work, memoryview(bytes(request.body)))
+        self._jobs[key] = _Job(request.identity, request.request_id, future)
         return None
 
     def _send(self, identity: bytes, request_id: int, answer: Answer) -> None:
-        reply, body = answer
-        header = p.encode(p.Envelope(request_id, self._run_id, reply, p.checksum(body)))
-        failure = send_frames(self._socket, identity, header, body)
+        failure = self._rpc.answer(identity, request_id, *answer)
         if failure is not None:
-            log.info("an answer (%s) could not be delivered: %s", type(reply).__name__, failure)
+            log.info("an answer (%s) could not be delivered: %s", type(answer[0]).__name__, failure)
 
 
-def _refused(kind: p.Kind, reason: str, number: int = 0) -> Answer:
-    return p.Refused(reason[:4000], kind, number), b""
-
-
-def _refusal_or_done(error: BaseException | None) -> Answer:
-    match error:
-        case None:
-            return p.Done(), b""
-        case WeightsGone():
-            return _refused("gone", str(error))
-        case WeightsCorrupt():
-            return _refused("corrupt", str(error))
-        case p.WholeFilesNeeded():
-            return _refused("whole", str(error))
-        case PublishFailed():
-            return _refused("publish", str(error))
-        case OSError():
-            return _refused("disk", str(error), error.errno or errno.EIO)
-        case WeightsError() | ValueError():
-            return _refused("failed", str(error))
-        case _:
-            log.warning("a request failed: %s", error, exc_info=error)
-            return _refused("failed", f"{type(error).__name__}: {error}")
+def _outcome(error: BaseException | None) -> Answer:
+    if error is None:
+        return Done(), b""
+    if isinstance(error, (WeightsError, OSError, ValueError)):
+        return p.refusal_of(error), b""
+    log.warning("a request failed: %s", error, exc_info=error)
+    return Refused(f"{type(error).__name__}: {error}"[: p.MAX_REASON]), b""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from common.curve import ClientKeys
+from common.rpc.auth import ClientKeys
 from weight_sync.client import WeightClient
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed
@@ -56,14 +56,14 @@ def is_folder_of(
         return config.transport != "network"
     client = client_of(config, address, run_id, name, at_most_s=config.update_timeout_s, keys=keys)
     try:
-        welcome = client.hello()
+        served = client.store()
     finally:
         client.close()
     try:
-        is_same = store_id_of(folder) == welcome.store_id
+        is_same = store_id_of(folder) == served.store_id
     except OSError as error:
         log.warning("%s: %s cannot be read (%s); weights are taken from %s", name, folder, error, address)
         return False
     if not is_same:
-        log.info("%s: %s is not before us; weights are taken from %s", name, welcome.folder, address)
+        log.info("%s: %s is not before us; weights are taken from %s", name, served.folder, address)
     return is_same

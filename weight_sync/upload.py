@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from common.curve import ClientKeys
+from common.rpc.auth import ClientKeys
 from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt

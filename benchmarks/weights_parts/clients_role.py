@@ -22,7 +22,7 @@ class Role:
         """
         self._clients = [WeightClient(address, RUN_ID, f"light-{i}") for i in range(num_clients)]
         self._pool = ThreadPoolExecutor(num_clients)
-        list(self._pool.map(lambda client: client.hello(), self._clients))
+        list(self._pool.map(lambda client: client.store(), self._clients))
 
     def fetch(self, *, version: int, start: float) -> list[float]:
         """Fetch a version with all clients at once; returns the seconds that each took from the start.

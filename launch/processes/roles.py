@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # each role imports what it hosts inside its own process only
     from actors.report import ActorReport
     from actors.spec import ActorSpec
     from buffer.config import BufferConfig, RunFacts
-    from common.curve import ServiceKeys
+    from common.rpc.auth import ServiceKeys
     from learner.report import Report
     from learner.spec import LearnerSpec
     from weight_sync.config import WeightSyncConfig

@@ -60,7 +60,7 @@ def stranger_is_answered(address: str) -> bool:
         stranger.linger = 0
         stranger.connect(address)
         with contextlib.suppress(zmq.Again):  # it was refused already, and has no line any more
-            stranger.send(p.encode(p.Envelope(1, p.StatusRequest())), zmq.NOBLOCK)
+            stranger.send(p.encode(1, p.StatusRequest()), zmq.NOBLOCK)
         return bool(stranger.poll(2000))
 
 

@@ -25,19 +25,19 @@ def compressed(run_id: str, name: str, epoch: int, size_bytes: int) -> Frames:
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_stream(sink, schema.SCHEMA, options=options) as writer:
         writer.write_batch(_with(batch, "token_ids", tokens))
-    return _push(name, epoch, sink.getvalue().to_pybytes())
+    return _push(run_id, name, epoch, sink.getvalue().to_pybytes())
 
 
-def wide(name: str, epoch: int, num_columns: int) -> Frames:
+def wide(run_id: str, name: str, epoch: int, num_columns: int) -> Frames:
     """A push of so many columns."""
     columns = pa.schema([pa.field("c", pa.int8())] * num_columns)
-    return _push(name, epoch, columns.serialize().to_pybytes())
+    return _push(run_id, name, epoch, columns.serialize().to_pybytes())
 
 
 def nested(run_id: str, name: str, epoch: int, depth: int) -> Frames:
     """A push of one trajectory whose task columns are nested so deeply."""
     texts = pa.array(['{"a":' + "[" * depth + "]" * depth + "}"])
-    return _push(name, epoch, schema.write_stream(_with(_batch(run_id, name, epoch), "columns", texts)))
+    return _push(run_id, name, epoch, schema.write_stream(_with(_batch(run_id, name, epoch), "columns", texts)))
 
 
 def spanned(run_id: str, name: str, epoch: int, num_spans: int) -> Frames:
@@ -46,12 +46,12 @@ def spanned(run_id: str, name: str, epoch: int, num_spans: int) -> Frames:
     fields = [pa.array(np.zeros(num_spans, np.int64)).cast(field.type) for field in kind]
     values = pa.StructArray.from_arrays(fields, fields=list(kind))
     spans = pa.ListArray.from_arrays(pa.array([0, num_spans], pa.int32()), values)
-    return _push(name, epoch, schema.write_stream(_with(_batch(run_id, name, epoch), "spans", spans)))
+    return _push(run_id, name, epoch, schema.write_stream(_with(_batch(run_id, name, epoch), "spans", spans)))
 
 
-def renewal(name: str, epoch: int, num_leases: int) -> Frames:
+def renewal(run_id: str, name: str, epoch: int, num_leases: int) -> Frames:
     """A request to renew so many leases."""
-    return [p.encode(p.Envelope(1, p.Renew(name, epoch, list(range(1, num_leases + 1)))))]
+    return [p.encode(1, p.Renew(name, epoch, list(range(1, num_leases + 1))), run_id=run_id)]
 
 
 def announce_a_large_frame(address: str) -> socket.socket:
@@ -82,6 +82,5 @@ def _with(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
     return batch.set_column(at, schema.SCHEMA.field(at), column)
 
 
-def _push(name: str, epoch: int, body: bytes) -> Frames:
-    envelope = p.Envelope(1, p.Push(name, epoch), p.checksum(body))
-    return [p.encode(envelope), body]
+def _push(run_id: str, name: str, epoch: int, body: bytes) -> Frames:
+    return [p.encode(1, p.Push(name, epoch), body, run_id=run_id), body]

@@ -14,7 +14,7 @@ from unittest import mock
 
 from buffer import __main__ as program
 from buffer.service import BufferService
-from common.curve import Key, RunKeys
+from common.rpc.auth import Key, RunKeys
 from tests.weights_by_hand import RUN
 from weight_sync.config import WeightSyncConfig
 from weight_sync.service import WeightService

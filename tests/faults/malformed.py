@@ -49,6 +49,7 @@ class Source:
         self._chance = random.Random(seed)
         self._push = p.Push(NAME, epoch)
         self._numbers = 1
+        self._run_id = run_id
         rows = [sample(lease, index, 8) for index in range(3)]
         self._body = bytes(schema.encode(rows, run_id, schema.Sender(NAME, epoch, [0, 1, 2])))
         self._schema_ends = _PREFIX_BYTES + int.from_bytes(self._body[4:8], "little")
@@ -64,7 +65,7 @@ class Source:
         return Malformed(kind, frames)
 
     def _header(self, body: bytes) -> bytes:
-        return p.encode(p.Envelope(self._numbers, self._push, p.checksum(body)))
+        return p.encode(self._numbers, self._push, body, run_id=self._run_id)
 
     def _flipped(self, data: bytes) -> bytes:
         changed = bytearray(data)
@@ -89,10 +90,10 @@ class Source:
 
     def _deep_header(self) -> list[bytes]:
         envelope = msgspec.msgpack.encode({"request_id": self._numbers, "message": {"type": "StatusRequest"}})
-        return [_sealed(b"\x83" + envelope[1:] + b"\xa4more" + b"\x91" * 50_000 + b"\x90")]
+        return [sealed(b"\x83" + envelope[1:] + b"\xa4more" + b"\x91" * 50_000 + b"\x90")]
 
     def _reply_as_request(self) -> list[bytes]:
-        return [p.encode(p.Envelope(self._numbers, p.Done()))]
+        return [p.encode(self._numbers, p.Done(), run_id=self._run_id)]
 
     def _flipped_body(self) -> list[bytes]:
         return [self._header(self._body), self._flipped(self._body)]
@@ -115,15 +116,15 @@ class Source:
         return [self._header(bytes(changed)), bytes(changed)]
 
     def _no_text(self) -> list[bytes]:
-        request = msgspec.msgpack.encode(p.Envelope(self._numbers, p.Drain()))
-        return [_sealed(request.replace(b"Drain", b"Dra\xfan"))]
+        request = p.encode(self._numbers, p.Drain(), run_id=self._run_id)[8:]
+        return [sealed(request.replace(b"Drain", b"Dra\xfan"))]
 
     def _resealed_body(self) -> list[bytes]:
         body = self._flipped(self._body)
         return [self._header(body), body]
 
     def _resealed_header(self) -> list[bytes]:
-        return [_sealed(self._flipped(self._header(self._body)[8:])), self._body]
+        return [sealed(self._flipped(self._header(self._body)[8:])), self._body]
 
 
 def _type_position(metadata: bytes) -> int:
@@ -131,10 +132,6 @@ def _type_position(metadata: bytes) -> int:
     table = int.from_bytes(metadata[:4], "little")
     vtable = table - int.from_bytes(metadata[table : table + 4], "little", signed=True)
     return table + int.from_bytes(metadata[vtable + 6 : vtable + 8], "little")
-
-
-def _sealed(payload: bytes) -> bytes:
-    return p.checksum(payload).to_bytes(8, "little") + payload
 
 
 SET_ASIDE = (

@@ -26,7 +26,7 @@ from buffer.store import Store
 from buffer.tables import NO_RECORD
 from buffer.trajectory import Trajectory
 from buffer.verify import verify
-from common.curve import ClientKeys
+from common.rpc.auth import ClientKeys
 from common.staleness import StalenessConfig
 from tests.in_process_buffer import make_trajectory
 

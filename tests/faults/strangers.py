@@ -13,7 +13,7 @@ from pathlib import Path
 
 import zmq
 
-from common.curve import RunKeys
+from common.rpc.auth import RunKeys
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 _HALF_HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(60)

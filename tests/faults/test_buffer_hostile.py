@@ -15,8 +15,8 @@ import zmq
 
 from buffer import protocol as p
 from buffer.client import BufferClient
-from buffer.inbox import opened
-from buffer.service import BufferService
+from buffer.service import BufferService, opened
+from common.rpc.messages import Envelope
 from tests.faults import bombs, malformed
 from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, sample, wait_until
@@ -25,6 +25,8 @@ ENDLESS = MANY.model_copy(update={"groups_per_step": 40_000})
 UNPROTECTED = ("-m", "tests.faults.unprotected_service")
 BAD_PER_S = 100
 LONGEST_HANG_S = 1.0
+LAST = 2**52
+"""Number of a request behind all others."""
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ class Probe:
             self.longest_s = max(self.longest_s, time.monotonic() - began)
 
 
-def answers(socket) -> list[p.Envelope]:
+def answers(socket) -> list[Envelope]:
     """The replies that have arrived."""
     got = []
     while socket.poll(0):
@@ -88,7 +90,7 @@ def answers(socket) -> list[p.Envelope]:
     return got
 
 
-def send(service, socket, frames) -> list[p.Envelope]:
+def send(service, socket, frames) -> list[Envelope]:
     """Send a message to a service that lives; the replies that have arrived meanwhile."""
     while not socket.poll(2000, zmq.POLLOUT):
         assert service.is_alive, f"the service died: {service.log[-3000:]}"
@@ -96,10 +98,10 @@ def send(service, socket, frames) -> list[p.Envelope]:
     return answers(socket)
 
 
-def last_answers(service, socket) -> list[p.Envelope]:
+def last_answers(service, socket) -> list[Envelope]:
     """The replies up to one that is asked for now: whatever was sent before it is dealt with."""
-    replies = send(service, socket, [p.encode(p.Envelope(2**62, p.StatusRequest()))])
-    while not any(reply.request_id == 2**62 for reply in replies):
+    replies = send(service, socket, [p.encode(LAST, p.StatusRequest(), run_id=service.facts.run_id)])
+    while not any(reply.request_id == LAST for reply in replies):
         assert socket.poll(20_000), f"the service does not answer: {service.log[-3000:]}"
         replies += answers(socket)
     return replies
@@ -278,10 +280,10 @@ def make_bombs(run_id, name, epoch) -> dict[str, list[bytes]]:
     """Every bomb that is a whole message."""
     return {
         "zstd 32,000x": bombs.compressed(run_id, name, epoch, pick(2**27, 2**30)),
-        "a million columns": bombs.wide(name, epoch, 1_000_000),
+        "a million columns": bombs.wide(run_id, name, epoch, 1_000_000),
         "100,000 brackets": bombs.nested(run_id, name, epoch, 100_000),
         "2,500,000 spans": bombs.spanned(run_id, name, epoch, 2_500_000),
-        "10,000,000 leases": bombs.renewal(name, epoch, 10_000_000),
+        "10,000,000 leases": bombs.renewal(run_id, name, epoch, 10_000_000),
     }
 
 
@@ -304,7 +306,9 @@ def _time_to_refuse(service, frames) -> float:
 
     def answer(tx):
         began = time.perf_counter()
-        (outgoing,), _ = service._answer(tx, opened([[memoryview(frame) for frame in (b"bomber", *frames)]], ""))
+        (outgoing,), _ = service._answer(
+            tx, opened([service._rpc.open([memoryview(frame) for frame in (b"bomber", *frames)])], "")
+        )
         took_s = time.perf_counter() - began
         assert isinstance(outgoing.reply, p.Refused)
         assert "quarantined" in outgoing.reply.reason

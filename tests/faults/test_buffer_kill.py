@@ -90,20 +90,20 @@ def test_garbage_on_the_wire_is_counted_and_the_service_answers_on(service, conn
     stranger.linger = 0
     stranger.connect(service.address)
     random = np.random.default_rng(0)
-    good = p.encode(p.Envelope(1, p.LeaseRequest("x" * 600, -5, 0, 1)))
+    good = p.encode(1, p.LeaseRequest("x" * 600, -5, 0, 1), run_id=service.facts.run_id)
     requests = [
         p.StepFinished(-1, 0, 0), p.CheckpointDurable(-1, 0), p.Renew("a", 1, [-1]), p.GiveUp("a", 1, -1, 1, [0], "x"),
-        p.DrawRequest(-2, -2, 0, 8, 0.0), p.Hello("killed", "actor", "n" * 999, "s"), p.Push("a\0", 1), p.WriteScores(),
+        p.DrawRequest(-2, -2, 0, 8, 0.0), p.Hello("actor", "n" * 999, "s"), p.Push("a\0", 1), p.WriteScores(),
         p.BeginIncarnation("s", -1, -1), p.Published(9, -1), p.Done(),
     ]  # fmt: skip
     for message in requests:
-        stranger.send_multipart([p.encode(p.Envelope(2, message, p.checksum(b"body"))), b"body"])
+        stranger.send_multipart([p.encode(2, message, b"body", run_id=service.facts.run_id), b"body"])
     for _ in range(200):
         mutant = bytearray(good)
         mutant[random.integers(0, len(good))] ^= 1 << int(random.integers(0, 8))
         stranger.send_multipart([bytes(mutant)])
         stranger.send_multipart([random.bytes(int(random.integers(0, 50))) for _ in range(random.integers(1, 5))])
-    stranger.send_multipart([p.encode(p.Envelope(3, p.Push("a", 1), 12345)), b"body"])
+    stranger.send_multipart([p.encode(3, p.Push("a", 1), b"another body"), b"body"])
     stranger.send_multipart([good])
     client = connect("actor-0")
     deadline = time.monotonic() + 10

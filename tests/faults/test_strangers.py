@@ -51,9 +51,7 @@ class LockedBuffer:
     """A locked buffer service, good traffic on it, and what a stranger would say."""
 
     hello = staticmethod(
-        lambda: buffer_protocol.encode(
-            buffer_protocol.Envelope(1, buffer_protocol.Hello(ENDLESS.run_id, "actor", "stranger", "s"))
-        )
+        lambda: buffer_protocol.encode(1, buffer_protocol.Hello("actor", "stranger", "s"), run_id=ENDLESS.run_id)
     )
 
     def __init__(self, tmp_path, keys_file, keys, kind, load_on) -> None:
@@ -101,9 +99,7 @@ class LockedBuffer:
 class LockedWeights:
     """The same of the weight service; its traffic is a client that fetches the same version again and again."""
 
-    hello = staticmethod(
-        lambda: weights_protocol.encode(weights_protocol.Envelope(1, RUN, weights_protocol.Hello("stranger"), 0))
-    )
+    hello = staticmethod(lambda: weights_protocol.PROTOCOL.encode(1, weights_protocol.StoreRequest("stranger"), run_id=RUN))
 
     def __init__(self, tmp_path, keys_file, keys, kind, _) -> None:
         folder = tmp_path / "weights"

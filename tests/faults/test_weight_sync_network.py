@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from common.rpc import client as rpc_client
+from common.rpc import messages
+from common.rpc import server as rpc_server
 from tests.faults.results import pick
 from tests.faults.service_process import wait_until
 from tests.faults.weight_processes import CHUNK_BYTES, SIZE, UPDATE_TIMEOUT_S, WINDOW, Process, Wire, config
 from tests.weights_by_hand import RUN, Machine, assert_holds, publish, v
-from weight_sync import fetch, protocol
+from weight_sync import fetch
 from weight_sync.client import WeightClient
 from weight_sync.errors import TransferFailed
 from weight_sync.fetch import whole_bytes
@@ -136,7 +139,8 @@ def test_flipped_bits_are_asked_for_again_and_never_staged(folder, service, tmp_
 def test_without_checksums_flipped_bits_are_staged(folder, tmp_path, monkeypatch, show):
     """The service runs here, so that it is without them too."""
     publish(folder, 0, **SIZE)
-    monkeypatch.setattr(protocol, "checksum", lambda _: 0)
+    for module in (messages, rpc_client, rpc_server):
+        monkeypatch.setattr(module, "checksum", lambda _: 0)
     monkeypatch.setattr(fetch, "checked", lambda file, entry: file.view(entry.name))
     machine = Machine(tmp_path)
     try:

@@ -86,7 +86,7 @@ class CoreBuffer:
 
     def hello(self, name: str, session: str) -> int:
         """Open an epoch; said twice, it is one."""
-        message = p.Hello(RUN, "actor", name, session)
+        message = p.Hello("actor", name, session)
         first = self._core.handle(self._turn(), message, b"")[0]
         again = self._core.handle(self._turn(), message, b"")[0]
         assert isinstance(first, p.Welcome)

@@ -17,7 +17,7 @@ LARGEST = 2**53
 
 def as_sent(message):
     """What arrives of it."""
-    return p.decode(p.encode(p.Envelope(1, message))).message
+    return p.decode(p.encode(1, message)).message
 
 
 @pytest.mark.parametrize("reward", [1.7e308, -1.1e100])

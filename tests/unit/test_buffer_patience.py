@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 import zmq
@@ -10,13 +11,20 @@ from buffer import intake
 from buffer import protocol as p
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
-from buffer.errors import StoreFull
+from buffer.errors import BufferRefused, BufferUnavailable, StoreFull
 from buffer.service import BufferService
-from buffer.transport import Transport
+from common.rpc.client import Patience, RpcClient, RpcErrors, _Call
 from tests.in_process_buffer import make_trajectory
 from tests.unit.buffer_rules import Actor, facts
 
 CONFIG = BufferConfig(request_timeout_s=1.0, give_up_after_s=10.0)
+
+
+def client_of(address: str, resend_s: float = 1.0) -> RpcClient:
+    """A client of the buffer without what makes trajectories of messages."""
+    patience = Patience(resend_s=resend_s, give_up_s=20.0, heartbeat_s=20.0)
+    errors = RpcErrors(lambda _, text: BufferRefused(text), BufferUnavailable)
+    return RpcClient(p.PROTOCOL, address, "r", name="t", patience=patience, errors=errors)
 
 
 @pytest.fixture
@@ -43,7 +51,7 @@ def test_what_was_said_later_does_not_overtake_a_request_that_is_asked_to_wait()
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    transport = Transport(f"tcp://127.0.0.1:{port}", 5.0, 20.0, name="t")
+    transport = client_of(f"tcp://127.0.0.1:{port}", resend_s=5.0)
     answered = []
 
     def answer(*, retry):
@@ -51,8 +59,8 @@ def test_what_was_said_later_does_not_overtake_a_request_that_is_asked_to_wait()
         envelope = p.decode(header)
         if not retry:
             answered.append(type(envelope.message).__name__)
-        reply = p.Refused("the disk is full", retry=True) if retry else p.Done()
-        router.send_multipart([identity, p.encode(p.Envelope(envelope.request_id, reply))])
+        reply = p.Refused("the disk is full", p.RETRY) if retry else p.Done()
+        router.send_multipart([identity, p.encode(envelope.request_id, reply)])
 
     first = transport.submit(p.StepFinished(1, 1, 0))
     for _ in range(4):  # its patience grows with every refusal
@@ -68,6 +76,14 @@ def test_what_was_said_later_does_not_overtake_a_request_that_is_asked_to_wait()
     transport.close(1.0)
     router.close(0)
     context.term()
+
+
+def test_a_request_refused_very_often_is_still_sent_again():
+    transport = client_of("tcp://127.0.0.1:9")
+    call = _Call(1, p.Renew("a", 1, []), [], Future(), 0.0, 0.0, 0.0, num_refused=5000)
+    transport._try_later(call, "the disk is full")
+    assert call.not_before <= time.monotonic() + 1.0
+    transport.close(0.1)
 
 
 def test_a_full_disk_is_not_written_to_all_the_time_and_leases_keep_a_deadline(serve, monkeypatch):

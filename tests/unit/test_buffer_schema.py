@@ -155,7 +155,7 @@ def test_a_body_may_have_any_number_of_rows_unless_its_reader_sets_a_limit():
 
 
 def test_a_flipped_bit_in_a_header_is_noticed():
-    header = p.encode(p.Envelope(1, p.Published(0, 7)))
+    header = p.encode(1, p.Published(0, 7))
     assert p.decode(header).message == p.Published(0, 7)
     for bit in range(8 * len(header)):
         flipped = bytearray(header)

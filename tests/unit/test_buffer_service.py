@@ -2,7 +2,6 @@
 
 import threading
 import time
-from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,6 @@ from buffer.errors import BufferRefused, BufferUnavailable, StoreError
 from buffer.outbox import _size_bytes
 from buffer.protocol import Lease
 from buffer.service import BufferService
-from buffer.transport import Transport, _Call
 from common.staleness import StalenessConfig
 from tests.in_process_buffer import make_trajectory
 
@@ -164,7 +162,7 @@ def test_refusals_and_a_closed_client_raise(connect, service):
 
 
 def test_an_address_in_use_is_a_clear_error(service, tmp_path, monkeypatch):
-    monkeypatch.setattr("common.wire.BIND_RETRY_S", 0.0)
+    monkeypatch.setattr("common.rpc.server.BIND_RETRY_S", 0.0)
     port = int(service.address.rsplit(":", 1)[1])
     other = BufferService(CONFIG.model_copy(update={"port": port}), FACTS, tmp_path / "other")
     with pytest.raises(StoreError, match=f"cannot bind tcp://127.0.0.1:{port}"):
@@ -207,14 +205,6 @@ def test_a_request_that_cannot_be_sent_does_not_keep_later_ones_from_being_sent(
     actor = connect()
     assert len(actor.lease(np.int64(1)).result(5).leases) == 1
     assert len(actor.lease(1).result(5).leases) == 1
-
-
-def test_a_request_refused_very_often_is_still_sent_again():
-    transport = Transport("tcp://127.0.0.1:9", 1.0, 1.0, name="t")
-    call = _Call(1, "Renew", [], Future(), 1.0, 0.0, 0.0, num_refused=5000)
-    transport._try_again(call, "the disk is full")
-    assert call.not_before <= time.monotonic() + 1.0
-    transport.close(0.1)
 
 
 def test_credit_counts_the_columns_of_the_task():

@@ -51,7 +51,7 @@ def draw(shard, step, plan, incarnation=0, version=None):
 
 def hello(shard, session="1"):
     return shard.ask(
-        p.Hello("r", "actor", "actor-0", session, shard=shard.facts.shard, num_shards=shard.facts.num_shards), p.Welcome
+        p.Hello("actor", "actor-0", session, shard=shard.facts.shard, num_shards=shard.facts.num_shards), p.Welcome
     )
 
 

@@ -24,7 +24,7 @@ class ShardActor(Actor):
 
     def __init__(self, buffer):
         self.buffer, self.name, self.seq = buffer, "actor-0", 0
-        self.epoch = buffer.ask(p.Hello("r", "actor", "actor-0", "1", shard=0, num_shards=2), p.Welcome).epoch
+        self.epoch = buffer.ask(p.Hello("actor", "actor-0", "1", shard=0, num_shards=2), p.Welcome).epoch
 
 
 def take(buffer, step, version, after, incarnation=0):

@@ -21,7 +21,7 @@ def run(tmp_path):
             tmp_path / "buffer" / f"shard-{shard}", facts(num_prompts=40, shard=shard, num_shards=2)
         )
         buffer.begin()
-        buffer.ask(p.Hello("r", "actor", "actor-0", "1", shard=shard, num_shards=2), p.Welcome)
+        buffer.ask(p.Hello("actor", "actor-0", "1", shard=shard, num_shards=2), p.Welcome)
         leases = buffer.lease("actor-0", 4)
         assert len(leases) == 4
         for number, lease in enumerate(leases):

@@ -15,7 +15,7 @@ import cloudpickle
 import pytest
 import zmq
 
-from common.curve import ClientKeys, Doorkeeper, Key, RunKeys, _peer_of, is_loopback
+from common.rpc.auth import ClientKeys, Doorkeeper, Key, RunKeys, _peer_of, is_loopback
 
 WHO = "the service under test"
 
@@ -120,7 +120,7 @@ def test_control_without_the_allow_list_a_strangers_key_is_let_in(keys, locked, 
     "words", [b"GET / HTTP/1.0\r\n\r\n", b"\x80\x04garbage\n" * 20, b"\xff" + bytes(8) + b"\x7f\x03"]
 )
 def test_other_protocols_are_refused_and_counted(words, keys, monkeypatch):
-    monkeypatch.setattr("common.curve.HANDSHAKE_S", 0.3)  # nobody here has a key to show
+    monkeypatch.setattr("common.rpc.auth.HANDSHAKE_S", 0.3)  # nobody here has a key to show
     with contextlib.closing(Locked(keys)) as locked:
         host, port = locked.address.removeprefix("tcp://").split(":")
         with socket.create_connection((host, int(port)), timeout=5) as stranger:
@@ -175,7 +175,7 @@ def test_what_goes_wrong_at_the_door_once_does_not_shut_it(keys, locked, caplog,
         monkeypatch.undo()
         raise IndexError("string index out of range")
 
-    monkeypatch.setattr("common.curve._peer_of", fails_once)
+    monkeypatch.setattr("common.rpc.auth._peer_of", fails_once)
     for _ in range(2):
         locked.client_with(keys.clients)
         assert locked.hears(15.0)

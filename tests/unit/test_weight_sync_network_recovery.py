@@ -9,10 +9,9 @@ import pytest
 
 from tests.weights_by_hand import Machine, assert_holds, damage, publish, v
 from weight_sync import fetch, host_folder
-from weight_sync.client import WeightClient
+from weight_sync.client import WeightClient, loopback_hint
 from weight_sync.errors import TransferFailed
 from weight_sync.host_folder import HostFolder
-from weight_sync.link import _loopback_hint
 from weight_sync.manifest import delta_name, file_name
 from weight_sync.store import WeightStore
 
@@ -205,4 +204,4 @@ def test_a_folder_that_vanishes_between_two_looks_is_joined_anew(tmp_path: Path,
     ],
 )
 def test_only_an_address_of_this_machine_alone_is_said_to_be_one(address: str, is_loopback: bool):
-    assert ("weight_sync] host" in _loopback_hint(address)) == is_loopback
+    assert ("weight_sync] host" in loopback_hint(address)) == is_loopback

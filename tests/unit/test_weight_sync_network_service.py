@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from common.rpc.messages import Envelope, Protocol, Refused
 from tests.weights_by_hand import RUN, Machine, assert_holds, make_part, publish, v, weights
 from weight_sync import protocol as p
 from weight_sync.config import WeightSyncConfig
@@ -51,25 +52,26 @@ def raw(machine: Machine):
 
 
 def ask(number: int, message: p.Request, run_id: str = RUN) -> bytes:
-    return p.encode(p.Envelope(number, run_id, message))
+    return p.PROTOCOL.encode(number, message, run_id=run_id)
 
 
-def answer(connection: zmq.Socket) -> p.Envelope:
+def answer(connection: zmq.Socket) -> Envelope:
     assert connection.poll(10_000), "no answer"
-    return p.decode(connection.recv_multipart()[0])
+    return p.PROTOCOL.decode(connection.recv_multipart()[0])
 
 
 def test_a_client_of_another_run_is_refused_with_both_names(machine: Machine):
     config = machine.config
-    with pytest.raises(TransferFailed, match="weight service of run 'test-run', not of 'other'"):
+    with pytest.raises(TransferFailed, match="weight service serves run 'test-run', not 'other'"):
         open_puller(config, folder=machine.folder, address=machine.address, run_id="other", name="a", dtype="float32")
 
 
 def test_another_release_is_refused_with_what_to_do(machine: Machine, raw):
     connection = raw()
-    connection.send(ask(1, p.Hello("old", protocol_version=99)))
+    old = Protocol("weight service", 99, p.Request, p.Reply, max_header_bytes=2**16)
+    connection.send(old.encode(1, p.StoreRequest("old"), run_id=RUN))
     refused = answer(connection).message
-    assert isinstance(refused, p.Refused)
+    assert isinstance(refused, Refused)
     assert "from the same release" in refused.reason
 
 
@@ -84,7 +86,7 @@ def test_garbage_is_dropped_and_the_service_goes_on(machine: Machine, raw):
         [good, b"x", b"y", b"z"],
         [good[:-1]],
         [b"\xdc\xff\xff" * 1000],
-        [b"x" * (p.MAX_HEADER_BYTES + 1)],
+        [b"x" * (p.PROTOCOL.max_header_bytes + 1)],
     ]
     for _ in range(200):
         flipped = bytearray(good)
@@ -118,7 +120,7 @@ def test_garbage_is_dropped_and_the_service_goes_on(machine: Machine, raw):
         p.WriteRequest("../0.1", WHOLE, 0, 1),
         p.WriteStatusRequest("0.1", ".hidden", 1),
         p.PartRequest("/", 0),
-        p.Welcome("a", "b"),
+        p.StoreFacts("a", "b"),
     ],
     ids=str,
 )
@@ -129,7 +131,7 @@ def test_a_request_for_anything_but_files_of_a_version_is_refused(machine: Machi
     connection.send(ask(7, message))
     envelope = answer(connection)
     assert envelope.request_id == 7
-    assert isinstance(envelope.message, p.Refused)
+    assert isinstance(envelope.message, Refused)
     assert {path: path.read_bytes() for path in machine.folder.rglob("*") if path.is_file()} == before
 
 
@@ -222,7 +224,7 @@ def test_sixty_four_clients_are_served_in_turn(tmp_path: Path, raw):
                 service.turn()
             for connection in light:
                 while connection.poll(300 if served[connection] < round_number else 0):
-                    assert isinstance(p.decode(connection.recv_multipart()[0]).message, p.Chunk)
+                    assert isinstance(p.PROTOCOL.decode(connection.recv_multipart()[0]).message, p.Chunk)
                     served[connection] += 1
             assert set(served.values()) == {round_number}
     finally:
@@ -234,7 +236,7 @@ def test_a_service_that_is_not_there_is_an_error_that_says_so_in_time(machine: M
     machine.end()
     began = time.monotonic()
     with pytest.raises(
-        TransferFailed, match=rf"{machine.address} did not answer NewestRequest\(\) for 0\.6 s.* 0\.0\.0\.0"
+        TransferFailed, match=rf"{machine.address} did not answer NewestRequest for 0\.6 s.* 0\.0\.0\.0"
     ):
         client.newest()
     assert 0.5 < time.monotonic() - began < 5
@@ -283,7 +285,7 @@ def test_work_that_takes_long_is_done_once_however_often_it_is_asked_for(machine
 
 
 def test_a_port_in_use_is_an_error_that_names_the_knobs(machine: Machine, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("common.wire.BIND_RETRY_S", 0.0)
+    monkeypatch.setattr("common.rpc.server.BIND_RETRY_S", 0.0)
     port = int(machine.address.rsplit(":", 1)[1])
     other = WeightService(machine.config.model_copy(update={"port": port}), RUN, tmp_path / "other")
     try:

@@ -1,0 +1,122 @@
+"""What the requests and replies of every service share.
+
+A message is [header, body]: the header is an `Envelope` as msgpack, the body, where there is one, bytes. Nothing is ever
+unpickled. Both are checked against an xxh3 checksum before they are looked at: the header's leads it, the body's is in it.
+
+A request is answered by exactly one reply, or, where the answer takes long and the request comes again, by `Working`
+first. It is safe to send any request again: each names what it is about, so the service recognises it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+import xxhash
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""What a message counts or numbers: so large a number leaves room to add to it in 64 bits."""
+
+_SEAL = struct.Struct("<Q")
+
+M = TypeVar("M")
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all requests and replies. The tag is the name of the class."""
+
+
+class Done(Message, frozen=True):
+    """Answer to a request that returns nothing."""
+
+
+class Working(Message, frozen=True):
+    """The service has the request and works on it; the answer is still to come."""
+
+
+class Refused(Message, frozen=True):
+    """The request cannot be served."""
+
+    reason: str
+    kind: str = ""
+    """RETRY: not now. DAMAGED: the request was damaged on its way. Else a word of the service, from which its client
+    makes an error; '' where there is nothing to tell apart."""
+    errno: int = 0
+    """Of a disk's error."""
+
+
+RETRY, DAMAGED = "retry", "damaged"
+
+
+class Envelope(msgspec.Struct, Generic[M], frozen=True, forbid_unknown_fields=True):
+    """A request or reply, with the number that pairs them."""
+
+    request_id: Count
+    message: M
+    body_checksum: int = 0
+    """xxh3-64 of the body; 0 where there is none."""
+    run_id: str = ""
+    """A message of another run is refused, whatever it asks."""
+    protocol: Count = 0
+    """The version that its sender speaks."""
+
+
+class Protocol:
+    """The messages of one kind of service."""
+
+    def __init__(self, service: str, version: int, requests: Any, replies: Any, *, max_header_bytes: int) -> None:  # noqa: ANN401 -- unions of structs
+        """Describe them.
+
+        Args:
+            service: its name in sentences, as in "buffer service".
+            version: counted up when messages change.
+            requests: the union of what may be asked.
+            replies: the union of what it answers; `Done`, `Working` and `Refused` are always of it.
+            max_header_bytes: a longer header of a request is not looked at.
+        """
+        self.service = service
+        self.version = version
+        self.requests = requests
+        self.replies = replies | Done | Working | Refused
+        self.max_header_bytes = max_header_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Envelope[self.requests | self.replies])  # type: ignore[name-defined]
+
+    def encode(self, request_id: int, message: Message, body: bytes | memoryview = b"", *, run_id: str = "") -> bytes:
+        """The header frame of a message: its checksum, then the envelope."""
+        envelope = Envelope(request_id, message, checksum(body), run_id, self.version)
+        return sealed(self._encoder.encode(envelope))
+
+    def decode(self, header: bytes | memoryview, *, max_bytes: int | None = None) -> Envelope[Any]:
+        """Read a header frame.
+
+        Args:
+            header: the frame.
+            max_bytes: a longer one is not looked at; None for any.
+
+        Raises:
+            msgspec.DecodeError: the frame is damaged or no known message; it is never guessed at.
+        """
+        if max_bytes is not None and len(header) > max_bytes:
+            raise msgspec.DecodeError(f"a header of {len(header)} bytes, at most {max_bytes} are read")
+        payload = memoryview(header)[_SEAL.size :]
+        if len(payload) == 0 or _SEAL.unpack_from(header)[0] != checksum(payload):
+            raise msgspec.DecodeError(f"a header of {len(header)} bytes does not match its checksum")
+        try:
+            envelope: Envelope[Any] = self._decoder.decode(payload)
+        except (RecursionError, UnicodeDecodeError) as error:
+            # what msgspec does not call its own: nested too deeply, or text that is none
+            kind = type(error).__name__
+            raise msgspec.DecodeError(f"a header of {len(header)} bytes cannot be read ({kind})") from None
+        return envelope
+
+
+def checksum(body: bytes | memoryview) -> int:
+    """xxh3-64 of a message body; 0 for an empty one."""
+    return int(xxhash.xxh3_64_intdigest(body)) if len(body) else 0
+
+
+def sealed(payload: bytes) -> bytes:
+    """A header frame: its checksum, then what it says."""
+    return _SEAL.pack(checksum(payload)) + payload

@@ -1,0 +1,246 @@
+"""RpcServer: the socket of a service, what comes over it, and an address that a restarted service keeps."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+
+from common.files import write_durably
+from common.rpc.auth import LOOPBACK, Doorkeeper, ServiceKeys
+from common.rpc.messages import DAMAGED, Message, Protocol, Refused, checksum
+
+BIND_RETRY_S = 5.0
+_MAX_FRAMES = 3
+"""Of a message: who sent it, header, body."""
+_LARGE_BYTES = 2**20
+_MAX_SHOWN_BYTES = 64 * 2**10
+"""Of each frame of a message that cannot be read."""
+_NOTHING = memoryview(b"")
+
+
+class CannotBind(Exception):
+    """The address is in use or does not exist, or the port cannot be written down."""
+
+
+class Request(NamedTuple):
+    """A request to answer."""
+
+    identity: bytes
+    request_id: int
+    message: Any
+    """One of the protocol's requests."""
+    body: memoryview
+
+
+class Malformed(NamedTuple):
+    """A message that came damaged, or is none of ours."""
+
+    identity: bytes
+    request_id: int
+    reason: str
+    """'header', 'checksum', or what `refuse_body` found."""
+    data: bytes | memoryview
+    reply: Refused | None
+    """None: there is no request to answer. Whoever sent it will send it again, or is no client of ours."""
+
+
+class Unserved(NamedTuple):
+    """A request that is refused without looking at what it asks."""
+
+    identity: bytes
+    request_id: int
+    reply: Refused
+
+
+class RpcServer:
+    """The ROUTER socket of a service. For one thread."""
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        run_id: str,
+        *,
+        keys: ServiceKeys | None,
+        max_message_bytes: int,
+        incoming: int,
+        outgoing: int,
+        refuse_body: Callable[[memoryview], str] = lambda _: "",
+    ) -> None:
+        """Nothing is bound yet.
+
+        Args:
+            protocol: of the service.
+            run_id: clients of another run are refused.
+            keys: only the holders of the run's client key are let in; None: everybody who reaches the socket.
+            max_message_bytes: a client that sends a longer frame is cut off.
+            incoming: messages of a client that are held until the service takes them.
+            outgoing: messages for a client that are held until it takes them.
+            refuse_body: why a large body is refused before its checksum is computed, which takes long; '' where not.
+        """
+        self._protocol = protocol
+        self._run_id = run_id
+        self._keys = keys
+        self._refuse_body = refuse_body
+        self._door: Doorkeeper | None = None
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),  # an answer to somebody who left is an error, and not silently dropped
+            (zmq.MAXMSGSIZE, max_message_bytes),
+            (zmq.LINGER, 0),
+            (zmq.RCVHWM, incoming),
+            (zmq.SNDHWM, outgoing),
+            (zmq.HEARTBEAT_IVL, 2000),
+            (zmq.HEARTBEAT_TIMEOUT, 20000),
+            (zmq.HANDSHAKE_IVL, 5000),
+            (zmq.BACKLOG, 1024),
+        ):
+            self._socket.setsockopt(option, value)
+
+    def bind(self, host: str | None, port: int, remembered: Path, *, section: str) -> str:
+        """Bind; a port that was just given up is waited for.
+
+        Args:
+            host: interface, "0.0.0.0" or "*" for all; None: loopback.
+            port: 0 takes the port that the last service of the folder had, or a free one.
+            remembered: the file in which that port is kept.
+            section: of the config, for the error.
+
+        Returns:
+            The address for clients.
+
+        Raises:
+            CannotBind: says to what and why, and what to try.
+        """
+        service = self._protocol.service
+        if self._keys is not None:
+            self._door = Doorkeeper(self._socket, self._keys, f"the {service}")
+        endpoint = f"tcp://{host or LOOPBACK}:{port or _port_in(remembered) or '*'}"
+        deadline = time.monotonic() + BIND_RETRY_S
+        while True:
+            try:
+                self._socket.bind(endpoint)
+                break
+            except zmq.ZMQError as error:
+                if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                raise CannotBind(
+                    f"the {service} cannot bind {endpoint} ({error}). Set [{section}] host and port to a free address "
+                    f"of this machine; the port of the last run is kept in {remembered}"
+                ) from error
+        address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        bound = int(address.rsplit(":", 1)[1])
+        if _port_in(remembered) != bound:
+            try:
+                write_durably(remembered, str(bound).encode())
+            except OSError as error:
+                raise CannotBind(f"{remembered} cannot be written ({error}). Free some space") from error
+        if host in ("0.0.0.0", "*"):  # every interface: name one that other machines can reach
+            return f"tcp://{_outward_address()}:{bound}"
+        return address
+
+    @property
+    def is_closed(self) -> bool:
+        """The address was given back."""
+        return bool(self._socket.closed)
+
+    def poll(self, timeout_s: float) -> bool:
+        """Wait for a message at most so long; is there one?"""
+        return bool(self._socket.poll(max(0, int(timeout_s * 1000))))
+
+    def receive(self) -> list[memoryview] | None:
+        """The frames of the next message: identity, header, body; None where there is none.
+
+        One frame more shows that it is none of ours.
+        """
+        try:
+            frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+        except zmq.Again:
+            return None
+        while frames[-1].more:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            frames = [*frames, frame] if len(frames) <= _MAX_FRAMES else [*frames[:-1], frame]
+        return [frame.buffer for frame in frames]
+
+    def open(self, frames: Sequence[memoryview]) -> Request | Malformed | Unserved:
+        """What a message says, as far as it can be trusted."""
+        identity, *rest = bytes(frames[0]), *frames[1:]
+        try:
+            header, body = (*rest, _NOTHING)[:2] if 1 <= len(rest) <= 2 else (_NOTHING, _NOTHING)
+            envelope = self._protocol.decode(header, max_bytes=self._protocol.max_header_bytes)
+        except msgspec.DecodeError:
+            return Malformed(identity, 0, "header", b"|".join(frame[:_MAX_SHOWN_BYTES] for frame in rest), None)
+        number, message = envelope.request_id, envelope.message
+        if len(body) > _LARGE_BYTES and (reason := self._refuse_body(body)):
+            refused = Refused(f"the message was quarantined: {reason}")
+            return Malformed(identity, number, "schema", body, refused)
+        if envelope.body_checksum != checksum(body):
+            damaged = Refused(f"a body of {len(body)} bytes does not match its checksum", DAMAGED)
+            return Malformed(identity, number, "checksum", body, damaged)
+        if not isinstance(message, self._protocol.requests):
+            return Malformed(identity, number, "header", header, Refused(f"{type(message).__name__} is no request"))
+        if reason := self._stranger(envelope.run_id, envelope.protocol):
+            return Unserved(identity, number, Refused(reason))
+        return Request(identity, number, message, body)
+
+    def answer(
+        self, identity: bytes, request_id: int, reply: Message, body: bytes | memoryview = b""
+    ) -> zmq.ZMQError | None:
+        """Answer a client.
+
+        Returns:
+            Why it could not be delivered: the client is gone or does not read. It will ask again. None where it was
+            sent.
+        """
+        header = self._protocol.encode(request_id, reply, body, run_id=self._run_id)
+        try:
+            self._socket.send_multipart([identity, header, *([body] if len(body) else [])], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return error
+        return None
+
+    def close(self) -> None:
+        """Give the address back. May be called twice."""
+        if not self._socket.closed:
+            self._socket.close()
+            if self._door is not None:
+                self._door.close()
+            self._context.term()
+
+    def _stranger(self, run_id: str, version: int) -> str:
+        """Why a client is none of this service's; '' where it is."""
+        service, mine = self._protocol.service, self._protocol.version
+        if version != mine:
+            return (
+                f"this {service} speaks version {mine} of its protocol, the client version {version}; run all of a run "
+                "from the same release"
+            )
+        return "" if run_id == self._run_id else f"this {service} serves run '{self._run_id}', not '{run_id}'"
+
+
+def _port_in(file: Path) -> int:
+    """The port that the last service of the folder had; 0 where there was none."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _outward_address() -> str:
+    """The address of the interface that leads away from this machine; loopback where none does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # of a range kept for documentation; nothing is sent
+        except OSError:
+            return LOOPBACK
+        return str(probe.getsockname()[0])
