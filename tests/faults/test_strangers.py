@@ -99,7 +99,9 @@ class LockedBuffer:
 class LockedWeights:
     """The same of the weight service; its traffic is a client that fetches the same version again and again."""
 
-    hello = staticmethod(lambda: weights_protocol.PROTOCOL.encode(1, weights_protocol.StoreRequest("stranger"), run_id=RUN))
+    hello = staticmethod(
+        lambda: weights_protocol.PROTOCOL.encode(1, weights_protocol.StoreRequest("stranger"), run_id=RUN)
+    )
 
     def __init__(self, tmp_path, keys_file, keys, kind, _) -> None:
         folder = tmp_path / "weights"
