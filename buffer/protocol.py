@@ -86,7 +86,7 @@ class DrawRequest(Message, frozen=True):
     """What this service is to give."""
     wait_s: Seconds
     """The service answers at the latest after this time, ready or not."""
-    plan: dict[Count, Count] = {}
+    plan: dict[Count, Count] = msgspec.field(default_factory=dict)
     """Where the buffer has several shards: how many groups of the step each of them gives."""
 
 
@@ -219,9 +219,9 @@ class DrawReply(Message, frozen=True):
     """One per trajectory: the key under which scores are written back."""
     waiting_for: str = ""
     """Where not ready: what is missing and who owes it."""
-    ledger: dict[str, int] = {}
+    ledger: dict[str, int] = msgspec.field(default_factory=dict)
     """The counts of `Status.ledger` in the transaction of the draw."""
-    lengths: list[int] = []
+    lengths: list[int] = msgspec.field(default_factory=list)
     """Tokens of each trajectory, prompt included: enough to pack them without reading the body."""
     fidelity: LengthFidelity = LengthFidelity()
     """Of what was trained so far."""
@@ -255,7 +255,7 @@ class IncarnationReply(Message, frozen=True):
     incarnation: int
     resumed_at: dict[int, int]
     """For every incarnation, the version that it started from."""
-    plans: dict[int, dict[int, int]] = {}
+    plans: dict[int, dict[int, int]] = msgspec.field(default_factory=dict)
     """For every recorded draw that is to be redone, how its step was divided among the shards."""
 
 
@@ -279,7 +279,7 @@ class Status(Message, frozen=True):
     """As in `DrawReply`."""
     fidelity_alarm: bool = False
     """Its distance is above the knob `fidelity_alarm`."""
-    silent_shards: list[int] = []
+    silent_shards: list[int] = msgspec.field(default_factory=list)
     """Shards that do not answer now: their part of the figures is the last that was known."""
 
 

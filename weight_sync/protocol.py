@@ -133,8 +133,8 @@ class WriteStatus(Message, frozen=True):
 
 
 Request = (
-    StoreRequest | NewestRequest | ManifestRequest | ReadRequest | WriteStatusRequest | WriteRequest | PartDone | PartRequest
-    | CommitRequest
+    StoreRequest | NewestRequest | ManifestRequest | ReadRequest | WriteStatusRequest | WriteRequest | PartDone
+    | PartRequest | CommitRequest
 )  # fmt: skip
 Reply = StoreFacts | Newest | Document | Chunk | WriteStatus
 

@@ -1,7 +1,8 @@
 """What the requests and replies of every service share.
 
-A message is [header, body]: the header is an `Envelope` as msgpack, the body, where there is one, bytes. Nothing is ever
-unpickled. Both are checked against an xxh3 checksum before they are looked at: the header's leads it, the body's is in it.
+A message is [header, body]: the header is an `Envelope` as msgpack, the body, where there is one, bytes. Nothing is
+ever unpickled. Both are checked against an xxh3 checksum before they are looked at: the header's leads it, the body's
+is in it.
 
 A request is answered by exactly one reply, or, where the answer takes long and the request comes again, by `Working`
 first. It is safe to send any request again: each names what it is about, so the service recognises it.

@@ -16,6 +16,7 @@ import zmq
 
 from buffer import protocol as p
 from buffer import schema
+from common.rpc.messages import sealed
 from tests.faults.service_process import sample
 
 NAME = "fuzzer"
