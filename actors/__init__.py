@@ -7,11 +7,9 @@ tasks     Task: prompts and a reward; from reasoning-gym by name, or from files
 rewards   Scorer: TRL's function shape; a failure is counted, never scored 0
 weights   WeightFollower: pulls newer weights in flight, and says when a request may start
 sample    SampleMaker: one sample from a prompt to a scored trajectory
-spec      ActorSpec: all that an actor is told; Parts: what it works with
-loop      ActorLoop: lease, make samples, push, renew
+loop      ActorLoop: lease, make samples, push, renew; what it works with, and how that is started
 evaluate  Evaluator: held-out accuracy at one version, outside the ledger
 report    ActorReport: what an actor tells the launcher
-parts     assemble: starts the real task, engine, puller and client
 threads   DaemonThreads: for calls that may block for ever
 errors    ActorError: what ends an actor
 """

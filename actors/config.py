@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+from actors.tasks.config import TaskConfig
+from buffer.config import BufferConfig
+from weight_sync.config import WeightSyncConfig
 
 
 class ActorsConfig(BaseModel):
@@ -39,3 +43,23 @@ class ActorsConfig(BaseModel):
     def max_model_tokens(self) -> int:
         """Longest prompt plus completion."""
         return self.max_prompt_tokens + self.max_new_tokens
+
+
+class ActorSections(Protocol):
+    """What an actor reads of the config of a run."""
+
+    @property
+    def actors(self) -> ActorsConfig:
+        """As it is for the actor's pool."""
+
+    @property
+    def task(self) -> TaskConfig:
+        """Prompts and rewards."""
+
+    @property
+    def buffer(self) -> BufferConfig:
+        """How long the buffer is waited for."""
+
+    @property
+    def weight_sync(self) -> WeightSyncConfig:
+        """How weights come; how old they may be, the contract of the run says."""

@@ -18,25 +18,26 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from actors.config import ActorSections
+from actors.engine import Engine
 from actors.errors import ActorError
 from actors.evaluate import EvalRequest, EvalResult, Evaluator
-from actors.parts import assemble
-from actors.report import ActorReport
+from actors.report import ActorReport, actor_name
 from actors.rewards import Scorer
-from actors.sample import SampleFailed, SampleMaker
-from actors.spec import ActorSpec, Parts
-from actors.tasks import Problem
+from actors.sample import Decoder, SampleFailed, SampleMaker
+from actors.tasks import Problem, Task, load_task
+from actors.tasks.encode import PromptCodec
 from actors.threads import DaemonThreads
 from actors.weights import WeightFollower
+from buffer.client import BufferClient
 from buffer.protocol import Lease, RowResult
+from buffer.sharded import ShardedClient, open_client
 from buffer.trajectory import Trajectory
+from common.run import RunContext
 from common.staleness import PolicyVersion
-
-if TYPE_CHECKING:
-    from buffer.client import BufferClient
-    from buffer.sharded import ShardedClient
+from weight_sync.puller import Puller, open_puller
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +54,73 @@ _CLOSE_S = 3.0
 
 class ActorFenced(ActorError):
     """A newer process acts under this actor's name, so what this one sends is refused."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """What an actor works with, each already started."""
+
+    task: Task
+    """With encoded prompts."""
+    decoder: Decoder
+    engine: Engine
+    puller: Puller
+    client: BufferClient | ShardedClient
+
+
+async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
+    """Start the parts, the cheap and error-prone ones first; on failure stop what was started.
+
+    Args:
+        context: of the run.
+        number: of the actor.
+
+    Raises:
+        TaskError: the task or tokenizer is not as the configuration says.
+        EngineDead: the engine does not start.
+        BufferError: the buffer does not answer, or refuses this run.
+        TransferFailed: neither the weights folder nor the weight service can be reached.
+    """
+    facts, config, name = context.facts, context.config, actor_name(number)
+    threads = DaemonThreads(f"{name}-start", max_threads=2)
+    task, codec = await threads.run(_load, context)
+    puller = await threads.run(
+        lambda: open_puller(
+            config.weight_sync,
+            folder=context.weights_folder,
+            address=context.weights_address,
+            run_id=facts.run_id,
+            name=name,
+            dtype=config.actors.dtype,
+            keys=context.keys,
+        )
+    )
+    client = open_client(
+        context.buffer_addresses, run_id=facts.run_id, role="actor", name=name, config=config.buffer, keys=context.keys
+    )
+    try:
+        engine = await Engine.start(
+            context.serving_path, config.actors, version=PolicyVersion(0, 0), seed=facts.seed + number
+        )
+        try:
+            # Greeted last: from here on an older process of this name is fenced.
+            await threads.run(client.connect)
+        except BaseException:
+            await engine.stop()
+            raise
+    except BaseException:
+        await threads.run(client.close)
+        await threads.run(puller.close)
+        raise
+    finally:
+        threads.close()
+    return Parts(task, codec, engine, puller, client)
+
+
+def _load(context: RunContext[ActorSections]) -> tuple[Task, PromptCodec]:
+    config = context.config
+    codec = PromptCodec(context.model_path, config.task.chat, config.task.system_prompt)
+    return load_task(config.task).encoded(codec.encode, config.actors.max_prompt_tokens), codec
 
 
 @dataclass(slots=True, eq=False)
@@ -72,19 +140,27 @@ class ActorLoop:
 
     def __init__(
         self,
-        spec: ActorSpec,
-        assemble: Callable[[ActorSpec], Awaitable[Parts]] = assemble,
+        context: RunContext[ActorSections],
+        number: int,
+        pool: str,
+        assemble: Callable[[RunContext[ActorSections], int], Awaitable[Parts]] = assemble,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare, starting nothing.
 
         Args:
-            spec: what to do, and where.
-            assemble: starts the parts; `actors.parts.assemble` unless told otherwise.
+            context: of the run.
+            number: of this actor, which makes its name and its seed.
+            pool: that it is of.
+            assemble: starts the parts.
             clock: seconds, monotonic.
         """
-        self.spec = spec
+        self._context = context
+        self._config = context.config.actors
+        self._number = number
+        self._name = actor_name(number)
+        self._pool = pool
         self._assemble = assemble
         self._parts: Parts | None = None
         self._held: dict[int, _HeldLease] = {}
@@ -111,15 +187,17 @@ class ActorLoop:
             PolicyTimeout: the newest weights could not be applied in time.
             BufferError: the buffer does not answer, or refuses this run.
         """
-        parts = await self._assemble(self.spec)
-        spec, config = self.spec, self.spec.config
+        parts = await self._assemble(self._context, self._number)
+        facts, sections, config = self._context.facts, self._context.config, self._config
         self._parts = parts
         self._fingerprint = parts.task.facts().fingerprint
         self._scorer = Scorer(parts.task.rewards, retries=config.reward_retries, timeout_s=config.reward_timeout_s)
-        self._follower = WeightFollower(spec.name, parts.engine, parts.puller, spec.weight_sync, clock=self._clock)
+        self._follower = WeightFollower(
+            self._name, parts.engine, parts.puller, sections.weight_sync, facts.contract, clock=self._clock
+        )
         common = (parts.engine, self._follower, self._scorer, parts.decoder)
-        self._maker = SampleMaker(spec.seed, config, *common)
-        self._evaluator = Evaluator(spec.seed, config, spec.task.correct_at, *common)
+        self._maker = SampleMaker(facts.seed, config, *common)
+        self._evaluator = Evaluator(facts.seed, config, sections.task.correct_at, *common)
         await self._follower.update()
         self._waiting = "not running yet"
 
@@ -182,7 +260,7 @@ class ActorLoop:
         self._scorer.close()
         self._follower.close()
         # side by side: a buffer that no longer answers must not keep the staged weights of this machine
-        closer = DaemonThreads(f"{self.spec.name}-close", max_threads=2)
+        closer = DaemonThreads(f"{self._name}-close", max_threads=2)
         closing = [closer.submit(parts.client.close), closer.submit(parts.puller.close)]
         await asyncio.wait([asyncio.wrap_future(each) for each in closing], timeout=_CLOSE_S)
         await parts.engine.stop()
@@ -206,8 +284,8 @@ class ActorLoop:
         assert self._parts is not None, "start() comes first"
         counts = self._maker.counts
         return ActorReport(
-            name=self.spec.name,
-            pool=self.spec.pool,
+            name=self._name,
+            pool=self._pool,
             version=(self._follower.version.incarnation, self._follower.version.version),
             task_fingerprint=self._fingerprint,
             num_samples=counts.num_samples,
@@ -238,8 +316,8 @@ class ActorLoop:
 
     def _room(self) -> int:
         """How many groups fit; one always does in an idle actor, however large its groups."""
-        group_size = self.spec.config.group_size
-        room = (self.spec.config.max_running_samples - self._num_open()) // group_size
+        group_size = self._config.group_size
+        room = (self._config.max_running_samples - self._num_open()) // group_size
         return room if self._held else max(1, room)
 
     async def _lease_groups(self) -> None:
@@ -341,7 +419,7 @@ class ActorLoop:
     def _account(self, result: RowResult, lease: Lease, index: int) -> None:
         if result.outcome == "fenced":
             raise ActorFenced(
-                f"{self.spec.name}: the buffer refuses this process, because a newer one says it is {self.spec.name}. "
+                f"{self._name}: the buffer refuses this process, because a newer one says it is {self._name}. "
                 "It was restarted while this one was thought dead, or two actors share a name"
             )
         if result.outcome == "quarantined":
@@ -363,7 +441,7 @@ class ActorLoop:
             return
         else:  # nobody cancelled it: its lease would be renewed, and its group waited for, without end
             error = ActorError(
-                f"{self.spec.name}: sample {index} of group {held.lease.group_id} ended before it was pushed or given "
+                f"{self._name}: sample {index} of group {held.lease.group_id} ended before it was pushed or given "
                 "up: something that it waited for was cancelled. Does the engine or the task cancel its own work?"
             )
         if error is not None:

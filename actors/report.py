@@ -8,6 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
+def actor_name(number: int) -> str:
+    """What the actor of this number is called in reports, leases and trajectories."""
+    return f"actor-{number}"
+
+
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """One update of the engine's weights. Generation paused from start to end."""

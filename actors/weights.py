@@ -16,7 +16,7 @@ from actors.engine import UpdateRefused
 from actors.errors import ActorError
 from actors.report import WeightUpdate
 from actors.threads import DaemonThreads
-from common.staleness import PolicyVersion
+from common.staleness import PolicyVersion, StalenessContract
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsError
 
@@ -67,6 +67,7 @@ class WeightFollower:
         engine: Engine,
         puller: Puller,
         config: WeightSyncConfig,
+        contract: StalenessContract,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -77,7 +78,8 @@ class WeightFollower:
             name: the actor's, for error messages.
             engine: what serves the weights.
             puller: where newer ones are found.
-            config: poll interval, bound of an update, and how far behind requests may start.
+            config: poll interval and bound of an update.
+            contract: says how far behind requests may start.
             clock: seconds, monotonic.
             wall: seconds since the epoch.
         """
@@ -85,6 +87,7 @@ class WeightFollower:
         self._engine = engine
         self._puller = puller
         self._config = config
+        self._contract = contract
         self._clock = clock
         self._wall = wall
         self._threads = DaemonThreads(f"{name}-weights", max_threads=4)
@@ -105,7 +108,7 @@ class WeightFollower:
     @property
     def waits_for(self) -> PolicyVersion | None:
         """The version without which no training request starts now; None where the engine is fresh enough."""
-        return self._newest if self._config.is_behind(self.version, self._newest) else None
+        return self._newest if self._contract.is_behind(self.version, self._newest) else None
 
     @property
     def refused(self) -> str:
@@ -318,7 +321,7 @@ class WeightFollower:
         self._threads.close()
 
     def _may_start(self, min_version: int) -> bool:
-        return self._open and self._config.may_start(self.version, self._newest, min_version)
+        return self._open and self._contract.may_start(self.version, self._newest, min_version)
 
     def _notify(self) -> None:
         self._changed.set()

@@ -17,12 +17,13 @@ import sys
 import threading
 from pathlib import Path
 
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
 from buffer.errors import BufferError
 from buffer.inspect import check_store
 from buffer.process import end_with_parent, keep_memory
 from buffer.service import BufferService
 from buffer.store import Store
+from common.run import RunFacts
 
 
 def main() -> int:

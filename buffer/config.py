@@ -1,12 +1,10 @@
-"""The `[buffer]` section, and the facts of a run that the service checks and keeps."""
+"""The `[buffer]` section."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
-
-from common.staleness import StalenessConfig
 
 RestLaw = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"]
 Law = Literal["fifo", "on_policy_share", "uniform", "reward_softmax", "prioritised", "length_balanced"]
@@ -194,37 +192,3 @@ class BufferConfig(BaseModel):
     def replays(self) -> bool:
         """May a group be used by more than one step?"""
         return self.max_uses != 1
-
-
-class RunFacts(BaseModel):
-    """What the service must know of the run; written into a new store and checked when it is opened again."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    run_id: str
-    seed: int = Field(description="Seeds the order of prompts.")
-    num_prompts: PositiveInt = Field(description="Size of the training set; prompt ids are 0..num_prompts-1.")
-    group_size: PositiveInt = Field(description="K, samples per prompt.")
-    groups_per_step: PositiveInt = Field(description="G, groups per step.")
-    updates_per_step: PositiveInt = Field(
-        default=1, description="M, optimizer steps on the groups of one step: each makes a policy version."
-    )
-    vocab_size: PositiveInt = Field(description="Token ids are below this.")
-    max_tokens: PositiveInt = Field(
-        description="Longest prompt plus completion that is taken in, in tokens; may change later."
-    )
-    token_budget: PositiveInt | None = Field(
-        default=None, description="Longest that the learner can train; may change later. None: max_tokens."
-    )
-    staleness: StalenessConfig
-    shard: int = Field(default=0, ge=0, description="Which of the shards this service is.")
-    num_shards: PositiveInt = Field(default=1, description="Into how many shards the prompts are divided; fixed.")
-
-    @property
-    def longest_drawn(self) -> int:
-        """Tokens of the longest sample that a draw may hold."""
-        return self.token_budget or self.max_tokens
-
-    def global_id(self, number: int) -> int:
-        """The id of this shard's `number`-th lease, group or record: unique over all shards, and ascending."""
-        return number * self.num_shards + self.shard

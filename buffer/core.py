@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
 from buffer.draws import Draws
 from buffer.errors import BadBody, BufferRefused, CorruptRecord, StoreError
 from buffer.groups import Groups
@@ -27,7 +27,7 @@ from buffer.shards import of_shard, share_of
 from buffer.steps import Steps
 from buffer.tables import Draw
 from buffer.transaction import Transaction
-from common.staleness import StalenessContract
+from common.run import RunFacts
 
 MAX_PUSHED_ROWS = 4096
 """More trajectories in one push are refused: a turn of the service must stay short."""
@@ -72,7 +72,7 @@ class BufferCore:
         """
         _check_waits(config, facts)
         try:
-            contract = StalenessContract(facts.staleness, facts.groups_per_step, facts.updates_per_step)
+            contract = facts.contract
         except ValueError as error:
             raise StoreError(str(error)) from None
         share = share_of(facts, contract)

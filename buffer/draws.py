@@ -13,7 +13,6 @@ from itertools import islice
 
 import numpy as np
 
-from buffer.config import RunFacts
 from buffer.eligible import Eligible
 from buffer.errors import BufferRefused, CorruptRecord
 from buffer.groups import Groups
@@ -27,6 +26,7 @@ from buffer.shards import Share
 from buffer.steps import Steps
 from buffer.tables import Draw, Group, State
 from buffer.transaction import Transaction
+from common.run import RunFacts
 from common.staleness import StalenessContract
 
 MAX_NAMED = 4

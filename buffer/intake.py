@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 
 from buffer import rows as records
-from buffer.config import RunFacts
 from buffer.errors import BufferRefused
 from buffer.groups import Committed, Groups
 from buffer.leases import Leases, is_name
@@ -28,6 +27,7 @@ from buffer.rows import list_bounds
 from buffer.tables import Actor, Group, State
 from buffer.transaction import Transaction
 from buffer.validation import KnownVersions, faults
+from common.run import RunFacts
 
 MAX_QUARANTINED = 1024
 """How many quarantined rows and messages are kept to look at; the oldest go first."""

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
 from buffer.deadlines import Deadlines
 from buffer.errors import BufferRefused
 from buffer.groups import Groups
@@ -21,6 +21,7 @@ from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Rene
 from buffer.shards import Share, owned_prompts
 from buffer.tables import Actor, Group
 from buffer.transaction import Transaction
+from common.run import RunFacts
 from common.staleness import StalenessContract
 
 MAX_NAME_BYTES = 128

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from buffer import protocol as p
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
 from buffer.core import Answer, BufferCore, OpenedPushes
 from buffer.errors import BufferRefused, StoreError, StoreFull
 from buffer.intake import set_aside
@@ -26,6 +26,7 @@ from buffer.transaction import Transaction
 from buffer.upkeep import Upkeep
 from common.rpc.auth import ServiceKeys
 from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserved
+from common.run import RunFacts
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
 from buffer.errors import StoreError
+from common.run import RunFacts
 from common.staleness import StalenessContract, held_back
 
 

@@ -20,12 +20,12 @@ import lmdb
 import msgspec
 
 from buffer import pages
-from buffer.config import RunFacts
 from buffer.errors import CorruptRecord, StoreBusy, StoreError, StoreFull
 from buffer.tables import Identity
 from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import TABLES, Table, Transaction
 from common.files import sync
+from common.run import RunFacts
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from buffer.config import RunFacts
 from buffer.rows import flat_values, list_bounds
 from buffer.schema import MAX_REWARD_PARTS
+from common.run import RunFacts
 
 LOGPROB_TOLERANCE = 1e-4
 """Log-probabilities may exceed 0 by rounding, no more."""

@@ -10,9 +10,8 @@ them. For a token sampled at version u and trained at version v its lag is v - u
         select          which groups may the step that begins at version v use? buffer.steps
         evict           which are past the bound there?                         buffer.draws, buffer.leases
         held_back       which open groups must the step wait for first?         buffer.draws, buffer.shards
-    StalenessConfig, the knobs alone
         may_start       may an actor start a request on the weights it serves?  actors.weights
-        check_trained   the last look at what is about to be trained            learner.stage
+        check_trained   the last look at what is about to be trained            learner.lead
 
 They are made of `capacity`, `steps_before`, `latest_version`, `usable` and `steps_left`. Whoever knows what
 is outstanding gives the numbers; no rule about lag is anywhere else. docs/staleness.md has the proof.
@@ -73,7 +72,7 @@ def effective_version(sampled: PolicyVersion, resumed_at: Mapping[int, int]) -> 
 
 
 class StalenessConfig(BaseModel):
-    """The knobs of staleness, counted in policy versions."""
+    """The knobs of staleness, counted in policy versions; what they come to for a learner, `StalenessContract` says."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -93,11 +92,6 @@ class StalenessConfig(BaseModel):
         description="A group about to pass the bound is dropped and its prompt leased again, or the step waits for it.",
     )
 
-    @property
-    def actor_lag(self) -> int:
-        """`max_actor_lag`, or its default where it is unset and a step is one update."""
-        return self.actor_lag_for(1)
-
     def actor_lag_for(self, updates_per_step: int) -> int:
         """`max_actor_lag`, or its default where it is unset and a step is so many updates."""
         if self.max_actor_lag is not None:
@@ -108,43 +102,6 @@ class StalenessConfig(BaseModel):
         # an actor one version behind must not cost the only step that can be in flight beside the one in progress
         costs_the_overlap = room // updates_per_step >= 2 > (room - 1) // updates_per_step
         return 0 if room <= updates_per_step or costs_the_overlap else 1
-
-    def is_behind(self, served: PolicyVersion, newest: PolicyVersion) -> bool:
-        """Is an actor that serves one version too far behind another, the newest published one that it has heard of?
-
-        An abandoned incarnation is behind whatever its versions are: those are not steps behind, but beside the way.
-        """
-        if served >= newest:
-            return False
-        return served.incarnation < newest.incarnation or newest.version - served.version > self.actor_lag
-
-    def may_start(self, served: PolicyVersion, newest: PolicyVersion, min_version: int) -> bool:
-        """May a request of a lease start on the weights that an actor serves?
-
-        Args:
-            served: what the engine samples with now.
-            newest: the newest published version heard of; at least the one that came with the lease.
-            min_version: of the lease. Above `newest` it is of an incarnation that was abandoned since; whoever
-                waited for it could wait for ever, so then the newest weights are enough.
-        """
-        return served.version >= min(min_version, newest.version) and not self.is_behind(served, newest)
-
-    def check_trained(self, version: int, lag: int) -> None:
-        """The learner's last look, before an update trains.
-
-        Args:
-            version: at which the update begins.
-            lag: the greatest lag of a token that it trains, in versions.
-
-        Raises:
-            StaleTokens: the lag is above `max_lag`.
-        """
-        if self.max_lag != "unbounded" and lag > self.max_lag:
-            raise StaleTokens(
-                f"the update at version {version} was given tokens with a lag of {lag} versions, and max_lag = "
-                f"{self.max_lag}: the buffer's draw should have dropped them. Nothing was trained on them. Check that "
-                "the buffer service and the learner run with the same [weight_sync], then restart the learner"
-            )
 
     @model_validator(mode="after")
     def _the_bound_must_be_reachable(self) -> StalenessConfig:
@@ -158,10 +115,11 @@ class StalenessConfig(BaseModel):
                 f"up to {self.publish_every - 1} versions old when they are published. "
                 f"Raise max_lag to {self.publish_every - 1} or more, or publish more often"
             )
-        need = self.actor_lag + self.publish_every - 1
+        actor_lag = self.actor_lag_for(1)
+        need = actor_lag + self.publish_every - 1
         if need > self.max_lag:
             raise ValueError(
-                f"max_lag = {self.max_lag} contradicts max_actor_lag = {self.actor_lag} with publish_every = "
+                f"max_lag = {self.max_lag} contradicts max_actor_lag = {actor_lag} with publish_every = "
                 f"{self.publish_every}: a fresh sample may already be {need} versions old. "
                 f"Raise max_lag to {need}, or lower max_actor_lag"
             )
@@ -306,6 +264,46 @@ class StalenessContract:
             return None
         latest_start = oldest + bound - (self.updates_per_step - 1)
         return (latest_start - version) // self.updates_per_step
+
+    # --- actors, and the learner's last look ------------------------------------------------------
+
+    def is_behind(self, served: PolicyVersion, newest: PolicyVersion) -> bool:
+        """Is an actor that serves one version too far behind another, the newest published one that it has heard of?
+
+        An abandoned incarnation is behind whatever its versions are: nobody trains on from them.
+        """
+        if served >= newest:
+            return False
+        return served.incarnation < newest.incarnation or newest.version - served.version > self.actor_lag
+
+    def may_start(self, served: PolicyVersion, newest: PolicyVersion, min_version: int) -> bool:
+        """May a request of a lease start on the weights that an actor serves?
+
+        Args:
+            served: what the engine samples with now.
+            newest: the newest published version heard of; at least the one that came with the lease.
+            min_version: of the lease. Above `newest` it is of an incarnation that was abandoned since; whoever
+                waited for it could wait for ever, so then the newest weights are enough.
+        """
+        return served.version >= min(min_version, newest.version) and not self.is_behind(served, newest)
+
+    def check_trained(self, version: int, lag: int) -> None:
+        """The learner's last look, before an update trains.
+
+        Args:
+            version: at which the update begins.
+            lag: the greatest lag of a token that it trains, in versions.
+
+        Raises:
+            StaleTokens: the lag is above `max_lag`.
+        """
+        bound = self.bound()
+        if bound is not None and lag > bound:
+            raise StaleTokens(
+                f"the update at version {version} was given tokens with a lag of {lag} versions, and max_lag = "
+                f"{bound}: the buffer's draw should have dropped them. Nothing was trained on them. Check that "
+                "the buffer service and the learner run with the same [weight_sync], then restart the learner"
+            )
 
 
 def held_back(chosen: Iterable[int], left: Iterable[int], still_open: Iterable[int], groups_per_step: int) -> list[int]:

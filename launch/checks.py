@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.tasks import TaskError, TaskFacts, check_task
-from buffer.config import RunFacts
 from buffer.shards import admission_shares
 from common.rpc.auth import ClientKeys, RunKeys, ServiceKeys
+from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract
 from launch.config import Config
 from launch.errors import ConfigError
@@ -22,7 +22,6 @@ from launch.reachable import CONNECT_S, answers
 from launch.run_folder import RunFolder, already_there
 from launch.weights_folder import check_weights_folder, check_writable
 from learner.families import FAMILIES
-from weight_sync.config import WeightSyncConfig
 from weight_sync.serving import ModelFacts, ModelFolderError, check_model_folder
 
 _OF_RAY = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
@@ -58,28 +57,39 @@ class Plan:
         folder = self.config.weight_sync.folder
         return self.folder.weights if folder is None else Path(folder)
 
-    @property
-    def weight_sync(self) -> WeightSyncConfig:
-        """The section with `max_actor_lag` as it is for this learner."""
-        actor_lag = self.config.weight_sync.actor_lag_for(self.config.learner.updates_per_step)
-        return self.config.weight_sync.model_copy(update={"max_actor_lag": actor_lag})
+    def context(self, model_path: Path, model: ModelFacts, serving_path: Path) -> RunContext[Config]:
+        """The description that every process of the run is handed; the addresses of its services come in later.
 
-    def run_facts(self, model: ModelFacts, shard: int) -> RunFacts:
-        """What a shard of the buffer is told of the run."""
+        Args:
+            model_path: the checkpoint to train.
+            model: facts of it.
+            serving_path: the folder that actors load, which is version 0.
+        """
         config = self.config
-        return RunFacts(
-            run_id=self.run_id,
-            seed=config.run.seed,
-            num_prompts=self.task.num_train,
-            group_size=config.actors.group_size,
-            groups_per_step=config.learner.groups_per_step,
-            updates_per_step=config.learner.updates_per_step,
-            vocab_size=model.vocab_size,
-            max_tokens=config.actors.max_model_tokens,
-            token_budget=config.learner.token_budget,
-            staleness=config.weight_sync.staleness(),
-            shard=shard,
-            num_shards=config.buffer.shards,
+        return RunContext(
+            config=config,
+            facts=RunFacts(
+                run_id=self.run_id,
+                seed=config.run.seed,
+                num_prompts=self.task.num_train,
+                group_size=config.actors.group_size,
+                groups_per_step=config.learner.groups_per_step,
+                updates_per_step=config.learner.updates_per_step,
+                vocab_size=model.vocab_size,
+                max_tokens=config.actors.max_model_tokens,
+                token_budget=config.learner.token_budget,
+                staleness=config.weight_sync.staleness(),
+                num_shards=config.buffer.shards,
+            ),
+            folder=self.folder.root,
+            weights_folder=self.weights_folder,
+            model_path=model_path,
+            reference_path=Path(config.model.reference_path) if config.model.reference_path else model_path,
+            serving_path=serving_path,
+            temperature=config.actors.temperature,
+            serving_dtypes=serving_dtypes(config),
+            startup_timeout_s=config.launch.startup_timeout_s,
+            keys=self.client_keys,
         )
 
     def describe(self) -> str:

@@ -11,15 +11,16 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
 from actors.evaluate import EvalResult
 from buffer.protocol import Status
+from common.run import RunContext
 from common.staleness import PolicyVersion
 from launch.checks import Plan, check_model
+from launch.config import Config
 from launch.control import Control
 from launch.errors import ConfigError
 from launch.exit_status import ExitStatus
@@ -42,7 +43,7 @@ from launch.report.at_end import report_at_end
 from launch.run_folder import RunIdentity, claimed
 from launch.weights_folder import claim_weights_folder
 from learner.checkpoint_meta import newest_progress
-from weight_sync.serving import ModelFacts, ModelFolderError, prepare_serving_model
+from weight_sync.serving import ModelFolderError, prepare_serving_model
 
 POLL_S = 0.5
 """How often the roles are asked for news: a death is seen this late, and an answer takes milliseconds."""
@@ -108,9 +109,7 @@ def _train(plan: Plan, earlier: History | None) -> ExitStatus:
 class _Ready(NamedTuple):
     """What a run needs before its first process."""
 
-    model_path: Path
-    model: ModelFacts
-    serving_path: Path
+    context: RunContext[Config]
     exporter: Exporter
     tracker: Tracker
 
@@ -133,7 +132,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         tracker = stack.enter_context(Tracker(config, folder, plan.run_id, earlier.last_step if earlier else 0))
         serving_path = prepare_serving_model(model_path, folder.serving)
         half_made.pop_all()
-    return _Ready(model_path, model, serving_path, exporter, tracker)
+    return _Ready(plan.context(model_path, model, serving_path), exporter, tracker)
 
 
 def _run_to_its_end(
@@ -151,13 +150,13 @@ def _run_to_its_end(
         observer.event(kind, text)
 
     stack.push(interrupts)  # until the last process has ended a signal must not cut that off; then it is as usual
-    supervisor = Supervisor(plan, ready.model_path, ready.model, ready.serving_path, notify)
+    supervisor = Supervisor(plan, ready.context, notify)
     stack.callback(supervisor.stop)
     progress = Progress(config, started)
     observer = Observer(plan, progress, look=supervisor.processes, on_quiet=display.update, on_news=ready.exporter.show)
     stack.enter_context(observer)  # after the supervisor, for it looks at its processes
     stack.callback(interrupts.end)
-    run = _Run(plan, supervisor, tracker, display, interrupts, progress, observer, timeline, earlier)
+    run = _Run(plan, ready.context, supervisor, tracker, display, interrupts, progress, observer, timeline, earlier)
     try:
         return run.go()
     except RunFailed as error:
@@ -199,6 +198,7 @@ class _Run:
     def __init__(
         self,
         plan: Plan,
+        context: RunContext[Config],
         supervisor: Supervisor,
         tracker: Tracker,
         display: Display,
@@ -226,7 +226,7 @@ class _Run:
         limits = {pool.name: mismatch_limit(sync, pool.config.dtype, precision) for pool in actor_pools(self._config)}
         self._control = Control(plan.folder.control)
         self._stability = Stability(plan.config)
-        self._tripwires = Tripwires(plan.weight_sync, limits, self._stability)
+        self._tripwires = Tripwires(sync, context.facts.contract, limits, self._stability)
 
     def go(self) -> ExitStatus:
         self._phase("starting Ray, the buffer, the stages and the actors (about half a minute)")

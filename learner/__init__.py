@@ -1,6 +1,5 @@
 """The learner: pipelines of stages that train on packed batches and publish weights.
 
-spec         LearnerSpec: all that one rank is told
 mesh         Place, Mesh: where a rank stands among stages and replicas, and its process groups
 meeting      where all ranks meet, and over which interface they talk
 stage        Stage: one process of the learner; the lead among them talks to the buffer

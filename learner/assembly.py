@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from learner.config import LearnerConfig
+from common.run import RunContext
+from learner.config import LearnerConfig, LearnerSections
 from learner.cost import CostModel
 from learner.mesh import Mesh
 from learner.model import Heads, StageModule, load_stage
@@ -16,7 +17,6 @@ from learner.networks import Network, Networks
 from learner.packing import PackingRule
 from learner.pipeline import Pipeline, micro_batch_rule
 from learner.reference import Reference
-from learner.spec import LearnerSpec
 from learner.split import cost_of
 
 LoadChunks = Callable[[Path, Heads], list[StageModule]]
@@ -53,36 +53,36 @@ def chunk_loader(config: LearnerConfig, temperature: float, mesh: Mesh, device: 
     return load
 
 
-def build_networks(spec: LearnerSpec, mesh: Mesh, device: torch.device) -> Networks:
+def build_networks(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Networks:
     """The policy, and a critic where the algorithm needs one; all ranks call it together."""
-    config, kind = spec.config, spec.algorithm.needs.critic
-    load = chunk_loader(config, spec.temperature, mesh, device)
-    policy = Network.build(load(spec.model_path, "token_and_value" if kind == "head" else "token"), config, mesh)
-    critic = Network.build(load(spec.model_path, "value"), config, mesh) if kind == "model" else None
+    config, kind = context.config.learner, context.config.algorithm.needs.critic
+    load = chunk_loader(config, context.temperature, mesh, device)
+    policy = Network.build(load(context.model_path, "token_and_value" if kind == "head" else "token"), config, mesh)
+    critic = Network.build(load(context.model_path, "value"), config, mesh) if kind == "model" else None
     return Networks(policy, critic, config, mesh)
 
 
-def build_reference(spec: LearnerSpec, networks: Networks) -> Reference:
+def build_reference(context: RunContext[LearnerSections], networks: Networks) -> Reference:
     """The frozen reference, split like the policy, where the algorithm needs one."""
-    config, mesh = spec.config, networks.mesh
-    if not spec.algorithm.needs.reference:
+    config, mesh = context.config.learner, networks.mesh
+    if not context.config.algorithm.needs.reference:
         return Reference(None, networks)
-    chunks = chunk_loader(config, spec.temperature, mesh, networks.policy.device)(spec.reference_path, "token")
+    chunks = chunk_loader(config, context.temperature, mesh, networks.policy.device)(context.reference_path, "token")
     for chunk in chunks:
         chunk.requires_grad_(False)
         if config.reference_offload != "none":
-            chunk.offload(config.reference_offload, spec.run_folder / "offload" / f"replica-{mesh.place.replica}")
+            chunk.offload(config.reference_offload, context.folder / "offload" / f"replica-{mesh.place.replica}")
     return Reference(Pipeline(chunks, mesh, config.schedule), networks)
 
 
-def packing_rule(spec: LearnerSpec) -> PackingRule:
+def packing_rule(context: RunContext[LearnerSections]) -> PackingRule:
     """How batches of this run become micro-batches."""
-    config = spec.config
+    config = context.config.learner
     asked = micro_batch_rule(config.schedule, config.num_stages)
     return PackingRule(
         config.token_budget,
         num_replicas=config.num_replicas,
         min_micro_batches=asked.least,
         multiple=asked.multiple,
-        cost=CostModel(*cost_of(AutoConfig.from_pretrained(spec.model_path, local_files_only=True))),
+        cost=CostModel(*cost_of(AutoConfig.from_pretrained(context.model_path, local_files_only=True))),
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from algorithms.diagnostics import EssAction
+from algorithms.registry import AlgorithmConfig
+from buffer.config import BufferConfig
+from weight_sync.config import WeightSyncConfig
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 
@@ -159,3 +162,23 @@ class LearnerConfig(BaseModel):
                 f"learner.layers_per_chunk has {len(layers)} numbers, and "
                 f"learner.num_stages * learner.num_chunks = {num_chunks}"
             )
+
+
+class LearnerSections(Protocol):
+    """What the learner reads of the config of a run."""
+
+    @property
+    def learner(self) -> LearnerConfig:
+        """Pipeline, batch, updates, optimizer, checkpoints."""
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        """The loss."""
+
+    @property
+    def buffer(self) -> BufferConfig:
+        """How long the buffer is waited for."""
+
+    @property
+    def weight_sync(self) -> WeightSyncConfig:
+        """How weights are published; how old a sample may be, the contract of the run says."""

@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from buffer.client import Draw
 from buffer.sharded import open_client
+from common.run import RunContext
 from common.staleness import PolicyVersion, effective_version
 from learner.channel import HEARTBEAT_S, Channel, Kind
-from learner.spec import LearnerSpec
+from learner.config import LearnerSections
 
 R = TypeVar("R")
 
@@ -31,22 +32,24 @@ class NoBatch(TimeoutError):
 class Lead:
     """Draws batches and reports progress; exists on the lead only."""
 
-    def __init__(self, spec: LearnerSpec, channel: Channel) -> None:
+    def __init__(self, context: RunContext[LearnerSections], channel: Channel) -> None:
         """Connect to the buffer service.
 
         Raises:
             BufferUnavailable: it does not answer.
             BufferRefused: it serves another run.
         """
-        self._spec = spec
+        self._addresses = context.buffer_addresses
+        self._config, self._buffer = context.config.learner, context.config.buffer
+        self._contract = context.facts.contract
         self._channel = channel
         self._client = open_client(
-            spec.buffer_addresses,
-            run_id=spec.run_id,
+            context.buffer_addresses,
+            run_id=context.facts.run_id,
             role="learner",
             name="learner",
-            config=spec.buffer,
-            keys=spec.keys,
+            config=context.config.buffer,
+            keys=context.keys,
         )
         self._client.connect()
         self._lock = threading.Lock()
@@ -60,7 +63,7 @@ class Lead:
     def begin(self, version: int, step: int) -> None:
         """Open this learner's incarnation."""
         future = self._client.begin_incarnation(version, step)
-        reply = future.result(self._spec.buffer.give_up_after_s + self._spec.buffer.request_timeout_s)
+        reply = future.result(self._buffer.give_up_after_s + self._buffer.request_timeout_s)
         self.incarnation = reply.incarnation
         self.resumed_at = dict(reply.resumed_at)
 
@@ -77,7 +80,7 @@ class Lead:
             NoBatch: none came within `batch_timeout_s`.
         """
         self.settle()
-        config = self._spec.config
+        config = self._config
         deadline_s = time.monotonic() + config.batch_timeout_s
         self.waiting_for = f"the batch of step {step}"
         while not stop.is_set():
@@ -106,10 +109,10 @@ class Lead:
         Raises:
             StaleTokens: a token would be trained past it.
         """
-        last_update = version + self._spec.config.updates_per_step - 1
+        last_update = version + self._config.updates_per_step - 1
         spans = (span for row in draw.trajectories if row.reward is not None for span in row.spans)
         oldest = min((effective_version(span.version, self.resumed_at) for span in spans), default=last_update)
-        self._spec.weight_sync.check_trained(last_update, last_update - oldest)
+        self._contract.check_trained(last_update, last_update - oldest)
 
     def settle(self, *, heartbeats: bool = True) -> None:
         """Wait until the service confirmed everything that was reported to it.
@@ -155,7 +158,7 @@ class Lead:
 
     def _answer(self, future: Future[R], what: str, *, heartbeats: bool = True) -> R:
         """The reply; the client itself gives up on a silent service, and its error says so."""
-        patience_s = self._spec.buffer.give_up_after_s + 2 * self._spec.buffer.request_timeout_s
+        patience_s = self._buffer.give_up_after_s + 2 * self._buffer.request_timeout_s
         asked_at = time.monotonic()
         while True:
             try:
@@ -168,6 +171,5 @@ class Lead:
                 # A service whose disk is full answers that it waits: so do we.
                 if time.monotonic() - max(asked_at, self._client.heard_at) > patience_s:
                     raise TimeoutError(
-                        f"the buffer service at {', '.join(self._spec.buffer_addresses)} did not {what} for "
-                        f"{patience_s:g} s"
+                        f"the buffer service at {', '.join(self._addresses)} did not {what} for {patience_s:g} s"
                     ) from None

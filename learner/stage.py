@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from buffer.client import Draw, decode_draw
 from buffer.errors import BufferError
+from common.run import RunContext
 from common.staleness import PolicyVersion, StaleTokens
 from learner.agreement import Agreement
 from learner.assembly import build_networks, build_reference, packing_rule
@@ -31,12 +32,12 @@ from learner.batch import StepBatch, trainable
 from learner.channel import Channel, Kind, StageLost, tells_of_loss
 from learner.checkpoint import CheckpointFailed, Checkpoints
 from learner.checkpoint_meta import Progress, model_identity
+from learner.config import LearnerSections
 from learner.hf_files import write_folder, write_shard
 from learner.lead import Lead
 from learner.meeting import meet
-from learner.mesh import Mesh
+from learner.mesh import Mesh, Place
 from learner.report import Report, StepTimes, step_report
-from learner.spec import LearnerSpec
 from learner.step import TrainStep
 from weight_sync.errors import PublishFailed
 from weight_sync.publisher import Publisher
@@ -48,14 +49,23 @@ logger = logging.getLogger(__name__)
 class Stage:
     """One stage of the learner."""
 
-    def __init__(self, spec: LearnerSpec) -> None:
-        """Take orders; nothing is loaded before `setup`.
+    def __init__(self, context: RunContext[LearnerSections], rank: int, rendezvous: str) -> None:
+        """Nothing is loaded before `setup`.
+
+        Args:
+            context: of the run.
+            rank: 0 .. num_replicas * num_stages - 1; see learner.mesh.
+            rendezvous: tcp://HOST:PORT, free on the host of rank 0.
 
         Raises:
-            ValueError: the orders contradict each other.
+            ValueError: there is no such rank.
         """
-        spec.check()
-        self.spec = spec
+        self._context = context
+        self._config = config = context.config.learner
+        self._place = Place(rank, config.num_stages, config.num_replicas)
+        self._place.check()
+        self._rendezvous = rendezvous
+        self._contract = context.facts.contract
         self._device = torch.device("cpu")
         """Where it computes, from `setup` on."""
         self._stop = threading.Event()
@@ -66,7 +76,7 @@ class Stage:
         self._progress = Progress(step=0, version=0, incarnation=0)
         self._saved_step = -1
         self._published_version = -1
-        self._bad_batches = BadBatches(spec.run_folder / "bad_batches")
+        self._bad_batches = BadBatches(context.folder / "bad_batches")
 
     # --- what a supervisor calls --------------------------------------------------------------------
 
@@ -122,34 +132,34 @@ class Stage:
     # --- setup --------------------------------------------------------------------------------------
 
     def _setup(self) -> None:
-        spec, config, place = self.spec, self.spec.config, self.spec.place
-        self._device = device = _device(config.device, spec.rank)
+        context, config, place = self._context, self._config, self._place
+        self._device = device = _device(config.device, place.rank)
         _make_current(device)
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads)
-        torch.manual_seed(spec.seed)
+        torch.manual_seed(context.facts.seed)
         meet(
-            spec.rendezvous,
+            self._rendezvous,
             device,
-            rank=spec.rank,
+            rank=place.rank,
             num_ranks=place.num_ranks,
             timeout=timedelta(seconds=config.collective_timeout_s),
         )
         mesh = Mesh.build(place, timedelta(seconds=config.collective_timeout_s))
-        self._ranks = Agreement(spec.rank, spec.startup_timeout_s)
-        self._networks = build_networks(spec, mesh, device)
-        reference = build_reference(spec, self._networks)
+        self._ranks = Agreement(place.rank, context.startup_timeout_s)
+        self._networks = build_networks(context, mesh, device)
+        reference = build_reference(context, self._networks)
         # a share that loads slowly is none that is lost: no collective of training may begin before all are there
         self._ranks.say("")
         logger.info("%s of %d trainable parameters is here", place.name, self._networks.num_parameters())
-        self._train_step = TrainStep(self._networks, reference, spec.algorithm, config, spec.seed)
-        self._packing = packing_rule(spec)
+        self._train_step = TrainStep(self._networks, reference, context.config.algorithm, config, context.facts.seed)
+        self._packing = packing_rule(context)
         self._checkpoints = Checkpoints(
-            spec.run_folder / "checkpoints",
+            context.folder / "checkpoints",
             config.keep_checkpoints,
             mesh,
             config.checkpoint_timeout_s,
-            model_identity(spec.model_path),
+            model_identity(context.model_path),
         )
         self._channel = Channel(place)
         self._resume()
@@ -159,20 +169,20 @@ class Stage:
         self._publish(self._progress.version)
 
     def _open_publisher(self) -> Publisher:
-        spec, knobs = self.spec, self.spec.weight_sync
+        context, knobs = self._context, self._context.config.weight_sync
         sink = open_sink(
             knobs,
-            folder=spec.weights_folder,
-            address=spec.weights_address,
-            run_id=spec.run_id,
-            name=f"stage-{spec.rank}",
-            keys=spec.keys,
+            folder=context.weights_folder,
+            address=context.weights_address,
+            run_id=context.facts.run_id,
+            name=f"stage-{self._place.rank}",
+            keys=context.keys,
         )
         return Publisher(
             sink,
-            spec.place.stage,
-            spec.place.num_stages,
-            spec.publish_dtypes,
+            self._place.stage,
+            self._place.num_stages,
+            context.serving_dtypes,
             keep_versions=knobs.keep_versions,
             full_every=knobs.full_every,
             timeout_s=knobs.publish_timeout_s,
@@ -189,17 +199,17 @@ class Stage:
 
     def _begin_incarnation(self) -> None:
         incarnation = torch.zeros(1, dtype=torch.int64)
-        if self.spec.place.is_lead:
-            self._lead = Lead(self.spec, self._channel)
+        if self._place.is_lead:
+            self._lead = Lead(self._context, self._channel)
             self._lead.begin(self._progress.version, self._progress.step)
             incarnation += self._lead.incarnation
-        dist.broadcast(incarnation, src=self.spec.place.lead)
+        dist.broadcast(incarnation, src=self._place.lead)
         self._progress = replace(self._progress, incarnation=int(incarnation))
 
     # --- the loop -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._progress.step < self.spec.config.num_steps:
+        while self._progress.step < self._config.num_steps:
             step = self._progress.step + 1
             asked_s = time.time()
             draw = self._next_batch(step)
@@ -245,7 +255,7 @@ class Stage:
         batch, record_ids = self._batch(draw)
         newest = self._lead.newest_published if self._lead is not None else 0
         try:
-            check_samples(batch, self.spec.algorithm.needs, record_ids)
+            check_samples(batch, self._context.config.algorithm.needs, record_ids)
         except BadSample as error:
             if isinstance(draw, Draw):
                 self._bad_batches.keep(step, draw.body)
@@ -269,7 +279,7 @@ class Stage:
         except TrainingDiverged:
             dist.barrier()  # as above
             raise
-        if step % self.spec.config.checkpoint_every == 0:
+        if step % self._config.checkpoint_every == 0:
             self._save()
 
     def _batch(self, draw: Draw | bytes) -> tuple[StepBatch, list[int] | None]:
@@ -296,7 +306,7 @@ class Stage:
         return time.perf_counter() - started_s
 
     def _is_due(self, version: int) -> bool:
-        every = self.spec.weight_sync.publish_every
+        every = self._contract.config.publish_every
         return version // every > self._published_version // every
 
     def _is_full(self) -> bool:
@@ -306,8 +316,8 @@ class Stage:
         """Can another version be taken? All ranks have to agree, for a version needs a part of every stage."""
         # the lead waits for the parts of the others, so what it has finished all have
         is_full = torch.tensor([self._is_full()])
-        if self.spec.place.num_ranks > 1:
-            dist.broadcast(is_full, src=self.spec.place.lead)
+        if self._place.num_ranks > 1:
+            dist.broadcast(is_full, src=self._place.lead)
         return not bool(is_full)
 
     def _publish(self, version: int) -> None:
@@ -345,7 +355,7 @@ class Stage:
         self._checkpoints.close()
         self._release_draws(heartbeats=False)
         if self._publisher is not None:
-            self._publisher.close(self.spec.weight_sync.publish_timeout_s + 60.0)
+            self._publisher.close(self._context.config.weight_sync.publish_timeout_s + 60.0)
         if self._lead is not None:
             self._lead.settle(heartbeats=False)
             self._lead.close()
@@ -353,12 +363,12 @@ class Stage:
     # --- the rest -----------------------------------------------------------------------------------
 
     def _export(self, folder: Path) -> None:
-        place, policy = self.spec.place, self._networks.policy
+        place, policy = self._place, self._networks.policy
         if place.publishes:
             write_shard(folder, place.stage, place.num_stages, policy.exported_tensors())
         self._ranks.say("")  # shards are of unequal sizes, and may go to unequal disks
         if place.is_lead:
-            write_folder(folder, self.spec.model_path, place.num_stages, policy.dtype)
+            write_folder(folder, self._context.model_path, place.num_stages, policy.dtype)
         self._ranks.say("")
         dist.destroy_process_group()
 
@@ -371,12 +381,12 @@ class Stage:
             raise  # it has its own limit and its own remedy, also where a collective of its own did not end
         except RuntimeError as error:
             if tells_of_loss(error):
-                place = self.spec.place
+                place = self._place
                 others = [rank for rank in range(place.num_ranks) if rank != place.rank]
                 raise StageLost(
                     f"{place.name} could not {what}: one of the ranks {others} died or did not answer "
-                    f"within learner.collective_timeout_s = {self.spec.config.collective_timeout_s:g} s "
-                    f"(loading and exporting: launch.startup_timeout_s = {self.spec.startup_timeout_s:g} s); "
+                    f"within learner.collective_timeout_s = {self._config.collective_timeout_s:g} s "
+                    f"(loading and exporting: launch.startup_timeout_s = {self._context.startup_timeout_s:g} s); "
                     f"look at the end of its log. Reported: {error}"
                 ) from error
             raise

@@ -13,12 +13,13 @@ import numpy as np
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
 from buffer.core import BufferCore, OpenedPushes
 from buffer.errors import BufferRefused
 from buffer.store import Store
 from buffer.trajectory import Trajectory, VersionSpan
 from buffer.verify import verify
+from common.run import RunFacts
 from common.staleness import PolicyVersion
 
 M = TypeVar("M", bound=p.Message)

@@ -27,9 +27,9 @@ from benchmarks.buffer_peers.workload import (
 )
 from buffer import schema
 from buffer.client import BufferClient, Draw
-from buffer.config import RunFacts
 from buffer.protocol import Lease, RowResult
 from buffer.trajectory import Trajectory
+from common.run import RunFacts
 
 LONE_GROUPS = 8
 HALF_LOAD_PART = 4

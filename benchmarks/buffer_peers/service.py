@@ -16,8 +16,9 @@ import lmdb
 
 from benchmarks.buffer_peers.workload import GROUP_SIZE, MAX_TOKENS, NUM_PROMPTS, PATIENCE_S, VOCAB_SIZE
 from buffer.client import BufferClient
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
 from buffer.protocol import Lease
+from common.run import RunFacts
 from common.staleness import StalenessConfig
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -22,7 +22,7 @@ from actors.config import ActorsConfig
 from actors.engine import Engine
 from actors.weights import WeightFollower
 from benchmarks.weights_parts.bare_reload import bare_reload
-from common.staleness import PolicyVersion
+from common.staleness import PolicyVersion, StalenessContract
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import open_puller
 
@@ -75,7 +75,13 @@ class Role:
     async def start(self) -> None:
         """Start the engine, put it under load, and have the bare reload ready."""
         self._engine = await Engine.start(self._model, self._config, version=PolicyVersion(0, 0), seed=self._seed)
-        self._follower = WeightFollower(self._name, self._engine, self._puller, self._knobs)
+        self._follower = WeightFollower(
+            self._name,
+            self._engine,
+            self._puller,
+            self._knobs,
+            StalenessContract(self._knobs.staleness(), groups_per_step=1),
+        )
         loads = [self._stream(), *(self._keep_one_running() for _ in range(self._config.max_running_samples - 1))]
         self._tasks = [asyncio.create_task(load) for load in loads]
         await self._bare_reload()

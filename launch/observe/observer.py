@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from actors.evaluate import EvalCounts, EvalResult
-from actors.report import ActorReport
+from actors.report import ActorReport, actor_name
 from buffer.config import BufferConfig
 from buffer.protocol import Status
 from common.staleness import PolicyVersion
@@ -30,7 +30,6 @@ from launch.observe.status import (
     Event,
     ProcessFacts,
     RunStatus,
-    actor_name,
     write_status,
 )
 from launch.observe.totals import Acknowledged, Generated, Lags, OverlapMeter, Rate, StepTotals

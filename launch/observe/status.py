@@ -34,11 +34,6 @@ class ProcessFacts:
     restarts: int
 
 
-def actor_name(number: int) -> str:
-    """What the actor of this number is called in reports, leases and trajectories."""
-    return f"actor-{number}"
-
-
 FORMAT = 1
 NUM_EVENTS = 20
 """The last so many events are in it; all are in events.jsonl."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from actors.report import ActorReport
 from algorithms.corrections import WeighedSection
-from common.staleness import PolicyVersion
+from common.staleness import PolicyVersion, StalenessContract
 from launch.config import Config
 from launch.observe.observer import PollResult
 from weight_sync.config import Action, WeightSyncConfig
@@ -54,6 +54,7 @@ class Tripwires:
     def __init__(
         self,
         config: WeightSyncConfig,
+        contract: StalenessContract,
         mismatch_limits: Mapping[str, float],
         stability: Stability,
         *,
@@ -62,12 +63,14 @@ class Tripwires:
         """Nothing has tripped.
 
         Args:
-            config: limits and actions, with `max_actor_lag` as the actors have it.
+            config: limits and actions.
+            contract: says which actor is behind, as the actors themselves do.
             mismatch_limits: mean absolute difference of log-probabilities, by pool of actors.
             stability: judges rewards against the age of their samples.
             clock: seconds, monotonic.
         """
         self._config = config
+        self._contract = contract
         self._mismatch_limits = mismatch_limits
         self._stability = stability
         self._clock = clock
@@ -167,7 +170,7 @@ class Tripwires:
         self._refused[name] = report.refused
         is_old = served < self._newest and not evaluating
         old_s = self._lasts("stuck", name, served if is_old else None, now)
-        is_behind = is_old and config.is_behind(served, self._newest)
+        is_behind = is_old and self._contract.is_behind(served, self._newest)
         behind_s = self._lasts("behind", name, "behind" if is_behind else None, now)
         facts = f"{name} serves version {served} and the newest published is {self._newest}"
         why = _because(report.refused, "; it refused ") or _because(report.waiting, "; it says: ")
@@ -175,7 +178,7 @@ class Tripwires:
             why = f"; it has not answered for {silent_s:.0f} s"
         stuck = f"{facts}; it has served that one for {old_s:.0f} s (weight_sync.stuck_after_s){why}"
         behind = (
-            f"{facts}; it has been more than max_actor_lag = {config.actor_lag} behind for {behind_s:.0f} s "
+            f"{facts}; it has been more than max_actor_lag = {self._contract.actor_lag} behind for {behind_s:.0f} s "
             f"(weight_sync.behind_after_s){why}"
         )
         if evaluating:

@@ -11,6 +11,7 @@ from buffer.client import BufferClient
 from buffer.errors import BufferError, StoreError
 from buffer.inspect import new_folders
 from buffer.sharded import ShardedClient, open_client
+from common.run import RunFacts
 from launch.checks import Plan
 from launch.keys import host_of_service
 from launch.processes.placement import here
@@ -18,7 +19,6 @@ from launch.processes.role_process import RoleProcess, RunFailed
 from launch.processes.roles import BufferRole
 from launch.processes.services import Services
 from launch.processes.spawn import spawn
-from weight_sync.serving import ModelFacts
 
 R = TypeVar("R")
 
@@ -29,7 +29,7 @@ class Buffers:
     def __init__(
         self,
         plan: Plan,
-        model: ModelFacts,
+        facts: RunFacts,
         notify: Callable[[str, str], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -37,12 +37,12 @@ class Buffers:
 
         Args:
             plan: the checked config and the run's folder.
-            model: facts of the checkpoint.
+            facts: of the run.
             notify: called with (kind, text) whenever something worth an event happens.
             check: raises where nothing can be started any more.
         """
         self._plan = plan
-        self._model = model
+        self._facts = facts
         self._config = plan.config.buffer
         self._services = Services(self._spawn, self._who, notify, plan.config.launch.startup_timeout_s, check)
         self._client: BufferClient | ShardedClient | None = None
@@ -148,7 +148,7 @@ class Buffers:
             BufferRole,
             log,
             self._config.model_copy(update={"host": host, "port": port}),
-            self._plan.run_facts(self._model, shard),
+            self._facts.model_copy(update={"shard": shard}),
             new_folders(self._plan.folder.buffer, self._config.shards)[shard],
             self._plan.service_keys,
             place=here(),

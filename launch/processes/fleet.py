@@ -10,9 +10,11 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from actors.spec import ActorSpec
+from actors.config import ActorSections
+from actors.report import actor_name
+from common.run import RunContext
 from launch.checks import Plan
-from launch.observe.status import actor_name
+from launch.config import Config
 from launch.pools import ActorPool, actor_pools
 from launch.processes.placement import PLACEMENT_S, Gang
 from launch.processes.role_process import SILENCE_S, RoleProcess, RunFailed, done, failure, outcome, reason
@@ -93,7 +95,6 @@ class Fleet:
     def __init__(
         self,
         plan: Plan,
-        spec_of: Callable[[ActorPool, int], ActorSpec],
         notify: Callable[[str, str], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -101,12 +102,11 @@ class Fleet:
 
         Args:
             plan: the checked config and the run's folder.
-            spec_of: what the actor of a pool and number is told.
             notify: called with (kind, text) whenever something worth an event happens.
             check: raises where nothing can be started any more.
         """
         self._plan = plan
-        self._spec_of = spec_of
+        self._context: RunContext[Config] | None = None
         self._notify = notify
         self._check = check
         self._config = plan.config
@@ -132,16 +132,20 @@ class Fleet:
             for _ in range(pool.count):
                 self._enlist(pool)
 
-    def start(self, timeout_s: float, *, others_come: bool) -> list[tuple[RoleProcess, Any]]:
+    def start(
+        self, context: RunContext[Config], timeout_s: float, *, others_come: bool
+    ) -> list[tuple[RoleProcess, Any]]:
         """Start all; returns the calls that end when they are ready.
 
         Args:
+            context: that every actor is handed, with the addresses of the services.
             timeout_s: how long to wait for the places.
             others_come: see `Gang.wait`.
 
         Raises:
             RunFailed: there is no place for one.
         """
+        self._context = context
         for actor in self._actors:
             actor.gang.wait(timeout_s, others_come=others_come)
             self._start(actor)
@@ -257,10 +261,20 @@ class Fleet:
     # --- one actor --------------------------------------------------------------------------------
 
     def _start(self, actor: ActorProcess) -> None:
+        assert self._context is not None, "start() comes first"
         pool = self.pools[actor.pool]
-        spec = self._spec_of(pool, actor.number)
-        threads = pool.config.num_threads
-        actor.handle = spawn(ActorRole, actor.log, spec, place=actor.gang.place(0), threads=threads, concurrency=16)
+        config = self._context.config.model_copy(update={"actors": pool.config})
+        context: RunContext[ActorSections] = replace(self._context, config=config)
+        actor.handle = spawn(
+            ActorRole,
+            actor.log,
+            context,
+            actor.number,
+            pool.name,
+            place=actor.gang.place(0),
+            threads=pool.config.num_threads,
+            concurrency=16,
+        )
         actor.starting, actor.running = actor.handle.start.remote(), None
         actor.started_s = time.monotonic()
 

@@ -20,13 +20,14 @@ from launch.logs import configure_logging
 from launch.privacy import interface, keep_files_private
 
 if TYPE_CHECKING:  # each role imports what it hosts inside its own process only
+    from actors.config import ActorSections
     from actors.evaluate import EvalRequest, EvalResult
     from actors.report import ActorReport
-    from actors.spec import ActorSpec
-    from buffer.config import BufferConfig, RunFacts
+    from buffer.config import BufferConfig
     from common.rpc.auth import ServiceKeys
+    from common.run import RunContext, RunFacts
+    from learner.config import LearnerSections
     from learner.report import Report
-    from learner.spec import LearnerSpec
     from weight_sync.config import WeightSyncConfig
 
 
@@ -141,11 +142,11 @@ class StageRole(_Role):
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    def setup(self, spec: LearnerSpec) -> None:
+    def setup(self, context: RunContext[LearnerSections], rank: int, rendezvous: str) -> None:
         """Build the stage; every stage must be in this call at the same time."""
         from learner.stage import Stage
 
-        self._stage = Stage(spec)
+        self._stage = Stage(context, rank, rendezvous)
         self._stage.setup()
 
     def run(self) -> None:
@@ -168,11 +169,11 @@ class StageRole(_Role):
 class ActorRole(_Role):
     """Hosts one actor and its engine. Its calls are coroutines, so that they interleave."""
 
-    def __init__(self, log: Path, spec: ActorSpec) -> None:
+    def __init__(self, log: Path, context: RunContext[ActorSections], number: int, pool: str) -> None:
         redirect_output(log)
         from actors.loop import ActorLoop
 
-        self._loop = ActorLoop(spec)
+        self._loop = ActorLoop(context, number, pool)
         self._work: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

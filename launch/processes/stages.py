@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
+from common.run import RunContext
 from launch.checks import Plan
 from launch.keys import host_of_service
 from launch.observe.status import ProcessFacts
@@ -20,9 +21,10 @@ from launch.processes.placement import PLACEMENT_S, Gang
 from launch.processes.role_process import RoleProcess, RunFailed, done, failure, reason
 from launch.processes.roles import StagePoll, StageRole
 from launch.processes.services import STARTUP_KEY
-from launch.processes.spawn import Addresses, spawn, stage_spec
+from launch.processes.spawn import spawn
 from learner.channel import LeadFailed, StageLost
 from learner.checkpoint_meta import Progress, newest_progress, steps_in
+from learner.config import LearnerSections
 
 RESTARTS_KEY = "launch.max_restarts"
 GRACE_S = 3.0
@@ -87,7 +89,6 @@ class Stages:
     def __init__(
         self,
         plan: Plan,
-        model_path: Path,
         notify: Callable[[str, str], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -95,17 +96,15 @@ class Stages:
 
         Args:
             plan: the checked config and the run's folder.
-            model_path: the checkpoint to train.
             notify: called with (kind, text) whenever something worth an event happens.
             check: raises where nothing can be started any more.
         """
         self._plan = plan
         self._config = plan.config.learner
         self._limit_s = plan.config.launch.startup_timeout_s
-        self._model_path = model_path
         self._notify = notify
         self._check = check
-        self._addresses = Addresses((), "")
+        self._context: RunContext[LearnerSections] | None = None
         self._gang: Gang | None = None
         self._stages: list[RoleProcess] = []
         self._state = State.MEETING
@@ -143,17 +142,17 @@ class Stages:
         shown = {State.RUNNING: "working", State.EXPORTED: "finished"}.get(self._state, state)
         return [replace(stage.facts(), state=shown, restarts=self.num_restarts) for stage in self._stages]
 
-    def start(self, addresses: Addresses, deadline: float) -> list[tuple[RoleProcess, Any]]:
+    def start(self, context: RunContext[LearnerSections], deadline: float) -> list[tuple[RoleProcess, Any]]:
         """Start all ranks; returns the calls that end when they are ready.
 
         Args:
-            addresses: of the services.
+            context: that every rank is handed, with the addresses of the services.
             deadline: on the monotonic clock.
 
         Raises:
             RunFailed: the first rank did not start.
         """
-        self._addresses = addresses
+        self._context = context
         self._spawn()
         first, meeting = self._calls[0]
         self._set_up(first.result(meeting, "to name a meeting point", deadline, STARTUP_KEY))
@@ -265,12 +264,8 @@ class Stages:
             raise RunFailed(f"the learner cannot start again: {gang.shortage()}")
 
     def _set_up(self, rendezvous: str) -> None:
-        specs = [
-            stage_spec(self._plan, stage.number, self._model_path, self._addresses, rendezvous)
-            for stage in self._stages
-        ]
-        calls = [(stage, stage.handle.setup.remote(spec)) for stage, spec in zip(self._stages, specs, strict=True)]
-        self._enter(State.SETTING_UP, calls)
+        told = [(stage, stage.handle.setup.remote(self._context, stage.number, rendezvous)) for stage in self._stages]
+        self._enter(State.SETTING_UP, told)
 
     def _tell_to_stop(self) -> None:
         for stage in self._stages:

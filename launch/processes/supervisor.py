@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from actors.report import ActorReport
-from actors.spec import ActorSpec
+from actors.report import ActorReport, actor_name
 from buffer.protocol import Status
+from common.run import RunContext
 from common.staleness import PolicyVersion
 from launch.checks import Plan
+from launch.config import Config
 from launch.observe.observer import PollResult
-from launch.observe.status import ProcessFacts, actor_name
-from launch.pools import ActorPool
+from launch.observe.status import ProcessFacts
 from launch.processes.buffers import Buffers
 from launch.processes.evaluation import EVALUATION_SHARE, Evaluation
 from launch.processes.fleet import ActorProcess, Fleet
@@ -26,10 +27,8 @@ from launch.processes.ray_session import abandon_ray, end_ray, start_ray
 from launch.processes.ray_watch import RayWatch
 from launch.processes.role_process import SILENCE_S, RunFailed, all_results
 from launch.processes.services import STARTUP_KEY
-from launch.processes.spawn import Addresses, actor_spec
 from launch.processes.stages import Stages
 from launch.processes.weights import Weights
-from weight_sync.serving import ModelFacts
 
 SERVICE_GOODBYE_S = 5.0
 """How long the services may take to end by themselves before they are killed."""
@@ -44,29 +43,24 @@ class Supervisor:
     (actors up to launch.max_restarts times, the buffer services a few times, the learner as a whole), or given up.
     """
 
-    def __init__(
-        self, plan: Plan, model_path: Path, model: ModelFacts, serving_path: Path, notify: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, plan: Plan, context: RunContext[Config], notify: Callable[[str, str], None]) -> None:
         """Nothing is started yet.
 
         Args:
             plan: the checked config and the run's folder.
-            model_path: the checkpoint to train.
-            model: facts of that checkpoint.
-            serving_path: the folder that actors load, which is version 0.
+            context: of the run, as `Plan.context` makes it.
             notify: called with (kind, text) whenever something worth an event happens.
         """
         self._plan = plan
         self._config = plan.config
         self._folder = plan.folder
-        self._model_path = model_path
-        self._serving_path = serving_path
+        self._context = context
         self._notify = notify
         self._ray: RayWatch | None = None
-        self._buffers = Buffers(plan, model, notify, self._check_ray)
+        self._buffers = Buffers(plan, context.facts, notify, self._check_ray)
         self._weights = Weights(plan, notify, self._check_ray)
-        self._stages = Stages(plan, model_path, notify, self._watch_services)
-        self._fleet = Fleet(plan, self._actor_spec, notify, self._check_ray)
+        self._stages = Stages(plan, notify, self._watch_services)
+        self._fleet = Fleet(plan, notify, self._check_ray)
         self._drained = False
 
     # --- start ------------------------------------------------------------------------------------
@@ -87,8 +81,13 @@ class Supervisor:
         deadline = time.monotonic() + config.startup_timeout_s
         self._weights.start(deadline)
         self._buffers.start(deadline)
-        stages = self._stages.start(self._addresses, deadline)
-        calls = [*stages, *self._fleet.start(limit_s, others_come=others_come)]
+        context = replace(
+            self._context,
+            buffer_addresses=tuple(self._buffers.addresses),
+            weights_address=self._weights.address,
+        )
+        stages = self._stages.start(context, deadline)
+        calls = [*stages, *self._fleet.start(context, limit_s, others_come=others_come)]
         all_results(calls, "to be ready", deadline, STARTUP_KEY, self._check_ray)
 
     def begin(self) -> None:
@@ -113,13 +112,6 @@ class Supervisor:
         """
         self._weights.watch()
         self._buffers.watch()
-
-    @property
-    def _addresses(self) -> Addresses:
-        return Addresses(self._buffers.addresses, self._weights.address)
-
-    def _actor_spec(self, pool: ActorPool, number: int) -> ActorSpec:
-        return actor_spec(self._plan, pool, number, self._serving_path, self._model_path, self._addresses)
 
     # --- watch ------------------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from actors.config import ActorsConfig
 from actors.evaluate import EvalRequest
 from actors.loop import ActorLoop
-from actors.spec import ActorSpec
 from actors.tasks.config import ReasoningGymTask
 from buffer.client import BufferClient
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
 from buffer.service import BufferService
 from common.staleness import PolicyVersion
+from tests.run_context import run_context, run_facts
 from weight_sync.config import WeightSyncConfig
 from weight_sync.publisher import Publisher
 from weight_sync.serving import check_model_folder, prepare_serving_model
@@ -32,47 +32,38 @@ SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 
 
 @pytest.fixture
-def spec(tmp_path):
-    config = ActorsConfig(group_size=K, max_prompt_tokens=8, max_new_tokens=8, max_running_samples=16)
-    return ActorSpec(
-        name="actor-0",
-        index=0,
+def context(tmp_path):
+    """Of a run without a learner, whose buffer service is up."""
+    actors = ActorsConfig(group_size=K, max_prompt_tokens=8, max_new_tokens=8, max_running_samples=16)
+    task = ReasoningGymTask(
+        type="reasoning_gym", name="chain_sum", params=SUMS, template="{metadata[expression]:compact}=",
+        num_train=64, num_heldout=32,
+    )  # fmt: skip
+    facts = run_facts(
         run_id="e2e",
         seed=3,
-        serving_model_path=prepare_serving_model(MODEL, tmp_path / "serving"),
-        tokenizer_path=MODEL,
-        weights_folder=tmp_path / "weights",
-        weights_address="",
-        buffer_addresses=(),
-        pool="actors",
-        config=config,
-        task=ReasoningGymTask(
-            type="reasoning_gym", name="chain_sum", params=SUMS, template="{metadata[expression]:compact}=",
-            num_train=64, num_heldout=32,
-        ),
-        weight_sync=WeightSyncConfig(max_lag=2),
-        buffer=BufferConfig(),
-    )  # fmt: skip
-
-
-@pytest.fixture
-def service(spec, tmp_path):
-    facts = RunFacts(
-        run_id=spec.run_id,
-        seed=spec.seed,
-        num_prompts=spec.task.num_train,
+        num_prompts=task.num_train,
         group_size=K,
         groups_per_step=GROUPS_PER_STEP,
         vocab_size=check_model_folder(MODEL).vocab_size,
-        max_tokens=spec.config.max_model_tokens,
-        staleness=spec.weight_sync.staleness(),
+        max_tokens=actors.max_model_tokens,
+        max_lag=2,
     )
-    service = BufferService(spec.buffer, facts, tmp_path / "buffer")
+    service = BufferService(BufferConfig(), facts, tmp_path / "buffer")
     address = service.bind()
     stop = threading.Event()
     thread = threading.Thread(target=service.serve, args=(stop,))
     thread.start()
-    yield address
+    yield run_context(
+        tmp_path,
+        facts,
+        model_path=MODEL,
+        serving_path=prepare_serving_model(MODEL, tmp_path / "serving"),
+        buffer_addresses=(address,),
+        actors=actors,
+        task=task,
+        weight_sync=WeightSyncConfig(max_lag=2),
+    )
     stop.set()
     thread.join(10)
 
@@ -87,13 +78,13 @@ async def drawn(learner, step, version):
     return draw.trajectories
 
 
-async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_closes(spec, service):
-    spec = type(spec)(**{**{name: getattr(spec, name) for name in spec.__slots__}, "buffer_addresses": (service,)})
-    learner = BufferClient(service, run_id=spec.run_id, role="learner", name="learner", config=spec.buffer)
+async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_closes(context):
+    (address,) = context.buffer_addresses
+    learner = BufferClient(address, run_id="e2e", role="learner", name="learner", config=BufferConfig())
     learner.connect()
     await reply(learner.begin_incarnation(0, 0))
     await reply(learner.published(0, 0))
-    actor = ActorLoop(spec)
+    actor = ActorLoop(context, 0, "actors")
     await actor.start()
     before = await actor.evaluate(EvalRequest(num_problems=32))
     running = asyncio.create_task(actor.run())
@@ -106,7 +97,7 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
         assert [span.version for span in one.spans] == [PolicyVersion(0, 0)]
         assert one.spans[-1].end == one.num_completion_tokens == len(one.logprobs)
 
-    publisher = Publisher(FolderSink(spec.weights_folder), 0, 1, ["float32"], keep_versions=3)
+    publisher = Publisher(FolderSink(context.weights_folder), 0, 1, ["float32"], keep_versions=3)
     tensors = {name: tensor * 0 for name, tensor in load_file(MODEL / "model.safetensors").items()}
     publisher.publish(PolicyVersion(0, 1), tensors)
     await asyncio.to_thread(publisher.close)

@@ -19,14 +19,16 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from buffer.client import BufferClient
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
 from buffer.service import BufferService
 from buffer.trajectory import Trajectory, VersionSpan
-from common.staleness import PolicyVersion, StalenessConfig
+from common.run import RunFacts
+from common.staleness import PolicyVersion
 from tests.faults.learner_stage_process import run_rank
 from tests.files import json_rows
 from tests.in_process_buffer import InProcessBuffer
 from tests.ports import free_port
+from tests.run_context import run_facts
 
 ROOT = Path(__file__).parents[2]
 GROUP_SIZE, GROUPS_PER_STEP, VOCABULARY = 4, 3, 32
@@ -77,16 +79,12 @@ def make_up(lease, index: int, version: PolicyVersion, random: np.random.Generat
 
 
 def facts_of(updates_per_step: int = 1, **staleness) -> RunFacts:
-    return RunFacts(
-        run_id="test",
-        seed=0,
-        num_prompts=64,
+    return run_facts(
         group_size=GROUP_SIZE,
         groups_per_step=GROUPS_PER_STEP,
         updates_per_step=updates_per_step,
         vocab_size=VOCABULARY,
-        max_tokens=16,
-        staleness=StalenessConfig(**staleness),
+        **staleness,
     )
 
 

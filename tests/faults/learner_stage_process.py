@@ -17,8 +17,8 @@ from buffer.config import BufferConfig
 from learner import channel, checkpoint_meta, lead, optimizer, snapshot
 from learner import stage as stage_file
 from learner.config import LearnerConfig
-from learner.spec import LearnerSpec
 from learner.stage import Stage
+from tests.run_context import run_context, run_facts
 from weight_sync import sinks
 from weight_sync.config import WeightSyncConfig
 
@@ -39,28 +39,22 @@ def main(orders_path: Path, rank: int) -> None:
     keep_reports(folder / "reports.jsonl")
     for name, value in orders["hooks"].items():
         HOOKS[name](rank, value)
-    stage = Stage(
-        LearnerSpec(
-            rank=rank,
-            rendezvous=orders["rendezvous"],
-            model_path=Path(orders["model_path"]),
-            reference_path=Path(orders["model_path"]),
-            temperature=1.0,
-            max_tokens=16,
-            run_id="test",
-            seed=0,
-            buffer_addresses=(orders["buffer_address"],),
-            run_folder=folder,
-            weights_folder=folder / "weights",
-            weights_address="",
-            publish_dtypes=("float32",),
-            startup_timeout_s=60.0,
-            config=LearnerConfig(**orders["config"]),
-            algorithm=TypeAdapter(AlgorithmConfig).validate_python(orders["algorithm"]),
-            weight_sync=WeightSyncConfig(**orders["weight_sync"]),
-            buffer=BufferConfig(give_up_after_s=10, request_timeout_s=2),
-        )
+    config, knobs = LearnerConfig(**orders["config"]), WeightSyncConfig(**orders["weight_sync"])
+    context = run_context(
+        folder,
+        run_facts(
+            groups_per_step=config.groups_per_step,
+            updates_per_step=config.updates_per_step,
+            staleness=knobs.staleness(),
+        ),
+        model_path=Path(orders["model_path"]),
+        buffer_addresses=(orders["buffer_address"],),
+        learner=config,
+        algorithm=TypeAdapter(AlgorithmConfig).validate_python(orders["algorithm"]),
+        weight_sync=knobs,
+        buffer=BufferConfig(give_up_after_s=10, request_timeout_s=2),
     )
+    stage = Stage(context, rank, orders["rendezvous"])
     signal.signal(signal.SIGTERM, lambda *_: stage.request_stop())
     stage.setup()
     (folder / f"ready-{rank}").touch()

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from buffer import protocol as p
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
+from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
 from tests.in_process_buffer import InProcessBuffer, make_trajectory
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from buffer import protocol as p
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
 from buffer.sharded import ShardedClient
 from buffer.shards import Supply, admission_shares, apportion, divide_step, owned_prompts
+from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
 from tests.in_process_buffer import make_trajectory
 from tests.in_process_shards import InProcessShard, Shard

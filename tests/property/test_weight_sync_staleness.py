@@ -183,13 +183,13 @@ VERSIONS = st.builds(PolicyVersion, st.integers(0, 2), st.integers(0, 8))
 def test_a_request_starts_exactly_on_weights_that_are_new_enough_and_the_newest_always_are(
     served, newest, min_version, actor_lag
 ):
-    config = StalenessConfig(max_lag=9, max_actor_lag=actor_lag)
+    contract = StalenessContract(StalenessConfig(max_lag=9, max_actor_lag=actor_lag), 1)
     is_new = served >= newest
     is_near = served.incarnation == newest.incarnation and newest.version - served.version <= actor_lag
     waits_in_vain = min_version > newest.version  # it is of an incarnation that was abandoned
     is_asked_for = served.version >= (newest.version if waits_in_vain else min_version)
-    assert config.may_start(served, newest, min_version) == ((is_new or is_near) and is_asked_for)
-    assert config.may_start(newest, newest, min_version), "whoever serves the newest weights waits for nothing"
+    assert contract.may_start(served, newest, min_version) == ((is_new or is_near) and is_asked_for)
+    assert contract.may_start(newest, newest, min_version), "whoever serves the newest weights waits for nothing"
 
 
 @given(contract=contracts(), ages=st.lists(st.integers(0, 20), max_size=8), version=st.integers(0, 30))
@@ -229,8 +229,8 @@ def test_under_drop_no_step_waits():
 
 
 def test_the_learner_refuses_tokens_past_the_bound_and_says_what_to_do():
-    config = StalenessConfig(max_lag=2)
-    config.check_trained(7, 2)
+    contract = StalenessContract(StalenessConfig(max_lag=2), 1)
+    contract.check_trained(7, 2)
     with pytest.raises(StaleTokens, match=r"version 7 .* lag of 3 versions, and max_lag = 2.*restart the learner"):
-        config.check_trained(7, 3)
-    StalenessConfig(max_lag="unbounded").check_trained(7, 1000)
+        contract.check_trained(7, 3)
+    StalenessContract(StalenessConfig(max_lag="unbounded"), 1).check_trained(7, 1000)

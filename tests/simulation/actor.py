@@ -107,7 +107,7 @@ class SimActor:
     def start(self) -> bool:
         """Start the requests of some leases, as far as the policy lets them."""
         world = self.world
-        may_start = world.knobs.actors_config.may_start
+        may_start = world.knobs.actors_contract.may_start
         num_started = 0
         for held in self.held.values():
             if not held.todo or not may_start(self.served, self.heard, held.lease.min_version):

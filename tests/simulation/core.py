@@ -15,12 +15,13 @@ import numpy as np
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
 from buffer.core import BufferCore, OpenedPushes
 from buffer.ledger import live_gap
 from buffer.trajectory import Trajectory, VersionSpan
 from buffer.transaction import TABLES, Transaction
 from buffer.verify import verify
+from common.run import RunFacts
 from common.staleness import StalenessContract
 from tests.simulation.actor import Sample
 from tests.simulation.knobs import LEASE_TIMEOUT_S, Knobs

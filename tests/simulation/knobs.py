@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import lru_cache
 from random import Random
 from typing import Literal, NamedTuple
@@ -32,9 +33,9 @@ class Knobs(NamedTuple):
     """What the actors' own configuration has for A: more where it is unset there and a step has several updates."""
 
     @property
-    def actors_config(self) -> StalenessConfig:
+    def actors_contract(self) -> StalenessContract:
         """What the actors know of the policy."""
-        return _actors_config(self)
+        return _actors_contract(self)
 
     @property
     def contract(self) -> StalenessContract:
@@ -106,5 +107,7 @@ def _contract(knobs: Knobs) -> StalenessContract:
 
 
 @lru_cache(maxsize=4096)
-def _actors_config(knobs: Knobs) -> StalenessConfig:
-    return knobs.contract.config.model_copy(update={"max_actor_lag": knobs.own_actor_lag})
+def _actors_contract(knobs: Knobs) -> StalenessContract:
+    contract = copy(knobs.contract)
+    contract.actor_lag = knobs.own_actor_lag
+    return contract

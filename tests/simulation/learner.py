@@ -73,7 +73,7 @@ class SimLearner:
         if not world.happens(world.faults.skips):
             keys = [key for group in self.batch for key in group]
             if world.learner is self:
-                world.contract.config.check_trained(self.version, world.witness.lag(keys, self.version))
+                world.contract.check_trained(self.version, world.witness.lag(keys, self.version))
                 world.witness.trains(self.step + 1, self.version, keys, len(self.batch))
             self.version += 1
             world.has_reached(self)

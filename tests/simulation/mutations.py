@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from buffer import tables
-from common.staleness import StalenessConfig, StalenessContract
+from common.staleness import StalenessContract
 from tests.simulation import book
 from tests.simulation.core import Environment
 from tests.simulation.knobs import NO_FAULTS, Faults, Knobs
@@ -132,13 +132,13 @@ MUTATIONS = {
         ),
         "actor_lag",
     ),
-    "any request may start": Mutation(((StalenessConfig, "may_start", _always),), "min_version"),
-    "no actor is ever behind": Mutation(((StalenessConfig, "is_behind", _never),), "abandoned"),
+    "any request may start": Mutation(((StalenessContract, "may_start", _always),), "min_version"),
+    "no actor is ever behind": Mutation(((StalenessContract, "is_behind", _never),), "abandoned"),
     "an abandoned incarnation is not behind": Mutation(
-        ((StalenessConfig, "is_behind", _behind_without_incarnations),), "abandoned"
+        ((StalenessContract, "is_behind", _behind_without_incarnations),), "abandoned"
     ),
     "an actor waits for a version of an abandoned incarnation": Mutation(
-        ((StalenessConfig, "may_start", _for_ever),),
+        ((StalenessContract, "may_start", _for_ever),),
         "progress",
         # A step is skipped when it is redone, so no version as new as the lease asks for comes.
         seeds=range(1700, 4000),
@@ -147,7 +147,7 @@ MUTATIONS = {
     ),
     "nothing is evicted": Mutation(((StalenessContract, "evict", _nothing),), _TOO_OLD),
     "nothing is evicted, and the learner does not look": Mutation(
-        ((StalenessContract, "evict", _nothing), (StalenessConfig, "check_trained", _no_last_line)), "bound"
+        ((StalenessContract, "evict", _nothing), (StalenessContract, "check_trained", _no_last_line)), "bound"
     ),
     "only the first update of a step counts": Mutation(((StalenessContract, "usable", _first_update_only),), _TOO_OLD),
     "recorded draws are used whatever their age": Mutation(((StalenessContract, "select", _everything),), _TOO_OLD),

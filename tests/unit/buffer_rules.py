@@ -1,22 +1,11 @@
 """What the tests of the buffer's rules share: a small run, an actor, and a buffer under a virtual clock."""
 
-from buffer.config import RunFacts
-from common.staleness import StalenessConfig
 from tests.in_process_buffer import make_trajectory
+from tests.run_context import run_facts
 
 
 def facts(**changes):
-    staleness = {key: changes.pop(key) for key in list(changes) if key in StalenessConfig.model_fields}
-    defaults = {
-        "run_id": "r",
-        "seed": 7,
-        "num_prompts": 10,
-        "group_size": 2,
-        "groups_per_step": 2,
-        "vocab_size": 64,
-        "max_tokens": 16,
-    }
-    return RunFacts(**{**defaults, **changes}, staleness=StalenessConfig(**staleness))
+    return run_facts(**{"run_id": "r", "seed": 7, "num_prompts": 10, "group_size": 2, **changes})
 
 
 class Actor:

@@ -17,14 +17,13 @@ import numpy as np
 
 from actors.config import ActorsConfig
 from actors.engine import UpdateRefused
-from actors.loop import ActorLoop
-from actors.spec import ActorSpec, Parts
+from actors.loop import ActorLoop, Parts
 from actors.tasks import Problem, RewardFunction, Task
 from actors.tasks.config import ReasoningGymTask
-from buffer.config import BufferConfig
 from buffer.protocol import Lease, LeaseGrant, RenewReply, RowResult
 from buffer.trajectory import VersionSpan
 from common.staleness import PolicyVersion
+from tests.run_context import run_context, run_facts
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt
 
@@ -200,17 +199,19 @@ def make_actor(buffer, engine=None, store=None, reward=half, config=None, weight
     problems = [Problem(f"q{i}", f"q{i}", {"question": f"q{i}"}, {}, [10 + i, 20]) for i in range(8)]
     task = Task(problems, problems[:6], (RewardFunction("half", reward),))
     parts = Parts(task, Words(), engine or FakeEngine(), store or FakeStore(), buffer)
-    spec = ActorSpec(
-        "actor-0", 0, "run", 7, Path("m"), Path("m"), Path("w"), "", "tcp://fake", "actors",
-        ActorsConfig(group_size=K, max_running_samples=16, **(config or {})),
-        ReasoningGymTask(type="reasoning_gym", name="chain_sum"),
-        WeightSyncConfig(**{"poll_interval_s": 0.005} | (weight_sync or {})), BufferConfig(),
-    )  # fmt: skip
+    knobs = WeightSyncConfig(**{"poll_interval_s": 0.005} | (weight_sync or {}))
+    context = run_context(
+        Path("run"),
+        run_facts(run_id="run", seed=7, group_size=K, staleness=knobs.staleness()),
+        actors=ActorsConfig(group_size=K, max_running_samples=16, **(config or {})),
+        task=ReasoningGymTask(type="reasoning_gym", name="chain_sum"),
+        weight_sync=knobs,
+    )
 
-    async def assemble(_):
+    async def assemble(*_):
         return parts
 
-    return ActorLoop(spec, assemble, clock=clock)
+    return ActorLoop(context, 0, "actors", assemble, clock=clock)
 
 
 async def run_to_end(actor, timeout_s=20):

@@ -1,5 +1,6 @@
 """A learner whose ranks do as a test says: pending calls, no process, a clock of its own."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,6 @@ from ray.exceptions import RayTaskError
 from launch.checks import check
 from launch.load import load_config
 from launch.processes import stages as stages_module
-from launch.processes.spawn import Addresses
 from launch.processes.stages import Stages
 from learner.channel import StageLost
 from learner.checkpoint_meta import META_NAME, CheckpointMeta, Progress
@@ -71,7 +71,12 @@ class Learner:
         plan = check(load_config(DEMO, ["--launch.max_restarts", "2", *overrides]), folder / "run")
         self.checkpoints = plan.folder.checkpoints
         self.checkpoints.mkdir(parents=True)
-        self.stages = Stages(plan, folder, lambda kind, text: self.events.append((kind, text)))
+        self.context = dataclasses.replace(
+            plan.context(folder, plan.model, folder),
+            buffer_addresses=("tcp://buffer:1",),
+            weights_address="tcp://weights:1",
+        )
+        self.stages = Stages(plan, lambda kind, text: self.events.append((kind, text)))
         self.on_sleep = lambda: pytest.fail("nothing to wait for")
 
     def _spawn(self, *_: object, **__: object) -> Rank:
@@ -93,7 +98,7 @@ class Learner:
 
     def start(self) -> None:
         self.stages.ask_for_places()
-        calls = self.stages.start(Addresses(["tcp://buffer:1"], "tcp://weights:1"), deadline=300.0)
+        calls = self.stages.start(self.context, deadline=300.0)
         assert [process.name for process, _ in calls] == [f"stage.{rank}" for rank in range(len(self.ranks))]
         self.stages.begin()
 

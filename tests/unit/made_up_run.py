@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from actors.report import ActorReport
 from buffer.lengths import LengthFidelity
+from common.run import RunContext
 from launch.checks import Plan, check
 from launch.load import load_config
 from launch.observe.status import ProcessFacts
@@ -15,6 +16,11 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
 def plan(folder: Path, *overrides: str) -> Plan:
     return check(load_config(DEMO, ["--tracking.wandb", "disabled", *overrides]), folder)
+
+
+def context(made: Plan) -> RunContext:
+    """As every process of it would be handed."""
+    return made.context(made.folder.root / "model", made.model, made.folder.serving)
 
 
 def report(name: str, pool: str = "actors", **fields: object) -> ActorReport:

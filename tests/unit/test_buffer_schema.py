@@ -8,10 +8,10 @@ import pytest
 
 from buffer import protocol as p
 from buffer import rows, schema
-from buffer.config import RunFacts
 from buffer.errors import BadBody
 from buffer.trajectory import VersionSpan
 from buffer.validation import KnownVersions, faults
+from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
 from tests.in_process_buffer import make_trajectory
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from buffer.client import BufferClient, decode_draw
-from buffer.config import BufferConfig, RunFacts
+from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable, StoreError
 from buffer.outbox import _size_bytes
 from buffer.protocol import Lease
 from buffer.service import BufferService
+from common.run import RunFacts
 from common.staleness import StalenessConfig
 from tests.in_process_buffer import make_trajectory
 

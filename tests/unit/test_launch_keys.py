@@ -12,7 +12,6 @@ from launch.errors import ConfigError
 from launch.keys import host_of_service
 from launch.load import load_config, to_toml
 from launch.privacy import interface, private_files
-from launch.processes.spawn import Addresses, stage_spec
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 CLUSTER = ("--launch.ray_address", "10.0.0.1:6379")
@@ -77,10 +76,10 @@ def test_on_a_cluster_a_service_asks_for_its_address_and_refuses_to_open_it_unlo
 
 def test_keys_reach_the_processes_of_a_run_and_no_file_or_text_of_it(plan):
     made = plan("--launch.encryption", "on")
-    spec = stage_spec(made, 0, Path("model"), Addresses(("tcp://127.0.0.1:1",), ""), "tcp://127.0.0.1:2")
-    assert spec.keys is made.client_keys
-    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    told = [made, spec, fields, made.config, made.config.model_dump(mode="json"), to_toml(made.config)]
+    context = made.context(Path("model"), made.model, Path("serving"))
+    assert context.keys is made.client_keys
+    fields = {field.name: getattr(context, field.name) for field in dataclasses.fields(context)}
+    told = [made, context, fields, made.config, made.config.model_dump(mode="json"), to_toml(made.config)]
     for text in map(str, told):
         for key in (made.keys.clients.secret, made.keys.clients.server, made.keys.services.secret):
             assert key.reveal().decode() not in text

@@ -202,12 +202,12 @@ def test_what_keeps_weights_from_being_published_is_told_and_silence_is_not_take
 def test_every_stage_is_told_where_weights_go_and_in_which_dtype(tmp_path, monkeypatch):
     learner = Learner(tmp_path, monkeypatch, "--actors.dtype", "bfloat16", "--weight_sync.folder", str(tmp_path / "w"))
     told = []
-    monkeypatch.setattr(Rank, "told", lambda self, *arguments: told.extend(arguments), raising=False)
+    monkeypatch.setattr(Rank, "told", lambda self, *arguments: told.append(arguments), raising=False)
     learner.start()
-    assert [spec.rank for spec in told] == [0, 1]
-    for spec in told:
-        assert (spec.weights_folder, spec.weights_address) == (tmp_path / "w", "tcp://weights:1")
-        assert spec.publish_dtypes == ("bfloat16",)
+    assert [(rank, rendezvous) for _, rank, rendezvous in told] == [(0, "tcp://here:1"), (1, "tcp://here:1")]
+    for context, _, _ in told:
+        assert (context.weights_folder, context.weights_address) == (tmp_path / "w", "tcp://weights:1")
+        assert context.serving_dtypes == ("bfloat16",)
 
 
 def test_a_stop_that_is_asked_for_during_a_restart_is_told_to_the_new_learner(learner):

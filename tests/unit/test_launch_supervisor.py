@@ -90,7 +90,9 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "wait", lambda calls, num_returns=1, timeout=None: ([], calls))
     plan = check(load_config(DEMO, []), tmp_path / "run")
     events: list[tuple[str, str]] = []
-    supervisor = Supervisor(plan, tmp_path, plan.model, tmp_path, lambda kind, text: events.append((kind, text)))
+    supervisor = Supervisor(
+        plan, plan.context(tmp_path, plan.model, tmp_path), lambda kind, text: events.append((kind, text))
+    )
     supervisor._fleet._actors = [worker(0, tmp_path, starting="a call")]
     return SimpleNamespace(
         supervisor=supervisor, admission=supervisor._buffers, learner=supervisor._stages, events=events
@@ -196,7 +198,7 @@ def started(two_actors, monkeypatch):
 
     monkeypatch.setattr(fleet_module, "spawn", spawn)
     monkeypatch.setattr(fleet_module, "Gang", lambda *_: Room())
-    monkeypatch.setattr(two_actors.fleet, "_spec_of", lambda *_: None)
+    monkeypatch.setattr(two_actors.fleet, "_context", two_actors.supervisor._context)
     return handles
 
 

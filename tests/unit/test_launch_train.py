@@ -14,7 +14,7 @@ from launch.observe.observer import Accuracy
 from launch.processes.role_process import RunFailed
 from launch.run_folder import RunFolder, RunIdentity
 from launch.train import _Run, train
-from tests.unit.made_up_run import plan
+from tests.unit.made_up_run import context, plan
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_an_exported_model_stays_until_the_run_that_is_gone_on_with_exports_its_
     supervisor = MagicMock()
     supervisor.drain.side_effect, supervisor.export.side_effect = noting("trained"), noting("exporting")
     others = [MagicMock() for _ in range(6)]
-    run = _Run(made, supervisor, *others, earlier(made))
+    run = _Run(made, context(made), supervisor, *others, earlier(made))
     run._train, run._digest, run._finish = noting("training", result=True), MagicMock(), MagicMock()
     assert run.go() == ExitStatus.INTERRUPTED
     assert had_model == {"training": True, "trained": True, "exporting": False}
@@ -88,7 +88,16 @@ def never_done(tmp_path, monkeypatch):
         supervisor.learning_is_over.return_value = False
         made = plan(tmp_path / "run", "--launch.shutdown_timeout_s", "90")
         made.folder.create(made.config)
-        run = _Run(made, supervisor, MagicMock(), MagicMock(), interrupts, *[MagicMock() for _ in range(3)], None)
+        run = _Run(
+            made,
+            context(made),
+            supervisor,
+            MagicMock(),
+            MagicMock(),
+            interrupts,
+            *[MagicMock() for _ in range(3)],
+            None,
+        )
         run._digest, run._evaluate_now_and_then = MagicMock(), MagicMock()
         return run, supervisor, clock
 

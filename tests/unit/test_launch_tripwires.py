@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors.report import ActorReport
+from common.staleness import StalenessContract
 from launch.checks import check
 from launch.load import load_config
 from launch.observe.observer import Observer, PollResult, Progress
@@ -16,6 +17,7 @@ from launch.observe.trace import Timeline
 from launch.observe.tripwires import LEARNER, MISMATCH_TOKENS, PUBLISHING_S, Stability, Trip, Tripwires, mismatch_limit
 from launch.processes.role_process import RunFailed
 from launch.train import _Run
+from tests.unit.made_up_run import context
 from weight_sync.config import WeightSyncConfig
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -42,7 +44,13 @@ class Watched:
         self.now_s = 100.0
         config = WeightSyncConfig(max_actor_lag=1, stuck_after_s=20, behind_after_s=5, **knobs)
         limits = limits or {"actors": mismatch_limit(config, "float32")}
-        self.wires = Tripwires(config, limits, Stability(load_config(DEMO)), clock=lambda: self.now_s)
+        self.wires = Tripwires(
+            config,
+            StalenessContract(config.staleness(), groups_per_step=1),
+            limits,
+            Stability(load_config(DEMO)),
+            clock=lambda: self.now_s,
+        )
 
     def look(
         self, *reports: ActorReport, newest: int | None = None, version: int | None = None, **fields
@@ -260,7 +268,7 @@ def run(tmp_path, request):
         interrupts, observer = SimpleNamespace(count=0), Observer(plan, progress)
         timeline = Timeline(plan.folder.timeline)
         request.addfinalizer(timeline.close)
-        run = _Run(plan, supervisor, tracker, display, interrupts, progress, observer, timeline, None)
+        run = _Run(plan, context(plan), supervisor, tracker, display, interrupts, progress, observer, timeline, None)
 
         def events() -> list[dict]:
             return [json.loads(line) for line in plan.folder.events.read_text().splitlines()]

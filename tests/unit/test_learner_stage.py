@@ -10,17 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from buffer.config import BufferConfig
 from learner import meeting, stage
 from learner.agreement import Agreement
 from learner.channel import StageLost, tells_of_loss
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
-from learner.spec import LearnerSpec
 from learner.stage import Stage
+from tests.run_context import run_context
 from tests.unit.two_pass import run_ranks
-from weight_sync.config import WeightSyncConfig
 
 STARTUP_S = 250.0
 DUPLICATE = """NCCL error in: NCCLUtils.cpp, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5
@@ -32,28 +29,8 @@ ncclRemoteError: A call failed possibly due to a network error or a remote proce
 
 
 def make_stage(folder: Path, **changes) -> Stage:
-    return Stage(
-        LearnerSpec(
-            rank=0,
-            rendezvous="",
-            model_path=folder,
-            reference_path=folder,
-            temperature=1.0,
-            max_tokens=1,
-            run_id="test",
-            seed=0,
-            buffer_addresses=(),
-            run_folder=folder,
-            weights_folder=folder,
-            weights_address="",
-            publish_dtypes=("float32",),
-            startup_timeout_s=STARTUP_S,
-            config=LearnerConfig(num_stages=2, **changes),
-            algorithm=TrajectoryBalanceConfig(),
-            weight_sync=WeightSyncConfig(),
-            buffer=BufferConfig(),
-        )
-    )
+    context = run_context(folder, startup_timeout_s=STARTUP_S, learner=LearnerConfig(num_stages=2, **changes))
+    return Stage(context, rank=0, rendezvous="")
 
 
 # --- waiting for the others -----------------------------------------------------------------------

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from algorithms.registry import AlgorithmConfig
-from buffer.config import BufferConfig
 from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
 from learner.assembly import build_networks, build_reference
@@ -29,9 +28,8 @@ from learner.networks import Networks
 from learner.packing import PackingRule
 from learner.pipeline import micro_batch_rule
 from learner.reference import Reference
-from learner.spec import LearnerSpec
 from learner.step import TrainStep
-from weight_sync.config import WeightSyncConfig
+from tests.run_context import run_context, run_facts
 
 VOCABULARY, TEMPERATURE, TOKEN_BUDGET, NUM_STEPS = 40, 0.8, 48, 2
 SEED = 5
@@ -99,28 +97,15 @@ def make_networks(
     mesh = mesh or Mesh.build(Place(0))
     place = mesh.place
     update = {"num_stages": place.num_stages, "num_replicas": place.num_replicas, "precision": precision}
-    spec = LearnerSpec(
-        rank=place.rank,
-        rendezvous="",
-        model_path=path,
-        reference_path=path,
+    context = run_context(
+        path,
+        run_facts(seed=SEED),
         temperature=TEMPERATURE,
-        max_tokens=1,
-        run_id="test",
-        seed=SEED,
-        buffer_addresses=(),
-        run_folder=path,
-        weights_folder=path,
-        weights_address="",
-        publish_dtypes=("float32",),
-        startup_timeout_s=60.0,
-        config=config.model_copy(update=update),
+        learner=config.model_copy(update=update),
         algorithm=algorithm,
-        weight_sync=WeightSyncConfig(),
-        buffer=BufferConfig(),
     )
-    networks = build_networks(spec, mesh, torch.device("cpu"))
-    return networks, build_reference(spec, networks)
+    networks = build_networks(context, mesh, torch.device("cpu"))
+    return networks, build_reference(context, networks)
 
 
 def build(rows: list[Trajectory], version: int = 0, token_budget: int = TOKEN_BUDGET, **rule: int) -> StepBatch:

@@ -1,0 +1,96 @@
+"""The description of a run, which is resolved once and handed to every process of it.
+
+RunFacts     what the run is: the same at every start, kept by its buffer's store as its identity
+RunContext   the run as it is started now: its config, its facts, where things lie and where its services answer
+
+Each package says in a Protocol of its own which sections of the config it reads (`actors.config.ActorSections`,
+`learner.config.LearnerSections`). What a section leaves open and several processes must agree on is filled in here,
+above all the staleness contract, so that no two of them can fill it in differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from common.rpc.auth import ClientKeys
+from common.staleness import StalenessConfig, StalenessContract
+
+C = TypeVar("C", covariant=True)
+
+
+class RunFacts(BaseModel):
+    """What a run is; written into a new store of its buffer, and checked when that is opened again."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    seed: int = Field(description="Seeds the order of prompts.")
+    num_prompts: PositiveInt = Field(description="Size of the training set; prompt ids are 0..num_prompts-1.")
+    group_size: PositiveInt = Field(description="K, samples per prompt.")
+    groups_per_step: PositiveInt = Field(description="G, groups per step.")
+    updates_per_step: PositiveInt = Field(
+        default=1, description="M, optimizer steps on the groups of one step: each makes a policy version."
+    )
+    vocab_size: PositiveInt = Field(description="Token ids are below this.")
+    max_tokens: PositiveInt = Field(
+        description="Longest prompt plus completion that is taken in, in tokens; may change later."
+    )
+    token_budget: PositiveInt | None = Field(
+        default=None, description="Longest that the learner can train; may change later. None: max_tokens."
+    )
+    staleness: StalenessConfig
+    shard: int = Field(default=0, ge=0, description="Which shard of the buffer a service is.")
+    num_shards: PositiveInt = Field(default=1, description="Into how many shards the prompts are divided; fixed.")
+
+    @property
+    def contract(self) -> StalenessContract:
+        """The rules of staleness of this run, by which buffer, actors, learner and tripwires go.
+
+        Raises:
+            ValueError: no group, however fresh, could be used within the bound.
+        """
+        return StalenessContract(self.staleness, self.groups_per_step, self.updates_per_step)
+
+    @property
+    def longest_drawn(self) -> int:
+        """Tokens of the longest sample that a draw may hold."""
+        return self.token_budget or self.max_tokens
+
+    def global_id(self, number: int) -> int:
+        """The id of this shard's `number`-th lease, group or record: unique over all shards, and ascending."""
+        return number * self.num_shards + self.shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext(Generic[C]):
+    """A run as it is started now. Plain enough to travel to another machine, whose own folders it does not name."""
+
+    config: C
+    """Its sections; `actors` as they are for the pool of the actor that this is handed to."""
+    facts: RunFacts
+    folder: Path
+    """Of the run, as the machine that holds it sees it."""
+    weights_folder: Path
+    """Of the weight store, as that machine sees it; another need not."""
+    model_path: Path
+    """The checkpoint that is trained; its tokenizer encodes the prompts."""
+    reference_path: Path
+    """Of the frozen reference model."""
+    serving_path: Path
+    """What engines load: version 0 of incarnation 0."""
+    temperature: float
+    """Of sampling: all log-probabilities are those of logits / temperature."""
+    serving_dtypes: tuple[str, ...]
+    """In which actors serve: weights are published in each."""
+    startup_timeout_s: float
+    """How long processes wait for each other where one may take much longer than another: to load, and to export."""
+    buffer_addresses: tuple[str, ...] = ()
+    """tcp://HOST:PORT of the buffer services, shard by shard; one that is started again keeps its address."""
+    weights_address: str = ""
+    """tcp://HOST:PORT of the weight service; '' where there is none."""
+    keys: ClientKeys | None = field(default=None, repr=False)
+    """What the services are talked to with; None where they take everybody."""
