@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.learner_parts.ours import Learner, configured
-from benchmarks.learner_parts.processes import Figures, Spot
-from benchmarks.learner_parts.workload import long_tailed, trajectories
+from benchmarks.learner_parts.sides import Learner, configured, long_tailed, trajectories
+from benchmarks.learner_parts.spot import Figures, Spot
 from buffer.trajectory import Trajectory
 
 SHAPE = {

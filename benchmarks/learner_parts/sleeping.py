@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.learner_parts.processes import Figures, Spot
+from benchmarks.learner_parts.spot import Figures, Spot
 from learner.mesh import Mesh
 from learner.pipeline import Pipeline
 from learner.split import StageShare

@@ -1,6 +1,6 @@
 """What the benchmarks share; each of them is a file of this folder's parent, with a folder of parts where it needs one.
 
-machine    which machine and which commit the figures are of
+machine    which machine, commit and model the figures are of
 page       tables in Markdown, bars and whether they are met, and the line that says how a page was made
 figure     an SVG file that is the same bytes for the same figures
 rounds     means, spreads, and ratios of rounds in which the sides took turns

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""What the figures were measured on: the machine, the commit, and a model of the examples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import TypedDict
 
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 OURS = ("actors", "algorithms", "buffer", "common", "examples", "launch", "learner", "weight_sync")
 GIT_LIMIT_S = 30.0
+RECIPE_LIMIT_S = 300.0
 
 
 class Machine(TypedDict):
@@ -48,3 +50,16 @@ def describe_commit() -> str:
         found.append(ran.stdout.strip())
     commit, changes = found
     return f"{commit or 'unknown'} with changes" if changes else commit or "unknown"
+
+
+def smollm2() -> Path:
+    """The checkpoint folder of SmolLM2-135M, which the recipe of the examples makes once.
+
+    Raises:
+        CalledProcessError: it cannot be made; the recipe said why.
+    """
+    folder = ROOT / "examples" / "smollm2_model"
+    if not (folder / "model.safetensors").exists():
+        recipe = [sys.executable, str(ROOT / "examples" / "smollm2_model.py"), str(folder)]
+        subprocess.run(recipe, check=True, timeout=RECIPE_LIMIT_S)
+    return folder

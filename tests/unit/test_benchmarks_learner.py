@@ -9,7 +9,10 @@ from torch.distributed.pipelining.schedules import _ComputationType
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.learner_parts import gpu, ours, plain, processes, report, sleeping, workload
+from benchmarks.learner_parts import gpu, sides, sleeping
+from benchmarks.learner_parts.spot import run_measurement
+from benchmarks.lib.page import judged
+from benchmarks.lib.processes import MeasurementFailed
 from learner.attention import IMPLEMENTATION
 from learner.mesh import Mesh, Place
 from learner.model import DeviceBatch
@@ -39,17 +42,17 @@ def fake_mesh(request):
 
 
 def test_the_learner_and_both_plain_loops_train_one_loss(tmp_path, group):
-    path = workload.small_llama(tmp_path / "model", hidden_size=64, num_layers=2, vocab_size=50)
-    rows = workload.trajectories(workload.long_tailed(24, seed=1, median=20, longest=64), 50, seed=2)
+    path = sides.small_llama(tmp_path / "model", hidden_size=64, num_layers=2, vocab_size=50)
+    rows = sides.trajectories(sides.long_tailed(24, seed=1, median=20, longest=64), 50, seed=2)
     mesh = Mesh.build(Place(0))
-    config = ours.configured(mesh, token_budget=128)
-    learner = ours.Learner(path, mesh, config)
+    config = sides.configured(mesh, token_budget=128)
+    learner = sides.Learner(path, mesh, config)
     batch = learner.batch(rows)
     norm = learner.step(batch)
-    padded = plain.PlainLoop(path, ours.ALGORITHM, config)
-    assert padded.step(plain.padded(rows, 16, ours.TEMPERATURE)) == pytest.approx(norm, rel=1e-5)
-    packed = plain.PlainLoop(path, ours.ALGORITHM, config, attention=IMPLEMENTATION)
-    batches = plain.packed(batch, DeviceBatch(batch.packed, torch.device("cpu")), ours.TEMPERATURE)
+    padded = sides.PlainLoop(path, sides.ALGORITHM, config)
+    assert padded.step(sides.padded(rows, 16, sides.TEMPERATURE)) == pytest.approx(norm, rel=1e-5)
+    packed = sides.PlainLoop(path, sides.ALGORITHM, config, attention=IMPLEMENTATION)
+    batches = sides.packed(batch, DeviceBatch(batch.packed, torch.device("cpu")), sides.TEMPERATURE)
     assert packed.step(batches) == pytest.approx(norm, rel=1e-5)
     assert learner.step(batch, one_pass=False) == pytest.approx(norm, rel=1e-5)
 
@@ -98,23 +101,33 @@ def makespan(order, num_stages):
 def test_model_flops_are_six_per_weight_and_token_plus_attention():
     model = Qwen2ForCausalLM(Qwen2Config(**gpu.TINY, tie_word_embeddings=True))
     weights = sum(module.weight.numel() for module in model.model.modules() if isinstance(module, nn.Linear))
-    rows = workload.trajectories([10, 30], 512, seed=0)
+    rows = sides.trajectories([10, 30], 512, seed=0)
     head = 6 * model.lm_head.weight.numel() * sum(row.num_completion_tokens for row in rows)
     attention = 6 * gpu.TINY["num_hidden_layers"] * gpu.TINY["hidden_size"] * (10**2 + 30**2)
     assert gpu.model_flops(gpu.TINY, rows) == 6 * weights * 40 + head + attention
 
 
 def test_a_measurement_that_fails_says_which_process():
-    with pytest.raises(processes.MeasurementFailed, match=r"process \d of packing ended with status 1"):
-        processes.run_measurement("packing", {"no_such_option": 1}, worlds=(1, 1))
+    with pytest.raises(MeasurementFailed, match=r"process \d of measurements:packing ended with status 1"):
+        run_measurement("measurements:packing", {"no_such_option": 1}, worlds=(1, 1))
 
 
 def test_a_measurement_that_takes_too_long_is_over():
-    with pytest.raises(processes.MeasurementFailed, match=r"packing took longer than 0\.1 s"):
-        processes.run_measurement("packing", {"quick": True}, limit_s=0.1)
+    with pytest.raises(MeasurementFailed, match=r"measurements:packing took longer than 0\.1 s"):
+        run_measurement("measurements:packing", {"quick": True}, limit_s=0.1)
 
 
 def test_a_bar_is_judged_only_at_full_size():
-    assert report.judged({"quick": False, "pack_efficiency": 0.96})["pack_efficiency"]["met"] is False
-    assert report.judged({"quick": False, "pack_efficiency": 0.98})["pack_efficiency"]["met"] is True
-    assert report.judged({"quick": True, "pack_efficiency": 0.98})["pack_efficiency"]["met"] is None
+    def met(value, word="at least", *, at_full_size=True):
+        return judged({"figure": value}, {"figure": 0.97}, word, at_full_size=at_full_size)["figure"]["met"]
+
+    assert met(0.96) is False
+    assert met(0.98) is True
+    assert met(0.98, "at most") is False
+    assert met(0.96, "at most") is True
+    assert met(0.98, at_full_size=False) is None
+    assert judged({}, {"figure": 0.97}, "at least", at_full_size=True)["figure"] == {
+        "at least": 0.97,
+        "measured": None,
+        "met": None,
+    }

@@ -1,29 +1,154 @@
-"""The other side: a training loop over a Transformers model in one process, as most would write it down.
+"""What is trained, and the two sides that train it: the learner's own step, and a loop as most would write it down.
 
-It has the loss, the optimizer and the clipping of the learner's step, and accumulates gradients over its batches as
-that does. `padded` is the usual layout: sequences in order of arrival, padded to the longest of the batch. `packed`
-has the learner's own micro-batches and its attention per sequence, and computes logits where they are needed alone:
-what is left between the two is the pipeline.
+The plain loop trains a Transformers model in one process. It has the loss, the optimizer and the clipping of the
+learner's step, and accumulates gradients over its batches as that does. `padded` is the usual layout: sequences in
+order of arrival, padded to the longest of the batch. `packed` has the learner's own micro-batches and its attention per
+sequence, and computes logits where they are needed alone: what is left between the two is the pipeline.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from buffer.trajectory import Trajectory
+from buffer.trajectory import Trajectory, VersionSpan
+from common.staleness import PolicyVersion
+from learner.assembly import chunk_loader
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
+from learner.mesh import Mesh
 from learner.model import DeviceBatch
+from learner.networks import Network, Networks
+from learner.packing import PackingRule
+from learner.pipeline import micro_batch_rule
+from learner.reference import Reference
+from learner.step import TrainStep
+
+MEDIAN, SIGMA, LONGEST, TOKEN_BUDGET = 200, 1.0, 2048, 4096
+GROUP_SIZE = 8
+PROMPT = 64
+"""Tokens of a prompt, or half of the sequence where that is less."""
+TEMPERATURE = 1.0
+ALGORITHM = OffPolicyPPOConfig(proximal="behaviour", baseline="rloo")
+"""Plain PPO with a group baseline: separable, needs no reference, and short to write down a second time."""
 
 LogProbabilities = Callable[[PreTrainedModel], Tensor]
+
+
+def long_tailed(
+    num: int, seed: int, *, median: float = MEDIAN, sigma: float = SIGMA, longest: int = LONGEST
+) -> list[int]:
+    """Log-normal lengths in tokens, in order of arrival, clipped to 2..longest."""
+    drawn = np.random.default_rng(seed).lognormal(math.log(median), sigma, num)
+    return [int(length) for length in np.clip(np.rint(drawn), 2, longest)]
+
+
+def trajectories(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Trajectory]:
+    """Samples of random tokens in groups of GROUP_SIZE, with rewards and behaviour log-probabilities.
+
+    Args:
+        lengths: of prompt and completion together.
+        vocab_size: V; the behaviour policy is uniform over it.
+        seed: of tokens and rewards.
+    """
+    random = np.random.default_rng(seed)
+    rows = []
+    for number, length in enumerate(lengths):
+        prompt_length = min(PROMPT, length // 2)
+        completion = length - prompt_length
+        rows.append(
+            Trajectory(
+                lease_id=0,
+                attempt=0,
+                group_id=number // GROUP_SIZE,
+                sample_index=number % GROUP_SIZE,
+                prompt_id=number // GROUP_SIZE,
+                token_ids=random.integers(0, vocab_size, length).astype(np.int32),
+                prompt_length=prompt_length,
+                logprobs=np.full(completion, -math.log(vocab_size), np.float32),
+                spans=(VersionSpan(PolicyVersion(0, 0), 0, completion),),
+                reward=float(random.random()),
+                finish_reason="stop",
+            )
+        )
+    return rows
+
+
+def small_llama(folder: Path, *, hidden_size: int, num_layers: int, vocab_size: int) -> Path:
+    """A random Llama as a checkpoint folder; heads of 64, MLP 8/3 wide, tied embeddings off."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 8 // 3 // 16 * 16,
+        num_hidden_layers=num_layers,
+        num_attention_heads=max(1, hidden_size // 64),
+        num_key_value_heads=max(1, hidden_size // 64),
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+# --- our side: the learner's own training step, on batches that are ready ------------------------
+
+
+def configured(mesh: Mesh, **changes: Any) -> LearnerConfig:  # noqa: ANN401 -- keys of the section
+    """The `[learner]` section with this mesh's number of stages, and a learning rate that float32 weights do not feel.
+
+    So all steps on all sides have one gradient, by which they are held to compute the same.
+    """
+    return LearnerConfig.model_validate({"num_stages": mesh.place.num_stages, "learning_rate": 1e-12, **changes})
+
+
+class Learner:
+    """This rank of a learner that trains on its own schedule, without buffer and actors."""
+
+    def __init__(self, model_path: Path, mesh: Mesh, config: LearnerConfig, device: torch.device | None = None) -> None:
+        """Load this rank's chunks of a checkpoint; all ranks of the mesh call it together. Default: on the CPU."""
+        self.device = device or torch.device("cpu")
+        chunks = chunk_loader(config, TEMPERATURE, mesh, self.device)(model_path, "token")
+        networks = Networks(Network.build(chunks, config, mesh), None, config, mesh)
+        self.num_parameters = sum(parameter.numel() for _, parameter in networks.policy.named_parameters())
+        """Of this rank."""
+        self._config = config
+        self._mesh = mesh
+        reference = Reference(None, networks)
+        self._steps = {
+            one_pass: TrainStep(networks, reference, ALGORITHM, config.model_copy(update={"one_pass": one_pass}))
+            for one_pass in (True, False)
+        }
+
+    def batch(self, rows: Sequence[Trajectory], *, min_micro_batches: int = 1) -> StepBatch:
+        """Samples as a step trains them, packed as the schedule asks."""
+        wanted = micro_batch_rule(self._config.schedule, self._mesh.place.num_stages)
+        rule = PackingRule(
+            self._config.token_budget,
+            min_micro_batches=max(wanted.least, min_micro_batches),
+            multiple=wanted.multiple,
+        )
+        return StepBatch.build(rows, 0, {0: 0}, rule)
+
+    def step(self, batch: StepBatch, *, one_pass: bool = True) -> float:
+        """One step, in one pass or in two. Returns the gradient norm before clipping."""
+        (update,) = self._steps[one_pass].run(batch, 0).updates
+        if not update.result.taken:
+            raise RuntimeError("the learner did not take the step: loss or gradient are not finite")
+        return update.result.grad_norms[0]
+
+
+# --- the other side: a plain loop ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,14 +171,7 @@ class PlainLoop:
     def __init__(
         self, model_path: Path, algorithm: OffPolicyPPOConfig, config: LearnerConfig, *, attention: str = "sdpa"
     ) -> None:
-        """Load the model.
-
-        Args:
-            model_path: checkpoint folder.
-            algorithm: plain PPO: pi_prox is the policy that sampled.
-            config: precision and optimizer.
-            attention: implementation, by the name that Transformers knows it by.
-        """
+        """Load a checkpoint, with the attention of a name that Transformers knows."""
         assert algorithm.proximal == "behaviour"
         assert not algorithm.corrections
         assert algorithm.kl_beta == 0

@@ -1,15 +1,12 @@
-"""Runs one measurement in processes of its own, which are all over when one of them fails or time is up."""
+"""Where one process of a measurement stands: worlds that are compared, one clock, and a common start."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
-import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -21,22 +18,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.lib.processes import call_in_processes
 from learner.mesh import Mesh, Place
 
 Figures = dict[str, Any]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT_S = 300.0
 """Of every wait for another process."""
 HEAD_START_S = 0.02
 """Between the last process's arrival and the common start."""
 POLL_S = 0.1
-END_WITHIN_S = 10.0
-SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-class MeasurementFailed(RuntimeError):
-    """A measurement ended without figures; carries the end of what it said."""
+def run_measurement(name: str, options: Figures, *, worlds: Sequence[int] = (1,), limit_s: float = 600.0) -> Figures:
+    """The figures that the first process of a measurement finds.
+
+    Args:
+        name: "module:function" in `learner_parts`; called with a Spot and the options.
+        options: for it; JSON.
+        worlds: processes of each process group.
+        limit_s: no measurement may take longer.
+
+    Raises:
+        MeasurementFailed: a process failed, or time is up.
+    """
+    with tempfile.TemporaryDirectory(prefix="benchmark-learner-") as folder:
+        shared = {"name": name, "worlds": worlds, "folder": folder, "options": options}
+        calls = [{"number": number, **shared} for number in range(sum(worlds))]
+        found: Figures = call_in_processes(name, f"{__name__}:take_part", calls, limit_s=limit_s)[0]
+    return found
+
+
+def take_part(number: int, name: str, worlds: Sequence[int], folder: str, options: Figures) -> Figures:
+    """One process of a measurement."""
+    module, _, function = name.partition(":")
+    with Spot(number, worlds, Path(folder)) as spot:
+        found: Figures = getattr(importlib.import_module(f"{__package__}.{module}"), function)(spot, **options)
+    return found
 
 
 class Spot:
@@ -139,83 +157,3 @@ class Spot:
             time.sleep(POLL_S)
         port = int(port_file.read_text(encoding="ascii"))
         return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def end_with_parent() -> None:
-    """End this process when its parent closes the pipe to it, however the parent came to its end."""
-
-    def watch() -> None:
-        while os.read(0, 1024):  # no buffered reader: its lock would be held when the interpreter ends
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def run_measurement(name: str, options: Figures, *, worlds: Sequence[int] = (1,), limit_s: float = 600.0) -> Figures:
-    """The figures that the first process of `learner_parts.NAME` finds.
-
-    Args:
-        name: module of this package with a function `measure(spot, **options)`.
-        options: for it; JSON.
-        worlds: processes of each process group.
-        limit_s: no measurement may take longer.
-
-    Raises:
-        MeasurementFailed: a process failed, or time is up.
-    """
-    paths = str(ROOT)
-    environment = {**os.environ, **SETTINGS, "PYTHONPATH": paths}
-    with tempfile.TemporaryDirectory(prefix=f"learner-{name}-") as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.learner_parts",
-            name,
-            json.dumps(worlds),
-            folder,
-            json.dumps(options),
-        ]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for number in range(sum(worlds)):
-                with (Path(folder) / f"figures-{number}").open("wb") as output:
-                    processes.append(
-                        subprocess.Popen(
-                            [*command, str(number)], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=output
-                        )
-                    )
-            _wait(name, processes, limit_s)
-        finally:
-            _end(processes)
-        said = (Path(folder) / "figures-0").read_text(encoding="utf-8").splitlines()
-        figures: Figures = json.loads(said[-1])
-        return figures
-
-
-def _wait(name: str, processes: list[subprocess.Popen[bytes]], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            break
-        if time.monotonic() > deadline:
-            raise MeasurementFailed(f"{name} took longer than {limit_s:g} s")
-        time.sleep(POLL_S)
-    for number, process in enumerate(processes):
-        if process.poll():
-            raise MeasurementFailed(
-                f"process {number} of {name} ended with status {process.returncode}; it said why above"
-            )
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.kill()
-        process.wait(END_WITHIN_S)
-        if process.stdin is not None:
-            process.stdin.close()
-
-
-def median_ratio(numerators: list[float], denominators: list[float]) -> float:
-    """The median of the ratios of rounds."""
-    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))

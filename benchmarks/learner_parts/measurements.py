@@ -1,0 +1,314 @@
+"""Measurements that train or score for real: packing, packed against padded, log-probabilities, two stages, SmolLM2."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig
+
+from benchmarks.learner_parts.sides import (
+    ALGORITHM,
+    GROUP_SIZE,
+    PROMPT,
+    TEMPERATURE,
+    TOKEN_BUDGET,
+    Learner,
+    PlainLoop,
+    configured,
+    long_tailed,
+    packed,
+    padded,
+    small_llama,
+    trajectories,
+)
+from benchmarks.learner_parts.spot import Figures, Spot
+from benchmarks.lib.rounds import median_ratio
+from learner.attention import IMPLEMENTATION
+from learner.batch import StepBatch
+from learner.config import LearnerConfig
+from learner.logprobs import LogitRule, token_logprobs
+from learner.model import DeviceBatch
+from learner.packing import PackingRule, pack
+
+SAME_WITHIN = 1e-3
+"""Greatest relative difference between the gradient norms of two sides: float32 sums in another order."""
+
+STEP_SIZES = (64, 256, 1024)
+"""Sequences of a step."""
+HEADLINE = 256
+
+
+def packing(spot: Spot, *, quick: bool) -> Figures:
+    """Real tokens over the tokens of the micro-batches, packed as a step packs them.
+
+    The mean over draws, for steps of several sizes; what is left over in the last micro-batch counts as waste.
+
+    `pack_extra_N` is how many micro-batches there are beyond what the tokens fill, in the mean.
+    """
+    figures: Figures = {}
+    for size in STEP_SIZES:
+        found, seconds, extra = [], [], 0
+        for seed in range(4 if quick else 32):
+            lengths = long_tailed(size, seed)
+            sequences = [np.zeros(length, np.int32) for length in lengths]
+            start = time.perf_counter()
+            batches = pack(sequences, [1] * size, PackingRule(TOKEN_BUDGET))
+            seconds.append(time.perf_counter() - start)
+            found.append(batches.efficiency)
+            extra += batches.num_micro_batches - math.ceil(sum(lengths) / TOKEN_BUDGET)
+        figures[f"pack_efficiency_{size}"] = statistics.mean(found)
+        figures[f"pack_efficiency_{size}_worst"] = min(found)
+        figures[f"pack_extra_{size}"] = extra / len(found)
+        figures[f"pack_ms_{size}"] = statistics.median(seconds) * 1000
+    figures["pack_efficiency"] = figures[f"pack_efficiency_{HEADLINE}"]
+    spot.say(f"packing: {figures['pack_efficiency']:.4f} with {HEADLINE} sequences a step")
+    return figures
+
+
+PADDED_BATCH = 16
+PADDED_SEQUENCES = 128
+PADDED_VOCABULARY = 1024
+
+
+def packed_against_padded(spot: Spot, *, quick: bool) -> Figures:
+    """Seconds of a step on both sides, in alternating order: the learner's packed step, and the plain padded loop.
+
+    Same model, data, loss, optimizer and threads, and one pass on both sides; real tokens are counted.
+    """
+    num_sequences = 32 if quick else PADDED_SEQUENCES
+    path = small_llama(spot.folder / "model", hidden_size=128, num_layers=4, vocab_size=PADDED_VOCABULARY)
+    rows = trajectories(long_tailed(num_sequences, seed=1), PADDED_VOCABULARY, seed=2)
+    mesh = spot.mesh()
+    learner = Learner(path, mesh, configured(mesh, token_budget=TOKEN_BUDGET))
+    plain = PlainLoop(path, ALGORITHM, configured(mesh))
+    packed_batch = learner.batch(rows)
+    padded_batches = padded(rows, PADDED_BATCH, TEMPERATURE)
+    norms = learner.step(packed_batch), plain.step(padded_batches)
+    if abs(norms[0] / norms[1] - 1) > SAME_WITHIN:
+        raise RuntimeError(f"the two sides do not train the same loss: gradient norms {norms}")
+    ours_s: list[float] = []
+    plain_s: list[float] = []
+    for number in range(1 if quick else 3):
+        sides = [(ours_s, lambda: learner.step(packed_batch)), (plain_s, lambda: plain.step(padded_batches))]
+        for seconds, step in sides[:: 1 if number % 2 == 0 else -1]:
+            seconds.append(spot.seconds(step))
+        spot.say(f"padded: {ours_s[-1]:.2f} s packed, {plain_s[-1]:.2f} s padded")
+    num_tokens = sum(len(row.token_ids) for row in rows)
+    return {
+        "packed_over_padded": median_ratio(plain_s, ours_s),
+        "packed_tokens_per_s": num_tokens / statistics.median(ours_s),
+        "padded_tokens_per_s": num_tokens / statistics.median(plain_s),
+        "padded_real_share": num_tokens / sum(batch.num_slots for batch in padded_batches),
+        "packed_grad_norm": norms[0],
+        "padded_grad_norm": norms[1],
+        "padded_num_tokens": num_tokens,
+        "padded_num_sequences": num_sequences,
+    }
+
+
+HEAD_ROWS, HEAD_WIDTH, HEAD_TOKENS = 49_152, 576, 4096
+HEAD_TEMPERATURE = 0.8
+
+
+def logprob_memory(spot: Spot, *, side: str, quick: bool) -> Figures:
+    """Peak memory of log-probabilities and their gradient: 'chunked' as the last stage does, or by the 'full' logits.
+
+    Each side runs in a process of its own, forward and backward at the size of SmolLM2's head. The figure is the
+    greatest resident set during it less the resident set before it, so it holds everything: logits, slopes, the
+    gradient of head and states. The kernel counts it (VmHWM, which writing 5 to /proc/self/clear_refs sets back). By
+    the checksums `sums` the sides are held to be the same.
+    """
+    num_tokens = 1024 if quick else HEAD_TOKENS
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(HEAD_ROWS, HEAD_WIDTH, generator=generator).mul_(0.05).requires_grad_()
+    hidden = torch.randn(num_tokens, HEAD_WIDTH, generator=generator).requires_grad_()
+    tokens = torch.randint(HEAD_ROWS, (num_tokens,), generator=generator)
+    coefficients = torch.randn(num_tokens, generator=generator)
+    _score(side, hidden[:8], weight, tokens[:8], coefficients[:8])  # what a first call allocates stays
+    weight.grad = hidden.grad = None
+    _set_peak_back()
+    before = _resident_mib("VmRSS")
+    start = time.perf_counter()
+    logprobs = _score(side, hidden, weight, tokens, coefficients)
+    seconds = time.perf_counter() - start
+    peak = _resident_mib("VmHWM") - before
+    spot.say(f"log-probabilities, {side}: {peak:.0f} MiB, {seconds:.1f} s")
+    assert weight.grad is not None
+    assert hidden.grad is not None
+    return {
+        "peak_mib": peak,
+        "seconds": seconds,
+        "num_tokens": num_tokens,
+        "chunk_mib": _head_rule().chunk_mib,
+        "sums": [float(each.double().abs().sum()) for each in (logprobs, weight.grad, hidden.grad)],
+    }
+
+
+def _score(side: str, hidden: Tensor, weight: Tensor, tokens: Tensor, coefficients: Tensor) -> Tensor:
+    if side == "chunked":
+        logprobs = token_logprobs(hidden, weight, tokens, _head_rule())
+    else:
+        logits = F.linear(hidden, weight) / HEAD_TEMPERATURE
+        logprobs = F.log_softmax(logits, dim=-1).gather(1, tokens[:, None]).squeeze(1)
+        del logits
+    (logprobs * coefficients).sum().backward()
+    return logprobs.detach()
+
+
+def _head_rule() -> LogitRule:
+    return LogitRule(HEAD_TEMPERATURE, chunk_mib=LearnerConfig().logprob_chunk_mib)
+
+
+def _set_peak_back() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _resident_mib(key: str) -> float:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {key}: peak memory can be measured on Linux alone")
+
+
+REAL_MICRO_BATCHES = 8
+REAL_BUDGET, REAL_LONGEST = 1024, 512
+REAL_VOCABULARY = 2048
+REAL_FILL = 0.9
+"""Of the micro-batches' tokens that are drawn: the rest is what packing leaves."""
+
+
+def real_compute(spot: Spot, *, quick: bool) -> Figures:
+    """Two stages with real compute, one core each, against one stage on one core; and what two cores give at all.
+
+    They take turns: a pipeline of two (the first world), one stage alone, and two such at once on a core each. The last
+    is the gain of two processes that have nothing to do with each other: a machine whose cores share their memory
+    bandwidth, or their clock, cannot give 2.
+    """
+    spot.pin()
+    mesh, path = spot.mesh(), spot.folder / "model"
+    hidden, layers = (64, 4) if quick else (256, 8)
+    if spot.number == 0:
+        small_llama(path, hidden_size=hidden, num_layers=layers, vocab_size=REAL_VOCABULARY)
+    spot.meet()
+    rows = trajectories(_real_lengths(), REAL_VOCABULARY, seed=3)
+    learner = Learner(path, mesh, configured(mesh, token_budget=REAL_BUDGET))
+    batch = learner.batch(rows, min_micro_batches=REAL_MICRO_BATCHES)
+    assert batch.packed.num_micro_batches == REAL_MICRO_BATCHES, batch.packed.num_micro_batches
+    norms = spot.gather(learner.step(batch))
+    if max(norms) > min(norms) * (1 + SAME_WITHIN):
+        raise RuntimeError(f"the sides do not train the same loss: gradient norms {norms}")
+    split_s: list[float] = []
+    one_s: list[float] = []
+    two_s: list[float] = []
+    for _ in range(1 if quick else 5):
+        for seconds, worlds in ((split_s, [0]), (one_s, [1]), (two_s, [1, 2])):
+            seconds.append(spot.seconds(lambda: learner.step(batch), worlds=worlds))
+        spot.say(f"real compute: split {split_s[-1]:.2f} s, one {one_s[-1]:.2f} s, two at once {two_s[-1]:.2f} s")
+    num_tokens = sum(len(row.token_ids) for row in rows)
+    return {
+        "pp2_over_pp1_real": median_ratio(one_s, split_s),
+        "two_process_scaling": 2 * median_ratio(one_s, two_s),
+        "pp1_tokens_per_s": num_tokens / statistics.median(one_s),
+        "pp2_tokens_per_s": num_tokens / statistics.median(split_s),
+        "real_num_tokens": num_tokens,
+    }
+
+
+def _real_lengths() -> list[int]:
+    wanted = int(REAL_MICRO_BATCHES * REAL_BUDGET * REAL_FILL)
+    lengths = [length for length in long_tailed(400, seed=4, longest=REAL_LONGEST) if length >= 16]
+    chosen: list[int] = []
+    while sum(chosen) + lengths[len(chosen)] <= wanted:
+        chosen.append(lengths[len(chosen)])
+    return chosen[: len(chosen) // 8 * 8]
+
+
+SMOLLM2_MICRO_BATCHES = 16
+SMOLLM2_BUDGET = 512
+SMOLLM2_MEDIAN, SMOLLM2_LONGEST = 160, 448
+"""Of prompt and completion together, in tokens."""
+SHORTEST_COMPLETION = 16
+SMOLLM2_FILL = 0.93
+PLAIN_THREADS = 2
+SIDES = {"plain": 1, "one_pass": 0, "two_pass": 0}
+"""Side -> the world that runs it."""
+SMOLLM2_SAME_WITHIN = 0.02
+"""Greatest relative difference of gradient norms: bf16 products in another order."""
+
+
+def smollm2(spot: Spot, *, path: str, quick: bool) -> Figures:
+    """SmolLM2-135M: the learner on two stages of one thread each, against a plain loop in one process on both cores.
+
+    Seconds of a step, taking turns: the two stages of the first world, and the plain loop of the second. Both sides
+    have float32 weights, bf16 autocast, AdamW, the same packed micro-batches and the learner's attention per sequence,
+    and both compute logits at completion tokens alone. The learner takes the step once in one pass (a separable loss)
+    and once in two.
+    """
+    num_micro_batches = 2 if quick else SMOLLM2_MICRO_BATCHES
+    rows = trajectories(_smollm2_lengths(num_micro_batches), AutoConfig.from_pretrained(path).vocab_size, seed=5)
+    batch = StepBatch.build(rows, 0, {0: 0}, PackingRule(SMOLLM2_BUDGET, min_micro_batches=num_micro_batches))
+    assert batch.packed.num_micro_batches == num_micro_batches, batch.packed.num_micro_batches
+    steps = _smollm2_ours(spot, Path(path), batch) if spot.world == 0 else _smollm2_plain(spot, Path(path), batch)
+    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
+    norms: dict[str, float] = {}
+
+    def run(name: str) -> None:
+        norms[name] = steps[name]()
+
+    for number in range(2 if quick else 4):
+        taken = {name: spot.seconds(lambda name=name: run(name), worlds=[world]) for name, world in SIDES.items()}
+        spot.say(f"smollm2, round {number}: {taken}")
+        if number > 0:  # the first round warms up
+            for name, each in taken.items():
+                seconds[name].append(each)
+    found = [max(spot.gather(norms.get(name, 0.0))) for name in SIDES]
+    if max(found) > min(found) * (1 + SMOLLM2_SAME_WITHIN):
+        raise RuntimeError(f"the sides do not train the same loss: gradient norms {found}")
+    num_tokens = sum(len(row.token_ids) for row in rows)
+    return {
+        "smollm2_one_pass_over_plain": median_ratio(seconds["plain"], seconds["one_pass"]),
+        "smollm2_two_pass_over_plain": median_ratio(seconds["plain"], seconds["two_pass"]),
+        **{f"smollm2_{name}_tokens_per_s": num_tokens / statistics.median(each) for name, each in seconds.items()},
+        "smollm2_num_tokens": num_tokens,
+        "smollm2_completion_share": sum(row.num_completion_tokens for row in rows) / num_tokens,
+        "smollm2_pack_efficiency": batch.packed.efficiency,
+        "smollm2_grad_norms": found,
+    }
+
+
+def _smollm2_ours(spot: Spot, folder: Path, batch: StepBatch) -> dict[str, Callable[[], float]]:
+    mesh = spot.mesh()
+    learner = Learner(folder, mesh, configured(mesh, token_budget=SMOLLM2_BUDGET, precision="bfloat16"))
+    return {"one_pass": lambda: learner.step(batch), "two_pass": lambda: learner.step(batch, one_pass=False)}
+
+
+def _smollm2_plain(spot: Spot, folder: Path, batch: StepBatch) -> dict[str, Callable[[], float]]:
+    torch.set_num_threads(PLAIN_THREADS)
+    config = configured(spot.mesh(), precision="bfloat16")
+    loop = PlainLoop(folder, ALGORITHM, config, attention=IMPLEMENTATION)
+    batches = packed(batch, DeviceBatch(batch.packed, torch.device("cpu")), TEMPERATURE)
+    return {"plain": lambda: loop.step(batches)}
+
+
+def _smollm2_lengths(num_micro_batches: int) -> list[int]:
+    """As many sequences as fill the micro-batches to about nine tenths, in whole groups."""
+    drawn = [
+        max(length, PROMPT + SHORTEST_COMPLETION)
+        for length in long_tailed(400, seed=6, median=SMOLLM2_MEDIAN, longest=SMOLLM2_LONGEST)
+    ]
+    chosen: list[int] = []
+    while (
+        sum(chosen) + sum(drawn[len(chosen) : len(chosen) + GROUP_SIZE])
+        <= SMOLLM2_FILL * num_micro_batches * SMOLLM2_BUDGET
+    ):
+        chosen += drawn[len(chosen) : len(chosen) + GROUP_SIZE]
+    return chosen or drawn[:2]
