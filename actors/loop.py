@@ -33,7 +33,7 @@ from actors.threads import DaemonThreads
 from actors.weights import WeightFollower
 from buffer.client import BufferClient
 from buffer.protocol import Lease, RowResult
-from buffer.sharded import ShardedClient, open_client
+from buffer.sharding.client import ShardedClient, open_client
 from buffer.trajectory import Trajectory
 from common.run import RunContext
 from common.staleness import PolicyVersion

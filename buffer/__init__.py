@@ -5,11 +5,10 @@ Read it from the outside in. Imports point from each part to those below it.
 The processes
     client      BufferClient: what actors and the learner talk through (`outbox` collects trajectories,
                 `transport` sends and resends, `wake` and `futures`)
-    sharded     ShardedClient: several services behind one client (`links` to each, `joint` draws, `shards` shares)
+    sharding    several services behind one client, and how prompts and steps are divided among them
     service     BufferService: the one process that owns a store, behind a ZeroMQ ROUTER (`inbox` opens messages,
                 `upkeep` syncs, watches readers and scrubs, `credits` divides memory, `process` is about its own)
-    inspect     looks into a store, live or over (`views`: what it shows; `reading`: in short transactions;
-                `quarantine`: what nobody validated); `export` and `compact` write it anew
+    offline     tools that look at a store, live or over, export, compact or verify it
 What is said
     protocol    the control messages (msgspec), one struct per request
     schema      the one Arrow schema of wire and export; reads what comes from outside (`flatbuffer`)
@@ -30,6 +29,5 @@ The store
     rows        a trajectory on disk
     catalogue   complete groups by prompt, version, reward and length
     sum_tree    draws by weight in logarithmic time
-    verify      proves a whole store (`index_checks`)
 trajectory, config and errors are what all of them speak of.
 """

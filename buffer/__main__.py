@@ -19,7 +19,7 @@ from pathlib import Path
 
 from buffer.config import BufferConfig
 from buffer.errors import BufferError
-from buffer.inspect import check_store
+from buffer.offline.verify import check_store
 from buffer.process import end_with_parent, keep_memory
 from buffer.service import BufferService
 from buffer.store import Store

@@ -23,7 +23,7 @@ from buffer.intake import Intake, Pushes, set_aside
 from buffer.leases import Leases
 from buffer.ledger import checked_counts
 from buffer.rows import Record, flat_values
-from buffer.shards import of_shard, share_of
+from buffer.sharding.division import of_shard, share_of
 from buffer.steps import Steps
 from buffer.tables import Draw
 from buffer.transaction import Transaction

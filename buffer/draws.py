@@ -22,7 +22,7 @@ from buffer.leases import Leases
 from buffer.ledger import checked_counts
 from buffer.protocol import DrawRequest, PlanReply, PlanRequest
 from buffer.selection import Offer, corrected, well_packed
-from buffer.shards import Share
+from buffer.sharding.division import Share
 from buffer.steps import Steps
 from buffer.tables import Draw, Group, State
 from buffer.transaction import Transaction

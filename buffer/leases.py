@@ -18,7 +18,7 @@ from buffer.deadlines import Deadlines
 from buffer.errors import BufferRefused
 from buffer.groups import Groups
 from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Renew, RenewReply
-from buffer.shards import Share, owned_prompts
+from buffer.sharding.division import Share, owned_prompts
 from buffer.tables import Actor, Group
 from buffer.transaction import Transaction
 from common.run import RunFacts

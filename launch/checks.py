@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.tasks import TaskError, TaskFacts, check_task
-from buffer.shards import admission_shares
+from buffer.sharding.division import admission_shares
 from common.rpc.auth import ClientKeys, RunKeys, ServiceKeys
 from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract

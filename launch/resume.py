@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import StoreError
-from buffer.inspect import Inspection, shard_folders
-from buffer.store import DATA, is_served
+from buffer.offline.inspect import Inspection
+from buffer.store import DATA, is_served, shard_folders
 from launch.checks import Plan, check
 from launch.config import Config
 from launch.errors import ConfigError

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from buffer.client import Draw
-from buffer.sharded import open_client
+from buffer.sharding.client import open_client
 from common.run import RunContext
 from common.staleness import PolicyVersion, effective_version
 from learner.channel import HEARTBEAT_S, Channel, Kind

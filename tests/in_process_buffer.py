@@ -16,9 +16,9 @@ from buffer import schema
 from buffer.config import BufferConfig
 from buffer.core import BufferCore, OpenedPushes
 from buffer.errors import BufferRefused
+from buffer.offline.verify import verify
 from buffer.store import Store
 from buffer.trajectory import Trajectory, VersionSpan
-from buffer.verify import verify
 from common.run import RunFacts
 from common.staleness import PolicyVersion
 

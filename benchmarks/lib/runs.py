@@ -20,9 +20,8 @@ import pyarrow.parquet as pq
 
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import MeasurementFailed, end_families, environment
-from buffer.export import export
-from buffer.inspect import Inspection
-from buffer.views import Selection
+from buffer.offline.export import export
+from buffer.offline.inspect import Inspection, Selection
 from launch.observe import trace as timeline
 from launch.observe.totals import Interval, intersect, total
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from buffer.client import BufferClient
 from buffer.errors import BufferError, StoreError
-from buffer.inspect import new_folders
-from buffer.sharded import ShardedClient, open_client
+from buffer.sharding.client import ShardedClient, open_client
+from buffer.store import new_folders
 from common.run import RunFacts
 from launch.checks import Plan
 from launch.keys import host_of_service

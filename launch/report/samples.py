@@ -16,8 +16,7 @@ from launch.tokenizer import TextOf
 from launch.words import printable
 
 if TYPE_CHECKING:
-    from buffer.inspect import Inspection
-    from buffer.views import GroupView, Sample
+    from buffer.offline.inspect import GroupView, Inspection, Sample
 
 MAX_TEXT = 4000
 """Characters of a prompt or a completion on the page."""
@@ -105,7 +104,7 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
         BufferError: there is none, or it cannot be read.
         OSError: likewise.
     """
-    from buffer.inspect import Inspection
+    from buffer.offline.inspect import Inspection
 
     deadline = clock() + limit_s
     with Inspection.open(root) as inspection:
@@ -129,7 +128,7 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
 
 
 def _until(inspection: Inspection, deadline: float, clock: Callable[[], float]) -> Iterator[GroupView]:
-    from buffer.views import Selection
+    from buffer.offline.inspect import Selection
 
     for group in inspection.groups(Selection()):
         yield group

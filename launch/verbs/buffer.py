@@ -25,8 +25,7 @@ from launch.exit_status import ExitStatus
 from launch.run_folder import named_run
 
 if TYPE_CHECKING:
-    from buffer.inspect import Inspection
-    from buffer.views import GroupView, Selection
+    from buffer.offline.inspect import GroupView, Inspection, Selection
 
 FAULTS = 2
 """Exit status of `verify` where it found any."""
@@ -126,7 +125,7 @@ def _contradiction(parsed: argparse.Namespace) -> str:
 
 
 def _selection(parsed: argparse.Namespace) -> Selection:
-    from buffer.views import Selection
+    from buffer.offline.inspect import Selection
 
     exact = parsed.version
     return Selection(
@@ -140,7 +139,7 @@ def _selection(parsed: argparse.Namespace) -> Selection:
 
 
 def _open(path: Path) -> Inspection:
-    from buffer.inspect import Inspection
+    from buffer.offline.inspect import Inspection
 
     return Inspection.open(named_run(path))
 
@@ -211,7 +210,7 @@ def _show_quarantined(inspection: Inspection, parsed: argparse.Namespace) -> int
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from buffer.inspect import check_store
+    from buffer.offline.verify import check_store
     from buffer.store import RESTORE
     from launch.verbs import buffer_text as text
 
@@ -238,7 +237,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 
 def _export(parsed: argparse.Namespace) -> int:
-    from buffer.export import export
+    from buffer.offline.export import export
 
     with _open(parsed.run) as inspection:
         done, folder = export(inspection, _selection(parsed), parsed.out), inspection.folder
@@ -249,8 +248,8 @@ def _export(parsed: argparse.Namespace) -> int:
 
 
 def _compact(parsed: argparse.Namespace) -> int:
-    from buffer.compact import compact
-    from buffer.inspect import buffer_folder
+    from buffer.offline.compact import compact
+    from buffer.store import buffer_folder
 
     for done in compact(buffer_folder(named_run(parsed.run))):
         print(f"{done.folder}: {done.before_bytes / 2**20:.1f} MiB are now {done.after_bytes / 2**20:.1f} MiB")

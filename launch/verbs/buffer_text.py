@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from buffer.inspect import Inspection
-from buffer.quarantine import read_row
+from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, read_row
 from buffer.schema import SCHEMA, join_rows
 from buffer.trajectory import SCHEMA_VERSION
-from buffer.views import GroupView, Quarantined, Sample
 from launch.words import MAX_TEXT, printable
 
 LEDGER_SHOWN = (

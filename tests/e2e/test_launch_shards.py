@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from buffer.inspect import Inspection
-from buffer.verify import verify
+from buffer.offline.inspect import Inspection
+from buffer.offline.verify import verify
 from tests.e2e.real_run import command_of, descendants, start, wait_for_steps
 
 

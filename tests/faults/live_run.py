@@ -13,9 +13,8 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from buffer.export import export
-from buffer.inspect import Inspection
-from buffer.views import Selection
+from buffer.offline.export import export
+from buffer.offline.inspect import Inspection, Selection
 from common.staleness import PolicyVersion
 from launch.exit_status import ExitStatus
 from tests.e2e.real_run import command_of, descendants, start, wait_for_end

@@ -22,10 +22,10 @@ import numpy as np
 from buffer import schema
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
+from buffer.offline.verify import verify
 from buffer.store import Store
 from buffer.tables import NO_RECORD
 from buffer.trajectory import Trajectory
-from buffer.verify import verify
 from common.rpc.auth import ClientKeys
 from common.run import RunFacts
 from common.staleness import StalenessConfig

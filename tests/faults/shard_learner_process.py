@@ -10,15 +10,15 @@ import os
 import signal
 import sys
 
-from buffer.links import Link
-from buffer.sharded import open_client
+from buffer.sharding.client import open_client
+from buffer.sharding.shards import Shard
 from tests.faults.service_process import CONFIG
 
 
 def main() -> None:
     addresses, last = sys.argv[1:3], int(sys.argv[3])
     heard = asyncio.Event()
-    draw = Link.draw
+    draw = Shard.draw
 
     async def draw_or_die(self, step, *rest):
         if step == last and self.shard == 1:
@@ -30,7 +30,7 @@ def main() -> None:
             heard.set()
         return part
 
-    Link.draw = draw_or_die
+    Shard.draw = draw_or_die
     learner = open_client(addresses, run_id="killed", role="learner", name="learner", config=CONFIG)
     learner.connect()
     incarnation = learner.begin_incarnation(0, 0).result(30).incarnation

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from buffer.errors import BufferUnavailable
-from buffer.sharded import PATIENCE_S, open_client
+from buffer.sharding.client import PATIENCE_S, open_client
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
 from tests.faults.service_process import CONFIG, FACTS, Kept, Service, sample, sample_tokens, wait_until
 
@@ -121,7 +121,7 @@ class ShardedRun:
 
     def train_is_told(self) -> None:
         """Every shard knows of every step."""
-        wait_until(lambda: not any(link.untold for link in self.learner._links), "hearing of all steps", 20)
+        wait_until(lambda: not any(shard.untold for shard in self.learner._shards), "hearing of all steps", 20)
 
     def close(self) -> None:
         self._stop.set()
@@ -207,8 +207,8 @@ def test_while_one_shard_is_down_the_others_train_on_and_it_comes_back_with_all_
 def test_where_a_shard_that_is_down_is_not_left_out_training_stands_still(run, show):
     run = run()
     run.train(2)
-    for link in run.learner._links:
-        link._patience_s = 1e9
+    for shard in run.learner._shards:
+        shard._patience_s = 1e9
     run.services[1].signal(signal.SIGSTOP)
     try:
         with pytest.raises(TimeoutError):

@@ -10,9 +10,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from buffer.export import export
-from buffer.inspect import Inspection
-from buffer.views import Selection
+from buffer.offline.export import export
+from buffer.offline.inspect import Inspection, Selection
 from launch.observe.status import read_status
 from tests.faults import hosts as machines
 from tests.faults import results

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from buffer import protocol as p
 from buffer.catalogue import find
 from buffer.config import BufferConfig
+from buffer.offline.verify import verify
 from buffer.selection import Offer, best_fit, fill, well_packed
 from buffer.sum_tree import FANOUT, SumTree
-from buffer.verify import verify
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
 from tests.in_process_buffer import InProcessBuffer, make_trajectory

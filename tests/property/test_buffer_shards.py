@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from buffer import protocol as p
 from buffer.config import BufferConfig
-from buffer.sharded import ShardedClient
-from buffer.shards import Supply, admission_shares, apportion, divide_step, owned_prompts
+from buffer.sharding.client import ShardedClient
+from buffer.sharding.division import Supply, admission_shares, apportion, divide_step, owned_prompts
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
 from tests.in_process_buffer import make_trajectory

@@ -18,9 +18,9 @@ from buffer import schema
 from buffer.config import BufferConfig
 from buffer.core import BufferCore, OpenedPushes
 from buffer.ledger import live_gap
+from buffer.offline.verify import verify
 from buffer.trajectory import Trajectory, VersionSpan
 from buffer.transaction import TABLES, Transaction
-from buffer.verify import verify
 from common.run import RunFacts
 from common.staleness import StalenessContract
 from tests.simulation.actor import Sample

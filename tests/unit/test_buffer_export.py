@@ -8,18 +8,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from buffer import compact as compacting
-from buffer import export as exporting
 from buffer import protocol as p
-from buffer import reading, schema
-from buffer.compact import compact
+from buffer import schema
 from buffer.errors import StoreError
-from buffer.export import STATE, export, version_bounds
-from buffer.inspect import Inspection
+from buffer.offline import compact as compacting
+from buffer.offline import export as exporting
+from buffer.offline import inspect as inspecting
+from buffer.offline.compact import compact
+from buffer.offline.export import STATE, export, version_bounds
+from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.verify import verify
 from buffer.rows import SPAN
 from buffer.store import Store, own
-from buffer.verify import verify
-from buffer.views import Selection
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import Actor, facts
 
@@ -101,7 +101,7 @@ def test_a_selection_exports_only_its_groups(run, tmp_path):
 
 def test_reading_one_group_per_transaction_and_writing_small_row_groups_changes_nothing(run, tmp_path, monkeypatch):
     exported(run, tmp_path / "whole.parquet")
-    monkeypatch.setattr(reading, "READ_S", 0.0)
+    monkeypatch.setattr(inspecting, "READ_S", 0.0)
     transactions = []
     read = Store.read
     monkeypatch.setattr(Store, "read", lambda store, look: transactions.append(look) or read(store, look))

@@ -12,9 +12,9 @@ import pytest
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable
-from buffer.links import Link
 from buffer.service import BufferService
-from buffer.sharded import ShardedClient, open_client
+from buffer.sharding.client import ShardedClient, open_client
+from buffer.sharding.shards import Shard
 from tests.in_process_buffer import make_trajectory
 from tests.unit.buffer_rules import facts
 
@@ -160,8 +160,8 @@ def test_a_silent_shard_is_left_out_named_and_told_in_order_when_it_answers(conn
     while leases := actor.lease(24).result(5).leases:
         generate(actor, leases)
     assert learner.status().result(5).ledger["committed"] == 48
-    for link in learner._links:
-        link._patience_s = 0.3
+    for shard in learner._shards:
+        shard._patience_s = 0.3
     services.pause(1)
     for step in (1, 2):
         batch = learner.draw(step, step - 1, 0, 6, 2.0).result(10)
@@ -194,8 +194,8 @@ def test_a_learner_waits_for_every_shard_before_it_begins(connect, services):
 
 def test_leases_that_a_silent_shard_granted_late_are_not_lost(connect, learner, services):
     actor = connect()
-    for link in actor._links:
-        link._patience_s = 0.3
+    for shard in actor._shards:
+        shard._patience_s = 0.3
     services.pause(2)
     first = actor.lease(6).result(5).leases
     assert {lease.lease_id % 3 for lease in first} == {0, 1}
@@ -211,20 +211,20 @@ def test_while_all_shards_that_know_an_actor_are_silent_its_client_goes_on_and_s
     connect, learner, services
 ):
     actor = connect()
-    stranger, *others = actor._links
+    stranger, *others = actor._shards
     stranger.is_connected = False
-    for link in others:
-        link._patience_s = 0.1
-        services.pause(link.shard)
+    for shard in others:
+        shard._patience_s = 0.1
+        services.pause(shard.number)
     waiting = actor.lease(1)
     time.sleep(0.3)
     assert actor.renew([]).result(5).lost == []
     assert not waiting.done()
-    actor._links.late_error = BufferRefused("shard 0: it serves another run")
+    actor._shards.late_error = BufferRefused("shard 0: it serves another run")
     with pytest.raises(BufferRefused, match="another run"):
         waiting.result(5)
-    for link in others:
-        services.resume(link.shard)
+    for shard in others:
+        services.resume(shard.number)
 
 
 def test_a_shard_without_credit_holds_up_no_push_to_another(tmp_path):
@@ -260,7 +260,7 @@ def test_a_shard_without_credit_holds_up_no_push_to_another(tmp_path):
 def test_pushes_without_credit_fail_when_the_client_is_closed(connect, learner):
     actor = connect()
     lease = actor.lease(1).result(5).leases[0]
-    actor._links[lease.lease_id % 3].client.has_room = lambda _: False
+    actor._shards[lease.lease_id % 3].client.has_room = lambda _: False
     waiting = actor.push(make_trajectory(lease, 0, seq=0))
     actor.close(0.2)
     with pytest.raises(BufferUnavailable):
@@ -276,8 +276,8 @@ async def test_what_a_shard_is_told_waits_until_it_has_answered_what_it_was_told
         made.append(Future())
         return made[-1]
 
-    link = Link(SimpleNamespace(shard=0), patience_s=1.0)
-    told = [link.tell(request) for _ in range(3)]
+    shard = Shard(SimpleNamespace(shard=0), patience_s=1.0)
+    told = [shard.tell(request) for _ in range(3)]
     for number in (1, 2, 3):
         await asyncio.sleep(0.01)
         assert len(made) == number
@@ -304,8 +304,8 @@ def test_a_shard_that_never_answers_is_an_error_that_names_it(services):
     assert isinstance(client, ShardedClient)
     client.connect()
     client.begin_incarnation(0, 0).result(5)
-    for link in client._links:
-        link._patience_s = 0.2
+    for shard in client._shards:
+        shard._patience_s = 0.2
     services.pause(1)
     began = time.monotonic()
     with pytest.raises(BufferUnavailable, match=f"shard 1: the buffer service at {services.addresses[1]}"):

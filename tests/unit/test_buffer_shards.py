@@ -6,8 +6,7 @@ from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.core import BufferCore
 from buffer.errors import BufferRefused, StoreError
-from buffer.inspect import new_folders
-from buffer.shards import (
+from buffer.sharding.division import (
     Supply,
     admission_shares,
     apportion,
@@ -16,7 +15,7 @@ from buffer.shards import (
     owned_prompts,
     shard_of,
 )
-from buffer.store import Store
+from buffer.store import Store, new_folders
 from common.staleness import PolicyVersion, StalenessConfig, StalenessContract
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import Actor, facts

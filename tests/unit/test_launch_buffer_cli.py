@@ -9,10 +9,10 @@ import lmdb
 import pyarrow.parquet as pq
 import pytest
 
-from buffer import reading
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.intake import set_aside
+from buffer.offline import inspect as inspecting
 from tests.in_process_buffer import InProcessBuffer, make_trajectory
 from tests.unit.buffer_rules import Actor, facts
 
@@ -330,7 +330,7 @@ class Live:
 
 
 def test_a_live_run_is_read_while_its_service_writes(tmp_path, leeway, monkeypatch):
-    monkeypatch.setattr(reading, "READ_S", 0.0)  # a transaction per group: many of the service's fall between
+    monkeypatch.setattr(inspecting, "READ_S", 0.0)  # a transaction per group: many of the service's fall between
     live = Live(tmp_path / "buffer")
     try:
         while live.num_committed < 40:

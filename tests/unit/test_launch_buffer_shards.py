@@ -6,8 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from buffer import protocol as p
-from buffer.inspect import Inspection
-from buffer.views import Selection
+from buffer.offline.inspect import Inspection, Selection
 from tests.in_process_buffer import InProcessBuffer, make_trajectory
 from tests.unit.buffer_rules import facts
 from tests.unit.test_launch_buffer_cli import columns, damage

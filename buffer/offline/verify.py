@@ -1,4 +1,4 @@
-"""Checks every index of groups against the groups' rows."""
+"""Checks a whole store: every checksum, every index, and the ledger against the tables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 from buffer import catalogue
 from buffer.config import BufferConfig
 from buffer.eligible import EligibleIndex
+from buffer.errors import CorruptRecord
 from buffer.eviction import EvictionOrder
+from buffer.ledger import live_gap, recount
 from buffer.lengths import bucket_of
+from buffer.offline.inspect import look_at
+from buffer.store import Store, is_served
 from buffer.sum_tree import SumTree
 from buffer.tables import NO_RECORD, Draw, Group
 from buffer.transaction import Table, Transaction
@@ -22,7 +27,66 @@ MAX_NAMED = 4
 Key = tuple[int, ...]
 
 
-def misplaced(tx: Transaction) -> list[str]:
+def verify(tx: Transaction) -> dict[str, Any]:
+    """A report of what is in the store and of every fault found.
+
+    Returns:
+        'ledger' (the counters), 'recount' (the same from the tables), 'num_records', and 'faults':
+        one sentence per fault, empty for a store in order.
+    """
+    faults = list(tx.damaged())
+    ledger = tx.state.ledger
+    counted: dict[str, int] = {}
+    try:
+        counted = recount(tx)
+        faults += [
+            f"the ledger says {name} = {getattr(ledger, name)}, the tables say {count}"
+            for name, count in counted.items()
+            if getattr(ledger, name) != count
+        ]
+        if gap := ledger.gap + live_gap(tx):
+            faults.append(f"the ledger's identities are violated by {gap} samples")
+        faults += _misplaced(tx)
+        faults += _unclaimed(tx)
+    except CorruptRecord as error:
+        # A damaged row is named already; what lacks a row that another table names is not.
+        if str(error) not in faults:
+            faults.append(str(error))
+    return {"ledger": ledger.counts(), "recount": counted, "num_records": tx.records.count, "faults": faults}
+
+
+def check_store(store: Store) -> dict[str, Any]:
+    """The report of `verify`, with the faults in the structure of the file among its 'faults'.
+
+    Returns:
+        See `verify`, and 'has_checked_pages': False where a service writes the file now, so that its structure
+        could not be looked at.
+    """
+    structure = store.structure_faults()
+    report = look_at(store, verify)
+    report["faults"] += structure
+    report["has_checked_pages"] = not is_served(store.folder)
+    return report
+
+
+def _unclaimed(tx: Transaction) -> list[str]:
+    """Records without a group, and groups that name records which are not there or are another's."""
+    faults = []
+    owned: set[int] = set()
+    stored = {record for (record,) in tx.records.all_keys()}
+    for (group_id,), group in tx.groups.all_items():
+        for record in group.records:
+            if record == NO_RECORD:
+                continue
+            if record in owned or record not in stored:
+                faults.append(f"record {record} of group {group_id} is missing or shared")
+            owned.add(record)
+    faults += [f"record {record} belongs to no group" for record in sorted(stored - owned)]
+    faults += [f"scores of record {r} are stored without it" for (r,) in tx.scores.all_keys() if r not in stored]
+    return faults
+
+
+def _misplaced(tx: Transaction) -> list[str]:
     """One sentence per index that disagrees with the groups, and per group that disagrees with the draws."""
     settings = tx.state.indexed_for
     config = BufferConfig.model_validate_json(settings) if settings else BufferConfig()

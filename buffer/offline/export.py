@@ -19,11 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from buffer.errors import StoreError
-from buffer.inspect import Inspection
+from buffer.offline.inspect import GroupView, Inspection, Sample, Selection
 from buffer.rows import list_bounds
 from buffer.schema import SCHEMA, join_rows
 from buffer.tables import State, Use
-from buffer.views import GroupView, Sample, Selection
 from common.files import sync
 from common.staleness import PolicyVersion, effective_version
 

@@ -1,4 +1,4 @@
-"""Link: what a `ShardedClient` knows of one shard, and what the shard has not answered yet. Links: all of them.
+"""Shard: what a `ShardedClient` knows of one shard, and what the shard has not answered yet. Shards: all of them.
 
 All of it lives in one event loop, so nothing is locked against threads.
 """
@@ -27,8 +27,8 @@ R = TypeVar("R")
 Request = Callable[[BufferClient], Future[R]]
 
 
-class Link:
-    """One shard."""
+class Shard:
+    """One shard, as its client knows it."""
 
     def __init__(self, client: BufferClient, patience_s: float) -> None:
         """Args:
@@ -36,7 +36,7 @@ class Link:
         patience_s: the shard is silent once something is unanswered for so long.
         """
         self.client = client
-        self.shard = client.shard
+        self.number = client.shard
         self.overflow = Overflow(client)
         self.is_connected = False
         self.status: p.Status | None = None
@@ -116,7 +116,7 @@ class Link:
         """This shard's part of a step, however long it takes."""
         async with self._order:
             pass  # it may have to learn first what it missed
-        num_groups = plan[self.shard]
+        num_groups = plan[self.number]
         while True:
             draw = await self._answer(lambda client: client.draw(step, version, incarnation, num_groups, wait_s, plan))
             self.hear(draw.ledger, draw.fidelity)
@@ -137,9 +137,9 @@ class Link:
         try:
             return await asyncio.wrap_future(request(self.client))
         except BufferUnavailable as error:
-            raise BufferUnavailable(f"shard {self.shard}: {error}") from error
+            raise BufferUnavailable(f"shard {self.number}: {error}") from error
         except BufferRefused as error:
-            raise BufferRefused(f"shard {self.shard}: {error}") from error
+            raise BufferRefused(f"shard {self.number}: {error}") from error
 
     def _start(self, answer: Any) -> asyncio.Task[Any]:  # noqa: ANN401 -- a coroutine
         task = asyncio.get_running_loop().create_task(answer)
@@ -194,51 +194,51 @@ class Overflow:
                 )
 
 
-class Links(list[Link]):
+class Shards(list[Shard]):
     """All shards, in their order."""
 
-    def __init__(self, links: Iterable[Link], patience_s: float) -> None:
+    def __init__(self, shards: Iterable[Shard], patience_s: float) -> None:
         """Args:
-        links: in the order of their shards.
+        shards: in their order.
         patience_s: as each of them has it.
         """
-        super().__init__(links)
+        super().__init__(shards)
         self._patience_s = patience_s
         self.late_error: BaseException | None = None
         """The first error of an answer that nobody waited for any more."""
 
-    def owner(self, number: int) -> Link:
+    def owner(self, number: int) -> Shard:
         """The shard of a lease, group or record."""
         return self[number % len(self)]
 
     @property
     def ledger(self) -> dict[str, int]:
         """The newest counts of all shards together."""
-        return _added([link.ledger for link in self])
+        return _added([shard.ledger for shard in self])
 
     @property
     def fidelity(self) -> LengthFidelity:
         """The worst of the shards."""
-        return LengthFidelity.worst(link.fidelity for link in self)
+        return LengthFidelity.worst(shard.fidelity for shard in self)
 
     async def answered(self, tasks: Mapping[int, asyncio.Task[R]]) -> dict[int, R]:
         """The answers of the shards that are not silent; while all shards are, wait for them.
 
         What comes later is not lost: an error of it is raised by the next call.
         """
-        while pending := [shard for shard, task in tasks.items() if not task.done()]:
-            lefts = [left for shard in pending if (left := self[shard].patience_left_s) > 0]
-            if not lefts and not all(link.is_silent for link in self):
+        while pending := [number for number, task in tasks.items() if not task.done()]:
+            lefts = [left for number in pending if (left := self[number].patience_left_s) > 0]
+            if not lefts and not all(shard.is_silent for shard in self):
                 break
             await asyncio.wait(
-                [tasks[shard] for shard in pending],
+                [tasks[number] for number in pending],
                 timeout=min(lefts, default=self._patience_s),
                 return_when=asyncio.FIRST_COMPLETED,
             )
         for task in tasks.values():
             if not task.done():
                 task.add_done_callback(self._came_late)
-        return {shard: task.result() for shard, task in tasks.items() if task.done()}
+        return {number: task.result() for number, task in tasks.items() if task.done()}
 
     def _came_late(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

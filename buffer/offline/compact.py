@@ -14,8 +14,7 @@ from typing import NamedTuple
 import lmdb
 
 from buffer.errors import StoreError
-from buffer.inspect import shard_folders
-from buffer.store import DATA, Store, own
+from buffer.store import DATA, Store, own, shard_folders
 from buffer.transaction import TABLES
 from common.files import sync
 

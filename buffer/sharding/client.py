@@ -4,8 +4,6 @@ A shard is *silent* while something that it was told or asked has been unanswere
 others go on without it: it has no part in new steps, its prompts wait, and what the learner says
 meanwhile reaches it in order once it answers again. Two things wait for a silent shard: the start
 of a learner, so that an incarnation has one number everywhere, and a step that the shard has a part in.
-
-How the batch of a step comes together is in `buffer.joint`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -21,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from buffer import protocol as p
+from buffer import schema
 from buffer.client import BufferClient, Draw
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
-from buffer.joint import JointDraws
-from buffer.links import Link, Links, Request, sum_of
+from buffer.sharding.division import Supply, divide_step, must_wait
+from buffer.sharding.shards import Request, Shard, Shards, sum_of
 from buffer.trajectory import Trajectory
 from common.rpc.auth import ClientKeys
 
@@ -35,8 +34,17 @@ PATIENCE_S = 2.0
 """A shard that leaves something unanswered for so long is silent."""
 
 _LEASE_POLL_S = 0.02
+_POLL_S = 0.02
+"""Pause before asking again what the shards could give to a step."""
+_KEPT_STEPS = 64
+"""Steps whose plans are remembered: more than may be drawn and not finished."""
+_PART_WAIT_S = 1.0
+"""A shard says after so long what its part of a step waits for."""
 
 _CLOSED = "the client of the buffer's shards is closed"
+
+Plan = dict[int, int]
+"""Shard -> how many groups of a step it gives."""
 
 R = TypeVar("R")
 
@@ -91,9 +99,9 @@ class ShardedClient:
         """
         self._config = config
         self._patience_s = patience_s
-        self._links = Links([Link(client, patience_s) for client in clients], patience_s)
+        self._shards = Shards([Shard(client, patience_s) for client in clients], patience_s)
         self._turn = 0
-        self._draws = JointDraws(self._links)
+        self._draws = JointDraws(self._shards)
         self._is_closed = False
         self._leasing = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
@@ -115,7 +123,7 @@ class ShardedClient:
     @property
     def heard_at(self) -> float:
         """When any shard last answered anything, on the monotonic clock."""
-        return max(link.client.heard_at for link in self._links)
+        return max(shard.client.heard_at for shard in self._shards)
 
     def status(self) -> Future[p.Status]:
         """The sum over all shards; of silent ones what was known last."""
@@ -132,8 +140,8 @@ class ShardedClient:
         self._is_closed = True
         limit_s = self._config.request_timeout_s if timeout_s is None else timeout_s
         asyncio.run_coroutine_threadsafe(self._settle(limit_s), self._loop).result(limit_s + 10.0)
-        with ThreadPoolExecutor(len(self._links)) as pool:
-            list(pool.map(lambda link: link.client.close(limit_s), self._links))
+        with ThreadPoolExecutor(len(self._shards)) as pool:
+            list(pool.map(lambda shard: shard.client.close(limit_s), self._shards))
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(10.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10.0)
@@ -149,7 +157,7 @@ class ShardedClient:
         """Hand in a trajectory to the shard of its prompt. Does not block: what a shard has no credit for waits."""
         if self._is_closed:
             raise BufferUnavailable(_CLOSED)
-        return self._links.owner(trajectory.lease_id).overflow.push(trajectory, self._loop)
+        return self._shards.owner(trajectory.lease_id).overflow.push(trajectory, self._loop)
 
     def has_room(self, _trajectory: Trajectory) -> bool:
         """`push` always returns at once."""
@@ -157,7 +165,7 @@ class ShardedClient:
 
     def give_up(self, lease: p.Lease, sample_indices: Sequence[int], reason: str) -> Future[p.Done]:
         """Say that these samples of a lease will not come."""
-        return self._links.owner(lease.lease_id).client.give_up(lease, sample_indices, reason)
+        return self._shards.owner(lease.lease_id).client.give_up(lease, sample_indices, reason)
 
     def renew(self, lease_ids: Sequence[int]) -> Future[p.RenewReply]:
         """Say that these leases are still worked on; those of a silent shard are not called lost."""
@@ -179,14 +187,14 @@ class ShardedClient:
             raise ValueError(f"write_scores got {len(record_ids)} records but {len(logprobs)} arrays")
         of_shard: dict[int, tuple[list[int], list[npt.NDArray[np.float32]]]] = {}
         for record, array in zip(record_ids, logprobs, strict=True):
-            records, arrays = of_shard.setdefault(record % len(self._links), ([], []))
+            records, arrays = of_shard.setdefault(record % len(self._shards), ([], []))
             records.append(record)
             arrays.append(array)
         return self._tell(lambda client: client.write_scores(*of_shard[client.shard]), of_shard)
 
     def step_finished(self, step: int, version: int, skipped: bool = False) -> Future[p.Done]:
         """Say that step `step` is done; shards without a part in it only learn the version."""
-        took_part = [self._draws.takes_part(step, link.shard) for link in self._links]
+        took_part = [self._draws.takes_part(step, shard.number) for shard in self._shards]
         return self._tell(
             lambda client: client.step_finished(step, version, skipped, took_part=took_part[client.shard])
         )
@@ -202,26 +210,26 @@ class ShardedClient:
     # --- conversations ----------------------------------------------------------------------------
 
     async def _connect(self) -> p.Welcome:
-        greetings = {link.shard: link.greet() for link in self._links}
-        welcomes = await self._links.answered(greetings)
+        greetings = {shard.number: shard.greet() for shard in self._shards}
+        welcomes = await self._shards.answered(greetings)
         return max(welcomes.values(), key=lambda welcome: welcome.epoch)
 
     async def _status(self) -> p.Status:
-        replies = await self._links.answered(
-            {link.shard: link.ask_one("status", lambda client: client.status()) for link in self._links}
+        replies = await self._shards.answered(
+            {shard.number: shard.ask_one("status", lambda client: client.status()) for shard in self._shards}
         )
-        for shard, status in replies.items():
-            link = self._links[shard]
-            link.status = status
-            link.hear(status.ledger, status.fidelity)
-        silent = [link.shard for link in self._links if link.shard not in replies]
-        return sum_of([link.status for link in self._links if link.status is not None], silent)
+        for number, status in replies.items():
+            shard = self._shards[number]
+            shard.status = status
+            shard.hear(status.ledger, status.fidelity)
+        silent = [shard.number for shard in self._shards if shard.number not in replies]
+        return sum_of([shard.status for shard in self._shards if shard.status is not None], silent)
 
     async def _lease(self, max_groups: int) -> p.LeaseGrant:
         async with self._leasing:
             while not (grants := await self._ask_for_leases(max_groups)):
-                if self._links.late_error is not None:
-                    raise self._links.late_error
+                if self._shards.late_error is not None:
+                    raise self._shards.late_error
                 # all that are connected are silent, while another one is not: nothing was waited for
                 await asyncio.sleep(_LEASE_POLL_S)
         leases = [lease for grant in grants for lease in grant.leases]
@@ -231,27 +239,27 @@ class ShardedClient:
 
     async def _ask_for_leases(self, max_groups: int) -> list[p.LeaseGrant]:
         """One round over the shards. Another one begins it each time, so that none is always the last."""
-        turn, self._turn = self._turn, (self._turn + 1) % len(self._links)
-        order = [link for link in self._links[turn:] + self._links[:turn] if link.is_connected]
+        turn, self._turn = self._turn, (self._turn + 1) % len(self._shards)
+        order = [shard for shard in self._shards[turn:] + self._shards[:turn] if shard.is_connected]
         grants: list[p.LeaseGrant] = []
-        for i, link in enumerate(order):
+        for i, shard in enumerate(order):
             room = max_groups - sum(len(grant.leases) for grant in grants)
             if room <= 0:
                 break
             wanted = -(-room // (len(order) - i))
-            task = link.ask_one("lease", lambda client, num=wanted: client.lease(num), even_late=True)  # type: ignore[misc]
-            answer = await self._links.answered({link.shard: task})
+            task = shard.ask_one("lease", lambda client, num=wanted: client.lease(num), even_late=True)  # type: ignore[misc]
+            answer = await self._shards.answered({shard.number: task})
             if answer:
-                link.taken("lease")
+                shard.taken("lease")
                 grants += answer.values()
         return grants
 
     async def _renew(self, lease_ids: Sequence[int]) -> p.RenewReply:
         of_shard: dict[int, list[int]] = {}
         for lease_id in lease_ids:
-            of_shard.setdefault(lease_id % len(self._links), []).append(lease_id)
-        replies = await self._links.answered(
-            {s: self._links[s].ask(lambda client: client.renew(of_shard[client.shard])) for s in of_shard}
+            of_shard.setdefault(lease_id % len(self._shards), []).append(lease_id)
+        replies = await self._shards.answered(
+            {s: self._shards[s].ask(lambda client: client.renew(of_shard[client.shard])) for s in of_shard}
         )
         return p.RenewReply([lease_id for reply in replies.values() for lease_id in reply.lost])
 
@@ -261,8 +269,8 @@ class ShardedClient:
         async def all_begin(at_least: int) -> list[p.IncarnationReply]:
             return await asyncio.gather(
                 *[
-                    link.tell(lambda client: client.begin_incarnation(version, step, at_least=at_least))
-                    for link in self._links
+                    shard.tell(lambda client: client.begin_incarnation(version, step, at_least=at_least))
+                    for shard in self._shards
                 ]
             )
 
@@ -286,34 +294,142 @@ class ShardedClient:
         return asyncio.run_coroutine_threadsafe(self._guarded(talk), self._loop)
 
     async def _guarded(self, talk: Callable[[], Coroutine[Any, Any, R]]) -> R:
-        if self._links.late_error is not None:
-            raise self._links.late_error
+        if self._shards.late_error is not None:
+            raise self._shards.late_error
         try:
             return await talk()
         except asyncio.CancelledError:
             raise BufferUnavailable(_CLOSED) from None
 
-    def _tell(self, request: Request[p.Done], shards: Mapping[int, object] | None = None) -> Future[p.Done]:
+    def _tell(self, request: Request[p.Done], numbers: Mapping[int, object] | None = None) -> Future[p.Done]:
         """Say something to all shards, or to these; completes when those that are not silent have answered."""
 
         async def told() -> p.Done:
-            links = [link for link in self._links if shards is None or link.shard in shards]
-            await self._links.answered({link.shard: link.tell(request) for link in links})
+            shards = [shard for shard in self._shards if numbers is None or shard.number in numbers]
+            await self._shards.answered({shard.number: shard.tell(request) for shard in shards})
             return p.Done()
 
         return self._submit(told)
 
     async def _settle(self, limit_s: float) -> None:
         """Let the shards hear what they were told."""
-        untold = [task for link in self._links for task in link.untold]
+        untold = [task for shard in self._shards for task in shard.untold]
         if untold:
             await asyncio.wait(untold, timeout=limit_s)
-        for link in self._links:
-            if link.untold:
-                log.warning("shard %d did not hear the last %d messages", link.shard, len(link.untold))
+        for shard in self._shards:
+            if shard.untold:
+                log.warning("shard %d did not hear the last %d messages", shard.number, len(shard.untold))
 
     async def _cancel_all(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class JointDraws:
+    """The batch of a step from several shards: divides steps, and joins their parts.
+
+    A step is divided among the shards that answer, by what they have. How, is recorded in each with its
+    part of the draw, and told to every learner that begins: nobody divides a step twice. From then on
+    the step waits for every shard that has a part in it.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        """Nothing is divided yet.
+
+        Args:
+            shards: all of them.
+        """
+        self._shards = shards
+        self._plans: dict[int, Plan] = {}
+        """Step -> how it is divided; of the last steps."""
+        self._parts: dict[tuple[int, int, int, int], asyncio.Task[Draw]] = {}
+        """(step, version, incarnation, shard) -> its draw, until all of the step are there."""
+
+    def begin(self, recorded: Iterable[dict[int, Plan]]) -> dict[int, Plan]:
+        """A learner begins: these plans are recorded, by shard. A shard that lacks one was not asked yet."""
+        self._plans = {}
+        for plans in recorded:
+            self._plans = {**plans, **self._plans}
+        return self._plans
+
+    def takes_part(self, step: int, shard: int) -> bool:
+        """Does the shard give groups to the step? Of a step that is not divided each may think so."""
+        return step not in self._plans or shard in self._plans[step]
+
+    async def draw(self, step: int, version: int, incarnation: int, num_groups: int, wait_s: float) -> Draw:
+        """See `BufferClient.draw`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        while step not in self._plans:
+            plan, why = await self._divide(step, version, incarnation, num_groups)
+            if plan:
+                self._plans = {**{s: old for s, old in self._plans.items() if s > step - _KEPT_STEPS}, step: plan}
+            elif loop.time() + _POLL_S >= deadline:
+                return self._joined(step, [], why)
+            else:
+                await asyncio.sleep(_POLL_S)
+        plan = self._plans[step]
+        for shard in plan:
+            if (step, version, incarnation, shard) not in self._parts:
+                part = self._shards[shard].draw(step, version, incarnation, plan, _PART_WAIT_S)
+                task = self._parts[step, version, incarnation, shard] = loop.create_task(part)
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        parts = {shard: self._parts[step, version, incarnation, shard] for shard in sorted(plan)}
+        _, missing = await asyncio.wait(parts.values(), timeout=max(0.0, deadline - loop.time()))
+        done = [task.result() for task in parts.values() if task.done()]
+        if missing:
+            waits = [
+                f"shard {shard}: {_lacks(self._shards[shard])}" for shard, task in parts.items() if task in missing
+            ]
+            return self._joined(step, [], f"step {step} has {len(done)} of {len(parts)} parts; {'; '.join(waits)}")
+        for shard in plan:
+            del self._parts[step, version, incarnation, shard]
+        return self._joined(step, done, "")
+
+    async def _divide(self, step: int, version: int, incarnation: int, num_groups: int) -> tuple[dict[int, int], str]:
+        """How many groups each shard gives to a new step; or nothing, and why the step must wait."""
+        offers = await self._shards.answered(
+            {
+                shard.number: shard.tell(lambda client: client.offer(step, version, incarnation))
+                for shard in self._shards
+                if not shard.is_silent
+            }
+        )
+        for number, offer in offers.items():
+            self._shards[number].hear(offer.ledger, offer.fidelity)
+        supplies = {
+            number: Supply(offer.num_eligible, offer.capacity, offer.due, offer.open_due)
+            for number, offer in offers.items()
+        }
+        waits = any(offer.waits for offer in offers.values())
+        is_whole = len(offers) == len(self._shards)
+        plan = divide_step(num_groups, supplies, in_order=waits)
+        if plan and not (waits and (not is_whole or must_wait(plan, num_groups, supplies))):
+            return plan, ""
+        num_ready = sum(supply.num_eligible for supply in supplies.values())
+        lacks = [f"shard {number} has {offer.num_eligible}, {offer.waiting_for}" for number, offer in offers.items()]
+        lacks += [f"shard {each.number}: {_lacks(each)}" for each in self._shards if each.number not in offers]
+        return {}, f"step {step} has {min(num_ready, num_groups)} of {num_groups} groups; {'; '.join(lacks)}"
+
+    def _joined(self, step: int, parts: Sequence[Draw], waiting_for: str) -> Draw:
+        """One draw of all parts; without any, one that is not ready."""
+        return Draw(
+            ready=bool(parts),
+            step=step,
+            group_ids=[group for part in parts for group in part.group_ids],
+            record_ids=[record for part in parts for record in part.record_ids],
+            waiting_for=waiting_for,
+            body=bytes(schema.join_streams([part.body for part in parts])) if parts else b"",
+            ledger=self._shards.ledger,
+            lengths=[length for part in parts for length in part.lengths],
+            fidelity=self._shards.fidelity,
+        )
+
+
+def _lacks(shard: Shard) -> str:
+    """What the shard's part of a step waits for."""
+    if shard.is_silent:
+        return f"no answer from {shard.client.address} for {shard.silent_s:.0f} s"
+    return shard.waiting_for or f"no answer from {shard.client.address} yet"
