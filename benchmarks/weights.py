@@ -19,33 +19,32 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import SubprocessError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.machine import ROOT, describe_machine
-from benchmarks.weights_parts import deltas, fairness, hosts, sync, update
-from benchmarks.weights_parts.figures import summed_up
-from benchmarks.weights_parts.peers import Figures, MeasurementFailed, say
-from benchmarks.weights_parts.report import judged, write_page
-from benchmarks.weights_parts.setting import MEMORY_FOLDER, Setting
+from benchmarks.lib.machine import RESULTS, ROOT, describe_machine
+from benchmarks.lib.page import judged, write_page
+from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
+from benchmarks.weights_parts.measurements import Setting, deltas, fairness, hosts, sync, update
+from benchmarks.weights_parts.page import BARS, page, summed_up
+from benchmarks.weights_parts.peers import Figures, say
 
-PAGE = ROOT / "docs" / "results" / "weights.md"
+PAGE = RESULTS / "weights.md"
 RUNS = ROOT / "runs"
 """Where runs lie, and so the disk that the weights of a run go to."""
-
+MEMORY_FOLDER = Path("/dev/shm")
 MEASUREMENTS: dict[str, Callable[[Setting], Figures]] = {
-    "update": update.measure,
-    "deltas": deltas.measure,
-    "sync": sync.measure,
-    "hosts": hosts.measure,
-    "fairness": fairness.measure,
+    "update": update,
+    "deltas": deltas,
+    "sync": sync,
+    "hosts": hosts,
+    "fairness": fairness,
 }
 
 
@@ -55,7 +54,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smaller, for development")
     parser.add_argument("--only", nargs="+", choices=[*MEASUREMENTS], metavar="NAME", help=" ".join(MEASUREMENTS))
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, it ends what is being measured
+    end_at_sigterm()
     machine = describe_machine()
     began_s = time.monotonic()
     result: Figures = {"quick": args.quick}
@@ -71,19 +70,16 @@ def main() -> None:
                 found = MEASUREMENTS[name](setting)
                 result |= found
                 say(json.dumps(found))
-            except (MeasurementFailed, OSError, subprocess.SubprocessError) as error:
+            except (MeasurementFailed, OSError, SubprocessError) as error:
                 failed[name] = str(error)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
             _free(setting)
             say(f"{name}: {time.monotonic() - began_s:.0f} s since the start")
     result |= summed_up(result)
-    result |= {
-        "machine": machine,
-        "failed": failed,
-        "wanted": judged(result),
-    }
+    wanted = judged(result, BARS, "at most", at_full_size=not args.quick)
+    result |= {"machine": machine, "failed": failed, "wanted": wanted}
     if not (args.quick or args.only or failed):
-        write_page(PAGE, result)
+        write_page(PAGE, page(result))
     print(json.dumps(result))
     sys.exit(1 if failed else 0)
 

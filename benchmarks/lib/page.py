@@ -27,8 +27,8 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def milliseconds(seconds: float) -> str:
-    """As a cell, without the unit."""
+def ms(seconds: float) -> str:
+    """Milliseconds as a cell, without the unit."""
     return f"{seconds * 1000:,.0f}"
 
 

@@ -1,35 +1,50 @@
 """Processes that do what they are told: the sides of a measurement, each with memory and threads of its own.
 
-A peer ends when the pipe to it closes, so also with a parent that is killed.
+`python -m benchmarks.weights_parts.peers ROLE OPTIONS` is one of them: its calls come on standard input, one JSON to a
+line. It ends when the pipe to it closes, so also with a parent that is killed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import importlib
+import inspect
 import json
 import os
 import select
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterable
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from benchmarks.lib.machine import ROOT
+from benchmarks.lib.processes import MeasurementFailed, environment
+
 Figures = dict[str, Any]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
+ROLES = {
+    "service": "handover:Service",
+    "clients": "handover:Clients",
+    "copying": "handover:Copying",
+    "receiver": "handover:Receiver",
+    "sender": "training:Sender",
+    "samples": "training:Sampling",
+    "delta": "training:DeltaLearner",
+    "learner": "training:PublishingLearner",
+    "engine": "engine:FollowingEngine",
+}
+"""Role -> module and class."""
 CALL_LIMIT_S = 120.0
 END_WITHIN_S = 15.0
 
 
-class MeasurementFailed(RuntimeError):
-    """A measurement ended without figures; what its processes said is above, on standard error."""
-
-
 class Peer:
-    """A process of its own in one role: `weights_parts.ROLE_role.Role(**options)`."""
+    """A process of its own in one role: an object of the role's class, made of the options."""
 
     def __init__(self, role: str, **options: object) -> None:
         """Start it; the role is taken in the background, and the first call waits for that.
@@ -39,11 +54,10 @@ class Peer:
             options: JSON values for the role.
         """
         self.role = role
-        paths = str(ROOT)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.weights_parts", role, json.dumps(options)],
+            [sys.executable, "-m", __name__, role, json.dumps(options)],
             cwd=ROOT,
-            env={**os.environ, **SETTINGS, "PYTHONPATH": paths},
+            env=environment(HF_HUB_OFFLINE="1", PYTHONFAULTHANDLER="1"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # or a pipe that broke would be written to again when it is closed
@@ -149,3 +163,52 @@ def call_all(peers: Iterable[Peer], method: str, *, limit_s: float = CALL_LIMIT_
 def say(text: str) -> None:
     """Progress, for whoever watches."""
     print(text, file=sys.stderr, flush=True)
+
+
+# --- the process of a peer -----------------------------------------------------------------------
+
+
+def lines_of(loop: asyncio.AbstractEventLoop) -> asyncio.Queue[bytes]:
+    """What comes on standard input. Its end is the end of this process: whoever gave orders is gone."""
+    queue: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def watch() -> None:
+        rest = b""
+        while data := os.read(0, 65536):  # no buffered reader: its lock would be held when the interpreter ends
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                loop.call_soon_threadsafe(queue.put_nowait, line)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="orders", daemon=True).start()
+    return queue
+
+
+async def main() -> None:
+    """Take the role, then answer every call in turn."""
+    name, options = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no answer
+    lines = lines_of(asyncio.get_running_loop())
+    module, _, kind = ROLES[name].partition(":")
+    role = getattr(importlib.import_module(f"benchmarks.weights_parts.{module}"), kind)(**json.loads(options))
+    while True:
+        call: dict[str, Any] = json.loads(await lines.get())
+        if call["method"] == "end":
+            break
+        answer: dict[str, Any]
+        try:
+            found = getattr(role, call["method"])(**call["arguments"])
+            answer = {"result": await found if inspect.isawaitable(found) else found}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(answer), file=answers, flush=True)
+    closing = role.close()
+    if inspect.isawaitable(closing):
+        await closing
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

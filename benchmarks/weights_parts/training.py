@@ -1,18 +1,31 @@
-"""SmolLM2-135M trained by the learner's own step: AdamW, float32 weights, bf16 autocast, one stage of one thread."""
+"""SmolLM2-135M trained by the learner's own step, on samples of its own; and what is done with the weights of a step.
+
+AdamW, float32 weights, bf16 autocast, one stage of one thread. The samples are made once, by Transformers, and kept in
+a file: gradients have the size and the noise of real ones, and every measurement trains the same.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import re
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from benchmarks.weights_parts.samples_role import GROUP_SIZE, trajectories
+from benchmarks.weights_parts.handover import RUN_ID
+from buffer.trajectory import Trajectory, VersionSpan
+from common.staleness import PolicyVersion
 from learner.assembly import chunk_loader
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
@@ -21,28 +34,102 @@ from learner.networks import Network, Networks
 from learner.packing import PackingRule
 from learner.reference import Reference
 from learner.step import TrainStep
+from weight_sync.config import WeightSyncConfig
+from weight_sync.delta import decode_delta, encode_delta
+from weight_sync.publisher import Publisher
+from weight_sync.tensors import host_bytes
+from weight_sync.upload import open_sink
 
+GROUP_SIZE = 8
+NEW_TOKENS = 24
+TEMPLATE = "3 + 4 = 7\n{} + {} ="
+_NUMBER = re.compile(r"-?\d+")
 TOKEN_BUDGET = 512
+ITEM_BYTES = 2
+LEARNER_FLUSH_S, SENDER_FLUSH_S = 120.0, 60.0
+
+
+class Sampling:
+    """Makes what the learner trains on, as one step after another would get it."""
+
+    def __init__(self, *, model: str) -> None:
+        """Load the model of a checkpoint folder."""
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def make(self, *, path: str, num_groups: int) -> None:
+        """Sample sums of two numbers, K = GROUP_SIZE completions to each, and write them as .npz."""
+        random = np.random.default_rng(11)
+        torch.manual_seed(11)
+        sums = random.integers(10, 90, (num_groups, 2))
+        prompts = [self._tokenizer(TEMPLATE.format(a, b))["input_ids"] for a, b in sums]
+        length = max(len(prompt) for prompt in prompts)
+        # of one length: a longer example instead of padding, so that nothing has to be masked
+        prompts = [[*prompt[: length - len(prompt)], *prompt] for prompt in prompts]
+        tokens = torch.tensor(prompts).repeat_interleave(GROUP_SIZE, 0)
+        logprobs = []
+        cache, new = None, tokens
+        with torch.inference_mode():
+            for _ in range(NEW_TOKENS):
+                output = self._model(new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                cache = output.past_key_values
+                chances = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
+                new = torch.multinomial(chances.exp(), 1)
+                logprobs.append(chances.gather(1, new)[:, 0])
+                tokens = torch.cat([tokens, new], 1)
+        texts = self._tokenizer.batch_decode(tokens[:, length:])
+        rewards = [closeness(text, int(sums[i // GROUP_SIZE].sum())) for i, text in enumerate(texts)]
+        np.savez(
+            path,
+            tokens=tokens.numpy().astype(np.int32),
+            logprobs=torch.stack(logprobs, 1).numpy().astype(np.float32),
+            rewards=np.asarray(rewards, np.float64),
+        )
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def trajectories(path: Path) -> list[Trajectory]:
+    """What `make` wrote, group by group."""
+    with np.load(path) as saved:
+        tokens, logprobs, rewards = saved["tokens"], saved["logprobs"], saved["rewards"]
+    num = logprobs.shape[1]
+    return [
+        Trajectory(
+            lease_id=0,
+            attempt=0,
+            group_id=i // GROUP_SIZE,
+            sample_index=i % GROUP_SIZE,
+            prompt_id=i // GROUP_SIZE,
+            token_ids=tokens[i],
+            prompt_length=tokens.shape[1] - num,
+            logprobs=logprobs[i],
+            spans=(VersionSpan(PolicyVersion(0, 0), 0, num),),
+            reward=float(rewards[i]),
+            finish_reason="length",
+        )
+        for i in range(len(tokens))
+    ]
+
+
+def closeness(text: str, right: int) -> float:
+    """1 for the right number first, up to 0.5 for a near one, 0 where there is none."""
+    found = _NUMBER.search(text)
+    if found is None:
+        return 0.0
+    distance = abs(int(found.group()[:12]) - right)
+    return 1.0 if distance == 0 else 0.5 / (1.0 + distance / 5.0)
 
 
 class Trainer:
     """Trains on samples that were made before, a few groups a step, and over again when they are through."""
 
-    def __init__(
-        self, model: Path, samples: Path, scratch: Path, *, learning_rate: float, groups_per_step: int
-    ) -> None:
-        """Load the model.
-
-        Args:
-            model: checkpoint folder.
-            samples: file of `samples_role`.
-            scratch: a folder of this process.
-            learning_rate: constant.
-            groups_per_step: prompts of a step.
-        """
+    def __init__(self, *, model: str, samples: str, scratch: str, learning_rate: float, groups_per_step: int) -> None:
+        """Load the model; `scratch` is a folder of this process, the learning rate is constant."""
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        meeting = scratch / f"group-{os.getpid()}"
+        meeting = Path(scratch) / f"group-{os.getpid()}"
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting}", rank=0, world_size=1, timeout=timedelta(seconds=60)
         )
@@ -50,12 +137,12 @@ class Trainer:
         config = LearnerConfig(
             num_stages=1, learning_rate=learning_rate, token_budget=TOKEN_BUDGET, precision="bfloat16"
         )
-        chunks = chunk_loader(config, 1.0, mesh, torch.device("cpu"))(model, "token")
+        chunks = chunk_loader(config, 1.0, mesh, torch.device("cpu"))(Path(model), "token")
         networks = Networks(Network.build(chunks, config, mesh), None, config, mesh)
         algorithm = OffPolicyPPOConfig(proximal="behaviour", baseline="rloo")
         self._policy = networks.policy
         self._step = TrainStep(networks, Reference(None, networks), algorithm, config)
-        self._batches = self._in_turn(samples, groups_per_step)
+        self._batches = self._in_turn(Path(samples), groups_per_step)
         self.version = 0
 
     def step(self) -> float:
@@ -98,3 +185,206 @@ class Trainer:
         starts = range(0, len(rows) - size + 1, size)
         rule = PackingRule(TOKEN_BUDGET)
         return (StepBatch.build(rows[start : start + size], 0, {0: 0}, rule) for start in itertools.cycle(starts))
+
+
+class DeltaLearner:
+    """Trains, and takes the differences: what a step changes, as a delta in bfloat16."""
+
+    def __init__(self, *, snapshots: str, spread: bool, **training: Any) -> None:  # noqa: ANN401 -- JSON
+        """Load the model.
+
+        Args:
+            snapshots: folder for the weights of the last two versions, which other measurements send; "": none.
+            spread: begin as `Trainer.spread` says.
+            training: for the Trainer.
+        """
+        self._trainer = Trainer(**training)
+        self._snapshots = snapshots
+        if spread:
+            self._trainer.spread()
+
+    def boundary_share(self) -> float:
+        """As of the trainer."""
+        return self._trainer.boundary_share()
+
+    def steps(self, *, num_steps: int) -> list[dict[str, float]]:
+        """Steps, and what each changed.
+
+        Returns:
+            Of each step: `unchanged` (share of the values that are the same in bfloat16), `delta_bytes`,
+            `full_bytes`, `encode_s`, `decode_s`, `step_s` and `norm` of the gradient.
+        """
+        old = self._rounded()
+        rounds: list[dict[str, float]] = []
+        for number in range(num_steps):
+            if self._snapshots and number == num_steps - 1:
+                self._save("before")
+            start = time.perf_counter()
+            norm = self._trainer.step()
+            step_s = time.perf_counter() - start
+            new = self._rounded()
+            rounds.append({**differences(new, old), "step_s": step_s, "norm": norm})
+            old = new
+        if self._snapshots:
+            self._save("after")
+        return rounds
+
+    def close(self) -> None:
+        """End the process group."""
+        self._trainer.close()
+
+    def _rounded(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(torch.bfloat16) for name, tensor in self._trainer.tensors().items()}
+
+    def _save(self, name: str) -> None:
+        """As float32: what a sender wants in bfloat16 it rounds itself."""
+        tensors = {key: tensor.clone() for key, tensor in self._trainer.tensors().items()}
+        save_file(tensors, Path(self._snapshots) / f"{name}.safetensors")
+
+
+def differences(new: dict[str, torch.Tensor], old: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The delta of all tensors, tried: it has to give the new bytes back.
+
+    Args:
+        new: of the version, bfloat16.
+        old: of its parent.
+    """
+    found = dict.fromkeys(("delta_bytes", "full_bytes", "encode_s", "decode_s"), 0.0)
+    num_same = num_values = 0
+    for name, tensor in new.items():
+        num_same += int((tensor == old[name]).sum())
+        num_values += tensor.numel()
+        ours, theirs = host_bytes(tensor), host_bytes(old[name])
+        start = time.perf_counter()
+        encoding, blob = encode_delta(ours, theirs, ITEM_BYTES)
+        encoded = time.perf_counter()
+        back = decode_delta(encoding, memoryview(blob), theirs, ITEM_BYTES)
+        found["decode_s"] += time.perf_counter() - encoded
+        found["encode_s"] += encoded - start
+        found["delta_bytes"] += len(blob)
+        found["full_bytes"] += len(ours)
+        if bytes(back) != bytes(ours):
+            raise RuntimeError(f"the delta of {name} does not give its bytes back")
+    return {**found, "unchanged": num_same / num_values}
+
+
+class PublishingLearner:
+    """Takes real optimizer steps, and publishes every one of them."""
+
+    def __init__(self, *, folder: str, dtypes: list[str], **training: Any) -> None:  # noqa: ANN401 -- JSON
+        """Load the model.
+
+        Args:
+            folder: of the weight store.
+            dtypes: to publish in.
+            training: for the Trainer.
+        """
+        self._trainer = Trainer(**training)
+        knobs = WeightSyncConfig(transport="folder")
+        sink = open_sink(knobs, folder=Path(folder), address="", run_id=RUN_ID, name="learner")
+        self._publisher = Publisher(sink, 0, 1, dtypes, keep_versions=knobs.keep_versions)
+        self._rounds: list[dict[str, float]] = []
+
+    def train(self, *, num_steps: int) -> None:
+        """Steps, each followed by its publishing; the last may still be on its way when this returns."""
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            norm = self._trainer.step()
+            stepped = time.perf_counter()
+            found = {"step": stepped - start, "norm": norm}
+            self._rounds.append(found)
+            version = PolicyVersion(0, self._trainer.version)
+            self._publisher.publish(version, self._trainer.tensors(), functools.partial(_note_commit, found, stepped))
+            found["publish"] = time.perf_counter() - stepped
+
+    def finish(self) -> list[dict[str, float]]:
+        """Wait until all is published.
+
+        Returns:
+            Of each step, in seconds: `step` without publishing, `publish` the call alone, `committed` from the call
+            until the version could be pulled; and the gradient norm, as `norm`.
+        """
+        self._publisher.flush(LEARNER_FLUSH_S)
+        return self._rounds
+
+    def close(self) -> None:
+        """End publisher and process group."""
+        self._publisher.close()
+        self._trainer.close()
+
+
+def _note_commit(found: dict[str, float], began_s: float, version: PolicyVersion) -> None:
+    found["committed"] = time.perf_counter() - began_s
+
+
+class Sender:
+    """Holds two versions of the weights, one optimizer step apart, and hands them over in turn.
+
+    Through a Publisher, or with torch.save; both from the same tensors in memory.
+    """
+
+    def __init__(
+        self, *, snapshots: list[str], dtype: str, folder: str, full_every: int = 1, num_values: int | None = None
+    ) -> None:
+        """Have the tensors ready in memory, in the dtype that is handed over.
+
+        Args:
+            snapshots: safetensors files of the versions.
+            dtype: to hand over in.
+            folder: of the weight store.
+            full_every: 1 for no deltas.
+            num_values: take only so many tensors' worth of values, for small versions; None: all.
+        """
+        torch.set_num_threads(1)
+        self._versions = [
+            {name: tensor.to(getattr(torch, dtype)).clone() for name, tensor in load_file(path).items()}
+            for path in snapshots
+        ]
+        if num_values is not None:
+            self._versions = [_first(tensors, num_values) for tensors in self._versions]
+        self._turn = 0
+        knobs = WeightSyncConfig(transport="folder", full_every=full_every)
+        sink = open_sink(knobs, folder=Path(folder), address="", run_id=RUN_ID, name="sender")
+        self._publisher = Publisher(sink, 0, 1, [dtype], keep_versions=knobs.keep_versions, full_every=knobs.full_every)
+
+    def num_bytes(self) -> int:
+        """Of a whole version."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._versions[0].values())
+
+    def publish(self, *, version: int) -> dict[str, float]:
+        """Publish the next version and wait until all of it is done.
+
+        Returns:
+            `began`: a moment of the clock that all processes share; `call`: seconds that the caller was held up.
+        """
+        tensors = self._next()
+        began = time.perf_counter()
+        self._publisher.publish(PolicyVersion(0, version), tensors)
+        call_s = time.perf_counter() - began
+        self._publisher.flush(SENDER_FLUSH_S)
+        return {"began": began, "call": call_s}
+
+    def save(self, *, path: str) -> float:
+        """torch.save of the next version; returns seconds."""
+        tensors = self._next()
+        began = time.perf_counter()
+        torch.save(tensors, path)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """End the publisher."""
+        self._publisher.close()
+
+    def _next(self) -> dict[str, torch.Tensor]:
+        self._turn += 1
+        return self._versions[self._turn % len(self._versions)]
+
+
+def _first(tensors: dict[str, torch.Tensor], num_values: int) -> dict[str, torch.Tensor]:
+    """The first tensors by name that hold so many values together."""
+    chosen: dict[str, torch.Tensor] = {}
+    for name, tensor in sorted(tensors.items()):
+        if tensor.numel() <= num_values:
+            chosen[name] = tensor
+            num_values -= tensor.numel()
+    return chosen

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from actors.config import ActorsConfig
 from actors.engine import Engine
 from actors.weights import WeightFollower
-from benchmarks.weights_parts.bare_reload import bare_reload
+from benchmarks.weights_parts.handover import RUN_ID
 from common.staleness import PolicyVersion, StalenessContract
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import open_puller
@@ -32,25 +33,17 @@ LOWEST_TOKEN = 1000
 SETTLE_S = 1.0
 """Of plain generation between an update and the bare reload that it is compared with."""
 POLL_S = 0.02
+_ready: dict[str, torch.Tensor] = {}
+"""The served checkpoint in the engine's dtype, read once."""
 
 
-class Role:
+class FollowingEngine:
     """One actor's engine, its puller and its load."""
 
     def __init__(
         self, *, name: str, model: str, folder: str, dtype: str, num_running: int, vocab_size: int, seed: int
     ) -> None:
-        """Take orders; `start` starts the engine.
-
-        Args:
-            name: of the actor.
-            model: the checkpoint that is served.
-            folder: of the weight store.
-            dtype: that is served and pulled.
-            num_running: requests that run all the time.
-            vocab_size: V.
-            seed: of prompts and sampler.
-        """
+        """Take orders; `start` starts the engine, `num_running` requests run all the time."""
         # vLLM's way to have a function run in its process
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -65,9 +58,7 @@ class Role:
             kv_cache_gib=0.5,
         )
         self._knobs = WeightSyncConfig(transport="folder")
-        self._puller = open_puller(
-            self._knobs, folder=Path(folder), address="", run_id="benchmark", name=name, dtype=dtype
-        )
+        self._puller = open_puller(self._knobs, folder=Path(folder), address="", run_id=RUN_ID, name=name, dtype=dtype)
         self._tasks: list[asyncio.Task[None]] = []
         self._token_s: list[float] = []
         self._numbers = itertools.count()
@@ -200,3 +191,24 @@ class Role:
         for task in self._tasks:
             if task.done():
                 task.result()
+
+
+def bare_reload(worker: Any) -> float:  # noqa: ANN401 -- vLLM's types are unknown here
+    """Seconds of vLLM's own reload of tensors that lie ready: what an update costs if weights come from nowhere.
+
+    Runs in the engine's process (`collective_rpc`). No file is read, nothing is verified, nobody is asked.
+    """
+    from safetensors.torch import load_file
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    runner = worker.model_runner
+    if not _ready:
+        for path in sorted(Path(runner.model_config.model).glob("*.safetensors")):
+            found = load_file(path)
+            _ready.update({name: tensor.to(runner.model_config.dtype).clone() for name, tensor in found.items()})
+    start = time.perf_counter()
+    with torch.inference_mode():
+        initialize_layerwise_reload(runner.model)
+        runner.model.load_weights(_ready.items())
+        finalize_layerwise_reload(runner.model, runner.model_config)
+    return time.perf_counter() - start

@@ -1,0 +1,385 @@
+"""Who is told what, and when: the update of two engines, deltas, hand-overs, many pullers and many clients."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.machine import smollm2
+from benchmarks.lib.processes import MeasurementFailed
+from benchmarks.weights_parts.page import (
+    copying_figures,
+    delta_figures,
+    fairness_figures,
+    hosts_figures,
+    learner_figures,
+    pause_figures,
+    sync_figures,
+)
+from benchmarks.weights_parts.peers import Figures, Peer, call_all, say
+from weight_sync.serving import check_model_folder, prepare_serving_model
+
+SAMPLING_LIMIT_S = 240.0
+TRAINING_LIMIT_S = 300.0
+DTYPE = "bfloat16"
+SMALL_RATE, LARGE_RATE = 1e-6, 1e-5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of one run of the benchmark."""
+
+    scratch: Path
+    """On disk, beside where runs lie; removed afterwards."""
+    memory: Path
+    """The same in memory."""
+    quick: bool
+
+    @property
+    def num_groups(self) -> int:
+        """Prompts with samples: so many over `groups_per_step` are the steps before they come again."""
+        return 4 if self.quick else 20
+
+    @property
+    def groups_per_step(self) -> int:
+        """Prompts of an optimizer step."""
+        return 1 if self.quick else 4
+
+    def samples(self) -> Path:
+        """What the learner trains on; sampled once."""
+        path = self.scratch / "samples.npz"
+        if not path.exists():
+            say("sampling what the learner trains on")
+            with Peer("samples", model=str(smollm2())) as peer:
+                peer.call("make", path=str(path), num_groups=self.num_groups, limit_s=SAMPLING_LIMIT_S)
+        return path
+
+    def snapshots(self) -> list[Path]:
+        """Weights of two versions, one optimizer step apart: what is handed over. Trained once."""
+        paths = [self.scratch / f"{name}.safetensors" for name in ("before", "after")]
+        if not all(path.exists() for path in paths):
+            say("training two versions to hand over")
+            with self.trainer(SMALL_RATE, snapshots=self.scratch) as peer:
+                peer.call("steps", num_steps=3, limit_s=TRAINING_LIMIT_S)
+        return paths
+
+    def trainer(self, learning_rate: float, *, snapshots: Path | None = None, spread: bool = False) -> Peer:
+        """A peer that trains, and takes the differences."""
+        return Peer(
+            "delta",
+            model=str(smollm2()),
+            samples=str(self.samples()),
+            scratch=str(self.scratch),
+            learning_rate=learning_rate,
+            groups_per_step=self.groups_per_step,
+            snapshots=str(snapshots) if snapshots else "",
+            spread=spread,
+        )
+
+    def new_folder(self, name: str, *, in_memory: bool = False) -> Path:
+        """An empty folder that no other measurement uses."""
+        folder = (self.memory if in_memory else self.scratch) / name
+        try:
+            folder.mkdir()
+        except FileExistsError as error:
+            raise MeasurementFailed(f"{folder} exists: two measurements have one name") from error
+        return folder
+
+
+NUM_ACTORS = 2
+NUM_RUNNING = 24
+START_LIMIT_S = 300.0
+STEP_LIMIT_S = 120.0
+
+
+def update(setting: Setting) -> Figures:
+    """Two actors generate, the learner trains and publishes every step: what an update costs them.
+
+    Updates of both engines, the first of which warms up; and the learner's steps. Both sides of `pause_over_step` come
+    from the same engine in the same run under the same load: after every update, and a second of plain generation,
+    vLLM's bare reload of tensors that lie ready in memory is timed, then the time between tokens until the next version
+    comes. The other engine and the learner do meanwhile what they always do.
+    """
+    num_rounds = 3 if setting.quick else 9
+    model = smollm2()
+    samples = setting.samples()
+    served = prepare_serving_model(model, setting.scratch / "served")
+    folder = setting.new_folder("update-weights")
+    with contextlib.ExitStack() as stack:
+        learner = stack.enter_context(
+            Peer(
+                "learner",
+                model=str(model),
+                samples=str(samples),
+                scratch=str(setting.scratch),
+                learning_rate=SMALL_RATE,
+                groups_per_step=setting.groups_per_step,
+                folder=str(folder),
+                dtypes=[DTYPE],
+            )
+        )
+        engines = [
+            stack.enter_context(
+                Peer(
+                    "engine",
+                    name=f"actor-{i}",
+                    model=str(served),
+                    folder=str(folder),
+                    dtype=DTYPE,
+                    num_running=NUM_RUNNING,
+                    vocab_size=check_model_folder(model).vocab_size,
+                    seed=i,
+                )
+            )
+            for i in range(NUM_ACTORS)
+        ]
+        say("update: starting two engines")
+        for engine in engines:
+            engine.begin("start")
+        for engine in engines:
+            engine.result("start", limit_s=START_LIMIT_S)
+        steps = _train_until_all_have_followed(learner, engines, num_rounds)
+        rounds = [engine.result("follow") for engine in engines]
+    return {
+        **pause_figures([each[1:] for each in rounds]),
+        **learner_figures(steps[1:]),
+        "update_num_running": NUM_RUNNING,
+        "update_num_actors": NUM_ACTORS,
+    }
+
+
+def _train_until_all_have_followed(learner: Peer, engines: list[Peer], num_rounds: int) -> list[dict[str, Any]]:
+    """The learner's steps. Engines skip what is published while they are busy, as actors do."""
+    limit_s = STEP_LIMIT_S * (num_rounds + 2)
+    for engine in engines:
+        engine.begin("follow", num_updates=num_rounds, limit_s=limit_s)
+    num_steps = 0
+    while not all(engine.has_answered() for engine in engines):
+        learner.call("train", num_steps=1, limit_s=STEP_LIMIT_S)
+        num_steps += 1
+        say(f"update: step {num_steps}")
+        if num_steps > 4 * num_rounds:
+            break  # the engines' own limit says why
+    steps: list[dict[str, Any]] = learner.call("finish")
+    return steps
+
+
+def deltas(setting: Setting) -> Figures:
+    """Steps at both rates, from the same weights and on the same batches; then again from weights that are spread."""
+    num_steps = 3 if setting.quick else 6
+    rates = {"1e-6": SMALL_RATE, "1e-5": LARGE_RATE}
+    found: dict[str, list[dict[str, float]]] = {}
+    boundary_share = 0.0
+    for spread in (False, True):
+        with contextlib.ExitStack() as stack:
+            peers = [
+                stack.enter_context(
+                    setting.trainer(
+                        rate, snapshots=setting.scratch if rate == SMALL_RATE and not spread else None, spread=spread
+                    )
+                )
+                for rate in rates.values()
+            ]
+            if not spread:
+                boundary_share = peers[0].call("boundary_share", limit_s=TRAINING_LIMIT_S)
+            say(f"deltas: training at two learning rates{', from spread weights' if spread else ''}")
+            steps = call_all(peers, "steps", num_steps=num_steps, limit_s=TRAINING_LIMIT_S)
+        names = [f"{name}, spread" if spread else name for name in rates]
+        found |= dict(zip(names, steps, strict=True))
+    return {**delta_figures(found), "boundary_share": boundary_share}
+
+
+PLACES = ("disk", "memory")
+KEPT_FILES = 3
+"""Files of torch.save that stay, as versions of the store do."""
+WARM_UP_ROUNDS = KEPT_FILES + 2
+"""Rounds that do not count: until what is removed gives its pages to what is written. A page that the machine has never
+touched costs ten times as much, which either side may meet first."""
+
+
+def sync(setting: Setting) -> Figures:
+    """From `publish` called to verified and staged in another process, beside torch.save and torch.load.
+
+    The folder's transport in bfloat16 and float32, on disk and in memory; and the network's, whole and as deltas. The
+    same tensors in memory on both sides, two processes, the same folder, files that are new each time; the sides take
+    turns. Nobody calls fsync. torch.load has read all of the file when it returns, and a staged version has been read
+    once against its checksums and stays mapped, so both are in the page cache. The receiver notices a version by
+    asking every millisecond; the other side is not charged for being told.
+    """
+    snapshots = [str(path) for path in setting.snapshots()]
+    with Peer("copying") as peer:
+        rates = peer.call("rates", num_rounds=9)
+    found: dict[str, Any] = {}
+    for dtype in (DTYPE, "float32"):
+        for place in PLACES:
+            found[f"{dtype}_{place}"] = _against_torch(setting, snapshots, dtype, place)
+    network = {kind: _over_network(setting, snapshots, kind) for kind in ("whole", "delta")}
+    return {**copying_figures(rates), **sync_figures(found, network)}
+
+
+def _against_torch(setting: Setting, snapshots: list[str], dtype: str, place: str) -> Figures:
+    folder = setting.new_folder(f"sync-{dtype}-{place}", in_memory=place == "memory")
+    weights, files = folder / "weights", folder / "files"
+    files.mkdir()
+    rounds: list[dict[str, float]] = []
+    with (
+        Peer("sender", snapshots=snapshots, dtype=dtype, folder=str(weights)) as sender,
+        receiver("folder", weights, dtype) as taker,
+    ):
+        num_bytes = sender.call("num_bytes")
+        for number in range(1, 1 + WARM_UP_ROUNDS + (2 if setting.quick else 7)):
+            turns = [lambda n=number: _hand_over(sender, taker, n), lambda n=number: _torch(sender, taker, files, n)]
+            found: dict[str, float] = {}
+            for turn in turns if number % 2 else reversed(turns):
+                found |= turn()
+            rounds.append(found)
+    say(f"sync, {dtype}, {place}: {rounds[-1]}")
+    return {"num_bytes": num_bytes, "rounds": rounds[WARM_UP_ROUNDS:]}
+
+
+def _over_network(setting: Setting, snapshots: list[str], kind: str) -> Figures:
+    folder = setting.new_folder(f"sync-network-{kind}")
+    staging = setting.new_folder(f"sync-staging-{kind}", in_memory=True)
+    weights = folder / "weights"
+    full_every = 100 if kind == "delta" else 1
+    with (
+        Peer("service", folder=str(weights)) as service,
+        Peer("sender", snapshots=snapshots, dtype=DTYPE, folder=str(weights), full_every=full_every) as sender,
+        receiver("network", weights, DTYPE, address=service.call("address"), staging=staging) as taker,
+    ):
+        num_bytes = sender.call("num_bytes")
+        rounds = [
+            _hand_over(sender, taker, number) | {"sent_bytes": sent_bytes(service, number)}
+            for number in range(1, 1 + WARM_UP_ROUNDS + (2 if setting.quick else 5))
+        ]
+    say(f"sync, network, {kind}: {rounds[-1]}")
+    return {"num_bytes": num_bytes, "rounds": rounds[WARM_UP_ROUNDS:]}
+
+
+def _hand_over(sender: Peer, taker: Peer, version: int) -> dict[str, float]:
+    taker.begin("pull", version=version)
+    sent = sender.call("publish", version=version)
+    got = taker.result("pull")
+    return {
+        "sync": got["staged"] - sent["began"],
+        "call": sent["call"],
+        "until_seen": got["seen"] - sent["began"],
+        "fetch": got["staged"] - got["seen"],
+    }
+
+
+def _torch(sender: Peer, taker: Peer, files: Path, number: int) -> dict[str, float]:
+    path = files / f"{number}.pt"
+    found = {"save": sender.call("save", path=str(path)), "load": taker.call("load", path=str(path))}
+    (files / f"{number - KEPT_FILES}.pt").unlink(missing_ok=True)
+    return found
+
+
+def receiver(
+    transport: str, folder: Path, dtype: str, *, address: str = "", staging: Path | None = None, name: str = "actor-0"
+) -> Peer:
+    """A peer that takes weights."""
+    return Peer(
+        "receiver",
+        name=name,
+        transport=transport,
+        folder=str(folder),
+        address=address,
+        staging=str(staging) if staging else "",
+        dtype=dtype,
+    )
+
+
+def sent_bytes(service: Peer, version: int) -> int:
+    """What the service has sent of a version's files so far."""
+    return sum(service.call("stats")["read_bytes"].get(f"0.{version}", {}).values())
+
+
+NUM_PULLERS = 16
+PULL_LIMIT_S = 120.0
+
+
+def hosts(setting: Setting) -> Figures:
+    """Many actors of one machine pull a version at the same time: how often is it sent, and how often verified?
+
+    Pullers of both transports, each a process of its own, and a version of SmolLM2 in bfloat16 for each.
+    """
+    num_pullers = 4 if setting.quick else NUM_PULLERS
+    snapshots = [str(path) for path in setting.snapshots()]
+    weights = setting.new_folder("hosts") / "weights"
+    staging = setting.new_folder("hosts-staging", in_memory=True)
+    with (
+        Peer("service", folder=str(weights)) as service,
+        Peer("sender", snapshots=snapshots, dtype=DTYPE, folder=str(weights)) as sender,
+    ):
+        address = service.call("address")
+        num_bytes = sender.call("num_bytes")
+        network = _pull_at_once(sender, weights, 1, num_pullers, "network", address=address, staging=staging)
+        sent = sent_bytes(service, 1)
+        file_bytes = sum(path.stat().st_size for path in (weights / "0.1").glob("*.safetensors"))
+        folder = _pull_at_once(sender, weights, 2, num_pullers, "folder")
+    return hosts_figures(num_bytes, sent / file_bytes, {"network": network, "folder": folder})
+
+
+def _pull_at_once(
+    sender: Peer,
+    weights: Path,
+    version: int,
+    num_pullers: int,
+    transport: str,
+    *,
+    address: str = "",
+    staging: Path | None = None,
+) -> list[dict[str, float]]:
+    """Of each puller: `sync` seconds from `publish` called, and `verified_bytes`."""
+    with contextlib.ExitStack() as stack:
+        pullers = [
+            stack.enter_context(
+                receiver(transport, weights, DTYPE, address=address, staging=staging, name=f"actor-{i}")
+            )
+            for i in range(num_pullers)
+        ]
+        for puller in pullers:
+            puller.call("ready")
+        for puller in pullers:
+            puller.begin("pull", version=version)
+        began = sender.call("publish", version=version)["began"]
+        found = [puller.result("pull", limit_s=PULL_LIMIT_S) for puller in pullers]
+    took = [{"sync": each["staged"] - began, "verified_bytes": each["verified_bytes"]} for each in found]
+    say(f"hosts, {transport}: the last of {num_pullers} had it after {max(each['sync'] for each in took):.2f} s")
+    return took
+
+
+NUM_PROCESSES, CLIENTS_EACH = 8, 8
+NUM_VALUES = 4 * 2**20
+"""Of the version, so that the machine can hold and send that of all clients: 8 MiB."""
+HEAD_START_S = 0.5
+
+
+def fairness(setting: Setting) -> Figures:
+    """Many light clients fetch a version from one service at the same time: does the slowest take much longer?"""
+    num_each = 2 if setting.quick else CLIENTS_EACH
+    snapshots = [str(path) for path in setting.snapshots()]
+    weights = setting.new_folder("fairness") / "weights"
+    rounds: list[list[float]] = []
+    with (
+        Peer("service", folder=str(weights)) as service,
+        Peer("sender", snapshots=snapshots, dtype=DTYPE, folder=str(weights), num_values=NUM_VALUES) as sender,
+        contextlib.ExitStack() as stack,
+    ):
+        address = service.call("address")
+        sender.call("publish", version=1)
+        num_bytes = sender.call("num_bytes")
+        processes = [
+            stack.enter_context(Peer("clients", address=address, num_clients=num_each)) for _ in range(NUM_PROCESSES)
+        ]
+        call_all(processes, "ready")
+        for number in range(2 if setting.quick else 6):
+            start = time.perf_counter() + HEAD_START_S
+            found = call_all(processes, "fetch", version=1, start=start)
+            rounds.append([seconds for each in found for seconds in each])
+            say(f"fairness, round {number}: slowest {max(rounds[-1]):.2f} s")
+    return fairness_figures(num_bytes, rounds[1:])
