@@ -7,7 +7,7 @@ and a service or consumer in separate processes, rounds interleaved, ratios take
 of rounds. The buffer runs at its default durability; of the peers, Redis with its file synced always and
 LMDB alone keep what they acknowledged through a power cut, the others keep nothing through a kill -9.
 Each peer's settings stand in the docstring of its file. Peers that are no dependency of Leeway are
-installed into an environment of their own (`buffer_peers/environment.py`).
+installed into an environment of their own (`buffer_peers/measuring.py`).
 
 `--quick` is for development: smaller counts, flagged in the result. `--only` names measurements.
 A whole run writes its section of docs/results/buffer.md.
@@ -19,24 +19,45 @@ import argparse
 import json
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.buffer_peers.environment import PeersUnavailable, peers_python
-from benchmarks.buffer_peers.processes import MeasurementFailed, run_measurement
-from benchmarks.buffer_peers.report import write_section
-from benchmarks.lib.machine import ROOT
+from benchmarks.buffer_peers.measuring import PeersUnavailable, peers_python, run_measurement
+from benchmarks.lib.machine import RESULTS
+from benchmarks.lib.page import MET, judged, table
+from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 
 Figures = dict[str, Any]
 
+IN_ROUNDS = {
+    "leeway": "leeway:measure",
+    "raw_zmq_arrow": "limits:measure_raw_zmq",
+    "lmdb_alone": "limits:measure_lmdb",
+    "mp_queue": "mp_queue:measure",
+    "ray_actor": "ray_peers:measure_actor",
+    "ray_queue": "ray_peers:measure_queue",
+    "torchrl": "torchrl_peer:measure",
+    "redis_aof_always": "redis_peer:measure",
+    "transferqueue": "transferqueue_peer:measure",
+}
+"""Measured once a round: name -> module of `buffer_peers` and function."""
+NEED_PEERS = {"torchrl", "redis_aof_always", "transferqueue"}
+"""These run in the environment of the peers."""
+SIZED_ALONE = {
+    "clients": "scale:measure_clients",
+    "draw_cost": "scale:measure_draws",
+    "memory": "scale:measure_memory",
+    "restart": "scale:measure_restart",
+}
+"""Measured once, at sizes of their own."""
+ONCE = {"syncs": "leeway:count_syncs", **SIZED_ALONE}
+MEASUREMENTS = {**IN_ROUNDS, **ONCE}
 BARS = {
     "durable_over_ray_actor": 3.0,
     "durable_over_ray_queue": 8.0,
@@ -50,25 +71,18 @@ BARS = {
 """Ratio -> at least this is wanted."""
 CEILINGS = {"draw_cost_1e6_over_1e4": 3.0, "rss_anon_growth": 1.1, "restart_s": 2.0}
 """Figure -> at most this is wanted."""
-IN_ROUNDS = ["leeway", "raw_zmq_arrow", "lmdb_alone", "mp_queue", "ray_actor", "ray_queue", "torchrl"]
-IN_ROUNDS += ["redis_aof_always", "transferqueue"]
-NEED_PEERS = {"torchrl", "redis_aof_always", "transferqueue"}
-"""These run in the environment of the peers."""
-ONCE = ["syncs", "clients", "draw_cost", "memory", "restart"]
 
 
 def main() -> None:
     """Measure, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller counts, for development")
-    parser.add_argument(
-        "--only", nargs="+", choices=[*IN_ROUNDS, *ONCE], metavar="NAME", help=" ".join(IN_ROUNDS + ONCE)
-    )
+    parser.add_argument("--only", nargs="+", choices=[*MEASUREMENTS], metavar="NAME", help=" ".join(MEASUREMENTS))
     parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick")
     parser.add_argument("--num-trajectories", type=int, help="default: 20000, or 4000 with --quick")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the stores are made")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, it ends what is being measured
+    end_at_sigterm()
     num_trajectories = args.num_trajectories or (4000 if args.quick else 20_000)
     chosen = args.only or [*IN_ROUNDS, *ONCE]
     measure = Measurer(args.folder, num_trajectories, quick=args.quick)
@@ -81,7 +95,7 @@ def main() -> None:
         "num_rounds": len(rounds),
         "num_trajectories": num_trajectories,
         "machine": {
-            "cores": _num_cores(),
+            "cores": len(os.sched_getaffinity(0)),
             "python": platform.python_version(),
             "file_system": _file_system(args.folder),
         },
@@ -90,9 +104,9 @@ def main() -> None:
         **once,
         "failed": measure.failed,
     }
-    result["wanted"] = judged(result)
+    result["wanted"] = judgements(result)
     if not (args.quick or args.only):
-        write_section(ROOT / "docs" / "results" / "buffer.md", result)
+        write_section(RESULTS / "buffer.md", result)
     print(json.dumps(result))
 
 
@@ -119,8 +133,14 @@ class Measurer:
             return {}
         try:
             python = peers_python() if name in NEED_PEERS else None
-            arguments = [self._num_trajectories] if name in (*IN_ROUNDS, "syncs") else [int(self._quick)]
-            figures = run_measurement(name, *arguments, folder=self._folder, python=python)
+            figures = run_measurement(
+                name,
+                MEASUREMENTS[name],
+                folder=self._folder,
+                num_trajectories=None if name in SIZED_ALONE else self._num_trajectories,
+                quick=self._quick,
+                python=python,
+            )
         except (MeasurementFailed, PeersUnavailable, OSError, subprocess.TimeoutExpired) as error:
             self.failed[name] = str(error)
             print(f"{name}: {error}", flush=True)
@@ -175,20 +195,11 @@ def medians(rounds: list[dict[str, Figures]]) -> dict[str, Figures]:
     }
 
 
-def judged(result: Figures) -> dict[str, Figures]:
-    """Every wanted bar, what was measured, and whether it is met; None where that was not measured at full size."""
-    too_small = set(CEILINGS) if result["quick"] else set()
-    at_least: Callable[[float, float], bool] = float.__ge__
-    at_most: Callable[[float, float], bool] = float.__le__
-    bars = [(key, bar, at_least, "at least") for key, bar in BARS.items()]
-    bars += [(key, bar, at_most, "at most") for key, bar in CEILINGS.items()]
+def judgements(result: Figures) -> Figures:
+    """Every wanted bar, what was measured, and whether it is met; a ceiling is judged at full size alone."""
     return {
-        key: {
-            word: bar,
-            "measured": result.get(key),
-            "met": None if result.get(key) is None or key in too_small else holds(float(result[key]), bar),
-        }
-        for key, bar, holds, word in bars
+        **judged(result, BARS, "at least", at_full_size=True),
+        **judged(result, CEILINGS, "at most", at_full_size=not result["quick"]),
     }
 
 
@@ -196,14 +207,138 @@ def _find(once: dict[str, Figures], key: str) -> float | None:
     return next((figures[key] for figures in once.values() if key in figures), None)
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def _file_system(folder: Path) -> str:
     return subprocess.run(
         ["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True, check=True, timeout=10
     ).stdout.strip()
+
+
+# --- the section of the page ---------------------------------------------------------------------
+
+
+TITLE = "# The replay buffer, measured"
+HEADING = "## Speed, beside what a user would pick instead"
+NAMES = {
+    "leeway": "**Leeway**, durable before it is acknowledged",
+    "lmdb_alone": "limit: LMDB alone, in the producer's process, 256 per commit",
+    "raw_zmq_arrow": "limit: ZeroMQ with Arrow, validated, kept nowhere",
+    "mp_queue": "`multiprocessing.Queue`, into a list",
+    "torchrl": "TorchRL `ReplayBuffer`, memory-mapped, behind a queue",
+    "redis_aof_always": "Redis stream, synced always",
+    "ray_actor": "Ray actor that holds a list",
+    "ray_queue": "`ray.util.queue`",
+    "transferqueue": "TransferQueue",
+}
+SURVIVES = {"leeway": "power cut", "lmdb_alone": "power cut", "redis_aof_always": "power cut"}
+"""What an acknowledged trajectory survives; the others keep it in memory or unsynced."""
+
+
+def write_section(path: Path, result: dict[str, Any]) -> None:
+    """Replace the section of this benchmark, or add it to the page, or make the path."""
+    text = path.read_text(encoding="utf-8") if path.exists() else f"{TITLE}\n"
+    before, _, old = text.partition(HEADING)
+    _, next_heading, after = old.partition("\n## ")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rest = next_heading + after if next_heading else ""
+    path.write_text(f"{before.rstrip()}\n\n{section(result)}{rest}", encoding="utf-8")
+
+
+def section(result: dict[str, Any]) -> str:
+    """The section as Markdown."""
+    machine = result["machine"]
+    parts = [
+        HEADING,
+        f"Written by `benchmarks/buffer.py` on {machine['cores']} cores, no GPU, Python {machine['python']}, file "
+        f"system {machine['file_system']}: {result['num_rounds']} interleaved rounds of {result['num_trajectories']:,} "
+        "log-normal trajectories (median 512 tokens, at most 8,192), 32 per call for everybody, producer and service "
+        "in separate processes. Each peer runs as well as we could make it: its settings are in the docstring of its "
+        "file in `benchmarks/buffer_peers`. Ratios are medians of the rounds' ratios. Absolute figures depend on the "
+        "machine and its load; compare within the table only.",
+        _bars(result),
+        _beside(result),
+        _rates(result["rounds"]),
+        *_latencies(result),
+        *_scale(result),
+    ]
+    if result["failed"]:
+        parts.append("Could not be measured: " + "; ".join(f"{name} ({why})" for name, why in result["failed"].items()))
+    return "\n\n".join(parts) + "\n"
+
+
+def _bars(result: dict[str, Any]) -> str:
+    rows = []
+    for key, each in result["wanted"].items():
+        word = "at least" if "at least" in each else "at most"
+        measured = "not measured" if each["measured"] is None else f"{each['measured']:.2f}"
+        rows.append([f"`{key}`", f"{word} {each[word]:g}", measured, MET[each["met"]]])
+    return table(["figure", "wanted", "measured", "met"], rows)
+
+
+def _beside(result: dict[str, Any]) -> str:
+    known = [f"`{key}` {value:.2f}" for key, value in result["beside"].items() if value is not None]
+    return (
+        "Further ratios, for which nothing was wanted ('plain' is the peer as most would write it down first, and not "
+        f"as it is fastest): {', '.join(known)}."
+    )
+
+
+def _rates(rounds: dict[str, dict[str, Any]]) -> str:
+    rows = []
+    for key, name in NAMES.items():
+        figures = rounds.get(key, {})
+        columns = ("push_per_s", "push_mb_per_s", "sample_per_s", "batches_per_s")
+        cells = [f"{figures[column]:,.0f}" if column in figures else "-" for column in columns]
+        rows.append([name, *cells, SURVIVES.get(key, "nothing")])
+    head = ["", "pushed/s", "MB/s", "sampled/s", "batches/s", "what is acknowledged survives"]
+    return table(head, rows)
+
+
+def _latencies(result: dict[str, Any]) -> list[str]:
+    ours = result["rounds"].get("leeway")
+    if not ours:
+        return []
+    text = (
+        f"With the leases taken inside the clock Leeway takes in {ours['push_with_leasing_per_s']:,.0f}/s. Median time "
+        f"to an acknowledgement, 10 ms of coalescing included: {ours['ack_ms_lone']:.1f} ms alone, "
+        f"{ours['ack_ms_half_load']:.1f} ms at half of the greatest rate, {ours['ack_ms_saturated']:.0f} ms with 4,096 "
+        "trajectories always outstanding."
+    )
+    if syncs := result.get("syncs"):
+        calls = syncs["fsync_calls_per_1000"]
+        text += f" Per 1,000 trajectories: {syncs['commits_per_1000']:.2f} commits"
+        text += "." if calls is None else f", {calls:.2f} `fdatasync` calls, as many synced writes of LMDB's meta page."
+    return [text]
+
+
+def _scale(result: dict[str, Any]) -> list[str]:
+    lines = []
+    if clients := result.get("clients"):
+        lines.append(
+            f"- {clients['num_clients']} client processes: {clients['push_per_s']:,.0f} trajectories/s, Jain's index "
+            f"of fairness {clients['jain']:.3f}, the slowest at {clients['slowest_over_mean']:.2f} of the mean; the "
+            f"service's anonymous memory went from {clients['service_rss_anon_mib_before']:.0f} to "
+            f"{clients['service_rss_anon_mib_after']:.0f} MiB."
+        )
+    if draws := result.get("draw_cost"):
+        costs = ", ".join(
+            f"{name} law {draws[f'draw_ms_{name}_small']:.2f} ms and {draws[f'draw_ms_{name}_large']:.2f} ms"
+            for name in ("reward", "age")
+        )
+        small, large = draws["sizes"]
+        lines.append(f"- Drawing 256 trajectories of 32 tokens from {small:,} and from {large:,}: {costs}.")
+    if memory := result.get("memory"):
+        lines.append(
+            f"- {memory['num_tokens']:,} tokens pushed, trained and evicted: anonymous memory of the service "
+            f"{memory['rss_anon_mib_early']:.0f} MiB early, {memory['rss_anon_mib_late']:.0f} MiB late, at most "
+            f"{memory['rss_anon_mib_max']:.0f} MiB; the file ended at {memory['file_mib']:.0f} MiB."
+        )
+    if restart := result.get("restart"):
+        lines.append(
+            f"- Killed with SIGKILL on {restart['store_gib']:.1f} GiB ({restart['num_records']:,} trajectories): the "
+            f"first request is answered {restart['restart_s']:.2f} s after the new process starts, "
+            f"{restart['restart_cold_s']:.2f} s with the file dropped from the page cache."
+        )
+    return ["\n".join(lines)] if lines else []
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from benchmarks.buffer_peers.workload import (
     rates,
     sampled,
 )
+from benchmarks.lib.processes import command_of
 from buffer import schema
 from buffer.validation import KnownVersions, faults
 
@@ -47,7 +47,8 @@ def measure_raw_zmq(work: Workload, folder: Path) -> Figures:
             socket.linger = 0
             socket.sndtimeo = socket.rcvtimeo = _PATIENCE_MS
         addresses = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in (push, reply)]
-        receiver = subprocess.Popen([sys.executable, "-m", "benchmarks.buffer_peers", "zmq_receiver", *addresses])
+        told = dict(zip(("data_address", "reply_address"), addresses, strict=True))
+        receiver = subprocess.Popen(command_of(f"{__name__}:receive", told), stdout=subprocess.DEVNULL)
         try:
             reply.recv()
             started = time.perf_counter()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
@@ -24,7 +25,11 @@ _NAMES = [field.name for field in fields(Trajectory)]
 def measure(work: Workload, folder: Path) -> Figures:
     """Hand the workload to another process, in both forms; the faster one counts."""
     rows = work.trajectories()
-    found = {"objects": _hand_over(rows, as_dicts=False), "dicts": _hand_over(rows, as_dicts=True)}
+    forms: dict[str, Callable[[list[Trajectory]], Any]] = {
+        "objects": lambda call: call,
+        "dicts": lambda call: [as_dict(row) for row in call],
+    }
+    found = {form: hand_over(rows, convert, _keep)[0] for form, convert in forms.items()}
     fastest = min(found, key=lambda form: found[form])
     return rates(work, found[fastest]) | {"form": fastest}
 
@@ -36,35 +41,54 @@ def as_dict(row: Trajectory) -> dict[str, Any]:
     return values
 
 
-def _hand_over(rows: list[Trajectory], *, as_dicts: bool) -> float:
+def hand_over(
+    rows: list[Trajectory], convert: Callable[[list[Trajectory]], Any], consume: Callable[..., None], *arguments: object
+) -> tuple[float, Any]:
+    """Put everything into a queue, which another process empties.
+
+    Args:
+        rows: what.
+        convert: what is put of the trajectories that travel together.
+        consume: called there with the queue, a pipe and the arguments. Says 0 once it is up, how many trajectories it
+            has after the None that comes last, and one thing more.
+        arguments: for it.
+
+    Returns:
+        Seconds until it had all, and the one thing more.
+
+    Raises:
+        RuntimeError: it has not all.
+    """
     context = multiprocessing.get_context("spawn")
-    queue: Queue[list[Any] | None] = context.Queue()
+    queue: Queue[Any] = context.Queue()
     ours, theirs = context.Pipe()
-    consumer = context.Process(target=_consume, args=(queue, theirs), daemon=True)
+    consumer = context.Process(target=consume, args=(queue, theirs, *arguments), daemon=True)
     consumer.start()
     try:
         expect(ours)  # it is up
         started = time.perf_counter()
         for call in calls(rows):
-            queue.put([as_dict(row) for row in call] if as_dicts else call)
+            queue.put(convert(call))
         queue.put(None)
-        received = expect(ours)
+        num_held = expect(ours)
         seconds = time.perf_counter() - started
+        more = expect(ours)
     finally:
         queue.cancel_join_thread()
         consumer.terminate()
         consumer.join(PATIENCE_S)
-    if received != len(rows):
-        raise RuntimeError(f"the consumer got {received} of {len(rows)} trajectories")
-    return seconds
+    if num_held != len(rows):
+        raise RuntimeError(f"the consumer holds {num_held} of {len(rows)} trajectories")
+    return seconds, more
 
 
-def _consume(queue: Queue[list[Any] | None], done: Connection) -> None:
+def _keep(queue: Queue[Any], done: Connection) -> None:
     kept: list[Any] = []
     done.send(0)
     while (call := queue.get(timeout=PATIENCE_S)) is not None:
         kept += call
     done.send(len(kept))
+    done.send(None)
 
 
 def expect(connection: Connection) -> Any:  # noqa: ANN401 -- whatever the other side says

@@ -15,13 +15,14 @@ from types import TracebackType
 import lmdb
 
 from benchmarks.buffer_peers.workload import GROUP_SIZE, MAX_TOKENS, NUM_PROMPTS, PATIENCE_S, VOCAB_SIZE
+from benchmarks.lib.machine import ROOT
+from benchmarks.lib.processes import environment
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.protocol import Lease
 from common.run import RunFacts
 from common.staleness import StalenessConfig
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 RUN_ID = "benchmark"
 ADMITTED_STEPS = 4
 """With an unbounded lag, so many steps' groups may be outstanding."""
@@ -69,10 +70,9 @@ class Service:
         """
         command = [*self._under, sys.executable, "-m", "buffer", "--folder", str(self.folder)]
         command += ["--facts", self.facts.model_dump_json(), "--config", self.config.model_dump_json()]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         started = time.monotonic()
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=self._log, text=True
+            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=self._log, text=True
         )
         assert self.process.stdout is not None
         readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
@@ -93,17 +93,10 @@ class Service:
 
     def rss_anon_bytes(self) -> int:
         """Anonymous resident memory: what the service allocated itself, without the pages of the store."""
-        return self._memory("RssAnon")
-
-    def rss_bytes(self) -> int:
-        """All resident memory, pages of the store included."""
-        return self._memory("VmRSS")
-
-    def _memory(self, key: str) -> int:
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith(f"{key}:"):
+            if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
-        raise RuntimeError(f"/proc/{self.pid}/status has no {key}")
+        raise RuntimeError(f"/proc/{self.pid}/status has no RssAnon")
 
     def client(self, name: str, role: str = "actor") -> BufferClient:
         """A connected client."""

@@ -10,7 +10,6 @@ last trajectory. Sampling happens where the buffer is: no process boundary is cr
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 import warnings
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from benchmarks.buffer_peers.mp_queue import expect
+from benchmarks.buffer_peers.mp_queue import hand_over
 from benchmarks.buffer_peers.workload import (
     BATCH_TRAJECTORIES,
     MAX_TOKENS,
@@ -31,7 +30,6 @@ from benchmarks.buffer_peers.workload import (
     PROMPT_TOKENS,
     Figures,
     Workload,
-    calls,
     rates,
     sampled,
 )
@@ -43,8 +41,9 @@ Call = dict[str, np.ndarray]
 
 def measure(work: Workload, folder: Path) -> Figures:
     """Into memory-mapped storage, which is what counts, and into a lazy stack."""
-    push_s, sample_s = _hand_over(work, folder, fill_memmap)
-    stack_push_s, stack_sample_s = _hand_over(work, folder, fill_lazy_stack)
+    rows, sizes = work.trajectories(), (len(work), int(work.bounds[-1]))
+    push_s, sample_s = hand_over(rows, as_arrays, _consume, fill_memmap, sizes, str(folder))
+    stack_push_s, stack_sample_s = hand_over(rows, as_arrays, _consume, fill_lazy_stack, sizes, str(folder))
     num_sampled = NUM_SAMPLED_BATCHES * BATCH_TRAJECTORIES
     return (
         rates(work, push_s)
@@ -70,35 +69,8 @@ def as_arrays(rows: list[Trajectory]) -> Call:
     }
 
 
-def _hand_over(work: Workload, folder: Path, fill: Callable[..., Any]) -> tuple[float, float]:
-    """Seconds to hand everything over, and to sample all batches."""
-    rows = work.trajectories()
-    context = multiprocessing.get_context("spawn")
-    queue: Queue[Call | None] = context.Queue()
-    ours, theirs = context.Pipe()
-    sizes = (len(work), int(work.bounds[-1]))
-    consumer = context.Process(target=_consume, args=(fill, sizes, queue, theirs, str(folder)), daemon=True)
-    consumer.start()
-    try:
-        expect(ours)  # it is up
-        started = time.perf_counter()
-        for call in calls(rows):
-            queue.put(as_arrays(call))
-        queue.put(None)
-        num_held = expect(ours)
-        seconds = time.perf_counter() - started
-        sample_s = expect(ours)
-    finally:
-        queue.cancel_join_thread()
-        consumer.terminate()
-        consumer.join(PATIENCE_S)
-    if num_held != len(rows):
-        raise RuntimeError(f"the buffer holds {num_held} of {len(rows)} trajectories")
-    return seconds, sample_s
-
-
 def _consume(
-    fill: Callable[..., Any], sizes: tuple[int, int], queue: Queue[Call | None], done: Connection, folder: str
+    queue: Queue[Call | None], done: Connection, fill: Callable[..., Any], sizes: tuple[int, int], folder: str
 ) -> None:
     """The consumer's process: fill a buffer, say how many trajectories it holds, sample, say how long it took."""
     warnings.filterwarnings("ignore")
