@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +41,7 @@ class Module:
         return any(not isinstance(node, frame) for node in self.tree.body)
 
 
+@cache
 def modules() -> dict[str, Module]:
     """All modules of the product, by name."""
     found = {}
@@ -68,6 +70,7 @@ def imports_of(module: Module, known: dict[str, Module]) -> set[str]:
     return {name for name in found if name in known and name != module.name}
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """Module -> the modules that it imports."""
     known = modules()

@@ -146,12 +146,12 @@ class WeightService:
                 answer = self._answer(arrival)
                 if answer is not None:
                     self._send(arrival.identity, arrival.request_id, answer)
-            case Malformed(identity, request_id, reason, data, reply):
+            case Malformed(identity, request_id, reason, _, reply):
                 self._requests["Damaged"] += 1
                 now = self._clock()
                 if now >= self._complain_at:
                     self._complain_at = now + _COMPLAIN_EVERY_S
-                    log.warning("%d bytes are no message of ours, or came damaged (%s)", len(data), reason)
+                    log.warning("dropped a message that is none of ours, or was damaged on its way: %s", reason)
                 if reply is not None:
                     self._send(identity, request_id, (reply, b""))
             case Unserved(identity, request_id, reply):

@@ -174,7 +174,13 @@ class RpcClient:
         return self._inbox.ended
 
     def submit(
-        self, message: Message, body: bytes | memoryview = b"", *, wait_s: float = 0.0, closing: bool = False
+        self,
+        message: Message,
+        body: bytes | memoryview = b"",
+        *,
+        wait_s: float = 0.0,
+        num_before: int = 0,
+        closing: bool = False,
     ) -> Future[Answer]:
         """Send a request.
 
@@ -182,6 +188,7 @@ class RpcClient:
             message: the request.
             body: bytes, or nothing; must not change until the answer is there.
             wait_s: how long the service may take to answer, beyond the usual.
+            num_before: requests whose answers have to come first: it is given up so much later.
             closing: allow it while the client closes: for what `pump` still has to send.
 
         Returns:
@@ -195,7 +202,7 @@ class RpcClient:
             number = next(self._numbers)
             header = self._protocol.encode(number, message, body, run_id=self._run_id)
             frames = [header, *([body] if len(body) else [])]
-            gives_up_at = now + self._patience.give_up_s + wait_s
+            gives_up_at = now + self._patience.give_up_s * (1 + num_before) + wait_s
             self._inbox.calls.append(_Call(number, message, frames, future, wait_s, now, gives_up_at))
         self.wake()
         return future
@@ -221,9 +228,7 @@ class RpcClient:
                     if ask is None:
                         is_asking = False
                         break
-                    # each waits behind those before it
-                    wait_s = len(sent) * self._patience.give_up_s
-                    sent.append((ask, self.submit(ask.message, ask.body, wait_s=wait_s)))
+                    sent.append((ask, self.submit(ask.message, ask.body, num_before=len(sent))))
                 if sent:
                     ask, future = sent[0]
                     answer = future.result(_MAX_WORK_S + (1 + window) * self._patience.give_up_s + _END_S)
@@ -446,36 +451,29 @@ class RpcClient:
 
 
 class _Wake:
-    """A pipe to poll beside sockets. `set` is for any thread, the rest for the one that polls `fd`."""
+    """Something to poll beside sockets. `set` is for any thread, the rest for the one that polls `fd`."""
 
     def __init__(self) -> None:
-        self.fd, self._write = os.pipe()
-        os.set_blocking(self.fd, False)
-        os.set_blocking(self._write, False)
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._is_closed = False
 
     def set(self) -> None:
         """Make `fd` readable; after `close` there is nobody to wake."""
-        # Under the lock, for after `close` the number of the pipe may be that of another file.
-        with self._lock, contextlib.suppress(BlockingIOError):  # full of wake-ups already
+        with self._lock:  # after `close` the number may be that of another file
             if not self._is_closed:
-                os.write(self._write, b"\0")
+                os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         """Take all wake-ups out."""
-        try:
-            while os.read(self.fd, 4096):
-                continue
-        except BlockingIOError:
-            return
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
 
     def close(self) -> None:
-        """Give the pipe back."""
+        """Give it back."""
         with self._lock:
             self._is_closed = True
             os.close(self.fd)
-            os.close(self._write)
 
 
 def settle(future: Future[R], outcome: R | BaseException) -> None:
