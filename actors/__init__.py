@@ -1,15 +1,13 @@
 """Actors: they lease prompts, generate with vLLM, score, and push each trajectory as it completes.
 
-engine    Engine: generates with vLLM, and takes newer weights while it does; engine_args: how it is set up
-engine_update  what an engine is asked, to take newer weights
-engine_sockets  EngineSockets: where vLLM's own sockets lie, and their end
+engine    Engine: generates with vLLM, and takes newer weights while it does
+engine_setup  its arguments and environment; EngineSockets: where vLLM's own sockets lie, and their end
 tasks     Task: prompts and a reward; from reasoning-gym by name, or from files
 rewards   Scorer: TRL's function shape; a failure is counted, never scored 0
-weights   WeightFollower: pulls newer weights in flight, and says when a request may start
+weights   WeightFollower: pulls newer weights in flight, and says when a request may start; ActorError
 sample    SampleMaker: one sample from a prompt to a scored trajectory
 loop      ActorLoop: lease, make samples, push, renew; what it works with, and how that is started
 evaluate  Evaluator: held-out accuracy at one version, outside the ledger
 report    ActorReport: what an actor tells the launcher
 threads   DaemonThreads: for calls that may block for ever
-errors    ActorError: what ends an actor
 """

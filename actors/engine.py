@@ -1,6 +1,6 @@
 """One vLLM engine: generates token in, token out, and takes newer weights while it does.
 
-With `engine_args`, all of `actors` that knows vLLM's API. The engine runs in processes of its own, which end
+With `engine_setup`, all of `actors` that knows vLLM's API. The engine runs in processes of its own, which end
 with the process that started it, however that ends.
 
     EngineError
@@ -26,18 +26,25 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.config import ActorsConfig
-from actors.engine_args import engine_args, set_environment
-from actors.engine_sockets import EngineSockets
-from actors.engine_update import swap, verify, while_alive
+from actors.engine_setup import EngineSockets, engine_args, set_environment
 from buffer.trajectory import VersionSpan
+from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
 from weight_sync.puller import StagedVersion
-from weight_sync.serving import check_model_folder
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from weight_sync.vllm_engine import REFUSED
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from weight_sync.puller import StagedVersion
 
 _STOP_TIMEOUT_S = 10.0
 
@@ -59,7 +66,7 @@ class UpdateRefused(EngineError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Completion:
+class Generation:
     """What one request generated. The end-of-sequence token is part of it: the learner trains on it."""
 
     token_ids: npt.NDArray[np.int32]
@@ -108,7 +115,7 @@ class Engine:
         """Start an engine. Takes 20 to 30 seconds on CPU, during which the event loop stands still.
 
         Args:
-            model_path: checkpoint from `weight_sync.serving.prepare_serving_model`.
+            model_path: checkpoint from `common.hf_folder.prepare_serving_model`.
             config: the `[actors]` section.
             version: what the checkpoint's weights are called in spans.
             seed: of the sampler; give every actor another one.
@@ -154,7 +161,7 @@ class Engine:
         temperature: float | None = None,
         max_new_tokens: int | None = None,
         seed: int | None = None,
-    ) -> Completion:
+    ) -> Generation:
         """Complete one prompt. Cancelling the task aborts the request.
 
         Args:
@@ -323,7 +330,7 @@ class Engine:
         )
 
 
-def _completion(output: CompletionOutput) -> Completion:
+def _completion(output: CompletionOutput) -> Generation:
     """Read vLLM's output.
 
     Raises:
@@ -334,9 +341,86 @@ def _completion(output: CompletionOutput) -> Completion:
     spans = tuple(
         VersionSpan(PolicyVersion.parse(span.version), span.start, span.end) for span in output.weight_versions
     )
-    return Completion(
+    return Generation(
         token_ids=np.asarray(output.token_ids, dtype=np.int32),
         logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
         spans=spans,
         finish_reason=output.finish_reason,
     )
+
+
+R = TypeVar("R")
+
+_LOOK_EVERY_S = 0.2
+_VERIFY_POLL_S = 0.01
+
+
+class EngineGone(RuntimeError):
+    """The engine's process ended while its answer was waited for."""
+
+
+async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
+    """Do something with an engine for as long as its process lives.
+
+    Of an engine that died vLLM fails the requests, but calls to its workers it leaves waiting.
+
+    Raises:
+        EngineGone: it died.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            if llm.errored:
+                raise EngineGone("its process ended")
+            await asyncio.wait({task}, timeout=_LOOK_EVERY_S)
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def verify(llm: AsyncLLM, staged: StagedVersion) -> list[str]:
+    """Let the engine's workers verify a version while they generate.
+
+    Returns:
+        What each of them has against it; '' where nothing.
+    """
+    await llm.collective_rpc("begin_weight_verification", kwargs={"update_info": _update_of(staged)})
+    while None in (refusals := await llm.collective_rpc("weight_verification")):
+        await asyncio.sleep(_VERIFY_POLL_S)
+    return list(refusals)
+
+
+async def swap(
+    llm: AsyncLLM, staged: StagedVersion, kv_cache: Literal["keep", "recompute"]
+) -> tuple[str | None, float]:
+    """Pause, load a version, go on.
+
+    Returns:
+        Why it was refused before anything changed, or None; and seconds of the load.
+    """
+    # not llm.pause_generation, which sleeps 20 ms after this very call
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "recompute")
+    started_s = time.perf_counter()
+    refusal = await _load(llm, staged)
+    load_s = time.perf_counter() - started_s
+    await llm.resume_generation()
+    return refusal, load_s
+
+
+async def _load(llm: AsyncLLM, staged: StagedVersion) -> str | None:
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    await llm.start_weight_update()
+    try:
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=_update_of(staged)))
+    except Exception as error:
+        if REFUSED in str(error):
+            return str(error)
+        raise
+    await llm.finish_weight_update(weight_version=str(staged.version))
+    return None
+
+
+def _update_of(staged: StagedVersion) -> dict[str, Any]:
+    """What the engine's weight transfer is told."""
+    return {"folder": str(staged.folder), "version": str(staged.version), "dtype": staged.dtype}

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from actors.engine import EngineDead
-from actors.errors import ActorError
 from actors.rewards import RewardFailed, Scorer
 from actors.sample import Decoder, sample_seed
 from actors.tasks import Problem
-from actors.weights import WeightFollower
+from actors.weights import ActorError, WeightFollower
 from common.staleness import PolicyVersion
 
 if TYPE_CHECKING:

@@ -22,15 +22,14 @@ from typing import Any, TypeVar
 
 from actors.config import ActorSections
 from actors.engine import Engine
-from actors.errors import ActorError
 from actors.evaluate import EvalRequest, EvalResult, Evaluator
 from actors.report import ActorReport, actor_name
 from actors.rewards import Scorer
 from actors.sample import Decoder, SampleFailed, SampleMaker
 from actors.tasks import Problem, Task, load_task
-from actors.tasks.encode import PromptCodec
+from actors.tasks.task import PromptCodec
 from actors.threads import DaemonThreads
-from actors.weights import WeightFollower
+from actors.weights import ActorError, WeightFollower
 from buffer.client import BufferClient
 from buffer.protocol import Lease, RowResult
 from buffer.sharding.client import ShardedClient, open_client

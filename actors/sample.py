@@ -13,16 +13,15 @@ import numpy as np
 
 from actors.config import ActorsConfig
 from actors.engine import EngineDead
-from actors.errors import ActorError
 from actors.report import BusyClock, Counts
 from actors.rewards import RewardFailed, Scorer
 from actors.tasks import Problem
-from actors.weights import WeightFollower
+from actors.weights import ActorError, WeightFollower
 from buffer.protocol import Lease
 from buffer.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from actors.engine import Completion, Engine
+    from actors.engine import Engine, Generation
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ class SampleMaker:
             finished_s=finished_s,
         )
 
-    async def _generate(self, lease: Lease, problem: Problem, sample_index: int) -> Completion:
+    async def _generate(self, lease: Lease, problem: Problem, sample_index: int) -> Generation:
         seed = sample_seed(self._run_seed, lease.group_id, sample_index, lease.attempt)
         deadline = asyncio.timeout(self._config.generate_timeout_s)
         try:

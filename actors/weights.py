@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from actors.engine import UpdateRefused
-from actors.errors import ActorError
 from actors.report import WeightUpdate
 from actors.threads import DaemonThreads
 from common.staleness import PolicyVersion, StalenessContract
@@ -33,6 +32,17 @@ _RETRY_S = (1.0, 10.0)
 """First and longest pause before a version that was refused is tried again: verifying one reads all of it."""
 _MAX_UPDATES = 4096
 """If nobody takes them, the oldest are forgotten beyond this number."""
+
+
+class ActorError(RuntimeError):
+    """What ends an actor, which its supervisor then starts again; the text says why.
+
+    ActorError
+      PolicyTimeout   here: a policy version did not arrive or was not applied in time
+      ActorFenced     actors.loop: a newer process acts under this actor's name
+
+    Beside it `actors.engine.EngineDead`, and `buffer.errors.BufferError` where the service is gone.
+    """
 
 
 class PolicyTimeout(ActorError):

@@ -94,7 +94,7 @@ def off_policy_metrics(
 
 
 @dataclass(frozen=True)
-class EssVerdict:
+class EssDecision:
     """What becomes of an update."""
 
     lr_scale: float = 1.0
@@ -113,8 +113,8 @@ class EssRule:
     max_drops: int
     """So many steps in a row may drop updates; the next one takes them, at a lower learning rate."""
 
-    def judge(self, ess: float | None, drops_in_a_row: int) -> EssVerdict:
-        """The verdict on an update.
+    def decide(self, ess: float | None, drops_in_a_row: int) -> EssDecision:
+        """The decision on an update.
 
         The learning rate falls with the square root of ess / budget, as it would for a batch that is smaller
         by that factor under Adam.
@@ -124,7 +124,7 @@ class EssRule:
             drops_in_a_row: how many steps just before dropped updates.
         """
         if ess is None or ess >= self.budget:
-            return EssVerdict()
+            return EssDecision()
         if self.action == "drop" and drops_in_a_row < self.max_drops:
-            return EssVerdict(drop=True)
-        return EssVerdict(lr_scale=float((ess / self.budget) ** 0.5))
+            return EssDecision(drop=True)
+        return EssDecision(lr_scale=float((ess / self.budget) ** 0.5))

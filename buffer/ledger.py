@@ -24,6 +24,24 @@ if TYPE_CHECKING:
 COMMITTED_STATES = ("waiting", "drawn", "trained", "dropped_stale", "filtered", "evicted_unused")
 """What can become of a committed sample."""
 
+LEDGER_METRICS = {
+    "buffer/issued": "issued",
+    "buffer/in_flight": "in_flight",
+    "buffer/committed": "committed",
+    "buffer/failed": "failed",
+    "buffer/waiting": "waiting",
+    "buffer/trained": "trained",
+    "buffer/dropped_stale": "dropped_stale",
+    "buffer/filtered": "filtered",
+    "buffer/filtered_too_long": "filtered_too_long",
+    "buffer/evicted_unused": "evicted_unused",
+    "buffer/quarantined": "quarantined",
+    "buffer/duplicate": "duplicates",
+    "buffer/late": "late",
+    "buffer/ledger_gap": "gap",
+}
+"""What a step reports of a ledger: metric -> name of the count."""
+
 MAX_REASONS = 64
 MAX_REASON_LENGTH = 96
 

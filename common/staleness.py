@@ -11,7 +11,7 @@ them. For a token sampled at version u and trained at version v its lag is v - u
         evict           which are past the bound there?                         buffer.draws, buffer.leases
         held_back       which open groups must the step wait for first?         buffer.draws, buffer.sharding.division
         may_start       may an actor start a request on the weights it serves?  actors.weights
-        check_trained   the last look at what is about to be trained            learner.lead
+        check_trained   the last look at what is about to be trained            learner.coordinator
 
 They are made of `capacity`, `steps_before`, `latest_version`, `usable` and `steps_left`. Whoever knows what
 is outstanding gives the numbers; no rule about lag is anywhere else. docs/staleness.md has the proof.

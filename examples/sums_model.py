@@ -5,7 +5,7 @@ what it is to do: about half of its greedy answers are right, its errors are all
 is right less often. Reinforcement learning has to make it better at the task itself, so a learner that is unstable
 under delay shows it here. The questions are reasoning-gym's `basic_arithmetic` with one operator, written as `42+25=`.
 
-No question of the held-out eighth is ever shown: the split is `actors.tasks.split.held_out`, with the share that is
+No question of the held-out eighth is ever shown: the split is `actors.tasks.prompts.held_out`, with the share that is
 the default of `[task]`. `leeway train examples/sums.toml` runs it by itself (model.recipe); it takes about a minute
 on one core.
 
@@ -31,7 +31,7 @@ from demo_model.make_checkpoint import (
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from actors.tasks.split import held_out
+from actors.tasks.prompts import held_out
 
 LARGEST = 100
 NUM_LAYERS = 4

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from actors.tasks import TaskError, TaskFacts, check_task
 from buffer.sharding.division import admission_shares
+from common.hf_folder import ModelFacts, ModelFolderError, check_model_folder
 from common.rpc.auth import ClientKeys, RunKeys, ServiceKeys
 from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract
@@ -21,8 +22,7 @@ from launch.pools import WorkerPool, actor_pools, serving_dtypes, stage_pools
 from launch.reachable import CONNECT_S, answers
 from launch.run_folder import RunFolder, already_there
 from launch.weights_folder import check_weights_folder, check_writable
-from learner.families import FAMILIES
-from weight_sync.serving import ModelFacts, ModelFolderError, check_model_folder
+from learner.decoders import FAMILIES
 
 _OF_RAY = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
 """Resources that every host has by Ray's own doing."""

@@ -9,14 +9,14 @@ from launch.config import Config
 from launch.errors import ConfigError
 from launch.load import load_config
 from launch.run_folder import RunFolder
-from learner.checkpoint_export import Exported, export_checkpoint
 from learner.checkpoint_meta import DamagedCheckpoint, steps_in
+from learner.export import ExportedModel, export_checkpoint
 
 _MAX_TRIES = 5
 """A run that lives removes its old checkpoints, perhaps the one that is just being read."""
 
 
-def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], None]) -> Exported:
+def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], None]) -> ExportedModel:
     """Write a checkpoint of a run as a Hugging Face folder.
 
     Args:
@@ -46,7 +46,7 @@ def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], 
 
 def _first_whole(
     folder: RunFolder, steps: list[int], model_path: Path, out: Path, say: Callable[[str], None] | None
-) -> Exported:
+) -> ExportedModel:
     """Of these steps, newest first.
 
     Raises:

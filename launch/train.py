@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from actors.evaluate import EvalResult
 from buffer.protocol import Status
+from common.hf_folder import ModelFolderError, prepare_serving_model
 from common.run import RunContext
 from common.staleness import PolicyVersion
 from launch.checks import Plan, check_model
@@ -43,7 +44,6 @@ from launch.report.at_end import report_at_end
 from launch.run_folder import RunIdentity, claimed
 from launch.weights_folder import claim_weights_folder
 from learner.checkpoint_meta import newest_progress
-from weight_sync.serving import ModelFolderError, prepare_serving_model
 
 POLL_S = 0.5
 """How often the roles are asked for news: a death is seen this late, and an answer takes milliseconds."""

@@ -10,14 +10,13 @@ from transformers import AutoConfig
 
 from common.run import RunContext
 from learner.config import LearnerConfig, LearnerSections
-from learner.cost import CostModel
+from learner.decoders import cost_of
 from learner.mesh import Mesh
 from learner.model import Heads, StageModule, load_stage
 from learner.networks import Network, Networks
-from learner.packing import PackingRule
+from learner.packing import CostModel, PackingRule
 from learner.pipeline import Pipeline, micro_batch_rule
 from learner.reference import Reference
-from learner.split import cost_of
 
 LoadChunks = Callable[[Path, Heads], list[StageModule]]
 

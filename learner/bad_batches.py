@@ -14,7 +14,7 @@ from learner.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-SICK_STEPS_IN_A_ROW = 3
+NON_FINITE_STEPS_IN_A_ROW = 3
 """So many steps without an update, for want of a finite loss and gradient, end the run: what broke stays broken.
 
 Steps are counted and not updates, for the updates of one bad draw fail together. A step whose updates were dropped for
@@ -55,16 +55,12 @@ def check_samples(batch: StepBatch, needs: Needs, record_ids: Sequence[int] | No
 
 
 class BadBatches:
-    """One run's folder of them. `keep` is the lead's; all ranks count."""
+    """One run's folder of them. `keep` is the coordinator's; all ranks count."""
 
     def __init__(self, folder: Path) -> None:
-        """Look after a folder, which is made when there is something to keep.
-
-        Args:
-            folder: `bad_batches/` of the run.
-        """
+        """Keep draws in `bad_batches/` of the run, which is made when there is something to keep."""
         self._folder = folder
-        self.sick_steps: Sequence[int] = ()
+        self.non_finite_steps: Sequence[int] = ()
         """Steps in a row, up to the newest, without a finite loss or gradient; a restart, which is no cure, takes them
         from the checkpoint."""
 
@@ -77,33 +73,33 @@ class BadBatches:
         self._folder.mkdir(parents=True, exist_ok=True)
         self.path(step).write_bytes(body)
 
-    def judge(self, step: int, result: StepResult, body: bytes | None) -> None:
-        """Look at what a step did.
+    def note(self, step: int, result: StepResult, body: bytes | None) -> None:
+        """Count a step without a finite loss or gradient, and keep its draw.
 
         Args:
             step: its number, from 1.
             result: the same on all ranks, as far as it is read here.
-            body: the draw, on the lead; else None.
+            body: the draw, on the coordinator; else None.
 
         Raises:
             TrainingDiverged: this was one too many.
         """
-        if body is not None and result.num_sick:
+        if body is not None and result.num_non_finite:
             self.keep(step, body)
             logger.warning(
                 "step %d: loss or gradient not finite, %d of %d updates not taken; draw kept in %s",
                 step,
-                result.num_sick,
+                result.num_non_finite,
                 len(result.updates),
                 self.path(step),
             )
         if not result.skipped:
-            self.sick_steps = ()
-        elif result.num_sick:
-            self.sick_steps = (*self.sick_steps, step)
-        if len(self.sick_steps) >= SICK_STEPS_IN_A_ROW:
+            self.non_finite_steps = ()
+        elif result.num_non_finite:
+            self.non_finite_steps = (*self.non_finite_steps, step)
+        if len(self.non_finite_steps) >= NON_FINITE_STEPS_IN_A_ROW:
             raise TrainingDiverged(
-                f"steps {', '.join(map(str, self.sick_steps))} had no finite loss or gradient, so the run stops at "
-                f"version {result.version}. The draws are in {self._folder}. Usual causes: a learning rate "
+                f"steps {', '.join(map(str, self.non_finite_steps))} had no finite loss or gradient, so the run stops "
+                f"at version {result.version}. The draws are in {self._folder}. Usual causes: a learning rate "
                 "(learner.learning_rate) too high, or rewards that are very large"
             )

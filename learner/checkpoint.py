@@ -2,7 +2,7 @@
 
     save        copies everything to host memory; a thread writes the copies:
     .step-00000050.tmp/     torch.distributed.checkpoint writes and syncs one file per rank; replicas share the work
-      meta.json             the lead adds the checksum of each file, and where training stood
+      meta.json             the coordinator adds the checksum of each file, and where training stood
     step-00000050/          renamed when all of it is on disk
 
 Tensors are saved under names of the whole model, so a run may restart with other stages, chunks and replicas. The
@@ -29,13 +29,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from common.files import replace_durably, sync, write_durably
-from learner.agreement import Agreement, Disagreement, first_line
-from learner.checkpoint_meta import META_NAME, CheckpointMeta, Progress, Seal, steps_in
-from learner.mesh import Mesh
+from learner.checkpoint_meta import META_NAME, CheckpointMeta, Seal, TrainingProgress, steps_in
+from learner.mesh import Agreement, Disagreement, Mesh, first_line
 from learner.networks import Networks
-from learner.snapshot import Snapshot, is_of_a_rank
+from learner.training_state import TrainingState, is_of_a_rank
 
-__all__ = ["CheckpointFailed", "CheckpointMismatch", "Checkpoints", "Progress"]
+__all__ = ["CheckpointFailed", "CheckpointMismatch", "Checkpoints", "TrainingProgress"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +74,14 @@ class Checkpoints:
         self._place = mesh.place
         self._timeout_s = timeout_s
         self._model = model
-        self._snapshot = Snapshot(mesh.place.rank)
+        self._state = TrainingState(mesh.place.rank)
         self._ranks = Agreement(mesh.place.rank, timeout_s)
         self._under_way: tuple[int, Future[None]] | None = None
         self._oldest = -1
         self._released: int | None = None
         try:
             self._ranks.together(self._try_to_write, f"write into {folder}, where checkpoints go")
-            self._ranks.together(lambda: self._if_lead(self._clear), f"remove what a crash left in {folder}")
+            self._ranks.together(lambda: self._if_coordinator(self._clear), f"remove what a crash left in {folder}")
         except Disagreement as error:
             raise CheckpointFailed(str(error)) from None
 
@@ -92,14 +91,14 @@ class Checkpoints:
 
     # --- write ----------------------------------------------------------------------------------------
 
-    def save(self, networks: Networks, progress: Progress) -> None:
+    def save(self, networks: Networks, progress: TrainingProgress) -> None:
         """Begin to write a checkpoint, once the one under way is done; the state is copied when this returns.
 
         Raises:
             CheckpointFailed: the one under way.
         """
         self.wait()
-        tensors = self._snapshot.take(networks)
+        tensors = self._state.take(networks)
         done: Future[None] = Future()
         self._under_way = (progress.step, done)
         # a daemon, for a process that ends on an error must not wait for a disk
@@ -109,7 +108,7 @@ class Checkpoints:
         writer.start()
 
     def released(self) -> int | None:
-        """On the lead: the step of the oldest checkpoint kept, where it is another than when last asked; else None.
+        """On the coordinator: the step of the oldest checkpoint kept, if it has changed since the last call; else None.
 
         Draws up to it are never asked for again, whichever of the checkpoints a restart finds whole. Waits for nothing.
 
@@ -141,7 +140,7 @@ class Checkpoints:
         self._under_way = None
         if failed is not None:
             raise failed
-        if self._place.is_lead and (oldest := self.steps()[0]) != self._oldest:
+        if self._place.is_coordinator and (oldest := self.steps()[0]) != self._oldest:
             self._oldest = self._released = oldest
 
     def close(self) -> None:
@@ -153,7 +152,7 @@ class Checkpoints:
         self.wait()
         self._ranks.close()
 
-    def _write_and_tell(self, tensors: dict[str, Tensor], progress: Progress, done: Future[None]) -> None:
+    def _write_and_tell(self, tensors: dict[str, Tensor], progress: TrainingProgress, done: Future[None]) -> None:
         try:
             self._write(tensors, progress)
         except Disagreement as error:
@@ -168,23 +167,23 @@ class Checkpoints:
         else:
             done.set_result(None)
 
-    def _write(self, tensors: dict[str, Tensor], progress: Progress) -> None:
+    def _write(self, tensors: dict[str, Tensor], progress: TrainingProgress) -> None:
         final, temporary = self._path(progress.step), self._temporary(progress.step)
         writer = FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
         own_file = temporary / _file_of(self._place.rank)
         ranks = self._ranks
         try:
-            ranks.together(lambda: self._if_lead(lambda: _make_empty(temporary)), f"make {temporary}")
+            ranks.together(lambda: self._if_coordinator(lambda: _make_empty(temporary)), f"make {temporary}")
             ranks.together(lambda: _save(tensors, writer, ranks.group), f"write the checkpoint {final}")
             own = ranks.together(lambda: Seal.of(own_file), f"read {own_file} back")
             told = ranks.say(f"{own.size_bytes} {own.xxh3}")
-            ranks.together(lambda: self._if_lead(lambda: self._complete(progress, told)), f"complete {final}")
+            ranks.together(lambda: self._if_coordinator(lambda: self._complete(progress, told)), f"complete {final}")
         except Disagreement:
-            if self._place.is_lead:
+            if self._place.is_coordinator:
                 shutil.rmtree(temporary, ignore_errors=True)  # it may be what filled the disk
             raise
 
-    def _complete(self, progress: Progress, told: list[str]) -> None:
+    def _complete(self, progress: TrainingProgress, told: list[str]) -> None:
         """Give a checkpoint its name, then remove those that are too many; `told`: each rank's seal of its file."""
         place, step = self._place, progress.step
         final, temporary = self._path(step), self._temporary(step)
@@ -210,7 +209,7 @@ class Checkpoints:
 
     # --- read -----------------------------------------------------------------------------------------
 
-    def restore(self, networks: Networks) -> Progress | None:
+    def restore(self, networks: Networks) -> TrainingProgress | None:
         """Read the newest checkpoint that is whole; damaged ones after it are set aside under another name.
 
         Returns:
@@ -220,16 +219,16 @@ class Checkpoints:
             CheckpointMismatch: the newest whole one belongs to another model. Nothing was changed.
             CheckpointFailed: there are checkpoints, and none is whole.
         """
-        self._snapshot.prepare(networks)
+        self._state.prepare(networks)
         damaged: list[int] = []
-        listed = " ".join(map(str, self.steps()[-64:])) if self._place.is_lead else ""
-        # the lead decides: another rank may see a folder that is just being removed
-        for step in reversed([int(step) for step in self._ranks.say(listed)[self._place.lead].split()]):
+        listed = " ".join(map(str, self.steps()[-64:])) if self._place.is_coordinator else ""
+        # the coordinator decides: another rank may see a folder that is just being removed
+        for step in reversed([int(step) for step in self._ranks.say(listed)[self._place.coordinator].split()]):
             meta = self._read(step, networks)
             if meta is None:
                 damaged.append(step)
                 continue
-            if self._place.is_lead:
+            if self._place.is_coordinator:
                 self._set_aside(damaged)
             logger.info(
                 "resumed from %s, written by %d x %d ranks", self._path(step), meta.num_replicas, meta.num_stages
@@ -247,7 +246,7 @@ class Checkpoints:
         path, ranks = self._path(step), self._ranks
         try:
             meta, stored = ranks.together(lambda: self._checked(path), f"use the checkpoint {path}")
-            read = self._snapshot.to_read(networks, stored)
+            read = self._state.to_read(networks, stored)
             self._check_fit(path, meta, stored, read)
             reader = FileSystemReader(path)
             ranks.together(
@@ -256,7 +255,7 @@ class Checkpoints:
         except Disagreement as error:
             logger.warning("%s. The checkpoint before it is used", error)
             return None
-        self._snapshot.put(networks, read)
+        self._state.put(networks, read)
         return meta
 
     def _checked(self, path: Path) -> tuple[CheckpointMeta, Stored]:
@@ -291,7 +290,7 @@ class Checkpoints:
             )
 
     def _set_aside(self, damaged: list[int]) -> None:
-        """Rename them, lest they count among those that are kept."""
+        """Rename them, so that they do not count among those that are kept."""
         for step in damaged:
             aside = self._folder / f"damaged-{self._path(step).name}"
             shutil.rmtree(aside, ignore_errors=True)
@@ -306,8 +305,8 @@ class Checkpoints:
         probe.write_bytes(b"can this rank write here?\n")
         probe.unlink()
 
-    def _if_lead(self, action: Callable[[], None]) -> None:
-        if self._place.is_lead:
+    def _if_coordinator(self, action: Callable[[], None]) -> None:
+        if self._place.is_coordinator:
             action()
 
     def _clear(self) -> None:

@@ -1,8 +1,7 @@
-"""CheckpointMeta: `meta.json`, which completes a checkpoint and seals its files; Progress: what it says of the run."""
+"""CheckpointMeta: `meta.json`, which completes a checkpoint, seals its files, and says how far training had come."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -21,8 +20,6 @@ _COMPLETE = re.compile(r"step-(\d{8})")
 """The name of a checkpoint's folder; one that is being written has another."""
 
 _READ_BYTES = 2**22
-_VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
-"""Keys of a config.json that do not change what the weights mean."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -30,7 +27,7 @@ class DamagedCheckpoint(ValueError):
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Where training stands."""
 
     step: int
@@ -40,8 +37,8 @@ class Progress:
     incarnation: int
     """Of the learner that wrote the checkpoint."""
     drops_in_a_row: int = 0
-    """Steps up to this one that dropped updates for their small effective sample size; see learner.judge."""
-    sick_steps: tuple[int, ...] = ()
+    """Steps up to this one that dropped updates for their small effective sample size; see learner.update."""
+    non_finite_steps: tuple[int, ...] = ()
     """Steps in a row without a finite loss or gradient, as learner.bad_batches counts them."""
 
 
@@ -72,18 +69,19 @@ class Seal:
 class CheckpointMeta:
     """All that a checkpoint says of itself."""
 
-    progress: Progress
+    progress: TrainingProgress
     num_stages: int
     num_replicas: int
     """Of the run that wrote it; another one may read it."""
     model: str
-    """`model_identity` of what was trained; '' where it is unknown."""
+    """`common.hf_folder.model_identity` of what was trained; '' where it is unknown."""
     files: dict[str, Seal]
     """By name, without this one."""
 
     def encode(self) -> bytes:
         """The document; its last key seals all before."""
         document = asdict(self)
+        document["progress"]["sick_steps"] = document["progress"].pop("non_finite_steps")  # the key of the format
         return f"{json.dumps({**document, 'xxh3': _seal(document)})}\n".encode()
 
     @classmethod
@@ -98,9 +96,9 @@ class CheckpointMeta:
             document: dict[str, Any] = json.loads(path.read_bytes())
             whole = document.pop("xxh3") == _seal(document)
             progress = document.pop("progress")
-            progress["sick_steps"] = tuple(progress["sick_steps"])
+            progress["non_finite_steps"] = tuple(progress.pop("sick_steps"))
             files = {name: Seal(**seal) for name, seal in document.pop("files").items()}
-            meta = cls(progress=Progress(**progress), files=files, **document)
+            meta = cls(progress=TrainingProgress(**progress), files=files, **document)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         if not whole:
@@ -141,7 +139,7 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def newest_progress(folder: Path) -> Progress | None:
+def newest_progress(folder: Path) -> TrainingProgress | None:
     """Where training stood at the newest checkpoint whose document is what was written; None where there is none.
 
     Raises:
@@ -153,19 +151,6 @@ def newest_progress(folder: Path) -> Progress | None:
         except DamagedCheckpoint as error:
             logger.warning("%s; the checkpoint before it counts", error)
     return None
-
-
-def model_identity(model_path: Path) -> str:
-    """Model type and a digest of the config.json, without what does not change the meaning of weights.
-
-    Raises:
-        OSError: there is no config.json.
-        ValueError: it is no JSON.
-    """
-    config: dict[str, Any] = json.loads((model_path / "config.json").read_text())
-    telling = {key: value for key, value in config.items() if key not in _VOLATILE}
-    digest = hashlib.sha256(json.dumps(telling, sort_keys=True).encode()).hexdigest()
-    return f"{config.get('model_type', 'model')}-{digest[:12]}"
 
 
 def _seal(document: dict[str, Any]) -> str:

@@ -1,20 +1,34 @@
-"""Mesh: where a rank stands among the stages of a pipeline and the replicas of it, and with whom it speaks.
+"""The ranks of the learner: where each stands, how they join_group, and how they agree.
 
 With P stages and R replicas there are R * P ranks, one process each: rank = replica * P + stage. The last stage of
-replica 0 leads: it evaluates the loss and talks to the buffer.
+replica 0 is the coordinator: it evaluates the loss and talks to the buffer.
+
+    MeshPlace, Mesh   where a rank stands among stages and replicas, and its process groups
+    join_group        the rendezvous. torch's channels ask nobody for a key. Left to itself its store listens on every
+                      interface, and gloo on the one that the host's name resolves to. Here both stay on the interface
+                      of the rendezvous: loopback on one machine, and between machines that of their private network
+    Agreement         what several ranks do as one is done on all of them, or has failed on all for the same reason
+    StageLost         a rank died or fell silent
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
+from urllib.parse import urlsplit
 
+import psutil
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshPlace:
     """One rank's place; needs no process group."""
 
     rank: int
@@ -39,14 +53,14 @@ class Place:
         return self.rank // self.num_stages
 
     @property
-    def lead(self) -> int:
-        """The rank that evaluates the loss, judges updates and talks to the buffer."""
+    def coordinator(self) -> int:
+        """The rank that evaluates the loss, decides on updates and talks to the buffer."""
         return self.num_stages - 1
 
     @property
-    def is_lead(self) -> bool:
+    def is_coordinator(self) -> bool:
         """Is this the rank that leads?"""
-        return self.rank == self.lead
+        return self.rank == self.coordinator
 
     @property
     def is_last(self) -> bool:
@@ -79,7 +93,7 @@ class Place:
 class Mesh:
     """A place with the process groups that it takes part in."""
 
-    place: Place
+    place: MeshPlace
     pipeline: dist.ProcessGroup
     """The stages of this replica, in order."""
     replicas: dist.ProcessGroup
@@ -88,7 +102,7 @@ class Mesh:
     """First and last stage of this replica; None on the stages between, and where one stage is both."""
 
     @classmethod
-    def build(cls, place: Place, timeout: timedelta | None = None) -> Mesh:
+    def build(cls, place: MeshPlace, timeout: timedelta | None = None) -> Mesh:
         """Make the groups, within the default group of all ranks; all ranks call it together.
 
         Args:
@@ -108,3 +122,147 @@ class Mesh:
         return cls(
             place, pipelines[place.replica], stages[place.stage], ends[place.replica] if ends and at_an_end else None
         )
+
+
+_SIGNS_OF_LOSS = ("gloo", "pair closure", "Connection closed by peer", "NCCL")
+"""In what the communication library says when another rank is gone or silent."""
+_SIGNS_OF_MISUSE = ("Duplicate GPU detected", "invalid usage", "ncclInvalidUsage", "ncclInvalidArgument")
+"""In what NCCL says of ranks that it cannot serve as they are placed: started again, they would hear it again."""
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def join_group(rendezvous: str, device: torch.device, *, rank: int, num_ranks: int, timeout: timedelta) -> None:
+    """Join the process group; all ranks are in this call at the same time.
+
+    Args:
+        rendezvous: tcp://HOST:PORT, an address of the machine of rank 0.
+        device: where this rank computes; tensors there are exchanged by NCCL, all others by gloo.
+        rank: of this process.
+        num_ranks: of the group.
+        timeout: of the rendezvous and of every collective after it.
+
+    Raises:
+        dist.DistStoreError: not all came in time.
+        OSError: rank 0 cannot listen there.
+    """
+    place = urlsplit(rendezvous)
+    assert place.hostname is not None, rendezvous
+    assert place.port is not None, rendezvous
+    name = _interface_to(place.hostname, place.port)
+    if name is not None:
+        os.environ.setdefault(GLOO_INTERFACE, name)
+    listening = _listen(place.hostname, place.port) if rank == 0 else None
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        place.hostname, place.port, num_ranks, rank == 0, timeout, master_listen_fd=listening
+    )
+    on_gpu = device.type != "cpu"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timeout,
+        # said here, NCCL need not guess it from the thread that asks for the first collective
+        device_id=device if on_gpu else None,
+    )
+
+
+def _listen(host: str, port: int) -> int:
+    """A socket that listens on this address alone; torch's own would listen on all. The store closes it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024).detach()
+
+
+def _interface_to(host: str, port: int) -> str | None:
+    """The interface over which this machine reaches the host; None where none has the address that it would use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # nothing is sent
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == own for address in addresses):
+            return str(name)
+    return None
+
+
+R = TypeVar("R")
+
+_SAID_BYTES = 2048
+"""A rank's sentence to the others is cut to this length."""
+
+
+class Disagreement(RuntimeError):
+    """A rank could not do its part; the text, the same on all ranks, says which and why."""
+
+
+class Agreement:
+    """Speaks over a gloo group of its own, so that another thread than that of training may use it."""
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        """Make the group; all ranks of the default group do so together.
+
+        Args:
+            rank: of this process.
+            timeout_s: a rank that is silent for longer is lost (seconds).
+        """
+        self._rank = rank
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def say(self, text: str) -> list[str]:
+        """What each rank has to say, in order; nobody goes on before all have spoken.
+
+        Raises:
+            RuntimeError: a rank died or was silent for too long.
+        """
+        said = text.encode()[:_SAID_BYTES].ljust(_SAID_BYTES, b"\0")
+        row = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        rows = [torch.zeros_like(row) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(rows, row, group=self.group)
+        return [found.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for found in rows]
+
+    def together(self, action: Callable[[], R], what: str) -> R:
+        """Do something on every rank.
+
+        Args:
+            action: which may fail with an OSError or a ValueError, or be a collective of torch.distributed.checkpoint.
+            what: it does, for the error: "rank 1 could not WHAT".
+
+        Raises:
+            Disagreement: it failed on a rank. All ranks raise it.
+        """
+        problem, results = "", []
+        try:
+            results.append(action())
+        except CheckpointException as error:
+            # every rank hears of the ranks that failed
+            rank, (cause, _) = min(error.failures.items())
+            problem = f"rank {rank} could not {what}: {first_line(cause)}"
+        except (OSError, ValueError) as error:
+            problem = f"rank {self._rank} could not {what}: {first_line(error)}"
+        problems = [said for said in self.say(problem) if said]
+        if problems:
+            raise Disagreement(problems[0])
+        return results[0]
+
+    def close(self) -> None:
+        """Part from the other ranks."""
+        dist.destroy_process_group(self.group)
+
+
+def first_line(error: BaseException) -> str:
+    """What kind of error, and the first line of what it says."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+class StageLost(RuntimeError):
+    """Another rank died or did not answer in time."""
+
+
+def tells_of_loss(error: RuntimeError) -> bool:
+    """Does an error say that another rank is gone or silent, so that a new start may help?"""
+    text = str(error)
+    if any(sign in text for sign in _SIGNS_OF_MISUSE):
+        return False
+    return isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS_OF_LOSS)

@@ -10,27 +10,27 @@ or on a model of its own in place of it. It starts at zero, and is neither publi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from common.hf_folder import HEAD, ModelFolderError, damaged, file_of_each_tensor, stored_tensors
 from learner.attention import IMPLEMENTATION, AttentionLayout
-from learner.families import family_of, layer_types, logit_softcap, rotation_kinds
-from learner.hf_files import check_names, read_tensors
+from learner.decoders import StageShare, family_of, layer_types, logit_softcap, rotation_kinds, split_layers
 from learner.logprobs import LogitRule, token_logprobs
-from learner.offload import Offload
 from learner.packing import PackedBatch
-from learner.split import StageShare, split_layers
 
 EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
+_COMPUTED_SUFFIX = "rotary_emb.inv_freq"
+"""Old checkpoints hold these tables, which models compute."""
 
 VALUE_HEAD = "value_head"
 
@@ -146,7 +146,7 @@ class StageModule(nn.Module):
         """Keep a frozen stage's weights elsewhere while no batch is set.
 
         Args:
-            where: see learner.offload.
+            where: see `Offload`.
             folder: for "disk": of this run, on a disk with room for the weights.
         """
         assert self._batch is None
@@ -243,6 +243,58 @@ class StageModule(nn.Module):
         return tensors
 
 
+class Offload:
+    """Where the weights of a frozen stage are while it does not score; takes them away, and brings the same ones back.
+
+        cpu    in the memory of the host; on a stage that computes there they stay where they are
+        disk   in a file of the run, read when the stage is to score
+
+    They come and go as a whole: a scoring runs many micro-batches through every layer, and fetching each layer for each
+    of them, as hooks of layers would, moves the model that many times.
+    """
+
+    def __init__(self, stage: StageModule, where: Literal["cpu", "disk"], file: Path) -> None:
+        """Note or write down the weights; they stay where they are until `release`.
+
+        Args:
+            stage: frozen: what it had learned would be lost.
+            where: see the class.
+            file: for "disk"; written anew.
+        """
+        assert not any(parameter.requires_grad for parameter in stage.parameters()), "a stage that learns cannot leave"
+        self.device = stage.device
+        """Where the stage computes."""
+        self._stage = stage
+        self._file = file if where == "disk" else None
+        weights = {name: parameter.detach() for name, parameter in stage.named_parameters()}
+        self._empty = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
+        self._kept: dict[str, Tensor] = {}
+        if self._file is None:
+            self._kept = {name: weight.to("cpu") for name, weight in weights.items()}
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file({name: weight.to("cpu").contiguous() for name, weight in weights.items()}, file)
+
+    def fetch(self) -> None:
+        """Bring the weights to the device; nothing where they are there already."""
+        if not next(self._stage.parameters()).is_meta:
+            return
+        if self._file is None:
+            self._assign({name: weight.to(self.device) for name, weight in self._kept.items()})
+            return
+        with safe_open(self._file, framework="pt", device=str(self.device)) as opened:
+            # copied out of the mapped file: products of tensors that stand at odd addresses differ in their last bits
+            self._assign({name: opened.get_tensor(name).clone() for name in self._empty})
+
+    def release(self) -> None:
+        """Give the device's copy up."""
+        self._assign(self._empty if self._file is not None or self.device.type != "cpu" else self._kept)
+
+    def _assign(self, weights: dict[str, Tensor]) -> None:
+        self._stage.load_state_dict(weights, strict=False, assign=True)
+        self._stage.tie()
+
+
 def is_value_head(name: str) -> bool:
     """Is this parameter of a stage one of its value head's, which no checkpoint of the model has?"""
     return name.startswith(f"{VALUE_HEAD}.")
@@ -288,9 +340,10 @@ def load_stage(
         layers_per_chunk=layers_per_chunk,
         recomputed=activation_checkpointing,
     )
-    with init_empty_weights():
+    with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    check_names(model_path, whole.state_dict())
+    _compute_buffers(whole)
+    _check_names(model_path, whole.state_dict())
     rule = LogitRule(temperature, logit_softcap(config), logprob_chunk_mib)
     share = StageShare(index, total, *split[index])
     stage = StageModule(whole, share, rule, heads, activation_checkpointing)
@@ -300,11 +353,89 @@ def load_stage(
         # what a tied checkpoint may hold of a head besides is not read by anyone
         shapes[EMBEDDING] = shapes.pop(HEAD)
     # one tensor after the other, copied: the file's own pages are given up at once
-    state = {name: tensor.to(device, dtype, copy=True) for name, tensor in read_tensors(model_path, shapes)}
+    state = {name: tensor.to(device, dtype, copy=True) for name, tensor in _read_tensors(model_path, shapes)}
     if copied_head:
         state[HEAD] = state.pop(EMBEDDING)
     stage.load_state_dict(state, strict=False, assign=True)
     stage.tie()
-    left_on_meta = [name for name, parameter in stage.named_parameters() if parameter.is_meta]
+    left_on_meta = [n for n, tensor in (*stage.named_parameters(), *stage.named_buffers()) if tensor.is_meta]
     assert not left_on_meta, f"{left_on_meta} were not loaded"
     return stage.to(device)
+
+
+def _compute_buffers(whole: PreTrainedModel) -> None:
+    """Fill in what modules compute when they are made, and could not on the meta device; no checkpoint holds it."""
+    body: Any = whole.model
+    body.rotary_emb = type(body.rotary_emb)(whole.config)
+    embedding = body.embed_tokens
+    if hasattr(embedding, "scalar_embed_scale"):  # Gemma
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, dtype=embedding.weight.dtype)
+
+
+def _check_names(folder: Path, known: Iterable[str]) -> None:
+    """Refuse a checkpoint with weights that its model has no place for: left out, they would make another model of it.
+
+    Args:
+        folder: of the checkpoint.
+        known: names of all tensors of the whole model.
+
+    Raises:
+        FileNotFoundError: the folder has no safetensors checkpoint.
+        ModelFolderError: there are others.
+    """
+    found = {name for name in file_of_each_tensor(folder) if not name.endswith(_COMPUTED_SUFFIX)}
+    strange = sorted(found - set(known))
+    if strange:
+        raise ModelFolderError(
+            f"checkpoint {folder} holds {len(strange)} tensors that the model of its config.json does not have, the "
+            f"first of them {strange[0]}; its weights do not belong to its config.json. Fetch the checkpoint again, or "
+            "give another model_path"
+        )
+
+
+def _read_tensors(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
+    """Read the named tensors of a checkpoint one by one; files without any of them are not opened.
+
+    Args:
+        folder: of the checkpoint.
+        shapes: which tensors, and the shape that the model wants of each.
+
+    Yields:
+        Name and tensor, as stored. Keep the tensor no longer than needed: the next one is read after it.
+
+    Raises:
+        FileNotFoundError: the folder has no safetensors checkpoint.
+        ModelFolderError: a tensor is not in the checkpoint or has another shape, or a file is missing or damaged.
+    """
+    file_of = file_of_each_tensor(folder)
+    missing = sorted(shapes.keys() - file_of.keys())
+    if missing:
+        raise ModelFolderError(
+            f"checkpoint {folder} has no tensor {missing[0]} ({len(missing)} of {len(shapes)} are missing); its "
+            "weights do not belong to its config.json. Fetch the checkpoint again, or give another model_path"
+        )
+    for path in sorted({folder / file_of[name] for name in shapes}):
+        names = sorted(name for name in shapes if folder / file_of[name] == path)
+        _check_shapes(path, {name: tuple(shapes[name]) for name in names})
+        try:
+            opened = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:  # stricter than our own look at its header
+            raise damaged(path, error) from error
+        with opened as file:
+            for name in names:
+                yield name, file.get_tensor(name)
+
+
+def _check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    stored = stored_tensors(path)
+    for name, shape in wanted.items():
+        if name not in stored:
+            raise ModelFolderError(
+                f"{path} does not hold the tensor {name} that its checkpoint says. Fetch the file again"
+            )
+        if stored[name].shape != shape:
+            raise ModelFolderError(
+                f"{path}: tensor {name} has shape {list(stored[name].shape)}, and the model of config.json wants "
+                f"{list(shape)}; the weights are of another model. Fetch the checkpoint again, or give another "
+                "model_path"
+            )

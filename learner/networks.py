@@ -17,7 +17,7 @@ from learner.batch import Leaves
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.model import DeviceBatch, StageModule, is_value_head
-from learner.optimizer import StageOptimizer, UpdateResult, Verdict, learning_rate, update_together
+from learner.optimizer import StageOptimizer, UpdateDecision, UpdateResult, learning_rate, update_together
 from learner.packing import PackedBatch
 from learner.pipeline import Pipeline
 
@@ -139,7 +139,7 @@ class Networks:
 
         Args:
             batch: packed; this replica's share.
-            gradient: dL / d(leaf) of all T tokens; read on the lead alone. None there: of a loss that is to
+            gradient: dL / d(leaf) of all T tokens; read on the coordinator alone. None there: of a loss that is to
                 change nothing. It takes the same way, for the other stages wait in it.
         """
         place = self.mesh.place
@@ -162,7 +162,7 @@ class Networks:
                 row.copy_(column_T)
         if self.mesh.place.num_replicas > 1:
             # one rank evaluates the loss: another might round otherwise, and replicas must not come apart
-            dist.broadcast(rows, src=self.mesh.place.lead, group=self.mesh.replicas)
+            dist.broadcast(rows, src=self.mesh.place.coordinator, group=self.mesh.replicas)
         return rows
 
     def train_in_one_pass(self, batch: DeviceBatch, gradient: Gradient | None) -> Tensor | None:
@@ -180,14 +180,14 @@ class Networks:
         found = gather_tokens(self.policy.pipeline.train(batch, coefficients), batch.packed, self.mesh)
         return None if found is None else found[0]
 
-    def update(self, number: int, verdict: Verdict | None) -> UpdateResult:
+    def update(self, number: int, decision: UpdateDecision | None) -> UpdateResult:
         """Take the optimizer steps, or none.
 
         Args:
             number: of the update, 0-based and counted over all steps, for the learning-rate schedule.
-            verdict: of the lead; None on the others.
+            decision: of the coordinator; None on the others.
         """
-        return update_together(self.optimizers, learning_rate(self._config, number), verdict, self.mesh)
+        return update_together(self.optimizers, learning_rate(self._config, number), decision, self.mesh)
 
 
 def gather_tokens(outputs: Tensor | None, packed: PackedBatch, mesh: Mesh) -> Tensor | None:

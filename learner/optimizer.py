@@ -1,4 +1,4 @@
-"""AdamW on float32 master weights, with one verdict over all stages and all that is trained together.
+"""AdamW on float32 master weights, with one decision over all stages and all that is trained together.
 
 An update of the learner is an optimizer step of the policy and, where there is one, of the critic, which is a model of
 its own or a value head: both are taken or none is. Each is clipped to its own gradient norm, over all stages.
@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.hf_folder import HEAD
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
-from learner.model import EMBEDDING, HEAD
+from learner.model import EMBEDDING
 
 BUCKET_ELEMENTS = 2**24
 """Of gradients that replicas sum at a time (64 MiB in float32): more would need a second copy of them all."""
@@ -41,10 +42,10 @@ def learning_rate(config: LearnerConfig, update: int) -> float:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the lead, which evaluates the loss, says of an update."""
+class UpdateDecision:
+    """What the coordinator, which evaluates the loss, says of an update."""
 
-    healthy: bool = True
+    finite: bool = True
     """False where loss or coefficients were not finite."""
     drop: bool = False
     """Take no optimizer step, although it could be taken."""
@@ -56,7 +57,7 @@ class Verdict:
 class UpdateResult:
     """What an update did; the same on all ranks. Where it was not taken, no weight of any stage changed."""
 
-    sick: bool
+    non_finite: bool
     """A non-finite loss or gradient somewhere."""
     dropped: bool
     grad_norms: tuple[float, ...]
@@ -68,7 +69,7 @@ class UpdateResult:
     @property
     def taken(self) -> bool:
         """Is there a new version?"""
-        return not (self.sick or self.dropped)
+        return not (self.non_finite or self.dropped)
 
 
 class StageOptimizer:
@@ -204,27 +205,29 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def update_together(
-    optimizers: Sequence[StageOptimizer], rate: float, verdict: Verdict | None, mesh: Mesh
+    optimizers: Sequence[StageOptimizer], rate: float, decision: UpdateDecision | None, mesh: Mesh
 ) -> UpdateResult:
     """Step all optimizers or none, and clear the gradients; all ranks call it.
 
     Args:
         optimizers: of this rank, in the same order everywhere.
         rate: learning rate of the policy, before scaling.
-        verdict: of the lead; None on the others.
+        decision: of the coordinator; None on the others.
         mesh: all stages and replicas.
     """
-    assert (verdict is not None) == mesh.place.is_lead, "the lead alone judges"
-    said = [0.0, 0.0, 0.0] if verdict is None else [float(not verdict.healthy), float(verdict.drop), verdict.lr_scale]
+    assert (decision is not None) == mesh.place.is_coordinator, "the coordinator alone decides"
+    said = (
+        [0.0, 0.0, 0.0] if decision is None else [float(not decision.finite), float(decision.drop), decision.lr_scale]
+    )
     # one reduction carries everything: a NaN of one stage's norm makes the sum NaN on all
     total = torch.tensor(said + [0.0] * len(optimizers), dtype=torch.float64, device=optimizers[0].device)
     for i, optimizer in enumerate(optimizers):
         total[len(said) + i] = optimizer.squared_norm()
     dist.all_reduce(total)
-    num_sick, num_dropping, lr_scale, *squares = total.tolist()
+    num_non_finite, num_dropping, lr_scale, *squares = total.tolist()
     norms = tuple(math.sqrt(square) if square >= 0 else math.nan for square in squares)
     result = UpdateResult(
-        sick=num_sick > 0 or not all(math.isfinite(norm) for norm in norms),
+        non_finite=num_non_finite > 0 or not all(math.isfinite(norm) for norm in norms),
         dropped=num_dropping > 0,
         grad_norms=norms,
         learning_rate=rate * lr_scale,

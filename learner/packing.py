@@ -21,13 +21,28 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from learner.cost import CostModel
-
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 PAD_TOKEN = 0
 """Any valid token id: padding is attended to by nothing, and no loss reads it."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Cost of a sequence of n tokens: per_token * n + per_token_squared * n^2, in any unit.
+
+    The first term is the weights' share (a token passes through each of them once), the second that of attention,
+    where every token looks at those before it in its own sequence. Only their ratio matters. The default counts tokens.
+    """
+
+    per_token: float = 1.0
+    per_token_squared: float = 0.0
+
+    def of(self, lengths_B: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """The cost of each sequence, from its tokens: [B] -> [B]."""
+        tokens_B = np.asarray(lengths_B, np.float64)
+        return self.per_token * tokens_B + self.per_token_squared * tokens_B**2
 
 
 @dataclass(frozen=True)

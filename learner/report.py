@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from buffer.ledger import LEDGER_METRICS
 from buffer.lengths import LengthFidelity
-from learner.batch import StepBatch
-from learner.ledger_metrics import LEDGER_METRICS
-from learner.mismatch import Lag0ByActor, LagByActor, lag_by_actor
+from learner.batch import Lag0ByActor, LagByActor, StepBatch, lag_by_actor
 from learner.packing import IntArray
 from learner.step import StepResult
-from learner.updates import Metrics, counted
+from learner.update import Metrics, counted
 
 Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
 """Metrics by name; and `NO_METRICS`."""

@@ -1,11 +1,11 @@
-"""Stage: one process of the learner; the lead, which is the last stage of the first replica, talks to the buffer.
+"""Stage: one process of the learner; one of them, the last stage of replica 0, coordinates and talks to the buffer.
 
     setup   process groups, models, optimizers, newest checkpoint; publishes the version it starts at
     run     draw -> step of one or several updates, publishing between and after them -> (checkpoint), until
             num_steps are finished or a stop is requested
     export  the policy as a Hugging Face folder; the stages part with it
 
-All stages call the same methods. The lead decides (which batch, when to stop) and the others follow.
+All stages call the same methods. The coordinator decides (which batch, when to stop) and the others follow.
 """
 
 from __future__ import annotations
@@ -23,25 +23,23 @@ import torch.distributed as dist
 
 from buffer.client import Draw, decode_draw
 from buffer.errors import BufferError
+from common.hf_folder import complete_folder, model_identity
 from common.run import RunContext
 from common.staleness import PolicyVersion, StaleTokens
-from learner.agreement import Agreement
 from learner.assembly import build_networks, build_reference, packing_rule
 from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_samples
 from learner.batch import StepBatch, trainable
-from learner.channel import Channel, Kind, StageLost, tells_of_loss
 from learner.checkpoint import CheckpointFailed, Checkpoints
-from learner.checkpoint_meta import Progress, model_identity
+from learner.checkpoint_meta import TrainingProgress
 from learner.config import LearnerSections
-from learner.hf_files import write_folder, write_shard
-from learner.lead import Lead
-from learner.meeting import meet
-from learner.mesh import Mesh, Place
+from learner.coordinator import Channel, Coordinator, Kind
+from learner.export import write_shard
+from learner.mesh import Agreement, Mesh, MeshPlace, StageLost, join_group, tells_of_loss
 from learner.report import Report, StepTimes, step_report
 from learner.step import TrainStep
 from weight_sync.errors import PublishFailed
 from weight_sync.publisher import Publisher
-from weight_sync.upload import open_sink
+from weight_sync.sinks import open_sink
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ class Stage:
         """
         self._context = context
         self._config = config = context.config.learner
-        self._place = Place(rank, config.num_stages, config.num_replicas)
+        self._place = MeshPlace(rank, config.num_stages, config.num_replicas)
         self._place.check()
         self._rendezvous = rendezvous
         self._contract = context.facts.contract
@@ -71,9 +69,9 @@ class Stage:
         self._stop = threading.Event()
         self._reports: list[Report] = []
         self._reports_lock = threading.Lock()
-        self._lead: Lead | None = None
+        self._coordinator: Coordinator | None = None
         self._publisher: Publisher | None = None
-        self._progress = Progress(step=0, version=0, incarnation=0)
+        self._progress = TrainingProgress(step=0, version=0, incarnation=0)
         self._saved_step = -1
         self._published_version = -1
         self._bad_batches = BadBatches(context.folder / "bad_batches")
@@ -96,9 +94,9 @@ class Stage:
         pipeline: end its process.
 
         Raises:
-            NoBatch: the lead got no batch within `batch_timeout_s`; LeadFailed on the other stages.
-            PublishFailed: weights could not be written for `publish_timeout_s`; LeadFailed on the other stages.
-            StaleTokens: the batch holds a token past the staleness bound; LeadFailed on the other stages.
+            NoBatch: the coordinator got no batch within `batch_timeout_s`; CoordinatorFailed on the other stages.
+            PublishFailed: weights could not be written for `publish_timeout_s`; CoordinatorFailed on the other stages.
+            StaleTokens: the batch holds a token past the staleness bound; CoordinatorFailed on the other stages.
             StageLost: another stage died or hung.
             BadSample: a drawn sample has a reward or a log-probability that no loss can use. All stages raise it.
             TrainingDiverged: three steps in a row had no finite loss or gradient. All stages raise it.
@@ -106,19 +104,19 @@ class Stage:
         self._guard(self._run, "train")
 
     def request_stop(self) -> None:
-        """Finish the step under way and end `run`. Counts on the lead; any thread may call it."""
+        """Finish the step under way and end `run`. Counts on the coordinator; any thread may call it."""
         self._stop.set()
 
     def poll(self) -> list[Report]:
-        """Reports of the steps since the last poll (lead only; empty elsewhere). Any thread may call it."""
+        """Reports of the steps since the last poll (coordinator only; empty elsewhere). Any thread may call it."""
         with self._reports_lock:
             reports, self._reports = self._reports, []
         return reports
 
     @property
     def waiting_for(self) -> str:
-        """Whom the learner waits for just now; empty while it computes, and on other stages than the lead."""
-        return self._lead.waiting_for if self._lead is not None else ""
+        """Whom the learner waits for just now; empty while it computes, and on other stages than the coordinator."""
+        return self._coordinator.waiting_for if self._coordinator is not None else ""
 
     @property
     def publishing(self) -> str:
@@ -138,7 +136,7 @@ class Stage:
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads)
         torch.manual_seed(context.facts.seed)
-        meet(
+        join_group(
             self._rendezvous,
             device,
             rank=place.rank,
@@ -194,16 +192,16 @@ class Stage:
         resumed = self._checkpoints.restore(self._networks)
         if resumed is not None:
             self._progress, self._saved_step = resumed, resumed.step
-            self._train_step.judge.drops_in_a_row = resumed.drops_in_a_row
-            self._bad_batches.sick_steps = resumed.sick_steps
+            self._train_step.evaluator.drops_in_a_row = resumed.drops_in_a_row
+            self._bad_batches.non_finite_steps = resumed.non_finite_steps
 
     def _begin_incarnation(self) -> None:
         incarnation = torch.zeros(1, dtype=torch.int64)
-        if self._place.is_lead:
-            self._lead = Lead(self._context, self._channel)
-            self._lead.begin(self._progress.version, self._progress.step)
-            incarnation += self._lead.incarnation
-        dist.broadcast(incarnation, src=self._place.lead)
+        if self._place.is_coordinator:
+            self._coordinator = Coordinator(self._context, self._channel)
+            self._coordinator.begin(self._progress.version, self._progress.step)
+            incarnation += self._coordinator.incarnation
+        dist.broadcast(incarnation, src=self._place.coordinator)
         self._progress = replace(self._progress, incarnation=int(incarnation))
 
     # --- the loop -----------------------------------------------------------------------------------
@@ -219,14 +217,14 @@ class Stage:
         self._finish()
 
     def _next_batch(self, step: int) -> Draw | bytes | None:
-        """The lead's draw, the other stages' bytes of it, or None to stop."""
-        if self._lead is None:
+        """The coordinator's draw, the other stages' bytes of it, or None to stop."""
+        if self._coordinator is None:
             return self._hear_of_batch()
         try:
             self._release_draws()
-            draw = self._lead.draw(step, self._progress.version, self._stop, self._make_up)
+            draw = self._coordinator.draw(step, self._progress.version, self._stop, self._make_up)
             if draw is not None:
-                self._lead.check_age(draw, self._progress.version)
+                self._coordinator.check_age(draw, self._progress.version)
         except (TimeoutError, BufferError, CheckpointFailed, PublishFailed, StaleTokens) as error:
             # the others would otherwise only see a closed connection, and not learn why
             self._channel.send(Kind.FAILED, str(error).encode())
@@ -245,7 +243,7 @@ class Stage:
             self._publish(self._progress.version)
 
     def _make_up(self) -> None:
-        """On the lead, while the others listen: publish what was left out. Admission may be waiting for it."""
+        """On the coordinator, while the others listen: publish what was left out. Admission may be waiting for it."""
         if self._is_due(self._progress.version) and not self._is_full():
             self._channel.send(Kind.PUBLISH)
             self._publish(self._progress.version)
@@ -253,7 +251,7 @@ class Stage:
     def _take_step(self, step: int, draw: Draw | bytes, asked_s: float) -> None:
         started_s = time.time()
         batch, record_ids = self._batch(draw)
-        newest = self._lead.newest_published if self._lead is not None else 0
+        newest = self._coordinator.newest_published if self._coordinator is not None else 0
         try:
             check_samples(batch, self._context.config.algorithm.needs, record_ids)
         except BadSample as error:
@@ -264,10 +262,12 @@ class Stage:
         result = self._train_step.run(batch, step - 1, self._publish_if_due)
         self._progress = replace(self._progress, step=step, version=result.version)
         times = StepTimes(asked_s, started_s, time.time())
-        if self._lead is not None and isinstance(draw, Draw):
+        if self._coordinator is not None and isinstance(draw, Draw):
             if result.new_scores and record_ids is not None:
-                self._lead.write_scores([record_ids[i] for i in result.new_scores], list(result.new_scores.values()))
-            self._lead.step_finished(step, result.version, skipped=result.skipped)
+                self._coordinator.write_scores(
+                    [record_ids[i] for i in result.new_scores], list(result.new_scores.values())
+                )
+            self._coordinator.step_finished(step, result.version, skipped=result.skipped)
         publish_s = self._publish_if_due(result.version)
         if isinstance(draw, Draw):
             report = step_report(batch, result, step, newest, times, draw.ledger, draw.fidelity)
@@ -275,7 +275,7 @@ class Stage:
             with self._reports_lock:
                 self._reports.append(report)
         try:
-            self._bad_batches.judge(step, result, draw.body if isinstance(draw, Draw) else None)
+            self._bad_batches.note(step, result, draw.body if isinstance(draw, Draw) else None)
         except TrainingDiverged:
             dist.barrier()  # as above
             raise
@@ -283,11 +283,11 @@ class Stage:
             self._save()
 
     def _batch(self, draw: Draw | bytes) -> tuple[StepBatch, list[int] | None]:
-        """The samples to train, and on the lead their records."""
+        """The samples to train, and on the coordinator their records."""
         rows = decode_draw(draw) if isinstance(draw, bytes) else draw.trajectories
         chosen = trainable(rows)
-        # lags are the lead's to report; no other stage knows where earlier incarnations ended
-        resumed_at = self._lead.resumed_at if self._lead is not None else {}
+        # lags are the coordinator's to report; no other stage knows where earlier incarnations ended
+        resumed_at = self._coordinator.resumed_at if self._coordinator is not None else {}
         batch = StepBatch.build([rows[i] for i in chosen], self._progress.version, resumed_at, self._packing)
         return batch, None if isinstance(draw, bytes) else [draw.record_ids[i] for i in chosen]
 
@@ -314,10 +314,10 @@ class Stage:
 
     def _may_publish(self) -> bool:
         """Can another version be taken? All ranks have to agree, for a version needs a part of every stage."""
-        # the lead waits for the parts of the others, so what it has finished all have
+        # the coordinator waits for the parts of the others, so what it has finished all have
         is_full = torch.tensor([self._is_full()])
         if self._place.num_ranks > 1:
-            dist.broadcast(is_full, src=self._place.lead)
+            dist.broadcast(is_full, src=self._place.coordinator)
         return not bool(is_full)
 
     def _publish(self, version: int) -> None:
@@ -326,7 +326,7 @@ class Stage:
             return
         self._published_version = version
         if self._publisher is not None:
-            on_committed = self._lead.published if self._lead is not None else None
+            on_committed = self._coordinator.published if self._coordinator is not None else None
             tensors = self._networks.policy.published_tensors()
             self._publisher.publish(PolicyVersion(self._progress.incarnation, version), tensors, on_committed)
 
@@ -336,8 +336,8 @@ class Stage:
             return
         self._progress = replace(
             self._progress,
-            drops_in_a_row=self._train_step.judge.drops_in_a_row,
-            sick_steps=tuple(self._bad_batches.sick_steps),
+            drops_in_a_row=self._train_step.evaluator.drops_in_a_row,
+            non_finite_steps=tuple(self._bad_batches.non_finite_steps),
         )
         self._checkpoints.save(self._networks, self._progress)
         self._saved_step = self._progress.step
@@ -345,8 +345,8 @@ class Stage:
     def _release_draws(self, *, heartbeats: bool = True) -> None:
         """Tell the buffer which draws are used for good: those after the oldest checkpoint may be asked for again."""
         released = self._checkpoints.released()
-        if released is not None and self._lead is not None:
-            self._lead.release_draws(released, heartbeats=heartbeats)
+        if released is not None and self._coordinator is not None:
+            self._coordinator.release_draws(released, heartbeats=heartbeats)
 
     def _finish(self) -> None:
         """Leave nothing half done: weights committed, checkpoint written, everything reported."""
@@ -356,9 +356,9 @@ class Stage:
         self._release_draws(heartbeats=False)
         if self._publisher is not None:
             self._publisher.close(self._context.config.weight_sync.publish_timeout_s + 60.0)
-        if self._lead is not None:
-            self._lead.settle(heartbeats=False)
-            self._lead.close()
+        if self._coordinator is not None:
+            self._coordinator.settle(heartbeats=False)
+            self._coordinator.close()
 
     # --- the rest -----------------------------------------------------------------------------------
 
@@ -367,8 +367,9 @@ class Stage:
         if place.publishes:
             write_shard(folder, place.stage, place.num_stages, policy.exported_tensors())
         self._ranks.say("")  # shards are of unequal sizes, and may go to unequal disks
-        if place.is_lead:
-            write_folder(folder, self._context.model_path, place.num_stages, policy.dtype)
+        if place.is_coordinator:
+            dtype = str(policy.dtype).removeprefix("torch.")
+            complete_folder(folder, self._context.model_path, place.num_stages, dtype)
         self._ranks.say("")
         dist.destroy_process_group()
 

@@ -3,7 +3,7 @@
     scores   log-probabilities of the reference; of the whole draw forward only: the proximal policy's, and old values
     then for every minibatch of every epoch an update, which makes a policy version:
     pass 1   forward only: log-probabilities, and the critic's values, of the minibatch as the weights are now
-    loss     on the lead: evaluate the algorithm once on the whole minibatch, g = dL / d(leaf)
+    loss     on the coordinator: evaluate the algorithm once on the whole minibatch, g = dL / d(leaf)
     pass 2   the training schedule with the scalar sum(sg[g] * leaf) per micro-batch
     update   gradients summed over replicas; AdamW on every stage, or on none where loss or gradient are not finite
 
@@ -19,20 +19,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from algorithms.registry import AlgorithmConfig
-from learner.batch import Leaves, StepBatch
+from learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from learner.config import LearnerConfig
-from learner.judge import Judge, Judgement, distance
-from learner.minibatches import minibatches
-from learner.mismatch import Lag0ByActor, lag0_by_actor
 from learner.model import DeviceBatch
 from learner.networks import Gradient, Networks
 from learner.packing import IntArray
 from learner.reference import Reference, Scores
-from learner.updates import Metrics, Update, mean_metrics
+from learner.update import LossEvaluation, LossEvaluator, Metrics, Update, distance, mean_metrics
 
 BetweenUpdates = Callable[[int], object]
 
@@ -42,7 +40,7 @@ MOST_EVALUATED = 2**27
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. On other ranks than the lead the loss and the metrics of it are missing."""
+    """What a step did. On other ranks than the coordinator the loss and the metrics of it are missing."""
 
     version: int
     """After the step: each update that was taken made one."""
@@ -59,9 +57,9 @@ class StepResult:
         return not any(update.result.taken for update in self.updates)
 
     @property
-    def num_sick(self) -> int:
+    def num_non_finite(self) -> int:
         """How many updates were not taken because loss or gradient were not finite."""
-        return sum(update.result.sick for update in self.updates)
+        return sum(update.result.non_finite for update in self.updates)
 
 
 class TrainStep:
@@ -80,7 +78,7 @@ class TrainStep:
         Args:
             networks: what is trained.
             reference: scores the samples.
-            algorithm: its loss, of whole minibatches, is evaluated on the lead.
+            algorithm: its loss, of whole minibatches, is evaluated on the coordinator.
             config: minibatches, epochs, and the rule of the effective sample size.
             seed: of the order of minibatches; the same on all ranks.
         """
@@ -90,7 +88,7 @@ class TrainStep:
         self._seed = seed
         self._keeps_prompts_whole = algorithm.needs.prompts
         self._may_take_one_pass = config.one_pass and algorithm.needs.separable and networks.critic is None
-        self.judge = Judge(algorithm, config)
+        self.evaluator = LossEvaluator(algorithm, config)
 
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:
         """Take one step.
@@ -101,7 +99,7 @@ class TrainStep:
             between_updates: called with the version before every update but the first.
         """
         clock = _Clock(self._networks.policy.device)
-        self.judge.begin_step()
+        self.evaluator.begin_step()
         on_device = self._networks.on_device(batch.packed)
         reference_T, new_scores = self._reference.score(batch, on_device)
         clock.lap("time/reference")
@@ -120,10 +118,10 @@ class TrainStep:
                 clock.lap("time/publish")
             part = draw.part(sequences, version)
             if in_one_pass:
-                judgement = self._train_at_once(part, clock)
+                evaluation = self._train_at_once(part, clock)
             else:
-                judgement = self._train_twice(part, clock, is_first=not updates)
-            updates.append(self._update(part, step * self._config.updates_per_step + number, judgement, clock))
+                evaluation = self._train_twice(part, clock, is_first=not updates)
+            updates.append(self._update(part, step * self._config.updates_per_step + number, evaluation, clock))
             version += updates[-1].result.taken
         distances, by_actor = draw.distance(), draw.lag0_by_actor()
         clock.lap("time/loss")
@@ -141,34 +139,34 @@ class TrainStep:
         micro_batches = batch.packed.num_micro_batches // batch.rule.num_replicas
         return self._may_take_one_pass and micro_batches * len(batch.sequence_T) <= MOST_EVALUATED
 
-    def _update(self, part: _Part, number: int, judgement: Judgement | None, clock: _Clock) -> Update:
-        verdict = None if judgement is None else judgement.verdict
-        result = self._networks.update(number, verdict)
+    def _update(self, part: _Part, number: int, evaluation: LossEvaluation | None, clock: _Clock) -> Update:
+        decision = None if evaluation is None else evaluation.decision
+        result = self._networks.update(number, decision)
         clock.lap("time/optimizer")
-        return Update(part.batch, result, {} if judgement is None else judgement.metrics)
+        return Update(part.batch, result, {} if evaluation is None else evaluation.metrics)
 
-    def _train_twice(self, part: _Part, clock: _Clock, *, is_first: bool) -> Judgement | None:
+    def _train_twice(self, part: _Part, clock: _Clock, *, is_first: bool) -> LossEvaluation | None:
         """Passes 1 and 2; the draw's first update needs no pass 1 where it is whole: these are its scores."""
         if is_first and part.is_whole:
             leaves = part.old
         else:
             leaves = self._networks.forward_only(part.on_device)
             clock.lap("time/forward")
-        judgement = self._judge(part, leaves)
+        evaluation = self._evaluate(part, leaves)
         clock.lap("time/loss")
-        self._networks.train(part.on_device, None if judgement is None else judgement.gradient)
+        self._networks.train(part.on_device, None if evaluation is None else evaluation.gradient)
         clock.lap("time/backward")
-        return judgement
+        return evaluation
 
-    def _train_at_once(self, part: _Part, clock: _Clock) -> Judgement | None:
+    def _train_at_once(self, part: _Part, clock: _Clock) -> LossEvaluation | None:
         """Pass 2 alone, each micro-batch with the gradient of the loss at its own log-probabilities."""
         logprobs_T = self._networks.train_in_one_pass(part.on_device, self._gradient_by_micro_batch(part))
         clock.lap("time/backward")
         leaves = None if logprobs_T is None else Leaves(logprobs_T)
         part.found(leaves)
-        judgement = self._judge(part, leaves)
+        evaluation = self._evaluate(part, leaves)
         clock.lap("time/loss")
-        return judgement
+        return evaluation
 
     def _gradient_by_micro_batch(self, part: _Part) -> Gradient | None:
         """Gives the gradient of the loss at some tokens, from their log-probabilities alone; on the last stages."""
@@ -183,20 +181,20 @@ class TrainStep:
             inputs = replace(constant, logprobs_T=logprobs_T.clone().requires_grad_())
             if part.old is None:
                 inputs = replace(inputs, proximal_logprobs_T=logprobs_T)
-            return self.judge.gradient(inputs)[where]
+            return self.evaluator.gradient(inputs)[where]
 
         return gradient
 
-    def _judge(self, part: _Part, leaves: Leaves | None) -> Judgement | None:
-        """On the lead; None elsewhere."""
-        if not self._networks.mesh.place.is_lead:
+    def _evaluate(self, part: _Part, leaves: Leaves | None) -> LossEvaluation | None:
+        """On the coordinator; None elsewhere."""
+        if not self._networks.mesh.place.is_coordinator:
             return None
-        assert leaves is not None, "the lead has the last stage"
-        assert part.old is not None, "the lead has the last stage"
-        assert part.reference_T is not None, "the lead has the last stage"
-        judgement = self.judge.judge(part.batch, leaves, part.old, part.reference_T)
-        part.draw.remember(part.where_T, judgement.weights_T)
-        return judgement
+        assert leaves is not None, "the coordinator has the last stage"
+        assert part.old is not None, "the coordinator has the last stage"
+        assert part.reference_T is not None, "the coordinator has the last stage"
+        evaluation = self.evaluator.evaluate(part.batch, leaves, part.old, part.reference_T)
+        part.draw.remember(part.where_T, evaluation.weights_T)
+        return evaluation
 
 
 @dataclass
@@ -259,20 +257,20 @@ class _Draw:
             self._applied_T[where_T] = weights_T
 
     def distance(self) -> Metrics:
-        """On the lead: how far the data were from the policy when the draw began."""
-        if not self._networks.mesh.place.is_lead:
+        """On the coordinator: how far the data were from the policy when the draw began."""
+        if not self._networks.mesh.place.is_coordinator:
             return {}
-        assert self.old is not None, "the lead has the last stage"
-        assert self._reference_T is not None, "the lead has the last stage"
+        assert self.old is not None, "the coordinator has the last stage"
+        assert self._reference_T is not None, "the coordinator has the last stage"
         inputs = self.batch.loss_inputs(self.old, self.old, self._reference_T, self.batch.version)
         applied = bool(torch.isfinite(self._applied_T).all()) and self._applied_T.numel() > 0
         return distance(self.batch, inputs, self._applied_T if applied else None)
 
     def lag0_by_actor(self) -> Lag0ByActor:
-        """On the lead: the mismatch of each actor where lag is 0."""
-        if not self._networks.mesh.place.is_lead:
+        """On the coordinator: the mismatch of each actor where lag is 0."""
+        if not self._networks.mesh.place.is_coordinator:
             return {}
-        assert self.old is not None, "the lead has the last stage"
+        assert self.old is not None, "the coordinator has the last stage"
         return lag0_by_actor(self.batch, self.old.logprobs_T)
 
 
@@ -292,3 +290,32 @@ class _Clock:
         now_s = time.perf_counter()
         self.laps_s[name] = self.laps_s.get(name, 0.0) + now_s - self._last_s
         self._last_s = now_s
+
+
+def minibatches(unit_B: IntArray, num_minibatches: int, num_epochs: int, seed: tuple[int, ...]) -> list[IntArray]:
+    """Divide a draw into minibatches of whole units, anew in every epoch.
+
+    Units come in random order, and each goes to the minibatch with the fewest sequences so far: minibatches
+    are as equal as whole units allow, and none is empty while there are units enough.
+
+    Args:
+        unit_B: the group (or prompt) of each sequence: what may not be divided.
+        num_minibatches: into how many parts; fewer where there are fewer units.
+        num_epochs: how often to go over the draw.
+        seed: of the order. The same numbers give the same division on every rank and after a restart.
+
+    Returns:
+        Per update the indices of its sequences, ascending: epoch after epoch.
+    """
+    units, unit_of_B, sizes = np.unique(unit_B, return_inverse=True, return_counts=True)
+    num_parts = min(num_minibatches, len(units))
+    updates: list[IntArray] = []
+    for epoch in range(num_epochs):
+        random = np.random.default_rng([*seed, epoch])
+        part_of = np.zeros(len(units), np.int64)
+        filled = np.zeros(num_parts, np.int64)
+        for unit in random.permutation(len(units)):
+            part_of[unit] = filled.argmin()
+            filled[part_of[unit]] += sizes[unit]
+        updates += [np.flatnonzero(part_of[unit_of_B] == part) for part in range(num_parts)]
+    return updates

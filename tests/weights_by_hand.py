@@ -24,10 +24,9 @@ from weight_sync.manifest import (
 )
 from weight_sync.puller import Puller, StagedVersion, open_puller
 from weight_sync.service import WeightService
-from weight_sync.sinks import FolderSink, PartSink
+from weight_sync.sinks import FolderSink, PartSink, UploadSink, open_sink
 from weight_sync.store import WeightStore
 from weight_sync.tensor_file import ITEM_BYTES, header_of
-from weight_sync.upload import UploadSink, open_sink
 
 RUN = "test-run"
 NUM_VALUES = 20_000

@@ -13,7 +13,7 @@ from pathlib import Path
 from weight_sync.client import WeightClient
 from weight_sync.delta import rebuild_file
 from weight_sync.errors import WeightsCorrupt
-from weight_sync.manifest import Manifest, TensorEntry, by_file, delta_name
+from weight_sync.manifest import Manifest, TensorEntry, delta_name
 from weight_sync.store import checked
 from weight_sync.tensor_file import TensorFile
 
@@ -22,28 +22,6 @@ log = logging.getLogger(__name__)
 GetOn = Callable[[], None]
 """Called at every piece and every tensor: tells those that wait that this process gets on, or raises TransferFailed
 where another one has taken over."""
-
-
-def files_of(manifest: Manifest, dtype: str) -> dict[str, list[TensorEntry]]:
-    """The whole files of a variant, and the tensors in each.
-
-    Raises:
-        WeightsCorrupt: the version was not published in it.
-    """
-    return by_file(manifest.variant(dtype))
-
-
-def whole_bytes(manifest: Manifest, dtype: str) -> int:
-    """Size of the whole files of a variant."""
-    return sum(manifest.size_of(name) for name in files_of(manifest, dtype))
-
-
-def change_bytes(manifest: Manifest, dtype: str) -> int | None:
-    """Size of the deltas of a variant; None where it does not have them all."""
-    files = files_of(manifest, dtype)
-    if manifest.parent is None or any(entry.delta is None for entries in files.values() for entry in entries):
-        return None
-    return sum(manifest.size_of(delta_name(name)) for name in files)
 
 
 def fetch_whole(client: WeightClient, manifest: Manifest, dtype: str, folder: Path, get_on: GetOn) -> None:
@@ -61,7 +39,7 @@ def fetch_whole(client: WeightClient, manifest: Manifest, dtype: str, folder: Pa
         WeightsGone, TransferFailed: what came stays.
         OSError: the disk is full.
     """
-    for name, entries in files_of(manifest, dtype).items():
+    for name, entries in manifest.files_of(dtype).items():
         get_on()
         if _is_whole(folder / name, entries, get_on):
             continue
@@ -90,7 +68,7 @@ def fetch_changes(
         WeightsGone, TransferFailed: what came stays.
         OSError: the disk is full.
     """
-    for name, entries in files_of(manifest, dtype).items():
+    for name, entries in manifest.files_of(dtype).items():
         get_on()
         if _is_whole(folder / name, entries, get_on):
             continue

@@ -148,6 +148,25 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return entry.size_bytes
         raise WeightsCorrupt(f"version {self.policy}: the manifest names no file {file}")
 
+    def files_of(self, dtype: str) -> dict[str, list[TensorEntry]]:
+        """The whole files of a variant, and the tensors in each.
+
+        Raises:
+            WeightsCorrupt: the version was not published in it.
+        """
+        return by_file(self.variant(dtype))
+
+    def whole_bytes(self, dtype: str) -> int:
+        """Size of the whole files of a variant."""
+        return sum(self.size_of(name) for name in self.files_of(dtype))
+
+    def change_bytes(self, dtype: str) -> int | None:
+        """Size of the deltas of a variant; None where it does not have them all."""
+        files = self.files_of(dtype)
+        if self.parent is None or any(entry.delta is None for entries in files.values() for entry in entries):
+            return None
+        return sum(self.size_of(delta_name(name)) for name in files)
+
 
 Sealed = TypeVar("Sealed", Part, Manifest)
 

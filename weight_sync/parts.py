@@ -21,7 +21,7 @@ DELTA_BELOW = 0.8
 """A delta that is not smaller than this share of the tensors is not kept."""
 
 
-class Place(NamedTuple):
+class TensorSlot(NamedTuple):
     """Where a tensor lies in the buffers of a `HostCopy`, in values."""
 
     name: str
@@ -36,7 +36,7 @@ class HostCopy:
     A dtype is one buffer, in which the tensors lie back to back, by name: the data of a safetensors file.
     """
 
-    def __init__(self, places: Sequence[Place], dtypes: Sequence[str], *, pinned: bool) -> None:
+    def __init__(self, places: Sequence[TensorSlot], dtypes: Sequence[str], *, pinned: bool) -> None:
         """Make room, and touch it: the first touch of memory takes longer than to fill it later.
 
         Args:
@@ -57,13 +57,13 @@ class HostCopy:
         Raises:
             ValueError: a tensor does not hold floating-point values.
         """
-        places: list[Place] = []
+        places: list[TensorSlot] = []
         start = 0
         for name in sorted(tensors):
             tensor = tensors[name]
             if not tensor.is_floating_point():
                 raise ValueError(f"tensor '{name}' is {tensor.dtype}; weights are floating-point values")
-            places.append(Place(name, tuple(tensor.shape), start, start + tensor.numel()))
+            places.append(TensorSlot(name, tuple(tensor.shape), start, start + tensor.numel()))
             start += tensor.numel()
         return cls(places, dtypes, pinned=any(tensor.is_cuda for tensor in tensors.values()))
 
@@ -90,7 +90,7 @@ class HostCopy:
         """All tensors in one dtype, back to back."""
         return host_bytes(self._buffers[dtype])
 
-    def tensor_bytes(self, place: Place, dtype: str) -> memoryview:
+    def tensor_bytes(self, place: TensorSlot, dtype: str) -> memoryview:
         """One tensor in one dtype."""
         size = ITEM_BYTES[dtype]
         return self.bytes_of(dtype)[place.start * size : place.end * size]
@@ -188,7 +188,7 @@ class PartMaker:
         return found, blobs
 
     def _delta(
-        self, copy: HostCopy, parent: _Parent, place: Place, entry: TensorEntry
+        self, copy: HostCopy, parent: _Parent, place: TensorSlot, entry: TensorEntry
     ) -> tuple[Encoding, bytes | memoryview]:
         key = (entry.dtype, entry.name)
         if entry.checksum == parent.checksums[key]:

@@ -16,7 +16,6 @@ from common.rpc.auth import ClientKeys
 from common.staleness import PolicyVersion
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt
-from weight_sync.fetch import files_of, whole_bytes
 from weight_sync.host_folder import folder_for
 from weight_sync.manifest import Manifest
 from weight_sync.staging import HostStaging
@@ -218,7 +217,7 @@ class _FolderSource:
         lock = self._store.lock_for_reading(version)
         try:
             manifest = self._store.manifest(version)
-            files_of(manifest, dtype)
+            manifest.files_of(dtype)
         except BaseException:
             lock.close()
             raise
@@ -252,13 +251,13 @@ class _NetworkSource:
 
     def take(self, version: PolicyVersion, dtype: str) -> tuple[Path, Manifest, IO[bytes]]:
         manifest, document = self._client.manifest(version)
-        files_of(manifest, dtype)
+        manifest.files_of(dtype)
         if self._staging is not None and not self._staging.is_there():
             log.warning("%s was removed by somebody else; it is made anew", self._staging.store.folder)
             self._staging.close()
             self._staging = None
         if self._staging is None:
-            needed = _STAGED_AT_ONCE * whole_bytes(manifest, dtype)
+            needed = _STAGED_AT_ONCE * manifest.whole_bytes(dtype)
             folder = folder_for(self._run_id, self._store_id, self._config.staging_dir, needed)
             self._staging = HostStaging(folder, who=self._name, patience_s=self._config.update_timeout_s * _PATIENCE)
         lock = self._staging.stage(self._client, manifest, document, dtype)

@@ -24,8 +24,7 @@ from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserve
 from weight_sync import protocol as p
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsError
-from weight_sync.intake import Intake
-from weight_sync.served import ServedVersions
+from weight_sync.service_store import ServedVersions, UploadReceiver
 from weight_sync.store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -83,8 +82,8 @@ class WeightService:
         self._served = ServedVersions(
             self._store, keep_versions=config.keep_versions, expires_s=read_expires_s, clock=clock
         )
-        self._intake = Intake(self._store)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="weight-intake")
+        self._uploads = UploadReceiver(self._store)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="weight-uploads")
         self._jobs: dict[tuple[str, int], _Job] = {}
         self._requests: Counter[str] = Counter()
         self._complain_at = 0.0
@@ -163,9 +162,9 @@ class WeightService:
         try:
             match message:
                 case p.PartDone():
-                    return self._start(request, self._intake.finish_part)
+                    return self._start(request, self._uploads.finish_part)
                 case p.CommitRequest(keep_versions=keep):
-                    return self._start(request, lambda data: self._intake.commit(data, keep))
+                    return self._start(request, lambda data: self._uploads.commit(data, keep))
                 case p.WriteStatusRequest() | p.WriteRequest() | p.PartRequest():
                     return self._take_in(message, body)
                 case _:
@@ -198,11 +197,11 @@ class WeightService:
         version = p.version_of(message.version)
         match message:
             case p.WriteStatusRequest(_, file, total):
-                return p.WriteStatus(self._intake.status(version, file, total)), b""
+                return p.WriteStatus(self._uploads.status(version, file, total)), b""
             case p.WriteRequest(_, file, offset, total):
-                return p.WriteStatus(self._intake.write(version, file, offset, total, body)), b""
+                return p.WriteStatus(self._uploads.write(version, file, offset, total, body)), b""
             case p.PartRequest(_, rank):
-                return p.Document(), self._intake.part(version, rank)
+                return p.Document(), self._uploads.part(version, rank)
 
     def _start(self, request: Request, work: Callable[[memoryview], None]) -> Answer | None:
         """Have the worker do it, once however often it is asked."""

@@ -1,25 +1,29 @@
-"""Where a publisher puts its part of a version: a folder of this machine, or the weight service of another.
+"""Where a publisher puts its part of a version.
 
-Both do the same: `upload.UploadSink` is the one over ZeroMQ.
+FolderSink   the store's folder, where it is seen
+UploadSink   the weight service of another machine, over ZeroMQ; changes alone where they serve
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from common.files import write_whole
+from common.rpc.auth import ClientKeys
 from common.staleness import PolicyVersion
-from weight_sync.manifest import Manifest, Part, encode, part_name
+from weight_sync.config import WeightSyncConfig
+from weight_sync.errors import TransferFailed, WeightsCorrupt
+from weight_sync.manifest import Manifest, Part, decode, delta_name, encode, part_name
+from weight_sync.protocol import WholeFilesNeeded
 from weight_sync.store import WeightStore
+from weight_sync.transports import client_of, is_folder_of
+
+log = logging.getLogger(__name__)
 
 Buffers = Sequence[bytes | memoryview]
-
-_REMOTE_READER = "REMOTE_READER"
-"""A file that the weight service touches whenever somebody reads over the network."""
-_REMOTE_READER_AGE_S = 300.0
 
 
 class PartSink(Protocol):
@@ -66,9 +70,7 @@ class FolderSink:
     """Writes directly into the store's folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Args:
-        folder: of the weight store.
-        """
+        """Write into the folder of a weight store."""
         self._store = WeightStore(folder)
         self.place = str(folder)
 
@@ -79,7 +81,7 @@ class FolderSink:
 
     def wants_deltas(self) -> bool:
         """As in `PartSink`."""
-        return seen_remote_reader(self._store.folder)
+        return self._store.has_remote_reader()
 
     def write_part(self, part: Part, files: Mapping[str, Buffers]) -> None:
         """As in `PartSink`."""
@@ -100,14 +102,81 @@ class FolderSink:
         """Nothing is open."""
 
 
-def note_remote_reader(folder: Path) -> None:
-    """Somebody reads over the network."""
-    (folder / _REMOTE_READER).touch()
+class UploadSink:
+    """Uploads to the weight service. What was uploaded before a failure is not sent again."""
+
+    def __init__(
+        self, address: str, run_id: str, name: str, config: WeightSyncConfig, keys: ClientKeys | None = None
+    ) -> None:
+        """Connect to the weight service; `name` is the stage's, for the service's log."""
+        self.place = address
+        self._client = client_of(config, address, run_id, name, at_most_s=config.publish_timeout_s, keys=keys)
+
+    def newest(self) -> Manifest | None:
+        """As in `PartSink`."""
+        document = self._client.newest_document()
+        return decode(document, Manifest, f"the newest manifest from {self.place}") if document else None
+
+    def wants_deltas(self) -> bool:
+        """Always: what is uploaded crosses the network too."""
+        return True
+
+    def write_part(self, part: Part, files: Mapping[str, Buffers]) -> None:
+        """As in `PartSink`. Of a file that has a delta, this alone is sent; the service makes it whole."""
+        document = encode(part)
+        version = PolicyVersion.parse(part.version)
+        wholes = {entry.file for entry in part.tensors}
+        smaller = {delta_name(name) if delta_name(name) in files else name for name in wholes}
+        try:
+            self._upload(version, files, smaller)
+            try:
+                self._client.part_done(document)
+            except WholeFilesNeeded as error:
+                log.info("version %s is uploaded whole: %s", version, error)
+                self._upload(version, files, files.keys())
+                self._client.part_done(document)
+        except (WeightsCorrupt, WholeFilesNeeded) as error:
+            # the service has removed what it found changed
+            raise TransferFailed(f"part {part.rank} of version {version} has to be uploaded again: {error}") from error
+
+    def part(self, version: PolicyVersion, rank: int) -> Part | None:
+        """As in `PartSink`."""
+        document = self._client.part_document(version, rank)
+        return decode(document, Part, f"part {rank} of version {version} from {self.place}") if document else None
+
+    def commit(self, manifest: Manifest, keep_versions: int) -> None:
+        """As in `PartSink`."""
+        try:
+            self._client.commit(encode(manifest), keep_versions)
+        except WeightsCorrupt as error:
+            raise TransferFailed(f"version {manifest.policy} cannot be committed yet: {error}") from error
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._client.close()
+
+    def _upload(self, version: PolicyVersion, files: Mapping[str, Buffers], names: Collection[str]) -> None:
+        for name, buffers in files.items():
+            if name in names:
+                self._client.write(version, name, buffers)
 
 
-def seen_remote_reader(folder: Path) -> bool:
-    """Did somebody read over the network lately?"""
-    try:
-        return time.time() - (folder / _REMOTE_READER).stat().st_mtime < _REMOTE_READER_AGE_S
-    except FileNotFoundError:
-        return False
+def open_sink(
+    config: WeightSyncConfig, *, folder: Path, address: str, run_id: str, name: str, keys: ClientKeys | None = None
+) -> PartSink:
+    """Where a stage puts its parts: the folder where it is seen, else the service.
+
+    Args:
+        config: of the run; `transport` decides.
+        folder: of the weight store, as the learner's machine would see it.
+        address: of the weight service; "" where none runs.
+        run_id: of the run.
+        name: of the stage.
+        keys: of the run's clients; None where the service takes everybody.
+
+    Raises:
+        TransferFailed: the service does not answer, or is another run's.
+    """
+    if is_folder_of(config, folder=folder, address=address, run_id=run_id, name=name, keys=keys):
+        return FolderSink(folder)
+    return UploadSink(address, run_id, name, config, keys)

@@ -29,9 +29,8 @@ from common.files import write_whole
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
-from weight_sync.fetch import change_bytes, fetch_changes, fetch_whole, forget_partial, whole_bytes
-from weight_sync.host_folder import HostFolder
-from weight_sync.locks import is_at, lock_within, try_lock
+from weight_sync.fetch import fetch_changes, fetch_whole, forget_partial
+from weight_sync.host_folder import HostFolder, is_at, lock_within, try_lock
 from weight_sync.manifest import MANIFEST_NAME, Manifest
 from weight_sync.store import READERS_LOCK, WeightStore, remove_unless_read
 
@@ -215,10 +214,10 @@ class HostStaging:
         if self._is_staged(manifest, dtype):
             return []
         way: list[tuple[Manifest, bytes]] = []
-        cost, limit = 0, whole_bytes(manifest, dtype)
+        cost, limit = 0, manifest.whole_bytes(dtype)
         youngest_here = max(self.store.committed(), default=manifest.policy)
         while True:
-            cost += change_bytes(manifest, dtype) or limit
+            cost += manifest.change_bytes(dtype) or limit
             if cost >= limit or len(way) >= _MAX_DELTAS:
                 return []
             parent = PolicyVersion.parse(str(manifest.parent))
@@ -265,8 +264,8 @@ class HostStaging:
         """Make the files from the parent's; False where whole ones are needed. The version's lock is held."""
         folder = self.store.version_folder(manifest.policy)
         folder.mkdir(exist_ok=True)
-        cost, parent_folder = change_bytes(manifest, dtype), self._parent_folder(manifest, dtype)
-        if cost is None or cost >= whole_bytes(manifest, dtype) or parent_folder is None:
+        cost, parent_folder = manifest.change_bytes(dtype), self._parent_folder(manifest, dtype)
+        if cost is None or cost >= manifest.whole_bytes(dtype) or parent_folder is None:
             return False
         try:
             with self.store.lock_for_reading(PolicyVersion.parse(str(manifest.parent))):

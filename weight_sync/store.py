@@ -3,6 +3,7 @@
     weights/
       STORE                               a random name, by which a program sees that it has the same folder before it
       NEWEST                              the newest committed version, in one small file
+      REMOTE_READER                       touched whenever somebody reads over the network
       0.17/                               version 17 of learner incarnation 0
         part-0.bfloat16.safetensors       one file per pipeline stage and dtype
         part-0.bfloat16.delta             the same, as changes of the parent version; where that is smaller
@@ -21,6 +22,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -33,7 +35,6 @@ from weight_sync.manifest import (
     Manifest,
     Part,
     TensorEntry,
-    by_file,
     checksum_of,
     decode,
     encode,
@@ -44,6 +45,8 @@ from weight_sync.tensor_file import TensorFile
 _NEWEST_NAME = "NEWEST"
 _STORE_NAME = "STORE"
 READERS_LOCK = "readers.lock"
+_REMOTE_READER = "REMOTE_READER"
+_REMOTE_READER_AGE_S = 300.0
 
 
 class WeightStore:
@@ -129,7 +132,7 @@ class WeightStore:
             WeightsCorrupt: names the file and the tensor that is not as published.
         """
         folder = self.version_folder(manifest.policy)
-        for name, entries in by_file(manifest.variant(dtype)).items():
+        for name, entries in manifest.files_of(dtype).items():
             file = TensorFile(folder / name)
             for entry in entries:
                 yield entry, checked(file, entry)
@@ -222,6 +225,17 @@ class WeightStore:
             else:
                 # a publish that never finished; later versions are being written, earlier ones never will be
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def note_remote_reader(self) -> None:
+        """Somebody reads over the network."""
+        (self.folder / _REMOTE_READER).touch()
+
+    def has_remote_reader(self) -> bool:
+        """Did somebody read over the network in the last minutes?"""
+        try:
+            return time.time() - (self.folder / _REMOTE_READER).stat().st_mtime < _REMOTE_READER_AGE_S
+        except FileNotFoundError:
+            return False
 
     def _folders(self) -> Iterator[tuple[PolicyVersion, Path]]:
         for path in list(self.folder.iterdir()):

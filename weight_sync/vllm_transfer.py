@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -29,9 +28,9 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 
+from common.hf_folder import HEAD, UNTIED_MARK, embedding_of, tensors_in
 from common.staleness import PolicyVersion
 from weight_sync.errors import WeightsError
-from weight_sync.serving import HEAD, UNTIED_MARK, embedding_of
 from weight_sync.store import WeightStore
 from weight_sync.tensors import read_tensors
 from weight_sync.vllm_engine import REFUSED
@@ -195,7 +194,7 @@ def fitting_tensors(info: UpdateInfo, model_config: Any) -> dict[str, torch.Tens
 
 
 def _check_shapes(version: PolicyVersion, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:
-    expected = served_shapes(Path(model))
+    expected = {name: tensor.shape for name, tensor in tensors_in(Path(model)).items()}
     missing, unknown = expected.keys() - shapes.keys(), shapes.keys() - expected.keys()
     if missing or unknown:
         raise ValueError(
@@ -208,12 +207,3 @@ def _check_shapes(version: PolicyVersion, shapes: Mapping[str, tuple[int, ...]],
                 f"version {version}: tensor '{name}' has shape {list(shapes[name])}, "
                 f"the served model {model} has {list(shape)}"
             )
-
-
-def served_shapes(model_folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of a checkpoint folder, from the headers of its safetensors files."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(model_folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes

@@ -1,13 +1,11 @@
 """Tasks: prompts that are leased by id, held-out problems, and functions that reward answers.
 
 config     the `[task]` section
-split      held_out: a question trains or evaluates by its own hash, never by a seed
-template   Template: an item's columns to the text of a prompt
+task       Task, Problem, RewardFunction; PromptCodec: prompts to token ids, completions to text
+prompts    Template: an item's columns to the text of a prompt; held_out: a question trains or evaluates by its own hash
 gym        any reasoning-gym dataset by name
 files      JSONL or Parquet rows
 functions  reward functions from FILE.py:FUNCTION, in TRL's shape
-task       Task, Problem, RewardFunction
-encode     PromptCodec: prompts to token ids, completions to text
 
 Importing this package, and `check_task` without a model folder, imports neither torch, vllm nor ray.
 """
@@ -17,11 +15,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from actors.tasks.config import FileTask, ReasoningGymTask
-from actors.tasks.encode import PromptCodec
-from actors.tasks.errors import TaskError
 from actors.tasks.functions import check_functions, load_functions
-from actors.tasks.split import Split, held_out
-from actors.tasks.task import Problem, RewardFunction, Task, TaskFacts
+from actors.tasks.prompts import Split, held_out
+from actors.tasks.task import Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
 
 __all__ = ["Problem", "RewardFunction", "Task", "TaskError", "TaskFacts", "check_task", "held_out", "load_task"]
 

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.tasks.config import MOST_HELDOUT, FileTask
-from actors.tasks.errors import TaskError, did_you_mean
-from actors.tasks.split import Split, normalised
-from actors.tasks.task import Problem, json_safe
-from actors.tasks.template import Template
+from actors.tasks.prompts import Split, Template, normalised
+from actors.tasks.task import Problem, TaskError, did_you_mean, json_safe
 
 
 def file_problems(config: FileTask) -> tuple[Split[Problem], list[str]]:

@@ -20,8 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from actors.tasks.errors import TaskError, did_you_mean
-from actors.tasks.task import Problem, RewardFunction, Scores
+from actors.tasks.task import Problem, RewardFunction, Scores, TaskError, did_you_mean
 
 _ALWAYS = ("prompts", "completions")
 

@@ -13,10 +13,8 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
 from actors.tasks.config import ReasoningGymTask
-from actors.tasks.errors import TaskError, did_you_mean
-from actors.tasks.split import Split
-from actors.tasks.task import Problem, RewardFunction, Scores, json_safe
-from actors.tasks.template import Template
+from actors.tasks.prompts import Split, Template
+from actors.tasks.task import Problem, RewardFunction, Scores, TaskError, did_you_mean, json_safe
 
 COLUMNS = ("question", "answer", "metadata")
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.learner_parts.spot import Figures, Spot
+from learner.decoders import StageShare
 from learner.mesh import Mesh
 from learner.pipeline import Pipeline
-from learner.split import StageShare
 
 NUM_MICRO_BATCHES = 8
 WIDTH, HIDDEN = 4, 8

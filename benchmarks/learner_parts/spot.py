@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lib.processes import call_in_processes
-from learner.mesh import Mesh, Place
+from learner.mesh import Mesh, MeshPlace
 
 Figures = dict[str, Any]
 
@@ -104,7 +104,7 @@ class Spot:
 
     def mesh(self) -> Mesh:
         """The processes of this world as the stages of one pipeline; all of them call it together."""
-        return Mesh.build(Place(self._rank, num_stages=self.size))
+        return Mesh.build(MeshPlace(self._rank, num_stages=self.size))
 
     def meet(self) -> None:
         """Wait until all processes of all worlds are here."""

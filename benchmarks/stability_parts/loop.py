@@ -239,7 +239,7 @@ class DelayedRun:
         rate = learning_rate(learner, number)
         if learner.ess_budget is not None:
             rule = EssRule(learner.ess_budget, learner.ess_action, learner.ess_max_drops)
-            rate *= rule.judge(metrics[f"off_policy/{learner.ess_of}"], drops_in_a_row=0).lr_scale
+            rate *= rule.decide(metrics[f"off_policy/{learner.ess_of}"], drops_in_a_row=0).lr_scale
         for group in self._adam.param_groups:
             group["lr"] = rate
         self._adam.step()

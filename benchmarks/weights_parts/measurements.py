@@ -20,7 +20,7 @@ from benchmarks.weights_parts.page import (
     sync_figures,
 )
 from benchmarks.weights_parts.peers import Figures, Peer, call_all, say
-from weight_sync.serving import check_model_folder, prepare_serving_model
+from common.hf_folder import check_model_folder, prepare_serving_model
 
 SAMPLING_LIMIT_S = 240.0
 TRAINING_LIMIT_S = 300.0

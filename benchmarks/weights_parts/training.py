@@ -29,7 +29,7 @@ from common.staleness import PolicyVersion
 from learner.assembly import chunk_loader
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
-from learner.mesh import Mesh, Place
+from learner.mesh import Mesh, MeshPlace
 from learner.networks import Network, Networks
 from learner.packing import PackingRule
 from learner.reference import Reference
@@ -37,8 +37,8 @@ from learner.step import TrainStep
 from weight_sync.config import WeightSyncConfig
 from weight_sync.delta import decode_delta, encode_delta
 from weight_sync.publisher import Publisher
+from weight_sync.sinks import open_sink
 from weight_sync.tensors import host_bytes
-from weight_sync.upload import open_sink
 
 GROUP_SIZE = 8
 NEW_TOKENS = 24
@@ -133,7 +133,7 @@ class Trainer:
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting}", rank=0, world_size=1, timeout=timedelta(seconds=60)
         )
-        mesh = Mesh.build(Place(0))
+        mesh = Mesh.build(MeshPlace(0))
         config = LearnerConfig(
             num_stages=1, learning_rate=learning_rate, token_budget=TOKEN_BUDGET, precision="bfloat16"
         )

@@ -7,7 +7,7 @@ nothing can be forgotten (44 % of the questions), and the right rule is its mino
 Reinforcement learning has to find out from the verifier which of the two pays; it does not have
 to discover arithmetic, which is why it takes minutes on two cores.
 
-No question of the held-out eighth is ever shown: the split is `actors.tasks.split.held_out`, with
+No question of the held-out eighth is ever shown: the split is `actors.tasks.prompts.held_out`, with
 the share that is the default of `[task]`. To make the folder again (three minutes):
 
     python examples/demo_model/make_checkpoint.py
@@ -23,7 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from actors.tasks.split import held_out
+from actors.tasks.prompts import held_out
 
 CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 HELD_OUT_SHARE = 0.125

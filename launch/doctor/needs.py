@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from common.hf_folder import EMBEDDING_SUFFIX, HEAD, tensors_in
 from launch.config import Config
 from launch.pools import actor_pools, serving_dtypes
 
@@ -86,19 +86,14 @@ def parameters_in(model_path: Path) -> int:
 
 def _sizes(model_path: Path) -> dict[str, int]:
     """Numbers in each tensor of a folder."""
-    sizes: dict[str, int] = {}
-    for path in model_path.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        sizes |= {name: prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return sizes
+    return {name: prod(tensor.shape) for name, tensor in tensors_in(model_path).items()}
 
 
 def _tied(sizes: Mapping[str, int]) -> int:
     """Numbers in the embedding that is the head as well; 0 where the head is a tensor of its own."""
-    if any(name.endswith("lm_head.weight") for name in sizes):
+    if HEAD in sizes:
         return 0
-    return sum(size for name, size in sizes.items() if name.endswith("embed_tokens.weight"))
+    return sum(size for name, size in sizes.items() if name.endswith(EMBEDDING_SUFFIX))
 
 
 def _in_stages(config: Config, num_trained: int) -> int:

@@ -17,12 +17,12 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from buffer.ledger import LEDGER_METRICS
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError
 from launch.observe.metrics import METRICS, POOL_PREFIX, registered
 from launch.observe.status import ActorStatus, RunStatus
 from launch.run_folder import RunFolder
-from learner.ledger_metrics import LEDGER_METRICS
 
 log = logging.getLogger(__name__)
 

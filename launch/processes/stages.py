@@ -22,9 +22,10 @@ from launch.processes.role_process import RoleProcess, RunFailed, done, failure,
 from launch.processes.roles import StagePoll, StageRole
 from launch.processes.services import STARTUP_KEY
 from launch.processes.spawn import spawn
-from learner.channel import LeadFailed, StageLost
-from learner.checkpoint_meta import Progress, newest_progress, steps_in
+from learner.checkpoint_meta import TrainingProgress, newest_progress, steps_in
 from learner.config import LearnerSections
+from learner.coordinator import CoordinatorFailed
+from learner.mesh import StageLost
 
 RESTARTS_KEY = "launch.max_restarts"
 GRACE_S = 3.0
@@ -113,7 +114,7 @@ class Stages:
         self._failed_s: float | None = None
         self._stop_requested = False
         self._rescued: list[Mapping[str, Any]] = []
-        self._resumed: Progress | None = None
+        self._resumed: TrainingProgress | None = None
         self._restarts_in_a_row = 0
         self._checkpoint_at_loss = -1
         self.num_restarts = 0
@@ -237,7 +238,7 @@ class Stages:
             if self.num_restarts:
                 # the learner has set aside what it could not read, so this is where it stands
                 resumed = newest_progress(self._plan.folder.checkpoints)
-                self._resumed = resumed or Progress(step=0, version=0, incarnation=0)
+                self._resumed = resumed or TrainingProgress(step=0, version=0, incarnation=0)
                 self._notify("resumed", f"the learner trains on from step {self._resumed.step}")
                 self.begin()
         else:
@@ -295,7 +296,7 @@ class Stages:
         own = [(stage, error) for stage, error in failures if not _is_a(error, StageLost)]
         if own:
             # whoever only heard that the lead gave up has the lead's words, but neither its kind of error nor its log
-            stage, error = min(own, key=lambda each: _is_a(each[1], LeadFailed))
+            stage, error = min(own, key=lambda each: _is_a(each[1], CoordinatorFailed))
             raise RunFailed(f"{stage.name} failed: {reason(error)}; see {stage.log}")
         stage, error = failures[0]
         if silent:

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.config import ActorsConfig
-from actors.engine import Completion, Engine
+from actors.engine import Engine, Generation
 from common.staleness import PolicyVersion
 from learner.model import load_stage
 from learner.packing import PackingRule, pack
@@ -55,7 +55,7 @@ def long_prompt(seed: int) -> list[int]:
     return [1, *np.random.default_rng(seed).integers(3, 64, size=135).tolist()]
 
 
-def of_transformers(model: LlamaForCausalLM, prompt: list[int], completion: Completion) -> np.ndarray:
+def of_transformers(model: LlamaForCausalLM, prompt: list[int], completion: Generation) -> np.ndarray:
     """Teacher-forced log-probabilities of the completion under plain Transformers."""
     tokens = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
     with torch.no_grad():
@@ -75,7 +75,7 @@ class Policy:
             load_stage(folder, i, NUM_STAGES, temperature=TEMPERATURE, device=cpu) for i in range(NUM_STAGES)
         ]
 
-    def logprobs(self, asked: list[list[int]], completions: list[Completion]) -> Logprobs:
+    def logprobs(self, asked: list[list[int]], completions: list[Generation]) -> Logprobs:
         """What the learner says of every completion."""
         sequences = [np.array([*p, *c.token_ids]) for p, c in zip(asked, completions, strict=True)]
         packed = pack(sequences, [len(prompt) for prompt in asked], PackingRule(256))
@@ -85,12 +85,12 @@ class Policy:
         return np.split(output_T, edges[:-1])
 
 
-def gap(found: list[Completion], truth: Logprobs) -> float:
+def gap(found: list[Generation], truth: Logprobs) -> float:
     """Mean absolute difference over all tokens."""
     return float(np.concatenate([np.abs(c.logprobs - t) for c, t in zip(found, truth, strict=True)]).mean())
 
 
-def assert_spans_cover(completion: Completion) -> None:
+def assert_spans_cover(completion: Generation) -> None:
     edges = [(span.start, span.end) for span in completion.spans]
     assert edges[0][0] == 0
     assert edges[-1][1] == len(completion.token_ids) == len(completion.logprobs)
@@ -146,7 +146,7 @@ class World:
             publisher.close()
         self.puller.close()
 
-    def gaps(self, asked: list[list[int]], completions: list[Completion]) -> tuple[float, float]:
+    def gaps(self, asked: list[list[int]], completions: list[Generation]) -> tuple[float, float]:
         """Mean absolute differences from the learner under the version that each span names.
 
         Returns:

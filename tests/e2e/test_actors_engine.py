@@ -15,7 +15,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from actors.engine import Completion, Engine, EngineDead, RequestRefused, UpdateRefused
+from actors.engine import Engine, EngineDead, Generation, RequestRefused, UpdateRefused
+from common.hf_folder import HEAD, prepare_serving_model
 from common.staleness import PolicyVersion
 from tests.e2e.engine_world import (
     CONFIG,
@@ -32,7 +33,6 @@ from tests.e2e.engine_world import (
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import Puller, open_puller
 from weight_sync.service import WeightService
-from weight_sync.serving import HEAD, prepare_serving_model
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -56,7 +56,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory):
     await engine.stop()
 
 
-async def answers(world: World, asked: list[list[int]]) -> list[Completion]:
+async def answers(world: World, asked: list[list[int]]) -> list[Generation]:
     return list(await asyncio.gather(*[world.engine.generate(prompt) for prompt in asked]))
 
 
@@ -260,7 +260,7 @@ async def test_a_prompt_that_is_too_long_is_refused_and_others_go_on(world: Worl
     )
     assert isinstance(too_long, RequestRefused)
     assert "500 tokens" in str(too_long)
-    assert isinstance(fine, Completion)
+    assert isinstance(fine, Generation)
 
 
 async def test_the_same_seed_gives_the_same_completion(world: World):

@@ -15,11 +15,11 @@ from actors.tasks.config import ReasoningGymTask
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.service import BufferService
+from common.hf_folder import check_model_folder, prepare_serving_model
 from common.staleness import PolicyVersion
 from tests.run_context import run_context, run_facts
 from weight_sync.config import WeightSyncConfig
 from weight_sync.publisher import Publisher
-from weight_sync.serving import check_model_folder, prepare_serving_model
 from weight_sync.sinks import FolderSink
 
 # importing vLLM warns about other libraries' use of each other

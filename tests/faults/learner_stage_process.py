@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
-from learner import channel, checkpoint_meta, lead, optimizer, snapshot
+from learner import checkpoint_meta, coordinator, optimizer, training_state
 from learner import stage as stage_file
 from learner.config import LearnerConfig
 from learner.stage import Stage
@@ -63,7 +63,7 @@ def main(orders_path: Path, rank: int) -> None:
 
 
 def keep_reports(path: Path) -> None:
-    """Write the lead's reports down at once: those that wait to be polled die with it."""
+    """Write the coordinator's reports down at once: those that wait to be polled die with it."""
     make = stage_file.step_report
 
     def make_and_keep(*args, **kwargs):
@@ -80,7 +80,7 @@ def keep_reports(path: Path) -> None:
 
 def without_moments(_rank: int, _value: object) -> None:
     """Restore weights, and forget the optimizer's moments."""
-    put = snapshot.Snapshot.put
+    put = training_state.TrainingState.put
 
     def put_weights(self, networks, read):
         put(self, networks, read)
@@ -88,7 +88,7 @@ def without_moments(_rank: int, _value: object) -> None:
             for tensor in each.state().values():
                 tensor.zero_()
 
-    snapshot.Snapshot.put = put_weights
+    training_state.TrainingState.put = put_weights
 
 
 def without_checksums(_rank: int, _value: object) -> None:
@@ -97,22 +97,22 @@ def without_checksums(_rank: int, _value: object) -> None:
 
 
 def without_heartbeats(_rank: int, _value: object) -> None:
-    """The lead asks for a batch and says nothing until it comes."""
-    channel.HEARTBEAT_S = lead.HEARTBEAT_S = 60.0
+    """The coordinator asks for a batch and says nothing until it comes."""
+    coordinator.HEARTBEAT_S = 60.0
 
 
-def sick_gradient(rank: int, value: dict) -> None:
+def nan_gradient(rank: int, value: dict) -> None:
     """On one rank, the gradient of a parameter becomes NaN at the given updates (1-based)."""
     squared_norm, count = optimizer.StageOptimizer.squared_norm, 0
 
-    def squared_norm_of_sick(self):
+    def squared_norm_with_nan(self):
         nonlocal count
         count += 1
         if count in value["updates"] and rank == value["rank"]:
             next(p for p in self.parameters.values() if p.grad is not None).grad.view(-1)[0] = torch.nan
         return squared_norm(self)
 
-    optimizer.StageOptimizer.squared_norm = squared_norm_of_sick
+    optimizer.StageOptimizer.squared_norm = squared_norm_with_nan
 
 
 def careless(_rank: int, _value: object) -> None:
@@ -189,7 +189,7 @@ HOOKS = {
     "without_moments": without_moments,
     "without_checksums": without_checksums,
     "without_heartbeats": without_heartbeats,
-    "sick_gradient": sick_gradient,
+    "nan_gradient": nan_gradient,
     "careless": careless,
     "kill_in_checkpoint": kill_in_checkpoint,
 }

@@ -33,7 +33,7 @@ def num_bad_tensors(run: LearnerRun) -> int:
 @pytest.mark.fault(25, "a NaN gradient on one of 2 x 2 ranks")
 def test_a_nan_gradient_on_one_rank_skips_the_step_on_all_and_its_batch_is_kept(start_run, show):
     run = start_run(6)
-    run.train(None, {"sick_gradient": {"rank": 0, "updates": [3]}}, num_steps=6, **REPLICAS)
+    run.train(None, {"nan_gradient": {"rank": 0, "updates": [3]}}, num_steps=6, **REPLICAS)
     reports = run.reports()
     assert [(report["version"], report["skipped"]) for report in reports] == [
         *((1, False), (2, False), (2, True), (3, False), (4, False), (5, False))
@@ -49,17 +49,17 @@ def test_a_nan_gradient_on_one_rank_skips_the_step_on_all_and_its_batch_is_kept(
 @pytest.mark.fault(25, "updates are taken whatever the gradient", control=True)
 def test_a_nan_gradient_that_is_taken_would_spoil_the_weights(start_run, show):
     run = start_run(6)
-    run.train(None, {"sick_gradient": {"rank": 0, "updates": [3]}, "careless": True}, num_steps=3, **REPLICAS)
+    run.train(None, {"nan_gradient": {"rank": 0, "updates": [3]}, "careless": True}, num_steps=3, **REPLICAS)
     num_bad = num_bad_tensors(run)
     assert num_bad
     show(f"{num_bad} of {len(run.newest_state())} tensors are no longer finite")
 
 
 @pytest.mark.fault(25, "NaN gradients three steps in a row, with a restart in between")
-def test_the_third_sick_step_in_a_row_ends_the_run_though_it_was_restarted_after_the_second(start_run, show):
+def test_the_third_non_finite_step_in_a_row_ends_the_run_though_it_was_restarted_after_the_second(start_run, show):
     run = start_run(6)
-    run.train(None, {"sick_gradient": {"rank": 1, "updates": [3, 4]}}, num_steps=4)
-    assert all(run.finish(run.start(None, {"sick_gradient": {"rank": 0, "updates": [1]}}, num_steps=6)))
+    run.train(None, {"nan_gradient": {"rank": 1, "updates": [3, 4]}}, num_steps=4)
+    assert all(run.finish(run.start(None, {"nan_gradient": {"rank": 0, "updates": [1]}}, num_steps=6)))
     assert all("TrainingDiverged: steps 3, 4, 5 had no finite loss" in run.log(rank) for rank in (0, 1))
     assert len(list((run.folder / "bad_batches").glob("step-*.arrow"))) == 3
     show("the run ends on all ranks, at the version of step 2")

@@ -82,4 +82,4 @@ def test_a_learner_that_is_given_tokens_past_the_bound_refuses_them_and_says_so_
     assert run.step == 5, "the draws of versions 0 to 4 are within the bound"
     said = "the update at version 5 was given tokens with a lag of 5 versions, and max_lag = 4"
     assert f"StaleTokens: {said}" in run.log(1)
-    assert f"LeadFailed: the lead, rank 1, gave up: {said}" in run.log(0)
+    assert f"CoordinatorFailed: the coordinator, rank 1, gave up: {said}" in run.log(0)

@@ -115,12 +115,12 @@ def run_of(tmp_path):
 
 
 def kill_at_random(run: LearnerRun, chance: random.Random) -> str:
-    """Let the ranks train for some steps, then kill all, the lead or another; who was killed."""
+    """Let the ranks train for some steps, then kill all, the coordinator or another; who was killed."""
     target = run.step + chance.randint(1, 3)
     run.wait_until(lambda: run.step >= target or run.ranks[-1].exit_code is not None, f"step {target}")
     time.sleep(chance.uniform(0, 0.04))
-    victim = chance.choice(["all", "the lead", "another rank"])
-    for rank in {"all": run.ranks, "the lead": run.ranks[1:], "another rank": run.ranks[:1]}[victim]:
+    victim = chance.choice(["all", "the coordinator", "another rank"])
+    for rank in {"all": run.ranks, "the coordinator": run.ranks[1:], "another rank": run.ranks[:1]}[victim]:
         rank.kill()
     for rank in run.ranks:
         assert rank.wait(30) is not None, f"rank {rank.number} stayed; {run.logs()}"
@@ -276,7 +276,7 @@ def test_all_ranks_leave_when_one_is_killed_and_a_restart_gives_the_same_result(
     show(f"{kills}: the others left after {max(left_s):.1f} s at the longest; same result to the bit")
 
 
-@pytest.mark.fault(16, "the lead says nothing while it waits for a batch", control=True)
+@pytest.mark.fault(16, "the coordinator says nothing while it waits for a batch", control=True)
 def test_without_heartbeats_ranks_would_stay_with_a_dead_one(recording, run_of, show):
     recorded = recording(BALANCE)
     run = run_of(recorded)
@@ -285,7 +285,7 @@ def test_without_heartbeats_ranks_would_stay_with_a_dead_one(recording, run_of, 
     time.sleep(0.3)
     run.ranks[0].kill()
     assert run.ranks[1].wait(LEAVE_WITHIN_S) is None
-    show(f"the lead still waits after {LEAVE_WITHIN_S:g} s")
+    show(f"the coordinator still waits after {LEAVE_WITHIN_S:g} s")
 
 
 @pytest.mark.fault(17, "newest checkpoint corrupt: a byte flipped")

@@ -70,7 +70,7 @@ def test_after_a_kill_training_resumes_from_the_checkpoint_before(start_run):
         checkpoints = run.folder / "checkpoints"
         run.wait_until(lambda: checkpoints.exists() and list(checkpoints.glob("step-*")), "a checkpoint")
         ranks[0].kill()
-        # the lead notices a dead neighbour by itself, and says whom it lost
+        # the coordinator notices a dead neighbour by itself, and says whom it lost
         assert ranks[1].wait(60) != 0
         assert "StageLost" in run.log(1)
         newest = max(int(path.name.split("-")[1]) for path in checkpoints.glob("step-*"))
@@ -97,7 +97,7 @@ def test_a_learner_without_batches_says_who_owes_them(start_run):
     ranks = run.start(num_steps=3, batch_timeout_s=2)
     assert all(code != 0 for code in run.finish(ranks))
     assert "NoBatch: no batch for step 1 within learner.batch_timeout_s = 2 s" in run.log(1)
-    assert "LeadFailed: the lead, rank 1, gave up: no batch for step 1" in run.log(0)
+    assert "CoordinatorFailed: the coordinator, rank 1, gave up: no batch for step 1" in run.log(0)
 
 
 def test_several_updates_per_step_are_several_versions_and_a_critic_is_checkpointed_but_never_published(start_run):

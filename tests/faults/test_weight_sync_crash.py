@@ -15,7 +15,6 @@ from weight_sync.delta import rebuild_file
 from weight_sync.errors import WeightsCorrupt, WeightsGone
 from weight_sync.manifest import delta_name, file_name
 from weight_sync.puller import Puller
-from weight_sync.sinks import note_remote_reader
 from weight_sync.store import WeightStore
 
 DTYPES = ("float32", "bfloat16")
@@ -49,7 +48,7 @@ def script(tmp_path: Path) -> Path:
 def test_actors_only_ever_see_whole_versions_of_a_learner_killed_again_and_again(tmp_path: Path, script: Path, show):
     folder = tmp_path / "weights"
     puller = Puller.of_folder(folder, "float32")
-    note_remote_reader(folder)
+    WeightStore(folder).note_remote_reader()
     seen: list[PolicyVersion] = []
     num_deltas = 0
     for incarnation in range(3):

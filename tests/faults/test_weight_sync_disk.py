@@ -18,7 +18,6 @@ from weight_sync.delta import rebuild_file
 from weight_sync.errors import PublishFailed, WeightsCorrupt, WeightsGone
 from weight_sync.manifest import MANIFEST_NAME, delta_name, file_name
 from weight_sync.puller import Puller
-from weight_sync.sinks import note_remote_reader
 from weight_sync.store import WeightStore
 from weight_sync.tensor_file import TensorFile
 from weight_sync.tensors import tensor_of
@@ -231,7 +230,7 @@ def test_a_delta_that_does_not_fit_its_base_makes_no_file_and_the_whole_one_is_t
 def publish_two(folder: Path) -> list[dict[str, torch.Tensor]]:
     """Two versions, the second also as a delta; and a copy of the folder beside it."""
     folder.mkdir()
-    note_remote_reader(folder)
+    WeightStore(folder).note_remote_reader()
     versions = [tensors_of(version) for version in range(2)]
     versions[1] = versions[0] | {"w0.3": versions[1]["w0.3"]}
     publisher = publisher_of(folder, full_every=2)

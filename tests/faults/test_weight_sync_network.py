@@ -17,12 +17,11 @@ from tests.weights_by_hand import RUN, Machine, assert_holds, publish, v
 from weight_sync import fetch
 from weight_sync.client import WeightClient
 from weight_sync.errors import TransferFailed
-from weight_sync.fetch import whole_bytes
 from weight_sync.manifest import Manifest, file_name
 from weight_sync.puller import Puller, StagedVersion, open_puller
+from weight_sync.sinks import UploadSink
 from weight_sync.staging import HostStaging
 from weight_sync.store import WeightStore
-from weight_sync.upload import UploadSink
 
 WHOLE = file_name(0, "float32")
 WINDOW_BYTES = WINDOW * CHUNK_BYTES
@@ -51,7 +50,7 @@ def document_bytes(folder: Path) -> int:
 
 @pytest.mark.fault(26, "weight service killed again and again while a version is fetched")
 def test_a_fetch_ends_though_the_service_is_killed_and_nothing_is_fetched_twice(folder, service, tmp_path, show):
-    total = whole_bytes(publish(folder, 0, **SIZE), "float32")
+    total = publish(folder, 0, **SIZE).whole_bytes("float32")
     kills = pick(3, 10)
     fetched: list[StagedVersion] = []
     with Wire(service.said) as wire:
@@ -76,7 +75,7 @@ def test_a_fetch_ends_though_the_service_is_killed_and_nothing_is_fetched_twice(
 
 @pytest.mark.fault(26, "actor killed while it fetches for its machine, another one waits")
 def test_the_next_actor_of_a_machine_goes_on_where_a_killed_one_was(folder, service, tmp_path, show):
-    total = whole_bytes(publish(folder, 0, **SIZE), "float32")
+    total = publish(folder, 0, **SIZE).whole_bytes("float32")
     staging = tmp_path / "staging"
     with Wire(service.said) as wire, Process("pull", wire.address, staging, v(0), "actor-0") as first:
         wait_until(lambda: wire.sent_bytes > total / 4, "a quarter of the transfer")
@@ -94,7 +93,7 @@ def test_the_next_actor_of_a_machine_goes_on_where_a_killed_one_was(folder, serv
 
 @pytest.mark.fault(26, "actor stopped while it fetches for its machine, and continued")
 def test_a_stopped_actor_holds_up_the_others_of_its_machine_for_a_bounded_time(folder, service, tmp_path, show):
-    total = whole_bytes(publish(folder, 0, **SIZE), "float32")
+    total = publish(folder, 0, **SIZE).whole_bytes("float32")
     staging = tmp_path / "staging"
     with Wire(service.said) as wire, Process("pull", wire.address, staging, v(0), "actor-0") as stopped:
         wait_until(lambda: wire.sent_bytes > total / 2, "half of the transfer")
@@ -237,7 +236,7 @@ def test_a_stage_killed_in_its_upload_leaves_no_version_and_the_next_learner_goe
             assert WeightStore(folder).newest() is None
             stage.start()
             assert stage.wait(60) == 0
-        total = whole_bytes(WeightStore(folder).manifest(v(0)), "float32")
+        total = WeightStore(folder).manifest(v(0)).whole_bytes("float32")
         again = sum(received) - total
     with Puller.of_folder(folder, "float32").fetch(v(0)) as staged:
         assert_holds(staged, 0, **SIZE)

@@ -18,7 +18,7 @@ from tests.weights_by_hand import RUN, assert_holds, publish
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import open_puller
 from weight_sync.service import WeightService
-from weight_sync.upload import UploadSink
+from weight_sync.sinks import UploadSink
 
 ROOT = Path(__file__).parents[2]
 CHUNK_BYTES = 2**14

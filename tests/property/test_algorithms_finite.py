@@ -72,8 +72,8 @@ def test_losses_gradients_and_metrics_are_finite(inputs):
             assert value is None or not key.endswith("_frac") or 0 <= value <= 1, (name, key)
             if "ess_" in key and value is not None:
                 assert 0 <= value <= 1 + 1e-9, (name, key)
-                verdict = EssRule(budget=0.5, action="scale_lr", max_drops=1).judge(value, 0)
-                assert 0 <= verdict.lr_scale <= 1
+                decision = EssRule(budget=0.5, action="scale_lr", max_drops=1).decide(value, 0)
+                assert 0 <= decision.lr_scale <= 1
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,8 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.cost import CostModel
-from learner.packing import PackingRule, deal, pack, plan
+from learner.packing import CostModel, PackingRule, deal, pack, plan
 
 SHAPES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=40)
 """Tokens of prompt and completion of each sequence."""

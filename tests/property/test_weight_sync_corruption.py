@@ -12,7 +12,6 @@ from tests.unit.published import publisher_of, pull, same, v
 from weight_sync.delta import rebuild_file
 from weight_sync.errors import WeightsCorrupt
 from weight_sync.manifest import MANIFEST_NAME, delta_name, file_name
-from weight_sync.sinks import note_remote_reader
 from weight_sync.store import WeightStore
 
 DTYPES = ("float32", "bfloat16")
@@ -26,7 +25,7 @@ def published() -> dict[str, bytes]:
     """The files of two published versions, the second also as changes of the first."""
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
-        note_remote_reader(folder)
+        WeightStore(folder).note_remote_reader()
         publisher = publisher_of(folder, dtypes=DTYPES, full_every=2)
         publisher.publish(PARENT, BEFORE)
         publisher.publish(VERSION, TENSORS)

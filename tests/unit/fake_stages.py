@@ -12,8 +12,8 @@ from launch.checks import check
 from launch.load import load_config
 from launch.processes import stages as stages_module
 from launch.processes.stages import Stages
-from learner.channel import StageLost
-from learner.checkpoint_meta import META_NAME, CheckpointMeta, Progress
+from learner.checkpoint_meta import META_NAME, CheckpointMeta, TrainingProgress
+from learner.mesh import StageLost
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
@@ -122,7 +122,7 @@ def write_checkpoint(folder: Path, step: int) -> Path:
     """What the command reads of one: its document. Every step of this learner makes two versions."""
     path = folder / f"step-{step:08d}"
     path.mkdir()
-    meta = CheckpointMeta(Progress(step, 2 * step, 0), num_stages=2, num_replicas=1, model="", files={})
+    meta = CheckpointMeta(TrainingProgress(step, 2 * step, 0), num_stages=2, num_replicas=1, model="", files={})
     (path / META_NAME).write_bytes(meta.encode())
     return path
 

@@ -4,7 +4,7 @@ import pytest
 from vllm.platforms import current_platform
 
 from actors.config import ActorsConfig
-from actors.engine_args import engine_args
+from actors.engine_setup import engine_args
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from actors.engine_sockets import EngineSockets
+from actors.engine_setup import EngineSockets
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
 
@@ -46,7 +46,7 @@ def test_a_socket_fits_however_long_the_temporary_folder_is_called(temporary, mo
 
 
 def test_a_folder_that_is_somebody_elses_is_refused_with_that_reason(temporary, monkeypatch):
-    monkeypatch.setattr("actors.engine_sockets._numbers", iter([0]))
+    monkeypatch.setattr("actors.engine_setup._numbers", iter([0]))
     taken = temporary / f"leeway-{os.geteuid()}-vllm-{os.getpid()}-0"
     taken.write_text("no folder")
     with pytest.raises(OSError, match=r"sockets can be made in .*: .* is not a folder that this user alone may write"):
@@ -58,7 +58,7 @@ def test_what_a_killed_engine_left_is_removed_by_the_next(temporary):
     code = f"""
 import os, signal, tempfile
 tempfile.tempdir = {str(temporary)!r}
-from actors.engine_sockets import EngineSockets
+from actors.engine_setup import EngineSockets
 kept = EngineSockets()
 open(os.environ[{VARIABLE!r}] + "/socket", "w").close()
 os.kill(os.getpid(), signal.SIGKILL)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.engine_update import EngineGone, while_alive
+from actors.engine import EngineGone, while_alive
 
 
 async def test_what_is_asked_of_an_engine_that_dies_fails_though_no_answer_comes():

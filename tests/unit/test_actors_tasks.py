@@ -233,7 +233,7 @@ def test_prompts_are_encoded_as_they_are_or_as_a_turn_of_the_chat_and_completion
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from actors.tasks.encode import PromptCodec
+    from actors.tasks.task import PromptCodec
 
     words = {token: number for number, token in enumerate(["<eos>", "<unk>", "1", "2", "+", "=", "U", "S", "A"])}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from algorithms.corrections import SequenceTIS, TokenTIS, importance_weights
-from algorithms.diagnostics import EssRule, EssVerdict, effective_sample_share, off_policy_metrics
+from algorithms.diagnostics import EssDecision, EssRule, effective_sample_share, off_policy_metrics
 from tests.unit.loss_batches import make_inputs, sums
 
 NUM_TOKENS = 22
@@ -124,19 +124,19 @@ def test_no_weights_have_no_effective_size_and_weights_of_0_have_none_of_it():
 @pytest.mark.parametrize("action", ["scale_lr", "drop"])
 def test_within_the_budget_or_without_a_figure_the_rule_leaves_an_update_alone(action):
     rule = EssRule(budget=0.4, action=action, max_drops=3)
-    assert rule.judge(0.4, 0) == rule.judge(1.0, 7) == rule.judge(None, 0) == EssVerdict(lr_scale=1.0, drop=False)
+    assert rule.decide(0.4, 0) == rule.decide(1.0, 7) == rule.decide(None, 0) == EssDecision(lr_scale=1.0, drop=False)
 
 
 def test_below_the_budget_the_learning_rate_falls_with_the_root_of_the_shortfall():
     rule = EssRule(budget=0.4, action="scale_lr", max_drops=3)
-    assert rule.judge(0.1, 0) == EssVerdict(lr_scale=pytest.approx(0.5), drop=False)
-    scales = [rule.judge(ess, 0).lr_scale for ess in (1e-9, 0.01, 0.2, 0.399)]
+    assert rule.decide(0.1, 0) == EssDecision(lr_scale=pytest.approx(0.5), drop=False)
+    scales = [rule.decide(ess, 0).lr_scale for ess in (1e-9, 0.01, 0.2, 0.399)]
     assert scales == sorted(scales)
     assert 0 < scales[0] < scales[-1] < 1
 
 
 def test_below_the_budget_updates_are_dropped_but_not_for_ever():
     rule = EssRule(budget=0.4, action="drop", max_drops=2)
-    assert [rule.judge(0.1, drops).drop for drops in range(4)] == [True, True, False, False]
-    assert rule.judge(0.1, 2).lr_scale == pytest.approx(0.5)
-    assert not EssRule(budget=0.4, action="drop", max_drops=0).judge(0.1, 0).drop
+    assert [rule.decide(0.1, drops).drop for drops in range(4)] == [True, True, False, False]
+    assert rule.decide(0.1, 2).lr_scale == pytest.approx(0.5)
+    assert not EssRule(budget=0.4, action="drop", max_drops=0).decide(0.1, 0).drop

@@ -14,7 +14,7 @@ from benchmarks.learner_parts.spot import run_measurement
 from benchmarks.lib.page import judged
 from benchmarks.lib.processes import MeasurementFailed
 from learner.attention import IMPLEMENTATION
-from learner.mesh import Mesh, Place
+from learner.mesh import Mesh, MeshPlace
 from learner.model import DeviceBatch
 from learner.pipeline import build_schedule
 
@@ -37,14 +37,14 @@ def group():
 @pytest.fixture(params=[2, 4])
 def fake_mesh(request):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
-    yield Mesh.build(Place(0, num_stages=request.param))
+    yield Mesh.build(MeshPlace(0, num_stages=request.param))
     dist.destroy_process_group()
 
 
 def test_the_learner_and_both_plain_loops_train_one_loss(tmp_path, group):
     path = sides.small_llama(tmp_path / "model", hidden_size=64, num_layers=2, vocab_size=50)
     rows = sides.trajectories(sides.long_tailed(24, seed=1, median=20, longest=64), 50, seed=2)
-    mesh = Mesh.build(Place(0))
+    mesh = Mesh.build(MeshPlace(0))
     config = sides.configured(mesh, token_budget=128)
     learner = sides.Learner(path, mesh, config)
     batch = learner.batch(rows)

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common.hf_folder import StoredTensor, pack_header
 from launch.cli import main
 from launch.doctor import leftovers, libraries, machine, services
 from launch.doctor.checkup import checkup
@@ -218,10 +219,16 @@ def test_what_the_demo_needs_is_of_the_right_order():
 
 @pytest.fixture
 def smollm2(tmp_path):
-    """The header of a model as large as SmolLM2-135M, whose head is its embedding; there are no weights behind it."""
-    shapes = {"model.embed_tokens.weight": [49152, 576], "model.layers.0.everything.weight": [106203456]}
-    header = json.dumps({name: {"dtype": "F32", "shape": shape} for name, shape in shapes.items()}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    """A model as large as SmolLM2-135M, whose head is its embedding; its weights are a hole in the file."""
+    embedding, rest = 49152 * 576, 106203456
+    header = pack_header(
+        {
+            "model.embed_tokens.weight": StoredTensor("F32", (49152, 576), 0, 4 * embedding),
+            "model.layers.0.everything.weight": StoredTensor("F32", (rest,), 4 * embedding, 4 * (embedding + rest)),
+        }
+    )
+    (tmp_path / "model.safetensors").write_bytes(header)
+    os.truncate(tmp_path / "model.safetensors", len(header) + 4 * (embedding + rest))
 
     def needs(*overrides: str, example: str = "smollm2") -> Needs:
         config = load_config(ROOT / "examples" / f"{example}.toml", ["--model.path", str(tmp_path), *overrides])

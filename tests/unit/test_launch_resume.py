@@ -115,8 +115,8 @@ def test_a_task_with_other_prompts_is_refused(folder):
 
 def test_a_buffer_of_another_run_is_refused(folder):
     from buffer.store import Store
+    from common.hf_folder import check_model_folder
     from launch.checks import check
-    from weight_sync.serving import check_model_folder
 
     config = load_config(DEMO, SMALL)
     other = check(config, folder.root.parent / "other")
@@ -128,7 +128,7 @@ def test_a_buffer_of_another_run_is_refused(folder):
 
 def test_a_finished_run_asks_for_more_steps(folder):
     from learner.checkpoint_meta import CheckpointMeta
-    from learner.checkpoint_meta import Progress as Reached
+    from learner.checkpoint_meta import TrainingProgress as Reached
 
     step = folder.checkpoints / "step-00000120"
     step.mkdir()

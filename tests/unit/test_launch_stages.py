@@ -8,8 +8,8 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from launch.processes.role_process import RunFailed
 from launch.processes.roles import StagePoll
 from launch.processes.stages import GRACE_S
-from learner.channel import LeadFailed
-from learner.checkpoint_meta import META_NAME, Progress, newest_progress, steps_in
+from learner.checkpoint_meta import META_NAME, TrainingProgress, newest_progress, steps_in
+from learner.coordinator import CoordinatorFailed
 from tests.unit.fake_stages import Learner, Rank, lost, raised, write_checkpoint
 
 
@@ -73,7 +73,7 @@ def test_a_stage_that_hangs_is_named_once_the_others_gave_it_up(learner):
     [
         RuntimeError("no checkpoint in /run/checkpoints can be read"),
         ValueError("learner.device = 'cuda', but torch sees no GPU"),
-        LeadFailed("stage 1 gave up: no batch within 600 s"),
+        CoordinatorFailed("stage 1 gave up: no batch within 600 s"),
         TimeoutError("no batch within 600 s"),
     ],
 )
@@ -91,7 +91,7 @@ def test_what_would_come_again_ends_the_run_with_its_own_words(learner, error):
 @pytest.mark.parametrize("lead_is_first", [True, False])
 def test_what_the_lead_says_itself_goes_before_what_the_others_heard_of_it(learner, lead_is_first):
     learner.start()
-    failures = {0: LeadFailed("the lead, rank 1, gave up: no batch"), 1: TimeoutError("no batch")}
+    failures = {0: CoordinatorFailed("the coordinator, rank 1, gave up: no batch"), 1: TimeoutError("no batch")}
     for rank in sorted(failures, reverse=lead_is_first):
         learner.ranks[rank]("run").end(error=raised(failures[rank]))
     with pytest.raises(RunFailed, match=r"^stage.1 failed: TimeoutError: no batch; see .*stage.1.log$"):
@@ -254,14 +254,14 @@ def test_an_unfinished_checkpoint_is_not_the_newest(tmp_path):
     for name in (".step-00000012.tmp", "step-x", "step-00000016"):  # the last one without a document
         (tmp_path / name).mkdir()
     assert steps_in(tmp_path) == [2, 10]
-    assert newest_progress(tmp_path) == Progress(10, 20, 0)
+    assert newest_progress(tmp_path) == TrainingProgress(10, 20, 0)
 
 
 def test_a_checkpoint_whose_document_is_damaged_is_not_where_training_goes_on(tmp_path):
     write_checkpoint(tmp_path, 2)
     document = write_checkpoint(tmp_path, 10) / META_NAME
     document.write_text(document.read_text().replace('"version": 20', '"version": 21'))
-    assert newest_progress(tmp_path) == Progress(2, 4, 0)
+    assert newest_progress(tmp_path) == TrainingProgress(2, 4, 0)
 
 
 def test_a_restarted_learner_is_told_to_stand_where_its_checkpoint_does(learner):

@@ -11,7 +11,7 @@ from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_s
 from learner.batch import StepBatch
 from learner.optimizer import UpdateResult
 from learner.step import StepResult
-from learner.updates import Update
+from learner.update import Update
 from tests.unit.two_pass import build, make_rows
 
 BALANCE, PPO = TrajectoryBalanceConfig(corrections=[]).needs, OffPolicyPPOConfig().needs
@@ -47,22 +47,22 @@ def test_a_missing_behaviour_log_probability_is_an_error_only_where_the_loss_wei
 
 
 def result(*kinds: str) -> StepResult:
-    """A step whose updates went so: t taken, s sick, d dropped."""
+    """A step whose updates went so: t taken, n not finite, d dropped."""
     updates = tuple(
-        Update(batch(), UpdateResult(kind == "s", kind == "d", (1.0,), 1e-3, 1.0), {}) for kind in "".join(kinds)
+        Update(batch(), UpdateResult(kind == "n", kind == "d", (1.0,), 1e-3, 1.0), {}) for kind in "".join(kinds)
     )
     return StepResult(sum(update.result.taken for update in updates), updates, {})
 
 
 def test_the_third_step_in_a_row_without_a_finite_update_ends_the_run_and_all_are_kept(tmp_path):
     bad = BadBatches(tmp_path / "bad_batches")
-    bad.judge(1, result("s"), b"one")
-    bad.judge(2, result("tt"), b"two")  # a step that is taken ends the row
-    bad.judge(3, result("ss"), b"three")
-    bad.judge(4, result("d"), b"four")  # a dropped one is no sign of anything
-    bad.judge(5, result("sd"), b"five")
+    bad.note(1, result("n"), b"one")
+    bad.note(2, result("tt"), b"two")  # a step that is taken ends the row
+    bad.note(3, result("nn"), b"three")
+    bad.note(4, result("d"), b"four")  # a dropped one is no sign of anything
+    bad.note(5, result("nd"), b"five")
     with pytest.raises(TrainingDiverged, match=r"steps 3, 5, 6 had no finite loss or gradient"):
-        bad.judge(6, result("s"), b"six")
+        bad.note(6, result("n"), b"six")
     kept = {path.name: path.read_bytes() for path in (tmp_path / "bad_batches").iterdir()}
     assert kept == {
         "step-1.arrow": b"one",
@@ -72,17 +72,17 @@ def test_the_third_step_in_a_row_without_a_finite_update_ends_the_run_and_all_ar
     }
 
 
-def test_a_step_with_one_sick_update_among_others_is_kept_and_does_not_count_as_lost(tmp_path):
+def test_a_step_with_one_non_finite_update_among_others_is_kept_and_does_not_count_as_lost(tmp_path):
     bad = BadBatches(tmp_path)
     for step in range(1, 6):
-        bad.judge(step, result("ts"), b"draw")
+        bad.note(step, result("tn"), b"draw")
     assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_other_stages_than_the_lead_count_and_keep_nothing(tmp_path):
     bad = BadBatches(tmp_path)
-    bad.judge(1, result("s"), None)
-    bad.judge(2, result("s"), None)
+    bad.note(1, result("n"), None)
+    bad.note(2, result("n"), None)
     with pytest.raises(TrainingDiverged):
-        bad.judge(3, result("s"), None)
+        bad.note(3, result("n"), None)
     assert not list(tmp_path.iterdir())

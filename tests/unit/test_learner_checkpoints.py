@@ -11,14 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from common.hf_folder import model_identity
 from learner import checkpoint as checkpoint_file
 from learner.batch import Leaves
-from learner.checkpoint import CheckpointFailed, CheckpointMismatch, Checkpoints, Progress
-from learner.checkpoint_meta import model_identity
+from learner.checkpoint import CheckpointFailed, CheckpointMismatch, Checkpoints, TrainingProgress
 from learner.config import LearnerConfig
-from learner.mesh import Mesh, Place
+from learner.mesh import Mesh, MeshPlace
 from learner.networks import Networks
-from learner.optimizer import Verdict
+from learner.optimizer import UpdateDecision
 from learner.pipeline import micro_batch_rule
 from tests.unit.two_pass import alone, build, make_networks, make_rows, weights_of
 
@@ -60,7 +60,7 @@ def networks_of(model: Path, algorithm=BALANCE) -> Networks:
 
 
 def checkpoints_in(folder: Path, keep=2, timeout_s=30.0, **options) -> Checkpoints:
-    return Checkpoints(folder / "checkpoints", keep, Mesh.build(Place(0)), timeout_s, **options)
+    return Checkpoints(folder / "checkpoints", keep, Mesh.build(MeshPlace(0)), timeout_s, **options)
 
 
 def take_step(networks: Networks, seed: int) -> None:
@@ -74,12 +74,12 @@ def take_step(networks: Networks, seed: int) -> None:
         values_T = None if leaves.values_T is None else leaves.values_T - 1
         gradient = Leaves(torch.ones_like(leaves.logprobs_T), values_T)
     networks.train(batch, gradient)
-    verdict = Verdict() if place.is_lead else None
-    assert networks.update(0, verdict).taken
+    decision = UpdateDecision() if place.is_coordinator else None
+    assert networks.update(0, decision).taken
 
 
 def save(checkpoints: Checkpoints, networks: Networks, step: int) -> None:
-    checkpoints.save(networks, Progress(step, step, 0))
+    checkpoints.save(networks, TrainingProgress(step, step, 0))
     checkpoints.wait()
 
 
@@ -114,7 +114,7 @@ def test_a_restored_run_continues_to_the_bit(tmp_path, model, algorithm):
     torch.rand(5)
     second = networks_of(model, algorithm)
     untouched = weights_of(second)
-    assert checkpoints_in(tmp_path).restore(second) == Progress(3, 3, 0)
+    assert checkpoints_in(tmp_path).restore(second) == TrainingProgress(3, 3, 0)
     assert torch.equal(torch.rand(3), draws), "the random generator goes on where it stood"
     take_step(second, seed=4)
     assert same(weights_of(first), weights_of(second))
@@ -135,7 +135,7 @@ def test_without_the_moments_of_the_optimizer_a_restored_run_would_go_another_wa
 
 
 def test_what_a_restart_has_to_know_beside_tensors_comes_back(tmp_path, model):
-    progress = Progress(7, 12, 3, drops_in_a_row=2, sick_steps=(6, 7))
+    progress = TrainingProgress(7, 12, 3, drops_in_a_row=2, non_finite_steps=(6, 7))
     checkpoints = checkpoints_in(tmp_path)
     checkpoints.save(networks_of(model), progress)
     checkpoints.wait()
@@ -149,14 +149,14 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
     take_step(networks, seed=1)
     then = weights_of(networks)
     checkpoints = checkpoints_in(tmp_path)
-    checkpoints.save(networks, Progress(1, 1, 0))
+    checkpoints.save(networks, TrainingProgress(1, 1, 0))
     take_step(networks, seed=2)
     assert checkpoints.released() is None
     assert checkpoints.steps() == []
     go_on.set()
     checkpoints.wait()
     assert checkpoints.released() == 1
-    assert checkpoints.restore(networks) == Progress(1, 1, 0)
+    assert checkpoints.restore(networks) == TrainingProgress(1, 1, 0)
     assert same(weights_of(networks), then)
 
 
@@ -165,9 +165,9 @@ def test_a_checkpoint_that_is_not_written_in_time_is_an_error_that_names_the_kno
     monkeypatch.setattr(checkpoint_file, "save", lambda *args, **kwargs: go_on.wait(20) and write(*args, **kwargs))
     checkpoints = checkpoints_in(tmp_path, timeout_s=0.2)
     networks = networks_of(model)
-    checkpoints.save(networks, Progress(1, 1, 0))
+    checkpoints.save(networks, TrainingProgress(1, 1, 0))
     with pytest.raises(CheckpointFailed, match=r"rank 0: .*step-00000001 is not written after learner.checkpoint_"):
-        checkpoints.save(networks, Progress(2, 2, 0))
+        checkpoints.save(networks, TrainingProgress(2, 2, 0))
     checkpoints._timeout_s = 60.0  # the first write of a process loads code, and may take a second
     go_on.set()
     save(checkpoints, networks, 2)
@@ -186,13 +186,13 @@ def test_a_full_disk_is_an_error_at_the_next_call_and_the_checkpoint_before_stay
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint_file, "save", full)
-        checkpoints.save(networks, Progress(2, 2, 0))
+        checkpoints.save(networks, TrainingProgress(2, 2, 0))
         checkpoints._under_way[1].exception(20)
     with pytest.raises(CheckpointFailed, match=r"rank 0 could not write .*step-00000002: .*No space left"):
-        checkpoints.save(networks, Progress(3, 3, 0)) if ask == "save" else ask(checkpoints)
+        checkpoints.save(networks, TrainingProgress(3, 3, 0)) if ask == "save" else ask(checkpoints)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001"]
     take_step(networks, seed=1)
-    assert checkpoints.restore(networks) == Progress(1, 1, 0)
+    assert checkpoints.restore(networks) == TrainingProgress(1, 1, 0)
     assert same(weights_of(networks), then)
     save(checkpoints, networks, 2)
     assert checkpoints.steps() == [2]
@@ -209,7 +209,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, mode
     then = {step: tmp_path / "checkpoints" / f"step-0000000{step}" for step in (1, 2)}
     damage(then[2] / file, how)
     restored = networks_of(model)
-    assert checkpoints_in(tmp_path).restore(restored) == Progress(1, 1, 0)
+    assert checkpoints_in(tmp_path).restore(restored) == TrainingProgress(1, 1, 0)
     if (file, how) != ("meta.json", "missing"):  # that one was never completed, as far as one can know
         assert str(then[2] / file) in caplog.text
         assert "rank 0 could not use the checkpoint" in caplog.text
@@ -318,11 +318,11 @@ def test_a_crash_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(tmp_pat
 
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", crash)
-        checkpoints.save(networks, Progress(2, 2, 0))
+        checkpoints.save(networks, TrainingProgress(2, 2, 0))
         with pytest.raises(CheckpointFailed, match="pulled the plug"):
             checkpoints.wait()
     assert checkpoints.steps() == [2]
-    assert checkpoints_in(tmp_path).restore(networks) == Progress(2, 2, 0)
+    assert checkpoints_in(tmp_path).restore(networks) == TrainingProgress(2, 2, 0)
 
 
 def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path, model):
@@ -332,9 +332,9 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path, mo
         save(checkpoints, networks, step)
     damage(tmp_path / "checkpoints" / "step-00000004" / "__0_0.distcp", "flip")
     checkpoints = checkpoints_in(tmp_path, keep=1)
-    assert checkpoints.restore(networks) == Progress(1, 1, 0)
+    assert checkpoints.restore(networks) == TrainingProgress(1, 1, 0)
     save(checkpoints, networks, 2)
-    assert checkpoints_in(tmp_path).restore(networks) == Progress(2, 2, 0)
+    assert checkpoints_in(tmp_path).restore(networks) == TrainingProgress(2, 2, 0)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path):

@@ -68,7 +68,7 @@ def test_without_a_budget_or_within_it_nothing_happens(run, action):
 def test_a_dropped_update_changes_nothing_and_the_version_stands_still_for_so_many_in_a_row(run):
     results, before, after = run(num_steps=2, ess_budget=BUDGET, ess_action="drop")
     assert same(before, after)
-    assert [(result.version, result.skipped, result.num_sick) for result in results] == [(0, True, 0)] * 2
+    assert [(result.version, result.skipped, result.num_non_finite) for result in results] == [(0, True, 0)] * 2
     assert [result.metrics["ess/dropped"] for result in results] == [1, 1]
     assert results[0].metrics["grad_norm"] is None
     assert results[0].metrics["ess/lr_scale"] is None
@@ -120,9 +120,9 @@ def test_a_loss_without_weights_is_judged_as_well_and_data_that_do_not_tell_pass
     assert not same(before, after)
 
 
-def test_a_sick_update_is_sick_and_not_dropped(run):
+def test_a_non_finite_update_is_that_and_not_dropped(run):
     rows = make_rows(0, reward=1e308)
     rows[0] = make_rows(0, reward=-1e308)[0]
     (result,), before, after = run(TrajectoryBalanceConfig(), rows=rows, ess_budget=BUDGET, ess_action="drop")
-    assert (result.num_sick, result.metrics["ess/dropped"]) == (1, 0)
+    assert (result.num_non_finite, result.metrics["ess/dropped"]) == (1, 0)
     assert same(before, after)

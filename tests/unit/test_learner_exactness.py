@@ -110,7 +110,7 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
         assert result.updates[0].result.taken
         numbers = dict(zip(("grad_norm", "critic_norm"), result.updates[0].result.grad_norms, strict=False))
         numbers["parameters"] = networks.num_parameters()
-        if place.is_lead:
+        if place.is_coordinator:
             numbers["loss"] = result.updates[0].metrics["loss"]
         seen = {f"seen.{name}": torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
         save_file({**gradients, **seen}, folder / f"{split.name}-{place.num_replicas}x{place.num_stages}-{place.rank}")

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from learner.hf_files import INDEX_NAME, SINGLE_NAME
-from learner.model import EMBEDDING, HEAD
+from common.hf_folder import HEAD, INDEX_NAME, SINGLE_NAME
+from learner.model import EMBEDDING
 from tests.unit.small_models import Model, config_of, load
 
 

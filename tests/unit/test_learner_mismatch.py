@@ -8,7 +8,7 @@ import torch
 
 from buffer.trajectory import VersionSpan
 from common.staleness import PolicyVersion
-from learner.mismatch import lag0_by_actor, lag_by_actor
+from learner.batch import lag0_by_actor, lag_by_actor
 from tests.unit.two_pass import build, make_rows
 
 VERSION = 3

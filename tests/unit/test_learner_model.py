@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from learner.families import FAMILIES
-from learner.model import EMBEDDING, HEAD, DeviceBatch, StageModule
-from learner.split import StageShare, balance, cost_of, split_layers
+from common.hf_folder import HEAD
+from learner.decoders import FAMILIES, StageShare, balance, cost_of, split_layers
+from learner.model import EMBEDDING, DeviceBatch, StageModule
 from tests.unit.small_models import (
     CPU,
     LENGTHS,

@@ -13,15 +13,14 @@ from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
 from launch.observe.metrics import METRICS
 from learner.batch import StepBatch, trainable
-from learner.cost import CostModel
-from learner.mesh import Place
+from learner.mesh import MeshPlace
 from learner.model import DeviceBatch
 from learner.optimizer import UpdateResult
-from learner.packing import PackingRule, best_fit, deal, order, pack, plan, spread
+from learner.packing import CostModel, PackingRule, best_fit, deal, order, pack, plan, spread
 from learner.reference import Reference
 from learner.report import NO_METRICS, StepTimes, lag_metrics, replay_metrics, step_report
 from learner.step import StepResult
-from learner.updates import Update
+from learner.update import Update
 
 RULE = PackingRule(64)
 
@@ -199,7 +198,7 @@ class Echo:
 
 def score(batch, pipeline):
     policy = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float64)
-    mesh = SimpleNamespace(place=Place(0))
+    mesh = SimpleNamespace(place=MeshPlace(0))
     on_device = lambda packed: DeviceBatch(packed, policy.device)  # noqa: E731
     networks = SimpleNamespace(policy=policy, mesh=mesh, on_device=on_device)
     return Reference(pipeline, networks).score(batch, on_device(batch.packed))

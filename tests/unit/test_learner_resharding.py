@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from learner.checkpoint import Checkpoints, Progress
-from learner.mesh import Mesh, Place
+from learner.checkpoint import Checkpoints, TrainingProgress
+from learner.mesh import Mesh, MeshPlace
 from tests.unit.test_learner_checkpoints import CONFIG, CRITIC_MODEL, make_model, take_step
 from tests.unit.two_pass import alone, make_networks, run_ranks, weights_of
 
@@ -28,7 +28,7 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
     if checkpoints.restore(networks) is None:
         for step in (1, 2):
             take_step(networks, seed=step)
-        checkpoints.save(networks, Progress(2, 2, 0))
+        checkpoints.save(networks, TrainingProgress(2, 2, 0))
         checkpoints.wait()
     take_step(networks, seed=3)
     checkpoints.close()
@@ -42,7 +42,7 @@ def resharded(tmp_path_factory) -> Path:
     make_model(folder / "model")
     run_ranks("tests.unit.test_learner_resharding", folder, SHAPES)
     with alone():
-        one_rank(folder, Mesh.build(Place(0)))
+        one_rank(folder, Mesh.build(MeshPlace(0)))
     return folder
 
 

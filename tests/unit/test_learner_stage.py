@@ -10,11 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from learner import meeting, stage
-from learner.agreement import Agreement
-from learner.channel import StageLost, tells_of_loss
+from learner import mesh, stage
 from learner.config import LearnerConfig
-from learner.mesh import Mesh
+from learner.mesh import Agreement, Mesh, StageLost, tells_of_loss
 from learner.stage import Stage
 from tests.run_context import run_context
 from tests.unit.two_pass import run_ranks
@@ -58,13 +56,13 @@ def events(monkeypatch):
 
     policy = SimpleNamespace(exported_tensors=dict, dtype=torch.float32)
     networks = SimpleNamespace(num_parameters=first_collective, policy=policy)
-    monkeypatch.setattr(stage, "meet", note("rendezvous"))
+    monkeypatch.setattr(stage, "join_group", note("rendezvous"))
     monkeypatch.setattr(stage.Mesh, "build", lambda *_: None)
     monkeypatch.setattr(stage, "Agreement", Ranks)
     monkeypatch.setattr(stage, "build_networks", note("policy loaded", networks))
     monkeypatch.setattr(stage, "build_reference", note("reference loaded"))
     monkeypatch.setattr(stage, "write_shard", note("shard written"))
-    monkeypatch.setattr(stage, "write_folder", note("folder written"))
+    monkeypatch.setattr(stage, "complete_folder", note("folder written"))
     monkeypatch.setattr(dist, "barrier", note("a collective"))
     monkeypatch.setattr(dist, "destroy_process_group", note("parted"))
     return seen
@@ -154,9 +152,9 @@ def test_the_process_group_is_told_the_gpu_and_nothing_on_a_cpu(monkeypatch, dev
     told = {}
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: told.update(options, backend=backend))
-    monkeypatch.setattr(meeting, "_interface_to", lambda *_: None)
+    monkeypatch.setattr(mesh, "_interface_to", lambda *_: None)
     timeout = timedelta(seconds=1)
-    meeting.meet("tcp://127.0.0.1:1", torch.device(device), rank=1, num_ranks=2, timeout=timeout)
+    mesh.join_group("tcp://127.0.0.1:1", torch.device(device), rank=1, num_ranks=2, timeout=timeout)
     if device == "cpu":
         assert (told["backend"], told["device_id"]) == ("gloo", None)
     else:

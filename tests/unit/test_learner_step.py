@@ -14,8 +14,7 @@ from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from learner.batch import Leaves
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
-from learner.minibatches import minibatches
-from learner.step import _Clock
+from learner.step import _Clock, minibatches
 from tests.unit.two_pass import (
     NUM_STEPS,
     SEED,

@@ -13,11 +13,10 @@ from learner import step as step_file
 from learner.batch import Leaves
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
-from learner.minibatches import minibatches
 from learner.optimizer import learning_rate
 from learner.report import lag_metrics
-from learner.step import TrainStep
-from learner.updates import counted
+from learner.step import TrainStep, minibatches
+from learner.update import counted
 from tests.unit.two_pass import SEED, alone, build, make_models, make_networks, make_rows, run_ranks, weights_of
 
 HEAD = OffPolicyPPOConfig(baseline="critic", critic="head", kl_beta=0.1)
@@ -240,14 +239,14 @@ def poison(networks, num_calls_before: int, network="policy") -> None:
     parameter.register_hook(hook)
 
 
-def test_a_sick_update_is_left_out_and_the_others_of_its_step_are_taken(train_step):
+def test_a_non_finite_update_is_left_out_and_the_others_of_its_step_are_taken(train_step):
     step, networks = train_step(OffPolicyPPOConfig(), num_minibatches=4)
     batch = build(make_rows(0), 0, 4096)  # one micro-batch per update, so one hook call
     poison(networks, num_calls_before=1)
     result = step.run(batch, 0)
-    assert [update.result.sick for update in result.updates] == [False, True, False, False]
+    assert [update.result.non_finite for update in result.updates] == [False, True, False, False]
     assert [update.batch.version for update in result.updates] == [0, 1, 1, 2]
-    assert (result.version, result.skipped, result.num_sick) == (3, False, 1)
+    assert (result.version, result.skipped, result.num_non_finite) == (3, False, 1)
     assert np.isfinite(result.metrics["grad_norm"])
     assert all(torch.isfinite(weight).all() for weight in weights_of(networks).values())
 
@@ -269,19 +268,19 @@ def one_rank(folder, mesh: Mesh) -> None:
     """What each process of the next test runs: one of the stages sees a NaN, in the first of two updates."""
     algorithm, config = OffPolicyPPOConfig(), LearnerConfig(num_minibatches=2, learning_rate=1e-2)
     place = mesh.place
-    for sick_rank in range(place.num_ranks):
+    for bad_rank in range(place.num_ranks):
         networks, reference = make_networks(folder / "untied", config, algorithm, mesh)
-        if place.rank == sick_rank:
+        if place.rank == bad_rank:
             poison(networks, 0)
         step = TrainStep(networks, reference, algorithm, config, SEED)
         batch = build(make_rows(0), 0, 4096, num_replicas=place.num_replicas, min_micro_batches=place.num_stages)
         before = weights_of(networks)
         result = step.run(batch, 0)
-        assert [update.result.sick for update in result.updates] == [True, False], (place.rank, sick_rank)
+        assert [update.result.non_finite for update in result.updates] == [True, False], (place.rank, bad_rank)
         after = weights_of(networks)
         assert all(torch.isfinite(weight).all() for weight in after.values())
         assert not all(torch.equal(after[name], before[name]) for name in before), "the second update is taken"
-        # what the sick update would have left in the moments of this rank
+        # what the non-finite update would have left in the moments of this rank
         assert all(float(entry["step"]) == 1 for entry in networks.optimizers[0].adam.state.values())
 
 

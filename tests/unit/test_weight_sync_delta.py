@@ -16,7 +16,6 @@ from weight_sync import parts
 from weight_sync.delta import decode_delta, encode_delta, rebuild_file
 from weight_sync.errors import WeightsCorrupt
 from weight_sync.manifest import Encoding, delta_name
-from weight_sync.sinks import note_remote_reader
 from weight_sync.store import WeightStore
 
 DELTA = delta_name(PART)
@@ -28,7 +27,7 @@ HALF = "part-0.bfloat16.safetensors"
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "weights"
     folder.mkdir()
-    note_remote_reader(folder)
+    WeightStore(folder).note_remote_reader()
     return folder
 
 
@@ -145,7 +144,7 @@ def test_they_begin_when_somebody_comes_to_read_over_the_network(tmp_path: Path)
     for version, tensors in enumerate(steps(4)):
         if version == 2:
             publisher.flush(10)
-            note_remote_reader(folder)
+            WeightStore(folder).note_remote_reader()
         publisher.publish(v(version), tensors)
     publisher.close()
     assert [bool(deltas_of(folder, version)) for version in (1, 2, 3)] == [False, False, True]

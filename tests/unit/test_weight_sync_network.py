@@ -8,12 +8,10 @@ import pytest
 from tests.weights_by_hand import RUN, Machine, assert_holds, damage, publish, upload_sink, v
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
-from weight_sync.fetch import change_bytes, whole_bytes
 from weight_sync.manifest import delta_name, file_name
 from weight_sync.puller import Puller, open_puller
-from weight_sync.sinks import FolderSink, seen_remote_reader
+from weight_sync.sinks import FolderSink, UploadSink, open_sink
 from weight_sync.store import WeightStore
-from weight_sync.upload import UploadSink, open_sink
 
 WHOLE = file_name(0, "float32")
 BOTH = ("float32", "bfloat16")
@@ -51,7 +49,7 @@ def test_who_has_the_parent_fetches_the_changes_alone(machine: Machine):
     manifest = publish(machine.folder, 1, deltas=True)
     with puller.fetch(v(1)) as staged:
         assert_holds(staged, 1)
-    assert machine.read_bytes()["0.1"] == {delta_name(WHOLE): change_bytes(manifest, "float32")}
+    assert machine.read_bytes()["0.1"] == {delta_name(WHOLE): manifest.change_bytes("float32")}
 
 
 def test_who_missed_versions_goes_through_their_changes(machine: Machine):
@@ -70,7 +68,7 @@ def test_who_joins_late_fetches_whole_files_once(machine: Machine):
         manifest = publish(machine.folder, version, deltas=version > 0)
     with machine.puller().fetch(v(2)) as staged:
         assert_holds(staged, 2)
-    assert machine.read_bytes()["0.2"] == {WHOLE: whole_bytes(manifest, "float32")}
+    assert machine.read_bytes()["0.2"] == {WHOLE: manifest.whole_bytes("float32")}
 
 
 def test_a_delta_that_does_not_lead_to_what_was_published_is_replaced_by_whole_files(machine: Machine):
@@ -199,7 +197,7 @@ def test_sixteen_actors_of_a_machine_read_every_version_once(machine: Machine):
         for thread in threads:
             thread.join(60)
         assert errors == []
-        file, size = (delta_name(WHOLE), change_bytes(manifest, "float32")) if version else (WHOLE, None)
+        file, size = (delta_name(WHOLE), manifest.change_bytes("float32")) if version else (WHOLE, None)
         assert machine.read_bytes()[f"0.{version}"] == {file: size or manifest.size_of(WHOLE)}
 
 
@@ -242,7 +240,7 @@ def test_without_a_service_the_folder_is_read(tmp_path: Path):
 
 def test_only_readers_over_the_network_have_deltas_made(machine: Machine):
     publish(upload_sink(machine), 0)
-    assert not seen_remote_reader(machine.folder)
+    assert not WeightStore(machine.folder).has_remote_reader()
     machine.puller().newest()
-    assert seen_remote_reader(machine.folder)
+    assert WeightStore(machine.folder).has_remote_reader()
     assert FolderSink(machine.folder).wants_deltas()

@@ -18,8 +18,8 @@ from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
 from weight_sync.manifest import encode, file_name
 from weight_sync.puller import open_puller
-from weight_sync.served import MAX_OLD, ServedVersions
 from weight_sync.service import WeightService
+from weight_sync.service_store import MAX_OLD, ServedVersions
 from weight_sync.store import WeightStore
 
 WHOLE = file_name(0, "float32")
@@ -261,15 +261,15 @@ def test_a_slow_link_is_not_cut_again_and_again(machine: Machine):
 def test_work_that_takes_long_is_done_once_however_often_it_is_asked_for(machine: Machine):
     part, files = make_part(0, v(0), weights(0))
     client = machine.client(silence_s=0.05)
-    intake, calls, go = machine.service._intake, [], threading.Event()
-    finish = intake.finish_part
+    uploads, calls, go = machine.service._uploads, [], threading.Event()
+    finish = uploads.finish_part
 
     def slowly(document: memoryview) -> None:
         calls.append(1)
         assert go.wait(20)
         finish(document)
 
-    intake.finish_part = slowly
+    uploads.finish_part = slowly
     for name, buffers in files.items():
         client.write(v(0), name, buffers)
     waiter = threading.Thread(target=client.part_done, args=(encode(part),))

@@ -15,8 +15,7 @@ import pytest
 from tests.weights_by_hand import Machine, assert_holds, damage, make_part, publish, v, weights
 from weight_sync import host_folder
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
-from weight_sync.host_folder import HostFolder, folder_for
-from weight_sync.locks import lock_within, try_lock
+from weight_sync.host_folder import HostFolder, folder_for, lock_within, try_lock
 from weight_sync.manifest import MANIFEST_NAME, build_manifest, file_name
 from weight_sync.puller import Puller, StagedVersion
 from weight_sync.sinks import FolderSink
@@ -172,7 +171,7 @@ def test_a_lock_whose_file_its_holder_removed_just_then_is_taken_anew(tmp_path: 
         next(removals, lambda: None)()
         real(file, operation)
 
-    monkeypatch.setattr("weight_sync.locks.fcntl.flock", flock)
+    monkeypatch.setattr("weight_sync.host_folder.fcntl.flock", flock)
     with lock_within(path, 0.2, who="b", what="x"):
         assert try_lock(path) is None
 

@@ -8,10 +8,10 @@ import torch
 
 from tests.weights_by_hand import Machine, assert_holds, damage, make_part, publish, upload_sink, v, weights
 from weight_sync.errors import PublishFailed, TransferFailed
-from weight_sync.intake import Intake
 from weight_sync.manifest import build_manifest, file_name
 from weight_sync.publisher import Publisher
 from weight_sync.puller import Puller
+from weight_sync.service_store import UploadReceiver
 from weight_sync.store import WeightStore
 from weight_sync.tensors import read_tensors
 
@@ -43,7 +43,7 @@ def test_what_a_killed_learner_left_is_removed_before_the_first_byte_of_the_next
     for name in ("0.1", "1.1"):
         (machine.folder / name).mkdir()
         (machine.folder / name / f".{WHOLE}.1000.upload").write_bytes(b"x")
-    Intake(WeightStore(machine.folder)).write(v(0, 1), WHOLE, 0, 2, memoryview(b"x"))
+    UploadReceiver(WeightStore(machine.folder)).write(v(0, 1), WHOLE, 0, 2, memoryview(b"x"))
     assert sorted(path.name for path in machine.folder.glob("[0-9]*")) == ["0.0", "1.0", "1.1"]
 
 
@@ -179,7 +179,7 @@ def test_a_full_disk_of_the_service_is_an_error_of_the_disk_for_the_stage(machin
     sink = upload_sink(machine)
     part, files = make_part(0, v(0), weights(0))
     with monkeypatch.context() as patch:
-        patch.setattr("weight_sync.intake.os.pwrite", full)
+        patch.setattr("weight_sync.service_store.os.pwrite", full)
         with pytest.raises(OSError, match="No space left") as error:
             sink.write_part(part, files)
         assert error.value.errno == 28

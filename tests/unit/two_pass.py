@@ -23,7 +23,7 @@ from common.staleness import PolicyVersion
 from learner.assembly import build_networks, build_reference
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
-from learner.mesh import Mesh, Place
+from learner.mesh import Mesh, MeshPlace
 from learner.networks import Networks
 from learner.packing import PackingRule
 from learner.pipeline import micro_batch_rule
@@ -94,7 +94,7 @@ def make_networks(
     path: Path, config: LearnerConfig, algorithm: AlgorithmConfig, mesh: Mesh | None = None, precision="float64"
 ) -> tuple[Networks, Reference]:
     """As a rank of a run makes them; without a mesh as the only one."""
-    mesh = mesh or Mesh.build(Place(0))
+    mesh = mesh or Mesh.build(MeshPlace(0))
     place = mesh.place
     update = {"num_stages": place.num_stages, "num_replicas": place.num_replicas, "precision": precision}
     context = run_context(
@@ -133,7 +133,7 @@ def weights_of(networks: Networks) -> dict[str, torch.Tensor]:
 def run_ranks(module: str, folder: Path, shapes: list[tuple[int, int]]) -> None:
     """Run `module.one_rank(folder, mesh)` in a process per rank, for each (replicas, stages) in turn."""
     for num_replicas, num_stages in shapes:
-        places = [Place(rank, num_stages, num_replicas) for rank in range(num_replicas * num_stages)]
+        places = [MeshPlace(rank, num_stages, num_replicas) for rank in range(num_replicas * num_stages)]
         logs = [folder / f"rank-{num_replicas}x{num_stages}-{place.rank}.log" for place in places]
         arguments = [(module, folder, place, log) for place, log in zip(places, logs, strict=True)]
         ranks = [_FORKS.Process(target=run_rank, args=each) for each in arguments]
@@ -149,7 +149,7 @@ def run_ranks(module: str, folder: Path, shapes: list[tuple[int, int]]) -> None:
         assert not any(codes), f"{num_replicas} replicas of {num_stages} stages ended with {codes}\n{said}"
 
 
-def run_rank(module: str, folder: Path, place: Place, log: Path) -> None:
+def run_rank(module: str, folder: Path, place: MeshPlace, log: Path) -> None:
     """Be a rank, with a log file of its own, in which every warning is an error."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)

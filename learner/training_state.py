@@ -1,4 +1,4 @@
-"""Snapshot: host copies of all that a checkpoint holds of one rank, under names of the whole model.
+"""TrainingState: host copies of all that a checkpoint holds of one rank, under names of the whole model.
 
     NAME                        a parameter, as the Hugging Face checkpoint calls it
     optimizer.exp_avg.NAME      a moment of it; also exp_avg_sq, and step, the updates that it had
@@ -16,14 +16,15 @@ from collections.abc import Container
 import torch
 from torch import Tensor
 
-from learner.model import EMBEDDING, HEAD
+from common.hf_folder import HEAD
+from learner.model import EMBEDDING
 from learner.networks import Network, Networks
 
 RNG = "rng"
 RNG_CUDA = "rng_cuda"
 
 
-class Snapshot:
+class TrainingState:
     """Copies of one rank's tensors; they take as much host memory as the rank's weights and moments."""
 
     def __init__(self, rank: int) -> None:

@@ -1,6 +1,11 @@
-"""Lead: the one stage's conversation with the buffer service, with every wait bounded.
+"""The coordinator rank: it alone talks to the buffer service, and hands each batch to the other ranks.
 
-While it waits it keeps the other stages informed, one heartbeat a second.
+    Channel       one direction, from the coordinator to all others: a header of two integers (kind, length) and
+                  `length` bytes, both broadcast
+    Coordinator   the conversation with the buffer, every wait bounded
+
+While the coordinator waits for a batch, which may take long, it sends a heartbeat every second, so that a dead
+coordinator is noticed soon.
 """
 
 from __future__ import annotations
@@ -10,27 +15,87 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from enum import IntEnum
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
 
 from buffer.client import Draw
 from buffer.sharding.client import open_client
 from common.run import RunContext
 from common.staleness import PolicyVersion, effective_version
-from learner.channel import HEARTBEAT_S, Channel, Kind
 from learner.config import LearnerSections
+from learner.mesh import MeshPlace
 
 R = TypeVar("R")
+
+HEARTBEAT_S = 1.0
+
+
+class Kind(IntEnum):
+    """What the coordinator says."""
+
+    WAITING = 0
+    BATCH = 1
+    STOP = 2
+    FAILED = 3
+    PUBLISH = 4
+    """Publish the version that you have: it was left out before, for earlier ones were still being written."""
+
+
+class CoordinatorFailed(RuntimeError):
+    """The coordinator gave up; the text is its error."""
+
+
+class Channel:
+    """One direction: `send` on the coordinator, `receive` on every other stage, in the same order."""
+
+    def __init__(self, place: MeshPlace) -> None:
+        """Speak over the default process group; its timeout bounds every wait."""
+        self._coordinator = place.coordinator
+        self._is_coordinator = place.is_coordinator
+        self._alone = place.num_ranks == 1
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        """Say something to all other stages."""
+        assert self._is_coordinator, "only the coordinator stage speaks"
+        if self._alone:
+            return
+        dist.broadcast(torch.tensor([int(kind), len(payload)]), src=self._coordinator)
+        if payload:
+            # a copy, for torch warns of a tensor over read-only memory
+            dist.broadcast(torch.from_numpy(np.frombuffer(payload, np.uint8).copy()), src=self._coordinator)
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """The coordinator's next batch, its word to stop or to publish; heartbeats are passed over.
+
+        Raises:
+            CoordinatorFailed: the coordinator gave up, for example because no batch came in time.
+        """
+        while True:
+            header = torch.zeros(2, dtype=torch.int64)
+            dist.broadcast(header, src=self._coordinator)
+            kind, length = Kind(int(header[0])), int(header[1])
+            payload = torch.zeros(length, dtype=torch.uint8)
+            if length:
+                dist.broadcast(payload, src=self._coordinator)
+            if kind is Kind.FAILED:
+                raise CoordinatorFailed(
+                    f"the coordinator, rank {self._coordinator}, gave up: {payload.numpy().tobytes().decode()}"
+                )
+            if kind is not Kind.WAITING:
+                return kind, payload.numpy().tobytes()
 
 
 class NoBatch(TimeoutError):
     """No batch came for `batch_timeout_s`; the text names who owes it."""
 
 
-class Lead:
-    """Draws batches and reports progress; exists on the lead only."""
+class Coordinator:
+    """Draws batches and reports progress; exists on the coordinator rank alone."""
 
     def __init__(self, context: RunContext[LearnerSections], channel: Channel) -> None:
         """Connect to the buffer service.

@@ -1,4 +1,4 @@
-"""A checkpoint as an ordinary Hugging Face folder, made by one process without the ranks that wrote it."""
+"""The policy as a Hugging Face folder: from the stages at the end of a run, or from a checkpoint without its ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -18,18 +19,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from common.files import replace_durably
-from learner.agreement import first_line
-from learner.checkpoint_meta import CheckpointMeta, DamagedCheckpoint, model_identity
-from learner.hf_files import write_folder, write_shard
+from common.hf_folder import complete_folder, model_identity, shard_name
+from learner.checkpoint_meta import CheckpointMeta, DamagedCheckpoint
+from learner.mesh import first_line
 from learner.model import is_value_head
-from learner.snapshot import is_of_a_rank
+from learner.training_state import is_of_a_rank
 
 SHARD_BYTES = 4 * 2**30
 """So much is in memory at a time; a file of the folder holds no more, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedModel:
     """What was written."""
 
     step: int
@@ -38,7 +39,9 @@ class Exported:
     """Of the weights."""
 
 
-def export_checkpoint(checkpoint: Path, model_path: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
+def export_checkpoint(
+    checkpoint: Path, model_path: Path, out: Path, *, shard_bytes: int = SHARD_BYTES
+) -> ExportedModel:
     """Write the policy in a checkpoint as a folder that `from_pretrained` reads; it appears whole or not at all.
 
     Args:
@@ -68,11 +71,23 @@ def export_checkpoint(checkpoint: Path, model_path: Path, out: Path, *, shard_by
             tensors = _read(checkpoint, entries)
             dtype = next(iter(tensors.values())).dtype
             size_bytes += write_shard(temporary, number, len(shards), tensors)
-        write_folder(temporary, model_path, len(shards), dtype)
+        complete_folder(temporary, model_path, len(shards), str(dtype).removeprefix("torch."))
         replace_durably(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return Exported(meta.progress.step, meta.progress.version, size_bytes)
+    return ExportedModel(meta.progress.step, meta.progress.version, size_bytes)
+
+
+def write_shard(folder: Path, number: int, num_shards: int, tensors: Mapping[str, Tensor]) -> int:
+    """Write a share of the weights, of a stage or of a checkpoint, as the file that `complete_folder` looks for.
+
+    Returns:
+        Their size in bytes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(copies, folder / shard_name(number, num_shards), metadata={"format": "pt"})
+    return sum(tensor.numel() * tensor.element_size() for tensor in copies.values())
 
 
 def _policy(checkpoint: Path) -> dict[str, TensorStorageMetadata]:

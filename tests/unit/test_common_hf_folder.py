@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from learner.families import FAMILIES
-from weight_sync.serving import HEAD, UNTIED_MARK, ModelFolderError, check_model_folder, prepare_serving_model
+from common.hf_folder import HEAD, UNTIED_MARK, ModelFolderError, check_model_folder, prepare_serving_model, tensors_in
+from learner.decoders import FAMILIES
 
 
 def checkpoint(folder: Path, *, tied: bool) -> LlamaForCausalLM:
@@ -83,7 +83,7 @@ def test_preparing_twice_gives_the_same_folder(tmp_path: Path):
         (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
         (lambda folder: (folder / "config.json").write_text('{"eos_token_id": 1}'), "names no vocab_size"),
         (lambda folder: (folder / "model.safetensors").unlink(), r"no \*\.safetensors"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 40), "not a readable safetensors file"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 40), "cannot be read as safetensors"),
         (lambda folder: save_file({"w": torch.ones(1)}, folder / "model.safetensors"), "expected one input embedding"),
     ],
 )
@@ -116,3 +116,39 @@ def test_the_copy_holds_the_head_beside_the_other_tensors(tmp_path: Path):
     index = json.loads((served / "model.safetensors.index.json").read_text())
     assert index["weight_map"][HEAD] == "lm_head.safetensors"
     assert "model.embed_tokens.weight" in index["weight_map"]
+
+
+def rewritten(file: Path, change) -> None:
+    """Change the header of a safetensors file, which keeps its data."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda tensors: tensors["a"].update(shape=[3]), "'a' has another size than its shape"),
+        (lambda tensors: tensors["b"].update(data_offsets=[16, 32]), "'b' lies outside of it"),
+        (lambda tensors: tensors.pop("a"), "do not follow on each other at byte 0"),
+        (lambda tensors: tensors.pop("b"), "end at byte 8 of 24"),
+        (lambda tensors: tensors.update(b=None), "cannot be read"),
+    ],
+)
+def test_a_header_that_does_not_describe_its_data_is_refused(tmp_path: Path, change, complaint: str):
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2), "b": torch.ones(4)}, file)
+    assert tensors_in(tmp_path)["b"].shape == (4,)
+    rewritten(file, change)
+    with pytest.raises(ModelFolderError, match=complaint):
+        tensors_in(tmp_path)
+
+
+def test_a_copied_head_is_the_embedding_byte_for_byte(tmp_path: Path):
+    model = checkpoint(tmp_path / "model", tied=True).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    served = prepare_serving_model(tmp_path / "model", tmp_path / "served")
+    assert torch.equal(load_file(served / "lm_head.safetensors")[HEAD], model.model.embed_tokens.weight)

@@ -5,8 +5,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from learner.checkpoint_export import export_checkpoint
-from learner.checkpoint_meta import DamagedCheckpoint, model_identity
+from common.hf_folder import model_identity
+from learner.checkpoint_meta import DamagedCheckpoint
+from learner.export import export_checkpoint
 from tests.unit.test_learner_checkpoints import (
     BALANCE,
     CRITIC_HEAD,

@@ -1,0 +1,397 @@
+"""Hugging Face checkpoint folders: what they hold, and what has to be true of them. Neither torch nor safetensors.
+
+    config.json                        what the model is
+    generation_config.json             which tokens end a sequence, where config.json does not say
+    model.safetensors                  the weights; or several such files, and
+    model.safetensors.index.json       which tensor is in which of them
+
+A head tied to the embedding does not survive an update in flight: vLLM's reload on CPU leaves the old head in place and
+says so only in its log. So actors serve an untied copy of such a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+EMBEDDING_SUFFIX = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+UNTIED_MARK = "leeway_untied"
+"""Key in the config.json of an untied copy: its source ties the head to the embedding."""
+
+_TIED_UNLESS_SAID = "gemma"
+"""Transformers ties the head of these families where config.json does not say, and of no other that we train."""
+_BODY_NAME = "model_body.safetensors"
+_HEAD_FILE = "lm_head.safetensors"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
+_LARGEST_COPY_BYTES = 64 * 2**20
+"""Files beside the weights (tokenizer, config) are copied on export up to this size."""
+_NAMES_ONLY = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+"""Keys of a config.json that do not change what the weights mean."""
+_ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+"""Bytes of a value, by its code in a header; of others the size is not checked."""
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100 * 2**20
+
+
+class ModelFolderError(ValueError):
+    """A model folder lacks something that serving or training needs, or a file of it is damaged."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the rest of a run needs to know of a checkpoint."""
+
+    vocab_size: int
+    num_layers: int
+    tied: bool
+    """Does the output head share the embedding's weights?"""
+    model_type: str
+    """As in config.json, for example 'llama'."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a sequence."""
+    max_position: int
+    """Longest sequence in tokens."""
+
+
+# --- config.json --------------------------------------------------------------------------------------
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder.
+
+    Raises:
+        ModelFolderError: there is none, or it is no JSON object.
+    """
+    return _read_object(folder / CONFIG_NAME)
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the config.json of a folder."""
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def ties_head(config: Mapping[str, Any]) -> bool:
+    """Does a model of this config.json share the embedding's weights with its head? As Transformers takes it."""
+    return bool(config.get("tie_word_embeddings", _model_type(config).startswith(_TIED_UNLESS_SAID)))
+
+
+def model_identity(folder: Path) -> str:
+    """Model type and a digest of the config.json, without what does not change the meaning of weights.
+
+    Raises:
+        ModelFolderError: there is no config.json, or it is no JSON object.
+    """
+    config = read_config(folder)
+    telling = {key: value for key, value in config.items() if key not in _NAMES_ONLY}
+    digest = hashlib.sha256(json.dumps(telling, sort_keys=True).encode()).hexdigest()
+    return f"{config.get('model_type', 'model')}-{digest[:12]}"
+
+
+def check_model_folder(path: Path) -> ModelFacts:
+    """Read the facts of a checkpoint folder.
+
+    Raises:
+        ModelFolderError: says what is missing or damaged, and what to try.
+    """
+    if not path.is_dir():
+        raise ModelFolderError(f"model {path}: no such folder; give the path of a Hugging Face checkpoint on disk")
+    config = read_config(path)
+    if not tensors_by_file(path):
+        raise ModelFolderError(
+            f"model {path}: holds no *.safetensors file; convert it with "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    generation = path / "generation_config.json"
+    said = _read_object(generation) if generation.exists() else {}
+    eos = said.get("eos_token_id", config.get("eos_token_id"))
+    eos_token_ids = tuple(eos) if isinstance(eos, list) else (eos,) if isinstance(eos, int) else ()
+    if not eos_token_ids:
+        raise ModelFolderError(
+            f"model {path}: neither {CONFIG_NAME} nor generation_config.json names an eos_token_id, "
+            "so no completion could end; add it"
+        )
+    return ModelFacts(
+        vocab_size=_integer(path, config, "vocab_size"),
+        num_layers=_integer(path, config, "num_hidden_layers"),
+        tied=ties_head(config),
+        model_type=_model_type(config),
+        eos_token_ids=eos_token_ids,
+        max_position=_integer(path, config, "max_position_embeddings"),
+    )
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    return str(config.get("model_type", "unknown"))
+
+
+def _integer(path: Path, config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int):
+        raise ModelFolderError(f"model {path}: {CONFIG_NAME} names no {key} (found {value!r})")
+    return value
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelFolderError(
+            f"model {path.parent}: holds no {path.name}; is it a Hugging Face checkpoint?"
+        ) from error
+    except ValueError as error:
+        raise ModelFolderError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelFolderError(f"{path}: holds a {type(content).__name__} where an object is expected")
+    return content
+
+
+# --- weights ------------------------------------------------------------------------------------------
+
+
+class StoredTensor(NamedTuple):
+    """What the header of a safetensors file says of one tensor."""
+
+    code: str
+    """Of its dtype, for example 'BF16'."""
+    shape: tuple[int, ...]
+    start: int
+    """Of its bytes, counted from the start of the data."""
+    end: int
+
+
+def pack_header(tensors: Mapping[str, StoredTensor]) -> bytes:
+    """The first bytes of a safetensors file: 8 bytes of length, then JSON, padded to a multiple of 8."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [tensor.start, tensor.end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return _LENGTH.pack(len(text)) + text
+
+
+def parse_header(data: memoryview) -> tuple[int, dict[str, StoredTensor]]:
+    """Read the header of a whole safetensors file.
+
+    Returns:
+        Where the data start, and what the header says of each tensor.
+
+    Raises:
+        ValueError: it is no safetensors file, or is cut short.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(data)
+        if length > min(_MAX_HEADER_BYTES, len(data) - _LENGTH.size):
+            raise ValueError(f"its header of {length} bytes is longer than the file")  # noqa: TRY301 -- one sentence for all
+        start = _LENGTH.size + length
+        header = json.loads(bytes(data[_LENGTH.size : start]))
+        header.pop("__metadata__", None)
+        found = {name: _stored(name, entry, len(data) - start) for name, entry in header.items()}
+        _check_no_gaps(found.values(), len(data) - start)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{error}") from error
+    return start, found
+
+
+def _stored(name: str, entry: Mapping[str, Any], data_bytes: int) -> StoredTensor:
+    shape = tuple(int(extent) for extent in entry["shape"])
+    start, end = (int(offset) for offset in entry["data_offsets"])
+    if min(shape, default=0) < 0 or not 0 <= start <= end <= data_bytes:
+        raise ValueError(f"tensor '{name}' lies outside of it")
+    code = str(entry["dtype"])
+    if code in _ITEM_BYTES and end - start != _ITEM_BYTES[code] * math.prod(shape):
+        raise ValueError(f"tensor '{name}' has another size than its shape")
+    return StoredTensor(code, shape, start, end)
+
+
+def _check_no_gaps(tensors: Iterable[StoredTensor], data_bytes: int) -> None:
+    at = 0
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)):
+        if tensor.start != at:
+            raise ValueError(f"its tensors do not follow on each other at byte {at}")
+        at = tensor.end
+    if at != data_bytes:
+        raise ValueError(f"its tensors end at byte {at} of {data_bytes}")
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, from its header. A Git-LFS pointer or a file that is cut short is noticed.
+
+    Raises:
+        ModelFolderError: it is missing or damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            # an empty file cannot be mapped, and is no safetensors file either
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return parse_header(mapped)[1]
+    except FileNotFoundError as error:
+        raise ModelFolderError(
+            f"{path} is missing, and the checkpoint says it is part of it. Fetch the file again"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise damaged(path, error) from error
+
+
+def damaged(path: Path, error: Exception) -> ModelFolderError:
+    """What to say of a file of weights that cannot be read."""
+    return ModelFolderError(
+        f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}. It is cut short, damaged or "
+        "only a pointer to it; fetch the file again"
+    )
+
+
+def tensors_by_file(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
+    """The tensors of every *.safetensors file in a folder, whatever an index says.
+
+    Raises:
+        ModelFolderError: a file is damaged.
+    """
+    return {path: stored_tensors(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def tensors_in(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of all *.safetensors files in a folder.
+
+    Raises:
+        ModelFolderError: a file is damaged.
+    """
+    return {name: tensor for tensors in tensors_by_file(folder).values() for name, tensor in tensors.items()}
+
+
+def file_of_each_tensor(folder: Path) -> dict[str, str]:
+    """Which file holds a tensor, for all tensors of a checkpoint: as its index says, or its only file.
+
+    Raises:
+        FileNotFoundError: the folder has no safetensors checkpoint.
+        ModelFolderError: the index, or the only file, is damaged.
+    """
+    index = folder / INDEX_NAME
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelFolderError(
+                f"{index} is no index of a checkpoint: {type(error).__name__}: {error}. Fetch the file again"
+            ) from error
+        return {str(name): str(file) for name, file in weight_map.items()}
+    if not (folder / SINGLE_NAME).exists():
+        raise FileNotFoundError(
+            f"no {SINGLE_NAME} and no {INDEX_NAME} in {folder}; model_path must be a folder that "
+            "save_pretrained wrote with safetensors"
+        )
+    return dict.fromkeys(stored_tensors(folder / SINGLE_NAME), SINGLE_NAME)
+
+
+def embedding_of(names: Iterable[str]) -> str:
+    """The name of the input embedding among the tensors of a checkpoint.
+
+    Raises:
+        ModelFolderError: there is none, or more than one.
+    """
+    found = [name for name in names if name.endswith((EMBEDDING_SUFFIX, "wte.weight"))]
+    if len(found) != 1:
+        raise ModelFolderError(f"expected one input embedding (…{EMBEDDING_SUFFIX}), found {found or 'none'}")
+    return found[0]
+
+
+# --- writing ------------------------------------------------------------------------------------------
+
+
+def shard_name(number: int, num_shards: int) -> str:
+    """File of a share of the weights in an exported folder; `number` counts from 0."""
+    return SINGLE_NAME if num_shards == 1 else f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
+
+
+def complete_folder(folder: Path, model_path: Path, num_shards: int, dtype: str) -> None:
+    """Complete an exported folder once every shard is written: index, config and tokenizer files.
+
+    Args:
+        folder: where the shards are.
+        model_path: the checkpoint that training started from; all but its weights is copied.
+        num_shards: how many there are.
+        dtype: of the exported weights, for example 'float32'.
+    """
+    for file in sorted(model_path.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.stat().st_size <= _LARGEST_COPY_BYTES:
+            shutil.copyfile(file, folder / file.name)
+    config = read_config(model_path)
+    config.pop("torch_dtype", None)
+    write_config(folder, config | {"dtype": dtype})
+    if num_shards > 1:
+        _write_index(folder, [folder / shard_name(number, num_shards) for number in range(num_shards)])
+
+
+def prepare_serving_model(model_path: Path, out_folder: Path) -> Path:
+    """The folder that actors serve: `model_path` itself, or an untied copy where its head is tied.
+
+    Args:
+        model_path: a Hugging Face checkpoint.
+        out_folder: where the copy goes; one that is complete already is used as it is.
+
+    Returns:
+        `model_path` or `out_folder`.
+
+    Raises:
+        ModelFolderError: the checkpoint is incomplete, or its embedding cannot be found.
+        OSError: the copy cannot be written.
+    """
+    if not check_model_folder(model_path).tied:
+        return model_path
+    if (out_folder / CONFIG_NAME).exists():
+        return out_folder
+    temporary = out_folder.with_name(f".{out_folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(model_path, temporary)
+    if (temporary / SINGLE_NAME).exists():
+        # readers prefer this name to the index, and would not find the head
+        (temporary / SINGLE_NAME).rename(temporary / _BODY_NAME)
+    _add_head(temporary)
+    write_config(temporary, read_config(temporary) | {"tie_word_embeddings": False, UNTIED_MARK: True})
+    temporary.replace(out_folder)
+    return out_folder
+
+
+def _add_head(folder: Path) -> None:
+    """Write the embedding once more, as the head, in a file of its own."""
+    files = tensors_by_file(folder)
+    where = {name: path for path, tensors in files.items() for name in tensors}
+    if HEAD in where:
+        return
+    embedding = embedding_of(where)
+    with where[embedding].open("rb") as source, (folder / _HEAD_FILE).open("wb") as out:
+        mapped = memoryview(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ))
+        start, tensors = parse_header(mapped)
+        found = tensors[embedding]
+        out.write(pack_header({HEAD: found._replace(start=0, end=found.end - found.start)}))
+        out.write(mapped[start + found.start : start + found.end])
+    _write_index(folder, [*files, folder / _HEAD_FILE])
+
+
+def _write_index(folder: Path, files: Iterable[Path]) -> None:
+    weight_map: dict[str, str] = {}
+    size_bytes = 0
+    for path in files:
+        tensors = stored_tensors(path)
+        weight_map |= dict.fromkeys(tensors, path.name)
+        size_bytes += sum(tensor.end - tensor.start for tensor in tensors.values())
+    index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,387 @@
+"""What the weight service does with its store, for those who do not see the folder.
+
+ServedVersions: what it reads for others, mapped, and kept from removal while it is read. A version is let go `LINGER_S`
+after every reader of it has had the last byte of the last file, and `expires_s` after the last request of one that has
+not. Of versions that retention would remove, at most `MAX_OLD` are kept for readers; of more, those that were asked for
+least lately are let go. So the store holds at most `keep_versions + MAX_OLD` versions, and those that are committed
+before the next look, a second later.
+
+UploadReceiver: what it is sent. What a stage uploads gets its name once it is complete and checked.
+
+    0.17/.part-0.bfloat16.safetensors.26300416.upload     so far; its size says how far, after a restart too
+    0.17/part-0.bfloat16.safetensors                      complete, every tensor checked
+
+A part that comes as deltas is made whole here, from the parent's files. The pieces of an upload are written on the
+service's one thread, each before the next message is taken: a slow disk slows readers too while somebody uploads. Only
+checking, making whole and committing are the worker's.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from common.files import write_whole
+from common.staleness import PolicyVersion
+from weight_sync.delta import rebuild_file
+from weight_sync.errors import WeightsCorrupt, WeightsGone
+from weight_sync.manifest import Manifest, Part, TensorEntry, by_file, chain_of, decode, delta_name, part_name
+from weight_sync.protocol import WholeFilesNeeded, upload_name, version_of
+from weight_sync.store import WeightStore, checked, read_manifest
+from weight_sync.tensor_file import TensorFile
+
+log = logging.getLogger(__name__)
+
+LINGER_S = 2.0
+"""A reader that is through may still ask for a piece again that was lost."""
+MAX_OLD = 4
+_NOTE_EVERY_S = 1.0
+_NUM_COUNTED = 64
+"""Versions of which it is remembered how much was sent."""
+
+
+@dataclass
+class _Reader:
+    asked_at: float
+    has_read: bool = False
+    is_through: bool = False
+
+
+@dataclass
+class _Served:
+    document: bytes
+    manifest: Manifest
+    lock: IO[bytes]
+    asked_at: float
+    last_files: frozenset[str]
+    """Of each dtype the file that is read last, whole or as its changes."""
+    was_read: bool = False
+    """Somebody got through."""
+    maps: dict[str, memoryview] = field(default_factory=dict)
+    readers: dict[bytes, _Reader] = field(default_factory=dict)
+
+
+class ServedVersions:
+    """Versions that somebody reads over the network."""
+
+    def __init__(
+        self,
+        store: WeightStore,
+        *,
+        keep_versions: int = 1,
+        expires_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nobody reads yet.
+
+        Args:
+            store: where the versions lie.
+            keep_versions: how many of the newest retention leaves alone.
+            expires_s: a reader in the middle of a version that does not ask for so long is given up.
+            clock: monotonic, in seconds.
+        """
+        self._store = store
+        self._keep_versions = keep_versions
+        self._expires_s = expires_s
+        self._clock = clock
+        self._served: dict[PolicyVersion, _Served] = {}
+        self._sent: dict[PolicyVersion, dict[str, int]] = {}
+        self._note_at = self._expire_at = clock()
+
+    def document(self, version: PolicyVersion, reader: bytes = b"") -> bytes:
+        """The manifest of a version as it was written; the version is kept from now on.
+
+        Args:
+            version: which.
+            reader: who asks.
+
+        Raises:
+            WeightsGone: it is not in the store.
+            WeightsCorrupt: its manifest was changed.
+        """
+        return self._of(version, reader).document
+
+    def read(
+        self, version: PolicyVersion, file: str, offset: int, size: int, reader: bytes = b""
+    ) -> tuple[memoryview, int]:
+        """Bytes of a file, not copied, and how many it has in all.
+
+        Args:
+            version: which holds it.
+            file: one that its manifest names.
+            offset: of the first byte.
+            size: how many bytes.
+            reader: who asks. It reads the files of a dtype in the manifest's order, as `Manifest.files_of` gives them.
+
+        Raises:
+            WeightsGone: the version is not in the store.
+            WeightsCorrupt: the manifest names no such file, or the file is cut.
+            ValueError: the file has no such bytes.
+        """
+        served = self._of(version, reader)
+        total = served.manifest.size_of(file)
+        if offset + size > total:
+            raise ValueError(f"version {version}: {file} has {total} bytes, not {offset + size}")
+        data = served.maps.get(file)
+        if data is None:
+            data = served.maps[file] = self._map(version, file, total)
+        state = served.readers[reader]
+        state.has_read = True
+        state.is_through = file in served.last_files and offset + size == total
+        served.was_read |= state.is_through
+        self._count(version, file, size)
+        return data[offset : offset + size], total
+
+    def note_reader(self) -> None:
+        """Somebody looks for versions over the network: deltas will be wanted."""
+        now = self._clock()
+        if now >= self._note_at:
+            self._note_at = now + _NOTE_EVERY_S
+            try:
+                self._store.note_remote_reader()
+            except OSError as error:  # it saves bytes, and is nothing that a reader must wait for
+                log.warning("%s: that somebody reads over the network cannot be noted: %s", self._store.folder, error)
+
+    def expire(self) -> None:
+        """Leave versions that nobody reads any more to retention. Cheap enough for every message."""
+        now = self._clock()
+        if now < self._expire_at:
+            return
+        self._expire_at = now + min(1.0, self._expires_s)
+        for version, served in list(self._served.items()):
+            for name, reader in list(served.readers.items()):
+                # who asked for the manifest alone waits for one that reads for its whole machine
+                is_done = reader.is_through or (served.was_read and not reader.has_read)
+                if now - reader.asked_at >= (min(LINGER_S, self._expires_s) if is_done else self._expires_s):
+                    del served.readers[name]
+            if not served.readers:
+                self._let_go(version)
+        self._cap()
+
+    def read_bytes(self) -> dict[str, dict[str, int]]:
+        """Version -> file -> bytes sent, counting what was sent twice; of the versions that were read last."""
+        return {str(version): dict(files) for version, files in self._sent.items()}
+
+    def close(self) -> None:
+        """Let go of all."""
+        for version in list(self._served):
+            self._let_go(version)
+
+    def _cap(self) -> None:
+        """Let go of the versions beyond the bound."""
+        if len(self._served) <= MAX_OLD:
+            return
+        try:
+            kept_anyway = set(self._store.committed()[-self._keep_versions :])
+        except OSError as error:
+            log.warning("%s cannot be read: %s", self._store.folder, error)
+            return
+        old = sorted(self._served.keys() - kept_anyway, key=lambda version: self._served[version].asked_at)
+        for version in old[: max(0, len(old) - MAX_OLD)]:
+            log.warning("version %s is left to retention: more than %d old versions are read", version, MAX_OLD)
+            self._let_go(version)
+
+    def _count(self, version: PolicyVersion, file: str, size: int) -> None:
+        files = self._sent.setdefault(version, {})
+        files[file] = files.get(file, 0) + size
+        if len(self._sent) > _NUM_COUNTED:
+            del self._sent[next(iter(self._sent))]
+
+    def _of(self, version: PolicyVersion, reader: bytes) -> _Served:
+        now = self._clock()
+        served = self._served.get(version)
+        if served is None:
+            lock = self._store.lock_for_reading(version)
+            try:
+                document = self._store.manifest_bytes(version)
+                manifest = read_manifest(document, version, str(self._store.version_folder(version)))
+                served = _Served(document, manifest, lock, now, _last_files(manifest))
+            except BaseException:
+                lock.close()
+                raise
+            self._served[version] = served
+        served.asked_at = now
+        served.readers.setdefault(reader, _Reader(now)).asked_at = now
+        return served
+
+    def _map(self, version: PolicyVersion, file: str, total: int) -> memoryview:
+        path = self._store.version_folder(version) / file
+        try:
+            with path.open("rb") as opened:
+                data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            raise WeightsCorrupt(f"{path}: cannot be read: {error}") from error
+        if len(data) != total:
+            raise WeightsCorrupt(f"{path}: has {len(data)} bytes, the manifest says {total}; it was cut or replaced")
+        return data
+
+    def _let_go(self, version: PolicyVersion) -> None:
+        sent = self._sent.get(version, {})
+        log.info("version %s: %.1f MiB of %d files were sent", version, sum(sent.values()) / 2**20, len(sent))
+        # the maps end with the last message that is on its way
+        self._served.pop(version).lock.close()
+
+
+def _last_files(manifest: Manifest) -> frozenset[str]:
+    last = [next(reversed(manifest.files_of(dtype))) for dtype in manifest.dtypes]
+    return frozenset([*last, *map(delta_name, last)])
+
+
+class UploadReceiver:
+    """Takes the parts of versions. It remembers nothing but what lies in the folder."""
+
+    def __init__(self, store: WeightStore) -> None:
+        """Write into a store."""
+        self._store = store
+
+    def status(self, version: PolicyVersion, file: str, total_bytes: int) -> int:
+        """How many bytes of a file are there, from its start."""
+        whole, partial = self._paths(version, file, total_bytes)
+        for path in (partial, whole):
+            size = _size(path)
+            if size is not None and (path == partial or size == total_bytes):
+                return min(size, total_bytes)
+        return 0
+
+    def write(self, version: PolicyVersion, file: str, offset: int, total_bytes: int, data: memoryview) -> int:
+        """Write bytes that follow on those that are there, or lie among them; others are left out.
+
+        Returns:
+            As `status`, afterwards.
+
+        Raises:
+            PublishFailed: the version is older than the newest.
+            OSError: the disk is full or not writable.
+        """
+        if offset + len(data) > total_bytes:
+            raise ValueError(f"{file}: {offset + len(data)} bytes of {total_bytes}")
+        have = self.status(version, file, total_bytes)
+        if offset > have or offset + len(data) <= have:
+            return have
+        self._store.refuse_old(version)
+        self._store.begin(version)
+        _, partial = self._paths(version, file, total_bytes)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            rest, at = data, offset
+            while len(rest):
+                written = os.pwrite(descriptor, rest, at)
+                rest, at = rest[written:], at + written
+        finally:
+            os.close(descriptor)
+        return max(have, offset + len(data))
+
+    def finish_part(self, document: memoryview) -> None:
+        """Check a part whose files are uploaded, make whole what came as a delta, and write its document.
+
+        Raises:
+            WholeFilesNeeded: its deltas do not serve.
+            WeightsCorrupt: the document, or a file, is not as the stage had it; the file is to be sent again.
+            PublishFailed: the version is older than the newest.
+            OSError: the disk is full or not writable.
+        """
+        part = decode(document, Part, "an uploaded part")
+        version = version_of(part.version)
+        for entry in part.files:
+            upload_name(entry.name)
+        folder = self._store.version_folder(version)
+        path = folder / part_name(part.rank)
+        if path.exists() and path.read_bytes() == document:
+            return
+        self._store.refuse_old(version)
+        self._store.begin(version)
+        sizes = {file.name: file.size_bytes for file in part.files}
+        whole = by_file(part.tensors)
+        for name, size in sizes.items():
+            if name not in whole:  # a delta
+                self._name(version, name, size)
+        for name, entries in whole.items():
+            if not self._name(version, name, sizes[name], entries):
+                self._rebuild(part, version, name, sizes[name], entries)
+        write_whole(path, [document])
+
+    def part(self, version: PolicyVersion, rank: int) -> bytes:
+        """The document of a part, unchecked; empty until it has come whole."""
+        try:
+            return (self._store.version_folder(version) / part_name(rank)).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def commit(self, document: memoryview, keep_versions: int) -> None:
+        """Make a version exist whose files are all there; once more does nothing.
+
+        Raises:
+            WeightsCorrupt: the manifest was changed on its way, or a file that it names is missing.
+            PublishFailed: the version is not newer than the newest.
+            OSError: the disk is full; nothing has changed.
+        """
+        manifest = decode(document, Manifest, "an uploaded manifest")
+        if self._is_committed(manifest):
+            return
+        folder = self._store.version_folder(manifest.policy)
+        for file in manifest.files:
+            if _size(folder / file.name) != file.size_bytes:
+                raise WeightsCorrupt(f"version {manifest.policy} cannot be committed: {folder / file.name} is missing")
+        self._store.commit(manifest, keep_versions)
+
+    def _is_committed(self, manifest: Manifest) -> bool:
+        """The answer was lost: the same content exists under this version, and none is newer."""
+        if self._store.newest() != manifest.policy:
+            return False
+        there = self._store.manifest(manifest.policy)
+        # asked again, the stage may have taken it for its own parent; its tensors are what counts
+        return chain_of("", there.tensors) == chain_of("", manifest.tensors)
+
+    def _name(self, version: PolicyVersion, name: str, size: int, entries: list[TensorEntry] | None = None) -> bool:
+        """Give a complete upload its name, its tensors checked; False where there is none."""
+        whole, partial = self._paths(version, name, size)
+        found = partial if _size(partial) == size else whole
+        if _size(found) != size:
+            if size == 0 and entries is None:
+                write_whole(whole, [])  # of nothing no byte was sent
+                return True
+            return False
+        if entries is not None:
+            try:
+                with TensorFile(found) as file:
+                    for entry in entries:
+                        checked(file, entry)
+            except WeightsCorrupt:
+                found.unlink(missing_ok=True)
+                raise
+        if found == partial:
+            partial.replace(whole)
+        return True
+
+    def _rebuild(self, part: Part, version: PolicyVersion, name: str, size: int, entries: list[TensorEntry]) -> None:
+        folder = self._store.version_folder(version)
+        if part.parent is None or any(entry.delta is None for entry in entries):
+            raise WholeFilesNeeded(f"{folder / name} has not come whole, and no delta has")
+        parent = version_of(part.parent)
+        try:
+            with self._store.lock_for_reading(parent):
+                rebuild_file(
+                    entries, folder / delta_name(name), self._store.version_folder(parent) / name, folder / name
+                )
+        except (WeightsGone, WeightsCorrupt, FileNotFoundError) as error:
+            raise WholeFilesNeeded(f"{folder / name} cannot be made from its delta: {error}") from error
+        if _size(folder / name) != size:
+            (folder / name).unlink(missing_ok=True)
+            raise WholeFilesNeeded(f"{folder / name}: what its delta makes has another size than the stage's file")
+
+    def _paths(self, version: PolicyVersion, file: str, total_bytes: int) -> tuple[Path, Path]:
+        folder = self._store.version_folder(version)
+        return folder / upload_name(file), folder / f".{file}.{total_bytes}.upload"
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
