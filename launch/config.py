@@ -126,8 +126,9 @@ class LaunchConfig(_Section):
     )
     max_restarts: NonNegativeInt = Field(
         default=3,
-        description="How often in a row an actor that died is started again, and the learner from its newest "
-        "checkpoint when a stage dies or hangs. An hour of the actor's work, or a new checkpoint, counts anew.",
+        description="How often in a row a service or an actor that died is started again, and the learner from its "
+        "newest checkpoint when a stage dies or hangs. An hour of work, or for the learner a new checkpoint, counts "
+        "anew.",
     )
 
 

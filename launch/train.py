@@ -37,7 +37,7 @@ from launch.observe.tripwires import Stability, Trip, Tripwires, mismatch_limit
 from launch.pools import actor_pools
 from launch.privacy import private_files
 from launch.processes.evaluation import Evaluation
-from launch.processes.ray_session import leave, was_abandoned
+from launch.processes.ray_cluster import leave, was_abandoned
 from launch.processes.role_process import RunFailed
 from launch.processes.supervisor import Supervisor
 from launch.report.at_end import report_at_end

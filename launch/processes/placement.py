@@ -1,15 +1,18 @@
-"""Placement: where the workers of a run may be, as Ray's placement groups, with a bound on every wait for a host."""
+"""Placement: where the processes of a run may be, with a bound on every wait for a host; and starting one there."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.placement_group import (
-    PlacementGroup,
+    PlacementGroup as RayPlacementGroup,
+)
+from ray.util.placement_group import (
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -24,8 +27,8 @@ PLACEMENT_S = 60.0
 _LOOK_S = 0.2
 
 
-class Place:
-    """Where one worker is to be: what it reserves, and Ray's way to say on which host."""
+class Reservation:
+    """What one worker reserves, and Ray's way to say on which host."""
 
     def __init__(self, bundle: Bundle, strategy: Any = None) -> None:  # noqa: ANN401 -- one of Ray's several
         """Say where.
@@ -45,12 +48,12 @@ class Place:
         return {"num_cpus": cpus, "num_gpus": gpus, "resources": own, **strategy}
 
 
-def here() -> Place:
+def here() -> Reservation:
     """This machine, where the run's folder is; nothing is reserved."""
-    return Place({}, NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False))
+    return Reservation({}, NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False))
 
 
-class Gang:
+class PlacementGroup:
     """Workers that are placed together or not at all. Their reservation ends with `release`, or with the run."""
 
     def __init__(self, bundles: Sequence[Bundle], what: str) -> None:
@@ -64,7 +67,7 @@ class Gang:
         self._bundles = bundles
         self._missing_since_s: float | None = None
         reserving = [dict(bundle) for bundle in bundles if bundle]
-        self._group: PlacementGroup | None = placement_group(reserving, strategy="PACK") if reserving else None
+        self._group: RayPlacementGroup | None = placement_group(reserving, strategy="PACK") if reserving else None
 
     @property
     def is_placed(self) -> bool:
@@ -103,13 +106,13 @@ class Gang:
             for bundle in self._bundles
         )
 
-    def place(self, number: int) -> Place:
+    def reservation(self, number: int) -> Reservation:
         """Of the worker of this number."""
         bundle = self._bundles[number]
         if self._group is None or not bundle:
-            return Place(bundle)
+            return Reservation(bundle)
         index = sum(1 for each in self._bundles[:number] if each)
-        return Place(bundle, PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index))
+        return Reservation(bundle, PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index))
 
     def shortage(self) -> str:
         """Why there is no place: what was asked for, and what each host has."""
@@ -141,3 +144,31 @@ def _amounts(free: Mapping[str, float], total: Mapping[str, float]) -> str:
     names = ["CPU", "GPU", *sorted(name for name in total if name.startswith("pool_"))]
     shown = [f"{free.get(name, 0.0):g} of {total[name]:g} {name}" for name in names if name in total]
     return ", ".join(shown) or "nothing"
+
+
+def spawn(role: type, log: Path, *arguments: object, on: Reservation, threads: int, concurrency: int) -> Any:  # noqa: ANN401 -- a Ray handle
+    """Start a role in a process of its own.
+
+    Args:
+        role: the class, whose first argument is the log.
+        log: where the process writes everything it prints.
+        arguments: further arguments of the class.
+        on: what it reserves, and on which host.
+        threads: compute threads; set in the environment, because libraries read it when they load.
+        concurrency: how many calls may run at the same time.
+    """
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if "GPU" not in on.bundle:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs from those alone that have reserved some
+    options = {
+        **on.options(),
+        "max_concurrency": concurrency,
+        "max_restarts": 0,  # the supervisor restarts, because a fresh process must be told the newest state
+        "runtime_env": {"env_vars": environment},
+    }
+    return ray.remote(role).options(**options).remote(log, *arguments)

@@ -13,8 +13,9 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from launch.observe.status import ProcessFacts
 
+STARTUP_KEY = "launch.startup_timeout_s"
 LASTING_S = 3600.0
-"""Who has worked for so long has its restarts forgiven: what fails now and then, in weeks, is not given up."""
+"""After so much work restarts count anew: what fails now and then, in weeks, is not given up."""
 SILENCE_S = 60.0
 """A role that answers nothing for so long is told of. It answers within milliseconds, but for a host that swaps."""
 _CHECK_EVERY_S = 1.0
@@ -22,6 +23,50 @@ _CHECK_EVERY_S = 1.0
 
 class RunFailed(RuntimeError):
     """The run cannot go on; the text names the role, the reason and the log."""
+
+
+class Restarts:
+    """How often something is started again before it is given up: the one policy of services, actors and the learner.
+
+    At most `launch.max_restarts` times in a row. A row ends when the last restart has proved itself: by an hour of
+    work; and that of the learner, which begins anew at its newest checkpoint, by a newer one alone.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """Nothing was started again yet.
+
+        Args:
+            limit: of restarts in a row.
+        """
+        self._limit = limit
+        self._in_a_row = 0
+        self.total = 0
+        self.working_since_s: float | None = None
+        """On the monotonic clock; None before its work begins, and of the learner."""
+
+    @property
+    def in_a_row(self) -> int:
+        """How many have not proved themselves yet."""
+        since_s = self.working_since_s
+        return 0 if since_s is not None and time.monotonic() - since_s >= LASTING_S else self._in_a_row
+
+    @property
+    def are_spent(self) -> bool:
+        """Is it given up, should it end once more?"""
+        return self.in_a_row >= self._limit
+
+    def begin_work(self) -> None:
+        """It works from now on."""
+        self.working_since_s = time.monotonic()
+
+    def prove(self) -> None:
+        """The last one has led to something that lasts."""
+        self._in_a_row = 0
+
+    def count(self) -> None:
+        """It is started again."""
+        self.total, self._in_a_row = self.total + 1, self.in_a_row + 1
+        self.working_since_s = None
 
 
 @dataclass
@@ -32,20 +77,17 @@ class RoleProcess:
     number: int
     handle: Any
     log: Path
+    restarts: Restarts
+    """Those of a stage are the learner's, of which all stages are started again together."""
     starting: Any = None
     """Of an actor: ends when it is ready."""
     running: Any = None
     """Ends when the role's work does; None before the work begins."""
     started_s: float = field(default_factory=time.monotonic)
-    restarts: int = 0
-    """In all."""
-    working_since_s: float | None = None
-    """On the monotonic clock; None before its work begins."""
     lost: str = ""
     """Why it was given up, where it was."""
     pool: str = ""
     """Of an actor."""
-    _restarts_in_a_row: int = 0
     _where: Any = None
     """The pending call, then the answer: its host and pid."""
     _owed: tuple[Any, float] | None = None
@@ -59,43 +101,31 @@ class RoleProcess:
     @property
     def state(self) -> str:
         """For people; see `ProcessFacts`."""
-        if self.starting is not None and self.running is None:
+        running = self.running  # read once: the observer's thread looks as well as the one that polls
+        if running is None:
             return "starting"
-        return "finished" if self.running is not None and done(self.running) else "working"
+        return "finished" if done(running) else "working"
 
     def facts(self) -> ProcessFacts:
         """What there is to know of it now; never waits."""
         host, pid = self._whereabouts()
-        log = str(self.log)
-        return ProcessFacts(self.name, self.role, self.number, self.pool, self.state, host, pid, log, self.restarts)
+        log, restarts = str(self.log), self.restarts.total
+        return ProcessFacts(self.name, self.role, self.number, self.pool, self.state, host, pid, log, restarts)
 
     def begin_work(self, call: Any) -> None:  # noqa: ANN401 -- a Ray call
         """It works from now on, until this call ends."""
-        self.running, self.working_since_s = call, time.monotonic()
-
-    @property
-    def restarts_in_a_row(self) -> int:
-        """How often it was started again without having worked for an hour since."""
-        since_s = self.working_since_s
-        return 0 if since_s is not None and time.monotonic() - since_s >= LASTING_S else self._restarts_in_a_row
-
-    def count_restart(self, before: RoleProcess) -> None:
-        """It is started again.
-
-        Args:
-            before: what was there until now, which may be this.
-        """
-        self.restarts, self._restarts_in_a_row = before.restarts + 1, before.restarts_in_a_row + 1
-        self.working_since_s = None
+        self.running = call
+        self.restarts.begin_work()
 
     def forget(self) -> None:
         """Its process is gone."""
         self.handle = self.starting = self.running = self._where = self._owed = None
 
     def _whereabouts(self) -> tuple[str, int]:
-        found = where = self._where  # read once: the observer's thread asks as well as the one that polls
-        if where is None and self.handle is not None:
-            where = self.handle.whereabouts.remote()
+        found, handle = self._where, self.handle  # read once, as above
+        where = found
+        if where is None and handle is not None:
+            where = handle.whereabouts.remote()
         if isinstance(where, ray.ObjectRef) and done(where):
             where = None if failure(where) else ray.get(where)
         if self._where is found:  # else it was started again meanwhile, or the other thread was faster
@@ -107,7 +137,6 @@ class RoleProcess:
         pending: object,
         what: str,
         deadline: float,
-        limit_key: str,
         check: Callable[[], None] = lambda: None,
     ) -> Any:  # noqa: ANN401
         """Wait for a call.
@@ -115,8 +144,7 @@ class RoleProcess:
         Args:
             pending: the call.
             what: what the process is to do, as in 'to be ready'.
-            deadline: on the monotonic clock.
-            limit_key: the config key behind the deadline.
+            deadline: on the monotonic clock; launch.startup_timeout_s is behind it.
             check: called now and then; raises where waiting is in vain.
 
         Raises:
@@ -133,7 +161,7 @@ class RoleProcess:
                 if left_s <= _CHECK_EVERY_S:
                     raise RunFailed(
                         f"waited {waited_s:.0f} s for {self.name} {what} and gave up; see {self.log}, or raise "
-                        f"{limit_key}"
+                        f"{STARTUP_KEY}"
                     ) from None
             except RayError as error:
                 raise RunFailed(f"{self.name} failed: {reason(error)}; see {self.log}") from None
@@ -181,7 +209,6 @@ def all_results(
     calls: Sequence[tuple[RoleProcess, Any]],
     what: str,
     deadline: float,
-    limit_key: str,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Wait for calls that several processes are in together; the first failure is the one reported.
@@ -198,7 +225,7 @@ def all_results(
         check()
         if ready or left_s <= _CHECK_EVERY_S:
             call = ready[0] if ready else next(iter(waiting))
-            waiting.pop(call).result(call, what, deadline, limit_key)
+            waiting.pop(call).result(call, what, deadline)
 
 
 def done(pending: object) -> bool:

@@ -1,74 +1,62 @@
-"""Services: processes that each serve at an address, and are started again there where they end."""
+"""Services of a run: processes that each serve at an address, and are started again there where they end.
+
+Services        starts them, watches them, knows their addresses
+BufferServices  the replay buffer, one process per shard, and the launcher's own client of it
+WeightServices  the weight service, which holds the published versions and outlives the learner; one, or none
+"""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
 
 import ray
 
-from launch.processes.role_process import RoleProcess, RunFailed, done, outcome
+from buffer.client import BufferClient
+from buffer.errors import BufferError, StoreError
+from buffer.sharding.client import ShardedClient, open_client
+from buffer.store import new_folders
+from common.run import RunFacts
+from launch.checks import Plan
+from launch.keys import host_of_service
+from launch.processes.placement import here, spawn
+from launch.processes.role_process import Restarts, RoleProcess, RunFailed, done, outcome
+from launch.processes.roles import BufferRole, WeightsRole
 
-STARTUP_KEY = "launch.startup_timeout_s"
-MAX_RESTARTS = 3
-"""Of each service, in a row; an hour of work starts the count anew."""
+R = TypeVar("R")
 
 
-class Services:
-    """Starts services, and starts again on its own store whichever ends; the others go on meanwhile.
+class Services(ABC):
+    """Starts services of one kind, and starts again on its own store whichever ends; the others go on meanwhile.
 
     The role of each has the methods `bind`, which gives its address, `serve`, which ends with the process, and `stop`.
     """
 
     def __init__(
-        self,
-        spawn: Callable[[int], RoleProcess],
-        who: Callable[[int], str],
-        notify: Callable[[str, str], None],
-        startup_timeout_s: float,
-        check: Callable[[], None] = lambda: None,
+        self, plan: Plan, notify: Callable[[str, str], None], check: Callable[[], None] = lambda: None
     ) -> None:
         """Nothing is started yet.
 
         Args:
-            spawn: starts the process of a service, by its number; one that is started again is to find its store and
-                its port.
-            who: a service by its number, for people.
+            plan: the checked config and the run's folder.
             notify: called with (kind, text) whenever something worth an event happens.
-            startup_timeout_s: how long one that is started again may take.
             check: raises where nothing can be started any more.
         """
-        self._spawn = spawn
-        self._who = who
+        self._plan = plan
         self._notify = notify
-        self._startup_timeout_s = startup_timeout_s
         self._check = check
         self._processes: list[RoleProcess] = []
         self.addresses: list[str] = []
-        """By number; a service that is started again keeps its address."""
-
-    @property
-    def logs(self) -> str:
-        """Where they say what went wrong."""
-        return ", ".join(str(process.log) for process in self._processes)
+        """By number; a service that is started again finds its port in its folder, and so keeps its address."""
 
     @property
     def processes(self) -> Sequence[RoleProcess]:
         """By number."""
         return self._processes
-
-    def start(self, numbers: Sequence[int], deadline: float) -> None:
-        """Start those with these numbers, which follow the ones that are there; returns when they serve.
-
-        Args:
-            numbers: from 0 on.
-            deadline: on the monotonic clock.
-
-        Raises:
-            RunFailed: one did not start.
-        """
-        self._serve([self._spawn(number) for number in numbers], deadline)
 
     def watch(self) -> None:
         """Start again what has ended.
@@ -81,47 +69,207 @@ class Services:
             if not done(process.running):
                 continue
             who, why = self._who(process.number), outcome(process.running)
-            if (restarts := process.restarts_in_a_row) >= MAX_RESTARTS:
-                raise RunFailed(f"{who} ended {restarts + 1} times in a row, last: {why}; see {process.log}")
+            if process.restarts.are_spent:
+                times = process.restarts.in_a_row + 1
+                raise RunFailed(f"{who} ended {times} times in a row, last: {why}; see {process.log}")
             self._notify("restart", f"{who} ended ({why}) and is started again on the same store")
             self._start_again(process)
 
     def ask_to_stop(self) -> list[Any]:
         """Let them end after the request at hand; the pending calls that end with them."""
-        calls = [[process.handle.stop.remote(), process.running] for process in self._processes]
-        return [call for pair in calls for call in pair]
+        there = [process for process in self._processes if process.handle is not None]
+        calls = [[process.handle.stop.remote(), process.running] for process in there]
+        return [call for pair in calls for call in pair if call is not None]
 
     def kill(self) -> None:
         """End what is left."""
         for process in self._processes:
-            ray.kill(process.handle, no_restart=True)
+            if process.handle is not None:  # else it was about to be started again
+                ray.kill(process.handle, no_restart=True)
         self._processes = []
 
-    def _start_again(self, before: RoleProcess) -> None:
-        """Until it serves; one that does not counts as a restart."""
+    # --- of each kind -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _who(self, number: int) -> str:
+        """A service, for people."""
+
+    @abstractmethod
+    def _spawn(self, number: int, log: Path) -> Any:  # noqa: ANN401 -- a Ray handle
+        """Start its process, which finds the store and the port of an earlier one."""
+
+    # --- parts --------------------------------------------------------------------------------------
+
+    @property
+    def _logs(self) -> str:
+        return ", ".join(str(process.log) for process in self._processes)
+
+    def _serve(self, role: str, numbers: Sequence[int], deadline: float) -> None:
+        """Start those with these numbers, which follow the ones that are there; returns when they serve."""
+        limit = self._plan.config.launch.max_restarts
+        logs = [self._plan.folder.log(role, number) for number in numbers]
+        fresh = [
+            RoleProcess(role, number, self._spawn(number, log), log, Restarts(limit))
+            for number, log in zip(numbers, logs, strict=True)
+        ]
+        for process in fresh:
+            self.addresses.append(self._bind(process, deadline))
+            self._processes.append(process)
+
+    def _start_again(self, process: RoleProcess) -> None:
+        """Until it serves; an attempt that fails counts as a restart."""
         while True:
-            fresh = self._spawn(before.number)
-            fresh.count_restart(before)
+            process.forget()
+            process.restarts.count()
+            process.handle = self._spawn(process.number, process.log)
             try:
-                self._serve([fresh], time.monotonic() + self._startup_timeout_s)
+                self.addresses[process.number] = self._bind(
+                    process, time.monotonic() + self._plan.config.launch.startup_timeout_s
+                )
             except RunFailed as error:
                 self._check()
-                ray.kill(fresh.handle, no_restart=True)
-                if fresh.restarts_in_a_row >= MAX_RESTARTS:
+                ray.kill(process.handle, no_restart=True)
+                if process.restarts.are_spent:
                     raise
-                self._notify("restart", f"{self._who(before.number)} is started once more: {error}")
-                before = fresh
+                self._notify("restart", f"{self._who(process.number)} is started once more: {error}")
             else:
                 return
 
-    def _serve(self, processes: Sequence[RoleProcess], deadline: float) -> None:
-        for process in processes:
-            address = process.result(
-                process.handle.bind.remote(), "to open its store", deadline, STARTUP_KEY, self._check
-            )
-            process.begin_work(process.handle.serve.remote())
-            if process.number < len(self._processes):
-                self._processes[process.number], self.addresses[process.number] = process, address
-            else:
-                self._processes.append(process)
-                self.addresses.append(address)
+    def _bind(self, process: RoleProcess, deadline: float) -> str:
+        """The address at which it begins to serve."""
+        pending = process.handle.bind.remote()
+        address = str(process.result(pending, "to open its store", deadline, self._check))
+        process.begin_work(process.handle.serve.remote())
+        return address
+
+
+class BufferServices(Services):
+    """The buffer: one service per shard, and a client of all."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        facts: RunFacts,
+        notify: Callable[[str, str], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """As `Services`; `facts` are those of the run."""
+        super().__init__(plan, notify, check)
+        self._facts = facts
+        self._config = plan.config.buffer
+        self._client: BufferClient | ShardedClient | None = None
+
+    def start(self, deadline: float) -> None:
+        """Start all services, and connect to them.
+
+        Args:
+            deadline: on the monotonic clock.
+
+        Raises:
+            RunFailed: one did not start or does not answer, or the folder has a buffer of other shards.
+        """
+        try:
+            new_folders(self._plan.folder.buffer, self._config.shards)
+        except StoreError as error:
+            raise RunFailed(str(error)) from error
+        # The first one alone: where its store refuses the number of shards, no other is made.
+        self._serve("buffer", [0], deadline)
+        self._serve("buffer", range(1, self._config.shards), deadline)
+        self._client = open_client(
+            self.addresses,
+            run_id=self._plan.run_id,
+            role="launch",
+            name="launch",
+            config=self._config,
+            keys=self._plan.client_keys,
+        )
+        try:
+            self._client.connect()
+        except BufferError as error:
+            raise RunFailed(f"the buffer service does not answer: {error}; see {self._logs}") from error
+
+    def ask(self, request: Callable[[BufferClient | ShardedClient], Future[R]]) -> R:
+        """Ask the buffer; a service that is down is started again, and the client sends again.
+
+        Raises:
+            RunFailed: it did not answer within buffer.give_up_after_s.
+        """
+        assert self._client is not None, "start() comes first"
+        limit_s = self._config.give_up_after_s
+        deadline = time.monotonic() + limit_s
+        future = request(self._client)
+        while True:
+            try:
+                return future.result(timeout=1.0)
+            except BufferError as error:
+                raise RunFailed(f"the buffer service failed: {error}; see {self._logs}") from error
+            except TimeoutError:
+                self.watch()
+                if time.monotonic() > deadline:
+                    raise RunFailed(
+                        f"the buffer service at {', '.join(self.addresses)} did not answer for "
+                        f"buffer.give_up_after_s = {limit_s:g} s; see {self._logs}"
+                    ) from None
+
+    def close(self) -> None:
+        """Close the client."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _who(self, number: int) -> str:
+        return "the buffer service" + (f" of shard {number}" if self._config.shards > 1 else "")
+
+    def _spawn(self, number: int, log: Path) -> Any:  # noqa: ANN401
+        host = host_of_service(self._config.host, self._plan.config)
+        port = self._config.port + number if self._config.port else 0
+        return spawn(
+            BufferRole,
+            log,
+            self._config.model_copy(update={"host": host, "port": port}),
+            self._facts.model_copy(update={"shard": number}),
+            new_folders(self._plan.folder.buffer, self._config.shards)[number],
+            self._plan.service_keys,
+            on=here(),
+            threads=1,
+            concurrency=3,
+        )
+
+
+class WeightServices(Services):
+    """The weight service, where weights may travel over the network."""
+
+    @property
+    def address(self) -> str:
+        """tcp://HOST:PORT; empty where every weight travels through the folder."""
+        return next(iter(self.addresses), "")
+
+    def start(self, deadline: float) -> None:
+        """Start the service, if the run has one.
+
+        Args:
+            deadline: on the monotonic clock.
+
+        Raises:
+            RunFailed: it did not start.
+        """
+        if self._plan.config.weight_sync.transport != "folder":
+            self._serve("weights", [0], deadline)
+
+    def _who(self, number: int) -> str:
+        return "the weight service"
+
+    def _spawn(self, number: int, log: Path) -> Any:  # noqa: ANN401
+        config = self._plan.config.weight_sync
+        host = host_of_service(config.host, self._plan.config)
+        return spawn(
+            WeightsRole,
+            log,
+            config.model_copy(update={"host": host}),
+            self._plan.run_id,
+            self._plan.weights_folder,
+            self._plan.service_keys,
+            on=here(),
+            threads=1,
+            concurrency=3,
+        )

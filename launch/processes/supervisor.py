@@ -19,16 +19,13 @@ from launch.checks import Plan
 from launch.config import Config
 from launch.observe.observer import PollResult
 from launch.observe.status import ProcessFacts
-from launch.processes.buffers import Buffers
+from launch.processes.actor_pools import ActorPools, ActorProcess
 from launch.processes.evaluation import EVALUATION_SHARE, Evaluation
-from launch.processes.fleet import ActorProcess, Fleet
+from launch.processes.learner_group import LearnerGroup
 from launch.processes.placement import PLACEMENT_S
-from launch.processes.ray_session import abandon_ray, end_ray, start_ray
-from launch.processes.ray_watch import RayWatch
+from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
 from launch.processes.role_process import SILENCE_S, RunFailed, all_results
-from launch.processes.services import STARTUP_KEY
-from launch.processes.stages import Stages
-from launch.processes.weights import Weights
+from launch.processes.services import BufferServices, WeightServices
 
 SERVICE_GOODBYE_S = 5.0
 """How long the services may take to end by themselves before they are killed."""
@@ -40,7 +37,7 @@ class Supervisor:
     """Starts, watches and ends every process of a run.
 
     States of a process: started -> running -> finished, or running -> died -> started again
-    (actors up to launch.max_restarts times, the buffer services a few times, the learner as a whole), or given up.
+    (up to launch.max_restarts times in a row: services and actors singly, the learner as a whole), or given up.
     """
 
     def __init__(self, plan: Plan, context: RunContext[Config], notify: Callable[[str, str], None]) -> None:
@@ -57,10 +54,10 @@ class Supervisor:
         self._context = context
         self._notify = notify
         self._ray: RayWatch | None = None
-        self._buffers = Buffers(plan, context.facts, notify, self._check_ray)
-        self._weights = Weights(plan, notify, self._check_ray)
-        self._stages = Stages(plan, notify, self._watch_services)
-        self._fleet = Fleet(plan, notify, self._check_ray)
+        self._buffer = BufferServices(plan, context.facts, notify, self._check_ray)
+        self._weights = WeightServices(plan, notify, self._check_ray)
+        self._learner = LearnerGroup(plan, notify, self._watch_services)
+        self._actors = ActorPools(plan, notify, self._check_ray)
         self._drained = False
 
     # --- start ------------------------------------------------------------------------------------
@@ -73,27 +70,27 @@ class Supervisor:
         """
         config = self._config.launch
         self._ray = start_ray(self._config, namespace=f"leeway-{self._plan.run_id}")
-        self._stages.ask_for_places()
-        self._fleet.ask_for_places()
+        self._learner.ask_for_places()
+        self._actors.ask_for_places()
         others_come = config.ray_address is not None
         limit_s = PLACEMENT_S if others_come else LOCAL_PLACEMENT_S
-        self._stages.wait_for_places(limit_s, others_come=others_come)
+        self._learner.wait_for_places(limit_s, others_come=others_come)
         deadline = time.monotonic() + config.startup_timeout_s
         self._weights.start(deadline)
-        self._buffers.start(deadline)
+        self._buffer.start(deadline)
         context = replace(
             self._context,
-            buffer_addresses=tuple(self._buffers.addresses),
+            buffer_addresses=tuple(self._buffer.addresses),
             weights_address=self._weights.address,
         )
-        stages = self._stages.start(context, deadline)
-        calls = [*stages, *self._fleet.start(context, limit_s, others_come=others_come)]
-        all_results(calls, "to be ready", deadline, STARTUP_KEY, self._check_ray)
+        stages = self._learner.start(context, deadline)
+        calls = [*stages, *self._actors.start(context, limit_s, others_come=others_come)]
+        all_results(calls, "to be ready", deadline, self._check_ray)
 
     def begin(self) -> None:
         """Begin to learn and to generate."""
-        self._stages.begin()
-        self._fleet.begin()
+        self._learner.begin()
+        self._actors.begin()
 
     def _check_ray(self) -> None:
         """Ray lives.
@@ -111,7 +108,7 @@ class Supervisor:
             RunFailed: one ended too often, or Ray died.
         """
         self._weights.watch()
-        self._buffers.watch()
+        self._buffer.watch()
 
     # --- watch ------------------------------------------------------------------------------------
 
@@ -125,11 +122,11 @@ class Supervisor:
             RunFailed: a role that the run cannot go on without is gone.
         """
         self._watch_services()
-        self._stages.watch()
-        told = self._stages.poll(patience_s)
+        self._learner.watch()
+        told = self._learner.poll(patience_s)
         if told.resumed_at is not None:
             self._drain_again()
-        working = self._fleet.watch()
+        working = self._actors.watch()
         news = PollResult(
             told.rows,
             told.waits_for,
@@ -137,8 +134,8 @@ class Supervisor:
             told.resumed_at,
             told.resumed_version,
             working=frozenset(actor_name(actor.number) for actor in working),
-            quarantined=tuple(self._fleet.quarantined),
-            wanted=dict(self._fleet.wanted),
+            quarantined=tuple(self._actors.quarantined),
+            wanted=dict(self._actors.wanted),
             processes=self.processes(),
         )
         for actor in working:
@@ -151,11 +148,11 @@ class Supervisor:
 
     def processes(self) -> tuple[ProcessFacts, ...]:
         """Buffer, weights, stages, actors, as they are now; waits for none of them."""
-        services = [*self._buffers.processes, *self._weights.processes]
-        actors = self._fleet.actors
+        services = [*self._buffer.processes, *self._weights.processes]
+        actors = self._actors.actors
         return (
             *(each.facts() for each in services),
-            *self._stages.facts(),
+            *self._learner.facts(),
             *(each.facts() for each in actors),
         )
 
@@ -171,26 +168,26 @@ class Supervisor:
         return [self.poll(SILENCE_S), self.poll(SILENCE_S)]
 
     def quarantine(self, name: str, why: str) -> None:
-        """Take an actor out of the run; see `Fleet.quarantine`.
+        """Take an actor out of the run; see `ActorPools.quarantine`.
 
         Raises:
             RunFailed: no other actor is left.
         """
-        self._fleet.quarantine(name, why)
+        self._actors.quarantine(name, why)
 
     def scale(self, pool: str, count: int) -> str:
-        """Let a pool have another number of actors; see `Fleet.scale`.
+        """Let a pool have another number of actors; see `ActorPools.scale`.
 
         Raises:
             ValueError: it cannot.
         """
-        return self._fleet.scale(pool, count)
+        return self._actors.scale(pool, count)
 
     # --- evaluate, drain, end ---------------------------------------------------------------------
 
     def learning_is_over(self) -> bool:
         """True when every stage has returned from its last step."""
-        return self._stages.are_finished
+        return self._learner.are_finished
 
     def evaluate(self, num_problems: int, min_version: PolicyVersion | None) -> Evaluation:
         """Begin a held-out evaluation on the actors; training goes on where it can.
@@ -200,7 +197,7 @@ class Supervisor:
             min_version: the version to evaluate at the earliest; None: whichever each actor has.
         """
         return Evaluation(
-            self._fleet.ready,
+            self._actors.ready,
             num_problems,
             min_version,
             EVALUATION_SHARE * self._config.learner.batch_timeout_s,
@@ -210,7 +207,7 @@ class Supervisor:
 
     def request_stop(self) -> None:
         """Ask the learner to end after the step at hand, with a checkpoint, and close admission."""
-        self._stages.request_stop()
+        self._learner.request_stop()
         self.drain()
 
     def drain(self) -> None:
@@ -221,21 +218,21 @@ class Supervisor:
     def _drain_again(self) -> None:
         """A learner that is started again opens admission, also where the run was over."""
         if self._drained:
-            self._buffers.ask(lambda client: client.drain())
+            self._buffer.ask(lambda client: client.drain())
 
     def status(self) -> Status:
         """The ledger and what is in flight."""
-        return self._buffers.ask(lambda client: client.status())
+        return self._buffer.ask(lambda client: client.status())
 
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder; all stages take part."""
-        self._stages.export(folder)
+        self._learner.export(folder)
         self._drain_again()
 
     def stop(self) -> None:
         """End every process, politely where there is time. Safe to call at any moment, more than once."""
         try:
-            self._buffers.close()
+            self._buffer.close()
         finally:
             self._end_processes()
 
@@ -249,10 +246,10 @@ class Supervisor:
             end_ray()  # it may have been stopped in the middle of its start
             return
         # the actors first: what they hand back goes to the services
-        self._fleet.stop()
-        _wait_for(self._buffers.ask_to_stop() + self._weights.ask_to_stop(), SERVICE_GOODBYE_S)
-        self._stages.kill()
-        self._buffers.kill()
+        self._actors.stop()
+        _wait_for(self._buffer.ask_to_stop() + self._weights.ask_to_stop(), SERVICE_GOODBYE_S)
+        self._learner.kill()
+        self._buffer.kill()
         self._weights.kill()
         end_ray()
         if self._ray is not None:

@@ -1,9 +1,10 @@
-"""An actor as the fleet sees it, without a process: its handle answers nothing, and it has room or not."""
+"""An actor as the pools of actors see it, without a process: its handle answers nothing, and it has room or not."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
-from launch.processes.fleet import ActorProcess
+from launch.processes.actor_pools import ActorProcess
+from launch.processes.role_process import Restarts
 
 
 class Room:
@@ -16,7 +17,7 @@ class Room:
     def shortage(self) -> str:
         return "no host has room"
 
-    def place(self, number: int) -> None:
+    def reservation(self, number: int) -> None:
         return None
 
     def release(self) -> None:
@@ -33,4 +34,6 @@ class Handle:
 
 
 def worker(number: int, folder: Path, **calls: object) -> ActorProcess:
-    return ActorProcess("actor", number, Handle(), folder / "log", gang=Room(), pool="actors", **calls)
+    return ActorProcess(
+        "actor", number, Handle(), folder / "log", Restarts(3), placement=Room(), pool="actors", **calls
+    )

@@ -10,8 +10,8 @@ from ray.exceptions import RayTaskError
 
 from launch.checks import check
 from launch.load import load_config
-from launch.processes import stages as stages_module
-from launch.processes.stages import Stages
+from launch.processes import learner_group as group_module
+from launch.processes.learner_group import LearnerGroup
 from learner.checkpoint_meta import META_NAME, CheckpointMeta, TrainingProgress
 from learner.mesh import StageLost
 
@@ -54,17 +54,19 @@ class Rank:
 
 
 class Learner:
-    """Stages on ranks that do as the test says, under a clock of its own."""
+    """LearnerGroup on ranks that do as the test says, under a clock of its own."""
 
     def __init__(self, folder, monkeypatch, *overrides: str) -> None:
         self.ranks: list[Rank] = []
         self.now_s = 0.0
         self.events: list[tuple[str, str]] = []
         clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=lambda _: self.on_sleep())
-        monkeypatch.setattr(stages_module, "time", clock)
-        monkeypatch.setattr(stages_module, "spawn", self._spawn)
-        self.room = SimpleNamespace(is_placed=True, missing_s=0.0, place=lambda rank: None, shortage=lambda: "no room")
-        monkeypatch.setattr(stages_module, "Gang", lambda *_: self.room)
+        monkeypatch.setattr(group_module, "time", clock)
+        monkeypatch.setattr(group_module, "spawn", self._spawn)
+        self.room = SimpleNamespace(
+            is_placed=True, missing_s=0.0, reservation=lambda rank: None, shortage=lambda: "no room"
+        )
+        monkeypatch.setattr(group_module, "PlacementGroup", lambda *_: self.room)
         monkeypatch.setattr(ray, "wait", self._wait)
         monkeypatch.setattr(ray, "get", self._get)
         monkeypatch.setattr(ray, "kill", lambda rank, no_restart: setattr(rank, "is_killed", True))
@@ -76,7 +78,7 @@ class Learner:
             buffer_addresses=("tcp://buffer:1",),
             weights_address="tcp://weights:1",
         )
-        self.stages = Stages(plan, lambda kind, text: self.events.append((kind, text)))
+        self.stages = LearnerGroup(plan, lambda kind, text: self.events.append((kind, text)))
         self.on_sleep = lambda: pytest.fail("nothing to wait for")
 
     def _spawn(self, *_: object, **__: object) -> Rank:

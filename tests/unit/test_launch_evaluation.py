@@ -50,7 +50,7 @@ def test_an_actor_that_died_evaluating_and_was_started_again_meanwhile_is_left_a
         actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
     ready = [[first], [second]]
     evaluation = Evaluation(lambda: ready.pop(0), 8, None, timeout_s=60, max_retries=1)
-    first.handle, first.running = Handle(), None  # as the fleet does, which hears of the death first
+    first.handle, first.running = Handle(), None  # as the pools do, which hears of the death first
 
     def get(call):
         raise RayActorError

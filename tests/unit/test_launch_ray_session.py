@@ -20,8 +20,8 @@ from launch.cli import RAY_ENVIRONMENT
 os.environ.update(RAY_ENVIRONMENT)
 from launch.interrupts import Interrupts, Stopped
 from launch.load import load_config
-from launch.processes.ray_session import end_ray, start_ray
-from launch.processes.spawn import Place, spawn
+from launch.processes.ray_cluster import end_ray, start_ray
+from launch.processes.placement import Reservation, spawn
 
 class Role:
     def __init__(self, log):
@@ -32,7 +32,7 @@ class Role:
 with Interrupts():
     watch = start_ray(load_config(Path("examples/demo.toml"), []), "test")
     import ray
-    role = spawn(Role, Path("log"), place=Place({}), threads=1, concurrency=1)
+    role = spawn(Role, Path("log"), on=Reservation({}), threads=1, concurrency=1)
     (session,) = Path(os.environ["RAY_TMPDIR"]).glob("*/*/session_[0-9]*")
     modes = [oct(each.stat().st_mode & 0o777) for each in (session, *session.parents)]
     found = {"cuda": ray.get(role.see.remote(), timeout=60), "session": str(session), "modes": modes}

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.processes.ray_watch import RayWatch
+from launch.processes.ray_cluster import RayWatch
 from launch.processes.role_process import RunFailed
 
 ROOT = Path(__file__).parents[2]
@@ -104,11 +104,11 @@ def test_a_control_store_elsewhere_that_is_gone_for_long_ends_the_run_and_one_th
 COMMAND = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from launch.processes.ray_watch import RayWatch
+from launch.processes.ray_cluster import RayWatch
 quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 children = [subprocess.Popen([sys.argv[1], "60"], **quiet) for _ in range(2)]
 watch = RayWatch(sys.argv[2], Path("logs"))
-print(*(child.pid for child in children), watch._guardian.pid, flush=True)
+print(*(child.pid for child in children), watch._reaper.pid, flush=True)
 if sys.argv[3] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 watch.close()
@@ -121,20 +121,20 @@ def test_what_a_killed_command_leaves_behind_is_ended_and_after_a_good_end_nothi
     output = subprocess.run(
         [sys.executable, "-c", COMMAND, program, address_of(store), end], capture_output=True, text=True, cwd=ROOT
     ).stdout
-    *left, guardian = (psutil.Process(int(pid)) if psutil.pid_exists(int(pid)) else None for pid in output.split())
-    psutil.wait_procs([each for each in (guardian, *left) if each is not None and end == "killed"], timeout=15)
-    assert guardian is None or not guardian.is_running(), "it outlives the command"
+    *left, reaper = (psutil.Process(int(pid)) if psutil.pid_exists(int(pid)) else None for pid in output.split())
+    psutil.wait_procs([each for each in (reaper, *left) if each is not None and end == "killed"], timeout=15)
+    assert reaper is None or not reaper.is_running(), "it outlives the command"
     alive = [each for each in left if each is not None and each.is_running()]
     assert len(alive) == (0 if end == "killed" else 2)
     for each in alive:
         each.kill()
 
 
-def test_a_guardian_that_was_killed_itself_harms_nothing(watching, store):
+def test_a_reaper_that_was_killed_itself_harms_nothing(watching, store):
     now_s = [0.0]
     watch = watching(address_of(store), Path("logs"), clock=lambda: now_s[0])
-    watch._guardian.kill()
-    watch._guardian.wait()
+    watch._reaper.kill()
+    watch._reaper.wait()
     now_s[0] = 10.0
     watch.check()
     watch.close()

@@ -7,7 +7,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from launch.processes.role_process import RoleProcess
+from launch.processes.role_process import Restarts, RoleProcess
 
 SILENCE_S = 30.0
 
@@ -18,7 +18,7 @@ class Clock:
     def __init__(self, monkeypatch) -> None:
         self.now_s, self.answer, self.told = 100.0, None, []
         self.handle = MagicMock()
-        self.process = RoleProcess("actor", 1, self.handle, Path("logs/actor.1.log"))
+        self.process = RoleProcess("actor", 1, self.handle, Path("logs/actor.1.log"), Restarts(3))
         monkeypatch.setattr("launch.processes.role_process.time.monotonic", lambda: self.now_s)
         monkeypatch.setattr(ray, "wait", lambda calls, timeout: (calls, []) if self.answer else ([], calls))
         monkeypatch.setattr("launch.processes.role_process.SILENCE_S", SILENCE_S)

@@ -24,7 +24,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def living(run):
-    """A run whose command lives, and answers as the fleet does."""
+    """A run whose command lives, and answers as the pools do."""
     folder, _ = run
     stop = threading.Event()
 

@@ -15,12 +15,13 @@ from ray.exceptions import RayActorError
 
 from launch.checks import check
 from launch.load import load_config
-from launch.processes import weights as weights_module
+from launch.processes import services as services_module
 from launch.processes.role_process import RunFailed
-from launch.processes.services import MAX_RESTARTS
-from launch.processes.weights import Weights
+from launch.processes.services import WeightServices
 
 ROOT = Path(__file__).parents[2]
+MAX_RESTARTS = 3
+"""launch.max_restarts as it is unless a run says otherwise."""
 
 
 class Service:
@@ -57,8 +58,8 @@ def weights(tmp_path, monkeypatch):
             raise RayActorError
         return call
 
-    monkeypatch.setattr(weights_module, "spawn", spawn)
-    monkeypatch.setattr(weights_module, "here", lambda: None)
+    monkeypatch.setattr(services_module, "spawn", spawn)
+    monkeypatch.setattr(services_module, "here", lambda: None)
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "kill", lambda service, no_restart: setattr(service, "is_killed", True))
@@ -66,7 +67,7 @@ def weights(tmp_path, monkeypatch):
     def make(*overrides: str) -> SimpleNamespace:
         plan = check(load_config(ROOT / "examples" / "demo.toml", overrides), tmp_path / "run")
         events: list[tuple[str, str]] = []
-        service = Weights(plan, lambda kind, text: events.append((kind, text)))
+        service = WeightServices(plan, lambda kind, text: events.append((kind, text)))
         return SimpleNamespace(service=service, made=made, events=events, plan=plan, cannot_bind=cannot_bind)
 
     return make
@@ -125,7 +126,7 @@ def test_deaths_that_lie_hours_apart_never_end_the_run(weights, monkeypatch):
         monkeypatch.setattr(time, "monotonic", lambda: now_s + hours * 3601.0)  # noqa: B023 -- read before it changes
         run.made[-1].has_ended = True
         run.service.watch()
-    assert run.service.processes[0].restarts == 3 * MAX_RESTARTS - 1
+    assert run.service.processes[0].restarts.total == 3 * MAX_RESTARTS - 1
 
 
 def test_one_that_does_not_come_up_again_counts_as_a_restart_and_is_tried_once_more(weights):

@@ -10,13 +10,13 @@ from ray.exceptions import ActorUnavailableError
 
 from launch.checks import check
 from launch.load import load_config
-from launch.processes import fleet as fleet_module
-from launch.processes import ray_session as ray_module
+from launch.processes import actor_pools as pools_module
+from launch.processes import ray_cluster as ray_module
 from launch.processes import supervisor as supervisor_module
-from launch.processes.fleet import ActorProcess
-from launch.processes.ray_session import was_abandoned
+from launch.processes.actor_pools import ActorProcess
+from launch.processes.learner_group import LearnerNews
+from launch.processes.ray_cluster import was_abandoned
 from launch.processes.role_process import LASTING_S, RunFailed
-from launch.processes.stages import StageNews
 from launch.processes.supervisor import Supervisor
 from tests.unit.fake_actor_process import Handle, Room, worker
 
@@ -54,12 +54,12 @@ class RestartedLearner:
     """Stands for the stages; each restart opens admission, as a new incarnation does."""
 
     def __init__(self, *_: object) -> None:
-        self.news: list[StageNews] = []
+        self.news: list[LearnerNews] = []
         self.restarts_in_export: list[Admission] = []
 
     def restart(self, admission: Admission, step: int) -> None:
         admission.is_open = True
-        self.news.append(StageNews(resumed_at=step, resumed_version=2 * step))
+        self.news.append(LearnerNews(resumed_at=step, resumed_version=2 * step))
 
     def watch(self) -> None:
         pass
@@ -67,8 +67,8 @@ class RestartedLearner:
     def facts(self) -> list[object]:
         return []
 
-    def poll(self, patience_s: float) -> StageNews:
-        return self.news.pop(0) if self.news else StageNews()
+    def poll(self, patience_s: float) -> LearnerNews:
+        return self.news.pop(0) if self.news else LearnerNews()
 
     def request_stop(self) -> None:
         pass
@@ -84,18 +84,18 @@ class RestartedLearner:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A supervisor with its fakes; its only actor is starting."""
-    monkeypatch.setattr(supervisor_module, "Buffers", Admission)
-    monkeypatch.setattr(supervisor_module, "Weights", Admission)
-    monkeypatch.setattr(supervisor_module, "Stages", RestartedLearner)
+    monkeypatch.setattr(supervisor_module, "BufferServices", Admission)
+    monkeypatch.setattr(supervisor_module, "WeightServices", Admission)
+    monkeypatch.setattr(supervisor_module, "LearnerGroup", RestartedLearner)
     monkeypatch.setattr(ray, "wait", lambda calls, num_returns=1, timeout=None: ([], calls))
     plan = check(load_config(DEMO, []), tmp_path / "run")
     events: list[tuple[str, str]] = []
     supervisor = Supervisor(
         plan, plan.context(tmp_path, plan.model, tmp_path), lambda kind, text: events.append((kind, text))
     )
-    supervisor._fleet._actors = [worker(0, tmp_path, starting="a call")]
+    supervisor._actors._actors = [worker(0, tmp_path, starting="a call")]
     return SimpleNamespace(
-        supervisor=supervisor, admission=supervisor._buffers, learner=supervisor._stages, events=events
+        supervisor=supervisor, admission=supervisor._buffer, learner=supervisor._learner, events=events
     )
 
 
@@ -136,9 +136,9 @@ def two_actors(run, tmp_path, monkeypatch):
     """The run with two actors that work; `run.killed` are the handles of those that were killed."""
     run.killed = []
     monkeypatch.setattr(ray, "kill", lambda handle, no_restart: run.killed.append(handle))
-    run.fleet = run.supervisor._fleet
-    run.fleet._actors = [worker(number, tmp_path, starting="a call", running="a call") for number in range(2)]
-    run.fleet._next_number = 2
+    run.pools = run.supervisor._actors
+    run.pools._actors = [worker(number, tmp_path, starting="a call", running="a call") for number in range(2)]
+    run.pools._next_number = 2
     return run
 
 
@@ -147,7 +147,7 @@ def test_an_actor_that_is_taken_out_is_killed_never_started_again_and_told(two_a
     assert supervisor.poll().working == {"actor-0", "actor-1"}
     for _ in range(2):
         supervisor.quarantine("actor-1", "its weights are not the learner's")
-    assert two_actors.killed == [supervisor._fleet._actors[1].handle]
+    assert two_actors.killed == [supervisor._actors._actors[1].handle]
     news = supervisor.poll()
     assert (news.working, news.quarantined) == ({"actor-0"}, ("actor-1",))
     assert [kind for kind, _ in two_actors.events] == ["quarantined"]
@@ -160,30 +160,30 @@ def test_when_the_last_actor_is_taken_out_the_run_fails_with_the_reason(two_acto
         two_actors.supervisor.quarantine("actor-1", "of another")
 
 
-def test_the_services_are_asked_to_stop_only_after_the_actors_have_ended_for_these_hand_back_what_they_hold(
+def test_the_services_are_asked_to_stop_only_after_the_actorshave_ended_for_these_hand_back_what_they_hold(
     two_actors, monkeypatch
 ):
     order: list[str] = []
     waits: list[list[str]] = []
-    for actor in two_actors.fleet._actors:
+    for actor in two_actors.pools._actors:
         actor.handle.stop = SimpleNamespace(remote=lambda name=actor.name: order.append(name) or name)
-    for service in ("_buffers", "_weights"):
+    for service in ("_buffer", "_weights"):
         asked = getattr(two_actors.supervisor, service)
         asked.ask_to_stop = lambda name=service: order.append(name) or [name]
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "wait", lambda calls, num_returns, timeout: (order.append("waited"), waits.append(calls)))
     monkeypatch.setattr(supervisor_module, "end_ray", lambda: None)
     two_actors.supervisor.stop()
-    assert order == ["actor.0", "actor.1", "waited", "_buffers", "_weights", "waited"]
-    assert waits == [["actor.0", "actor.1"], ["_buffers", "_weights"]]
+    assert order == ["actor.0", "actor.1", "waited", "_buffer", "_weights", "waited"]
+    assert waits == [["actor.0", "actor.1"], ["_buffer", "_weights"]]
 
 
 @pytest.fixture
 def ended(monkeypatch):
     """Calls that have ended, with their error or ''; `room` says what a place is like."""
     calls: dict[str, str] = {}
-    monkeypatch.setattr(fleet_module, "done", lambda call: call in calls)
-    monkeypatch.setattr(fleet_module, "outcome", lambda call: calls[call])
+    monkeypatch.setattr(pools_module, "done", lambda call: call in calls)
+    monkeypatch.setattr(pools_module, "outcome", lambda call: calls[call])
     return calls
 
 
@@ -196,61 +196,61 @@ def started(two_actors, monkeypatch):
         handles.append(Handle())
         return handles[-1]
 
-    monkeypatch.setattr(fleet_module, "spawn", spawn)
-    monkeypatch.setattr(fleet_module, "Gang", lambda *_: Room())
-    monkeypatch.setattr(two_actors.fleet, "_context", two_actors.supervisor._context)
+    monkeypatch.setattr(pools_module, "spawn", spawn)
+    monkeypatch.setattr(pools_module, "PlacementGroup", lambda *_: Room())
+    monkeypatch.setattr(two_actors.pools, "_context", two_actors.supervisor._context)
     return handles
 
 
 def states(run) -> dict[str, str]:
-    return {actor.name: actor.state for actor in run.fleet.actors}
+    return {actor.name: actor.state for actor in run.pools.actors}
 
 
-def test_a_pool_that_is_made_larger_starts_actors_with_new_numbers_where_there_is_room(two_actors, started, ended):
-    fleet = two_actors.fleet
-    assert fleet.scale("actors", 4) == "pool 'actors' had 2 actors and is to have 4"
+def test_a_pool_that_is_made_larger_starts_actorswith_new_numbers_where_there_is_room(two_actors, started, ended):
+    pools = two_actors.pools
+    assert pools.scale("actors", 4) == "pool 'actors' had 2 actors and is to have 4"
     assert states(two_actors) == {
         **{"actor.0": "working", "actor.1": "working"},
         **{"actor.2": "waiting for resources", "actor.3": "waiting for resources"},
     }
-    fleet.actors[3].gang.is_placed = False
-    assert [actor.number for actor in fleet.watch()] == [0, 1]
+    pools.actors[3].placement.is_placed = False
+    assert [actor.number for actor in pools.watch()] == [0, 1]
     assert (len(started), states(two_actors)["actor.2"]) == (1, "starting")
-    fleet.actors[3].gang.missing_s = 61.0
-    fleet.watch()
+    pools.actors[3].placement.missing_s = 61.0
+    pools.watch()
     assert states(two_actors)["actor.3"] == "lost: given up: no host has room"
     assert two_actors.events[-1] == ("given_up", "actor.3 is given up: no host has room")
-    assert [actor.number for actor in fleet.watch()] == [0, 1], "the run goes on with what is left"
+    assert [actor.number for actor in pools.watch()] == [0, 1], "the run goes on with what is left"
 
 
 def test_a_pool_that_is_made_smaller_ends_its_youngest_politely_and_gives_the_place_back(two_actors, ended):
-    fleet = two_actors.fleet
-    leaver = fleet.actors[1]
+    pools = two_actors.pools
+    leaver = pools.actors[1]
     leaver.handle.stop = SimpleNamespace(remote=lambda: "goodbye")
-    fleet.scale("actors", 1)
+    pools.scale("actors", 1)
     assert (states(two_actors)["actor.1"], two_actors.killed) == ("leaving", [])
-    assert [actor.number for actor in fleet.watch()] == [0]
+    assert [actor.number for actor in pools.watch()] == [0]
     assert not leaver.is_ready, "nobody asks it to evaluate"
     ended["goodbye"] = ""
-    fleet.watch()
+    pools.watch()
     assert (states(two_actors).keys(), two_actors.killed) == ({"actor.0"}, [leaver.handle])
-    assert leaver.gang.released
+    assert leaver.placement.released
     assert [kind for kind, _ in two_actors.events] == ["scaled", "left"]
 
 
 def test_an_actor_that_does_not_leave_is_killed_after_a_while(two_actors, ended, monkeypatch):
-    monkeypatch.setattr(fleet_module, "GOODBYE_S", 0.0)
-    leaver = two_actors.fleet.actors[1]
-    two_actors.fleet.scale("actors", 1)
-    two_actors.fleet.watch()
+    monkeypatch.setattr(pools_module, "GOODBYE_S", 0.0)
+    leaver = two_actors.pools.actors[1]
+    two_actors.pools.scale("actors", 1)
+    two_actors.pools.watch()
     assert two_actors.killed == [leaver.handle]
 
 
 def test_the_last_actor_stays_and_unknown_pools_are_refused(two_actors):
     with pytest.raises(ValueError, match="would leave the run with 0"):
-        two_actors.fleet.scale("actors", 0)
+        two_actors.pools.scale("actors", 0)
     with pytest.raises(ValueError, match="no pool 'big'; the pools of actors are actors"):
-        two_actors.fleet.scale("big", 2)
+        two_actors.pools.scale("big", 2)
     assert two_actors.events == []
 
 
@@ -258,40 +258,40 @@ def test_an_actor_that_keeps_dying_is_started_again_so_often_and_then_given_up_w
     two_actors, started, ended
 ):
     ended["a call"] = "out of memory"
-    fleet = two_actors.fleet
-    for actor in fleet.actors:
+    pools = two_actors.pools
+    for actor in pools.actors:
         for _ in range(two_actors.supervisor._config.launch.max_restarts):
-            actor.count_restart(actor)
-    first = fleet.actors[0]
-    first.working_since_s = time.monotonic() - LASTING_S  # an hour of work forgives its restarts
-    fleet.watch()
-    assert (len(started), first.state, fleet.actors[1].state) == (1, "starting", "lost: given up: out of memory")
+            actor.restarts.count()
+    first = pools.actors[0]
+    first.restarts.working_since_s = time.monotonic() - LASTING_S  # an hour of work forgives its restarts
+    pools.watch()
+    assert (len(started), first.state, pools.actors[1].state) == (1, "starting", "lost: given up: out of memory")
     assert [kind for kind, _ in two_actors.events] == ["restart", "given_up"]
     assert "out of memory; 1 other actor left" in two_actors.events[1][1]
-    fleet.scale("actors", 2)
-    assert [actor.number for actor in fleet.actors] == [0, 1, 2], "who was given up is replaced"
+    pools.scale("actors", 2)
+    assert [actor.number for actor in pools.actors] == [0, 1, 2], "who was given up is replaced"
     assert two_actors.supervisor.poll().wanted == {"actors": 2}
-    fleet.scale("actors", 1)
+    pools.scale("actors", 1)
     assert two_actors.supervisor.poll().wanted == {"actors": 1}
 
 
 def test_an_actor_whose_host_was_cut_off_is_asked_again_and_not_started_again(two_actors, started, ended, monkeypatch):
-    fleet = two_actors.fleet
-    cut, other = fleet.actors
+    pools = two_actors.pools
+    cut, other = pools.actors
     other.running = "goes on"
     handle = cut.handle
     handle.run = SimpleNamespace(remote=lambda: "asked again")
     ended["a call"] = "unavailable"
-    monkeypatch.setattr(fleet_module, "failure", lambda call: ActorUnavailableError("reset by peer", None))
-    fleet.watch()
+    monkeypatch.setattr(pools_module, "failure", lambda call: ActorUnavailableError("reset by peer", None))
+    pools.watch()
     assert (cut.running, cut.state, two_actors.killed, started) == ("asked again", "working", [], [])
     ((kind, text),) = two_actors.events
     assert kind == "unreachable"
     assert "reset by peer" in text
     later_s = cut._cut_since_s + 61.0
-    monkeypatch.setattr(fleet_module.time, "monotonic", lambda: later_s)
+    monkeypatch.setattr(pools_module.time, "monotonic", lambda: later_s)
     ended["asked again"] = "unavailable"
-    fleet.watch()
+    pools.watch()
     assert (two_actors.killed, [kind for kind, _ in two_actors.events]) == ([handle], ["unreachable", "restart"])
 
 
@@ -302,41 +302,41 @@ class WithReadiness(ActorProcess):
 
 
 def test_who_waits_for_a_host_leaves_before_who_works(two_actors):
-    fleet = two_actors.fleet
-    for actor in fleet.actors:
+    pools = two_actors.pools
+    for actor in pools.actors:
         actor.__class__ = WithReadiness
-    fleet.actors[0].forget()  # its host was lost
-    fleet.actors[0].is_ready = False
-    fleet.scale("actors", 1)
-    assert [actor.number for actor in fleet.actors] == [1]
-    assert not fleet.actors[0].is_going
+    pools.actors[0].forget()  # its host was lost
+    pools.actors[0].is_ready = False
+    pools.scale("actors", 1)
+    assert [actor.number for actor in pools.actors] == [1]
+    assert not pools.actors[0].is_going
 
 
 def test_the_last_actor_that_lives_stays_though_another_pool_is_to_have_one_that_is_lost(two_actors):
-    fleet = two_actors.fleet
-    fleet.pools["other"] = fleet.pools["actors"]
-    fleet.actors[1].pool, fleet.actors[1].lost = "other", "given up"
+    pools = two_actors.pools
+    pools.pools["other"] = pools.pools["actors"]
+    pools.actors[1].pool, pools.actors[1].lost = "other", "given up"
     with pytest.raises(ValueError, match="would leave the run with 0"):
-        fleet.scale("actors", 0)
+        pools.scale("actors", 0)
 
 
-def test_only_actors_that_are_up_begin(two_actors):
-    fleet = two_actors.fleet
-    for actor in fleet.actors:
+def test_only_actorsthat_are_up_begin(two_actors):
+    pools = two_actors.pools
+    for actor in pools.actors:
         actor.__class__, actor.running = WithReadiness, None
-    fleet.actors[0].forget()
-    fleet.actors[0].is_ready = False
-    fleet.begin()
-    assert [actor.running for actor in fleet.actors] == [None, "a call"]
+    pools.actors[0].forget()
+    pools.actors[0].is_ready = False
+    pools.begin()
+    assert [actor.running for actor in pools.actors] == [None, "a call"]
 
 
 def test_services_are_watched_also_while_an_evaluation_is_all_that_goes_on(run, monkeypatch):
     watched: list[str] = []
     monkeypatch.setattr(run.supervisor._weights, "watch", lambda: watched.append("weights"))
     monkeypatch.setattr(run.admission, "watch", lambda: watched.append("buffers"))
-    actor = run.supervisor._fleet.actors[0]
+    actor = run.supervisor._actors.actors[0]
     actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
-    run.supervisor._fleet.ready = lambda: [actor]
+    run.supervisor._actors.ready = lambda: [actor]
     assert run.supervisor.evaluate(8, None).poll() is None
     assert watched == ["weights", "buffers"]
 

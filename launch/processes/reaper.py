@@ -1,6 +1,6 @@
 """Ends what a killed command leaves behind: run as a program, beside the command, until that ends.
 
-    python guardian.py < PIPE
+    python reaper.py < PIPE
 
 A line of the pipe names the processes that are to be ended, each as PID:START (ticks since boot, as in /proc/PID/stat,
 so that a number which another process has by then is not taken for it). Where the pipe ends without the line "done",

@@ -1,4 +1,4 @@
-"""Fleet: the actors of all pools. They come and go singly, and the run goes on with what is left."""
+"""ActorPools: the actors of all pools. They come and go singly, and the run goes on with what is left."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ from common.run import RunContext
 from launch.checks import Plan
 from launch.config import Config
 from launch.pools import ActorPool, actor_pools
-from launch.processes.placement import PLACEMENT_S, Gang
-from launch.processes.role_process import SILENCE_S, RoleProcess, RunFailed, done, failure, outcome, reason
+from launch.processes.placement import PLACEMENT_S, PlacementGroup, spawn
+from launch.processes.role_process import (
+    SILENCE_S,
+    STARTUP_KEY,
+    Restarts,
+    RoleProcess,
+    RunFailed,
+    done,
+    failure,
+    outcome,
+    reason,
+)
 from launch.processes.roles import ActorRole
-from launch.processes.services import STARTUP_KEY
-from launch.processes.spawn import spawn
 
 GOODBYE_S = 15.0
 """How long actors may take to end by themselves before they are killed."""
@@ -35,7 +43,7 @@ class ActorProcess(RoleProcess):
     lost, in the end: it died too often, found no host, or was taken out
     """
 
-    gang: Gang = field(kw_only=True)
+    placement: PlacementGroup = field(kw_only=True)
     """Its place, which it keeps when it is started again."""
     leaving: Any = None
     """The pending call that ends it, where its pool was made smaller."""
@@ -89,7 +97,7 @@ class ActorProcess(RoleProcess):
         return self.leaving is None and self.handle is not None and super().is_ready
 
 
-class Fleet:
+class ActorPools:
     """Starts actors in their pools, starts again what died, gives up what keeps dying, and changes their number."""
 
     def __init__(
@@ -140,14 +148,14 @@ class Fleet:
         Args:
             context: that every actor is handed, with the addresses of the services.
             timeout_s: how long to wait for the places.
-            others_come: see `Gang.wait`.
+            others_come: see `PlacementGroup.wait`.
 
         Raises:
             RunFailed: there is no place for one.
         """
         self._context = context
         for actor in self._actors:
-            actor.gang.wait(timeout_s, others_come=others_come)
+            actor.placement.wait(timeout_s, others_come=others_come)
             self._start(actor)
         return [(actor, actor.starting) for actor in self._actors]
 
@@ -246,9 +254,9 @@ class Fleet:
 
     def _enlist(self, pool: ActorPool) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
-        gang = Gang([pool.bundle], f"actor.{number} of {replace(pool, count=1).describe()}")
-        log = self._plan.folder.log("actor", number)
-        self._actors.append(ActorProcess("actor", number, None, log, gang=gang, pool=pool.name))
+        placement = PlacementGroup([pool.bundle], f"actor.{number} of {replace(pool, count=1).describe()}")
+        log, restarts = self._plan.folder.log("actor", number), Restarts(self._config.launch.max_restarts)
+        self._actors.append(ActorProcess("actor", number, None, log, restarts, placement=placement, pool=pool.name))
 
     def _dismiss(self, actor: ActorProcess) -> None:
         if actor.handle is None:
@@ -271,7 +279,7 @@ class Fleet:
             context,
             actor.number,
             pool.name,
-            place=actor.gang.place(0),
+            on=actor.placement.reservation(0),
             threads=pool.config.num_threads,
             concurrency=16,
         )
@@ -314,23 +322,23 @@ class Fleet:
 
     def _start_again(self, actor: ActorProcess, why: str) -> None:
         ray.kill(actor.handle, no_restart=True)  # it may have failed without dying
-        if actor.restarts_in_a_row >= self._config.launch.max_restarts:
+        if actor.restarts.are_spent:
             self._lose(actor, f"given up: {why}")
             left = sum(1 for each in self._actors if not each.is_going)
-            times = f"after {actor.restarts_in_a_row} restarts in a row"
+            times = f"after {actor.restarts.in_a_row} restarts in a row"
             others = f"{left} other actor{'' if left == 1 else 's'}"
             self._notify("given_up", f"{actor.name} is given up {times}: {why}; {others} left; see {actor.log}")
             return
         self._notify("restart", f"{actor.name} died ({why}) and is started again; its leases are issued anew")
         actor.forget()
-        actor.count_restart(actor)
+        actor.restarts.count()
         self._look_for_a_place(actor)
 
     def _look_for_a_place(self, actor: ActorProcess) -> None:
-        if actor.gang.is_placed:
+        if actor.placement.is_placed:
             self._start(actor)
-        elif actor.gang.missing_s > PLACEMENT_S:
-            why = actor.gang.shortage()
+        elif actor.placement.missing_s > PLACEMENT_S:
+            why = actor.placement.shortage()
             self._lose(actor, f"given up: {why}")
             self._notify("given_up", f"{actor.name} is given up: {why}")
 
@@ -341,7 +349,7 @@ class Fleet:
     def _end(self, actor: ActorProcess) -> None:
         if actor.handle is not None:
             ray.kill(actor.handle, no_restart=True)
-        actor.gang.release()
+        actor.placement.release()
 
     def _is_alive(self, actor: ActorProcess) -> bool:
         return not actor.lost and actor.handle is not None

@@ -1,4 +1,4 @@
-"""Stages: the processes of the learner, one per rank, started again as a whole where one dies or hangs."""
+"""LearnerGroup: the processes of the learner, one per rank, started again as a whole where one dies or hangs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ from launch.checks import Plan
 from launch.keys import host_of_service
 from launch.observe.status import ProcessFacts
 from launch.pools import stage_pools
-from launch.processes.placement import PLACEMENT_S, Gang
-from launch.processes.role_process import RoleProcess, RunFailed, done, failure, reason
+from launch.processes.placement import PLACEMENT_S, PlacementGroup, spawn
+from launch.processes.role_process import STARTUP_KEY, Restarts, RoleProcess, RunFailed, done, failure, reason
 from launch.processes.roles import StagePoll, StageRole
-from launch.processes.services import STARTUP_KEY
-from launch.processes.spawn import spawn
 from learner.checkpoint_meta import TrainingProgress, newest_progress, steps_in
 from learner.config import LearnerSections
 from learner.coordinator import CoordinatorFailed
 from learner.mesh import StageLost
 
-RESTARTS_KEY = "launch.max_restarts"
 GRACE_S = 3.0
 """After the first stage has failed, how long the others may take to say why, or to be seen dead: the first to
 notice a death is often a neighbour, which knows of a closed connection only."""
@@ -35,7 +32,7 @@ RESCUE_S = 1.0
 """How long a learner that is about to be killed may take to hand over the reports of its last steps."""
 
 
-class State(Enum):
+class Phase(Enum):
     """Of all ranks together; each names the call that they are in, or have ended."""
 
     MEETING = auto()
@@ -48,7 +45,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class StageNews:
+class LearnerNews:
     """What the learner reported at one poll."""
 
     rows: list[Mapping[str, Any]] = field(default_factory=list)
@@ -76,7 +73,7 @@ class _Loss:
         return ", ".join(str(stage.log) for stage in self.stages)
 
 
-class Stages:
+class LearnerGroup:
     """Starts the ranks, watches them, and starts all again from the newest checkpoint where one is lost.
 
         meeting -> setting up -> ready -> running -> finished -> exporting -> exported
@@ -106,19 +103,17 @@ class Stages:
         self._notify = notify
         self._check = check
         self._context: RunContext[LearnerSections] | None = None
-        self._gang: Gang | None = None
+        self._placement: PlacementGroup | None = None
         self._stages: list[RoleProcess] = []
-        self._state = State.MEETING
+        self._state = Phase.MEETING
         self._calls: list[tuple[RoleProcess, Any]] = []
         self._entered_s = 0.0
         self._failed_s: float | None = None
         self._stop_requested = False
         self._rescued: list[Mapping[str, Any]] = []
         self._resumed: TrainingProgress | None = None
-        self._restarts_in_a_row = 0
+        self._restarts = Restarts(plan.config.launch.max_restarts)
         self._checkpoint_at_loss = -1
-        self.num_restarts = 0
-        """Of the learner, in all."""
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -126,22 +121,22 @@ class Stages:
         """Reserve the places of all ranks, which they keep when they are started again; returns at once."""
         pools = stage_pools(self._plan.config)
         bundles = [pool.bundle for pool in pools for _ in range(pool.count)]
-        self._gang = Gang(bundles, " and ".join(pool.describe() for pool in pools))
+        self._placement = PlacementGroup(bundles, " and ".join(pool.describe() for pool in pools))
 
     def wait_for_places(self, timeout_s: float, *, others_come: bool) -> None:
-        """Wait for them; see `Gang.wait`.
+        """Wait for them; see `PlacementGroup.wait`.
 
         Raises:
             RunFailed: there is no room; says what was asked for and what there is.
         """
-        assert self._gang is not None, "ask_for_places() comes first"
-        self._gang.wait(timeout_s, others_come=others_come)
+        assert self._placement is not None, "ask_for_places() comes first"
+        self._placement.wait(timeout_s, others_come=others_come)
 
     def facts(self) -> list[ProcessFacts]:
         """What there is to know of each rank now; never waits."""
         state = self._state.name.lower().replace("_", " ")
-        shown = {State.RUNNING: "working", State.EXPORTED: "finished"}.get(self._state, state)
-        return [replace(stage.facts(), state=shown, restarts=self.num_restarts) for stage in self._stages]
+        shown = {Phase.RUNNING: "working", Phase.EXPORTED: "finished"}.get(self._state, state)
+        return [replace(stage.facts(), state=shown) for stage in self._stages]
 
     def start(self, context: RunContext[LearnerSections], deadline: float) -> list[tuple[RoleProcess, Any]]:
         """Start all ranks; returns the calls that end when they are ready.
@@ -156,14 +151,14 @@ class Stages:
         self._context = context
         self._spawn()
         first, meeting = self._calls[0]
-        self._set_up(first.result(meeting, "to name a meeting point", deadline, STARTUP_KEY))
+        self._set_up(first.result(meeting, "to name a meeting point", deadline))
         return list(self._calls)
 
     def begin(self) -> None:
         """Begin to train; all ranks are ready."""
         if self._stop_requested:
             self._tell_to_stop()
-        self._enter(State.RUNNING, [(stage, stage.handle.run.remote()) for stage in self._stages])
+        self._enter(Phase.RUNNING, [(stage, stage.handle.run.remote()) for stage in self._stages])
 
     def watch(self) -> None:
         """Go on to the next state where all ranks have ended this one; start again what is lost. Never waits long.
@@ -179,7 +174,7 @@ class Stages:
         elif self._calls and all(done(call) for _, call in self._calls):
             self._advance()
 
-    def poll(self, patience_s: float) -> StageNews:
+    def poll(self, patience_s: float) -> LearnerNews:
         """What the learner has to tell.
 
         Args:
@@ -187,22 +182,27 @@ class Stages:
         """
         if self._rescued:  # alone, for they come before whatever a restarted learner has to tell
             rows, self._rescued = self._rescued, []
-            return StageNews(rows)
-        if self._state in (State.MEETING, State.SETTING_UP, State.READY):
-            return StageNews(waits_for="its stages, which are started again", publishing="")
+            return LearnerNews(rows)
+        if self._state in (Phase.MEETING, Phase.SETTING_UP, Phase.READY):
+            return LearnerNews(waits_for="its stages, which are started again", publishing="")
         resumed, self._resumed = self._resumed, None
         told = self._ask_lead(patience_s)
         return told if resumed is None else replace(told, resumed_at=resumed.step, resumed_version=resumed.version)
 
     @property
+    def num_restarts(self) -> int:
+        """Of the learner, in all."""
+        return self._restarts.total
+
+    @property
     def are_finished(self) -> bool:
         """Has every rank returned from its last step?"""
-        return self._state in (State.FINISHED, State.EXPORTING, State.EXPORTED)
+        return self._state in (Phase.FINISHED, Phase.EXPORTING, Phase.EXPORTED)
 
     def request_stop(self) -> None:
         """End after the step at hand, with a checkpoint; a learner that is being started again, before its first."""
         self._stop_requested = True
-        if self._state is State.RUNNING:
+        if self._state is Phase.RUNNING:
             self._tell_to_stop()
 
     def export(self, folder: Path) -> None:
@@ -211,9 +211,9 @@ class Stages:
         Raises:
             RunFailed: as `watch`.
         """
-        while self._state is not State.EXPORTED:
-            if self._state is State.FINISHED:
-                self._enter(State.EXPORTING, [(stage, stage.handle.export.remote(folder)) for stage in self._stages])
+        while self._state is not Phase.EXPORTED:
+            if self._state is Phase.FINISHED:
+                self._enter(Phase.EXPORTING, [(stage, stage.handle.export.remote(folder)) for stage in self._stages])
             self.watch()
             time.sleep(0.05)
 
@@ -225,16 +225,16 @@ class Stages:
 
     # --- states -----------------------------------------------------------------------------------
 
-    def _enter(self, state: State, calls: list[tuple[RoleProcess, Any]]) -> None:
+    def _enter(self, state: Phase, calls: list[tuple[RoleProcess, Any]]) -> None:
         self._state, self._calls = state, calls
         self._entered_s = time.monotonic()
         self._failed_s = None
 
     def _advance(self) -> None:
-        if self._state is State.MEETING:
+        if self._state is Phase.MEETING:
             self._set_up(ray.get(self._calls[0][1]))
-        elif self._state is State.SETTING_UP:
-            self._enter(State.READY, [])
+        elif self._state is Phase.SETTING_UP:
+            self._enter(Phase.READY, [])
             if self.num_restarts:
                 # the learner has set aside what it could not read, so this is where it stands
                 resumed = newest_progress(self._plan.folder.checkpoints)
@@ -242,31 +242,31 @@ class Stages:
                 self._notify("resumed", f"the learner trains on from step {self._resumed.step}")
                 self.begin()
         else:
-            self._enter(State.FINISHED if self._state is State.RUNNING else State.EXPORTED, [])
+            self._enter(Phase.FINISHED if self._state is Phase.RUNNING else Phase.EXPORTED, [])
 
     def _spawn(self) -> None:
-        assert self._gang is not None, "ask_for_places() comes first"
+        assert self._placement is not None, "ask_for_places() comes first"
         for rank in range(self._config.num_replicas * self._config.num_stages):
-            log, place = self._plan.folder.log("stage", rank), self._gang.place(rank)
-            handle = spawn(StageRole, log, place=place, threads=self._config.num_threads, concurrency=4)
-            self._stages.append(RoleProcess("stage", rank, handle, log))
+            log, on = self._plan.folder.log("stage", rank), self._placement.reservation(rank)
+            handle = spawn(StageRole, log, on=on, threads=self._config.num_threads, concurrency=4)
+            self._stages.append(RoleProcess("stage", rank, handle, log, self._restarts))
         first = self._stages[0]
-        self._enter(State.MEETING, [(first, first.handle.rendezvous.remote(host_of_service(None, self._plan.config)))])
+        self._enter(Phase.MEETING, [(first, first.handle.rendezvous.remote(host_of_service(None, self._plan.config)))])
 
     def _check_place(self) -> None:
         """Ranks that are started again wait for a host in place of one that was lost, but not for ever."""
-        gang = self._gang
+        placement = self._placement
         if (
-            self._state in (State.MEETING, State.SETTING_UP)
-            and gang is not None
-            and not gang.is_placed
-            and gang.missing_s > PLACEMENT_S
+            self._state in (Phase.MEETING, Phase.SETTING_UP)
+            and placement is not None
+            and not placement.is_placed
+            and placement.missing_s > PLACEMENT_S
         ):
-            raise RunFailed(f"the learner cannot start again: {gang.shortage()}")
+            raise RunFailed(f"the learner cannot start again: {placement.shortage()}")
 
     def _set_up(self, rendezvous: str) -> None:
         told = [(stage, stage.handle.setup.remote(self._context, stage.number, rendezvous)) for stage in self._stages]
-        self._enter(State.SETTING_UP, told)
+        self._enter(Phase.SETTING_UP, told)
 
     def _tell_to_stop(self) -> None:
         for stage in self._stages:
@@ -285,7 +285,7 @@ class Stages:
         silent = [stage for stage, call in self._calls if not any(stage is each for each, _ in ended)]
         now = time.monotonic()
         if not failures:
-            is_late = self._state is not State.RUNNING and now - self._entered_s > self._limit_s
+            is_late = self._state is not Phase.RUNNING and now - self._entered_s > self._limit_s
             return self._late(silent) if silent and is_late else None
         self._failed_s = now if self._failed_s is None else self._failed_s
         dead = [(stage, error) for stage, error in failures if not isinstance(error, RayTaskError)]
@@ -310,7 +310,7 @@ class Stages:
             RunFailed: it is none of a restart.
         """
         late = _Loss(tuple(silent), f"did not get ready again within {STARTUP_KEY} = {self._limit_s:g} s")
-        if self.num_restarts and self._state in (State.MEETING, State.SETTING_UP):
+        if self.num_restarts and self._state in (Phase.MEETING, Phase.SETTING_UP):
             return late
         raise RunFailed(
             f"waited {self._limit_s:g} s for {late.who} and gave up; see {late.logs}, or raise {STARTUP_KEY}"
@@ -319,10 +319,11 @@ class Stages:
     def _start_again(self, loss: _Loss) -> None:
         newest = max(steps_in(self._plan.folder.checkpoints), default=-1)
         if newest > self._checkpoint_at_loss:
-            self._restarts_in_a_row, self._checkpoint_at_loss = 0, newest
-        if self._restarts_in_a_row >= self._plan.config.launch.max_restarts:
-            times = self._restarts_in_a_row
-            tried = f", and {times} restarts in a row ({RESTARTS_KEY}) led to no new checkpoint" if times else ""
+            self._checkpoint_at_loss = newest
+            self._restarts.prove()
+        if self._restarts.are_spent:
+            times = self._restarts.in_a_row
+            tried = f", and {times} restarts in a row (launch.max_restarts) led to no new checkpoint" if times else ""
             raise RunFailed(f"{loss.who} {loss.why}{tried}; see {loss.logs}")
         lead = self._stages[self._lead]
         if lead not in loss.stages:
@@ -332,8 +333,7 @@ class Stages:
         self._notify(
             "restart", f"{loss.who} {loss.why}: all stages are started again from the {whence}; see {loss.logs}"
         )
-        self._restarts_in_a_row += 1
-        self.num_restarts += 1
+        self._restarts.count()
         self.kill()
         self._spawn()
 
@@ -343,12 +343,12 @@ class Stages:
     def _lead(self) -> int:
         return self._config.num_stages - 1
 
-    def _ask_lead(self, patience_s: float) -> StageNews:
+    def _ask_lead(self, patience_s: float) -> LearnerNews:
         answer: StagePoll | None = self._stages[self._lead].ask("poll", patience_s, self._notify)
         if answer is None:
-            return StageNews()
+            return LearnerNews()
         rows: list[Mapping[str, Any]] = [{**report, "restarts": self.num_restarts} for report in answer.reports]
-        return StageNews(rows, answer.waiting_for, answer.publishing)
+        return LearnerNews(rows, answer.waiting_for, answer.publishing)
 
 
 def _is_a(error: Exception, kind: type[Exception]) -> bool:

@@ -1,0 +1,276 @@
+"""The Ray of a run: started here or joined, watched (of the death of its own processes it says little), and ended.
+
+start_ray, end_ray  for a run whose Ray lives
+RayWatch            sees that one of its own processes died
+abandon_ray, leave  end everything without asking a Ray that is dead
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import ray
+from ray.exceptions import RayError
+
+from launch.config import Config
+from launch.local_ray import OBJECT_STORE_BYTES, make_sessions_folder, sessions_folder
+from launch.pools import resources_of
+from launch.processes import reaper
+from launch.processes.role_process import RunFailed
+
+RAY_GOODBYE_S = 3.0
+"""How long Ray's own processes may take to end after it was shut down."""
+
+
+def start_ray(config: Config, namespace: str) -> RayWatch:
+    """Start Ray here, or join the cluster at launch.ray_address.
+
+    Returns:
+        What sees that it died.
+
+    Raises:
+        RunFailed: it does not start, or no cluster answers there.
+    """
+    address = config.launch.ray_address
+    # where no other host is to reach them, Ray's own servers listen on loopback alone, and not on every interface
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = address is not None
+    try:
+        with _our_signals():
+            ray.init(
+                address=address or "local",  # unset, Ray would look for a cluster in the environment
+                namespace=namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+                **({} if address else _of_this_machine(config)),
+            )
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        where = f"no Ray cluster answers at launch.ray_address = '{address}'" if address else "Ray does not start here"
+        raise RunFailed(f"{where}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    return RayWatch(ray.get_runtime_context().gcs_address, logs)
+
+
+def _of_this_machine(config: Config) -> dict[str, Any]:
+    """How Ray is started here: the machine is a host of every pool."""
+    return {
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "num_cpus": os.cpu_count(),
+        "resources": dict.fromkeys(resources_of(config), 1.0),
+        "_temp_dir": str(make_sessions_folder()),
+    }
+
+
+@contextlib.contextmanager
+def _our_signals() -> Iterator[None]:
+    """Keep our handlers of signals while Ray starts.
+
+    In Python it would put one of SIGTERM in place that ends this process with exit status 15. In C++ it does put some
+    in place, and that of SIGTERM ends the process 3 s later, whoever else has heard the signal.
+    """
+    utils = ray._private.utils
+    install, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = install
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.getsignal(number))  # Python's own, in the place of C++'s
+
+
+def end_ray() -> None:
+    """End what `start_ray` started here, whichever of Ray's own processes outlives that, and remove its session.
+
+    Stopped in the middle of its start, Ray leaves agents behind that go on for a minute or two.
+    """
+    family = [child for child in psutil.Process().children(recursive=True) if is_of_ray(child)]
+    ray.shutdown()
+    _, alive = psutil.wait_procs(family, timeout=RAY_GOODBYE_S)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    for session in sessions_folder().glob(f"session_*_{os.getpid()}"):
+        shutil.rmtree(session, ignore_errors=True)
+
+
+_abandoned = False
+
+
+def abandon_ray(watch: RayWatch) -> None:
+    """End every process of Ray's here without asking Ray, whose own processes are dead."""
+    global _abandoned
+    _abandoned = True
+    watch.end_all()
+    watch.close()
+
+
+def was_abandoned() -> bool:
+    """Is Ray dead, and all of it here ended?"""
+    return _abandoned
+
+
+def leave(status: int) -> None:
+    """End this process now where Ray was abandoned, for its hooks at exit wait for what is dead; all is closed before.
+
+    Args:
+        status: the exit status.
+    """
+    if _abandoned:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node manager"}
+_CONNECT_S = 2.0
+_LOOK_EVERY_S = 5.0
+_GOODBYE_S = 5.0
+_GONE_S = 45.0
+"""A control store on another machine that takes no connection for so long is gone."""
+
+
+class RayWatch:
+    """Watches what a run of this machine stands on."""
+
+    def __init__(self, address: str, logs: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Ray is up.
+
+        Args:
+            address: of its control store, HOST:PORT.
+            logs: where Ray's own processes write.
+            clock: seconds, monotonic.
+        """
+        host, _, port = address.rpartition(":")
+        self._address = host.strip("[]"), int(port)
+        self._logs = logs
+        self._clock = clock
+        self._family = _family()
+        self._rays_own = [(name, child) for child in self._family if (name := _name(child)) is not None]
+        self._reached_s = self._looked_s = clock()
+        self.is_dead = False
+        """Nothing can be asked of Ray any more: whatever waits for its answer waits for ever."""
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-S", "-E", reaper.__file__], stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._tell(self._names())
+
+    def check(self) -> None:
+        """Look; takes no time where all is well.
+
+        Raises:
+            RunFailed: a process of Ray's is gone.
+        """
+        for name, process in self._rays_own:
+            if not _lives(process):
+                self._fail(
+                    f"{_NAMES[name]} ({name}, process {process.pid}) died, and the run cannot go on without it; see "
+                    f"{self._logs}/{name}.out and {name}.err"
+                )
+        now = self._clock()
+        if now - self._looked_s >= _LOOK_EVERY_S:
+            self._looked_s = now
+            self._family = _family()
+            self._tell(self._names())
+            self._reach(now)
+
+    def end_all(self) -> None:
+        """Kill every process that Ray had started here; those elsewhere end because they miss it."""
+        self._family = [*self._family, *_family()]
+        for process in self._family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(self._family, timeout=_GOODBYE_S)
+
+    def close(self) -> None:
+        """Ray was ended: nobody needs to be guarded. May be called twice."""
+        if self._reaper.stdin is not None and not self._reaper.stdin.closed:
+            self._tell(reaper.DONE)
+            with contextlib.suppress(BrokenPipeError):  # closing writes once more what could not be written
+                self._reaper.stdin.close()
+            self._reaper.wait(_GOODBYE_S)
+
+    def _names(self) -> str:
+        return " ".join(f"{each.pid}:{reaper.started(each.pid)}" for each in self._family)
+
+    def _tell(self, line: str) -> None:
+        """The reaper, which ends the family where this process is killed."""
+        assert self._reaper.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # killed itself; the run goes on without one
+            self._reaper.stdin.write(line + "\n")
+            self._reaper.stdin.flush()
+
+    def _fail(self, why: str) -> NoReturn:
+        self.is_dead = True
+        raise RunFailed(f"{why}. `leeway resume` goes on from the newest checkpoint")
+
+    def _reach(self, now: float) -> None:
+        try:
+            socket.create_connection(self._address, timeout=_CONNECT_S).close()
+            self._reached_s = now
+        except OSError as error:
+            host, port = self._address
+            if now - self._reached_s > _GONE_S:
+                self._fail(
+                    f"Ray's control store at {host}:{port} takes no connection for {now - self._reached_s:.0f} s "
+                    f"({error}); is its host up? See `launch/cluster.sh status`"
+                )
+
+
+def _name(process: psutil.Process) -> str | None:
+    try:
+        program = Path((process.cmdline() or [""])[0]).name
+    except psutil.Error:
+        return None
+    return program if program in _NAMES else None
+
+
+def _family() -> list[psutil.Process]:
+    """Ray's own processes below this one, and all below them: the roles and their engines."""
+    own = [child for child in psutil.Process().children() if is_of_ray(child)]
+    return [*own, *(below for child in own for below in _below(child))]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def is_of_ray(process: psutil.Process) -> bool:
+    """Is it one of Ray's own, or a worker of it?"""
+    try:
+        command = process.cmdline()
+    except psutil.Error:
+        return False
+    if not command:
+        return False
+    return command[0].startswith("ray::") or any(map(_is_file_of_ray, command))
+
+
+def _is_file_of_ray(argument: str) -> bool:
+    """Does an argument name a program of Ray's, and not only hold its folder in a text of code?
+
+    Ray puts a folder of its own into the search path, and multiprocessing hands that path to its server as code.
+    """
+    return argument.startswith("/") and "site-packages/ray/" in argument
