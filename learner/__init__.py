@@ -3,17 +3,15 @@
 stage        Stage: one process of the learner, from set-up to export
 mesh         MeshPlace, Mesh: where a rank stands; join_group: the rendezvous; Agreement: what ranks do as one
 coordinator  Coordinator: the one rank that talks to the buffer; Channel: how it hands each batch to the others
-assembly     networks and reference of a rank, put together from its orders
 
 batch        StepBatch: a draw, or a part of it, as the flat arrays that a step computes with
 packing      best-fit packing of whole sequences into micro-batches of one shape, by what they cost
 step         TrainStep: a step trains one draw in one or several updates, in two passes or in one
 update       LossEvaluator: the loss of an update, its gradient, and whether and how it is taken; Update: what it did
-reference    Reference: log-probabilities of the frozen model, once for every sample
 bad_batches  BadBatches: what could not be trained, and when a run has diverged
 report       the metrics of a step, by name
 
-networks     Networks: the policy, and a critic that is a head of it or a model of its own
+networks     Networks: the policy, and a critic that is a head of it or a model of its own; Reference: the frozen model
 decoders     the supported families, what their layers cost, and which of them a stage owns
 model        StageModule: a contiguous share of a Hugging Face decoder's layers, loaded and off-loaded
 attention    block-diagonal attention over packed sequences

@@ -1,28 +1,36 @@
 """Networks: what a run trains, as one thing: the policy, and a critic that is its second head or a model of its own.
 
 The step asks for log-probabilities and values and hands back their gradients; which network they come from, and which
-replica has computed them, is known here alone.
+replica has computed them, is known here alone. Beside them stands the frozen Reference, which scores every sample once.
+`build_networks` and `build_reference` load a rank's share of them, as the description of the run says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from learner.batch import Leaves
-from learner.config import LearnerConfig
+from common.run import RunContext
+from learner.batch import Leaves, StepBatch, pack_rows
+from learner.config import LearnerConfig, LearnerSections
 from learner.mesh import Mesh
-from learner.model import DeviceBatch, StageModule, is_value_head
+from learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_stage
 from learner.optimizer import StageOptimizer, UpdateDecision, UpdateResult, learning_rate, update_together
 from learner.packing import PackedBatch
 from learner.pipeline import Pipeline
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
 """(which of the T tokens, their log-probabilities) -> dL / d(log-probability) of them, in float32 or wider."""
+Scores = dict[int, npt.NDArray[np.float32]]
+"""Log-probabilities of a completion's tokens, by index of the trajectory in the batch."""
+LoadChunks = Callable[[Path, Heads], list[StageModule]]
 
 
 @dataclass(frozen=True)
@@ -240,3 +248,114 @@ class _Asked:
         flat = outputs.flatten()
         found = self._gradient(where, flat[at])
         return torch.zeros_like(flat).index_copy(0, at, found.to(flat.dtype)).view(outputs.shape)
+
+
+class Reference:
+    """Scores what no earlier step has scored."""
+
+    def __init__(self, pipeline: Pipeline | None, networks: Networks) -> None:
+        """Look after the reference.
+
+        Args:
+            pipeline: over this rank's chunks of the frozen reference; None where the algorithm needs no reference.
+            networks: what is trained, for its mesh, device and precision.
+        """
+        self._pipeline = pipeline
+        self._networks = networks
+
+    def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
+        """Reference log-probabilities, and those computed anew. All ranks call it together.
+
+        Args:
+            batch: of the step, the same on all ranks.
+            on_device: this replica's share of it.
+
+        Returns:
+            [T], to float32 in any precision, and the new ones on the last stages, NaN where there is no reference;
+            None and nothing on the others.
+        """
+        unscored = batch.unscored()
+        new_T: Tensor | None = None
+        if self._pipeline is not None and len(unscored):
+            subset = on_device
+            if len(unscored) < len(batch.trajectories):
+                packed = pack_rows([batch.trajectories[i] for i in unscored], batch.rule)
+                subset = self._networks.on_device(packed)
+            found = gather_tokens(self._pipeline.forward_only(subset), subset.packed, self._networks.mesh)
+            new_T = None if found is None else found[0]
+        if not self._networks.mesh.place.is_last:
+            return None, {}
+        reference_T = self._stored(batch)
+        if new_T is None:
+            return reference_T, {}
+        where_T = torch.from_numpy(batch.tokens_of(unscored)).to(reference_T.device)
+        # as they are stored, so that a step that is taken again reads the same numbers also in float64
+        new_T = new_T.to(torch.float32)
+        reference_T[where_T] = new_T.to(reference_T.dtype)
+        ends = np.cumsum(np.diff(batch.bounds_T())[unscored])
+        values = np.split(new_T.cpu().numpy(), ends[:-1])
+        return reference_T, dict(zip(unscored.tolist(), values, strict=True))
+
+    def _stored(self, batch: StepBatch) -> Tensor:
+        """What earlier steps have scored, NaN elsewhere: [T]."""
+        policy = self._networks.policy
+        known = [
+            np.full(row.num_completion_tokens, np.nan) if row.reference_logprobs is None else row.reference_logprobs
+            for row in batch.trajectories
+        ]
+        return torch.from_numpy(np.concatenate(known)).to(
+            policy.device, torch.promote_types(policy.dtype, torch.float32)
+        )
+
+
+def chunk_loader(config: LearnerConfig, temperature: float, mesh: Mesh, device: torch.device) -> LoadChunks:
+    """A function that loads this rank's chunks of a checkpoint folder with the given heads.
+
+    Stage p of P holds the chunks p, p + P, p + 2P, ... of P * learner.num_chunks.
+    """
+    num_stages, stage = mesh.place.num_stages, mesh.place.stage
+    dtype = torch.float64 if config.precision == "float64" else torch.float32
+
+    def load(path: Path, heads: Heads) -> list[StageModule]:
+        chunks = [
+            load_stage(
+                path,
+                chunk * num_stages + stage,
+                num_stages * config.num_chunks,
+                temperature=temperature,
+                device=device,
+                dtype=dtype,
+                heads=heads,
+                layers_per_chunk=config.layers_per_chunk,
+                logprob_chunk_mib=config.logprob_chunk_mib,
+                activation_checkpointing=config.activation_checkpointing,
+            )
+            for chunk in range(config.num_chunks)
+        ]
+        for chunk in chunks:
+            chunk.autocast_dtype = torch.bfloat16 if config.precision == "bfloat16" else None
+        return chunks
+
+    return load
+
+
+def build_networks(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Networks:
+    """The policy, and a critic where the algorithm needs one; all ranks call it together."""
+    config, kind = context.config.learner, context.config.algorithm.needs.critic
+    load = chunk_loader(config, context.temperature, mesh, device)
+    policy = Network.build(load(context.model_path, "token_and_value" if kind == "head" else "token"), config, mesh)
+    critic = Network.build(load(context.model_path, "value"), config, mesh) if kind == "model" else None
+    return Networks(policy, critic, config, mesh)
+
+
+def build_reference(context: RunContext[LearnerSections], networks: Networks) -> Reference:
+    """The frozen reference, split like the policy, where the algorithm needs one."""
+    config, mesh = context.config.learner, networks.mesh
+    if not context.config.algorithm.needs.reference:
+        return Reference(None, networks)
+    chunks = chunk_loader(config, context.temperature, mesh, networks.policy.device)(context.reference_path, "token")
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        if config.reference_offload != "none":
+            chunk.offload(config.reference_offload, context.folder / "offload" / f"replica-{mesh.place.replica}")
+    return Reference(Pipeline(chunks, mesh, config.schedule), networks)

@@ -20,21 +20,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
 from buffer.client import Draw, decode_draw
 from buffer.errors import BufferError
 from common.hf_folder import complete_folder, model_identity
 from common.run import RunContext
 from common.staleness import PolicyVersion, StaleTokens
-from learner.assembly import build_networks, build_reference, packing_rule
 from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_samples
 from learner.batch import StepBatch, trainable
 from learner.checkpoint import CheckpointFailed, Checkpoints
 from learner.checkpoint_meta import TrainingProgress
 from learner.config import LearnerSections
 from learner.coordinator import Channel, Coordinator, Kind
+from learner.decoders import cost_of
 from learner.export import write_shard
 from learner.mesh import Agreement, Mesh, MeshPlace, StageLost, join_group, tells_of_loss
+from learner.networks import build_networks, build_reference
+from learner.packing import CostModel, PackingRule
+from learner.pipeline import micro_batch_rule
 from learner.report import Report, StepTimes, step_report
 from learner.step import TrainStep
 from weight_sync.errors import PublishFailed
@@ -151,7 +155,7 @@ class Stage:
         self._ranks.say("")
         logger.info("%s of %d trainable parameters is here", place.name, self._networks.num_parameters())
         self._train_step = TrainStep(self._networks, reference, context.config.algorithm, config, context.facts.seed)
-        self._packing = packing_rule(context)
+        self._packing = _packing_rule(context)
         self._checkpoints = Checkpoints(
             context.folder / "checkpoints",
             config.keep_checkpoints,
@@ -391,6 +395,19 @@ class Stage:
                     f"look at the end of its log. Reported: {error}"
                 ) from error
             raise
+
+
+def _packing_rule(context: RunContext[LearnerSections]) -> PackingRule:
+    """How batches of this run become micro-batches."""
+    config = context.config.learner
+    asked = micro_batch_rule(config.schedule, config.num_stages)
+    return PackingRule(
+        config.token_budget,
+        num_replicas=config.num_replicas,
+        min_micro_batches=asked.least,
+        multiple=asked.multiple,
+        cost=CostModel(*cost_of(AutoConfig.from_pretrained(context.model_path, local_files_only=True))),
+    )
 
 
 def _device(wanted: str, rank: int) -> torch.device:

@@ -27,9 +27,8 @@ from algorithms.registry import AlgorithmConfig
 from learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from learner.config import LearnerConfig
 from learner.model import DeviceBatch
-from learner.networks import Gradient, Networks
+from learner.networks import Gradient, Networks, Reference, Scores
 from learner.packing import IntArray
-from learner.reference import Reference, Scores
 from learner.update import LossEvaluation, LossEvaluator, Metrics, Update, distance, mean_metrics
 
 BetweenUpdates = Callable[[int], object]

@@ -23,15 +23,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
-from learner.assembly import chunk_loader
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.model import DeviceBatch
-from learner.networks import Network, Networks
+from learner.networks import Network, Networks, Reference, chunk_loader
 from learner.packing import PackingRule
 from learner.pipeline import micro_batch_rule
-from learner.reference import Reference
 from learner.step import TrainStep
 
 MEDIAN, SIGMA, LONGEST, TOKEN_BUDGET = 200, 1.0, 2048, 4096

@@ -26,13 +26,11 @@ from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from benchmarks.weights_parts.handover import RUN_ID
 from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
-from learner.assembly import chunk_loader
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
-from learner.networks import Network, Networks
+from learner.networks import Network, Networks, Reference, chunk_loader
 from learner.packing import PackingRule
-from learner.reference import Reference
 from learner.step import TrainStep
 from weight_sync.config import WeightSyncConfig
 from weight_sync.delta import decode_delta, encode_delta

@@ -15,9 +15,9 @@ from launch.observe.metrics import METRICS
 from learner.batch import StepBatch, trainable
 from learner.mesh import MeshPlace
 from learner.model import DeviceBatch
+from learner.networks import Reference
 from learner.optimizer import UpdateResult
 from learner.packing import CostModel, PackingRule, best_fit, deal, order, pack, plan, spread
-from learner.reference import Reference
 from learner.report import NO_METRICS, StepTimes, lag_metrics, replay_metrics, step_report
 from learner.step import StepResult
 from learner.update import Update

@@ -20,14 +20,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from algorithms.registry import AlgorithmConfig
 from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
-from learner.assembly import build_networks, build_reference
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
-from learner.networks import Networks
+from learner.networks import Networks, Reference, build_networks, build_reference
 from learner.packing import PackingRule
 from learner.pipeline import micro_batch_rule
-from learner.reference import Reference
 from learner.step import TrainStep
 from tests.run_context import run_context, run_facts
 
