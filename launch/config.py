@@ -107,8 +107,12 @@ POOL_OVERRIDES = ("cpus", "gpus", *sorted(ENGINE_KEYS))
 """Keys of `[actors]` that a pool may have of its own, the first two also of `[learner]`."""
 
 
+Action = Literal["warn", "quarantine", "stop"]
+"""What a tripwire does: say so, also take the actor out of the run, or stop the run."""
+
+
 class LaunchConfig(_Section):
-    """`[launch]`: processes and how long they may take."""
+    """`[launch]`: processes, how long they may take, and the tripwires."""
 
     ray_address: str | None = Field(
         default=None, description="Address of a running Ray cluster ('auto' finds it); unset: Ray starts itself here."
@@ -130,6 +134,24 @@ class LaunchConfig(_Section):
         "newest checkpoint when a stage dies or hangs. An hour of work, or for the learner a new checkpoint, counts "
         "anew.",
     )
+    mismatch_limit: PositiveFloat | None = Field(
+        default=None,
+        description="Tripwire: mean absolute log-probability difference between engine and learner at lag 0. Unset: "
+        "0.001 where engines and learner compute in float32, else 0.2.",
+    )
+    on_mismatch: Action = Field(
+        default="warn", description="Above it: say so, also take the actor out of the run, or stop the run."
+    )
+    on_stuck: Action = Field(
+        default="warn",
+        description="Tripwire: what to do where a learner takes updates but publishes none, or an actor serves an old "
+        "version, for 300 s.",
+    )
+    on_behind: Action = Field(
+        default="warn",
+        description="Tripwire: what to do where an actor is more than max_actor_lag behind the newest version for "
+        "30 s.",
+    )
 
 
 class TrackingConfig(_Section):
@@ -144,11 +166,10 @@ class TrackingConfig(_Section):
     )
     log_every: PositiveInt = Field(default=1, description="Write every n-th step to metrics.jsonl and W&B.")
     prometheus_port: int | None = Field(
-        default=None, ge=1, le=65535, description="Serve all metrics to Prometheus at this port; unset: do not."
-    )
-    prometheus_host: str = Field(
-        default="127.0.0.1",
-        description="Address that this port is bound to. Whoever reaches it can read the metrics, without a password.",
+        default=None,
+        ge=1,
+        le=65535,
+        description="Serve all metrics to Prometheus at this port of loopback; unset: do not.",
     )
 
 

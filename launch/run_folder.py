@@ -54,7 +54,7 @@ class RunFolder:
         self.logs = self.root / "logs"
         self.metrics = self.root / "metrics.jsonl"
         self.events = self.root / "events.jsonl"
-        self.timeline = self.root / "timeline.jsonl"
+        self.timeline = self.root / "timeline.json"
         self.status = self.root / "status.json"
         self.control = self.root / "control"
         self.summary = self.root / "summary.json"

@@ -30,9 +30,10 @@ from launch.logs import configure_logging
 from launch.model_source import fetch_model
 from launch.observe.display import Display
 from launch.observe.history import History
-from launch.observe.observer import Accuracy, Observer, PollResult, Progress
+from launch.observe.observer import Observer, accuracy_of
 from launch.observe.sinks import Exporter, Tracker, check_wandb
-from launch.observe.trace import Timeline
+from launch.observe.status import Accuracy, PollResult
+from launch.observe.trace import Trace
 from launch.observe.tripwires import Stability, Trip, Tripwires, mismatch_limit
 from launch.pools import actor_pools
 from launch.privacy import private_files
@@ -142,26 +143,29 @@ def _run_to_its_end(
     configure_logging(folder.log("launch", 0))
     display = stack.enter_context(Display(config, folder))
     stack.callback(report_at_end, folder, tracker.event, display.last_line)
-    timeline = stack.enter_context(Timeline(folder.timeline))
+    trace = stack.enter_context(Trace(folder.timeline))
 
     def notify(kind: str, text: str) -> None:
         tracker.event(kind, text)
         display.event(text)
         observer.event(kind, text)
+        trace.event(kind, text)
 
     stack.push(interrupts)  # until the last process has ended a signal must not cut that off; then it is as usual
     supervisor = Supervisor(plan, ready.context, notify)
     stack.callback(supervisor.stop)
-    progress = Progress(config, started)
-    observer = Observer(plan, progress, look=supervisor.processes, on_quiet=display.update, on_news=ready.exporter.show)
+    observer = Observer(
+        plan, started_s=started, look=supervisor.processes, on_quiet=display.update, on_news=ready.exporter.show
+    )
     stack.enter_context(observer)  # after the supervisor, for it looks at its processes
     stack.callback(interrupts.end)
-    run = _Run(plan, ready.context, supervisor, tracker, display, interrupts, progress, observer, timeline, earlier)
+    run = _Run(plan, ready.context, supervisor, tracker, display, interrupts, observer, trace, earlier)
     try:
         return run.go()
     except RunFailed as error:
         tracker.event("failed", str(error))
         observer.event("failed", str(error))
+        trace.event("failed", str(error))
         observer.end(str(error), ExitStatus.FAILED)
         display.fail(str(error))
         return ExitStatus.FAILED
@@ -203,9 +207,8 @@ class _Run:
         tracker: Tracker,
         display: Display,
         interrupts: Interrupts,
-        progress: Progress,
         observer: Observer,
-        timeline: Timeline,
+        trace: Trace,
         earlier: History | None,
     ) -> None:
         self._plan = plan
@@ -214,19 +217,18 @@ class _Run:
         self._tracker = tracker
         self._display = display
         self._interrupts = interrupts
-        self._progress = progress
         self._observer = observer
-        self._timeline = timeline
+        self._trace = trace
         self._earlier = earlier
         self._evaluated_at = 0
         self._alarms: frozenset[str] = frozenset()
         """What was complained about and still holds."""
         self._evaluation: Evaluation | None = None
-        sync, precision = self._config.weight_sync, self._config.learner.precision
-        limits = {pool.name: mismatch_limit(sync, pool.config.dtype, precision) for pool in actor_pools(self._config)}
+        launch, precision = self._config.launch, self._config.learner.precision
+        limits = {pool.name: mismatch_limit(launch, pool.config.dtype, precision) for pool in actor_pools(self._config)}
         self._control = Control(plan.folder.control)
         self._stability = Stability(plan.config)
-        self._tripwires = Tripwires(sync, context.facts.contract, limits, self._stability)
+        self._tripwires = Tripwires(launch, context.facts.contract, limits, self._stability)
 
     def go(self) -> ExitStatus:
         self._phase("starting Ray, the buffer, the stages and the actors (about half a minute)")
@@ -261,7 +263,7 @@ class _Run:
         """Count on from where the learner stands, which is its newest checkpoint that is whole."""
         reached = newest_progress(self._plan.folder.checkpoints)
         step, version = (reached.step, reached.version) if reached is not None else (0, 0)
-        self._progress.take_up(earlier.rows, step, version, earlier.wall_s)
+        self._observer.take_up(earlier.rows, step, version, earlier.wall_s)
         every = self._config.actors.eval_every
         self._evaluated_at = version - version % every if every else version
         whence = f"the checkpoint of step {step}" if reached is not None else "the model, for there is no checkpoint"
@@ -298,15 +300,16 @@ class _Run:
         for news in self._supervisor.last_poll():
             self._digest(news)
         if self._evaluation is not None and asked_at is None:
-            self._tracker.metrics(self._evaluated(self._evaluation.wait()).row(), self._progress.step)
+            self._tracker.metrics(self._evaluated(self._evaluation.wait()).row(), self._observer.status.step)
         return asked_at is not None
 
     def _digest(self, news: PollResult) -> None:
-        self._timeline.take_in(news)
-        for step, row in self._observer.take_in(news):
-            self._tracker.step(row, step)
+        rows = self._observer.take_in(news)
+        self._trace.take_in(news, rows)
+        for row in rows:
+            self._tracker.step(row, row["step"])
         trips = self._tripwires.look(news, evaluating=self._evaluation is not None)
-        self._progress.tripped = tuple(trip.text for trip in self._tripwires.standing)
+        self._observer.status.tripped = [trip.text for trip in self._tripwires.standing]
         self._display.update(self._observer.polled())
         self._warn_of_buffer(news.status)
         for trip in trips:
@@ -325,7 +328,7 @@ class _Run:
         if trip.action == "quarantine":
             self._supervisor.quarantine(trip.who, trip.text)
         if trip.action == "stop":
-            raise RunFailed(f"{trip.text} (weight_sync.on_{trip.kind} = 'stop')")
+            raise RunFailed(f"{trip.text} (launch.on_{trip.kind} = 'stop')")
 
     def _warn_of_buffer(self, status: Status | None) -> None:
         """Say once what somebody should look at."""
@@ -351,38 +354,39 @@ class _Run:
             results = self._evaluation.poll()
             if results is not None:
                 self._evaluation = None
-                self._tracker.metrics(self._evaluated(results).row(), self._progress.step)
+                self._tracker.metrics(self._evaluated(results).row(), self._observer.status.step)
             return
-        every, version = self._config.actors.eval_every, self._progress.version
+        every, version = self._config.actors.eval_every, self._observer.status.version
         learner = self._config.learner
         if every and self._evaluated_at + every <= version < learner.num_steps * learner.updates_per_step:
             self._evaluated_at = version - version % every
             self._evaluation = self._evaluate(self._config.actors.eval_problems, None)
 
     def _evaluate(self, num_problems: int, version: PolicyVersion | None) -> Evaluation:
-        self._timeline.begin("evaluation", "evaluate")
+        self._trace.begin("evaluation", "evaluate")
         return self._supervisor.evaluate(num_problems, version)
 
     def _evaluated(self, results: list[EvalResult]) -> Accuracy:
-        accuracy = Accuracy.of(results)
+        accuracy = accuracy_of(results)
         self._observer.evaluated(accuracy)
-        self._timeline.finish("evaluation", "evaluate", version=", ".join(accuracy.versions))
+        self._trace.finish("evaluation", "evaluate", version=accuracy.versions)
         self._notify("evaluated", accuracy.describe(), **accuracy.row())
         return accuracy
 
     def _phase(self, text: str) -> None:
         self._display.phase(text)
         self._observer.phase(text)
-        self._timeline.phase(text)
+        self._trace.phase(text)
 
     def _notify(self, kind: str, text: str, **details: object) -> None:
         self._tracker.event(kind, text, **details)
         self._display.event(text)
         self._observer.event(kind, text)
+        self._trace.event(kind, text)
 
     def _finish(self, before: Accuracy, after: Accuracy | None) -> None:
         status = self._supervisor.status()
-        values = self._progress.summary(before, after, status)
+        values = self._observer.summary(before, after, status)
         text = json.dumps(values, indent=2)
         temporary = self._plan.folder.summary.with_suffix(".tmp")
         temporary.write_text(text + "\n", encoding="utf-8")

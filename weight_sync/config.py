@@ -1,4 +1,4 @@
-"""The `[weight_sync]` section: the staleness knobs, how weights are stored, sent and applied, and the tripwires."""
+"""The `[weight_sync]` section: the staleness knobs, how weights are stored, sent and applied."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from common.staleness import StalenessConfig
-
-Action = Literal["warn", "quarantine", "stop"]
 
 
 class WeightSyncConfig(StalenessConfig):
@@ -60,24 +58,6 @@ class WeightSyncConfig(StalenessConfig):
         description="Weights that cannot be written for so long, as on a full disk, end the learner; until then it "
         "tries again, and trains on as far as the bound allows.",
     )
-    mismatch_limit: PositiveFloat | None = Field(
-        default=None,
-        description="Tripwire: mean absolute log-probability difference between engine and learner at lag 0. Unset: "
-        "0.001 where engines and learner compute in float32, else 0.2.",
-    )
-    on_mismatch: Action = Field(
-        default="warn", description="Above it: say so, also take the actor out of the run, or stop the run."
-    )
-    stuck_after_s: PositiveFloat = Field(
-        default=300.0,
-        description="Tripwire: a learner that takes updates but publishes none, or an actor that serves an old "
-        "version, for so long.",
-    )
-    on_stuck: Action = Field(default="warn", description="Then: say so, also take the actor out, or stop the run.")
-    behind_after_s: PositiveFloat = Field(
-        default=30.0, description="Tripwire: an actor more than max_actor_lag behind the newest version for so long."
-    )
-    on_behind: Action = Field(default="warn", description="Then: say so, also take the actor out, or stop the run.")
 
     @model_validator(mode="after")
     def _waits_must_fit(self) -> WeightSyncConfig:

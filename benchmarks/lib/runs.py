@@ -22,8 +22,8 @@ from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import MeasurementFailed, end_families, environment
 from buffer.offline.export import export
 from buffer.offline.inspect import Inspection, Selection
-from launch.observe import trace as timeline
 from launch.observe.totals import Interval, intersect, total
+from launch.observe.trace import read
 
 LIMIT_S = 900.0
 """No run takes longer, unless a benchmark says so."""
@@ -115,14 +115,14 @@ class FinishedRun:
         )
 
     def generated(self, window: Interval) -> dict[str, Generated]:
-        """Actor -> what it generated within a window of seconds since the epoch, from timeline.jsonl."""
+        """Actor -> what it generated within a window of seconds since the epoch, from timeline.json."""
         found: dict[str, Generated] = {}
-        for line in timeline.read(self.folder / "timeline.jsonl"):
-            if line.what == "generate" and line.end_s > line.start_s:
-                inside = total(intersect([(line.start_s, line.end_s)], [window])) / (line.end_s - line.start_s)
-                busy_s, num_tokens = found.get(line.who, Generated(0.0, 0.0))
-                more = Generated(inside * (line.busy_s or 0.0), inside * (line.num_tokens or 0))
-                found[line.who] = Generated(busy_s + more.busy_s, num_tokens + more.num_tokens)
+        for span in read(self.folder / "timeline.json"):
+            if span.cat == "generate" and span.dur:
+                inside = total(intersect([(span.start_s, span.end_s)], [window])) / (span.end_s - span.start_s)
+                busy_s, num_tokens = found.get(span.who, Generated(0.0, 0.0))
+                more = Generated(inside * span.args.get("busy_s", 0.0), inside * span.args.get("num_tokens", 0))
+                found[span.who] = Generated(busy_s + more.busy_s, num_tokens + more.num_tokens)
         return found
 
 

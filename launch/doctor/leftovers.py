@@ -56,7 +56,7 @@ def _is_over(folder: RunFolder) -> bool:
         return True
     except OSError:  # somebody else's
         return False
-    return bool(seen.gone) or seen.snapshot.ended is not None
+    return bool(seen.gone) or seen.status.ended is not None
 
 
 def _staging(places: Sequence[Path]) -> list[Finding]:

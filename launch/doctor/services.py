@@ -54,7 +54,7 @@ def _ports(config: Config) -> Iterator[tuple[str, str, int]]:
     if config.weight_sync.port and config.weight_sync.transport != "folder":
         yield "weight_sync.port", config.weight_sync.host or LOOPBACK, config.weight_sync.port
     if config.tracking.prometheus_port:
-        yield "tracking.prometheus_port", config.tracking.prometheus_host, config.tracking.prometheus_port
+        yield "tracking.prometheus_port", LOOPBACK, config.tracking.prometheus_port
 
 
 def _cannot_bind(host: str, port: int) -> str:

@@ -20,55 +20,23 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from launch.observe.status import RunStatus
-from launch.observe.view import View
+from launch.observe.status import Accuracy, RunStatus
+from launch.observe.view import TRAINING, View, line
 from launch.run_folder import RunFolder
 from launch.words import number
 
 if TYPE_CHECKING:  # with all sections, and torch: `leeway top` need not wait for it
     from launch.config import Config
-    from launch.observe.observer import Accuracy
 
 log = logging.getLogger(__name__)
 
-TRAINING = "training"
-"""The phase in which steps are taken."""
-NUM_WAITS = 3
-"""So many of those who wait are in a line."""
-
-
-def line(snapshot: RunStatus, num_waits: int = NUM_WAITS) -> str:
-    """A run in one line: how far it is, and who waits for whom.
-
-    Args:
-        snapshot: of the run.
-        num_waits: so many of those who wait are named.
-    """
-    elapsed_s = snapshot.written_s - snapshot.started_s
-    if not snapshot.step:
-        figures = f"{snapshot.phase}, for {snapshot.written_s - snapshot.phase_since_s:.0f} s"
-    else:
-        figures = (
-            f"step {snapshot.step}/{snapshot.num_steps}  reward {number(snapshot.reward)}  "
-            f"lag {number(snapshot.lag_mean)} (max {snapshot.lag_max} of {snapshot.max_lag})  "
-            f"tokens/s generated {snapshot.generated_tokens_per_s:.0f} trained {snapshot.learner.tokens_per_s:.0f}"
-        )
-        if snapshot.phase != TRAINING and snapshot.ended is None:
-            figures += f"  {snapshot.phase}, for {snapshot.written_s - snapshot.phase_since_s:.0f} s"
-    waits = "".join(f"; {sentence}" for sentence in snapshot.waits[:num_waits])
-    if num_waits and len(snapshot.waits) > num_waits:
-        waits += f"; and {len(snapshot.waits) - num_waits} more wait"
-    tripped = "".join(f"; {sentence}" for sentence in snapshot.tripped)
-    return f"{elapsed_s:5.0f} s  {figures}{waits}{tripped}"
-
-
 PLAIN_INTERVAL_S = 5.0
-"""Between lines of the plain display, where there is something new."""
+"""Between lines of the plain display: a log of an hour stays readable."""
 QUIET_S = 15.0
 """Without anything new, a line comes after so long all the same, and says why nothing happens."""
 
 
-class Outlet:
+class LossyStream:
     """A standard stream that may go away while the run goes on: a terminal is closed, or who reads a pipe ends.
 
     From then on nothing raises, and what anybody writes there goes nowhere. All else is the stream's own.
@@ -124,8 +92,8 @@ class Display:
         wish = config.tracking.display
         self._is_live = wish == "live" or (wish == "auto" and sys.stdout.isatty())
         self._is_off = wish == "off"
-        self._outlet = Outlet(sys.stdout)
-        self._console = Console(file=cast(TextIO, self._outlet), highlight=False, markup=False)
+        self._stdout = LossyStream(sys.stdout)
+        self._console = Console(file=cast(TextIO, self._stdout), highlight=False, markup=False)
         self._live: Live | None = None
         self._last_line_s = clock()
         self._last_step = 0
@@ -150,22 +118,22 @@ class Display:
         """Something happened."""
         self._say(text)
 
-    def update(self, snapshot: RunStatus) -> None:
+    def update(self, status: RunStatus) -> None:
         """Show the newest figures. Any thread may call it."""
-        if self._outlet.is_lost:
+        if self._stdout.is_lost:
             self.__exit__()
             return
         live = self._live
         if live is not None:
-            live.update(View(snapshot, snapshot.written_s))
+            live.update(View(status, status.written_s))
             return
         quiet_s = self._clock() - self._last_line_s
-        is_stuck = bool(snapshot.waits) and snapshot.phase == TRAINING
-        is_new = snapshot.step != self._last_step or is_stuck or snapshot.tripped
+        is_stuck = bool(status.waits) and status.phase == TRAINING
+        is_new = status.step != self._last_step or is_stuck or status.tripped
         if quiet_s >= (PLAIN_INTERVAL_S if is_new else QUIET_S):
-            self._say(self._line(snapshot, is_new_step=snapshot.step != self._last_step))
+            self._say(self._line(status, is_new_step=status.step != self._last_step))
             self._last_line_s = self._clock()
-            self._last_step = snapshot.step
+            self._last_step = status.step
 
     def last_line(self, text: str) -> None:
         """What is said when everything is over."""
@@ -175,7 +143,7 @@ class Display:
     def fail(self, text: str) -> None:
         """The run ends here, and this is why."""
         self.__exit__()
-        print(f"leeway: {text}", file=cast(TextIO, Outlet(sys.stderr)), flush=True)
+        print(f"leeway: {text}", file=cast(TextIO, LossyStream(sys.stderr)), flush=True)
 
     def finish(self, before: Accuracy, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
         """The last words of a run."""
@@ -201,15 +169,15 @@ class Display:
         )
         say(f"{summary['wall_s']:.0f} s in all; model, metrics and summary.json in {self._folder.root}")
 
-    def _line(self, snapshot: RunStatus, *, is_new_step: bool) -> str:
+    def _line(self, status: RunStatus, *, is_new_step: bool) -> str:
         """Where steps come, only what the learner waits for; where none comes, whatever is known of why."""
         if is_new_step:
-            return line(snapshot, num_waits=1 if snapshot.learner.waits_for else 0)
-        is_computing = not snapshot.learner.waits_for and snapshot.phase == TRAINING
-        return line(snapshot) + (f"; the learner computes step {snapshot.step + 1}" if is_computing else "")
+            return line(status, num_waits=1 if status.learner.waits_for else 0)
+        is_computing = not status.learner.waits_for and status.phase == TRAINING
+        return line(status) + (f"; the learner computes step {status.step + 1}" if is_computing else "")
 
     def _say(self, text: str) -> None:
-        if not self._is_off and not self._outlet.is_lost:
+        if not self._is_off and not self._stdout.is_lost:
             live = self._live
             console = live.console if live is not None else self._console
             console.print(text, soft_wrap=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.observe.observer import Accuracy
+from launch.observe.status import Accuracy
 from launch.run_folder import RunFolder, RunIdentity
 
 
@@ -50,7 +50,9 @@ class History:
         first = next(evaluated, None)
         times = [float(event["time_s"]) for event in events]
         times += [float(row["finished_s"]) for row in rows if row.get("finished_s")]
-        return cls(identity, rows, None if first is None else _accuracy(first), _wall_s(identity, times), changes)
+        return cls(
+            identity, rows, None if first is None else Accuracy.of_event(first), _wall_s(identity, times), changes
+        )
 
 
 def repair(folder: RunFolder) -> list[str]:
@@ -63,7 +65,7 @@ def repair(folder: RunFolder) -> list[str]:
         OSError: a file cannot be written.
     """
     done: list[str] = []
-    for path in (folder.metrics, folder.events, folder.timeline):
+    for path in (folder.metrics, folder.events):
         if not path.exists():
             continue
         with path.open("rb+") as file:
@@ -97,16 +99,6 @@ def _is_json(data: bytes) -> bool:
         return isinstance(json.loads(data), dict)
     except ValueError:
         return False
-
-
-def _accuracy(event: Mapping[str, Any]) -> Accuracy:
-    return Accuracy(
-        num_problems=int(event["eval/num_problems"]),
-        greedy=event["eval/accuracy_greedy"],
-        sampled=event["eval/accuracy_sampled"],
-        num_failed=int(event["eval/num_failed"]),
-        versions=tuple(str(event["eval/version"]).split(",")),
-    )
 
 
 def _wall_s(identity: RunIdentity, times_s: Sequence[float]) -> float:

@@ -1,588 +1,56 @@
-"""Who waits for whom, as sentences: from what the roles say of themselves and the states of their processes."""
+"""Observer: takes in what the roles report, keeps the status of the run new in place, and writes it as status.json.
+
+It writes at every poll; while none comes (processes start, an evaluation goes on) about every two seconds, from a
+thread of its own. So a file that is not written any more is that of a command that is gone.
+"""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from actors.evaluate import EvalCounts, EvalResult
 from actors.report import ActorReport, actor_name
-from buffer.config import BufferConfig
 from buffer.protocol import Status
 from common.staleness import PolicyVersion
 from launch.checks import Plan
-from launch.config import Config
 from launch.exit_status import ExitStatus
-from launch.observe import status as s
 from launch.observe.status import (
-    FORMAT,
     NUM_EVENTS,
+    POLICY,
+    Accuracy,
+    ActorStatus,
+    BufferStatus,
     Ended,
-    Evaluated,
-    Event,
-    ProcessFacts,
+    LearnerStatus,
+    PollResult,
+    PoolStatus,
+    ProcessStatus,
+    RunEvent,
     RunStatus,
+    waits,
     write_status,
 )
-from launch.observe.totals import Acknowledged, Generated, Lags, OverlapMeter, Rate, StepTotals
+from launch.observe.totals import ActorTotals, Lags, OverlapMeter, Rate, StepTotals
 from launch.pools import actor_pools
-from launch.words import number
 
 log = logging.getLogger(__name__)
-
-LEASE = "waiting for a lease"
-POLICY = "waiting for policy"
-"""How an actor begins to say so; see `actors.loop`."""
-NUM_NAMED = 3
-"""Of so many that wait for the same, each is named."""
-
-
-def waits(
-    learner: str,
-    publishing: str,
-    actors: Mapping[str, ActorReport],
-    processes: Iterable[ProcessFacts],
-    seconds: Mapping[str, float],
-    status: Status | None,
-) -> list[str]:
-    """Every role that waits, and for whom.
-
-    Args:
-        learner: whom the learner waits for; empty where it computes.
-        publishing: what published weights wait for; empty for nothing.
-        actors: the last report of each that works.
-        processes: of the run.
-        seconds: name of a process -> how long it has been in its state.
-        status: of the buffer.
-    """
-    found = [f"the learner waits for {learner}"] if learner else []
-    if publishing:
-        found.append(f"published weights wait for {publishing}")
-    if status is not None and status.silent_shards:
-        found.append(f"everyone waits for shards {status.silent_shards} of the buffer, which do not answer")
-    groups: dict[str, list[str]] = {}
-    for name, report in sorted(actors.items()):
-        if report.waiting:
-            groups.setdefault(_of_actor(report, status), []).append(name)
-    found += [f"{together(names)} {_verb(names)} {what}" for what, names in groups.items()]
-    return [*found, *_of_processes(processes, seconds)]
-
-
-def together(names: list[str]) -> str:
-    """Names, or the number of them where there are many."""
-    if len(names) <= NUM_NAMED:
-        return ", ".join(names)
-    return f"{len(names)} actors ({', '.join(names[:2])}, ...)"
-
-
-def _verb(names: list[str]) -> str:
-    return "waits for" if len(names) == 1 else "wait for"
-
-
-def _of_actor(report: ActorReport, status: Status | None) -> str:
-    """For whom, out of what it says itself."""
-    said = report.waiting
-    if said == "draining" or (said.startswith(LEASE) and status is not None and status.draining):
-        return "nothing more: the run drains"
-    if said.startswith(LEASE):
-        further = ""
-        if status is not None:
-            further = f" than version {status.version} ({status.num_ready_groups} groups are ready for it)"
-        return f"the learner: the bound on staleness grants no lease before it is further{further}"
-    if said.startswith(POLICY):
-        newest = f", and {PolicyVersion(*status.newest)} is the newest published" if status is not None else ""
-        return f"{said.removeprefix('waiting for ')}{newest}"
-    return said.removeprefix("waiting for ").removeprefix("training waits for ")
-
-
-def _of_processes(processes: Iterable[ProcessFacts], seconds: Mapping[str, float]) -> Iterator[str]:
-    for process in processes:
-        for_s = f"for {seconds.get(process.name, 0.0):.0f} s"
-        if process.state == "starting":
-            yield f"{process.name} is starting, {for_s}; see {process.log}"
-        elif process.state == "waiting for resources":
-            yield f"{process.name} waits {for_s} for a host of the pool '{process.pool}' that has room for it"
-        elif process.state == "leaving":
-            yield f"{process.name} is leaving, {for_s}: it hands back what it has leased"
-
-
-UNKNOWN_POOL = "unknown"
-"""Of tokens whose actor has never reported to this command."""
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Held-out accuracy at one version (or a few, where actors differed)."""
-
-    num_problems: int
-    greedy: float | None
-    sampled: float | None
-    num_failed: int
-    """Answers that could not be generated or scored: neither right nor wrong."""
-    versions: tuple[str, ...]
-
-    @classmethod
-    def of(cls, results: Sequence[EvalResult]) -> Accuracy:
-        """Add up the shards."""
-        greedy = sum((result.greedy for result in results), start=EvalCounts())
-        sampled = sum((result.sampled for result in results), start=EvalCounts())
-        return cls(
-            num_problems=sum(result.num_problems for result in results),
-            greedy=greedy.accuracy,
-            sampled=sampled.accuracy,
-            num_failed=greedy.num_failed + sampled.num_failed,
-            versions=tuple(sorted({str(result.version) for result in results})),
-        )
-
-    def row(self) -> dict[str, Any]:
-        """As metrics."""
-        return {
-            "eval/accuracy_greedy": self.greedy,
-            "eval/accuracy_sampled": self.sampled,
-            "eval/num_problems": self.num_problems,
-            "eval/num_failed": self.num_failed,
-            "eval/version": ",".join(self.versions),
-        }
-
-    def describe(self) -> str:
-        """One line."""
-        failed = f", {self.num_failed} answers failed" if self.num_failed else ""
-        return (
-            f"held-out accuracy at version {', '.join(self.versions)}: greedy {number(self.greedy)}, "
-            f"sampled {number(self.sampled)} ({self.num_problems} problems{failed})"
-        )
-
-
-def _newest(value: float | None, before: float | None) -> float | None:
-    return before if value is None else value
-
-
-def mean_of(weighted: Iterable[tuple[float, int]]) -> float | None:
-    """Mean of (value, weight); None where nothing weighs."""
-    pairs = list(weighted)
-    total = sum(weight for _, weight in pairs)
-    return sum(value * weight for value, weight in pairs) / total if total else None
-
-
-@dataclass
-class PollResult:
-    """What the roles reported at one poll."""
-
-    steps: list[Mapping[str, Any]] = field(default_factory=list)
-    learner_waits_for: str = ""
-    publishing: str | None = None
-    """What keeps published weights from being on disk; empty where nothing does, None where nobody said."""
-    resumed_at: int | None = None
-    """The learner was started again and goes on after this step; later steps are taken again."""
-    resumed_version: int = 0
-    """The version that it goes on from."""
-    actors: list[ActorReport] = field(default_factory=list)
-    working: frozenset[str] | None = None
-    """Names of the actors that work; the others are being started, or out of the run. None: not known."""
-    quarantined: tuple[str, ...] = ()
-    """Names of the actors that were taken out of the run because of their weights."""
-    wanted: Mapping[str, int] = field(default_factory=dict)
-    """How many actors each pool is to have."""
-    processes: tuple[ProcessFacts, ...] = ()
-    """All of the run: buffer, weights, stages, actors."""
-    status: Status | None = None
-
-
-class Progress:
-    """Takes in what the roles report, poll by poll."""
-
-    def __init__(self, config: Config, started_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing has happened yet.
-
-        Args:
-            config: the run's config.
-            started_s: of the command, by the clock.
-            clock: seconds, monotonic.
-        """
-        self.config = config
-        self._clock = clock
-        self._started_s = started_s
-        self.overlap = OverlapMeter()
-        self.step = 0
-        self.version = 0
-        self.last_row: Mapping[str, Any] = {}
-        self.first_row: Mapping[str, Any] = {}
-        self.learner_waits_for = ""
-        self.publishing = ""
-        """What keeps published weights from being on disk."""
-        self.actors: dict[str, ActorReport] = {}
-        """The last report of each that works."""
-        self.mismatch_lag0_abs: float | None = None
-        """Of the newest step that had tokens of lag 0."""
-        self.lag0_by_actor: dict[str, float] = {}
-        """The newest mean absolute log-probability difference at lag 0 of each that had such tokens."""
-        self.lag0_by_pool: dict[str, float] = {}
-        """The same of each pool."""
-        self.quarantined: tuple[str, ...] = ()
-        self.tripped: tuple[str, ...] = ()
-        """What is wrong now, as sentences."""
-        self.status: Status | None = None
-        self.lag_max = 0
-        self.largest_gap = 0
-        self.totals = StepTotals()
-        self.num_restarts = 0
-        """Of the learner, after which it trained on."""
-        self.generated = Generated()
-        self.acknowledged = Acknowledged()
-        self.trained = Rate()
-        self.processes: tuple[ProcessFacts, ...] = ()
-        self.wanted: Mapping[str, int] = {pool.name: pool.count for pool in actor_pools(config)}
-        """How many actors each pool is to have."""
-        self._pauses_s: list[float] = []
-        self._polled_s = started_s
-        self._policy_waits_s: list[float] = []
-        """Since the last row, one for each actor of each poll."""
-        self._trained_tokens = 0
-        self._restarts_before = 0
-        """Of the learner, under the commands that worked on the run before this one."""
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the command started; in a run that is gone on with, those of the commands before as well."""
-        return self._clock() - self._started_s
-
-    def take_up(self, rows: Sequence[Mapping[str, Any]], step: int, version: int, wall_s: float) -> None:
-        """Count on from what earlier commands reported of the run.
-
-        Args:
-            rows: of metrics.jsonl, in their order; those after `step` are taken again.
-            step: at which the learner goes on.
-            version: that it has there.
-            wall_s: seconds that the earlier commands worked.
-        """
-        self._started_s -= wall_s
-        self._restarts_before = 1 + max((int(row["restarts"]) for row in rows), default=0)
-        every, last = self.config.tracking.log_every, 0
-        for row in rows:
-            num_tokens = 0 if row["skipped"] else int(row["batch/completion_tokens"])
-            last = int(row["step"])
-            for unlogged in range(max(1, last - every + 1), last):
-                self.totals.add(unlogged, 0, 0.0)
-            self.totals.add(last, num_tokens, row["lag/token_mean"] or 0.0)
-            self.lag_max = max(self.lag_max, int(row["lag/token_max"]) if num_tokens else 0)
-            self.largest_gap = max(self.largest_gap, abs(int(row["buffer/ledger_gap"])))
-        self.first_row = self.first_row or (rows[0] if rows else {})
-        for unlogged in (each for each in range(last + 1, step + 1) if each % every):
-            self.totals.add(unlogged, 0, 0.0)
-        self.totals.go_back(step)
-        self.step, self.version = step, version
-
-    def update(self, news: PollResult) -> list[tuple[int, dict[str, Any]]]:
-        """Take in one poll; returns (step, row) for every step that finished."""
-        now = self._clock()
-        self.learner_waits_for = news.learner_waits_for
-        self.publishing = self.publishing if news.publishing is None else news.publishing
-        if news.resumed_at is not None:
-            self.num_restarts += 1
-            self.totals.go_back(news.resumed_at)
-            # later than the last report, where those of the steps in the checkpoint died with the lead
-            self.step, self.version = news.resumed_at, news.resumed_version
-        self.status = news.status or self.status
-        self.processes = news.processes or self.processes
-        self.quarantined = news.quarantined or self.quarantined
-        self.wanted = news.wanted or self.wanted
-        if news.working is not None:
-            self.actors = {name: report for name, report in self.actors.items() if name in news.working}
-        for report in news.actors:
-            self.actors[report.name] = report
-            self.overlap.add_busy(report.name, report.busy_intervals)
-            self._pauses_s += [update.pause_s for update in report.updates]
-            self._policy_waits_s.append(now - self._polled_s if report.waiting.startswith(POLICY) else 0.0)
-        self._polled_s = now
-        self.generated.update(now, news.actors, self.actors)
-        self.acknowledged.update(news.actors)
-        rows = list(self._step_rows(news))
-        self.trained.update(now, self._trained_tokens)
-        if self.status is not None:
-            self.largest_gap = max(self.largest_gap, abs(self.status.ledger["gap"]))
-        return rows
-
-    def _step_rows(self, news: PollResult) -> Iterator[tuple[int, dict[str, Any]]]:
-        for report in news.steps:
-            self.overlap.add_step(report["started_s"], report["finished_s"])
-        overlap_frac = self.overlap.fraction() if news.steps else None  # looks at the whole run: once a poll
-        for report in news.steps:
-            row = dict(report)
-            by_actor = row.pop("lag0_by_actor", None) or {}
-            self.mismatch_lag0_abs = _newest(row.get("mismatch/lag0_abs"), self.mismatch_lag0_abs)
-            self.lag0_by_actor |= {name: mean for name, (mean, num_tokens) in by_actor.items() if num_tokens}
-            lags = self._by_pool(row.pop("lag_by_actor", None) or {})
-            self.step = int(row["step"])
-            self.version = int(row["version"])
-            num_tokens = 0 if row["skipped"] else int(row["batch/completion_tokens"])
-            self.totals.add(self.step, num_tokens, row["lag/token_mean"] or 0.0, lags)
-            self._trained_tokens += num_tokens
-            if num_tokens:
-                self.lag_max = max(self.lag_max, int(row["lag/token_max"]))
-            self.largest_gap = max(self.largest_gap, abs(int(row["buffer/ledger_gap"])))
-            row["perf/trained_tokens_per_s"] = self.trained.value()
-            row["perf/generated_tokens_per_s"] = self.generated.all.value()
-            row["overlap/frac"] = overlap_frac
-            row["restarts"] = int(row.get("restarts", 0)) + self._restarts_before
-            row |= self._actor_row() | self._weights_row() | self._pool_rows(lags, by_actor)
-            self.first_row = self.first_row or row
-            self.last_row = row
-            yield self.step, row
-
-    def _actor_row(self) -> dict[str, Any]:
-        pauses, self._pauses_s = self._pauses_s, []
-        waits, self._policy_waits_s = self._policy_waits_s, []
-        reports = self.actors.values()
-        return {
-            "time/weight_pause": sum(pauses) / len(pauses) if pauses else None,
-            "time/wait_for_policy": sum(waits) / len(reports) if reports else None,
-            "actors/running_samples": sum(report.num_running for report in reports),
-            "actors/waiting": sum(1 for report in reports if report.waiting),
-        }
-
-    def _by_pool(self, lag_by_actor: Mapping[str, Mapping[int, int]]) -> Lags:
-        by_pool: dict[str, Counter[int]] = {}
-        for actor, lags in lag_by_actor.items():
-            by_pool.setdefault(self.generated.pool_of.get(actor, UNKNOWN_POOL), Counter()).update(lags)
-        return by_pool
-
-    def _pool_rows(self, lags: Lags, lag0_by_actor: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
-        row: dict[str, Any] = {}
-        for pool in sorted(set(self.generated.pool_of.values())):
-            counts = lags.get(pool, {})
-            lag0 = [each for actor, each in lag0_by_actor.items() if self.generated.pool_of.get(actor) == pool]
-            lag0_abs = mean_of(lag0)
-            if lag0_abs is not None:
-                self.lag0_by_pool[pool] = lag0_abs
-            row |= {
-                f"pool/{pool}/actors": sum(1 for report in self.actors.values() if report.pool == pool),
-                f"pool/{pool}/tokens_per_s": self.generated.of_pool(pool),
-                f"pool/{pool}/lag_mean": mean_of(counts.items()),
-                f"pool/{pool}/mismatch_lag0_abs": lag0_abs,
-            }
-        return row
-
-    def _weights_row(self) -> dict[str, Any]:
-        newest = self.status.newest[1] if self.status is not None else None
-        served = [report.version[1] for report in self.actors.values()]
-        return {
-            "weights/published": newest,
-            "weights/behind": max(0, newest - min(served)) if served and newest is not None else None,
-            "weights/refused": sum(1 for report in self.actors.values() if report.refused),
-        }
-
-    @property
-    def lag_mean(self) -> float | None:
-        """Mean lag over all trained tokens so far, in versions."""
-        return self.totals.lag_mean
-
-    def summary(self, before: Accuracy, after: Accuracy | None, status: Status) -> dict[str, Any]:
-        """The values of summary.json."""
-        return {
-            "accuracy_before": before.greedy,
-            "accuracy_after": after.greedy if after else None,
-            "accuracy_before_sampled": before.sampled,
-            "accuracy_after_sampled": after.sampled if after else None,
-            "num_heldout": before.num_problems,
-            "wall_s": round(self.elapsed_s, 1),
-            "num_steps": self.step,
-            "version": self.version,
-            "learner_restarts": self._restarts_before + self.num_restarts,
-            "quarantined_actors": list(self.quarantined),
-            "steps_redone": self.totals.num_redone,
-            "steps_without_report": self.totals.num_without_report(self.step),
-            "trained_trajectories": status.ledger["trained"],
-            "lag_mean": self.lag_mean,
-            "lag_max": self.lag_max,
-            "max_lag": self.config.weight_sync.max_lag,
-            "overlap_frac": self.overlap.fraction(),
-            "overlap_frac_by_actor": self.overlap.fraction_by_actor(),
-            "ledger_gap": max(self.largest_gap, abs(status.ledger["gap"])),
-            "ledger": status.ledger,
-            "fidelity_ks": status.fidelity.ks,
-            "damaged_records": status.num_damaged,
-            "failed_by_reason": status.failed_by_reason,
-            "quarantined_by_reason": status.quarantined_by_reason,
-            "mismatch_lag0_abs": self.first_row.get("mismatch/lag0_abs"),
-        }
-
-
-class Since:
-    """When each process was first seen in the state that it is in."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[str, int, float]] = {}
-
-    def update(self, processes: tuple[ProcessFacts, ...], now_s: float) -> dict[str, float]:
-        """Take in how they are now; returns name -> when that began, on the same clock."""
-        before = self._seen
-        self._seen = {}
-        for process in processes:
-            state, restarts, since_s = before.get(process.name, ("", -1, now_s))
-            if (state, restarts) != (process.state, process.restarts):
-                since_s = now_s
-            self._seen[process.name] = process.state, process.restarts, since_s
-        return {name: since_s for name, (_, _, since_s) in self._seen.items()}
-
-
-@dataclass(frozen=True)
-class Around:
-    """What a snapshot has beside the progress."""
-
-    now_s: float
-    since_s: Mapping[str, float]
-    """Of each process; see `Since`."""
-
-
-def parts(progress: Progress, around: Around) -> dict[str, Any]:
-    """The fields of a `RunStatus` that come of the progress of a run."""
-    row, config, status = progress.last_row, progress.config, progress.status
-    seconds = {name: around.now_s - since_s for name, since_s in around.since_s.items()}
-    max_lag = config.weight_sync.max_lag
-    return {
-        "step": progress.step,
-        "num_steps": config.learner.num_steps,
-        "version": progress.version,
-        "published": None if status is None else str(PolicyVersion(*status.newest)),
-        "reward": row.get("reward/mean"),
-        "loss": row.get("loss"),
-        "lag_mean": progress.lag_mean,
-        "lag_max": progress.lag_max,
-        "max_lag": max_lag,
-        "mismatch_lag0_abs": progress.mismatch_lag0_abs,
-        "overlap_frac": row.get("overlap/frac"),
-        "generated_tokens_per_s": progress.generated.all.value(),
-        "learner": _learner(progress),
-        "pools": _pools(progress),
-        "actors": _actors(progress, around),
-        "stages": [_process(each, around, _stage_waits(progress, each)) for each in _of(progress, "stage")],
-        "services": [_process(each, around, "") for each in _of(progress, "buffer", "weights")],
-        "buffer": _buffer(progress, config.buffer),
-        "lags": progress.totals.lags,
-        "waits": waits(
-            progress.learner_waits_for,
-            progress.publishing,
-            progress.actors,
-            progress.processes,
-            seconds,
-            status,
-        ),
-        "tripped": list(progress.tripped),
-    }
-
-
-def _of(progress: Progress, *roles: str) -> list[ProcessFacts]:
-    return [process for process in progress.processes if process.role in roles]
-
-
-def _learner(progress: Progress) -> s.LearnerStatus:
-    row = progress.last_row
-    step_s, wait_s = row.get("time/step"), row.get("time/wait_for_batch")
-    total_s = (step_s or 0.0) + (wait_s or 0.0)
-    return s.LearnerStatus(
-        tokens_per_s=progress.trained.value(),
-        busy_frac=step_s / total_s if step_s and total_s > 0 else None,
-        step_s=step_s,
-        waits_for=progress.learner_waits_for,
-        publishing=progress.publishing,
-        restarts=progress.num_restarts,
-    )
-
-
-def _pools(progress: Progress) -> list[s.PoolStatus]:
-    reports, lags = progress.actors, progress.totals.lags
-    return [
-        s.PoolStatus(
-            name=name,
-            wanted=wanted,
-            working=sum(1 for report in reports.values() if report.pool == name),
-            running=sum(report.num_running for report in reports.values() if report.pool == name),
-            tokens_per_s=progress.generated.of_pool(name),
-            lag_mean=mean_of(lags.get(name, {}).items()),
-            mismatch_lag0_abs=progress.lag0_by_pool.get(name),
-        )
-        for name, wanted in progress.wanted.items()
-    ]
-
-
-def _actors(progress: Progress, around: Around) -> list[s.ActorStatus]:
-    found = []
-    newest = None if progress.status is None else progress.status.newest[1]
-    for process in _of(progress, "actor"):
-        name = actor_name(process.number)
-        report = progress.actors.get(name)
-        found.append(
-            s.ActorStatus(
-                name=name,
-                pool=process.pool,
-                state=process.state,
-                since_s=around.since_s.get(process.name, around.now_s),
-                version=None if report is None else str(PolicyVersion(*report.version)),
-                behind=None if report is None or newest is None else max(0, newest - report.version[1]),
-                running=0 if report is None else report.num_running,
-                tokens_per_s=progress.generated.of_actor(name),
-                acknowledged=progress.acknowledged.by_actor[name],
-                mismatch_lag0_abs=progress.lag0_by_actor.get(name),
-                waits_for="" if report is None else report.waiting,
-                refused="" if report is None else report.refused,
-                restarts=process.restarts,
-                host=process.host,
-                pid=process.pid,
-                log=process.log,
-            )
-        )
-    return found
-
-
-def _stage_waits(progress: Progress, process: ProcessFacts) -> str:
-    """The lead says itself; the other stages follow it, step by step."""
-    if not progress.learner_waits_for or process.state != "working":
-        return ""
-    lead = progress.config.learner.num_stages - 1
-    return progress.learner_waits_for if process.number == lead else f"stage.{lead}, the lead"
-
-
-def _process(process: ProcessFacts, around: Around, waits_for: str) -> s.ProcessStatus:
-    return s.ProcessStatus(
-        name=process.name,
-        state=process.state,
-        since_s=around.since_s.get(process.name, around.now_s),
-        waits_for=waits_for,
-        restarts=process.restarts,
-        host=process.host,
-        pid=process.pid,
-        log=process.log,
-    )
-
-
-def _buffer(progress: Progress, config: BufferConfig) -> s.BufferStatus | None:
-    status = progress.status
-    if status is None:
-        return None
-    return s.BufferStatus(
-        law=config.law,
-        ready_groups=status.num_ready_groups,
-        drawn_groups=status.num_drawn_groups,
-        groups_per_step=progress.config.learner.groups_per_step,
-        ledger=dict(status.ledger),
-        failed_by_reason=dict(status.failed_by_reason),
-        fidelity_ks=status.fidelity.ks,
-        is_draining=status.draining,
-        silent_shards=list(status.silent_shards),
-    )
-
 
 QUIET_S = 2.0
 """After so long without a poll the file is written all the same."""
 CLOSE_S = 5.0
+UNKNOWN_POOL = "unknown"
+"""Of tokens whose actor has never reported to this command."""
 
 
 class Observer:
@@ -591,39 +59,65 @@ class Observer:
     def __init__(
         self,
         plan: Plan,
-        progress: Progress,
         *,
-        look: Callable[[], Sequence[ProcessFacts]] = tuple,
-        on_quiet: Callable[[RunStatus], None] = lambda snapshot: None,
-        on_news: Callable[[RunStatus, Mapping[str, Any]], None] = lambda snapshot, row: None,
+        started_s: float | None = None,
+        look: Callable[[], Sequence[ProcessStatus]] = tuple,
+        on_quiet: Callable[[RunStatus], None] = lambda status: None,
+        on_news: Callable[[RunStatus, Mapping[str, Any]], None] = lambda status, row: None,
         wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         quiet_s: float = QUIET_S,
     ) -> None:
         """Nothing is written before the first phase.
 
         Args:
             plan: of the run.
-            progress: which takes in the polls.
+            started_s: when the command started, by `clock`; unset: now.
             look: the processes as they are now; waits for none of them.
             on_quiet: shown what is known while no poll comes, from the thread of the observer.
-            on_news: shown every snapshot, and the metrics of the newest step.
+            on_news: shown every status that is written, and the metrics of the newest step.
             wall: seconds since the epoch.
-            quiet_s: after so long.
+            clock: seconds, monotonic.
+            quiet_s: after so long without a poll the file is written all the same.
         """
-        self._plan = plan
-        self._progress = progress
-        self._look = look
-        self._on_quiet = on_quiet
-        self._on_news = on_news
-        self._wall = wall
-        self._quiet_s = quiet_s
-        self._started_s = wall()
-        self._polled_s: float | None = None
-        self._written_s = 0.0
-        self._phase = ("", self._started_s)
-        self._events: deque[Event] = deque(maxlen=NUM_EVENTS)
-        self._evaluations: list[Evaluated] = []
-        self._since = Since()
+        config = plan.config
+        self._path, self._config = plan.folder.status, config
+        self._look, self._on_quiet, self._on_news = look, on_quiet, on_news
+        self._wall, self._clock, self._quiet_s = wall, clock, quiet_s
+        self._started_s = clock() if started_s is None else started_s
+        self.status = RunStatus(
+            run=plan.folder.name,
+            run_id=plan.run_id,
+            folder=str(plan.folder.root),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            started_s=wall(),
+            num_steps=config.learner.num_steps,
+            max_lag=config.weight_sync.max_lag,
+        )
+        self.totals, self.actor_totals = StepTotals(), ActorTotals()
+        self._overlap, self._trained = OverlapMeter(), Rate()
+        self._first_row: Mapping[str, Any] = {}
+        self._last_row: Mapping[str, Any] = {}
+        self._reports: dict[str, ActorReport] = {}
+        """The last of each actor that works."""
+        self._known = PollResult(publishing="", wanted={pool.name: pool.count for pool in actor_pools(config)})
+        """Of everything the newest that was told."""
+        self._lag0: dict[str, float] = {}
+        """Of each actor: mean absolute log-probability difference of its newest tokens at lag 0."""
+        self._lag0_of_pool: dict[str, float] = {}
+        self._largest_gap = 0
+        self._num_restarts = 0
+        """Of the learner, after which it trained on."""
+        self._restarts_before = 0
+        """Of the learner, under the commands that worked on the run before this one."""
+        self._trained_tokens = 0
+        self._pauses_s: list[float] = []
+        self._policy_waits_s: list[float] = []
+        """Since the last row, one for each actor of each poll."""
+        self._polled_s = self._started_s
+        self._since: dict[str, tuple[str, int, float]] = {}
+        """Name of a process -> its state, its restarts, and when they were first seen."""
         self._complained = ""
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -641,46 +135,288 @@ class Observer:
         self._closed.set()
         self._thread.join(CLOSE_S)
 
-    def phase(self, text: str) -> RunStatus:
+    # --- what happens -----------------------------------------------------------------------------
+
+    def phase(self, text: str) -> None:
         """The run does something else now."""
         with self._lock:
-            self._phase = text, self._wall()
-            return self._write()
+            self.status.phase, self.status.phase_since_s = text, self._wall()
+            self._write()
 
     def event(self, kind: str, text: str) -> None:
-        """Something happened; the next snapshot has it."""
+        """Something happened; the next file has it."""
         with self._lock:
-            self._events.append(Event(time_s=self._wall(), kind=kind, text=text))
+            event = RunEvent(time_s=self._wall(), kind=kind, text=text)
+            self.status.events = [*self.status.events, event][-NUM_EVENTS:]
 
     def evaluated(self, accuracy: Accuracy) -> None:
-        """An evaluation is over; the next snapshot has it."""
-        found = Evaluated(
-            versions=", ".join(accuracy.versions),
-            greedy=accuracy.greedy,
-            sampled=accuracy.sampled,
-            num_problems=accuracy.num_problems,
-        )
+        """An evaluation is over; the next file has it."""
         with self._lock:
-            self._evaluations.append(found)
-
-    def take_in(self, news: PollResult) -> list[tuple[int, dict[str, Any]]]:
-        """Have the progress take in a poll; nobody looks at it meanwhile. See `Progress.update`."""
-        with self._lock:
-            self._polled_s = self._wall()
-            return self._progress.update(news)
+            self.status.evaluations = [*self.status.evaluations, accuracy]
 
     def polled(self) -> RunStatus:
-        """A poll has been taken in, and what there is to say of it is said."""
+        """A poll has been taken in, and what there is to say of it is said; returns what was written."""
         with self._lock:
             return self._write()
 
     def end(self, text: str, exit_status: int) -> None:
-        """The last snapshot: how the command ended."""
+        """The last file: how the command ended."""
         with self._lock:
             self._closed.set()
-            self._write(Ended(at_s=self._wall(), text=text, exit_status=exit_status))
+            self.status.ended = Ended(at_s=self._wall(), text=text, exit_status=exit_status)
+            self._write()
 
-    # --- parts ------------------------------------------------------------------------------------
+    def take_up(self, rows: Sequence[Mapping[str, Any]], step: int, version: int, wall_s: float) -> None:
+        """Count on from what earlier commands reported of the run.
+
+        Args:
+            rows: of metrics.jsonl, in their order; those after `step` are taken again.
+            step: at which the learner goes on.
+            version: that it has there.
+            wall_s: seconds that the earlier commands worked.
+        """
+        self._started_s -= wall_s
+        self._restarts_before = 1 + max((int(row["restarts"]) for row in rows), default=0)
+        every, last = self._config.tracking.log_every, 0
+        for row in rows:
+            last = int(row["step"])
+            for unlogged in range(max(1, last - every + 1), last):
+                self.totals.add(unlogged, 0, 0.0)
+            self._count(row)
+        self._first_row = self._first_row or (rows[0] if rows else {})
+        for unlogged in (each for each in range(last + 1, step + 1) if each % every):
+            self.totals.add(unlogged, 0, 0.0)
+        self.totals.go_back(step)
+        self.status.step, self.status.version = step, version
+
+    def take_in(self, news: PollResult) -> list[dict[str, Any]]:
+        """Take in one poll; returns the metrics of every step that finished."""
+        with self._lock:
+            now, status, known = self._clock(), self.status, self._known
+            status.polled_s = self._wall()
+            known.learner_waits_for = news.learner_waits_for
+            known.publishing = known.publishing if news.publishing is None else news.publishing
+            known.status = news.status or known.status
+            known.processes = news.processes or known.processes
+            known.quarantined = news.quarantined or known.quarantined
+            known.wanted = news.wanted or known.wanted
+            if news.resumed_at is not None:
+                self._num_restarts += 1
+                self.totals.go_back(news.resumed_at)
+                # later than the last report, where those of the steps in the checkpoint died with the lead
+                status.step, status.version = news.resumed_at, news.resumed_version
+            self._take_in_actors(news, now)
+            rows = list(self._rows(news))
+            self._trained.update(now, self._trained_tokens)
+            if known.status is not None:
+                self._largest_gap = max(self._largest_gap, abs(known.status.ledger["gap"]))
+            return rows
+
+    def summary(self, before: Accuracy, after: Accuracy | None, buffer: Status) -> dict[str, Any]:
+        """The values of summary.json."""
+        status = self.status
+        return {
+            "accuracy_before": before.greedy,
+            "accuracy_after": after.greedy if after else None,
+            "accuracy_before_sampled": before.sampled,
+            "accuracy_after_sampled": after.sampled if after else None,
+            "num_heldout": before.num_problems,
+            "wall_s": round(self._clock() - self._started_s, 1),
+            "num_steps": status.step,
+            "version": status.version,
+            "learner_restarts": self._restarts_before + self._num_restarts,
+            "quarantined_actors": list(self._known.quarantined),
+            "steps_redone": self.totals.num_redone,
+            "steps_without_report": self.totals.num_without_report(status.step),
+            "trained_trajectories": buffer.ledger["trained"],
+            "lag_mean": self.totals.lag_mean,
+            "lag_max": status.lag_max,
+            "max_lag": status.max_lag,
+            "overlap_frac": self._overlap.fraction(),
+            "overlap_frac_by_actor": self._overlap.fraction_by_actor(),
+            "ledger_gap": max(self._largest_gap, abs(buffer.ledger["gap"])),
+            "ledger": buffer.ledger,
+            "fidelity_ks": buffer.fidelity.ks,
+            "damaged_records": buffer.num_damaged,
+            "failed_by_reason": buffer.failed_by_reason,
+            "quarantined_by_reason": buffer.quarantined_by_reason,
+            "mismatch_lag0_abs": self._first_row.get("mismatch/lag0_abs"),
+        }
+
+    # --- a poll -----------------------------------------------------------------------------------
+
+    def _take_in_actors(self, news: PollResult, now: float) -> None:
+        if news.working is not None:
+            self._reports = {name: report for name, report in self._reports.items() if name in news.working}
+        for report in news.actors:
+            self._reports[report.name] = report
+            self._overlap.add_busy(report.name, report.busy_intervals)
+            self._pauses_s += [update.pause_s for update in report.updates]
+            self._policy_waits_s.append(now - self._polled_s if report.waiting.startswith(POLICY) else 0.0)
+        self._polled_s = now
+        self.actor_totals.update(now, news.actors, self._reports)
+
+    def _rows(self, news: PollResult) -> Iterator[dict[str, Any]]:
+        for report in news.steps:
+            self._overlap.add_step(report["started_s"], report["finished_s"])
+        overlap_frac = self._overlap.fraction() if news.steps else None  # looks at the whole run: once a poll
+        for report in news.steps:
+            row = dict(report)
+            lag0_by_actor = row.pop("lag0_by_actor", None) or {}
+            lags = self._by_pool(row.pop("lag_by_actor", None) or {})
+            self._trained_tokens += self._count(row, lags)
+            self.status.step, self.status.version = int(row["step"]), int(row["version"])
+            if row.get("mismatch/lag0_abs") is not None:
+                self.status.mismatch_lag0_abs = row["mismatch/lag0_abs"]
+            self._lag0 |= {name: mean for name, (mean, num_tokens) in lag0_by_actor.items() if num_tokens}
+            row["perf/trained_tokens_per_s"] = self._trained.value()
+            row["perf/generated_tokens_per_s"] = self.actor_totals.tokens_per_s()
+            row["overlap/frac"] = overlap_frac
+            row["restarts"] = int(row.get("restarts", 0)) + self._restarts_before
+            row |= self._actor_row() | self._weights_row() | self._pool_rows(lags, lag0_by_actor)
+            self._first_row = self._first_row or row
+            self._last_row = row
+            yield row
+
+    def _count(self, row: Mapping[str, Any], lags: Lags | None = None) -> int:
+        """Enter a step into the totals; returns the completion tokens that it trained."""
+        num_tokens = 0 if row["skipped"] else int(row["batch/completion_tokens"])
+        self.totals.add(int(row["step"]), num_tokens, row["lag/token_mean"] or 0.0, lags)
+        if num_tokens:
+            self.status.lag_max = max(self.status.lag_max, int(row["lag/token_max"]))
+        self._largest_gap = max(self._largest_gap, abs(int(row["buffer/ledger_gap"])))
+        return num_tokens
+
+    def _by_pool(self, lag_by_actor: Mapping[str, Mapping[int, int]]) -> Lags:
+        by_pool: dict[str, Counter[int]] = {}
+        for actor, lags in lag_by_actor.items():
+            by_pool.setdefault(self.actor_totals.pool_of.get(actor, UNKNOWN_POOL), Counter()).update(lags)
+        return by_pool
+
+    def _actor_row(self) -> dict[str, Any]:
+        pauses, self._pauses_s = self._pauses_s, []
+        policy_waits, self._policy_waits_s = self._policy_waits_s, []
+        reports = self._reports.values()
+        return {
+            "time/weight_pause": sum(pauses) / len(pauses) if pauses else None,
+            "time/wait_for_policy": sum(policy_waits) / len(reports) if reports else None,
+            "actors/running_samples": sum(report.num_running for report in reports),
+            "actors/waiting": sum(1 for report in reports if report.waiting),
+        }
+
+    def _weights_row(self) -> dict[str, Any]:
+        newest = self._known.status.newest[1] if self._known.status is not None else None
+        served = [report.version[1] for report in self._reports.values()]
+        return {
+            "weights/published": newest,
+            "weights/behind": max(0, newest - min(served)) if served and newest is not None else None,
+            "weights/refused": sum(1 for report in self._reports.values() if report.refused),
+        }
+
+    def _pool_rows(self, lags: Lags, lag0_by_actor: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
+        row: dict[str, Any] = {}
+        pool_of = self.actor_totals.pool_of
+        for pool in sorted(set(pool_of.values())):
+            lag0_abs = _mean_of(each for actor, each in lag0_by_actor.items() if pool_of.get(actor) == pool)
+            if lag0_abs is not None:
+                self._lag0_of_pool[pool] = lag0_abs
+            row |= {
+                f"pool/{pool}/actors": sum(1 for report in self._reports.values() if report.pool == pool),
+                f"pool/{pool}/tokens_per_s": self.actor_totals.tokens_per_s("pool", pool),
+                f"pool/{pool}/lag_mean": _mean_of(lags.get(pool, {}).items()),
+                f"pool/{pool}/mismatch_lag0_abs": lag0_abs,
+            }
+        return row
+
+    # --- the status -------------------------------------------------------------------------------
+
+    def _describe(self) -> None:
+        """Make the parts of the status that change without a step."""
+        status, row, known = self.status, self._last_row, self._known
+        step_s, wait_s = row.get("time/step"), row.get("time/wait_for_batch")
+        status.reward, status.loss, status.overlap_frac = (
+            row.get("reward/mean"),
+            row.get("loss"),
+            row.get("overlap/frac"),
+        )
+        status.lag_mean, status.lags = self.totals.lag_mean, self.totals.lags
+        status.published = None if known.status is None else str(PolicyVersion(*known.status.newest))
+        status.generated_tokens_per_s = self.actor_totals.tokens_per_s()
+        status.learner = LearnerStatus(
+            tokens_per_s=self._trained.value(),
+            busy_frac=step_s / (step_s + (wait_s or 0.0)) if step_s else None,
+            step_s=step_s,
+            waits_for=known.learner_waits_for,
+            publishing=known.publishing or "",
+            restarts=self._num_restarts,
+        )
+        status.buffer = None if known.status is None else self._buffer(known.status)
+        status.pools = [self._pool(name, wanted) for name, wanted in known.wanted.items()]
+        processes = self._dated(known.processes)
+        status.actors = [self._actor(each) for each in processes if each.role == "actor"]
+        status.stages = [self._stage(each) for each in processes if each.role == "stage"]
+        status.services = [each for each in processes if each.role in ("buffer", "weights")]
+        status.waits = [] if status.ended is not None else waits(status, self._wall())
+
+    def _dated(self, processes: Iterable[ProcessStatus]) -> list[ProcessStatus]:
+        """With when each was first seen in the state that it is in."""
+        before, self._since, now_s = self._since, {}, self._wall()
+        for process in processes:
+            state, restarts, since_s = before.get(process.name, ("", -1, now_s))
+            if (state, restarts) != (process.state, process.restarts):
+                since_s = now_s
+            self._since[process.name] = process.state, process.restarts, since_s
+        return [msgspec.structs.replace(each, since_s=self._since[each.name][2]) for each in processes]
+
+    def _pool(self, name: str, wanted: int) -> PoolStatus:
+        reports = [report for report in self._reports.values() if report.pool == name]
+        return PoolStatus(
+            name=name,
+            wanted=wanted,
+            working=len(reports),
+            running=sum(report.num_running for report in reports),
+            tokens_per_s=self.actor_totals.tokens_per_s("pool", name),
+            lag_mean=_mean_of(self.status.lags.get(name, {}).items()),
+            mismatch_lag0_abs=self._lag0_of_pool.get(name),
+        )
+
+    def _actor(self, process: ProcessStatus) -> ActorStatus:
+        name = actor_name(process.number)
+        facts = msgspec.structs.asdict(process) | {"name": name}
+        facts |= {"acknowledged": self.actor_totals.acknowledged[name], "mismatch_lag0_abs": self._lag0.get(name)}
+        report, buffer = self._reports.get(name), self._known.status
+        if report is None:
+            return ActorStatus(**facts)
+        facts |= {"waits_for": report.waiting, "refused": report.refused, "running": report.num_running}
+        return ActorStatus(
+            **facts,
+            version=str(PolicyVersion(*report.version)),
+            behind=None if buffer is None else max(0, buffer.newest[1] - report.version[1]),
+            tokens_per_s=self.actor_totals.tokens_per_s("actor", name),
+        )
+
+    def _stage(self, process: ProcessStatus) -> ProcessStatus:
+        """The lead says itself for whom it waits; the other stages follow it, step by step."""
+        whom = self._known.learner_waits_for
+        if not whom or process.state != "working":
+            return process
+        lead = self._config.learner.num_stages - 1
+        return msgspec.structs.replace(process, waits_for=whom if process.number == lead else f"stage.{lead}, the lead")
+
+    def _buffer(self, status: Status) -> BufferStatus:
+        return BufferStatus(
+            law=self._config.buffer.law,
+            ready_groups=status.num_ready_groups,
+            drawn_groups=status.num_drawn_groups,
+            groups_per_step=self._config.learner.groups_per_step,
+            ledger=dict(status.ledger),
+            failed_by_reason=dict(status.failed_by_reason),
+            fidelity_ks=status.fidelity.ks,
+            is_draining=status.draining,
+            silent_shards=list(status.silent_shards),
+        )
+
+    # --- the file ---------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._closed.wait(self._quiet_s / 4):
@@ -691,12 +427,27 @@ class Observer:
 
     def _write_if_quiet(self) -> None:
         with self._lock:
-            is_quiet = self._phase[0] and self._wall() - self._written_s >= self._quiet_s
+            is_quiet = self.status.phase and self._wall() - self.status.written_s >= self._quiet_s
             if not is_quiet or self._closed.is_set():
                 return
-            self._look_at_processes()
-            snapshot = self._write()
-        self._on_quiet(snapshot)
+            try:
+                self._known.processes = tuple(self._look()) or self._known.processes
+            except Exception as error:  # one may be taken away under our eyes; the next look, or poll, is right
+                log.info("the processes cannot be looked at just now: %s", error)
+            status = self._write()
+        self._on_quiet(status)
+
+    def _write(self) -> RunStatus:
+        self._describe()
+        self.status.written_s = self._wall()
+        status = copy.copy(self.status)  # a screen may show it while the next poll is taken in
+        try:
+            write_status(self._path, status)
+        except OSError as error:
+            # nobody can look in from outside then, and training goes on
+            self._complain(f"{self._path} cannot be written", error)
+        self._on_news(status, self._last_row)
+        return status
 
     def _complain(self, what: str, error: Exception) -> None:
         """Once, while it stays the same."""
@@ -705,44 +456,22 @@ class Observer:
             log.warning("%s", text, exc_info=None if isinstance(error, OSError) else error)
         self._complained = text
 
-    def _look_at_processes(self) -> None:
-        try:
-            self._progress.processes = tuple(self._look()) or self._progress.processes
-        except Exception as error:  # one may be taken away under our eyes; the next look, or the next poll, is right
-            log.info("the processes cannot be looked at just now: %s", error)
 
-    def _write(self, ended: Ended | None = None) -> RunStatus:
-        snapshot = self._snapshot(ended)
-        self._written_s = snapshot.written_s
-        try:
-            write_status(self._plan.folder.status, snapshot)
-        except OSError as error:
-            # nobody can look in from outside then, and training goes on
-            self._complain(f"{self._plan.folder.status} cannot be written", error)
-        self._on_news(snapshot, self._progress.last_row)
-        return snapshot
+def accuracy_of(results: Sequence[EvalResult]) -> Accuracy:
+    """What the shards of an evaluation add up to."""
+    greedy = sum((result.greedy for result in results), start=EvalCounts())
+    sampled = sum((result.sampled for result in results), start=EvalCounts())
+    return Accuracy(
+        versions=", ".join(sorted({str(result.version) for result in results})),
+        greedy=greedy.accuracy,
+        sampled=sampled.accuracy,
+        num_problems=sum(result.num_problems for result in results),
+        num_failed=greedy.num_failed + sampled.num_failed,
+    )
 
-    def _snapshot(self, ended: Ended | None) -> RunStatus:
-        now_s = self._wall()
-        since_s = self._since.update(self._progress.processes, now_s)
-        phase, phase_since_s = self._phase
-        fields = parts(self._progress, Around(now_s, since_s))
-        if ended is not None:
-            fields["waits"] = []  # nobody is left
-        return RunStatus(
-            format=FORMAT,
-            run=self._plan.folder.name,
-            run_id=self._plan.run_id,
-            folder=str(self._plan.folder.root),
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            started_s=self._started_s,
-            written_s=now_s,
-            polled_s=self._polled_s,
-            phase=phase,
-            phase_since_s=phase_since_s,
-            evaluations=list(self._evaluations),
-            events=list(self._events),
-            ended=ended,
-            **fields,
-        )
+
+def _mean_of(weighted: Iterable[tuple[float, int]]) -> float | None:
+    """Mean of (value, weight); None where nothing weighs."""
+    pairs = list(weighted)
+    weight = sum(each for _, each in pairs)
+    return sum(value * each for value, each in pairs) / weight if weight else None

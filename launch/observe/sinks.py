@@ -222,6 +222,8 @@ def _no_wandb(error: Exception) -> ConfigError:
     )
 
 
+PROMETHEUS_HOST = "127.0.0.1"
+"""Whoever reaches the port reads the metrics without a password; a scraper elsewhere comes through a tunnel."""
 CLOSE_S = 5.0
 
 OF_ACTORS: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
@@ -274,43 +276,43 @@ class Exporter(Collector):
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._server, self._thread = start_http_server(config.prometheus_port, config.prometheus_host, registry)
+            self._server, self._thread = start_http_server(config.prometheus_port, PROMETHEUS_HOST, registry)
         except OSError as error:
             raise ConfigError(
-                f"tracking.prometheus_port = {config.prometheus_port} cannot be bound at tracking.prometheus_host = "
-                f"'{config.prometheus_host}': {error.strerror or error}; choose another, or leave it out"
+                f"tracking.prometheus_port = {config.prometheus_port} cannot be bound at {PROMETHEUS_HOST}: "
+                f"{error.strerror or error}; choose another, or leave it out"
             ) from None
 
-    def show(self, snapshot: RunStatus, row: Mapping[str, Any]) -> None:
+    def show(self, status: RunStatus, row: Mapping[str, Any]) -> None:
         """From now on serve this.
 
         Args:
-            snapshot: of the run.
+            status: of the run.
             row: the metrics of the newest step; empty before the first.
         """
-        self._shown = snapshot, row
+        self._shown = status, row
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """What is served; called for every request, by its thread."""
         if self._shown is None:
             return
-        snapshot, row = self._shown
-        labels = {"run": snapshot.run, "run_id": snapshot.run_id, "phase": snapshot.phase}
+        status, row = self._shown
+        labels = {"run": status.run, "run_id": status.run_id, "phase": status.phase}
         info = GaugeMetricFamily("leeway_run", "1; its labels say which run this is.", labels=list(labels))
         info.add_metric(list(labels.values()), 1.0)
         yield info
-        yield from _of_row({**row, **_ledger(snapshot)})
+        yield from _of_row({**row, **_ledger(status)})
         for name, (meaning, of_run) in OF_RUN.items():
-            if (value := of_run(snapshot)) is not None:
+            if (value := of_run(status)) is not None:
                 yield GaugeMetricFamily(name, meaning, value=value)
         for name, (meaning, of_actor) in OF_ACTORS.items():
             family = GaugeMetricFamily(name, meaning, labels=["actor", "pool"])
-            for actor in snapshot.actors:
+            for actor in status.actors:
                 if (value := of_actor(actor)) is not None:
                     family.add_metric([actor.name, actor.pool], value)
             yield family
         tokens = GaugeMetricFamily("leeway_trained_tokens", "Trained tokens by their lag.", labels=["pool", "lag"])
-        for pool, counts in snapshot.lags.items():
+        for pool, counts in status.lags.items():
             for lag, count in counts.items():
                 tokens.add_metric([pool, str(lag)], count)
         yield tokens
@@ -332,11 +334,11 @@ class Exporter(Collector):
         self.close()
 
 
-def _ledger(snapshot: RunStatus) -> dict[str, float]:
+def _ledger(status: RunStatus) -> dict[str, float]:
     """The counts of the ledger now; a row has those of its draw."""
-    if snapshot.buffer is None:
+    if status.buffer is None:
         return {}
-    ledger = snapshot.buffer.ledger
+    ledger = status.buffer.ledger
     return {metric: ledger[name] for metric, name in LEDGER_METRICS.items() if name in ledger}
 
 

@@ -1,46 +1,91 @@
-"""What there is to know of a process of a run, for those who only look."""
+"""RunStatus: what is known of a run. The one description of it: in memory, as status.json, and on every view.
+
+The file is the contract between a run and whoever looks at it from outside: `leeway status`, `leeway top`, the report,
+a script of yours. It is one JSON document, written anew about every launch.poll_interval_s and replaced in one go, so
+that no reader ever sees half of it; its owner alone can read it. A reader of another format number refuses it, and
+passes over fields that it does not know.
+Times are in seconds since the Unix epoch, lags in versions, tokens are completion tokens; null is "not known (yet)".
+"""
 
 from __future__ import annotations
 
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from common.files import private_file
 from launch.errors import ConfigError
 from launch.run_folder import RunFolder, open_run, owner_of
+from launch.words import number
+
+if TYPE_CHECKING:
+    from actors.report import ActorReport
+    from buffer.protocol import Status
+
+FORMAT = 1
+NUM_EVENTS = 20
+"""The last so many events are in it; all are in events.jsonl."""
+STALE_S = 60.0
+"""A command on another host writes every few seconds; one that has not for so long is taken for gone."""
+SILENT_S = 10.0
+"""After so long without a new figure it is said how old they are."""
+NUM_NAMED = 3
+"""Of so many that wait, or wait for the same, each is named."""
+LEASE = "waiting for a lease"
+POLICY = "waiting for policy"
+"""How an actor begins to say so; see `actors.loop`."""
 
 
-@dataclass(frozen=True)
-class ProcessFacts:
-    """One process of a run, for whoever looks at it."""
+class StatusError(ValueError):
+    """There is none, or it cannot be read; the text says why and what to try."""
+
+
+# --- the structure ------------------------------------------------------------------------------------
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of a run, as it says itself and as its supervisor sees it."""
 
     name: str
-    """As in the name of its log: "actor.0"."""
-    role: str
-    number: int
-    pool: str
+    """As in the name of its log: "stage.0"; of an actor as in leases and trajectories: "actor-0"."""
+    role: str = ""
+    number: int = 0
+    pool: str = ""
     """Of an actor; else empty."""
     state: str
     """"starting", "working", "finished"; of an actor also "waiting for resources", "leaving", "lost: why"."""
+    since_s: float = 0.0
+    """When it was first seen in that state."""
+    waits_for: str = ""
+    """Empty while nothing keeps it from running more."""
+    restarts: int
     host: str
     """Address in the Ray cluster; empty until it has told."""
     pid: int
     """On that host; 0 until it has told."""
     log: str
-    restarts: int
 
 
-FORMAT = 1
-NUM_EVENTS = 20
-"""The last so many events are in it; all are in events.jsonl."""
+class ActorStatus(ProcessStatus, frozen=True, kw_only=True):
+    """An actor: a vLLM engine and its loop."""
 
-
-class StatusError(ValueError):
-    """There is none, or it cannot be read; the text says why and what to try."""
+    version: str | None = None
+    """INCARNATION.VERSION that it serves."""
+    behind: int | None = None
+    """Versions that it is behind the newest published one."""
+    running: int = 0
+    """Samples in flight."""
+    tokens_per_s: float = 0.0
+    acknowledged: int = 0
+    """Samples of which the buffer told it that it has them, over all its processes of this command."""
+    mismatch_lag0_abs: float | None = None
+    refused: str = ""
+    """Why it did not take its last update; empty where it did."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,70 +94,29 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     wanted: int
     """Actors that it should have."""
-    working: int
-    running: int
+    working: int = 0
+    running: int = 0
     """Samples in flight."""
-    tokens_per_s: float
-    lag_mean: float | None
+    tokens_per_s: float = 0.0
+    lag_mean: float | None = None
     """Over all trained tokens that it sampled."""
-    mismatch_lag0_abs: float | None
+    mismatch_lag0_abs: float | None = None
     """Of the newest step that had such tokens of it."""
-
-
-class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An actor: a vLLM engine and its loop."""
-
-    name: str
-    pool: str
-    state: str
-    """As `launch.processes.role_process.ProcessFacts` has it: 'starting', 'working', 'lost: why' and so on."""
-    since_s: float
-    """When it was first seen in that state."""
-    version: str | None
-    """INCARNATION.VERSION that it serves."""
-    behind: int | None
-    """Versions that it is behind the newest published one."""
-    running: int
-    tokens_per_s: float
-    acknowledged: int = 0
-    """Samples of which the buffer told it that it has them, over all its processes of this command."""
-    mismatch_lag0_abs: float | None
-    waits_for: str
-    """Empty while nothing keeps it from running more."""
-    refused: str
-    """Why it did not take its last update; empty where it did."""
-    restarts: int
-    host: str
-    pid: int
-    log: str
-
-
-class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Any other process of the run: a stage of the learner, a buffer or the weight service."""
-
-    name: str
-    state: str
-    since_s: float
-    waits_for: str
-    restarts: int
-    host: str
-    pid: int
-    log: str
 
 
 class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """All stages together."""
 
-    tokens_per_s: float
+    tokens_per_s: float = 0.0
     """Trained, over the last seconds."""
-    busy_frac: float | None
+    busy_frac: float | None = None
     """Share of the last step, and of the wait for its batch, in which it computed."""
-    step_s: float | None
+    step_s: float | None = None
     """That the last step took."""
-    waits_for: str
-    publishing: str
+    waits_for: str = ""
+    publishing: str = ""
     """What keeps published weights from being on disk; empty where nothing does."""
-    restarts: int
+    restarts: int = 0
 
 
 class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,16 +135,48 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     silent_shards: list[int]
 
 
-class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
-    """A held-out evaluation."""
+class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
+    """Held-out accuracy at one version (or a few, where actors differed)."""
 
     versions: str
+    """Separated by ", "."""
     greedy: float | None
     sampled: float | None
     num_problems: int
+    num_failed: int = 0
+    """Answers that could not be generated or scored: neither right nor wrong."""
+
+    @classmethod
+    def of_event(cls, event: Mapping[str, Any]) -> Accuracy:
+        """As `row` was written into events.jsonl; what is not there is unknown."""
+        return cls(
+            versions=str(event.get("eval/version", "")).replace(",", ", "),
+            greedy=event.get("eval/accuracy_greedy"),
+            sampled=event.get("eval/accuracy_sampled"),
+            num_problems=int(event.get("eval/num_problems") or 0),
+            num_failed=int(event.get("eval/num_failed") or 0),
+        )
+
+    def row(self) -> dict[str, Any]:
+        """As metrics."""
+        return {
+            "eval/accuracy_greedy": self.greedy,
+            "eval/accuracy_sampled": self.sampled,
+            "eval/num_problems": self.num_problems,
+            "eval/num_failed": self.num_failed,
+            "eval/version": self.versions.replace(", ", ","),
+        }
+
+    def describe(self) -> str:
+        """One line."""
+        failed = f", {self.num_failed} answers failed" if self.num_failed else ""
+        return (
+            f"held-out accuracy at version {self.versions}: greedy {number(self.greedy)}, "
+            f"sampled {number(self.sampled)} ({self.num_problems} problems{failed})"
+        )
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     """As in events.jsonl."""
 
     time_s: float
@@ -156,10 +192,10 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     exit_status: int
 
 
-class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it."""
+class RunStatus(msgspec.Struct, kw_only=True):
+    """All of it. The observer keeps it new in place; its parts are replaced and never changed, so a copy is cheap."""
 
-    format: int
+    format: int = FORMAT
     run: str
     run_id: str
     folder: str
@@ -168,44 +204,75 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     """Name of the machine that it runs on."""
     started_s: float
-    written_s: float
-    polled_s: float | None
+    written_s: float = 0.0
+    polled_s: float | None = None
     """When the roles were last asked for news; the file is written on while they are not."""
-    phase: str
-    phase_since_s: float
-    step: int
+    phase: str = ""
+    phase_since_s: float = 0.0
+    step: int = 0
     num_steps: int
-    version: int
-    published: str | None
+    version: int = 0
+    published: str | None = None
     """Newest published version, INCARNATION.VERSION."""
-    reward: float | None
-    loss: float | None
-    lag_mean: float | None
+    reward: float | None = None
+    loss: float | None = None
+    lag_mean: float | None = None
     """Over all trained tokens so far."""
-    lag_max: int
+    lag_max: int = 0
     max_lag: int | str
     """The bound, or 'unbounded'."""
-    mismatch_lag0_abs: float | None
+    mismatch_lag0_abs: float | None = None
     """Of the newest step that had tokens of lag 0."""
-    overlap_frac: float | None
-    generated_tokens_per_s: float
-    learner: LearnerStatus
-    evaluations: list[Evaluated]
-    pools: list[PoolStatus]
-    actors: list[ActorStatus]
-    stages: list[ProcessStatus]
-    services: list[ProcessStatus]
-    buffer: BufferStatus | None
-    lags: dict[str, dict[int, int]]
+    overlap_frac: float | None = None
+    generated_tokens_per_s: float = 0.0
+    learner: LearnerStatus = LearnerStatus()
+    evaluations: list[Accuracy] = []
+    pools: list[PoolStatus] = []
+    actors: list[ActorStatus] = []
+    stages: list[ProcessStatus] = []
+    services: list[ProcessStatus] = []
+    buffer: BufferStatus | None = None
+    lags: dict[str, dict[int, int]] = {}
     """Pool -> lag -> tokens trained under this command, once for each update that trained them; a step taken again
     counts once."""
-    waits: list[str]
+    waits: list[str] = []
     """Who waits for whom, as sentences."""
-    tripped: list[str]
+    tripped: list[str] = []
     """What is wrong now, as sentences."""
-    events: list[Event]
-    ended: Ended | None
+    events: list[RunEvent] = []
+    ended: Ended | None = None
 
+
+# --- what it is made from -----------------------------------------------------------------------------
+
+
+@dataclass
+class PollResult:
+    """What the roles reported at one poll."""
+
+    steps: list[Mapping[str, Any]] = field(default_factory=list)
+    """Reports of steps, each with `restarts`: how often the learner had been started again when it took the step."""
+    learner_waits_for: str = ""
+    publishing: str | None = None
+    """What keeps published weights from being on disk; empty where nothing does, None where nobody said."""
+    resumed_at: int | None = None
+    """Once after each restart of the learner: the step after which it goes on; later steps are taken again."""
+    resumed_version: int = 0
+    """The version that it goes on from."""
+    actors: list[ActorReport] = field(default_factory=list)
+    working: frozenset[str] | None = None
+    """Names of the actors that work; the others are being started, or out of the run. None: not known."""
+    quarantined: tuple[str, ...] = ()
+    """Names of the actors that were taken out of the run because of their weights."""
+    wanted: Mapping[str, int] = field(default_factory=dict)
+    """How many actors each pool is to have."""
+    processes: tuple[ProcessStatus, ...] = ()
+    """All of the run: buffer, weights, stages, actors."""
+    status: Status | None = None
+    """Of the buffer."""
+
+
+# --- the file -----------------------------------------------------------------------------------------
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(RunStatus)
@@ -215,14 +282,14 @@ class _Format(msgspec.Struct, frozen=True):
     format: int = 0
 
 
-def write_status(path: Path, snapshot: RunStatus) -> None:
+def write_status(path: Path, status: RunStatus) -> None:
     """Put it in place of the last one.
 
     Raises:
         OSError: the disk is full, say; the last one stays.
     """
     with private_file(path) as file:
-        file.write(_encoder.encode(snapshot))
+        file.write(_encoder.encode(status))
 
 
 def read_status(path: Path) -> RunStatus:
@@ -250,30 +317,27 @@ def read_status(path: Path) -> RunStatus:
         raise StatusError(f"{path} is not what a run writes: {error}") from None
 
 
-STALE_S = 60.0
-"""A command on another host writes every few seconds; one that has not for so long is taken for gone."""
-SILENT_S = 10.0
-"""After so long without a new figure it is said how old they are."""
+# --- looked at from outside ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StatusView:
     """A run as it is seen at one moment."""
 
-    snapshot: RunStatus
+    status: RunStatus
     now_s: float
-    gone: str
-    """Why its command is thought gone though it said no farewell, and what to do; else empty."""
+    gone: str = ""
+    """Why its command is thought gone though it recorded no end, and what to do; else empty."""
     resuming: str = ""
-    """That another command goes on with it, of which the snapshot does not know yet; else empty."""
+    """That another command has resumed it, of which the status does not know yet; else empty."""
 
     @property
     def is_well(self) -> bool:
         """It goes on, or is done."""
         if self.resuming:
             return True
-        if self.snapshot.ended is not None:
-            return self.snapshot.ended.exit_status == 0
+        if self.status.ended is not None:
+            return self.status.ended.exit_status == 0
         return not self.gone
 
 
@@ -298,29 +362,73 @@ def look(folder: RunFolder) -> StatusView:
         StatusError: nothing can be seen of it.
     """
     try:
-        snapshot = read_status(folder.status)
+        status = read_status(folder.status)
     except StatusError as error:
         if folder.status.exists() or owner_of(folder) is None:
             raise
         raise StatusError(f"the run {folder.root} has only just begun; look again in a few seconds") from error
     now_s, owner = time.time(), owner_of(folder)
-    if owner is not None and owner != snapshot.pid:
+    if owner is not None and owner != status.pid:
         who = f"a command (process {owner})" if owner else "a command"
-        return StatusView(snapshot, now_s, "", f"{who} is just going on with it")
-    return StatusView(snapshot, now_s, _why_gone(folder, snapshot, now_s, owner))
+        return StatusView(status, now_s, resuming=f"{who} is just going on with it")
+    return StatusView(status, now_s, gone=_why_gone(folder, status, now_s, owner))
 
 
-def _why_gone(folder: RunFolder, snapshot: RunStatus, now_s: float, owner: int | None) -> str:
-    if snapshot.ended is not None:
+def _why_gone(folder: RunFolder, status: RunStatus, now_s: float, owner: int | None) -> str:
+    if status.ended is not None:
         return ""
-    silent_s = now_s - snapshot.written_s
-    if snapshot.host == socket.gethostname():
-        if owner is not None:
+    who = f"the command (process {status.pid})"
+    if status.host != socket.gethostname():
+        if now_s - status.written_s <= STALE_S:
             return ""
-        who = f"the command (process {snapshot.pid})"
-    elif silent_s <= STALE_S:
+        who = f"the command (process {status.pid} on {status.host})"
+    elif owner is not None:
         return ""
-    else:
-        who = f"the command (process {snapshot.pid} on {snapshot.host})"
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.written_s))
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.written_s))
     return f"{who} is gone since {since}, nothing runs; `leeway resume {folder.root}` goes on"
+
+
+# --- in words -----------------------------------------------------------------------------------------
+
+
+def waits(status: RunStatus, now_s: float) -> list[str]:
+    """Every role that waits, and for whom: from what the roles say of themselves and the states of their processes."""
+    learner = status.learner
+    found = [f"the learner waits for {learner.waits_for}"] if learner.waits_for else []
+    if learner.publishing:
+        found.append(f"published weights wait for {learner.publishing}")
+    if status.buffer is not None and status.buffer.silent_shards:
+        found.append(f"everyone waits for shards {status.buffer.silent_shards} of the buffer, which do not answer")
+    groups: dict[str, list[str]] = {}
+    for actor in sorted(status.actors, key=lambda actor: actor.name):
+        if actor.waits_for:
+            groups.setdefault(_of_actor(actor.waits_for, status), []).append(actor.name)
+    for what, names in groups.items():
+        together = ", ".join(names) if len(names) <= NUM_NAMED else f"{len(names)} actors ({', '.join(names[:2])}, ...)"
+        found.append(f"{together} {'waits' if len(names) == 1 else 'wait'} for {what}")
+    return [*found, *_of_processes(status, now_s)]
+
+
+def _of_actor(said: str, status: RunStatus) -> str:
+    """For whom, out of what it says itself."""
+    buffer = status.buffer
+    if said == "draining" or (said.startswith(LEASE) and buffer is not None and buffer.is_draining):
+        return "nothing more: the run drains"
+    if said.startswith(LEASE):
+        further = ""
+        if buffer is not None:
+            further = f" than version {status.version} ({buffer.ready_groups} groups are ready for it)"
+        return f"the learner: the bound on staleness grants no lease before it is further{further}"
+    newest = f", and {status.published} is the newest published" if said.startswith(POLICY) and status.published else ""
+    return said.removeprefix("waiting for ").removeprefix("training waits for ") + newest
+
+
+def _of_processes(status: RunStatus, now_s: float) -> Iterator[str]:
+    for process in (*status.services, *status.stages, *status.actors):
+        name, for_s = f"{process.role}.{process.number}", f"for {now_s - process.since_s:.0f} s"
+        if process.state == "starting":
+            yield f"{name} is starting, {for_s}; see {process.log}"
+        elif process.state == "waiting for resources":
+            yield f"{name} waits {for_s} for a host of the pool '{process.pool}' that has room for it"
+        elif process.state == "leaving":
+            yield f"{name} is leaving, {for_s}: it hands back what it has leased"

@@ -1,4 +1,6 @@
-"""Counts that hold over a whole run, though steps are taken again and actors start anew at 0."""
+"""Arithmetic behind the figures of a run: totals of steps that may be taken again, of actors that may start anew at 0,
+rates, and overlap in time.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from actors.report import ActorReport
 
 Lags = Mapping[str, Mapping[int, int]]
 """Pool -> lag in versions -> trained tokens."""
+ACKNOWLEDGED = ("committed", "duplicate")
+"""Outcomes of samples that the buffer has; a duplicate was committed when it came before, and the answer was lost."""
 
 
 class _Step(NamedTuple):
@@ -107,36 +111,19 @@ class Fresh:
         return counts if min(new) < 0 else new
 
 
-class Acknowledged:
-    """Samples of which the buffer told each actor that it has them."""
-
-    OUTCOMES = ("committed", "duplicate")
-    """A duplicate was committed when it came before, and the answer was lost."""
-
-    def __init__(self) -> None:
-        self.by_actor: Counter[str] = Counter()
-        """Over all processes of an actor."""
-        self._fresh = Fresh()
-
-    def update(self, reports: Iterable[ActorReport]) -> None:
-        """Take in a poll."""
-        for report in reports:
-            count = sum(report.num_outcomes.get(outcome, 0) for outcome in self.OUTCOMES)
-            (fresh,) = self._fresh.of(report.name, count)
-            self.by_actor[report.name] += fresh
-
-
-class Generated:
-    """Completion tokens of all actors, of each pool and of each actor: totals and rates."""
+class ActorTotals:
+    """What all processes of each actor have done under this command."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.all = Rate()
+        """Completion tokens of all actors."""
         self.pool_of: dict[str, str] = {}
         """Actor -> pool, also of those that are gone: their tokens may still be trained."""
+        self.acknowledged: Counter[str] = Counter()
+        """Actor -> samples of which the buffer told it that it has them."""
         self._fresh = Fresh()
         self._tokens: Counter[tuple[str, str]] = Counter()
-        """By ("pool" or "actor", its name)."""
+        """By ("all" or "pool" or "actor", its name)."""
         self._rates: dict[tuple[str, str], Rate] = {}
 
     def update(self, now_s: float, reports: Iterable[ActorReport], working: Iterable[str]) -> None:
@@ -149,30 +136,27 @@ class Generated:
         """
         for report in reports:
             self.pool_of[report.name] = report.pool
-            (fresh,) = self._fresh.of(report.name, report.num_tokens)
-            self.num_tokens += fresh
+            committed = sum(report.num_outcomes.get(outcome, 0) for outcome in ACKNOWLEDGED)
+            tokens, acknowledged = self._fresh.of(report.name, report.num_tokens, committed)
+            self.num_tokens += tokens
+            self.acknowledged[report.name] += acknowledged
             for key in (("pool", report.pool), ("actor", report.name)):
-                self._tokens[key] += fresh
-        self.all.update(now_s, self.num_tokens)
+                self._tokens[key] += tokens
+        self._tokens["all", ""] = self.num_tokens
         alive = set(working)
         for key, total in self._tokens.items():
-            if key[0] == "pool" or key[1] in alive:
+            if key[0] != "actor" or key[1] in alive:
                 self._rates.setdefault(key, Rate()).update(now_s, total)
             else:
                 self._rates.pop(key, None)
 
-    def of_pool(self, pool: str) -> float:
-        """Tokens per second of a pool over the last seconds."""
-        return self._rate("pool", pool)
-
-    def of_actor(self, actor: str) -> float:
-        """Tokens per second of an actor over the last seconds."""
-        return self._rate("actor", actor)
-
-    def _rate(self, kind: str, name: str) -> float:
+    def tokens_per_s(self, kind: str = "all", name: str = "") -> float:
+        """Over the last seconds: of a "pool", of an "actor", or of all."""
         rate = self._rates.get((kind, name))
         return 0.0 if rate is None else rate.value()
 
+
+# --- intervals of time --------------------------------------------------------------------------------
 
 Interval = tuple[float, float]
 """Start and end, wall-clock seconds."""

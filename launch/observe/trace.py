@@ -1,122 +1,148 @@
-"""timeline.jsonl: who did what and when, one line per span or sample, as the launcher hears of it.
+"""Trace: who did what and when, written as it happens, in the form that Perfetto and chrome://tracing open as it is.
 
-Every line has `who`, `what`, `start_s` and `end_s` (wall clock, seconds since the epoch; equal in a sample), then
-details. docs/reports.md lists the kinds.
+The form is the JSON array of the Trace Event Format, one event per line; both programs take an array that has no end,
+so the file of a run that lives or was killed opens too. `X` events are spans, `C` counters, `i` moments, `M` names.
+Times are microseconds since the Unix epoch. A role is a process of the trace, and each kind of span that may overlap
+another one of the role is a track of it. docs/reports.md lists the kinds and what each tells.
 
-The file of a long run stays small because its grain is a 10,000th of the time that the run has lasted: 10 ms after
-100 s, 9 s after a day. Spans of one kind whose gap is smaller become one span, and keep what they add up to; short
-ones that lie together within one grain become one line with their number; samples come no closer than the grain. So
-each kind of each role has at most 10,000 * (1 + ln(T / 10 s)) lines after a time T: 100,000 in the worst week, some
-10 MB. Memory is one open span per kind and role.
+The file stays small: spans of one kind that lie within one grain become one span that keeps what they add up to, and
+counters come no closer than the grain. The grain is a millisecond until the file has FULL_BYTES; from then on it begins
+at a quarter of a second and doubles with every further GROWTH_BYTES. So the file of any week stays below 50 MB, and its
+totals are exact. Memory is one open span per kind and role.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from actors.report import ActorReport
-from buffer.protocol import Status
+from common.files import private_file
+from launch.observe.status import PollResult
 from launch.observe.totals import Fresh
-
-if TYPE_CHECKING:
-    from launch.observe.observer import PollResult  # which needs all sections of the config: a reader does not
+from launch.words import printable
 
 log = logging.getLogger(__name__)
 
-GRAINS = 10_000
-LEAST_GRAIN_S = 0.001
+FULL_BYTES, GROWTH_BYTES = 8 * 2**20, 2 * 2**20
+LEAST_GRAIN_S, FIRST_GRAIN_S = 0.001, 0.25
+"""Of a file with all detail, and of the first that is too large for it: half of the time between two polls."""
 LONGEST_OPEN_S = 20.0
 """Generation that goes on is cut here, so that a reader of a live or a killed run misses no more of it than this."""
+LEAST_US = 1
+"""Of a span: Perfetto does not show one without length."""
 STEP_TIMES = ("reference", "forward", "loss", "backward", "optimizer", "publish")
-SUMS = ("busy_s", "num_samples", "num_tokens", "load_s", "tokens", *STEP_TIMES)
-"""Details that add up where spans become one."""
-MAXIMA = ("lag_max",)
-"""Those of which the greatest is kept; of all others it is the last."""
+SUMS = {"busy_s", "num_samples", "num_tokens", "load_s", "tokens", *STEP_TIMES}
+"""Arguments that add up where spans become one; of the lag the greatest is kept, and of all others the last."""
+TRACK_OF = {
+    "phase": "phases",
+    "evaluate": "evaluations",
+    "step": "steps",
+    "wait_for_batch": "steps",
+    "generate": "generate",
+    "update": "weight updates",
+    "state": "state",
+}
+"""Name of the track of each kind of span."""
+TRACKS = tuple(dict.fromkeys(TRACK_OF.values()))
+NOTHING: Mapping[str, object] = {}
+NAMES = {"wait_for_batch": "wait for batch", "update": "weight update"}
+"""Of a kind that is not called as it is."""
+NUMBERS = {"launch": 1, "evaluation": 2, "learner": 3, "buffer": 4, "actors": 5}
+FIRST_NUMBERS = {"buffer": 10, "weights": 100, "stage": 200, "actor": 1000}
+"""Of the processes of the trace, in the order in which they are shown; "stage-3" has 203, under every command."""
+COUNTERS = {
+    "lag (versions)": {"mean": "lag/token_mean", "greatest": "lag/token_max"},
+    "tokens per second": {"generated": "perf/generated_tokens_per_s", "trained": "perf/trained_tokens_per_s"},
+    "reward": {"mean": "reward/mean"},
+}
+"""Of the learner, at the end of each step: name -> series -> metric."""
 
 
-@dataclass(slots=True)
-class Span:
-    """Something that took from `start_s` to `end_s`."""
+class Event(msgspec.Struct, omit_defaults=True):
+    """A line of the file. Of spans and counters `who` and `what` say which they are of."""
 
-    who: str
-    what: str
-    start_s: float
-    end_s: float
-    details: dict[str, Any] = field(default_factory=dict)
+    ph: str
+    name: str
+    pid: int
+    tid: int
+    ts: int = 0
+    cat: str = ""
+    """Kind of the span: "step", "generate" and so on."""
+    dur: int = 0
+    s: str | None = None
+    args: dict[str, Any] = {}
+    who: str = ""
+    """The role: "learner", "actor-0"."""
 
-    def line(self) -> bytes:
-        """As it stands in the file."""
-        span = {"who": self.who, "what": self.what, "start_s": round(self.start_s, 4), "end_s": round(self.end_s, 4)}
-        rounded = {key: round(v, 4) if isinstance(v, float) else v for key, v in self.details.items() if v is not None}
-        return msgspec.json.encode(span | rounded) + b"\n"
+    @property
+    def start_s(self) -> float:
+        """Wall clock, seconds since the epoch."""
+        return self.ts / 1e6
 
-    def take_in(self, later: Span) -> None:
-        """Become one with a later span of the kind."""
-        together = self.details.get("count", 1) + later.details.get("count", 1)
-        known: dict[str, list[Any]] = {}
-        for key, value in (*self.details.items(), *later.details.items()):
-            if value is not None:
-                known.setdefault(key, []).append(value)
-        sums = {key: sum(values) for key, values in known.items() if key in SUMS}
-        greatest = {key: max(values) for key, values in known.items() if key in MAXIMA}
-        self.end_s = max(self.end_s, later.end_s)
-        self.details = self.details | later.details | sums | greatest | {"count": together}
+    @property
+    def end_s(self) -> float:
+        """Wall clock, seconds since the epoch."""
+        return (self.ts + self.dur) / 1e6
 
-
-class Line(msgspec.Struct):
-    """A line of the file as it is read; what a kind of line does not have is None."""
-
-    who: str
-    what: str
-    start_s: float
-    end_s: float
-    count: int = 1
-    """How many spans it stands for."""
-    pool: str | None = None
-    busy_s: float | None = None
-    num_samples: int | None = None
-    num_tokens: int | None = None
-    load_s: float | None = None
-    state: str | None = None
-    text: str | None = None
-    step: int | None = None
-    version: int | str | None = None
-    tokens: int | None = None
-    lag_mean: float | None = None
-    lag_max: float | None = None
-    ready_groups: int | None = None
-    in_flight: int | None = None
-    waiting: int | None = None
-    published: int | None = None
-    running: dict[str, int] | None = None
+    @property
+    def count(self) -> int:
+        """How many spans it stands for."""
+        return int(self.args.get("count", 1))
 
 
-def read(path: Path) -> Iterator[Line]:
-    """The lines of a timeline, in the order in which they were written: each kind of each role in order of time.
+def read(path: Path) -> Iterator[Event]:
+    """The events of a trace in the order in which they were written: each kind of each role in order of time.
 
     A line that is torn, or that somebody else has written, is left out.
 
     Raises:
         OSError: there is no file, or it cannot be read.
     """
-    decode = msgspec.json.Decoder(Line).decode
+    decode = msgspec.json.Decoder(Event).decode
     with path.open("rb") as lines:
         for line in lines:
             try:
-                yield decode(line)
+                yield decode(line.rstrip(b",\n"))
             except msgspec.MsgspecError:
                 continue
 
 
-class Timeline:
+def finish(source: Path, target: Path) -> tuple[int, int]:
+    """Copy a trace so that it is whole JSON, as other programs want it. Memory does not grow with it.
+
+    It appears whole, and only its owner can read it.
+
+    Returns:
+        How many spans and how many values of counters are in it.
+
+    Raises:
+        OSError: one cannot be read, or the other not be written.
+        ValueError: the trace is empty.
+    """
+    num_spans = num_counters = 0
+    encode = msgspec.json.Encoder().encode
+    with private_file(target) as file:
+        separator = b"[\n"
+        for event in read(source):
+            file.write(separator + encode(event))
+            separator = b",\n"
+            num_spans += event.ph == "X"
+            num_counters += event.ph == "C"
+        if separator == b"[\n":
+            raise ValueError(f"{source} has no line: the run has not begun, or it ended before it did")
+        file.write(b"\n]\n")
+    return num_spans, num_counters
+
+
+class Trace:
     """Writes the file; a context manager. Every line is handed to the system as it is written.
 
     A disk that takes no more costs lines of the file, and never the run.
@@ -126,24 +152,28 @@ class Timeline:
         """Open the file.
 
         Args:
-            path: of timeline.jsonl; appended to where it is there.
+            path: appended to where it is there; a line that a crash cut off is removed.
             wall: seconds since the epoch.
 
         Raises:
             OSError: it cannot be opened.
         """
-        self._file = path.open("ab", buffering=0)
         self._wall = wall
-        self._started_s = wall()
-        self._open: dict[tuple[str, str], Span] = {}
-        self._sampled_s: dict[str, float] = {}
+        self._file = path.open("ab", buffering=0)
+        self._size = _whole_lines(path)
+        self._open: dict[tuple[str, str], Event] = {}
+        self._ended_us: dict[tuple[int, int], int] = {}
+        self._named: set[tuple[int, int]] = set()
+        self._counted_s: dict[tuple[str, str], float] = {}
         self._fresh = Fresh()
         self._states: dict[str, tuple[str, float]] = {}
         self._phase: tuple[str, float] | None = None
         self._begun: dict[tuple[str, str], float] = {}
         self._complained = ""
+        if not self._size:
+            self._hand_over(b"[\n")
 
-    def __enter__(self) -> Timeline:
+    def __enter__(self) -> Trace:
         return self
 
     def __exit__(
@@ -154,47 +184,49 @@ class Timeline:
     @property
     def grain_s(self) -> float:
         """What is shorter than this is not told apart."""
-        return max(LEAST_GRAIN_S, (self._wall() - self._started_s) / GRAINS)
+        beyond = self._size - FULL_BYTES
+        return LEAST_GRAIN_S if beyond < 0 else FIRST_GRAIN_S * 2.0 ** (beyond // GROWTH_BYTES)
 
-    def take_in(self, news: PollResult) -> None:
-        """Write what a poll of the roles brought."""
-        for row in news.steps:
+    def take_in(self, news: PollResult, rows: list[dict[str, Any]]) -> None:
+        """Write what a poll of the roles brought.
+
+        Args:
+            news: of the roles.
+            rows: the metrics of the steps that it reported.
+        """
+        for row in rows:
             self._step(row)
         for report in news.actors:
             self._actor(report)
-        for process in news.processes:
-            who = f"{process.role}-{process.number}"
-            self._state(who, process.state)
-        if news.processes:
-            there = {f"{process.role}-{process.number}" for process in news.processes}
-            for who in self._states.keys() - there:  # it has left the run
-                self._end_state(who, *self._states.pop(who))
-        if news.status is not None and self._is_due("buffer"):
-            self._write(self._queue(news.status))
-        if news.actors and self._is_due("actors"):
-            self._write(self._running(news.actors))
+        there = {f"{process.role}-{process.number}": process.state for process in news.processes}
+        for who in (self._states.keys() - there.keys()) if there else ():  # it has left the run
+            self._end_state(who, *self._states.pop(who))
+        for who, state in there.items():
+            self._state(who, state)
+        self._sample(news)
         self._cut()
 
     def phase(self, text: str) -> None:
         """The run does something else now."""
         now_s = self._wall()
         if self._phase is not None:
-            self._write(Span("launch", "phase", self._phase[1], now_s, {"text": self._phase[0]}))
+            self._write(self._span("launch", "phase", self._phase[1], now_s, name=self._phase[0]))
         self._phase = (text, now_s) if text else None
+
+    def event(self, kind: str, text: str) -> None:
+        """A moment at which something happened."""
+        pid, ts = self._process("launch"), round(1e6 * self._wall())
+        self._write(Event(ph="i", s="g", name=printable(f"{kind}: {text}", 200), cat=kind, pid=pid, tid=0, ts=ts))
 
     def begin(self, who: str, what: str) -> None:
         """Something begins that `finish` ends."""
         self._begun[who, what] = self._wall()
 
-    def finish(self, who: str, what: str, **details: Any) -> None:  # noqa: ANN401 -- JSON
+    def finish(self, who: str, what: str, **args: object) -> None:
         """It is over; what had not begun is left out."""
         start_s = self._begun.pop((who, what), None)
         if start_s is not None:
-            self.span(who, what, start_s, self._wall(), **details)
-
-    def span(self, who: str, what: str, start_s: float, end_s: float, **details: Any) -> None:  # noqa: ANN401 -- JSON
-        """Something that is over; `step` in its details is the number of the step."""
-        self._add(Span(who, what, start_s, end_s, details), gap_counts=False)
+            self._add(self._span(who, what, start_s, self._wall(), args))
 
     def close(self) -> None:
         """Write what is open. May be called twice."""
@@ -210,36 +242,33 @@ class Timeline:
         self._open.clear()
         self._file.close()
 
-    # --- what is reported, as spans ---------------------------------------------------------------
+    # --- what is reported, as events --------------------------------------------------------------
 
     def _step(self, row: Mapping[str, Any]) -> None:
         start_s, end_s, wait_s = row["started_s"], row["finished_s"], row.get("time/wait_for_batch") or 0.0
         if wait_s > 0:
-            self.span("learner", "wait_for_batch", start_s - wait_s, start_s, step=row["step"], busy_s=wait_s)
-        times = {name: row.get(f"time/{name}") for name in STEP_TIMES}
-        facts = {
-            "step": row["step"],
-            "version": row["version"],
-            "skipped": row.get("skipped") or None,
-            "restarts": row.get("restarts") or None,
-            "tokens": 0 if row.get("skipped") else row.get("batch/completion_tokens"),
-            "lag_mean": row.get("lag/token_mean"),
-            "lag_max": row.get("lag/token_max"),
-            "busy_s": end_s - start_s,
-        }
-        self.span("learner", "step", start_s, end_s, **facts, **times)
+            waited = {"step": row["step"], "busy_s": wait_s}
+            self._add(self._span("learner", "wait_for_batch", start_s - wait_s, start_s, waited))
+        args = {name: row.get(f"time/{name}") for name in STEP_TIMES}
+        args |= {name: row.get(name) or None for name in ("skipped", "restarts")}
+        args |= {"step": row["step"], "version": row["version"], "busy_s": end_s - start_s}
+        args |= {"lag_mean": row.get("lag/token_mean"), "lag_max": row.get("lag/token_max")}
+        args["tokens"] = 0 if row.get("skipped") else row.get("batch/completion_tokens")
+        self._add(self._span("learner", "step", start_s, end_s, args, f"step {row['step']}"))
+        for name, series in COUNTERS.items():
+            self._count("learner", name, end_s, {key: row.get(metric) for key, metric in series.items()})
 
     def _actor(self, report: ActorReport) -> None:
         samples, tokens = self._fresh.of(report.name, report.num_samples, report.num_tokens)
         counts = {"num_samples": samples, "num_tokens": tokens}
         for start_s, end_s in report.busy_intervals:
-            details = {"pool": report.pool, "busy_s": end_s - start_s, **counts}
-            self._add(Span(report.name, "generate", start_s, end_s, details), gap_counts=True)
+            args = {"pool": report.pool, "busy_s": end_s - start_s, **counts}
+            self._add(self._span(report.name, "generate", start_s, end_s, args))
             counts = {"num_samples": 0, "num_tokens": 0}
         for update in report.updates:
-            version = f"{update.version[0]}.{update.version[1]}"
-            facts = {"pool": report.pool, "version": version, "busy_s": update.pause_s, "load_s": update.load_s}
-            self.span(report.name, "update", update.start_s, update.end_s, **facts)
+            args = {"pool": report.pool, "version": f"{update.version[0]}.{update.version[1]}"}
+            args |= {"busy_s": update.pause_s, "load_s": update.load_s}
+            self._add(self._span(report.name, "update", update.start_s, update.end_s, args))
 
     def _state(self, who: str, state: str) -> None:
         """Write how long a process was what it is no longer; that it works is what the other spans say."""
@@ -252,40 +281,74 @@ class Timeline:
 
     def _end_state(self, who: str, state: str, since_s: float) -> None:
         if state != "working":
-            self._write(Span(who, "state", since_s, self._wall(), {"state": state}))
+            self._write(self._span(who, "state", since_s, self._wall(), name=state))
 
-    def _queue(self, status: Status) -> Span:
-        now_s = self._wall()
-        counts = {name: status.ledger.get(name) for name in ("in_flight", "waiting", "drawn", "trained", "committed")}
-        facts = {"ready_groups": status.num_ready_groups, "drawn_groups": status.num_drawn_groups}
-        sizes = {"version": status.version, "published": status.newest[1], "size_bytes": status.size_bytes}
-        return Span("buffer", "queue", now_s, now_s, facts | counts | sizes)
+    def _sample(self, news: PollResult) -> None:
+        now_s, status = self._wall(), news.status
+        if status is not None:
+            self._count("buffer", "groups ready", now_s, {"ready": status.num_ready_groups})
+            samples = {name.replace("_", " "): status.ledger.get(name) for name in ("in_flight", "waiting")}
+            self._count("buffer", "samples", now_s, samples)
+        self._count("actors", "samples running", now_s, {report.name: report.num_running for report in news.actors})
 
-    def _running(self, reports: list[ActorReport]) -> Span:
-        now_s = self._wall()
-        running = {report.name: report.num_running for report in reports}
-        return Span("actors", "running", now_s, now_s, {"running": running})
+    # --- events -----------------------------------------------------------------------------------
+
+    def _process(self, who: str) -> int:
+        """Its number in the trace; one that is new is named."""
+        role, _, number = who.rpartition("-")
+        pid = FIRST_NUMBERS[role] + int(number) if role else NUMBERS[who]
+        if (pid, 0) not in self._named:
+            self._named.add((pid, 0))
+            self._write(Event(ph="M", name="process_name", pid=pid, tid=0, args={"name": who}))
+            self._write(Event(ph="M", name="process_sort_index", pid=pid, tid=0, args={"sort_index": pid}))
+        return pid
+
+    def _span(
+        self, who: str, what: str, start_s: float, end_s: float, args: Mapping[str, object] = NOTHING, name: str = ""
+    ) -> Event:
+        pid, track = self._process(who), TRACK_OF[what]
+        tid = TRACKS.index(track) + 1
+        if (pid, tid) not in self._named:
+            self._named.add((pid, tid))
+            self._write(Event(ph="M", name="thread_name", pid=pid, tid=tid, args={"name": track}))
+        known = {key: round(value, 4) if isinstance(value, float) else value for key, value in args.items()}
+        return Event(
+            ph="X",
+            name=printable(name, 200) or NAMES.get(what, what),
+            pid=pid,
+            ts=round(1e6 * start_s),
+            cat=what,
+            tid=tid,
+            dur=max(LEAST_US, round(1e6 * (end_s - start_s))),
+            args={key: value for key, value in known.items() if value is not None},
+            who=who,
+        )
+
+    def _count(self, who: str, name: str, moment_s: float, values: Mapping[str, object]) -> None:
+        known = {key: value for key, value in values.items() if value is not None}
+        if known and moment_s - self._counted_s.get((who, name), 0.0) >= self.grain_s:
+            self._counted_s[who, name] = moment_s
+            ts = round(1e6 * moment_s)
+            self._write(Event(ph="C", name=name, pid=self._process(who), tid=0, ts=ts, args=known, who=who))
 
     # --- the grain --------------------------------------------------------------------------------
 
-    def _add(self, span: Span, *, gap_counts: bool) -> None:
-        """Write a span, or keep it open for what may come to it.
+    def _add(self, span: Event) -> None:
+        """Keep a span open for what may come to it, and write the one before it of its kind.
 
-        Args:
-            span: begins after what came before of its kind.
-            gap_counts: one with what came before where the gap is small; else where both are, together.
+        Intervals of generation become one where the gap between them is small; other spans where both are, together.
         """
-        key = span.who, span.what
+        key, is_generation = (span.who, span.cat), span.cat == "generate"
         before = self._open.get(key)
         if before is not None:
-            between_s = span.start_s - before.end_s if gap_counts else span.end_s - before.start_s
-            is_long = gap_counts and before.end_s - before.start_s > max(LONGEST_OPEN_S, 10 * self.grain_s)
+            between_s = span.start_s - before.end_s if is_generation else span.end_s - before.start_s
+            is_long = is_generation and before.dur > 1e6 * max(LONGEST_OPEN_S, 10 * self.grain_s)
             # a step that a restarted learner takes again is not one with those that it takes back
-            goes_on = span.details.get("step", 1) > before.details.get("step", 0)
-            if between_s <= self.grain_s and not is_long and span.start_s >= before.start_s and goes_on:
-                before.take_in(span)
-                return
-            self._write(before)
+            goes_on = span.args.get("step", 1) > before.args.get("step", 0)
+            if between_s <= self.grain_s + 1e-6 and not is_long and span.ts >= before.ts and goes_on:
+                span = _together(before, span)
+            else:
+                self._write(before)
         self._open[key] = span
 
     def _cut(self) -> None:
@@ -295,17 +358,47 @@ class Timeline:
             if now_s - span.end_s > max(self.grain_s, 1.0):
                 self._write(self._open.pop(key))
 
-    def _is_due(self, what: str) -> bool:
-        now_s = self._wall()
-        if now_s - self._sampled_s.get(what, 0.0) < self.grain_s:
-            return False
-        self._sampled_s[what] = now_s
-        return True
+    def _write(self, event: Event) -> None:
+        if event.ph == "X":
+            # clocks of two hosts may let a span begin before the one before it ends: it is shown after it
+            track = event.pid, event.tid
+            start = max(event.ts, self._ended_us.get(track, 0))
+            event.dur = max(LEAST_US, event.ts + event.dur - start)
+            event.ts = start
+            self._ended_us[track] = start + event.dur
+        self._hand_over(msgspec.json.encode(event) + b",\n")
 
-    def _write(self, span: Span) -> None:
+    def _hand_over(self, line: bytes) -> None:
         try:
-            self._file.write(span.line())
+            self._size += self._file.write(line)
         except OSError as error:
             if str(error) != self._complained:
-                log.warning("%s cannot be written, so the timeline has a hole: %s", self._file.name, error)
+                log.warning("%s cannot be written, so the trace has a hole: %s", self._file.name, error)
             self._complained = str(error)
+
+
+def _together(before: Event, later: Event) -> Event:
+    """One span for two of a kind."""
+    args = before.args | later.args
+    for key in SUMS & args.keys():
+        args[key] = round(before.args.get(key, 0) + later.args.get(key, 0), 4)
+    args["count"] = before.count + later.count
+    if "lag_max" in args:
+        args["lag_max"] = max(each.args.get("lag_max", 0) for each in (before, later))
+    end = max(before.ts + before.dur, later.ts + later.dur)
+    return msgspec.structs.replace(later, ts=before.ts, dur=end - before.ts, args=args)
+
+
+def _whole_lines(path: Path) -> int:
+    """Cut off a last line without an end; returns the size of the file then."""
+    if not path.is_file():  # a device, say
+        return 0
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - 2**20)
+        file.seek(start)
+        tail = file.read()
+        whole = start + tail.rfind(b"\n") + 1
+        if whole < size:
+            file.truncate(whole)
+    return whole

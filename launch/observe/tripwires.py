@@ -5,7 +5,7 @@
     behind      an actor is more than max_actor_lag behind the newest published version all the time
     publishing  published weights wait for something, such as space on the disk
     refused     an actor refused an update and keeps the version that it has
-    unstable    the reward falls while the samples are old, or the policy moves away from them (`stability`)
+    unstable    the reward falls while the samples are old, or the policy moves away from them (`Stability`)
 
 Each is told once, and once more as `..._ended`; a refusal has no end of its own.
 """
@@ -22,11 +22,15 @@ from typing import Any
 from actors.report import ActorReport
 from algorithms.corrections import WeighedSection
 from common.staleness import PolicyVersion, StalenessContract
-from launch.config import Config
-from launch.observe.observer import PollResult
-from weight_sync.config import Action, WeightSyncConfig
+from launch.config import Action, Config, LaunchConfig
+from launch.observe.status import PollResult
 
 LEARNER = "learner"
+STUCK_AFTER_S = 300.0
+"""A learner that publishes nothing, or an actor that serves one old version, for so long. A version takes seconds, of a
+large model minutes."""
+BEHIND_AFTER_S = 30.0
+"""An actor beyond its bound for so long: it starts no sample meanwhile, and is mostly in the middle of an update."""
 MISMATCH_TOKENS = 32
 """So few tokens are not judged, but kept for the next look."""
 MISMATCH_ENDS = 0.5
@@ -53,7 +57,7 @@ class Tripwires:
 
     def __init__(
         self,
-        config: WeightSyncConfig,
+        config: LaunchConfig,
         contract: StalenessContract,
         mismatch_limits: Mapping[str, float],
         stability: Stability,
@@ -63,7 +67,7 @@ class Tripwires:
         """Nothing has tripped.
 
         Args:
-            config: limits and actions.
+            config: what is to be done.
             contract: says which actor is behind, as the actors themselves do.
             mismatch_limits: mean absolute difference of log-probabilities, by pool of actors.
             stability: judges rewards against the age of their samples.
@@ -127,7 +131,7 @@ class Tripwires:
         name, action = (who, config.on_mismatch) if who != LEARNER else ("the engines", _for_all(config.on_mismatch))
         text = (
             f"{name} and the learner differ by {mean:.2g} in the mean absolute log-probability of {count} tokens of "
-            f"the same version, and weight_sync.mismatch_limit is {limit:g}: other weights, or another arithmetic"
+            f"the same version, and launch.mismatch_limit is {limit:g}: other weights, or another arithmetic"
         )
         # not below is above: a difference that is no number is one
         trips = not mean <= (limit * MISMATCH_ENDS if is_standing else limit)
@@ -145,14 +149,14 @@ class Tripwires:
         config, status = self._config, news.status
         if status is not None:
             self._newest = PolicyVersion(*status.newest)
-            is_due = status.version - self._newest.version >= config.publish_every
+            is_due = status.version - self._newest.version >= self._contract.config.publish_every
             lasts_s = self._lasts("stuck", LEARNER, self._newest if is_due else None, now)
             text = (
                 f"the learner is at version {status.version}, and the newest published is {self._newest} for "
-                f"{lasts_s:.0f} s (weight_sync.stuck_after_s = {config.stuck_after_s:g})"
+                f"{lasts_s:.0f} s"
                 f"{_because(news.publishing, ', waiting for ')}; see the logs of the stages"
             )
-            stuck = text if lasts_s >= config.stuck_after_s else ""
+            stuck = text if lasts_s >= STUCK_AFTER_S else ""
             ended = f"version {self._newest} is published"
             yield from self._hold("stuck", LEARNER, stuck, _for_all(config.on_stuck), ended)
         if news.publishing is not None:
@@ -176,18 +180,14 @@ class Tripwires:
         why = _because(report.refused, "; it refused ") or _because(report.waiting, "; it says: ")
         if silent_s > 2.0:
             why = f"; it has not answered for {silent_s:.0f} s"
-        stuck = f"{facts}; it has served that one for {old_s:.0f} s (weight_sync.stuck_after_s){why}"
-        behind = (
-            f"{facts}; it has been more than max_actor_lag = {self._contract.actor_lag} behind for {behind_s:.0f} s "
-            f"(weight_sync.behind_after_s){why}"
-        )
+        stuck = f"{facts}; it has served that one for {old_s:.0f} s{why}"
+        bound = f"more than max_actor_lag = {self._contract.actor_lag} behind"
+        behind = f"{facts}; it has been {bound} for {behind_s:.0f} s{why}"
         if evaluating:
             return  # nothing begins and nothing ends
         ended = f"{name} serves version {served}"
-        yield from self._hold("stuck", name, stuck if old_s >= config.stuck_after_s else "", config.on_stuck, ended)
-        yield from self._hold(
-            "behind", name, behind if behind_s >= config.behind_after_s else "", config.on_behind, ended
-        )
+        yield from self._hold("stuck", name, stuck if old_s >= STUCK_AFTER_S else "", config.on_stuck, ended)
+        yield from self._hold("behind", name, behind if behind_s >= BEHIND_AFTER_S else "", config.on_behind, ended)
 
     def _forget(self, names: set[str]) -> None:
         """These are out of the run, or are being started again."""
@@ -224,11 +224,11 @@ class Tripwires:
             yield Trip(f"{kind}_ended", who, ended)
 
 
-def mismatch_limit(config: WeightSyncConfig, *dtypes: str) -> float:
+def mismatch_limit(config: LaunchConfig, *dtypes: str) -> float:
     """The limit that is meant where none is given.
 
     Args:
-        config: of the run.
+        config: which may give one.
         dtypes: in which engines and learner compute.
     """
     if config.mismatch_limit is not None:

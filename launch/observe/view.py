@@ -1,4 +1,4 @@
-"""The distribution of lags as bars, one row for each lag, with the bound marked."""
+"""View: a run as lines that fit any width and height."""
 
 from __future__ import annotations
 
@@ -94,21 +94,21 @@ class Section:
     """The same said in so many lines; None where some have to be left out."""
 
 
-def head(snapshot: RunStatus, now_s: float, width: int, gone: str, note: str) -> list[Text]:
+def head(status: RunStatus, now_s: float, width: int, gone: str, note: str) -> list[Text]:
     """The first lines, most important first: the run and its state, how far it is, how it does, how fast."""
-    ended = snapshot.ended
+    ended = status.ended
     if ended is not None:
         state, style = ended.text, "green" if ended.exit_status == 0 else "red"
     elif gone:
         state, style = gone, "red"
     else:
-        state, style = f"{snapshot.phase}, for {duration(now_s - snapshot.phase_since_s)}", "green"
-    until_s = ended.at_s if ended is not None else snapshot.written_s if gone else now_s
-    first = Text.assemble((snapshot.run, "bold"), "  ", duration(until_s - snapshot.started_s), "  ")
+        state, style = f"{status.phase}, for {duration(now_s - status.phase_since_s)}", "green"
+    until_s = ended.at_s if ended is not None else status.written_s if gone else now_s
+    first = Text.assemble((status.run, "bold"), "  ", duration(until_s - status.started_s), "  ")
     if note:
         first.append(f"[{note}]", style="reverse").append("  ")
     first.append(state, style=style)
-    return [first, _progress_line(snapshot, width), *_quality(snapshot, width), *_speed(snapshot, width)]
+    return [first, _progress_line(status, width), *_quality(status, width), *_speed(status, width)]
 
 
 def packed(parts: Iterable[str], width: int) -> list[Text]:
@@ -122,51 +122,51 @@ def packed(parts: Iterable[str], width: int) -> list[Text]:
     return [Text(line) for line in lines]
 
 
-def sections(snapshot: RunStatus, now_s: float, width: int, wrap: Wrap, *, ascii_only: bool) -> list[Section]:
+def sections(status: RunStatus, now_s: float, width: int, wrap: Wrap, *, ascii_only: bool) -> list[Section]:
     """All sections that have something to show, in the order in which they stand."""
 
     def lag(max_rows: int) -> list[Text]:
-        return lag_rows(snapshot.lags, snapshot.max_lag, width, max_rows=max_rows, ascii_only=ascii_only)
+        return lag_rows(status.lags, status.max_lag, width, max_rows=max_rows, ascii_only=ascii_only)
 
-    wrong = [line for sentence in snapshot.tripped for line in wrap(sentence, "red")]
-    waits = [line for sentence in snapshot.waits for line in wrap(sentence, "")]
+    wrong = [line for sentence in status.tripped for line in wrap(sentence, "red")]
+    waits = [line for sentence in status.waits for line in wrap(sentence, "")]
     found = [
         Section("wrong", wrong, least=2),
-        Section("pools", list(_pools(snapshot))),
-        Section("actors", list(_actors(snapshot.actors, now_s)), least=2),
-        Section("stages", list(_processes(snapshot.stages, now_s))),
-        Section("services", list(_processes(snapshot.services, now_s)), least=0),
-        Section("buffer", list(_buffer(snapshot, width)), least=2),
+        Section("pools", list(_pools(status))),
+        Section("actors", list(_actors(status.actors, now_s)), least=2),
+        Section("stages", list(_processes(status.stages, now_s))),
+        Section("services", list(_processes(status.services, now_s)), least=0),
+        Section("buffer", list(_buffer(status, width)), least=2),
         Section("lag", lag(MAX_ROWS), least=3, within=lag),
-        Section("waits", waits if snapshot.ended or waits else [Text("nobody waits", style="dim")], least=2),
-        Section("events", [_event(each.time_s, each.text) for each in snapshot.events], keeps_end=True),
+        Section("waits", waits if status.ended or waits else [Text("nobody waits", style="dim")], least=2),
+        Section("events", [_event(each.time_s, each.text) for each in status.events], keeps_end=True),
     ]
     return [section for section in found if section.lines]
 
 
-def _progress_line(snapshot: RunStatus, width: int) -> Text:
-    share = min(1.0, snapshot.step / max(1, snapshot.num_steps))
-    published = f", published {snapshot.published}" if snapshot.published else ""
-    words = f" step {snapshot.step}/{snapshot.num_steps}  version {snapshot.version}{published}"
+def _progress_line(status: RunStatus, width: int) -> Text:
+    share = min(1.0, status.step / max(1, status.num_steps))
+    published = f", published {status.published}" if status.published else ""
+    words = f" step {status.step}/{status.num_steps}  version {status.version}{published}"
     room = max(0, min(40, width - len(words)))
     done = round(share * room)
     return Text.assemble(("━" * done, "green"), ("━" * (room - done), "dim"), words)
 
 
-def _quality(snapshot: RunStatus, width: int) -> list[Text]:
-    parts = [f"reward {number(snapshot.reward)}", f"loss {number(snapshot.loss)}"]
-    if snapshot.evaluations:
-        known = [number(each.greedy) for each in snapshot.evaluations]
+def _quality(status: RunStatus, width: int) -> list[Text]:
+    parts = [f"reward {number(status.reward)}", f"loss {number(status.loss)}"]
+    if status.evaluations:
+        known = [number(each.greedy) for each in status.evaluations]
         first = f"{known[0]} -> " if len(known) > 1 else ""
-        parts.append(f"accuracy {first}{known[-1]} (version {snapshot.evaluations[-1].versions})")
-    parts.append(f"lag mean {number(snapshot.lag_mean)}, max {snapshot.lag_max} of {snapshot.max_lag}")
-    parts.append(f"mismatch {number(snapshot.mismatch_lag0_abs)}")
+        parts.append(f"accuracy {first}{known[-1]} (version {status.evaluations[-1].versions})")
+    parts.append(f"lag mean {number(status.lag_mean)}, max {status.lag_max} of {status.max_lag}")
+    parts.append(f"mismatch {number(status.mismatch_lag0_abs)}")
     return packed(parts, width)
 
 
-def _speed(snapshot: RunStatus, width: int) -> list[Text]:
-    learner = snapshot.learner
-    parts = [f"tokens/s generated {snapshot.generated_tokens_per_s:,.0f}", f"trained {learner.tokens_per_s:,.0f}"]
+def _speed(status: RunStatus, width: int) -> list[Text]:
+    learner = status.learner
+    parts = [f"tokens/s generated {status.generated_tokens_per_s:,.0f}", f"trained {learner.tokens_per_s:,.0f}"]
     if learner.busy_frac is not None and learner.step_s is not None:
         parts.append(f"learner busy {learner.busy_frac:.0%}, step {learner.step_s:.2f} s")
     if learner.restarts:
@@ -174,9 +174,9 @@ def _speed(snapshot: RunStatus, width: int) -> list[Text]:
     return packed(parts, width)
 
 
-def _pools(snapshot: RunStatus) -> Iterator[Text]:
-    names, width = sorted(snapshot.lags), _name_width(snapshot.pools)
-    for pool in snapshot.pools:
+def _pools(status: RunStatus) -> Iterator[Text]:
+    names, width = sorted(status.lags), _name_width(status.pools)
+    for pool in status.pools:
         short = pool.working < pool.wanted
         yield Text.assemble(
             (f"{pool.name:<{width}}", f"bold {style_of(names, pool.name)}"),
@@ -235,8 +235,8 @@ def _style(state: str) -> str:
     return "" if state in ("working", "finished") else "yellow"
 
 
-def _buffer(snapshot: RunStatus, width: int) -> Iterator[Text]:
-    buffer = snapshot.buffer
+def _buffer(status: RunStatus, width: int) -> Iterator[Text]:
+    buffer = status.buffer
     if buffer is None:
         return
     ledger = buffer.ledger
@@ -272,19 +272,48 @@ TALLEST = 60
 """Lines where the height is not known, as in a pipe."""
 
 
+TRAINING = "training"
+"""The phase in which steps are taken."""
+NUM_WAITS = 3
+"""So many of those who wait are in a line."""
+
+
+def line(status: RunStatus, num_waits: int = NUM_WAITS) -> str:
+    """A run in one line: how far it is, and who waits for whom.
+
+    Args:
+        status: of the run.
+        num_waits: so many of those who wait are named.
+    """
+    phase = f"{status.phase}, for {status.written_s - status.phase_since_s:.0f} s"
+    figures = phase
+    if status.step:
+        figures = (
+            f"step {status.step}/{status.num_steps}  reward {number(status.reward)}  "
+            f"lag {number(status.lag_mean)} (max {status.lag_max} of {status.max_lag})  "
+            f"tokens/s generated {status.generated_tokens_per_s:.0f} trained {status.learner.tokens_per_s:.0f}"
+        )
+        if status.phase != TRAINING and status.ended is None:
+            figures += f"  {phase}"
+    sentences = status.waits[:num_waits]
+    if num_waits and len(status.waits) > num_waits:
+        sentences = [*sentences, f"and {len(status.waits) - num_waits} more wait"]
+    return "; ".join([f"{status.written_s - status.started_s:5.0f} s  {figures}", *sentences, *status.tripped])
+
+
 class View:
     """A rich renderable that always fits: what is less important goes first where there is no room."""
 
-    def __init__(self, snapshot: RunStatus, now_s: float, *, gone: str = "", note: str = "") -> None:
+    def __init__(self, status: RunStatus, now_s: float, *, gone: str = "", note: str = "") -> None:
         """Take what is to be shown.
 
         Args:
-            snapshot: of the run.
+            status: of the run.
             now_s: seconds since the epoch.
             gone: why the command is thought gone; empty where it is not.
             note: beside the name, as 'paused'.
         """
-        self._snapshot = snapshot
+        self._snapshot = status
         self._now_s = now_s
         self._gone = gone
         self._note = note
@@ -299,8 +328,8 @@ class View:
 
     def lines(self, width: int, height: int, *, ascii_only: bool = False) -> list[Text]:
         """The view as lines of at most this width, at most so many."""
-        snapshot = self._snapshot
-        top = head(snapshot, self._now_s, width, self._gone, self._note)[: max(2, height // 3)][:height]
+        status = self._snapshot
+        top = head(status, self._now_s, width, self._gone, self._note)[: max(2, height // 3)][:height]
         room = height - len(top)
         is_wide = width >= TWO_COLUMNS
         column = (width - 2) // 2 if is_wide else width
@@ -309,7 +338,7 @@ class View:
         def wrap(sentence: str, style: str) -> list[Text]:
             return list(Text(sentence, style=style).wrap(_MEASURE, max(8, inside)))
 
-        found = sections(snapshot, self._now_s, inside, wrap, ascii_only=ascii_only)
+        found = sections(status, self._now_s, inside, wrap, ascii_only=ascii_only)
         if is_wide:
             left = _column([each for each in found if each.name not in RIGHT], column, room)
             right = _column([each for each in found if each.name in RIGHT], column, room)

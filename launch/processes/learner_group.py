@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 from ray.exceptions import RayTaskError
 
 from common.run import RunContext
 from launch.checks import Plan
 from launch.keys import host_of_service
-from launch.observe.status import ProcessFacts
+from launch.observe.status import PollResult, ProcessStatus
 from launch.pools import stage_pools
 from launch.processes.placement import PLACEMENT_S, PlacementGroup, spawn
 from launch.processes.role_process import STARTUP_KEY, Restarts, RoleProcess, RunFailed, done, failure, reason
@@ -42,21 +43,6 @@ class Phase(Enum):
     FINISHED = auto()
     EXPORTING = auto()
     EXPORTED = auto()
-
-
-@dataclass(frozen=True)
-class LearnerNews:
-    """What the learner reported at one poll."""
-
-    rows: list[Mapping[str, Any]] = field(default_factory=list)
-    """Reports of steps, each with `restarts`: how often the learner had been started again when it took the step."""
-    waits_for: str = ""
-    publishing: str | None = None
-    """What keeps published weights from being on disk; empty where nothing does, None where it did not say."""
-    resumed_at: int | None = None
-    """Once after each restart: the step from which training goes on; what came after it is taken again."""
-    resumed_version: int = 0
-    """The version that the learner had at that step."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +118,11 @@ class LearnerGroup:
         assert self._placement is not None, "ask_for_places() comes first"
         self._placement.wait(timeout_s, others_come=others_come)
 
-    def facts(self) -> list[ProcessFacts]:
+    def facts(self) -> list[ProcessStatus]:
         """What there is to know of each rank now; never waits."""
         state = self._state.name.lower().replace("_", " ")
         shown = {Phase.RUNNING: "working", Phase.EXPORTED: "finished"}.get(self._state, state)
-        return [replace(stage.facts(), state=shown) for stage in self._stages]
+        return [msgspec.structs.replace(stage.facts(), state=shown) for stage in self._stages]
 
     def start(self, context: RunContext[LearnerSections], deadline: float) -> list[tuple[RoleProcess, Any]]:
         """Start all ranks; returns the calls that end when they are ready.
@@ -174,17 +160,17 @@ class LearnerGroup:
         elif self._calls and all(done(call) for _, call in self._calls):
             self._advance()
 
-    def poll(self, patience_s: float) -> LearnerNews:
-        """What the learner has to tell.
+    def poll(self, patience_s: float) -> PollResult:
+        """What the learner has to tell; the rest is left empty.
 
         Args:
             patience_s: how long to wait for its answer; a later one is taken at the next poll.
         """
         if self._rescued:  # alone, for they come before whatever a restarted learner has to tell
             rows, self._rescued = self._rescued, []
-            return LearnerNews(rows)
+            return PollResult(rows)
         if self._state in (Phase.MEETING, Phase.SETTING_UP, Phase.READY):
-            return LearnerNews(waits_for="its stages, which are started again", publishing="")
+            return PollResult(learner_waits_for="its stages, which are started again", publishing="")
         resumed, self._resumed = self._resumed, None
         told = self._ask_lead(patience_s)
         return told if resumed is None else replace(told, resumed_at=resumed.step, resumed_version=resumed.version)
@@ -328,7 +314,7 @@ class LearnerGroup:
         lead = self._stages[self._lead]
         if lead not in loss.stages:
             for _ in range(2):  # an answer that was still owed, and all since
-                self._rescued += self._ask_lead(RESCUE_S).rows
+                self._rescued += self._ask_lead(RESCUE_S).steps
         whence = f"checkpoint of step {newest}" if newest >= 0 else "beginning, for there is no checkpoint"
         self._notify(
             "restart", f"{loss.who} {loss.why}: all stages are started again from the {whence}; see {loss.logs}"
@@ -343,12 +329,12 @@ class LearnerGroup:
     def _lead(self) -> int:
         return self._config.num_stages - 1
 
-    def _ask_lead(self, patience_s: float) -> LearnerNews:
+    def _ask_lead(self, patience_s: float) -> PollResult:
         answer: StagePoll | None = self._stages[self._lead].ask("poll", patience_s, self._notify)
         if answer is None:
-            return LearnerNews()
+            return PollResult()
         rows: list[Mapping[str, Any]] = [{**report, "restarts": self.num_restarts} for report in answer.reports]
-        return LearnerNews(rows, answer.waiting_for, answer.publishing)
+        return PollResult(rows, answer.waiting_for, answer.publishing)
 
 
 def _is_a(error: Exception, kind: type[Exception]) -> bool:

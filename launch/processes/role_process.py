@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from launch.observe.status import ProcessFacts
+from launch.observe.status import ProcessStatus
 
 STARTUP_KEY = "launch.startup_timeout_s"
 LASTING_S = 3600.0
@@ -100,17 +100,26 @@ class RoleProcess:
 
     @property
     def state(self) -> str:
-        """For people; see `ProcessFacts`."""
+        """For people; see `ProcessStatus`."""
         running = self.running  # read once: the observer's thread looks as well as the one that polls
         if running is None:
             return "starting"
         return "finished" if done(running) else "working"
 
-    def facts(self) -> ProcessFacts:
+    def facts(self) -> ProcessStatus:
         """What there is to know of it now; never waits."""
         host, pid = self._whereabouts()
-        log, restarts = str(self.log), self.restarts.total
-        return ProcessFacts(self.name, self.role, self.number, self.pool, self.state, host, pid, log, restarts)
+        return ProcessStatus(
+            name=self.name,
+            role=self.role,
+            number=self.number,
+            pool=self.pool,
+            state=self.state,
+            restarts=self.restarts.total,
+            host=host,
+            pid=pid,
+            log=str(self.log),
+        )
 
     def begin_work(self, call: Any) -> None:  # noqa: ANN401 -- a Ray call
         """It works from now on, until this call ends."""

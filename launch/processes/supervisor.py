@@ -17,8 +17,7 @@ from common.run import RunContext
 from common.staleness import PolicyVersion
 from launch.checks import Plan
 from launch.config import Config
-from launch.observe.observer import PollResult
-from launch.observe.status import ProcessFacts
+from launch.observe.status import PollResult, ProcessStatus
 from launch.processes.actor_pools import ActorPools, ActorProcess
 from launch.processes.evaluation import EVALUATION_SHARE, Evaluation
 from launch.processes.learner_group import LearnerGroup
@@ -123,21 +122,13 @@ class Supervisor:
         """
         self._watch_services()
         self._learner.watch()
-        told = self._learner.poll(patience_s)
-        if told.resumed_at is not None:
+        news = self._learner.poll(patience_s)
+        if news.resumed_at is not None:
             self._drain_again()
         working = self._actors.watch()
-        news = PollResult(
-            told.rows,
-            told.waits_for,
-            told.publishing,
-            told.resumed_at,
-            told.resumed_version,
-            working=frozenset(actor_name(actor.number) for actor in working),
-            quarantined=tuple(self._actors.quarantined),
-            wanted=dict(self._actors.wanted),
-            processes=self.processes(),
-        )
+        news.working = frozenset(actor_name(actor.number) for actor in working)
+        news.quarantined, news.wanted = tuple(self._actors.quarantined), dict(self._actors.wanted)
+        news.processes = self.processes()
         for actor in working:
             report = actor.ask("report", patience_s, self._notify)
             if report is not None:
@@ -146,7 +137,7 @@ class Supervisor:
         news.status = self.status()
         return news
 
-    def processes(self) -> tuple[ProcessFacts, ...]:
+    def processes(self) -> tuple[ProcessStatus, ...]:
         """Buffer, weights, stages, actors, as they are now; waits for none of them."""
         services = [*self._buffer.processes, *self._weights.processes]
         actors = self._actors.actors

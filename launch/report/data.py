@@ -1,19 +1,25 @@
-"""All that the report knows of one run."""
+"""RunData: all that the report knows of one run, and the curves of metrics.jsonl."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+import msgspec
 
 from buffer.errors import BufferError
+from launch.observe.metrics import POOL_PREFIX
+from launch.observe.status import Accuracy
 from launch.report.samples import BufferData, read_buffer
-from launch.report.series import Metrics, read_json_lines, read_metrics
-from launch.report.spans import Lanes, read_lanes
+from launch.report.svg import Point
+from launch.report.timeline import Timeline, read_timeline
 from launch.run_folder import RunFolder, owner_of
 
 FIRST_EVENTS, LAST_EVENTS = 60, 240
@@ -21,16 +27,134 @@ FIRST_EVENTS, LAST_EVENTS = 60, 240
 BUFFER_LIMIT_S = 12.0
 MAX_EVENT_TEXT = 1200
 """Characters of an event on the page."""
+MAX_BUCKETS = 300
+"""Of one curve; each shows its least and its greatest value."""
+CURVES = (
+    *("reward/mean", "loss", "grad_norm", "length/trained_mean", "lag/token_mean", "lag/token_max"),
+    *("mismatch/lag0_abs", "mismatch/k3", "off_policy/ess_token", "off_policy/ess_sequence"),
+    *("perf/generated_tokens_per_s", "perf/trained_tokens_per_s", "buffer/ledger_gap"),
+    *("time/weight_pause", "time/wait_for_policy"),
+)
+"""Metrics that the page draws or sums up, beside those of pools and of `TIMES`."""
+TIMES = ("wait_for_batch", "reference", "forward", "loss", "backward", "optimizer", "publish")
+"""What a step's time is spent on."""
+TOKENS = "batch/completion_tokens"
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Held-out accuracy of one version."""
+class Series:
+    """A metric over the steps, 16 bytes each."""
 
-    version: int
-    greedy: float | None
-    sampled: float | None
-    num_problems: int
+    def __init__(self) -> None:
+        self._x, self._y = array("d"), array("d")
+
+    def add(self, x: float, y: float) -> None:
+        """One more point, with x growing."""
+        self._x.append(x)
+        self._y.append(y)
+
+    def go_back(self, x: float) -> None:
+        """Forget what is not before x."""
+        while self._x and self._x[-1] >= x:
+            self._x.pop()
+            self._y.pop()
+
+    @property
+    def points(self) -> list[Point]:
+        """At most 2 * MAX_BUCKETS, in order of x."""
+        return thinned(list(zip(self._x, self._y, strict=True)))
+
+    @property
+    def total(self) -> float:
+        """Of all points."""
+        return math.fsum(self._y)
+
+    @property
+    def mean(self) -> float | None:
+        """Of all points; None where there is none."""
+        return self.total / len(self._y) if self._y else None
+
+    def mean_at_ends(self, share: float) -> tuple[float, float] | None:
+        """Means of the first and of the last points, this share of all of them; None where there is no point."""
+        num = max(1, int(share * len(self._y)))
+        return (math.fsum(self._y[:num]) / num, math.fsum(self._y[-num:]) / num) if self._y else None
+
+
+def thinned(points: Sequence[Point], most: int = MAX_BUCKETS) -> list[Point]:
+    """Of so many buckets of neighbours the least and the greatest each, so that every spike stays."""
+    width = max(1, math.ceil(len(points) / most))
+    if width <= 2:
+        return list(points)
+    found: list[Point] = []
+    for start in range(0, len(points), width):
+        bucket = points[start : start + width]
+        found += sorted({min(bucket, key=_height), max(bucket, key=_height)})
+    return found
+
+
+def _height(point: Point) -> float:
+    return point[1]
+
+
+@dataclass
+class Metrics:
+    """What metrics.jsonl says."""
+
+    series: dict[str, Series] = field(default_factory=dict)
+    """By metric, over steps."""
+    last: dict[str, Any] = field(default_factory=dict)
+    """The newest row of a step."""
+    num_steps: int = 0
+    version: int = 0
+
+    def take_in(self, row: dict[str, Any]) -> None:
+        """One row of a step; a step that is taken again counts as it was taken last."""
+        step = row["step"]
+        if step <= self.num_steps:
+            for series in self.series.values():
+                series.go_back(step)
+        self.num_steps, self.version, self.last = step, row.get("version", self.version), row
+        wanted = (*CURVES, *(f"time/{name}" for name in TIMES), *(name for name in row if name.startswith(POOL_PREFIX)))
+        values = {name: value for name in wanted if _is_finite(value := row.get(name))}
+        if _is_finite(whole := row.get("time/step")):
+            values["time/other"] = max(0.0, whole - math.fsum(values.get(f"time/{name}", 0.0) for name in TIMES[1:]))
+        if _is_finite(tokens := row.get(TOKENS)) and not row.get("skipped"):
+            values[TOKENS] = tokens
+        for name, value in values.items():
+            self.series.setdefault(name, Series()).add(step, value)
+
+    def of(self, name: str) -> list[Point]:
+        """A curve; empty where the run has none."""
+        return self.series[name].points if name in self.series else []
+
+    def mean(self, name: str) -> float | None:
+        """Over all steps; None where there is none."""
+        return self.series[name].mean if name in self.series else None
+
+    @property
+    def trained_tokens(self) -> int:
+        """Completion tokens of the steps whose rows are there."""
+        return int(self.series[TOKENS].total) if TOKENS in self.series else 0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What the learner's time was spent on: by `TIMES` and "other"."""
+        names = (*TIMES, "other")
+        return {name: self.series[f"time/{name}"].total for name in names if f"time/{name}" in self.series}
+
+
+def _is_finite(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _json_lines(path: Path, torn: list[int]) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; the numbers of lines that cannot be read go to `torn`."""
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield decode(line)
+            except msgspec.MsgspecError:
+                torn.append(number)
 
 
 @dataclass
@@ -39,7 +163,7 @@ class Events:
 
     shown: list[Mapping[str, Any]] = field(default_factory=list)
     num_left_out: int = 0
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluations: list[Accuracy] = field(default_factory=list)
     failed: str = ""
     """Why the run failed, where it said so."""
     interrupted: bool = False
@@ -56,7 +180,7 @@ class RunData:
     metrics: Metrics = field(default_factory=Metrics)
     events: Events = field(default_factory=Events)
     summary: Mapping[str, Any] | None = None
-    lanes: Lanes | None = None
+    timeline: Timeline | None = None
     buffer: BufferData | None = None
     exit_status: int | None = None
     """Of the command that worked on the run last; None while it lives, or where it was killed."""
@@ -84,12 +208,12 @@ class RunData:
     @property
     def num_steps(self) -> int:
         """Of metrics.jsonl, or of the timeline, which has those too that tracking.log_every leaves out."""
-        return max(self.metrics.num_steps, self.lanes.num_steps if self.lanes is not None else 0)
+        return max(self.metrics.num_steps, self.timeline.num_steps if self.timeline is not None else 0)
 
     @property
     def trained_tokens(self) -> int:
         """Completion tokens, by the same rule; that of the two which has more steps has more of them."""
-        return max(self.metrics.spent.tokens, self.lanes.trained_tokens if self.lanes is not None else 0)
+        return max(self.metrics.trained_tokens, self.timeline.trained_tokens if self.timeline is not None else 0)
 
     @property
     def ledger(self) -> Mapping[str, int] | None:
@@ -140,7 +264,7 @@ _CONSEQUENCES = {
     "summary.json": ": the run has not ended, or it failed or was killed before it could write it",
     "metrics.jsonl": ", so there are no curves",
     "events.jsonl": ", so there are no events and no accuracies",
-    "timeline.jsonl": ": the run is of an older Leeway, or it ended before it began",
+    "timeline.json": ": the run is of an older Leeway, or it ended before it began",
     "config.toml": ", so the config is not known",
 }
 
@@ -150,9 +274,13 @@ def _read_config(folder: RunFolder, run: RunData) -> None:
 
 
 def _read_metrics(folder: RunFolder, run: RunData) -> None:
-    run.metrics = read_metrics(folder.metrics)
-    if run.metrics.num_torn:
-        run.missing.append(f"{_lines(run.metrics.num_torn)} of metrics.jsonl could not be read and left out.")
+    torn: list[int] = []
+    for row in _json_lines(folder.metrics, torn):
+        # rows of an evaluation have a step too, and no version of the learner
+        if isinstance(row.get("step"), int) and isinstance(row.get("version"), int):
+            run.metrics.take_in(row)
+    if torn:
+        run.missing.append(f"{_lines(len(torn))} of metrics.jsonl could not be read and left out.")
     if not run.metrics.num_steps:
         run.missing.append("metrics.jsonl has no step yet, so there are no curves.")
 
@@ -176,9 +304,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_timeline(folder: RunFolder, run: RunData) -> None:
-    run.lanes = read_lanes(folder.timeline)
-    if run.lanes is None:
-        run.missing.append("timeline.jsonl is empty, so there is no timeline.")
+    run.timeline = read_timeline(folder.timeline)
+    if run.timeline is None:
+        run.missing.append("timeline.json is empty, so there is no timeline.")
 
 
 def _read_events(folder: RunFolder, run: RunData) -> None:
@@ -186,7 +314,7 @@ def _read_events(folder: RunFolder, run: RunData) -> None:
     events = run.events
     first: list[Mapping[str, Any]] = []
     last: list[Mapping[str, Any]] = []
-    for event in read_json_lines(folder.events, torn):
+    for event in _json_lines(folder.events, torn):
         _note(events, event)
         text = str(event.get("text", ""))
         if len(text) > MAX_EVENT_TEXT:
@@ -212,17 +340,13 @@ def _note(events: Events, event: Mapping[str, Any]) -> None:
     if kind == "interrupt":
         events.interrupted = True
     if kind == "evaluated":
-        versions = list(_versions(str(event.get("eval/version", ""))))
-        greedy, sampled = event.get("eval/accuracy_greedy"), event.get("eval/accuracy_sampled")
-        if versions:
-            events.evaluations.append(Evaluation(max(versions), greedy, sampled, event.get("eval/num_problems") or 0))
+        events.evaluations.append(Accuracy.of_event(event))
 
 
-def _versions(text: str) -> Iterator[int]:
-    for each in text.split(","):
-        number = each.rpartition(".")[2]
-        if number.isdigit():
-            yield int(number)
+def version_of(accuracy: Accuracy) -> int:
+    """Number of the newest version that was evaluated; 0 where it is not known."""
+    numbers = [each.rpartition(".")[2] for each in accuracy.versions.split(", ")]
+    return max((int(number) for number in numbers if number.isdigit()), default=0)
 
 
 def _tell_of_buffer(run: RunData, buffer: BufferData) -> None:

@@ -27,7 +27,7 @@ MAX_LAG_SHOWN = 64
 KINDS = ("best reward", "worst reward", "longest", "typical", "most off-policy", "shortest")
 
 
-class Place(NamedTuple):
+class SampleKey(NamedTuple):
     """A sample within the buffer."""
 
     group_id: int
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trajectory:
+class ShownSample:
     """One sample, for people."""
 
     kind: str
@@ -83,7 +83,7 @@ class BufferData:
     """By actor: trained tokens of each lag, in the groups that were read for it."""
     num_lag_samples: int = 0
     """Trajectories behind `lags`."""
-    trajectories: list[Trajectory] = field(default_factory=list)
+    trajectories: list[ShownSample] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
 
     @property
@@ -169,9 +169,9 @@ class _Chooser:
 
     def __init__(self) -> None:
         self.trained_groups: list[int] = []
-        self._best: dict[str, list[tuple[tuple[float, ...], Place]]] = {}
+        self._best: dict[str, list[tuple[tuple[float, ...], SampleKey]]] = {}
         """The first few of each kind, the least of them first."""
-        self._candidates: list[tuple[Place, float, int]] = []
+        self._candidates: list[tuple[SampleKey, float, int]] = []
         self._num_seen = 0
 
     def look_at(self, group: GroupView) -> None:
@@ -181,7 +181,7 @@ class _Chooser:
             self.trained_groups.append(row.group_id)
         lag = uses[-1].version - group.oldest_version if uses and group.oldest_version is not None else None
         for index, (reward, length) in enumerate(zip(row.rewards, row.completion_lengths, strict=True)):
-            place = Place(row.group_id, index)
+            place = SampleKey(row.group_id, index)
             if not length or row.records[index] < 0:
                 continue
             if reward is not None:
@@ -193,14 +193,14 @@ class _Chooser:
             if lag is not None and row.fates[index] == "trained":
                 self._offer("most off-policy", (lag, length, row.group_id), place)
 
-    def _offer(self, kind: str, value: tuple[float, ...], place: Place) -> None:
+    def _offer(self, kind: str, value: tuple[float, ...], place: SampleKey) -> None:
         best = self._best.setdefault(kind, [])
         if len(best) < len(KINDS):
             heapq.heappush(best, (value, place))
         elif value > best[0][0]:
             heapq.heapreplace(best, (value, place))
 
-    def _remember(self, place: Place, reward: float, length: int) -> None:
+    def _remember(self, place: SampleKey, reward: float, length: int) -> None:
         """A few thousand samples, later ones replacing earlier ones evenly, for the typical one."""
         self._num_seen += 1
         if len(self._candidates) < 4096:
@@ -208,9 +208,9 @@ class _Chooser:
         elif self._num_seen % 61 == 0:
             self._candidates[(self._num_seen // 61) % 4096] = place, reward, length
 
-    def chosen(self) -> dict[Place, str]:
+    def chosen(self) -> dict[SampleKey, str]:
         """Each with why; no two of them are the same."""
-        places: dict[Place, str] = {}
+        places: dict[SampleKey, str] = {}
         for kind in KINDS:
             ordered = self._typical() if kind == "typical" else sorted(self._best.get(kind, []), reverse=True)
             first = next((place for _, place in ordered if place not in places), None)
@@ -218,7 +218,7 @@ class _Chooser:
                 places[first] = kind
         return places
 
-    def _typical(self) -> list[tuple[tuple[float, ...], Place]]:
+    def _typical(self) -> list[tuple[tuple[float, ...], SampleKey]]:
         """Those nearest to the median of reward and length, the later ones first."""
         if not self._candidates:
             return []
@@ -227,7 +227,7 @@ class _Chooser:
         reward, length = rewards[len(rewards) // 2], lengths[len(lengths) // 2]
         spread = max(rewards[-1] - rewards[0], 1e-9)
 
-        def distance(place: Place, its_reward: float, its_length: int) -> tuple[tuple[float, ...], Place]:
+        def distance(place: SampleKey, its_reward: float, its_length: int) -> tuple[tuple[float, ...], SampleKey]:
             away = abs(its_reward - reward) / spread + abs(its_length - length) / max(length, 1)
             return (away, -place.group_id), place
 
@@ -270,7 +270,7 @@ def _read_group(inspection: Inspection, group_id: int) -> tuple[GroupView, list[
     return group, list(zip(group.samples, rows, strict=True))
 
 
-def _trajectory(inspection: Inspection, place: Place, kind: str, decode: TextOf) -> Trajectory | None:
+def _trajectory(inspection: Inspection, place: SampleKey, kind: str, decode: TextOf) -> ShownSample | None:
     read = _read_group(inspection, place.group_id)
     if read is None:
         return None
@@ -283,7 +283,7 @@ def _trajectory(inspection: Inspection, place: Place, kind: str, decode: TextOf)
     tokens, num_prompt = row["token_ids"], row["prompt_length"]
     versions = dict.fromkeys(f"{span['incarnation']}.{span['version']}" for span in row["spans"])
     logprobs = row["logprobs"]
-    return Trajectory(
+    return ShownSample(
         kind=kind,
         group_id=place.group_id,
         sample_index=place.sample,

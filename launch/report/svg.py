@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from launch.report.series import Point
+Point = tuple[float, float]
 
 DASH = "\N{EN DASH}"
 """In place of a figure that is not known."""
@@ -20,10 +21,19 @@ WIDTH, HEIGHT = 372, 196
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 10, 30
 LOG_DECADES = 2.0
 """Values above 0 that span more are drawn on a logarithmic axis, where the chart allows one."""
+EMPTY = Markup('<p class="empty">No values in this run.</p>')
 
 
-@dataclass(frozen=True)
-class Curve:
+def tag(name: str, *inner: str, cls: str = "", **attributes: object) -> Markup:
+    """An element; text is escaped, numbers are rounded to a tenth of a pixel, and `_` in a name is `-`."""
+    written = f' class="{escape(cls)}"' if cls else ""
+    for key, value in attributes.items():
+        text = f"{round(value, 1):g}" if isinstance(value, float) else str(value)
+        written += f' {key.replace("_", "-")}="{escape(text)}"'
+    return Markup(f"<{name}{written}>{Markup('').join(inner)}</{name}>")
+
+
+class Curve(NamedTuple):
     """One line of a chart."""
 
     name: str
@@ -35,14 +45,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Bound:
-    """A level that is not to be passed."""
-
-    name: str
-    value: float
-
-
-@dataclass(frozen=True)
 class Chart:
     """What a chart shows."""
 
@@ -51,12 +53,24 @@ class Chart:
     """Of y."""
     curves: Sequence[Curve]
     x_name: str = "step"
-    bound: Bound | None = None
+    bound: tuple[str, float] | None = None
+    """Name and value of a level that is not to be passed."""
     floor: float | None = None
     """The axis reaches down to it at least."""
     ceiling: float | None = None
     may_be_log: bool = False
     note: str = ""
+
+
+class Bars(NamedTuple):
+    """Bars of one colour in a histogram."""
+
+    name: str
+    shares: Sequence[float]
+    style: str
+
+
+# --- axes ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -137,42 +151,44 @@ def short(value: float) -> str:
     )
 
 
+# --- charts -------------------------------------------------------------------------------------------
+
+
 def line_chart(chart: Chart) -> Markup:
     """The chart; a sentence in its place where there is nothing to draw."""
     curves = [curve for curve in chart.curves if curve.points]
     if not curves:
-        return Markup('<p class="empty">No values in this run.</p>')
+        return EMPTY
     xs = [x for curve in curves for x, _ in curve.points]
-    ys = [y for curve in curves for _, y in curve.points]
     x = inner_axis(min(xs), max(xs), LEFT, WIDTH - RIGHT, 5)
-    y = _y_axis(chart, ys)
-    parts = [_grid(x, y), *_bound(chart.bound, y)]
-    parts += [_curve(curve, x, y) for curve in reversed(curves)]  # the first on top
-    parts.append(
-        Markup('<text class="axis" x="{}" y="{}" text-anchor="end">{}</text>').format(
-            WIDTH - RIGHT, HEIGHT - 3, chart.x_name
-        )
-    )
-    parts.append(Markup('<line class="cursor" x1="0" x2="0" y1="{}" y2="{}"/>').format(TOP, HEIGHT - BOTTOM))
-    return Markup(
-        '<svg class="chart" viewBox="0 0 {} {}" role="img" tabindex="0" aria-label="{}" '
-        'data-x="{} {} {} {}" data-y="{} {} {} {} {}" data-xname="{}">{}</svg>'
-    ).format(
-        WIDTH,
-        HEIGHT,
-        _summary(chart, curves),
-        *(_number(v) for v in (x.low, x.high, x.start, x.end)),
-        *(_number(v) for v in (y.low, y.high, y.start, y.end)),
-        "log" if y.is_log else "linear",
-        chart.x_name,
-        Markup("").join(parts),
+    y = _y_axis(chart, [y for curve in curves for _, y in curve.points])
+    parts = _grid(x, y, chart.x_name)
+    if chart.bound is not None:
+        name, at = chart.bound[0], y.place(chart.bound[1])
+        parts.append(tag("line", cls="bound", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at))
+        parts.append(tag("text", name, cls="axis boundname", x=WIDTH - RIGHT, y=at + 12, text_anchor="end"))
+    for curve in reversed(curves):  # the first on top
+        parts += _curve(curve, x, y)
+    parts.append(tag("line", cls="cursor", x1=0, x2=0, y1=TOP, y2=HEIGHT - BOTTOM))
+    scales = [f"{each.low:.6g} {each.high:.6g} {each.start:g} {each.end:g}" for each in (x, y)]
+    return tag(
+        "svg",
+        *parts,
+        cls="chart",
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        role="img",
+        tabindex=0,
+        aria_label=_in_words(chart, curves),
+        data_x=scales[0],
+        data_y=f"{scales[1]} {'log' if y.is_log else 'linear'}",
+        data_xname=chart.x_name,
     )
 
 
 def _y_axis(chart: Chart, ys: Sequence[float]) -> Axis:
     low, high = min(ys), max(ys)
     if chart.bound is not None:
-        high = max(high, chart.bound.value)
+        high = max(high, chart.bound[1])
     if chart.floor is not None:
         low = min(low, chart.floor)
     if chart.ceiling is not None and high <= chart.ceiling * (1 + 1e-3):  # but for rounding, it is not passed
@@ -181,63 +197,35 @@ def _y_axis(chart: Chart, ys: Sequence[float]) -> Axis:
     return axis(low, high, HEIGHT - BOTTOM, TOP, 4, is_log=is_log)
 
 
-def _grid(x: Axis, y: Axis) -> Markup:
+def _grid(x: Axis, y: Axis, x_name: str) -> list[Markup]:
     parts = []
     for value in y.ticks:
-        at = round(y.place(value), 1)
-        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at))
-        parts.append(
-            Markup('<text class="axis" x="{}" y="{}" text-anchor="end">{}</text>').format(
-                LEFT - 6, at + 3.5, _power(value) if y.is_log else short(value)
-            )
-        )
+        at = y.place(value)
+        text = f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e") if y.is_log else short(value)
+        parts.append(tag("line", cls="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at))
+        parts.append(tag("text", text, cls="axis", x=LEFT - 6, y=at + 3.5, text_anchor="end"))
     for value in x.ticks:
-        at = round(x.place(value), 1)
-        if at > WIDTH - RIGHT - 24 and value != x.ticks[0]:  # the name of the axis stands there
-            anchor = "end" if at > WIDTH - RIGHT - 8 else "middle"
-        else:
-            anchor = "middle"
-        parts.append(
-            Markup('<text class="axis" x="{}" y="{}" text-anchor="{}">{}</text>').format(
-                at, HEIGHT - BOTTOM + 14, anchor, short(value)
-            )
-        )
-    return Markup("").join(parts)
+        at = x.place(value)
+        anchor = "end" if at > WIDTH - RIGHT - 8 and value != x.ticks[0] else "middle"
+        parts.append(_below(short(value), at, anchor))
+    parts.append(tag("text", x_name, cls="axis", x=WIDTH - RIGHT, y=HEIGHT - 3, text_anchor="end"))
+    return parts
 
 
-def _power(value: float) -> str:
-    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+def _below(text: str, at: float, anchor: str = "middle") -> Markup:
+    return tag("text", text, cls="axis", x=at, y=HEIGHT - BOTTOM + 14, text_anchor=anchor)
 
 
-def _bound(bound: Bound | None, y: Axis) -> list[Markup]:
-    if bound is None:
-        return []
-    at = round(y.place(bound.value), 1)
-    return [
-        Markup('<line class="bound" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at),
-        Markup('<text class="axis boundname" x="{}" y="{}" text-anchor="end">{}</text>').format(
-            WIDTH - RIGHT, at + 12, bound.name
-        ),
-    ]
-
-
-def _curve(curve: Curve, x: Axis, y: Axis) -> Markup:
-    def pixels(points: Sequence[Point]) -> list[tuple[float, float]]:
-        return [(round(x.place(px), 1), round(y.place(py if not y.is_log else max(py, y.low)), 1)) for px, py in points]
-
-    places = pixels(curve.points)
-    line = Markup('<polyline class="line {}" data-name="{}" points="{}"/>').format(
-        curve.style, curve.name, " ".join(f"{px:g},{py:g}" for px, py in places)
-    )
+def _curve(curve: Curve, x: Axis, y: Axis) -> list[Markup]:
+    places = [(x.place(px), y.place(max(py, y.low) if y.is_log else py)) for px, py in curve.points]
+    points = " ".join(f"{round(px, 1):g},{round(py, 1):g}" for px, py in places)
+    line = tag("polyline", cls=f"line {curve.style}", data_name=curve.name, points=points)
     if not curve.dots and len(places) > 1:
-        return line
-    dots = Markup("").join(
-        Markup('<circle class="dot {}" cx="{}" cy="{}" r="2.6"/>').format(curve.style, px, py) for px, py in places
-    )
-    return line + dots
+        return [line]
+    return [line, *(tag("circle", cls=f"dot {curve.style}", cx=px, cy=py, r=2.6) for px, py in places)]
 
 
-def _summary(chart: Chart, curves: Sequence[Curve]) -> str:
+def _in_words(chart: Chart, curves: Sequence[Curve]) -> str:
     """For whoever does not see the chart."""
     parts = []
     for curve in curves:
@@ -245,24 +233,11 @@ def _summary(chart: Chart, curves: Sequence[Curve]) -> str:
         parts.append(
             f"{curve.name} from {short(ys[0])} to {short(ys[-1])}, least {short(min(ys))}, greatest {short(max(ys))}"
         )
-    bound = f"; {chart.bound.name} {short(chart.bound.value)}" if chart.bound is not None else ""
+    bound = f"; {chart.bound[0]} {short(chart.bound[1])}" if chart.bound is not None else ""
     return f"{chart.title} ({chart.unit}) by {chart.x_name}: {'; '.join(parts)}{bound}"
 
 
-def _number(value: float) -> str:
-    return f"{value:.6g}"
-
-
-@dataclass(frozen=True)
-class BarSet:
-    """Bars of one colour in a histogram."""
-
-    name: str
-    shares: Sequence[float]
-    style: str
-
-
-def bar_chart(title: str, labels: Sequence[str], sets: Sequence[BarSet], x_name: str) -> Markup:
+def bar_chart(title: str, labels: Sequence[str], sets: Sequence[Bars], x_name: str) -> Markup:
     """Shares as upright bars, those of several sets side by side.
 
     Args:
@@ -272,72 +247,46 @@ def bar_chart(title: str, labels: Sequence[str], sets: Sequence[BarSet], x_name:
         x_name: with its unit.
     """
     if not labels or not sets:
-        return Markup('<p class="empty">No values in this run.</p>')
+        return EMPTY
     highest = max(max(each.shares, default=0.0) for each in sets) or 1.0
     y = axis(0.0, highest * 100, HEIGHT - BOTTOM, TOP)
     room = (WIDTH - LEFT - RIGHT) / len(labels)
     width = min(26.0, room * 0.8 / len(sets))
-    parts = [_grid(Axis(0, 1, LEFT, WIDTH - RIGHT), y)]
+    parts = _grid(Axis(0, 1, LEFT, WIDTH - RIGHT), y, x_name)
     every = max(1, math.ceil(len(labels) * max(map(len, labels)) * 6.5 / (WIDTH - LEFT - RIGHT)))
     for number, label in enumerate(labels):
         middle = LEFT + (number + 0.5) * room
         for place, each in enumerate(sets):
-            top = y.place(each.shares[number] * 100)
-            left = middle + (place - len(sets) / 2) * width
-            parts.append(
-                Markup(
-                    '<rect class="bar {}" x="{}" y="{}" width="{}" height="{}"><title>{} {}: {}%</title></rect>'
-                ).format(
-                    each.style,
-                    round(left, 1),
-                    round(top, 1),
-                    round(max(width - 1, 1), 1),
-                    round(HEIGHT - BOTTOM - top, 1),
-                    f"{each.name},",
-                    label,
-                    short(each.shares[number] * 100),
-                )
-            )
+            percent = each.shares[number] * 100
+            left, top = middle + (place - len(sets) / 2) * width, y.place(percent)
+            size = {"x": left, "y": top, "width": max(width - 1, 1.0), "height": HEIGHT - BOTTOM - top}
+            name = tag("title", f"{each.name}, {label}: {short(percent)}%")
+            parts.append(tag("rect", name, cls=f"bar {each.style}", **size))
         if number % every == 0:
-            parts.append(
-                Markup('<text class="axis" x="{}" y="{}" text-anchor="middle">{}</text>').format(
-                    round(middle, 1), HEIGHT - BOTTOM + 14, label
-                )
-            )
-    parts.append(
-        Markup('<text class="axis" x="{}" y="{}" text-anchor="end">{}</text>').format(WIDTH - RIGHT, HEIGHT - 3, x_name)
+            parts.append(_below(label, middle))
+    most = [max(range(len(labels)), key=lambda number: each.shares[number]) for each in sets]
+    words = "; ".join(
+        f"{each.name}: most at {labels[top]} ({short(each.shares[top] * 100)}%)"
+        for each, top in zip(sets, most, strict=True)
     )
-    return Markup('<svg class="chart bars" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
-        WIDTH, HEIGHT, _bars_in_words(title, labels, sets), Markup("").join(parts)
-    )
-
-
-def _bars_in_words(title: str, labels: Sequence[str], sets: Sequence[BarSet]) -> str:
-    def most(each: BarSet) -> str:
-        top = max(range(len(labels)), key=lambda number: each.shares[number])
-        return f"{each.name}: most at {labels[top]} ({short(each.shares[top] * 100)}%)"
-
-    return f"{title}, in percent: {'; '.join(most(each) for each in sets)}"
+    words, box = f"{title}, in percent: {words}", f"0 0 {WIDTH} {HEIGHT}"
+    return tag("svg", *parts, cls="chart bars", viewBox=box, role="img", aria_label=words)
 
 
 def share_bar(title: str, parts: Sequence[tuple[str, float]]) -> Markup:
     """One horizontal bar cut into named shares, with a legend of its own."""
     total = sum(value for _, value in parts)
     if total <= 0:
-        return Markup('<p class="empty">No values in this run.</p>')
-    pieces, names = [], []
-    left = 0.0
+        return EMPTY
+    pieces, names, left = [], [], 0.0
     for number, (name, value) in enumerate(parts):
         share = 100 * value / total
+        words, width = f"{name}: {short(share)}%", f"{max(share - 0.2, 0.05):.2f}"
         pieces.append(
-            Markup('<rect class="mark c{}" x="{}" y="0" width="{}" height="14"><title>{}: {}%</title></rect>').format(
-                number, round(left, 2), round(max(share - 0.2, 0.05), 2), name, short(share)
-            )
+            tag("rect", tag("title", words), cls=f"mark c{number}", x=f"{left:.2f}", y=0, width=width, height=14)
         )
-        names.append(Markup('<li><i class="swatch c{}"></i>{} <b>{}%</b></li>').format(number, name, short(share)))
+        names.append(tag("li", tag("i", cls=f"swatch c{number}"), f"{name} ", tag("b", f"{short(share)}%")))
         left += share
     words = ", ".join(f"{name} {short(100 * value / total)}%" for name, value in parts)
-    return Markup(
-        '<svg class="chart share" viewBox="0 0 100 14" preserveAspectRatio="none" role="img" aria-label="{}: {}">{}'
-        '</svg><ul class="legend wrap">{}</ul>'
-    ).format(title, words, Markup("").join(pieces), Markup("").join(names))
+    box = {"viewBox": "0 0 100 14", "preserveAspectRatio": "none", "role": "img", "aria_label": f"{title}: {words}"}
+    return tag("svg", *pieces, cls="chart share", **box) + tag("ul", *names, cls="legend wrap")

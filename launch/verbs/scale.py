@@ -73,9 +73,9 @@ def _why_gone(folder: RunFolder) -> str:
     if owner_of(folder) is not None:
         return ""
     try:
-        sight = look(folder)
+        seen = look(folder)
     except StatusError:
         return f"no command works on the run {folder.root}; `leeway resume {folder.root}` goes on with it"
-    if (ended := sight.snapshot.ended) is not None:
+    if (ended := seen.status.ended) is not None:
         return f"the run {folder.root} is over ({ended.text}); `leeway resume {folder.root}` goes on with it"
-    return sight.gone
+    return seen.gone

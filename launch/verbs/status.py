@@ -35,59 +35,59 @@ def run(parsed: argparse.Namespace) -> int:
     from launch.observe.status import StatusError, find_run, look
 
     try:
-        sight = look(find_run(parsed.run))
+        seen = look(find_run(parsed.run))
     except (ConfigError, StatusError) as error:
         print(f"leeway: {error}", file=sys.stderr)
         return ExitStatus.WRONG_INPUT
     if parsed.json:
         document = {
-            **msgspec.to_builtins(sight.snapshot, str_keys=True),
-            "gone": sight.gone,
-            "resuming": sight.resuming,
+            **msgspec.to_builtins(seen.status, str_keys=True),
+            "gone": seen.gone,
+            "resuming": seen.resuming,
         }
         print(msgspec.json.format(msgspec.json.encode(document)).decode())
     else:
-        for line in _lines(sight):
+        for line in _lines(seen):
             print(line)
-    return ExitStatus.OK if sight.is_well else ExitStatus.FAILED
+    return ExitStatus.OK if seen.is_well else ExitStatus.FAILED
 
 
-def _lines(sight: Any) -> Iterator[str]:  # noqa: ANN401 -- launch.observe.status.Sight, imported late
-    from launch.observe.display import line
+def _lines(seen: Any) -> Iterator[str]:  # noqa: ANN401 -- launch.observe.status.StatusView, imported late
     from launch.observe.status import SILENT_S
+    from launch.observe.view import line
     from launch.words import duration
 
-    snapshot = sight.snapshot
-    yield f"{snapshot.run}  {snapshot.folder}"
-    if sight.resuming:
-        yield f"{sight.resuming}; what follows is of before"
-    elif snapshot.ended is not None:
-        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.ended.at_s))
-        yield f"ended at {moment} with exit status {snapshot.ended.exit_status}: {snapshot.ended.text}"
-    elif sight.gone:
-        yield sight.gone
+    status = seen.status
+    yield f"{status.run}  {status.folder}"
+    if seen.resuming:
+        yield f"{seen.resuming}; what follows is of before"
+    elif status.ended is not None:
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.ended.at_s))
+        yield f"ended at {moment} with exit status {status.ended.exit_status}: {status.ended.text}"
+    elif seen.gone:
+        yield seen.gone
     else:
-        since = duration(sight.now_s - snapshot.phase_since_s)
-        yield f"{snapshot.phase}, for {since}; process {snapshot.pid} on {snapshot.host}"
-        silent_s = sight.now_s - (snapshot.polled_s or snapshot.written_s)
-        if silent_s > SILENT_S and snapshot.polled_s is not None:
+        since = duration(seen.now_s - status.phase_since_s)
+        yield f"{status.phase}, for {since}; process {status.pid} on {status.host}"
+        silent_s = seen.now_s - (status.polled_s or status.written_s)
+        if silent_s > SILENT_S and status.polled_s is not None:
             yield f"the figures are {silent_s:.0f} s old"
-    yield line(snapshot).strip()
-    for pool in snapshot.pools:
+    yield line(status).strip()
+    for pool in status.pools:
         yield (
             f"pool {pool.name}: {pool.working} of {pool.wanted} actors work, {pool.running} samples running, "
             f"{pool.tokens_per_s:,.0f} tokens/s"
         )
-    lost = [each for each in snapshot.actors if each.state.startswith("lost")]
+    lost = [each for each in status.actors if each.state.startswith("lost")]
     for actor in lost:
         yield f"{actor.name} is {actor.state}; see {actor.log}"
-    if snapshot.buffer is not None:
-        ledger = snapshot.buffer.ledger
+    if status.buffer is not None:
+        ledger = status.buffer.ledger
         yield (
-            f"buffer: {snapshot.buffer.ready_groups} groups ready, {ledger.get('in_flight', 0)} samples in flight, "
+            f"buffer: {status.buffer.ready_groups} groups ready, {ledger.get('in_flight', 0)} samples in flight, "
             f"{ledger.get('trained', 0)} trained, ledger gap {ledger.get('gap', 0)}"
         )
-    for each in snapshot.evaluations[-1:]:
+    for each in status.evaluations[-1:]:
         yield f"accuracy at version {each.versions}: greedy {each.greedy}, sampled {each.sampled}"
-    for event in snapshot.events[-3:]:
+    for event in status.events[-3:]:
         yield f"{time.strftime('%H:%M:%S', time.localtime(event.time_s))}  {event.text}"

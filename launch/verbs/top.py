@@ -38,24 +38,24 @@ def run(parsed: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False)
     try:
         folder = find_run(parsed.run)
-        sight = look(folder)
+        seen = look(folder)
     except (ConfigError, StatusError) as error:
         print(f"leeway: {error}", file=sys.stderr)
         return ExitStatus.WRONG_INPUT
     if parsed.once or not console.is_terminal:
-        console.print(View(sight.snapshot, sight.now_s, gone=sight.gone, note=sight.resuming), end="")
+        console.print(View(seen.status, seen.now_s, gone=seen.gone, note=seen.resuming), end="")
         return ExitStatus.OK
 
     def view(is_paused: bool) -> View:
-        nonlocal sight
+        nonlocal seen
         note = "paused"
         if not is_paused:
             try:
-                sight = look(folder)
-                note = sight.resuming
+                seen = look(folder)
+                note = seen.resuming
             except StatusError:  # the folder is being removed, say; what was seen stays
                 note = "cannot be read any more"
-        return View(sight.snapshot, sight.now_s, gone=sight.gone, note=note)
+        return View(seen.status, seen.now_s, gone=seen.gone, note=note)
 
     try:
         show(view, console)

@@ -32,7 +32,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _write(parsed: argparse.Namespace) -> int:
     from launch.errors import ConfigError
-    from launch.report.perfetto import write
+    from launch.observe.trace import finish
     from launch.run_folder import open_run
 
     try:
@@ -52,12 +52,12 @@ def _write(parsed: argparse.Namespace) -> int:
         )
         return ExitStatus.FAILED
     try:
-        written = write(folder, out)
+        num_spans, num_counters = finish(folder.timeline, out)
     except (OSError, ValueError) as error:
         print(f"leeway: no trace: {error}", file=sys.stderr)
         return ExitStatus.FAILED
     print(
-        f"{out} ({written.size_bytes / 2**20:.1f} MiB): {written.num_spans} spans, {written.num_counters} values of "
-        "counters; open it in ui.perfetto.dev"
+        f"{out} ({out.stat().st_size / 2**20:.1f} MiB): {num_spans} spans, {num_counters} values of counters; "
+        "open it in ui.perfetto.dev"
     )
     return ExitStatus.OK

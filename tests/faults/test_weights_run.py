@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.staleness import PolicyVersion
+from launch.observe.tripwires import BEHIND_AFTER_S
 from tests.faults import results
 from tests.faults.disks import fill
 from tests.faults.live_run import GROUP_SIZE, GROUPS_PER_STEP, LiveRun
@@ -142,7 +143,7 @@ def test_a_whole_run_keeps_within_its_bound(start_run, show, max_lag, max_actor_
 def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_within_its_bound(start_run, show):
     run = start_run(
         *("--learner.num_steps", "100000", "--buffer.lease_timeout_s", str(LEASE_S)),
-        *("--weight_sync.behind_after_s", "3", "--weight_sync.keep_versions", "2"),
+        *("--weight_sync.keep_versions", "2"),
     )
     run.wait_for_steps(4)
     with ExitStack() as stops:
@@ -167,7 +168,7 @@ def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_with
     stop_s = results.pick(8, 60)
     with stop_at_work(run, 1):
         began_s = time.time()
-        run.wait_for("the actor to be named", lambda: run.events("behind", "actor-1"), 30)
+        run.wait_for("the actor to be named", lambda: run.events("behind", "actor-1"), BEHIND_AFTER_S + 30)
         time.sleep(max(0.0, stop_s - (time.time() - began_s)))
         newest, continued_s = run.newest(), time.time()
     run.wait_for("the actor to catch up", lambda: run.events("behind_ended", "actor-1"), 30)

@@ -4,12 +4,15 @@ import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
+
 from actors.report import ActorReport
 from buffer.lengths import LengthFidelity
 from common.run import RunContext
 from launch.checks import Plan, check
 from launch.load import load_config
-from launch.observe.status import ProcessFacts
+from launch.observe.status import ProcessStatus
+from launch.observe.trace import Event
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 
@@ -30,10 +33,10 @@ def report(name: str, pool: str = "actors", **fields: object) -> ActorReport:
     return ActorReport(**{**empty, **lists, **texts, "name": name, "pool": pool, "version": (0, 0), **fields})
 
 
-def process(name: str, pool: str = "", state: str = "working", **fields: object) -> ProcessFacts:
+def process(name: str, pool: str = "", state: str = "working", **fields: object) -> ProcessStatus:
     role, number = name.split(".")
     empty = {"host": "10.0.0.1", "pid": 100, "log": f"/runs/x/logs/{name}.log", "restarts": 0}
-    return ProcessFacts(name=name, role=role, number=int(number), pool=pool, state=state, **{**empty, **fields})
+    return ProcessStatus(name=name, role=role, number=int(number), pool=pool, state=state, **{**empty, **fields})
 
 
 def status(**fields: object) -> SimpleNamespace:
@@ -41,6 +44,8 @@ def status(**fields: object) -> SimpleNamespace:
     values = {
         "ledger": ledger,
         "failed_by_reason": {},
+        "quarantined_by_reason": {},
+        "num_damaged": 0,
         "num_ready_groups": 2,
         "num_drawn_groups": 4,
         "newest": (0, 7),
@@ -62,3 +67,12 @@ def step_row(step: int, num_tokens: int, lag: float, **fields: object) -> dict:
         "buffer/ledger_gap": 0,
         **fields,
     }
+
+
+def write_generation(folder: Path, spans: list[tuple[str, float, float, dict]]) -> None:
+    """The trace of a run, of which there are only (actor, start, end, arguments) of what was generated."""
+    with (folder / "timeline.json").open("wb") as file:
+        for who, start_s, end_s, args in spans:
+            times = {"ts": round(1e6 * start_s), "dur": round(1e6 * (end_s - start_s))}
+            event = Event(ph="X", name="generate", pid=1000, tid=4, cat="generate", args=args, who=who, **times)
+            file.write(msgspec.json.encode(event) + b",\n")

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer, decoders, models
 
 from actors.report import ActorReport, WeightUpdate
-from launch.observe.observer import PollResult
-from launch.observe.status import ProcessFacts
-from launch.observe.trace import Timeline
+from launch.observe.status import PollResult, ProcessStatus
+from launch.observe.trace import Trace
 from launch.run_folder import RunFolder
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import Actor, facts
@@ -51,9 +50,10 @@ def status(*, ready: int = 3, version: int = 0) -> SimpleNamespace:
     )
 
 
-def process(name: str, state: str = "working", pool: str = "") -> ProcessFacts:
+def process(name: str, state: str = "working", pool: str = "") -> ProcessStatus:
     role, number = name.split("-")
-    return ProcessFacts(f"{role}.{number}", role, int(number), pool, state, "", 0, f"{name}.log", 0)
+    facts = {"pool": pool, "state": state, "host": "", "pid": 0, "log": f"{name}.log", "restarts": 0}
+    return ProcessStatus(name=f"{role}.{number}", role=role, number=int(number), **facts)
 
 
 def row(step: int, at_s: float, **changes) -> dict:
@@ -102,7 +102,7 @@ def write_events(run: RunFolder, num_steps: int) -> None:
 def write_timeline(path: Path, rows: list[dict]) -> None:
     """Polls of one a second: both actors generate for 0.7 s of it, and take in the weights of the step before."""
     now_s = [START_S]
-    with Timeline(path, lambda: now_s[0]) as timeline:
+    with Trace(path, lambda: now_s[0]) as timeline:
         timeline.phase("starting")
         now_s[0] = START_S + 9
         timeline.phase("evaluating version 0")
@@ -123,7 +123,8 @@ def write_timeline(path: Path, rows: list[dict]) -> None:
             processes = (process("buffer-0"), process("stage-0"), process("actor-1", state, "actors"))
             news = PollResult(steps=[each], actors=actors, processes=processes)
             news.status = status(ready=number % 5, version=number)
-            timeline.take_in(news)
+            timeline.take_in(news, news.steps)
+        timeline.event("restart", f"actor.1 died of {NASTY}")
 
 
 def write_buffer(run: RunFolder) -> None:

@@ -12,6 +12,7 @@ from benchmarks import overlap
 from benchmarks.lib.processes import MeasurementFailed
 from benchmarks.lib.runs import FinishedRun, Samples
 from benchmarks.overlap_parts import long_tail, reward
+from tests.unit.made_up_run import write_generation
 
 
 def samples(*rows):
@@ -79,11 +80,7 @@ def write_run(folder, step_s, waits_s, busy):
             "lag/token_mean": 1.0, "lag/token_max": 2,
         })  # fmt: skip
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    spans = [
-        {"who": "actor-0", "what": "generate", "start_s": start, "end_s": end, "busy_s": busy_s}
-        for start, end, busy_s in busy
-    ]
-    (folder / "timeline.jsonl").write_text("\n".join(map(json.dumps, spans)) + "\n")
+    write_generation(folder, [("actor-0", start, end, {"busy_s": busy_s}) for start, end, busy_s in busy])
     summary = {"accuracy_after": 0.5, "ledger": {"dropped_stale": 1, "committed": 10}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return FinishedRun(folder)

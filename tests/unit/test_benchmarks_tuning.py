@@ -10,6 +10,7 @@ from benchmarks import tuning
 from benchmarks.lib.processes import MeasurementFailed
 from benchmarks.lib.runs import FinishedRun, KeptResults, train
 from launch.load import load_config
+from tests.unit.made_up_run import write_generation
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.toml"
 MACHINE = {"cores": 2, "processor": "x86_64", "python": "3.11", "load_before": 0.1, "commit": "abc"}
@@ -52,7 +53,7 @@ def test_the_gain_of_reward_is_between_the_ends_of_the_run():
 def write_run(folder, rows, spans):
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    (folder / "timeline.jsonl").write_text("\n".join(map(json.dumps, spans)) + "\n")
+    write_generation(folder, spans)
     summary = {"accuracy_after": 0.75, "ledger": {"dropped_stale": 5, "committed": 100}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return FinishedRun(folder)
@@ -62,9 +63,8 @@ def test_rates_count_from_the_first_step_to_the_last(tmp_path):
     rows = [row(number, 0.5, 100.0 + 2 * number, **{"lag/token_mean": float(number)}) for number in range(6)]
     rows.insert(3, {**row(99, 0.0, 105.0), "skipped": True})
     spans = [
-        {"who": "actor-0", "what": "generate", "start_s": 90.0, "end_s": 110.0, "busy_s": 20.0, "num_tokens": 60},
-        {"who": "actor-1", "what": "generate", "start_s": 100.0, "end_s": 110.0, "busy_s": 5.0, "num_tokens": 40},
-        {"who": "actor-1", "what": "update", "start_s": 100.0, "end_s": 110.0},
+        ("actor-0", 90.0, 110.0, {"busy_s": 20.0, "num_tokens": 60}),
+        ("actor-1", 100.0, 110.0, {"busy_s": 5.0, "num_tokens": 40}),
     ]
     found = tuning.figures_of(write_run(tmp_path / "run", rows, spans))
     assert found["seconds"] == pytest.approx(10.0)

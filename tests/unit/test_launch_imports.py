@@ -10,7 +10,7 @@ LOOKING = (
     "launch.control",
     "launch.report.data",
     "launch.report.page",
-    "launch.report.perfetto",
+    "launch.observe.trace",
     "launch.observe.status",
     "launch.tokenizer",
     "launch.observe.display",

@@ -11,8 +11,16 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from launch.observe.observer import Accuracy, Observer, PollResult, Progress, waits
-from launch.observe.status import FORMAT, NUM_EVENTS, StatusError, read_status, write_status
+from launch.observe.observer import Observer
+from launch.observe.status import (
+    FORMAT,
+    NUM_EVENTS,
+    Accuracy,
+    PollResult,
+    StatusError,
+    read_status,
+    write_status,
+)
 from tests.unit.made_up_run import plan, process, report, status, step_row
 
 
@@ -25,8 +33,7 @@ def run(tmp_path):
             self.now_s = 1000.0
             self.plan = plan(tmp_path / "run")
             self.plan.folder.create(self.plan.config)
-            self.progress = Progress(self.plan.config, 0.0, clock=lambda: self.now_s)
-            self.observer = Observer(self.plan, self.progress, wall=lambda: self.now_s)
+            self.observer = Observer(self.plan, wall=lambda: self.now_s, clock=lambda: self.now_s)
 
         def poll(self, **news: object):
             self.observer.take_in(PollResult(**news))
@@ -164,8 +171,7 @@ def test_a_row_has_the_figures_of_each_pool_and_of_those_who_wait(run):
     run.now_s += 4.0
     news["actors"] = [news["actors"][0], replace(news["actors"][1], waiting="waiting for policy 0.9", num_tokens=80)]
     rows = {"lag_by_actor": {"actor-0": {0: 1, 4: 1}}, "lag0_by_actor": {"actor-0": (1e-6, 1)}}
-    run.observer.take_in(PollResult(**news, steps=[step_row(1, 2, 2.0, **rows)]))
-    row = run.progress.last_row
+    (row,) = run.observer.take_in(PollResult(**news, steps=[step_row(1, 2, 2.0, **rows)]))
     assert (row["pool/big/lag_mean"], row["pool/small/lag_mean"]) == (2.0, None)
     assert (row["pool/big/mismatch_lag0_abs"], row["pool/small/mismatch_lag0_abs"]) == (1e-6, None)
     assert (row["pool/big/actors"], row["pool/small/tokens_per_s"]) == (1, 20.0)
@@ -176,7 +182,7 @@ def test_a_row_has_the_figures_of_each_pool_and_of_those_who_wait(run):
 def test_the_last_events_the_evaluations_and_the_end_are_in_it(run):
     for number in range(NUM_EVENTS + 5):
         run.observer.event("restart", f"event {number}")
-    run.observer.evaluated(Accuracy(64, 0.5, 0.4, 0, ("0.0",)))
+    run.observer.evaluated(Accuracy(versions="0.0", greedy=0.5, sampled=0.4, num_problems=64))
     run.observer.phase("training")
     run.now_s += 3.0
     run.observer.end("no actor is left", 1)
@@ -204,8 +210,7 @@ def test_while_no_poll_comes_the_file_is_written_on_and_says_what_is_being_start
             raise error
         return (process("actor.0", "actors", "starting"),)
 
-    progress = Progress(made.config, time.monotonic())
-    with Observer(made, progress, look=look, on_quiet=seen.append, quiet_s=0.05) as observer:
+    with Observer(made, look=look, on_quiet=seen.append, quiet_s=0.05) as observer:
         observer.phase("starting")
         wait_for(lambda: seen and seen[-1].waits)
     assert seen[-1].waits[0].startswith("actor.0 is starting, for 0 s; see ")
@@ -228,8 +233,7 @@ def test_what_fails_while_no_poll_comes_is_logged_once_and_the_file_is_written_o
         if snapshot.phase == "training":
             raise RuntimeError("no exporter")
 
-    progress = Progress(made.config, time.monotonic())
-    with Observer(made, progress, on_quiet=on_quiet, on_news=on_news, quiet_s=0.05) as observer:
+    with Observer(made, on_quiet=on_quiet, on_news=on_news, quiet_s=0.05) as observer:
         observer.phase("starting")
         wait_for(lambda: len(shown) > 3)
         with contextlib.suppress(RuntimeError):
@@ -250,12 +254,19 @@ def wait_for(look) -> None:
 # --- who waits for whom -------------------------------------------------------------------------------
 
 
-def who_waits(*reports, learner: str = "", processes=(), **fields) -> list[str]:
-    names = {each.name: each for each in reports}
-    return waits(learner, fields.pop("publishing", ""), names, processes, {}, status(**fields))
+@pytest.fixture
+def who_waits(run):
+    def who_waits(*reports, learner: str = "", publishing: str = "", processes=(), **fields) -> list[str]:
+        actors = tuple(process(each.name.replace("-", "."), each.pool) for each in reports)
+        working = frozenset(each.name for each in reports)
+        told = {"actors": list(reports), "processes": (*processes, *actors), "working": working}
+        told |= {"learner_waits_for": learner, "publishing": publishing, "status": status(**fields)}
+        return run.poll(**told, resumed_at=7, resumed_version=7).waits
+
+    return who_waits
 
 
-def test_everyone_who_waits_says_for_whom():
+def test_everyone_who_waits_says_for_whom(who_waits):
     closed = "waiting for a lease: admission closed"
     leases = [report(f"actor-{number}", waiting=closed) for number in range(5)]
     found = who_waits(
@@ -276,14 +287,14 @@ def test_everyone_who_waits_says_for_whom():
     ]
 
 
-def test_a_run_that_drains_or_whose_buffer_is_silent_says_so():
+def test_a_run_that_drains_or_whose_buffer_is_silent_says_so(who_waits):
     assert who_waits(report("actor-0", waiting="waiting for a lease: admission closed"), draining=True) == [
         "actor-0 waits for nothing more: the run drains"
     ]
     assert who_waits(silent_shards=[1]) == ["everyone waits for shards [1] of the buffer, which do not answer"]
 
 
-def test_a_process_that_does_not_work_yet_or_no_more_is_named_with_its_log_or_its_pool():
+def test_a_process_that_does_not_work_yet_or_no_more_is_named_with_its_log_or_its_pool(who_waits):
     processes = [
         process("stage.1", state="starting"),
         process("actor.0", "big", "waiting for resources"),

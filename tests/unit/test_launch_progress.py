@@ -9,9 +9,12 @@ import pytest
 from actors.report import ActorReport, WeightUpdate
 from buffer.lengths import LengthFidelity
 from launch.config import Config
-from launch.observe.observer import Accuracy, PollResult, Progress
+from launch.observe.observer import Observer
 from launch.observe.sinks import Tracker
+from launch.observe.status import Accuracy, PollResult
 from launch.observe.totals import Rate
+from launch.run_folder import RunFolder
+from tests.unit.made_up_run import status as made_up_status
 
 
 def report(name: str, num_tokens: int, pause_s: list[float]) -> ActorReport:
@@ -34,6 +37,11 @@ def step_row(step: int, num_tokens: int, lag: float) -> dict:
 
 
 @pytest.fixture
+def observer(config, tmp_path):
+    return Observer(SimpleNamespace(config=config, folder=RunFolder(tmp_path), run_id="x"))
+
+
+@pytest.fixture
 def config(tmp_path):
     return Config.model_validate(
         {
@@ -45,47 +53,43 @@ def config(tmp_path):
     )
 
 
-def test_mean_lag_is_over_completion_tokens_not_over_steps(config):
-    progress = Progress(config, 0.0)
-    progress.update(PollResult(steps=[step_row(1, 100, 0.0), step_row(2, 300, 4.0)]))
-    progress.update(PollResult(steps=[{**step_row(3, 100, 9.0), "skipped": True}]))
-    assert progress.lag_mean == pytest.approx(3.0)
-    assert progress.lag_max == 4
+def test_mean_lag_is_over_completion_tokens_not_over_steps(observer):
+    observer.take_in(PollResult(steps=[step_row(1, 100, 0.0), step_row(2, 300, 4.0)]))
+    observer.take_in(PollResult(steps=[{**step_row(3, 100, 9.0), "skipped": True}]))
+    written = observer.polled()
+    assert (written.lag_mean, written.lag_max) == (pytest.approx(3.0), 4)
 
 
-def test_a_step_that_is_taken_again_counts_once_as_it_was_taken_last(config):
-    progress = Progress(config, 0.0)
-    progress.update(PollResult(steps=[step_row(1, 100, 0.0), step_row(2, 300, 4.0), step_row(3, 600, 4.0)]))
-    progress.update(PollResult(resumed_at=1, resumed_version=1))
-    assert (progress.step, progress.version, progress.lag_mean) == (1, 1, 0.0)
-    rows = progress.update(PollResult(steps=[step_row(2, 100, 2.0)]))
-    assert [step for step, _ in rows] == [2]
-    assert progress.lag_mean == pytest.approx(1.0)
-    totals = progress.totals
-    assert (progress.num_restarts, totals.num_redone, totals.num_without_report(progress.step)) == (1, 2, 0)
+def test_a_step_that_is_taken_again_counts_once_as_it_was_taken_last(observer):
+    observer.take_in(PollResult(steps=[step_row(1, 100, 0.0), step_row(2, 300, 4.0), step_row(3, 600, 4.0)]))
+    observer.take_in(PollResult(resumed_at=1, resumed_version=1))
+    written = observer.polled()
+    assert (written.step, written.version, written.lag_mean) == (1, 1, 0.0)
+    rows = observer.take_in(PollResult(steps=[step_row(2, 100, 2.0)]))
+    assert [row["step"] for row in rows] == [2]
+    written, totals = observer.polled(), observer.totals
+    assert written.lag_mean == pytest.approx(1.0)
+    assert (written.learner.restarts, totals.num_redone, totals.num_without_report(written.step)) == (1, 2, 0)
 
 
-def test_a_learner_that_goes_back_further_than_was_said_is_believed(config):
-    progress = Progress(config, 0.0)
-    progress.update(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 7)]))
-    progress.update(PollResult(resumed_at=5))  # the newest checkpoint turned out to be damaged
-    progress.update(PollResult(steps=[step_row(4, 100, 4.0)]))
-    assert (progress.step, progress.lag_mean) == (4, pytest.approx(1.0))
+def test_a_learner_that_goes_back_further_than_was_said_is_believed(observer):
+    observer.take_in(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 7)]))
+    observer.take_in(PollResult(resumed_at=5))  # the newest checkpoint turned out to be damaged
+    observer.take_in(PollResult(steps=[step_row(4, 100, 4.0)]))
+    assert (observer.status.step, observer.totals.lag_mean) == (4, pytest.approx(1.0))
 
 
-def test_steps_whose_report_died_with_their_process_are_counted(config):
-    progress = Progress(config, 0.0)
-    progress.update(PollResult(steps=[step_row(1, 100, 0.0)]))
-    progress.update(PollResult(resumed_at=3, resumed_version=3))
-    progress.update(PollResult(steps=[step_row(4, 100, 0.0)]))
-    assert progress.totals.num_without_report(progress.step) == 2
+def test_steps_whose_report_died_with_their_process_are_counted(observer):
+    observer.take_in(PollResult(steps=[step_row(1, 100, 0.0)]))
+    observer.take_in(PollResult(resumed_at=3, resumed_version=3))
+    observer.take_in(PollResult(steps=[step_row(4, 100, 0.0)]))
+    assert observer.totals.num_without_report(observer.status.step) == 2
 
 
-def test_steps_that_a_checkpoint_holds_and_no_report_told_are_counted_where_nothing_comes_after_them(config):
-    progress = Progress(config, 0.0)
-    progress.update(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 8)]))
-    progress.update(PollResult(resumed_at=10, resumed_version=20))  # the last: the learner has nothing left to do
-    nobody = Accuracy.of([])
+def test_steps_that_a_checkpoint_holds_and_no_report_told_are_counted_where_nothing_comes_after_them(observer):
+    observer.take_in(PollResult(steps=[step_row(step, 100, 0.0) for step in range(1, 8)]))
+    observer.take_in(PollResult(resumed_at=10, resumed_version=20))  # the last: the learner has nothing left to do
+    nobody = Accuracy.of_event({})
     status = SimpleNamespace(
         ledger={"gap": 0, "trained": 80},
         fidelity=LengthFidelity(),
@@ -93,38 +97,34 @@ def test_steps_that_a_checkpoint_holds_and_no_report_told_are_counted_where_noth
         failed_by_reason={},
         quarantined_by_reason={},
     )
-    summary = progress.summary(nobody, None, status)
+    summary = observer.summary(nobody, None, status)
     assert (summary["num_steps"], summary["version"], summary["steps_without_report"]) == (10, 20, 3)
     assert (summary["learner_restarts"], summary["steps_redone"]) == (1, 0)
     assert summary["quarantined_actors"] == []
 
 
-def test_what_the_buffer_acknowledged_is_counted_over_all_processes_of_an_actor(config):
-    progress = Progress(config, 0.0)
+def test_what_the_buffer_acknowledged_is_counted_over_all_processes_of_an_actor(observer):
     for committed, duplicate in ((5, 0), (7, 1), (2, 0)):
         outcomes = {"committed": committed, "duplicate": duplicate, "late": 9, "quarantined": 9}
         told = dataclasses.replace(report("actor-0", 0, []), num_outcomes=outcomes)
-        progress.update(PollResult(actors=[told]))
-    assert progress.acknowledged.by_actor == {"actor-0": 10}
+        observer.take_in(PollResult(actors=[told]))
+    assert observer.actor_totals.acknowledged == {"actor-0": 10}
 
 
-def test_a_restarted_actor_does_not_take_back_what_it_generated(config):
-    progress = Progress(config, 0.0)
+def test_a_restarted_actor_does_not_take_back_what_it_generated(observer):
     for num_tokens in (50, 120, 30):
-        progress.update(PollResult(actors=[report("actor-0", num_tokens, [])]))
-    assert progress.generated.num_tokens == 150
+        observer.take_in(PollResult(actors=[report("actor-0", num_tokens, [])]))
+    assert observer.actor_totals.num_tokens == 150
 
 
-def test_every_pause_is_in_one_row_and_in_one_only(config):
-    progress = Progress(config, 0.0)
-    progress.update(PollResult(actors=[report("actor-0", 0, [0.2])]))
-    progress.update(PollResult(actors=[report("actor-0", 0, [0.4])]))
-    rows = progress.update(PollResult(steps=[step_row(1, 1, 0.0), step_row(2, 1, 0.0)]))
-    assert [row["time/weight_pause"] for _, row in rows] == [pytest.approx(0.3), None]
+def test_every_pause_is_in_one_row_and_in_one_only(observer):
+    observer.take_in(PollResult(actors=[report("actor-0", 0, [0.2])]))
+    observer.take_in(PollResult(actors=[report("actor-0", 0, [0.4])]))
+    rows = observer.take_in(PollResult(steps=[step_row(1, 1, 0.0), step_row(2, 1, 0.0)]))
+    assert [row["time/weight_pause"] for row in rows] == [pytest.approx(0.3), None]
 
 
-def test_a_row_says_how_far_the_weights_have_come(config):
-    progress = Progress(config, 0.0)
+def test_a_row_says_how_far_the_weights_have_come(observer):
     status = SimpleNamespace(newest=(0, 7), ledger={"gap": 0})
     fresh = dataclasses.replace(report("actor-0", 0, []), version=(0, 7))
     stale = dataclasses.replace(report("actor-1", 0, []), version=(0, 4), refused="0.5: cut")
@@ -134,10 +134,11 @@ def test_a_row_says_how_far_the_weights_have_come(config):
         PollResult(steps=[step_row(2, 1, 0.0)], working=frozenset({"actor-0"}), quarantined=("actor-1",)),
         PollResult(steps=[step_row(3, 1, 0.0)], working=frozenset()),
     ]
-    rows = [row for news in polls for _, row in progress.update(news)]
+    rows = [row for news in polls for row in observer.take_in(news)]
     names = ("weights/published", "weights/behind", "weights/refused")
     assert [tuple(row[name] for name in names) for row in rows] == [(7, 3, 1), (7, 0, 0), (7, None, 0)]
-    assert progress.quarantined == ("actor-1",)
+    summary = observer.summary(Accuracy.of_event({}), None, made_up_status())
+    assert summary["quarantined_actors"] == ["actor-1"]
 
 
 def test_a_rate_needs_two_points():

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from launch.cli import main
 from launch.config import TrackingConfig
 from launch.errors import ConfigError
+from launch.observe import sinks
 from launch.observe.sinks import Exporter
 from launch.observe.status import read_status
 from tests.ports import free_port
@@ -80,8 +81,9 @@ def test_a_port_in_use_ends_the_command_before_anything_starts(tmp_path, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_port_nothing_listens_and_an_address_that_is_not_ours_is_an_error(port):
+def test_without_a_port_nothing_listens_and_an_address_that_is_not_ours_is_an_error(port, monkeypatch):
     with Exporter(TrackingConfig()) as exporter:
         exporter.show(read_status(RECORDED), ROW)
-    with pytest.raises(ConfigError, match=r"prometheus_host = '192\.0\.2\.77'"):
-        Exporter(TrackingConfig(prometheus_port=port, prometheus_host="192.0.2.77"))
+    monkeypatch.setattr(sinks, "PROMETHEUS_HOST", "192.0.2.77")
+    with pytest.raises(ConfigError, match=r"cannot be bound at 192\.0\.2\.77"):
+        Exporter(TrackingConfig(prometheus_port=port))

@@ -9,10 +9,9 @@ import pytest
 
 from launch.cli import main
 from launch.report import at_end
-from launch.report.data import collect
+from launch.report.data import MAX_BUCKETS, Metrics, Series, collect
 from launch.report.page import render
 from launch.report.samples import read_buffer
-from launch.report.series import MAX_BUCKETS, Metrics, Series
 from launch.report.svg import Chart, Curve, axis, line_chart, short
 from launch.run_folder import RunFolder
 from tests.unit.report_run import CONFIG, NASTY, START_S, make_run, row
@@ -106,8 +105,8 @@ def test_a_buffer_too_large_for_the_time_is_shown_in_part_and_says_so(whole):
         (lambda run: run.summary.unlink(), "summary.json is not there: the run has not ended"),
         (lambda run: run.metrics.unlink(), "metrics.jsonl is not there, so there are no curves"),
         (lambda run: run.events.unlink(), "events.jsonl is not there"),
-        (lambda run: run.timeline.unlink(), "timeline.jsonl is not there"),
-        (lambda run: run.timeline.write_text(""), "timeline.jsonl is empty"),
+        (lambda run: run.timeline.unlink(), "timeline.json is not there"),
+        (lambda run: run.timeline.write_text(""), "timeline.json is empty"),
         (lambda run: run.metrics.write_text(run.metrics.read_text()[:-9]), "1 line of metrics.jsonl could not be read"),
         (
             lambda run: run.events.write_text(run.events.read_text() + '{"ki'),
@@ -211,14 +210,14 @@ def test_a_long_run_fits_on_a_page_and_keeps_its_spikes(tmp_path):
 
 
 def test_a_curve_of_any_length_keeps_its_extremes_and_its_order():
-    series = Series(max_buckets=50)
+    series = Series()
     for x in range(12_345):
         series.add(x, math.sin(x / 100) + (99 if x == 777 else 0))
     points = series.points
-    assert len(points) <= 100
+    assert len(points) <= 2 * MAX_BUCKETS
     assert max(y for _, y in points) > 98
     assert [x for x, _ in points] == sorted(x for x, _ in points)
-    assert series.num_points == 12_345
+    assert (points[0], points[-1][0]) == ((0.0, 0.0), 12_344.0)
 
 
 def test_a_step_that_is_taken_again_counts_as_it_was_taken_last():

@@ -2,16 +2,15 @@
 
 import json
 
+import msgspec
 import pytest
 
-from launch.observe.observer import PollResult
-from launch.observe.trace import Timeline
-from launch.report.data import collect
-from launch.report.figures import curves
-from launch.report.page import render
-from launch.report.series import Metrics, Series
-from launch.report.spans import read_lanes
-from launch.report.tables import pool_rows, tiles
+from launch.observe.status import PollResult
+from launch.observe.trace import Event, Trace
+from launch.report.charts import curves
+from launch.report.data import Metrics, Series, collect
+from launch.report.page import pool_rows, render, tiles
+from launch.report.timeline import Timeline, read_timeline
 from tests.unit.report_run import START_S, make_run, report, row
 
 NIGHT_S = 30_000.0
@@ -32,7 +31,7 @@ def run(tmp_path):
 
 def command(path, clock, steps, *, is_killed: bool = False) -> None:
     """A command that takes steps of a second, in each of which the actor generates for half of it."""
-    timeline = Timeline(path, clock)
+    timeline = Trace(path, clock)
     timeline.phase("starting Ray")
     clock.now_s += 20
     timeline.phase("training")
@@ -41,7 +40,7 @@ def command(path, clock, steps, *, is_killed: bool = False) -> None:
         clock.now_s += 1
         busy = [(at_s, at_s + 0.5)]
         actor = report("actor-0", num_tokens=100 * (number + 1), busy=busy)
-        timeline.take_in(PollResult(steps=[row(step, at_s)], actors=[actor]))
+        timeline.take_in(PollResult(actors=[actor]), [row(step, at_s)])
     if is_killed:
         for span in timeline._open.values():
             timeline._write(span)
@@ -69,9 +68,9 @@ def test_a_step_that_is_taken_again_counts_its_tokens_and_seconds_once():
     metrics = Metrics()
     for step in (1, 2, 3, 4, 3, 4, 5):
         metrics.take_in(row(step, START_S + step))
-    assert metrics.spent.tokens == 5 * 1000
-    assert metrics.spent.seconds["wait_for_batch"] == pytest.approx(5 * 0.4)
-    assert metrics.spent.seconds["other"] == pytest.approx(5 * 0.1)
+    assert metrics.trained_tokens == 5 * 1000
+    assert metrics.seconds["wait_for_batch"] == pytest.approx(5 * 0.4)
+    assert metrics.seconds["other"] == pytest.approx(5 * 0.1)
     assert metrics.mean("reward/mean") == pytest.approx(3 / 50)
 
 
@@ -79,7 +78,7 @@ def test_steps_that_have_no_row_count_too(run):
     rows = run.metrics.read_text().splitlines(keepends=True)
     run.metrics.write_text("".join(rows[9::10]))
     data = collect(run)
-    assert data.metrics.spent.tokens == 4000
+    assert data.metrics.trained_tokens == 4000
     assert (data.num_steps, data.trained_tokens) == (40, 40_000)
     run.metrics.write_text("")
     assert "40 steps, 40,000 completion tokens trained" in render([collect(run)])
@@ -89,18 +88,16 @@ def test_a_step_of_the_timeline_that_is_taken_again_counts_once(tmp_path):
     clock = Clock()
     command(tmp_path / "t", clock, range(1, 11), is_killed=True)
     command(tmp_path / "t", clock, range(6, 16))
-    lanes = read_lanes(tmp_path / "t")
+    lanes = read_timeline(tmp_path / "t")
     assert (lanes.num_steps, lanes.trained_tokens) == (15, 15_000)
 
 
-def test_of_steps_that_became_one_line_those_that_are_not_taken_again_stay(tmp_path):
-    line = {"who": "learner", "what": "step", "start_s": START_S, "end_s": START_S + 9}
-    lines = [
-        {**line, "step": 10, "count": 10, "tokens": 1000},
-        {**line, "start_s": START_S + 9, "end_s": START_S + 10, "step": 7, "tokens": 50},
-    ]
-    (tmp_path / "t").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    lanes = read_lanes(tmp_path / "t")
+def test_of_steps_that_became_one_line_those_that_are_not_taken_again_stay():
+    def step(start_s: float, end_s: float, **args: int) -> Event:
+        ts, dur = round(1e6 * (START_S + start_s)), round(1e6 * (end_s - start_s))
+        return Event(ph="X", name="step", pid=3, tid=1, ts=ts, dur=dur, cat="step", args=args, who="learner")
+
+    lanes = Timeline([step(0, 9, step=10, count=10, tokens=1000), step(9, 10, step=7, tokens=50)])
     assert (lanes.num_steps, lanes.trained_tokens) == (7, 650)
 
 
@@ -110,7 +107,7 @@ def test_the_night_between_two_commands_is_no_training_time(tmp_path, is_killed)
     command(tmp_path / "t", clock, range(1, 41), is_killed=is_killed)
     clock.now_s += NIGHT_S
     command(tmp_path / "t", clock, range(41, 81))
-    lanes = read_lanes(tmp_path / "t")
+    lanes = read_timeline(tmp_path / "t")
     assert lanes.training_s == pytest.approx(80, abs=1)
     assert lanes.busy_share == pytest.approx(0.5, abs=0.02)
     actor = lanes.actors["actor-0"]
@@ -120,9 +117,13 @@ def test_the_night_between_two_commands_is_no_training_time(tmp_path, is_killed)
 
 def test_what_is_generated_outside_of_training_is_not_in_its_rate(run):
     before = collect(run)
-    span = {"who": "actor-0", "what": "generate", "num_tokens": 10**6, "busy_s": 2.0}
-    with run.timeline.open("a") as file:
-        file.write(json.dumps({**span, "start_s": START_S + 5, "end_s": START_S + 7}) + "\n")
+    args = {"num_tokens": 10**6, "busy_s": 2.0}
+    ts = round(1e6 * (START_S + 5))
+    event = Event(
+        ph="X", name="generate", pid=1000, tid=4, ts=ts, dur=2_000_000, cat="generate", args=args, who="actor-0"
+    )
+    with run.timeline.open("ab") as file:
+        file.write(msgspec.json.encode(event) + b",\n")
     after = collect(run)
     cells = [{row.name: row.cells for row in pool_rows(data)}["actor-0"] for data in (before, after)]
     assert int(cells[1][3].replace(",", "")) - int(cells[0][3].replace(",", "")) == 10**6
@@ -139,12 +140,12 @@ def test_the_reward_of_a_long_run_is_the_mean_of_its_steps_and_not_of_its_spikes
     assert reward.value == "0.210 → 0.610"
 
 
-def test_the_mean_of_a_thinned_curve_is_right_after_a_step_back():
-    series = Series(max_buckets=4)
+def test_the_mean_of_a_curve_is_right_after_a_step_back():
+    series = Series()
     for x in range(16):
         series.add(x, float(x))
     series.go_back(12)
-    assert series.num_points == 12
+    assert len(series.points) == 12
     assert series.mean == pytest.approx(sum(range(12)) / 12)
 
 

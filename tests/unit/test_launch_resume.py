@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,11 @@ from launch.errors import ConfigError
 from launch.exit_status import ExitStatus
 from launch.load import load_config
 from launch.observe.history import History, repair
-from launch.observe.observer import Progress
+from launch.observe.observer import Observer
+from launch.observe.status import Accuracy
 from launch.resume import FIXED, FREE, resume, wait_for_the_dead
 from launch.run_folder import RunFolder, RunIdentity, claimed, owner_of
+from tests.unit.made_up_run import plan, status
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.toml"
@@ -170,28 +171,27 @@ def test_history_knows_the_first_evaluation_and_how_long_each_command_worked(fol
     write_lines(folder.events, [{**evaluated, "time_s": 110.0}, later])
     write_lines(folder.metrics, [row(1, finished_s=140.0), row(2, finished_s=150.0), {"eval/accuracy_greedy": 1}])
     history = History.read(folder)
-    assert (history.before.greedy, history.before.versions) == (0.5, ("0.0",))
+    assert (history.before.greedy, history.before.versions) == (0.5, "0.0")
     assert history.wall_s == pytest.approx(50.0 + 30.0)
     assert [each["step"] for each in history.rows] == [1, 2]
 
 
-def test_progress_counts_on_from_what_earlier_commands_reported():
-    config = load_config(DEMO)
-    progress = Progress(config, time.monotonic())
+def test_the_observer_counts_on_from_what_earlier_commands_reported(tmp_path):
+    observer = Observer(plan(tmp_path / "run"), clock=lambda: 7.0)
     rows = [row(1), row(2), row(3, **{"lag/token_max": 4}), row(2, restarts=1), row(3, restarts=1), row(4, restarts=1)]
-    progress.take_up(rows, step=3, version=3, wall_s=100.0)
-    assert (progress.step, progress.version) == (3, 3)
-    assert progress.elapsed_s > 100
-    assert progress.lag_max == 4
-    assert progress.totals.num_without_report(3) == 0
-    assert progress.totals.num_redone == 2 + 1, "steps 2 and 3 were taken again, and 4 will be"
-    assert progress.first_row["step"] == 1
+    rows[0]["mismatch/lag0_abs"] = 1e-6
+    observer.take_up(rows, step=3, version=3, wall_s=100.0)
+    summary = observer.summary(Accuracy.of_event({}), None, status())
+    assert (summary["num_steps"], summary["version"], summary["wall_s"]) == (3, 3, 100.0)
+    assert (summary["lag_max"], summary["learner_restarts"], summary["mismatch_lag0_abs"]) == (4, 2, 1e-6)
+    assert summary["steps_without_report"] == 0
+    assert summary["steps_redone"] == 2 + 1, "steps 2 and 3 were taken again, and 4 will be"
 
 
-def test_steps_that_log_every_left_out_are_not_taken_for_lost():
-    progress = Progress(load_config(DEMO, ["--tracking.log_every", "3"]), time.monotonic())
-    progress.take_up([row(3), row(6)], step=8, version=8, wall_s=0.0)
-    assert progress.totals.num_without_report(8) == 0
+def test_steps_that_log_every_left_out_are_not_taken_for_lost(tmp_path):
+    observer = Observer(plan(tmp_path / "run", "--tracking.log_every", "3"))
+    observer.take_up([row(3), row(6)], step=8, version=8, wall_s=0.0)
+    assert observer.totals.num_without_report(8) == 0
 
 
 def test_a_run_whose_command_lives_is_refused_with_its_process(folder, capsys):

@@ -9,7 +9,7 @@ import pytest
 from launch.cli import main
 from launch.control import Control
 from launch.exit_status import ExitStatus
-from launch.observe.observer import Observer, Progress
+from launch.observe.observer import Observer
 from launch.run_folder import claimed
 from tests.unit.made_up_run import plan
 
@@ -19,7 +19,7 @@ def run(tmp_path):
     """A run whose folder is there, and which nobody works on; (its folder, who writes its status)."""
     made = plan(tmp_path / "mine")
     made.folder.create(made.config)
-    return made.folder, Observer(made, Progress(made.config, 0.0))
+    return made.folder, Observer(made)
 
 
 @pytest.fixture

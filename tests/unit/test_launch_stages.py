@@ -43,7 +43,7 @@ def test_watching_never_waits_for_a_learner_that_is_being_started_again(learner)
     learner.stages.watch()
     for _ in range(3):  # the clock and `sleep` of the fixture would fail a wait
         learner.stages.watch()
-        assert "started again" in learner.stages.poll(0.0).waits_for
+        assert "started again" in learner.stages.poll(0.0).learner_waits_for
     assert not learner.stages.are_finished
 
 
@@ -175,17 +175,17 @@ def test_an_export_that_is_not_done_in_time_ends_the_run_also_after_a_restart(le
 
 def test_reports_of_the_steps_before_a_loss_are_not_lost_and_say_which_learner_took_them(learner):
     learner.start()
-    assert learner.stages.poll(0.0).rows == []  # asked, and the answer is owed
+    assert learner.stages.poll(0.0).steps == []  # asked, and the answer is owed
     learner.ranks[1]("poll").end(StagePoll([{"step": 1}, {"step": 2}], "the batch of step 3", ""))
     learner.ranks[0]("run").end(error=RayActorError())
     learner.stages.watch()
-    assert learner.stages.poll(0.0).rows == [{"step": 1, "restarts": 0}, {"step": 2, "restarts": 0}]
+    assert learner.stages.poll(0.0).steps == [{"step": 1, "restarts": 0}, {"step": 2, "restarts": 0}]
     learner.get_ready()
     news = learner.stages.poll(0.0)
-    assert (news.rows, news.resumed_at) == ([], 0)
+    assert (news.steps, news.resumed_at) == ([], 0)
     learner.living[1]("poll").end(StagePoll([{"step": 1}], "", ""))
     news = learner.stages.poll(0.0)
-    assert (news.rows, news.resumed_at) == ([{"step": 1, "restarts": 1}], None)
+    assert (news.steps, news.resumed_at) == ([{"step": 1, "restarts": 1}], None)
 
 
 def test_what_keeps_weights_from_being_published_is_told_and_silence_is_not_taken_for_nothing(learner):

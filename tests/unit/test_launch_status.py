@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from launch.cli import main
-from launch.observe.observer import Observer, PollResult, Progress
-from launch.observe.status import STALE_S, read_status, write_status
+from launch.observe.observer import Observer
+from launch.observe.status import STALE_S, PollResult, read_status, write_status
 from launch.run_folder import claimed
 from tests.unit.made_up_run import plan, process, report, status, step_row
 
@@ -24,8 +24,7 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     made = plan(tmp_path / "runs" / "mine")
     made.folder.create(made.config)
-    progress = Progress(made.config, 0.0)
-    observer = Observer(made, progress)
+    observer = Observer(made)
     observer.phase("training")
     observer.event("restart", "actor.0 died and is started again")
     processes = (process("actor.0", "actors"), process("actor.1", "actors", "lost: given up: it dies"))
@@ -80,8 +79,7 @@ def test_a_run_that_another_command_is_just_going_on_with_is_not_gone(run, capsy
 @pytest.mark.parametrize(("age_s", "expected"), [(1.0, 0), (STALE_S + 5, 1)])
 def test_a_command_on_another_host_is_gone_once_it_has_not_written_for_long(run, capsys, age_s, expected):
     folder, _ = run
-    snapshot = read_status(folder.status)
-    elsewhere = msgspec.structs.replace(snapshot, host="far-away", written_s=time.time() - age_s)
+    elsewhere = msgspec.structs.replace(read_status(folder.status), host="far-away", written_s=time.time() - age_s)
     write_status(folder.status, elsewhere)
     result, out, _ = said(capsys, str(folder.root))
     assert result == expected

@@ -10,11 +10,11 @@ from ray.exceptions import ActorUnavailableError
 
 from launch.checks import check
 from launch.load import load_config
+from launch.observe.status import PollResult
 from launch.processes import actor_pools as pools_module
 from launch.processes import ray_cluster as ray_module
 from launch.processes import supervisor as supervisor_module
 from launch.processes.actor_pools import ActorProcess
-from launch.processes.learner_group import LearnerNews
 from launch.processes.ray_cluster import was_abandoned
 from launch.processes.role_process import LASTING_S, RunFailed
 from launch.processes.supervisor import Supervisor
@@ -54,12 +54,12 @@ class RestartedLearner:
     """Stands for the stages; each restart opens admission, as a new incarnation does."""
 
     def __init__(self, *_: object) -> None:
-        self.news: list[LearnerNews] = []
+        self.news: list[PollResult] = []
         self.restarts_in_export: list[Admission] = []
 
     def restart(self, admission: Admission, step: int) -> None:
         admission.is_open = True
-        self.news.append(LearnerNews(resumed_at=step, resumed_version=2 * step))
+        self.news.append(PollResult(resumed_at=step, resumed_version=2 * step))
 
     def watch(self) -> None:
         pass
@@ -67,8 +67,8 @@ class RestartedLearner:
     def facts(self) -> list[object]:
         return []
 
-    def poll(self, patience_s: float) -> LearnerNews:
-        return self.news.pop(0) if self.news else LearnerNews()
+    def poll(self, patience_s: float) -> PollResult:
+        return self.news.pop(0) if self.news else PollResult()
 
     def request_stop(self) -> None:
         pass

@@ -1,13 +1,13 @@
-"""timeline.jsonl: what is written of a poll, and how it stays small."""
+"""timeline.json: what is written of a poll, and how it stays small."""
 
 import json
-import math
 
 import pytest
 
 from actors.report import WeightUpdate
-from launch.observe.observer import PollResult
-from launch.observe.trace import GRAINS, Timeline, read
+from launch.observe import trace as module
+from launch.observe.status import PollResult
+from launch.observe.trace import Trace, read
 from tests.unit.report_run import START_S, process, report, row, status
 
 
@@ -24,37 +24,53 @@ def clock():
     return Clock()
 
 
+@pytest.fixture
+def merging(monkeypatch):
+    """A file that is too large for all detail: what lies within so many seconds becomes one."""
+    monkeypatch.setattr(module, "FULL_BYTES", 0)
+    monkeypatch.setattr(module, "GROWTH_BYTES", 2**30)
+    monkeypatch.setattr(module, "FIRST_GRAIN_S", 10.0)
+
+
 def lines(path, *wanted):
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in found if not wanted or line["what"] in wanted]
+    """Spans and values of counters, with what they are of and their arguments as one."""
+    found = [event for event in read(path) if event.ph in ("X", "C")]
+    shown = [
+        {"start_s": e.start_s, "end_s": e.end_s, "name": e.name, **e.args, "who": e.who, "what": e.cat} for e in found
+    ]
+    return [line for line in shown if not wanted or line["what"] in wanted or line["name"] in wanted]
+
+
+def take_in(timeline, **news) -> None:
+    timeline.take_in(PollResult(**news), news.get("steps", []))
 
 
 def test_a_step_and_what_it_waited_for_are_spans_of_the_learner(tmp_path, clock):
-    with Timeline(tmp_path / "t", clock) as timeline:
-        timeline.take_in(PollResult(steps=[row(7, START_S + 1)]))
-    wait, step = lines(tmp_path / "t")
+    with Trace(tmp_path / "t", clock) as timeline:
+        take_in(timeline, steps=[row(7, START_S + 1)])
+    wait, step = lines(tmp_path / "t", "wait_for_batch", "step")
     assert (wait["who"], wait["what"], step["what"], step["step"]) == ("learner", "wait_for_batch", "step", 7)
     assert (wait["start_s"], wait["end_s"]) == (START_S + 1, START_S + 1.4)
     assert (step["start_s"], step["end_s"], step["lag_mean"], step["forward"]) == (START_S + 1.4, START_S + 2, 1.5, 0.2)
+    assert json.loads((tmp_path / "t").read_text().rstrip(",\n") + "]"), "as a reader of unfinished arrays takes it"
 
 
 def test_intervals_that_touch_are_one_span_with_what_they_add_up_to(tmp_path, clock):
     clock.now_s += 10.0
-    with Timeline(tmp_path / "t", clock) as timeline:
+    with Trace(tmp_path / "t", clock) as timeline:
         for poll in range(4):
             clock.now_s = START_S + 10 + poll
             busy = [(clock.now_s - 1, clock.now_s)]
-            timeline.take_in(PollResult(actors=[report("actor-0", num_tokens=40 * (poll + 1), busy=busy)]))
+            take_in(timeline, actors=[report("actor-0", num_tokens=40 * (poll + 1), busy=busy)])
     (span,) = lines(tmp_path / "t", "generate")
     assert (span["start_s"], span["end_s"], span["count"]) == (START_S + 9, START_S + 13, 4)
     assert (span["num_tokens"], span["num_samples"], span["busy_s"], span["pool"]) == (160, 40, 4.0, "actors")
 
 
-def test_steps_that_become_one_line_keep_what_they_spent_and_their_greatest_lag(tmp_path, clock):
-    with Timeline(tmp_path / "t", clock) as timeline:
-        clock.now_s += 100_000.0
+def test_steps_that_become_one_line_keep_what_they_spent_and_their_greatest_lag(tmp_path, clock, merging):
+    with Trace(tmp_path / "t", clock) as timeline:
         rows = [row(step, START_S + step, **{"lag/token_max": lag}) for step, lag in ((1, 2.0), (2, 4.0), (3, 1.0))]
-        timeline.take_in(PollResult(steps=[*rows, row(4, START_S + 4, skipped=True)]))
+        take_in(timeline, steps=[*rows, row(4, START_S + 4, skipped=True)])
     wait, step = lines(tmp_path / "t", "wait_for_batch", "step")
     assert (step["count"], step["step"], step["tokens"], step["lag_max"]) == (4, 4, 3000, 4.0)
     assert (step["busy_s"], wait["busy_s"]) == (pytest.approx(4 * 0.6), pytest.approx(4 * 0.4))
@@ -62,19 +78,18 @@ def test_steps_that_become_one_line_keep_what_they_spent_and_their_greatest_lag(
     assert "reference" not in step
 
 
-def test_a_step_that_is_taken_again_is_a_line_of_its_own(tmp_path, clock):
-    with Timeline(tmp_path / "t", clock) as timeline:
-        clock.now_s += 100_000.0
-        timeline.take_in(PollResult(steps=[row(step, START_S + at) for at, step in enumerate((1, 2, 2, 3))]))
+def test_a_step_that_is_taken_again_is_a_line_of_its_own(tmp_path, clock, merging):
+    with Trace(tmp_path / "t", clock) as timeline:
+        take_in(timeline, steps=[row(step, START_S + at) for at, step in enumerate((1, 2, 2, 3))])
     assert [(line["step"], line["count"]) for line in lines(tmp_path / "t", "step")] == [(2, 2), (3, 2)]
 
 
 def test_a_pause_that_can_be_told_apart_keeps_spans_apart(tmp_path, clock):
-    with Timeline(tmp_path / "t", clock) as timeline:
+    with Trace(tmp_path / "t", clock) as timeline:
         clock.now_s += 5
         busy = [(START_S, START_S + 1), (START_S + 1.2, START_S + 2)]
         updates = [WeightUpdate(START_S + 1, START_S + 1.2, 0.1, (0, 3))]
-        timeline.take_in(PollResult(actors=[report("actor-0", num_tokens=8, busy=busy, updates=updates)]))
+        take_in(timeline, actors=[report("actor-0", num_tokens=8, busy=busy, updates=updates)])
     assert [span["end_s"] for span in lines(tmp_path / "t", "generate")] == [START_S + 1, START_S + 2]
     (update,) = lines(tmp_path / "t", "update")
     assert (update["start_s"], update["end_s"], update["version"], update["load_s"]) == (
@@ -84,46 +99,44 @@ def test_a_pause_that_can_be_told_apart_keeps_spans_apart(tmp_path, clock):
 
 
 def test_an_actor_that_was_started_again_counts_from_nothing(tmp_path, clock):
-    with Timeline(tmp_path / "t", clock) as timeline:
+    with Trace(tmp_path / "t", clock) as timeline:
         for poll, num_tokens in enumerate((100, 40)):
             clock.now_s += 5
             busy = [(START_S + 5 * poll, START_S + 5 * poll + 1)]
-            timeline.take_in(PollResult(actors=[report("actor-0", num_tokens=num_tokens, busy=busy)]))
+            take_in(timeline, actors=[report("actor-0", num_tokens=num_tokens, busy=busy)])
     assert [span["num_tokens"] for span in lines(tmp_path / "t", "generate")] == [100, 40]
 
 
 def test_how_long_a_process_was_not_working_is_a_span_with_its_state(tmp_path, clock):
-    with Timeline(tmp_path / "t", clock) as timeline:
+    with Trace(tmp_path / "t", clock) as timeline:
         for state in ("starting", "starting", "working", "lost: given up"):
-            timeline.take_in(PollResult(processes=(process("actor-1", state),)))
+            take_in(timeline, processes=(process("actor-1", state),))
             clock.now_s += 2
-    states = [(line["who"], line["state"], line["end_s"] - line["start_s"]) for line in lines(tmp_path / "t", "state")]
+    states = [(line["who"], line["name"], line["end_s"] - line["start_s"]) for line in lines(tmp_path / "t", "state")]
     assert states == [("actor-1", "starting", 4.0), ("actor-1", "lost: given up", 2.0)]
 
 
 def test_the_last_state_of_an_actor_that_left_ends_when_it_left(tmp_path, clock):
     stays = process("actor-0", "starting")
-    with Timeline(tmp_path / "t", clock) as timeline:
+    with Trace(tmp_path / "t", clock) as timeline:
         for there in ((stays, process("actor-1", "leaving")), (stays,), ()):  # a poll may know of none
-            timeline.take_in(PollResult(processes=there))
+            take_in(timeline, processes=there)
             clock.now_s += 3
     states = {line["who"]: line["end_s"] - line["start_s"] for line in lines(tmp_path / "t", "state")}
     assert states == {"actor-1": 3.0, "actor-0": 9.0}
 
 
 def test_the_queue_is_sampled_at_every_poll(tmp_path, clock):
-    with Timeline(tmp_path / "t", clock) as timeline:
+    with Trace(tmp_path / "t", clock) as timeline:
         for ready in (1, 5, 2):
             clock.now_s += 0.5
-            news = PollResult(actors=[report("actor-0", running=7)])
-            news.status = status(ready=ready)
-            timeline.take_in(news)
-    assert [line["ready_groups"] for line in lines(tmp_path / "t", "queue")] == [1, 5, 2]
-    assert [line["running"] for line in lines(tmp_path / "t", "running")] == [{"actor-0": 7}] * 3
+            take_in(timeline, actors=[report("actor-0", running=7)], status=status(ready=ready))
+    assert [line["ready"] for line in lines(tmp_path / "t", "groups ready")] == [1, 5, 2]
+    assert [line["actor-0"] for line in lines(tmp_path / "t", "samples running")] == [7] * 3
 
 
 def test_phases_and_evaluations_have_their_lengths(tmp_path, clock):
-    with Timeline(tmp_path / "t", clock) as timeline:
+    with Trace(tmp_path / "t", clock) as timeline:
         timeline.phase("starting")
         clock.now_s += 3
         timeline.phase("training")
@@ -131,7 +144,7 @@ def test_phases_and_evaluations_have_their_lengths(tmp_path, clock):
         clock.now_s += 2
         timeline.finish("evaluation", "evaluate", version="0.4")
         timeline.finish("evaluation", "evaluate")  # had not begun
-    assert [(line["text"], line["end_s"] - START_S) for line in lines(tmp_path / "t", "phase")] == [
+    assert [(line["name"], line["end_s"] - START_S) for line in lines(tmp_path / "t", "phase")] == [
         ("starting", 3.0),
         ("training", 5.0),
     ]
@@ -139,35 +152,44 @@ def test_phases_and_evaluations_have_their_lengths(tmp_path, clock):
     assert (evaluation["version"], evaluation["end_s"] - evaluation["start_s"]) == ("0.4", 2.0)
 
 
-def test_the_file_of_a_long_run_stays_small_and_loses_no_token(tmp_path, clock):
-    length_s, every_s = 2 * 86_400.0, 8.0
-    with Timeline(tmp_path / "t", clock) as timeline:
-        num_polls = int(length_s / every_s)
+def test_the_file_of_a_long_run_stays_small_and_loses_no_token(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(module, "FULL_BYTES", 200_000)
+    monkeypatch.setattr(module, "GROWTH_BYTES", 50_000)
+    num_polls, every_s = 20_000, 8.0
+    with Trace(tmp_path / "t", clock) as timeline:
         for poll in range(num_polls):
             at_s = clock.now_s
             clock.now_s += every_s
             busy = [(at_s, at_s + 1.5), (at_s + 2, at_s + 3.5)]
-            news = PollResult(steps=[row(poll + 1, at_s)], actors=[report("actor-0", num_tokens=4 * poll, busy=busy)])
-            news.status = status()
-            timeline.take_in(news)
+            actors = [report("actor-0", num_tokens=4 * poll, busy=busy)]
+            take_in(timeline, steps=[row(poll + 1, at_s)], actors=actors, status=status())
             assert len(timeline._open) <= 4
-    most = GRAINS * (1 + math.log(length_s / (GRAINS * 0.001)))
-    by_kind: dict[str, int] = {}
-    tokens = steps = 0
-    for line in read(tmp_path / "t"):
-        by_kind[line.what] = by_kind.get(line.what, 0) + 1
-        tokens += line.num_tokens or 0
-        steps += line.count if line.what == "step" else 0
-    assert set(by_kind) == {"step", "wait_for_batch", "generate", "queue", "running"}
-    assert max(by_kind.values()) < 0.8 * num_polls < most
-    assert (tokens, steps) == (4 * (num_polls - 1), num_polls)
+        assert timeline.grain_s >= 128
+    assert (tmp_path / "t").stat().st_size < 200_000 + 15 * 50_000, "one part for each time that the grain doubled"
+    spans = [event for event in read(tmp_path / "t") if event.ph == "X"]
+    assert sum(span.args.get("num_tokens", 0) for span in spans) == 4 * (num_polls - 1)
+    steps = [span for span in spans if span.cat == "step"]
+    assert sum(span.count for span in steps) == num_polls
+    assert sum(span.args["tokens"] for span in steps) == 1000 * num_polls
+
+
+def test_a_trace_goes_on_under_the_next_command_and_what_a_crash_cut_off_is_removed(tmp_path, clock):
+    with Trace(tmp_path / "t", clock) as timeline:
+        take_in(timeline, steps=[row(1, START_S + 1)])
+    whole = (tmp_path / "t").read_bytes()
+    (tmp_path / "t").write_bytes(whole + b'{"ph":"X","na')
+    with Trace(tmp_path / "t", clock) as timeline:
+        take_in(timeline, steps=[row(2, START_S + 3)])
+    assert (tmp_path / "t").read_bytes().startswith(whole)
+    assert json.loads((tmp_path / "t").read_text().rstrip(",\n") + "]")
+    assert [line["step"] for line in lines(tmp_path / "t", "step")] == [1, 2]
 
 
 def test_a_span_that_goes_on_is_written_now_and_then_so_that_a_killed_run_has_it(tmp_path, clock):
-    timeline = Timeline(tmp_path / "t", clock)
+    timeline = Trace(tmp_path / "t", clock)
     for _ in range(120):
         clock.now_s += 1
-        timeline.take_in(PollResult(actors=[report("actor-0", busy=[(clock.now_s - 1, clock.now_s)])]))
+        take_in(timeline, actors=[report("actor-0", busy=[(clock.now_s - 1, clock.now_s)])])
     written = lines(tmp_path / "t", "generate")  # and nobody closes it
     assert clock.now_s - written[-1]["end_s"] < 25
     timeline.close()
@@ -176,16 +198,14 @@ def test_a_span_that_goes_on_is_written_now_and_then_so_that_a_killed_run_has_it
 def test_a_disk_that_takes_no_more_costs_lines_and_not_the_run(clock):
     from pathlib import Path
 
-    with Timeline(Path("/dev/full"), clock) as timeline:
+    with Trace(Path("/dev/full"), clock) as timeline:
         timeline.phase("training")
-        news = PollResult(steps=[row(1, START_S)])
-        news.status = status()
-        timeline.take_in(news)
+        take_in(timeline, steps=[row(1, START_S)], status=status())
 
 
 def test_a_torn_last_line_is_left_out_when_the_file_is_read(tmp_path, clock):
-    with Timeline(tmp_path / "t", clock) as timeline:
-        timeline.take_in(PollResult(steps=[row(1, START_S + 1), row(2, START_S + 3)]))
+    with Trace(tmp_path / "t", clock) as timeline:
+        take_in(timeline, steps=[row(1, START_S + 1), row(2, START_S + 3)])
     whole = (tmp_path / "t").read_bytes()
     (tmp_path / "t").write_bytes(whole[:-20])
-    assert len(list(read(tmp_path / "t"))) == len(whole.splitlines()) - 1
+    assert len(list(read(tmp_path / "t"))) == len(whole.splitlines()) - 2, "nor is the bracket an event"

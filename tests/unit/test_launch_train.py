@@ -10,7 +10,7 @@ from launch.errors import ConfigError
 from launch.exit_status import ExitStatus
 from launch.interrupts import Interrupts, Stopped
 from launch.observe.history import History
-from launch.observe.observer import Accuracy
+from launch.observe.status import Accuracy
 from launch.processes.role_process import RunFailed
 from launch.run_folder import RunFolder, RunIdentity
 from launch.train import _Run, train
@@ -61,7 +61,7 @@ def test_an_exported_model_stays_until_the_run_that_is_gone_on_with_exports_its_
 
     supervisor = MagicMock()
     supervisor.drain.side_effect, supervisor.export.side_effect = noting("trained"), noting("exporting")
-    others = [MagicMock() for _ in range(6)]
+    others = [MagicMock() for _ in range(5)]
     run = _Run(made, context(made), supervisor, *others, earlier(made))
     run._train, run._digest, run._finish = noting("training", result=True), MagicMock(), MagicMock()
     assert run.go() == ExitStatus.INTERRUPTED
@@ -95,7 +95,7 @@ def never_done(tmp_path, monkeypatch):
             MagicMock(),
             MagicMock(),
             interrupts,
-            *[MagicMock() for _ in range(3)],
+            *[MagicMock() for _ in range(2)],
             None,
         )
         run._digest, run._evaluate_now_and_then = MagicMock(), MagicMock()
@@ -125,5 +125,5 @@ def test_a_second_interrupt_does_not_wait_for_the_learner(never_done):
 def earlier(made) -> History:
     """Of a run that has taken no step."""
     identity = RunIdentity(run_id=made.run_id, task_fingerprint=made.task.fingerprint, started_s=(100.0,))
-    before = Accuracy(greedy=0.5, sampled=0.5, num_failed=0, num_problems=8, versions=("0.0",))
+    before = Accuracy(greedy=0.5, sampled=0.5, num_failed=0, num_problems=8, versions="0.0")
     return History(identity, [], before, 0.0, "")

@@ -8,20 +8,28 @@ from types import SimpleNamespace
 import pytest
 
 from actors.report import ActorReport
-from common.staleness import StalenessContract
+from common.staleness import StalenessConfig, StalenessContract
 from launch.checks import check
+from launch.config import LaunchConfig
 from launch.load import load_config
-from launch.observe.observer import Observer, PollResult, Progress
+from launch.observe import tripwires
+from launch.observe.observer import Observer
 from launch.observe.sinks import Tracker
-from launch.observe.trace import Timeline
+from launch.observe.status import PollResult, read_status
+from launch.observe.trace import Trace
 from launch.observe.tripwires import LEARNER, MISMATCH_TOKENS, PUBLISHING_S, Stability, Trip, Tripwires, mismatch_limit
 from launch.processes.role_process import RunFailed
 from launch.train import _Run
-from tests.unit.made_up_run import context
-from weight_sync.config import WeightSyncConfig
+from tests.unit.made_up_run import context, process
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 ACTIONS = ("warn", "quarantine", "stop")
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch):
+    monkeypatch.setattr(tripwires, "STUCK_AFTER_S", 20.0)
+    monkeypatch.setattr(tripwires, "BEHIND_AFTER_S", 5.0)
 
 
 def report(name: str, version: int, *, incarnation: int = 0, **fields: object) -> ActorReport:
@@ -42,15 +50,11 @@ class Watched:
 
     def __init__(self, limits: dict[str, float] | None = None, **knobs: object) -> None:
         self.now_s = 100.0
-        config = WeightSyncConfig(max_actor_lag=1, stuck_after_s=20, behind_after_s=5, **knobs)
+        actions = {name: knobs.pop(name) for name in list(knobs) if name.startswith("on_")}
+        config, staleness = LaunchConfig(**actions), StalenessConfig(max_actor_lag=1, **knobs)
         limits = limits or {"actors": mismatch_limit(config, "float32")}
-        self.wires = Tripwires(
-            config,
-            StalenessContract(config.staleness(), groups_per_step=1),
-            limits,
-            Stability(load_config(DEMO)),
-            clock=lambda: self.now_s,
-        )
+        contract = StalenessContract(staleness, groups_per_step=1)
+        self.wires = Tripwires(config, contract, limits, Stability(load_config(DEMO)), clock=lambda: self.now_s)
 
     def look(
         self, *reports: ActorReport, newest: int | None = None, version: int | None = None, **fields
@@ -81,7 +85,7 @@ def test_the_actor_whose_log_probabilities_are_not_the_learners_is_named_and_no_
     assert (trip.kind, trip.who, trip.action) == ("mismatch", "actor-1", action)
     assert "actor-1" in trip.text
     assert "0.5" in trip.text
-    assert "weight_sync.mismatch_limit is 0.001" in trip.text
+    assert "launch.mismatch_limit is 0.001" in trip.text
 
 
 def test_every_pool_has_the_limit_of_its_precision():
@@ -127,7 +131,7 @@ def test_samples_of_an_actor_that_is_out_of_the_run_do_not_trip_again():
     [(None, ("float32", "float32"), 1e-3), (None, ("float32", "bfloat16"), 0.2), (0.05, ("bfloat16",), 0.05)],
 )
 def test_the_limit_is_that_of_the_coarser_arithmetic_unless_it_is_given(knob, dtypes, limit):
-    assert mismatch_limit(WeightSyncConfig(mismatch_limit=knob), *dtypes) == limit
+    assert mismatch_limit(LaunchConfig(mismatch_limit=knob), *dtypes) == limit
 
 
 # --- stuck --------------------------------------------------------------------------------------------
@@ -264,11 +268,11 @@ def run(tmp_path, request):
         display = SimpleNamespace(event=said.append, update=lambda progress: None)
         tracker = Tracker(plan.config, plan.folder)
         request.addfinalizer(tracker.close)
-        progress = Progress(plan.config, 0.0)
-        interrupts, observer = SimpleNamespace(count=0), Observer(plan, progress)
-        timeline = Timeline(plan.folder.timeline)
-        request.addfinalizer(timeline.close)
-        run = _Run(plan, context(plan), supervisor, tracker, display, interrupts, progress, observer, timeline, None)
+        interrupts, observer = SimpleNamespace(count=0), Observer(plan)
+        trace = Trace(plan.folder.timeline)
+        request.addfinalizer(trace.close)
+        run = _Run(plan, context(plan), supervisor, tracker, display, interrupts, observer, trace, None)
+        observer.take_in(PollResult(processes=(process("actor.0"), process("actor.1"))))
 
         def events() -> list[dict]:
             return [json.loads(line) for line in plan.folder.events.read_text().splitlines()]
@@ -288,18 +292,18 @@ def a_step(**means: float) -> dict:
 def test_what_trips_is_an_event_and_on_the_display_and_the_actor_is_taken_out_where_the_knob_says_so(
     run, action, taken_out
 ):
-    watched = run("--weight_sync.on_mismatch", action)
+    watched = run("--launch.on_mismatch", action)
     watched.run._digest(PollResult(steps=[a_step(actor_0=1e-6, actor_1=0.5)]))
     (event,) = watched.events()
     assert (event["kind"], event["who"], event["action"]) == ("mismatch", "actor-1", action)
     assert watched.said == [event["text"]]
-    assert watched.run._progress.tripped == (event["text"],)
+    assert read_status(watched.folder.status).tripped == [event["text"]]
     assert watched.quarantined == taken_out
 
 
 def test_a_trip_that_is_to_stop_the_run_fails_it_with_its_name_and_its_knob(run):
-    watched = run("--weight_sync.on_mismatch", "stop")
-    with pytest.raises(RunFailed, match=r"actor-1 and the learner differ .* \(weight_sync.on_mismatch = 'stop'\)"):
+    watched = run("--launch.on_mismatch", "stop")
+    with pytest.raises(RunFailed, match=r"actor-1 and the learner differ .* \(launch.on_mismatch = 'stop'\)"):
         watched.run._digest(PollResult(steps=[a_step(actor_1=0.5)]))
     assert [event["kind"] for event in watched.events()] == ["mismatch"]
 
@@ -309,4 +313,5 @@ def test_a_row_has_no_mismatch_by_actor_but_the_display_has(run):
     watched.run._digest(PollResult(steps=[a_step(actor_1=1e-6)]))
     (written,) = [json.loads(line) for line in watched.folder.metrics.read_text().splitlines()]
     assert "lag0_by_actor" not in written
-    assert watched.run._progress.lag0_by_actor == {"actor-1": 1e-6}
+    seen = {actor.name: actor.mismatch_lag0_abs for actor in read_status(watched.folder.status).actors}
+    assert seen == {"actor-0": None, "actor-1": 1e-6}

@@ -1,4 +1,4 @@
-"""Which charts the page has."""
+"""Which charts the page has, and of which figures."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from launch.observe.metrics import POOL_PREFIX
-from launch.report.data import RunData
+from launch.report.data import Metrics, RunData, thinned, version_of
 from launch.report.samples import length_label
-from launch.report.series import Metrics, Point
-from launch.report.svg import BarSet, Bound, Chart, Curve, bar_chart, line_chart, share_bar
+from launch.report.svg import Bars, Chart, Curve, Point, bar_chart, line_chart, share_bar
 
 STYLES = (("a1", "a2", "a3"), ("b1", "b2", "b3"))
 """Classes of the curves of a run, and of the run that it is compared with."""
@@ -116,9 +115,9 @@ def _named(name: str, run: RunData, runs: Sequence[RunData]) -> str:
 def _accuracy(runs: Sequence[RunData]) -> Chart:
     found = []
     for place, run in enumerate(runs):
-        evaluations = sorted(run.events.evaluations, key=lambda each: each.version)
-        greedy = [(float(each.version), each.greedy) for each in evaluations if each.greedy is not None]
-        sampled = [(float(each.version), each.sampled) for each in evaluations if each.sampled is not None]
+        evaluations = sorted(run.events.evaluations, key=version_of)
+        greedy = [(float(version_of(each)), each.greedy) for each in evaluations if each.greedy is not None]
+        sampled = [(float(version_of(each)), each.sampled) for each in evaluations if each.sampled is not None]
         for style, name, points in zip(STYLES[place], ("greedy", "sampled"), (greedy, sampled), strict=False):
             if points:
                 found.append(Curve(_named(name, run, runs), points, style, dots=True))
@@ -132,7 +131,7 @@ def _lag(runs: Sequence[RunData]) -> Chart:
     known = [limit for limit in limits if isinstance(limit, int)]
     if not known or not chart.curves or len(set(map(str, limits))) > 1:
         return chart
-    return Chart(chart.title, chart.unit, chart.curves, bound=Bound("max_lag", known[0]), floor=0)
+    return Chart(chart.title, chart.unit, chart.curves, bound=("max_lag", known[0]), floor=0)
 
 
 def _pool_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -173,10 +172,10 @@ def queue(runs: Sequence[RunData]) -> Figure:
     """Groups ready in the buffer over the time of the run."""
     found = []
     for place, run in enumerate(runs):
-        if run.lanes is not None and run.lanes.queue.points:
-            start_s = run.lanes.start_s
-            points: list[Point] = [(moment_s - start_s, high) for moment_s, high in run.lanes.queue.points]
-            found.append(Curve(_named("ready", run, runs), points, STYLES[place][0]))
+        if run.timeline is not None and run.timeline.ready:
+            start_s = run.timeline.start_s
+            points: list[Point] = [(moment_s - start_s, ready) for moment_s, ready in run.timeline.ready]
+            found.append(Curve(_named("ready", run, runs), thinned(points), STYLES[place][0]))
     return _figure(Chart("Queue", "groups ready in the buffer", found, x_name="seconds since the run began", floor=0))
 
 
@@ -194,7 +193,7 @@ def _lags(runs: Sequence[RunData]) -> Figure:
     known = [(place, run, lags) for place, run, lags in known if lags]
     highest = max((max(lags) for _, _, lags in known), default=0)
     sets = [
-        BarSet(_named("tokens", run, runs), [lags[lag] / lags.total() for lag in range(highest + 1)], STYLES[place][0])
+        Bars(_named("tokens", run, runs), [lags[lag] / lags.total() for lag in range(highest + 1)], STYLES[place][0])
         for place, run, lags in known
     ]
     labels = [str(lag) for lag in range(highest + 1)] if known else []
@@ -214,8 +213,8 @@ def _lengths(run: RunData, of_run: str) -> Figure:
     # a bucket that holds no whole number is no length
     buckets = [i for i in range(used[0], used[-1] + 1) if i in used or not length_label(i).startswith("0")]
     sets = [
-        BarSet("generated", [buffer.generated[i] for i in buckets], "a2"),
-        BarSet("trained", [buffer.trained[i] for i in buckets], "a1"),
+        Bars("generated", [buffer.generated[i] for i in buckets], "a2"),
+        Bars("trained", [buffer.trained[i] for i in buckets], "a1"),
     ]
     labels = [length_label(i) for i in buckets]
     note = f"Distance {buffer.fidelity_ks:.3f} (Kolmogorov-Smirnov); the last few thousand completions."
@@ -224,7 +223,7 @@ def _lengths(run: RunData, of_run: str) -> Figure:
 
 
 def _spent(run: RunData, of_run: str) -> Figure:
-    seconds = run.metrics.spent.seconds
+    seconds = run.metrics.seconds
     parts = [(name, seconds[key]) for key, name in SPENT.items() if seconds.get(key, 0.0) > 0]
     title = f"Where the learner's time goes{of_run}"
     return Figure(title, "percent of its time", share_bar(title, parts))

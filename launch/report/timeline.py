@@ -1,0 +1,368 @@
+"""The trace of a run as lanes: the whole run as an overview, and a few steps of it span by span."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from markupsafe import Markup
+
+from launch.observe.totals import Interval, intersect, total
+from launch.observe.trace import Event, read
+from launch.report.svg import Point, axis, inner_axis, short, tag
+
+NUM_BINS = 560
+"""Of the whole run; a bin is two pixels wide."""
+STEPS_SHOWN = 10
+"""About so many steps are in the window."""
+MAX_SPANS = 1500
+"""In the window, of one lane."""
+MAX_ACTORS = 16
+"""That have a lane."""
+LEFT, RIGHT, TOP = 76, 12, 8
+WIDTH = LEFT + 2 * NUM_BINS + RIGHT
+LANE, QUEUE = 22, 40
+"""Heights."""
+LEVELS = 6
+"""Of opacity in the overview: how much of a bin was busy."""
+STYLES = {"wait_for_batch": "wait", "state": "wait"}
+"""Class of the page of a kind of span that is not called as it is."""
+
+
+@dataclass
+class ActorSums:
+    """Over one actor's spans."""
+
+    pool: str = ""
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_updates: int = 0
+    busy_s: float = 0.0
+    """In which it generated, of the training time."""
+    pause_s: float = 0.0
+    """In which it paused for weights, likewise."""
+    tokens_in_training: float = 0.0
+    """Of `num_tokens`."""
+
+
+class Timeline:
+    """What the trace of a run says. It is all in memory: a trace is bounded."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.spans: dict[tuple[str, str], list[Event]] = {}
+        """By role and kind, in order of time."""
+        self.ready: list[Point] = []
+        """Groups ready in the buffer, over wall clock."""
+        self.start_s, self.end_s = float("inf"), float("-inf")
+        """Of the run, wall clock."""
+        self._active_s = float("inf")
+        for event in events:
+            if event.ph not in ("X", "C"):
+                continue
+            self.start_s, self.end_s = min(self.start_s, event.start_s), max(self.end_s, event.end_s)
+            if event.cat not in ("phase", "state"):
+                self._active_s = min(self._active_s, event.start_s)
+            if event.ph == "X":
+                self.spans.setdefault((event.who, event.cat), []).append(event)
+            elif event.name == "groups ready":
+                self.ready.append((event.start_s, float(event.args.get("ready", 0))))
+        for spans in self.spans.values():
+            spans.sort(key=lambda span: span.ts)
+
+    def of(self, who: str, kind: str) -> list[Event]:
+        """Spans of a role; empty where it has none."""
+        return self.spans.get((who, kind), [])
+
+    @property
+    def active_s(self) -> float:
+        """When its processes were started, and the first one did something."""
+        return self._active_s if self._active_s < self.end_s else self.start_s
+
+    @cached_property
+    def actors(self) -> dict[str, ActorSums]:
+        """By name, in order of their numbers."""
+        names = {who for who, kind in self.spans if kind in ("generate", "update")}
+        return {name: self._sums(name) for name in sorted(names, key=_number_of)}
+
+    @property
+    def shown_actors(self) -> list[str]:
+        """Names of those that have a lane."""
+        return list(self.actors)[:MAX_ACTORS]
+
+    @cached_property
+    def training(self) -> list[Interval]:
+        """When the run trained: for each command its phase of that name, or its steps where it was killed or lives."""
+        phases = self.of("launch", "phase")
+        starts = [phase.start_s for phase in phases if phase.name.startswith("starting")]  # the first of every command
+        trained = []
+        for start_s, end_s in itertools.pairwise([float("-inf"), *starts, float("inf")]):
+            spans = [each for each in phases if each.name == "training" and start_s <= each.start_s < end_s]
+            spans = spans or [each for each in self.of("learner", "step") if start_s <= each.start_s < end_s]
+            if spans:
+                trained.append((spans[0].start_s, spans[-1].end_s))
+        return trained
+
+    @property
+    def training_s(self) -> float:
+        """Length of `training`."""
+        return total(self.training)
+
+    @property
+    def busy_share(self) -> float | None:
+        """Mean over the actors: share of the training time in which it generated."""
+        return self._share(lambda actor: actor.busy_s)
+
+    @property
+    def pause_share(self) -> float | None:
+        """The same of pauses for weights."""
+        return self._share(lambda actor: actor.pause_s)
+
+    @cached_property
+    def steps(self) -> list[tuple[int, int, int]]:
+        """(first step, last step, tokens) of each span; a step that is taken again takes back those from it on."""
+        found: list[tuple[int, int, int]] = []
+        for span in self.of("learner", "step"):
+            last = int(span.args.get("step", 0))
+            first = last - span.count + 1
+            while found and found[-1][1] >= first:
+                start, end, tokens = found.pop()
+                if start < first:  # of a span for several steps a part stays
+                    found.append((start, first - 1, round(tokens * (first - start) / (end - start + 1))))
+            found.append((first, last, int(span.args.get("tokens") or 0)))
+        return found
+
+    @property
+    def num_steps(self) -> int:
+        """Number of the last step that was finished."""
+        return self.steps[-1][1] if self.steps else 0
+
+    @property
+    def trained_tokens(self) -> int:
+        """Of completions; a step that was taken again counts as it was taken last."""
+        return sum(tokens for _, _, tokens in self.steps)
+
+    @cached_property
+    def window(self) -> Interval:
+        """A few steps from the middle of training; the whole run where there are too few."""
+        steps = [span.start_s for span in self.of("learner", "step")]
+        if len(steps) < 2:
+            return self.start_s, self.end_s
+        if len(steps) < 2 * STEPS_SHOWN:
+            return steps[0] - _gap(steps), steps[-1] + 2 * _gap(steps)
+        middle = len(steps) // 2
+        return steps[middle], steps[middle] + STEPS_SHOWN * _gap(steps[middle : middle + 2 * STEPS_SHOWN])
+
+    def _share(self, seconds: Callable[[ActorSums], float]) -> float | None:
+        length_s = self.training_s
+        if not self.actors or length_s <= 0:
+            return None
+        return min(1.0, statistics.fmean(seconds(actor) for actor in self.actors.values()) / length_s)
+
+    def _sums(self, name: str) -> ActorSums:
+        sums = ActorSums()
+        for span in (*self.of(name, "generate"), *self.of(name, "update")):
+            length_s = span.end_s - span.start_s
+            inside = total(intersect([(span.start_s, span.end_s)], self.training)) / length_s if length_s > 0 else 0.0
+            busy_s = inside * span.args.get("busy_s", length_s)
+            sums.pool = span.args.get("pool", sums.pool)
+            if span.cat == "update":
+                sums.num_updates += span.count
+                sums.pause_s += busy_s
+            else:
+                tokens = int(span.args.get("num_tokens", 0))
+                sums.num_samples += int(span.args.get("num_samples", 0))
+                sums.num_tokens += tokens
+                sums.tokens_in_training += inside * tokens
+                sums.busy_s += busy_s
+        return sums
+
+
+def read_timeline(path: Path) -> Timeline | None:
+    """The timeline of a run; None where it has no line.
+
+    Raises:
+        OSError: there is no file, or it cannot be read.
+    """
+    found = Timeline(read(path))
+    return found if found.end_s > found.start_s else None
+
+
+def _number_of(name: str) -> tuple[int, str]:
+    """Sorts actor-2 before actor-10."""
+    tail = name.rpartition("-")[2]
+    return int(tail) if tail.isdigit() else -1, name
+
+
+def _gap(starts: Iterable[float]) -> float:
+    return statistics.median(later - sooner for sooner, later in itertools.pairwise(sorted(starts)))
+
+
+# --- drawn --------------------------------------------------------------------------------------------
+
+
+def overview(timeline: Timeline) -> Markup:
+    """The whole run: the fuller the colour of a bin, the busier it was."""
+    drawing = _Drawing(timeline, timeline.active_s, timeline.end_s)
+    drawing.phases(timeline.of("launch", "phase"))
+    drawing.lanes(drawing.bins)
+    drawing.queue()
+    start, end = (drawing.x(moment_s) for moment_s in timeline.window)
+    drawing.parts.append(
+        tag("rect", cls="window", x=start, y=TOP - 4, width=max(2.0, end - start), height=drawing.y - TOP + 4)
+    )
+    return drawing.finish("Timeline of the whole run")
+
+
+def window(timeline: Timeline) -> Markup:
+    """A few steps of it, span by span."""
+    drawing = _Drawing(timeline, *timeline.window)
+    drawing.lanes(drawing.close)
+    drawing.queue()
+    return drawing.finish("Timeline of a few steps")
+
+
+class _Drawing:
+    """Puts lanes under each other."""
+
+    def __init__(self, timeline: Timeline, start_s: float, end_s: float) -> None:
+        self._timeline = timeline
+        self._start_s, self._end_s = start_s, max(end_s, start_s + 1e-6)
+        self.y = float(TOP)
+        self.parts: list[Markup] = []
+
+    def x(self, moment_s: float) -> float:
+        share = (moment_s - self._start_s) / (self._end_s - self._start_s)
+        return LEFT + min(1.0, max(0.0, share)) * 2 * NUM_BINS
+
+    def lanes(self, draw: Callable[[str, str], Sequence[Markup]]) -> None:
+        """The learner, the actors that have room, and the evaluations."""
+        self._lane("learner", [*draw("learner", "wait_for_batch"), *draw("learner", "step")])
+        for name in self._timeline.shown_actors:
+            self._lane(name, [mark for kind in ("state", "generate", "update") for mark in draw(name, kind)])
+        if marks := draw("evaluation", "evaluate"):
+            self._lane("evaluation", marks)
+
+    def _lane(self, name: str, marks: Sequence[Markup]) -> None:
+        """One lane, below those before; marks are drawn at the top and moved to it."""
+        self._name(name, self.y + LANE / 2 + 1)
+        self.parts += [
+            tag("rect", cls="lane", x=LEFT, y=self.y, width=2 * NUM_BINS, height=LANE - 5),
+            tag("g", *marks, transform=f"translate(0 {self.y:g})"),
+        ]
+        self.y += LANE
+
+    def _name(self, text: str, y: float) -> None:
+        self.parts.append(tag("text", text, cls="axis lanename", x=LEFT - 8, y=y, text_anchor="end"))
+
+    def phases(self, phases: Sequence[Event]) -> None:
+        """What the run did, as words over the lanes."""
+        marks = []
+        for phase in phases:
+            left, right = self.x(phase.start_s), self.x(phase.end_s)
+            text = phase.name.partition(" (")[0]
+            if right - left < 1:
+                continue
+            marks.append(tag("line", cls="tick", x1=left, x2=left, y1=0, y2=LANE - 5))
+            if right - left > 6 * len(text) + 8:
+                marks.append(tag("text", text, cls="axis", x=left + 5, y=LANE / 2 + 1))
+        if marks:
+            self._lane("run", marks)
+
+    def bins(self, who: str, kind: str) -> list[Markup]:
+        """How busy each bin was, those of equal share in one mark."""
+        levels = [0 if share <= 0 else max(1, round(share * LEVELS)) for share in self._shares(who, kind)]
+        marks, start = [], 0
+        for level, group in itertools.groupby(levels):
+            end = start + len(list(group))
+            if level:
+                # a pause is short: it shows in full, on the lower edge
+                top, shown = (LANE - 9, LEVELS) if kind == "update" else (0, level)
+                style, x, width = f"mark {STYLES.get(kind, kind)} o{shown}", LEFT + 2 * start, 2 * (end - start)
+                marks.append(tag("rect", cls=style, x=x, y=top, width=width, height=LANE - 5 - top))
+            start = end
+        return marks
+
+    def _shares(self, who: str, kind: str) -> list[float]:
+        """Which share of each bin a role was at work."""
+        shares = [0.0] * NUM_BINS
+        width_s = (self._end_s - self._start_s) / NUM_BINS
+        for span in self._timeline.of(who, kind):
+            length_s = span.end_s - span.start_s
+            busy = min(1.0, span.args.get("busy_s", length_s) / length_s) if who == "learner" and length_s > 0 else 1.0
+            first, last = (
+                min(NUM_BINS - 1, max(0, int((moment_s - self._start_s) / width_s)))
+                for moment_s in (span.start_s, span.end_s)
+            )
+            for place in range(first, last + 1):
+                left_s = self._start_s + place * width_s
+                inside_s = min(span.end_s, left_s + width_s) - max(span.start_s, left_s)
+                shares[place] = min(1.0, shares[place] + busy * max(0.0, inside_s) / width_s)
+        return shares
+
+    def close(self, who: str, kind: str) -> list[Markup]:
+        """The spans that reach into the window."""
+        marks = []
+        spans = (span for span in self._timeline.of(who, kind) if span.end_s >= self._start_s)
+        for span in itertools.islice((span for span in spans if span.start_s <= self._end_s), MAX_SPANS):
+            left, right = self.x(span.start_s), self.x(span.end_s)
+            if right <= LEFT or left >= LEFT + 2 * NUM_BINS:
+                continue
+            width, style = max(1.5, right - left), f"mark {STYLES.get(kind, kind)}"
+            words = tag("title", self._words(span))
+            marks.append(tag("rect", words, cls=style, x=left, width=width, height=LANE - 5))
+            label = str(span.args.get("step", "")) if kind == "step" else ""
+            if label and width > 7 * len(label) + 4:
+                middle = left + width / 2
+                marks.append(tag("text", label, cls="onmark", x=middle, y=LANE / 2 + 1.5, text_anchor="middle"))
+        return marks
+
+    def queue(self) -> None:
+        """How many groups wait in the buffer, as an area; of a long run the most of each pixel."""
+        highs: dict[int, float] = {}
+        for moment_s, ready in self._timeline.ready:
+            if moment_s <= self._end_s:
+                x = round(self.x(moment_s))
+                highs[x] = ready if moment_s < self._start_s else max(ready, highs.get(x, 0.0))
+        if not highs:
+            return
+        scale = axis(0.0, max(1.0, *highs.values()), self.y + QUEUE, self.y + 4, 1)
+        base, right = self.y + QUEUE, float(LEFT + 2 * NUM_BINS)
+        path = f"M{next(iter(highs)):g},{base:g}"
+        for (x, ready), follower in zip(highs.items(), [*list(highs)[1:], right], strict=True):
+            path += f"L{x:g},{scale.place(ready):.1f}L{follower:g},{scale.place(ready):.1f}"
+        self._name("buffer", self.y + QUEUE / 2)
+        most = tag("title", f"Groups that are ready, up to {short(max(highs.values()))}")
+        text = f"{short(scale.high)} groups"
+        self.parts += [
+            tag("text", text, cls="axis", x=LEFT - 8, y=self.y + QUEUE / 2 + 13, text_anchor="end"),
+            tag("path", most, cls="mark queue", d=f"{path}L{right:g},{base:g}Z"),
+            tag("line", cls="grid", x1=LEFT, x2=right, y1=base, y2=base),
+        ]
+        self.y += QUEUE + 4
+
+    def finish(self, title: str) -> Markup:
+        """The drawing, with its axis of time."""
+        origin_s = self._timeline.start_s
+        scale = inner_axis(self._start_s - origin_s, self._end_s - origin_s, LEFT, LEFT + 2 * NUM_BINS, 10)
+        for value in scale.ticks:
+            at = scale.place(value)
+            self.parts.append(tag("line", cls="tick", x1=at, x2=at, y1=self.y, y2=self.y + 4))
+            self.parts.append(tag("text", f"{value:g} s", cls="axis", x=at, y=self.y + 16, text_anchor="middle"))
+        names = ", ".join(["learner", *self._timeline.shown_actors])
+        words = f"{title}, seconds since the run began: {names}, and groups ready in the buffer"
+        box = f"0 0 {WIDTH} {self.y + 22:g}"
+        return tag("svg", *self.parts, cls="chart wide", viewBox=box, role="img", aria_label=words)
+
+    def _words(self, span: Event) -> str:
+        args = span.args
+        what = {"wait_for_batch": f"waits for a batch {args.get('step', '')}".rstrip()}.get(span.cat, span.name)
+        version = f" to version {args['version']}" if span.cat == "update" and "version" in args else ""
+        many = f", {span.count} together" if span.count > 1 else ""
+        lag = f", lag {args['lag_mean']:.2f} mean, {args.get('lag_max') or 0:g} greatest" if "lag_mean" in args else ""
+        tokens = f", {args['num_tokens']:,} tokens" if args.get("num_tokens") else ""
+        took = f"{span.end_s - span.start_s:.3f} s from {span.start_s - self._timeline.start_s:.2f} s on"
+        return f"{span.who}: {what}{version}, {took}{lag}{tokens}{many}"
