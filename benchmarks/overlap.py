@@ -278,7 +278,8 @@ def compared(rounds: Sequence[tuple[Figures, Figures]]) -> Figures:
         it; `limit`: (U + r) / (1 + r); `ceiling`: see `ceiling`. Idle shares and `sync`, `async`: means over rounds.
     """
     ratios = [other["samples_per_s"] / sync["samples_per_s"] for sync, other in rounds]
-    sync, other = (means([pair[side] for pair in rounds]) for side in (0, 1))
+    sync: Figures = means([pair[0] for pair in rounds])
+    other: Figures = means([pair[1] for pair in rounds])
     longest_over_mean, r = sync["U"], sync["step_s"] / sync["generation_s"]
     return {
         "async_over_sync": median(ratios),

@@ -28,6 +28,7 @@ from benchmarks.buffer_peers.workload import (
 from buffer import schema
 from buffer.client import BufferClient, Draw
 from buffer.protocol import Lease, RowResult
+from buffer.rows import flat_values
 from buffer.trajectory import Trajectory
 from common.run import RunFacts
 
@@ -248,7 +249,7 @@ def open_batch(body: bytes) -> int:
     """A batch as NumPy views of its columns; returns the number of trajectories."""
     batch = schema.read_stream(body)
     for name in ("token_ids", "logprobs"):
-        values, bounds = schema.flat_values(batch.column(schema.SCHEMA.get_field_index(name)))
+        values, bounds = flat_values(batch.column(schema.SCHEMA.get_field_index(name)))
         if bounds[-1] != len(values):
             raise RuntimeError(f"column '{name}' of a batch is torn")
     return int(batch.num_rows)

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.learner_parts.sides import Learner, configured, long_tailed, trajectories
+from benchmarks.learner_parts.sides import configured, long_tailed, trajectories
 from benchmarks.learner_parts.spot import Figures, Spot
+from benchmarks.lib.learner import Learner
 from buffer.trajectory import Trajectory
 
 SHAPE = {
@@ -74,7 +75,7 @@ def measure(spot: Spot, *, quick: bool) -> Figures:
     return {
         "gpu_device": name,
         "gpu_shape": "Qwen2.5-1.5B" if on_gpu else "tiny",
-        "gpu_num_parameters": learner.num_parameters,
+        "gpu_num_parameters": sum(parameter.numel() for _, parameter in learner.policy.named_parameters()),
         "gpu_tokens_per_s": num_tokens / step_s,
         "gpu_mfu": None if peak is None else flops / step_s / peak,
         "gpu_num_tokens": num_tokens,

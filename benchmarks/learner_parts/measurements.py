@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig
 
 from benchmarks.learner_parts.sides import (
-    ALGORITHM,
-    GROUP_SIZE,
     PROMPT,
-    TEMPERATURE,
     TOKEN_BUDGET,
-    Learner,
     PlainLoop,
     configured,
     long_tailed,
@@ -30,6 +27,7 @@ from benchmarks.learner_parts.sides import (
     trajectories,
 )
 from benchmarks.learner_parts.spot import Figures, Spot
+from benchmarks.lib.learner import ALGORITHM, GROUP_SIZE, TEMPERATURE, Learner
 from benchmarks.lib.rounds import median_ratio
 from learner.attention import IMPLEMENTATION
 from learner.batch import StepBatch
@@ -265,7 +263,7 @@ def smollm2(spot: Spot, *, path: str, quick: bool) -> Figures:
         norms[name] = steps[name]()
 
     for number in range(2 if quick else 4):
-        taken = {name: spot.seconds(lambda name=name: run(name), worlds=[world]) for name, world in SIDES.items()}
+        taken = {name: spot.seconds(partial(run, name), worlds=[world]) for name, world in SIDES.items()}
         spot.say(f"smollm2, round {number}: {taken}")
         if number > 0:  # the first round warms up
             for name, each in taken.items():

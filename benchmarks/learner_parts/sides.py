@@ -1,4 +1,4 @@
-"""What is trained, and the two sides that train it: the learner's own step, and a loop as most would write it down.
+"""What is trained, and the side that it is compared with: a training loop as most would write it down.
 
 The plain loop trains a Transformers model in one process. It has the loss, the optimizer and the clipping of the
 learner's step, and accumulates gradients over its batches as that does. `padded` is the usual layout: sequences in
@@ -21,24 +21,16 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
-from buffer.trajectory import Trajectory, VersionSpan
-from common.staleness import PolicyVersion
+from benchmarks.lib.learner import sample
+from buffer.trajectory import Trajectory
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.model import DeviceBatch
-from learner.networks import Network, Networks, Reference, chunk_loader
-from learner.packing import PackingRule
-from learner.pipeline import micro_batch_rule
-from learner.step import TrainStep
 
 MEDIAN, SIGMA, LONGEST, TOKEN_BUDGET = 200, 1.0, 2048, 4096
-GROUP_SIZE = 8
 PROMPT = 64
 """Tokens of a prompt, or half of the sequence where that is less."""
-TEMPERATURE = 1.0
-ALGORITHM = OffPolicyPPOConfig(proximal="behaviour", baseline="rloo")
-"""Plain PPO with a group baseline: separable, needs no reference, and short to write down a second time."""
 
 LogProbabilities = Callable[[PreTrainedModel], Tensor]
 
@@ -62,23 +54,10 @@ def trajectories(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Tra
     random = np.random.default_rng(seed)
     rows = []
     for number, length in enumerate(lengths):
-        prompt_length = min(PROMPT, length // 2)
-        completion = length - prompt_length
-        rows.append(
-            Trajectory(
-                lease_id=0,
-                attempt=0,
-                group_id=number // GROUP_SIZE,
-                sample_index=number % GROUP_SIZE,
-                prompt_id=number // GROUP_SIZE,
-                token_ids=random.integers(0, vocab_size, length).astype(np.int32),
-                prompt_length=prompt_length,
-                logprobs=np.full(completion, -math.log(vocab_size), np.float32),
-                spans=(VersionSpan(PolicyVersion(0, 0), 0, completion),),
-                reward=float(random.random()),
-                finish_reason="stop",
-            )
-        )
+        completion = length - min(PROMPT, length // 2)
+        token_ids = random.integers(0, vocab_size, length).astype(np.int32)
+        logprobs = np.full(completion, -math.log(vocab_size), np.float32)
+        rows.append(sample(number, token_ids, logprobs, float(random.random()), "stop"))
     return rows
 
 
@@ -99,51 +78,12 @@ def small_llama(folder: Path, *, hidden_size: int, num_layers: int, vocab_size: 
     return folder
 
 
-# --- our side: the learner's own training step, on batches that are ready ------------------------
-
-
 def configured(mesh: Mesh, **changes: Any) -> LearnerConfig:  # noqa: ANN401 -- keys of the section
     """The `[learner]` section with this mesh's number of stages, and a learning rate that float32 weights do not feel.
 
     So all steps on all sides have one gradient, by which they are held to compute the same.
     """
     return LearnerConfig.model_validate({"num_stages": mesh.place.num_stages, "learning_rate": 1e-12, **changes})
-
-
-class Learner:
-    """This rank of a learner that trains on its own schedule, without buffer and actors."""
-
-    def __init__(self, model_path: Path, mesh: Mesh, config: LearnerConfig, device: torch.device | None = None) -> None:
-        """Load this rank's chunks of a checkpoint; all ranks of the mesh call it together. Default: on the CPU."""
-        self.device = device or torch.device("cpu")
-        chunks = chunk_loader(config, TEMPERATURE, mesh, self.device)(model_path, "token")
-        networks = Networks(Network.build(chunks, config, mesh), None, config, mesh)
-        self.num_parameters = sum(parameter.numel() for _, parameter in networks.policy.named_parameters())
-        """Of this rank."""
-        self._config = config
-        self._mesh = mesh
-        reference = Reference(None, networks)
-        self._steps = {
-            one_pass: TrainStep(networks, reference, ALGORITHM, config.model_copy(update={"one_pass": one_pass}))
-            for one_pass in (True, False)
-        }
-
-    def batch(self, rows: Sequence[Trajectory], *, min_micro_batches: int = 1) -> StepBatch:
-        """Samples as a step trains them, packed as the schedule asks."""
-        wanted = micro_batch_rule(self._config.schedule, self._mesh.place.num_stages)
-        rule = PackingRule(
-            self._config.token_budget,
-            min_micro_batches=max(wanted.least, min_micro_batches),
-            multiple=wanted.multiple,
-        )
-        return StepBatch.build(rows, 0, {0: 0}, rule)
-
-    def step(self, batch: StepBatch, *, one_pass: bool = True) -> float:
-        """One step, in one pass or in two. Returns the gradient norm before clipping."""
-        (update,) = self._steps[one_pass].run(batch, 0).updates
-        if not update.result.taken:
-            raise RuntimeError("the learner did not take the step: loss or gradient are not finite")
-        return update.result.grad_norms[0]
 
 
 # --- the other side: a plain loop ----------------------------------------------------------------

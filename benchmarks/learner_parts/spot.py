@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # which its stub does not re-export
 
 from benchmarks.lib.processes import call_in_processes
 from learner.mesh import Mesh, MeshPlace
@@ -141,11 +142,11 @@ class Spot:
         self._store.wait(keys)
         return [float(self._store.get(key)) for key in keys]
 
-    def _connect(self) -> dist.TCPStore:
+    def _connect(self) -> TCPStore:
         port_file = self.folder / "port"
         timeout = timedelta(seconds=TIMEOUT_S)
         if self.number == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
             written = self.folder / "port.new"
             written.write_text(str(store.port), encoding="ascii")
             written.rename(port_file)
@@ -156,4 +157,4 @@ class Spot:
                 raise TimeoutError(f"process {self.number} waited {TIMEOUT_S:g} s for the store of process 0")
             time.sleep(POLL_S)
         port = int(port_file.read_text(encoding="ascii"))
-        return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -93,14 +93,14 @@ def call_in_processes(
                     raise MeasurementFailed(f"{what} took longer than {limit_s:g} s")
                 time.sleep(POLL_S)
             found = [_answer(answer) for answer in answers]
-            for number, (process, answer) in enumerate(zip(processes, found, strict=True)):
+            for number, (process, said) in enumerate(zip(processes, found, strict=True)):
                 status = process.poll()  # None: it still runs, and another one failed
-                if status or (status == 0 and "result" not in answer):
-                    why = answer.get("error", "it said why above")
+                if status or (status == 0 and "result" not in said):
+                    why = said.get("error", "it said why above")
                     raise MeasurementFailed(f"process {number} of {what} ended with status {status}: {why}")
         finally:
             end_families(*processes)
-    return [answer["result"] for answer in found]
+    return [said["result"] for said in found]
 
 
 def _answer(path: Path) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def end_families(*processes: subprocess.Popen[Any]) -> None:
         if process.poll() is None:
             try:
                 parent = psutil.Process(process.pid)
-                family += [*parent.children(recursive=True), parent]
+                family += [parent, *parent.children(recursive=True)]  # it first: it is not to miss its children
             except psutil.NoSuchProcess:
                 continue
     for member in family:

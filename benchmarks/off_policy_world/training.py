@@ -77,13 +77,13 @@ def _dpo(name: str, learning_rate: float, **keys: Any) -> Row:  # noqa: ANN401
 
 ROWS = (
     Row("trajectory_balance", TrajectoryBalanceConfig(beta=BETA), 1e-2),
-    Row("trajectory_balance+unweighted", TrajectoryBalanceConfig(beta=BETA, corrections=[]), 1e-2),
+    Row("trajectory_balance+unweighted", TrajectoryBalanceConfig(beta=BETA, corrections=()), 1e-2),
     Row("trajectory_balance+proximal", TrajectoryBalanceConfig(beta=BETA, eta=ETA), 1e-2),
     _dpo("", 1e-3, beta=BETA),
     # beta is another thing here: it sets the margin of a pair to 1 / (2 * beta)
     _dpo("+ipo", 1e-3, beta=0.1, variant="ipo"),
     Row("oapl", OAPLConfig(beta=BETA), 1e-2),
-    Row("oapl+unweighted", OAPLConfig(beta=BETA, corrections=[]), 1e-2),
+    Row("oapl+unweighted", OAPLConfig(beta=BETA, corrections=()), 1e-2),
     Row("oapl+groups_of_64", OAPLConfig(beta=BETA), 1e-2, group_size=64),
     _ppo("", 1e-2),
     _ppo("+unbounded", 1e-2, corrections=[]),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
+from actors.tasks.config import ReasoningGymTask
 from actors.tasks.gym import gym_problems, gym_scorer
 from actors.tasks.task import Problem
 from algorithms.diagnostics import EssRule, off_policy_metrics
@@ -108,7 +109,8 @@ def completion_logprobs(model: PreTrainedModel, samples: Samples, pad: int) -> T
     # padding stands behind, where a causal model does not look
     logits = model(tokens[:, :-1], use_cache=False).logits
     chosen = is_completion[:, 1:]
-    return logits[chosen].log_softmax(-1).gather(1, tokens[:, 1:][chosen][:, None])[:, 0]
+    logprobs_T: Tensor = logits[chosen].log_softmax(-1).gather(1, tokens[:, 1:][chosen][:, None])[:, 0]
+    return logprobs_T
 
 
 @dataclass
@@ -141,6 +143,7 @@ class DelayedRun:
         """
         self.config: Config = load_config(CONFIG, overrides)
         self.lag = lag
+        assert isinstance(self.config.task, ReasoningGymTask)
         split = gym_problems(self.config.task)
         self._scorer = gym_scorer(self.config.task)
         self._tokenizer = AutoTokenizer.from_pretrained(self.config.model.path)

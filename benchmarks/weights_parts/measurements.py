@@ -53,8 +53,8 @@ class Setting:
         path = self.scratch / "samples.npz"
         if not path.exists():
             say("sampling what the learner trains on")
-            with Peer("samples", model=str(smollm2())) as peer:
-                peer.call("make", path=str(path), num_groups=self.num_groups, limit_s=SAMPLING_LIMIT_S)
+            with Peer("samples", model=smollm2()) as peer:
+                peer.call("make", path=path, num_groups=self.num_groups, limit_s=SAMPLING_LIMIT_S)
         return path
 
     def snapshots(self) -> list[Path]:
@@ -70,12 +70,12 @@ class Setting:
         """A peer that trains, and takes the differences."""
         return Peer(
             "delta",
-            model=str(smollm2()),
-            samples=str(self.samples()),
-            scratch=str(self.scratch),
+            model=smollm2(),
+            samples=self.samples(),
+            scratch=self.scratch,
             learning_rate=learning_rate,
             groups_per_step=self.groups_per_step,
-            snapshots=str(snapshots) if snapshots else "",
+            snapshots=snapshots or "",
             spread=spread,
         )
 
@@ -112,12 +112,12 @@ def update(setting: Setting) -> Figures:
         learner = stack.enter_context(
             Peer(
                 "learner",
-                model=str(model),
-                samples=str(samples),
-                scratch=str(setting.scratch),
+                model=model,
+                samples=samples,
+                scratch=setting.scratch,
                 learning_rate=SMALL_RATE,
                 groups_per_step=setting.groups_per_step,
-                folder=str(folder),
+                folder=folder,
                 dtypes=[DTYPE],
             )
         )
@@ -126,8 +126,8 @@ def update(setting: Setting) -> Figures:
                 Peer(
                     "engine",
                     name=f"actor-{i}",
-                    model=str(served),
-                    folder=str(folder),
+                    model=served,
+                    folder=folder,
                     dtype=DTYPE,
                     num_running=NUM_RUNNING,
                     vocab_size=check_model_folder(model).vocab_size,
@@ -209,7 +209,7 @@ def sync(setting: Setting) -> Figures:
     once against its checksums and stays mapped, so both are in the page cache. The receiver notices a version by
     asking every millisecond; the other side is not charged for being told.
     """
-    snapshots = [str(path) for path in setting.snapshots()]
+    snapshots = setting.snapshots()
     with Peer("copying") as peer:
         rates = peer.call("rates", num_rounds=9)
     found: dict[str, Any] = {}
@@ -220,13 +220,13 @@ def sync(setting: Setting) -> Figures:
     return {**copying_figures(rates), **sync_figures(found, network)}
 
 
-def _against_torch(setting: Setting, snapshots: list[str], dtype: str, place: str) -> Figures:
+def _against_torch(setting: Setting, snapshots: list[Path], dtype: str, place: str) -> Figures:
     folder = setting.new_folder(f"sync-{dtype}-{place}", in_memory=place == "memory")
     weights, files = folder / "weights", folder / "files"
     files.mkdir()
     rounds: list[dict[str, float]] = []
     with (
-        Peer("sender", snapshots=snapshots, dtype=dtype, folder=str(weights)) as sender,
+        Peer("sender", snapshots=snapshots, dtype=dtype, folder=weights) as sender,
         receiver("folder", weights, dtype) as taker,
     ):
         num_bytes = sender.call("num_bytes")
@@ -240,14 +240,14 @@ def _against_torch(setting: Setting, snapshots: list[str], dtype: str, place: st
     return {"num_bytes": num_bytes, "rounds": rounds[WARM_UP_ROUNDS:]}
 
 
-def _over_network(setting: Setting, snapshots: list[str], kind: str) -> Figures:
+def _over_network(setting: Setting, snapshots: list[Path], kind: str) -> Figures:
     folder = setting.new_folder(f"sync-network-{kind}")
     staging = setting.new_folder(f"sync-staging-{kind}", in_memory=True)
     weights = folder / "weights"
     full_every = 100 if kind == "delta" else 1
     with (
-        Peer("service", folder=str(weights)) as service,
-        Peer("sender", snapshots=snapshots, dtype=DTYPE, folder=str(weights), full_every=full_every) as sender,
+        Peer("service", folder=weights) as service,
+        Peer("sender", snapshots=snapshots, dtype=DTYPE, folder=weights, full_every=full_every) as sender,
         receiver("network", weights, DTYPE, address=service.call("address"), staging=staging) as taker,
     ):
         num_bytes = sender.call("num_bytes")
@@ -273,7 +273,7 @@ def _hand_over(sender: Peer, taker: Peer, version: int) -> dict[str, float]:
 
 def _torch(sender: Peer, taker: Peer, files: Path, number: int) -> dict[str, float]:
     path = files / f"{number}.pt"
-    found = {"save": sender.call("save", path=str(path)), "load": taker.call("load", path=str(path))}
+    found = {"save": sender.call("save", path=path), "load": taker.call("load", path=path)}
     (files / f"{number - KEPT_FILES}.pt").unlink(missing_ok=True)
     return found
 
@@ -286,9 +286,9 @@ def receiver(
         "receiver",
         name=name,
         transport=transport,
-        folder=str(folder),
+        folder=folder,
         address=address,
-        staging=str(staging) if staging else "",
+        staging=staging or "",
         dtype=dtype,
     )
 
@@ -308,12 +308,12 @@ def hosts(setting: Setting) -> Figures:
     Pullers of both transports, each a process of its own, and a version of SmolLM2 in bfloat16 for each.
     """
     num_pullers = 4 if setting.quick else NUM_PULLERS
-    snapshots = [str(path) for path in setting.snapshots()]
+    snapshots = setting.snapshots()
     weights = setting.new_folder("hosts") / "weights"
     staging = setting.new_folder("hosts-staging", in_memory=True)
     with (
-        Peer("service", folder=str(weights)) as service,
-        Peer("sender", snapshots=snapshots, dtype=DTYPE, folder=str(weights)) as sender,
+        Peer("service", folder=weights) as service,
+        Peer("sender", snapshots=snapshots, dtype=DTYPE, folder=weights) as sender,
     ):
         address = service.call("address")
         num_bytes = sender.call("num_bytes")
@@ -362,12 +362,12 @@ HEAD_START_S = 0.5
 def fairness(setting: Setting) -> Figures:
     """Many light clients fetch a version from one service at the same time: does the slowest take much longer?"""
     num_each = 2 if setting.quick else CLIENTS_EACH
-    snapshots = [str(path) for path in setting.snapshots()]
+    snapshots = setting.snapshots()
     weights = setting.new_folder("fairness") / "weights"
     rounds: list[list[float]] = []
     with (
-        Peer("service", folder=str(weights)) as service,
-        Peer("sender", snapshots=snapshots, dtype=DTYPE, folder=str(weights), num_values=NUM_VALUES) as sender,
+        Peer("service", folder=weights) as service,
+        Peer("sender", snapshots=snapshots, dtype=DTYPE, folder=weights, num_values=NUM_VALUES) as sender,
         contextlib.ExitStack() as stack,
     ):
         address = service.call("address")

@@ -51,11 +51,11 @@ class Peer:
 
         Args:
             role: which.
-            options: JSON values for the role.
+            options: JSON values and paths, for the role.
         """
         self.role = role
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, role, json.dumps(options)],
+            [sys.executable, "-m", __name__, role, json.dumps(options, default=str)],
             cwd=ROOT,
             env=environment(HF_HUB_OFFLINE="1", PYTHONFAULTHANDLER="1"),
             stdin=subprocess.PIPE,
@@ -81,8 +81,9 @@ class Peer:
     def begin(self, method: str, **arguments: object) -> None:
         """Begin a call; `result` waits for its end."""
         assert self._process.stdin is not None
+        call = json.dumps({"method": method, "arguments": arguments}, default=str)
         try:
-            self._process.stdin.write(json.dumps({"method": method, "arguments": arguments}).encode() + b"\n")
+            self._process.stdin.write(call.encode() + b"\n")
         except BrokenPipeError as error:
             raise MeasurementFailed(f"the process of the {self.role} is gone before '{method}'") from error
 

@@ -22,23 +22,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from benchmarks.lib.learner import GROUP_SIZE, Learner, sample
 from benchmarks.weights_parts.handover import RUN_ID
-from buffer.trajectory import Trajectory, VersionSpan
+from buffer.trajectory import Trajectory
 from common.staleness import PolicyVersion
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
-from learner.networks import Network, Networks, Reference, chunk_loader
-from learner.packing import PackingRule
-from learner.step import TrainStep
 from weight_sync.config import WeightSyncConfig
 from weight_sync.delta import decode_delta, encode_delta
 from weight_sync.publisher import Publisher
 from weight_sync.sinks import open_sink
 from weight_sync.tensors import host_bytes
 
-GROUP_SIZE = 8
 NEW_TOKENS = 24
 TEMPLATE = "3 + 4 = 7\n{} + {} ="
 _NUMBER = re.compile(r"-?\d+")
@@ -92,23 +88,7 @@ def trajectories(path: Path) -> list[Trajectory]:
     """What `make` wrote, group by group."""
     with np.load(path) as saved:
         tokens, logprobs, rewards = saved["tokens"], saved["logprobs"], saved["rewards"]
-    num = logprobs.shape[1]
-    return [
-        Trajectory(
-            lease_id=0,
-            attempt=0,
-            group_id=i // GROUP_SIZE,
-            sample_index=i % GROUP_SIZE,
-            prompt_id=i // GROUP_SIZE,
-            token_ids=tokens[i],
-            prompt_length=tokens.shape[1] - num,
-            logprobs=logprobs[i],
-            spans=(VersionSpan(PolicyVersion(0, 0), 0, num),),
-            reward=float(rewards[i]),
-            finish_reason="length",
-        )
-        for i in range(len(tokens))
-    ]
+    return [sample(i, tokens[i], logprobs[i], float(rewards[i]), "length") for i in range(len(tokens))]
 
 
 def closeness(text: str, right: int) -> float:
@@ -131,29 +111,22 @@ class Trainer:
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting}", rank=0, world_size=1, timeout=timedelta(seconds=60)
         )
-        mesh = Mesh.build(MeshPlace(0))
         config = LearnerConfig(
             num_stages=1, learning_rate=learning_rate, token_budget=TOKEN_BUDGET, precision="bfloat16"
         )
-        chunks = chunk_loader(config, 1.0, mesh, torch.device("cpu"))(Path(model), "token")
-        networks = Networks(Network.build(chunks, config, mesh), None, config, mesh)
-        algorithm = OffPolicyPPOConfig(proximal="behaviour", baseline="rloo")
-        self._policy = networks.policy
-        self._step = TrainStep(networks, Reference(None, networks), algorithm, config)
+        self._learner = Learner(Path(model), Mesh.build(MeshPlace(0)), config)
         self._batches = self._in_turn(Path(samples), groups_per_step)
         self.version = 0
 
     def step(self) -> float:
         """One optimizer step. Returns the gradient norm before clipping."""
-        (update,) = self._step.run(next(self._batches), self.version).updates
-        if not update.result.taken:
-            raise RuntimeError("the learner did not take the step: loss or gradient are not finite")
+        norm = self._learner.step(next(self._batches), self.version)
         self.version += 1
-        return float(update.result.grad_norms[0])
+        return norm
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a stage publishes: by checkpoint name, the live weights themselves."""
-        return self._policy.published_tensors()
+        return self._learner.policy.published_tensors()
 
     def boundary_share(self) -> float:
         """Share of the weights that lie exactly between two values of bfloat16, and so round anew at any change."""
@@ -167,7 +140,7 @@ class Trainer:
         There training leaves them; this checkpoint, made from four bits, has them on few of these places.
         """
         generator = torch.Generator().manual_seed(1)
-        for _, parameter in self._policy.named_parameters():
+        for _, parameter in self._learner.policy.named_parameters():
             rounded = parameter.to(torch.bfloat16).float()
             bits = torch.randint(-0x7FFF, 0x7FFF, rounded.shape, generator=generator, dtype=torch.int32)
             moved = (rounded.view(torch.int32) + bits).view(torch.float32)
@@ -181,8 +154,7 @@ class Trainer:
         rows = trajectories(samples)
         size = groups_per_step * GROUP_SIZE
         starts = range(0, len(rows) - size + 1, size)
-        rule = PackingRule(TOKEN_BUDGET)
-        return (StepBatch.build(rows[start : start + size], 0, {0: 0}, rule) for start in itertools.cycle(starts))
+        return (self._learner.batch(rows[start : start + size]) for start in itertools.cycle(starts))
 
 
 class DeltaLearner:

@@ -11,6 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.learner_parts import gpu, sides, sleeping
 from benchmarks.learner_parts.spot import run_measurement
+from benchmarks.lib import learner as learner_step
 from benchmarks.lib.page import judged
 from benchmarks.lib.processes import MeasurementFailed
 from learner.attention import IMPLEMENTATION
@@ -46,13 +47,13 @@ def test_the_learner_and_both_plain_loops_train_one_loss(tmp_path, group):
     rows = sides.trajectories(sides.long_tailed(24, seed=1, median=20, longest=64), 50, seed=2)
     mesh = Mesh.build(MeshPlace(0))
     config = sides.configured(mesh, token_budget=128)
-    learner = sides.Learner(path, mesh, config)
+    learner = learner_step.Learner(path, mesh, config)
     batch = learner.batch(rows)
     norm = learner.step(batch)
-    padded = sides.PlainLoop(path, sides.ALGORITHM, config)
-    assert padded.step(sides.padded(rows, 16, sides.TEMPERATURE)) == pytest.approx(norm, rel=1e-5)
-    packed = sides.PlainLoop(path, sides.ALGORITHM, config, attention=IMPLEMENTATION)
-    batches = sides.packed(batch, DeviceBatch(batch.packed, torch.device("cpu")), sides.TEMPERATURE)
+    padded = sides.PlainLoop(path, learner_step.ALGORITHM, config)
+    assert padded.step(sides.padded(rows, 16, learner_step.TEMPERATURE)) == pytest.approx(norm, rel=1e-5)
+    packed = sides.PlainLoop(path, learner_step.ALGORITHM, config, attention=IMPLEMENTATION)
+    batches = sides.packed(batch, DeviceBatch(batch.packed, torch.device("cpu")), learner_step.TEMPERATURE)
     assert packed.step(batches) == pytest.approx(norm, rel=1e-5)
     assert learner.step(batch, one_pass=False) == pytest.approx(norm, rel=1e-5)
 

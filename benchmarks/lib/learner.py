@@ -1,0 +1,93 @@
+"""The learner's own training step, without buffer and actors; and samples for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from buffer.trajectory import Trajectory, VersionSpan
+from common.staleness import PolicyVersion
+from learner.batch import StepBatch
+from learner.config import LearnerConfig
+from learner.mesh import Mesh
+from learner.networks import Network, Networks, Reference, chunk_loader
+from learner.packing import PackingRule
+from learner.pipeline import micro_batch_rule
+from learner.step import TrainStep
+
+GROUP_SIZE = 8
+TEMPERATURE = 1.0
+ALGORITHM = OffPolicyPPOConfig(proximal="behaviour", baseline="rloo")
+"""Plain PPO with a group baseline: separable, needs no reference, and short to write down a second time."""
+
+
+def sample(
+    number: int,
+    token_ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    reward: float,
+    finish_reason: Literal["stop", "length"],
+) -> Trajectory:
+    """A sample as the buffer would hand it to the learner; GROUP_SIZE of them in a row are a group.
+
+    Args:
+        number: 0-based.
+        token_ids: of prompt and completion.
+        logprobs: of the completion, by the first version.
+        reward: of it.
+        finish_reason: why it ended.
+    """
+    return Trajectory(
+        lease_id=0,
+        attempt=0,
+        group_id=number // GROUP_SIZE,
+        sample_index=number % GROUP_SIZE,
+        prompt_id=number // GROUP_SIZE,
+        token_ids=token_ids,
+        prompt_length=len(token_ids) - len(logprobs),
+        logprobs=logprobs,
+        spans=(VersionSpan(PolicyVersion(0, 0), 0, len(logprobs)),),
+        reward=reward,
+        finish_reason=finish_reason,
+    )
+
+
+class Learner:
+    """This rank of a learner that trains on its own schedule, without buffer and actors."""
+
+    def __init__(self, model_path: Path, mesh: Mesh, config: LearnerConfig, device: torch.device | None = None) -> None:
+        """Load this rank's chunks of a checkpoint; all ranks of the mesh call it together. Default: on the CPU."""
+        self.device = device or torch.device("cpu")
+        chunks = chunk_loader(config, TEMPERATURE, mesh, self.device)(model_path, "token")
+        networks = Networks(Network.build(chunks, config, mesh), None, config, mesh)
+        self.policy = networks.policy
+        self._config = config
+        self._mesh = mesh
+        reference = Reference(None, networks)
+        self._steps = {
+            one_pass: TrainStep(networks, reference, ALGORITHM, config.model_copy(update={"one_pass": one_pass}))
+            for one_pass in (True, False)
+        }
+
+    def batch(self, rows: Sequence[Trajectory], *, min_micro_batches: int = 1) -> StepBatch:
+        """Samples as a step trains them, packed as the schedule asks."""
+        wanted = micro_batch_rule(self._config.schedule, self._mesh.place.num_stages)
+        rule = PackingRule(
+            self._config.token_budget,
+            min_micro_batches=max(wanted.least, min_micro_batches),
+            multiple=wanted.multiple,
+        )
+        return StepBatch.build(rows, 0, {0: 0}, rule)
+
+    def step(self, batch: StepBatch, version: int = 0, *, one_pass: bool = True) -> float:
+        """One step on top of a version, in one pass or in two. Returns the gradient norm before clipping."""
+        (update,) = self._steps[one_pass].run(batch, version).updates
+        if not update.result.taken:
+            raise RuntimeError("the learner did not take the step: loss or gradient are not finite")
+        return update.result.grad_norms[0]
