@@ -321,7 +321,7 @@ def _scale(result: dict[str, Any]) -> list[str]:
         )
     if draws := result.get("draw_cost"):
         costs = ", ".join(
-            f"{name} law {draws[f'draw_ms_{name}_small']:.2f} ms and {draws[f'draw_ms_{name}_large']:.2f} ms"
+            f"{name} sampler {draws[f'draw_ms_{name}_small']:.2f} ms and {draws[f'draw_ms_{name}_large']:.2f} ms"
             for name in ("reward", "age")
         )
         small, large = draws["sizes"]

@@ -3,25 +3,22 @@
 Read it from the outside in. Imports point from each part to those below it.
 
 The processes
-    client      BufferClient: what actors and the learner talk through (`outbox` collects trajectories,
-                `transport` sends and resends, `wake` and `futures`)
+    client      BufferClient: what actors and the learner talk through (`outbox` collects trajectories)
+    service     BufferService: the one process that owns a store (`upkeep` syncs, watches readers and scrubs;
+                `process` is about its own)
     sharding    several services behind one client, and how prompts and steps are divided among them
-    service     BufferService: the one process that owns a store, behind a ZeroMQ ROUTER (`inbox` opens messages,
-                `upkeep` syncs, watches readers and scrubs, `credits` divides memory, `process` is about its own)
     offline     tools that look at a store, live or over, export, compact or verify it
 What is said
     protocol    the control messages (msgspec), one struct per request
-    schema      the one Arrow schema of wire and export; reads what comes from outside (`flatbuffer`)
-    validation  what a row must satisfy before it is stored
+    schema      the one Arrow schema of wire and export; reads what comes from outside
 The rules, each in the given transaction
     core        BufferCore: every request, without sockets
-    leases      which prompts are out with which actor, and when they are issued again (`deadlines`)
-    intake      what becomes of pushed trajectories, row by row
+    leases      which prompts are out with which actor, and when they are issued again
+    ingest      what becomes of pushed trajectories, row by row, and what a row must satisfy
     draws       which groups train at which step, recorded and idempotent; `steps`: the learner's life
-    laws        the sampling laws, over what is `eligible`; `selection` among a pool
-    groups      the life of a group of samples
-    eviction    which records leave a store that is full
-    lengths     what was generated against what is trained, and each prompt's past
+    samplers    which of the groups that are `eligible` a step takes
+    groups      the life of a group of samples, and which groups leave a store that is full
+    lengths     what was generated against what is trained
     ledger      where every issued sample is, and the identities that must hold
 The store
     store       Store: the LMDB environment of a folder (`pages` checks its file)

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from typing import Literal
 
-from buffer.tables import Group, State
+from buffer.tables import Group, StoreState
 from buffer.transaction import Transaction
 
 Index = Literal["prompt", "version", "reward", "length"]
@@ -53,7 +53,7 @@ def find(
         yield group_id
 
 
-def keys(group: Group, state: State) -> list[tuple[int, int, int]]:
+def keys(group: Group, state: StoreState) -> list[tuple[int, int, int]]:
     """The group's keys in the table, in the order of `INDEXES`."""
     found = [(0, group.prompt_id, group.group_id)]
     if group.oldest is not None:

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-RestLaw = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"]
-Law = Literal["fifo", "on_policy_share", "uniform", "reward_softmax", "prioritised", "length_balanced"]
+RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"]
+SamplerName = Literal["fifo", "on_policy_share", "uniform", "reward_softmax", "prioritised", "length_balanced"]
 
 
 class BufferConfig(BaseModel):
@@ -26,7 +26,7 @@ class BufferConfig(BaseModel):
         description="Into how many services the prompts are divided, by their hash. Fixed when a buffer is made; with "
         "a port given, shard n has port + n.",
     )
-    law: Law = Field(
+    sampler: SamplerName = Field(
         default="fifo",
         description="Which groups a step takes: 'fifo' the oldest tokens first, 'on_policy_share' partly the newest, "
         "'reward_softmax', 'uniform', 'prioritised' by spread of reward and age, 'length_balanced' from every length.",
@@ -35,10 +35,12 @@ class BufferConfig(BaseModel):
         default=0.5,
         ge=0.0,
         le=1.0,
-        description="law = 'on_policy_share': this share of a step's groups are the newest (TBA's m), on average over "
-        "steps where it is no whole number of groups; replay_law chooses the rest.",
+        description="sampler = 'on_policy_share': this share of a step's groups are the newest (TBA's m), on average "
+        "over steps where it is no whole number of groups; replay_sampler chooses the rest.",
     )
-    replay_law: RestLaw = Field(default="uniform", description="law = 'on_policy_share': what chooses the rest.")
+    replay_sampler: RestSampler = Field(
+        default="uniform", description="sampler = 'on_policy_share': what chooses the rest."
+    )
     reward_temperature: PositiveFloat = Field(
         default=1.0, description="'reward_softmax' draws a group with weight exp(mean reward / this)."
     )
@@ -55,19 +57,19 @@ class BufferConfig(BaseModel):
         default=1, description="How many steps may use a group; 1 is single use, more is replay."
     )
     with_replacement: bool = Field(
-        default=False, description="One step may take a group several times; for the laws that draw by weight."
+        default=False, description="One step may take a group several times; for the samplers that draw by weight."
     )
     groups_per_prompt: PositiveInt = Field(
         default=1,
-        description="Each group that the law takes brings up to this minus 1 others of its prompt into the step, the "
-        "newest first, for losses that compare samples of one prompt across policy versions.",
+        description="Each group that the sampler takes brings up to this minus 1 others of its prompt into the step, "
+        "the newest first, for losses that compare samples of one prompt across policy versions.",
     )
     selection_pool: float = Field(
         default=1.0,
         ge=1.0,
         le=64.0,
         description="length_correction and pack_tokens choose from so many times the groups of a step: those that "
-        "the law takes, and those that it would take next.",
+        "the sampler takes, and those that it would take next.",
     )
     length_correction: bool = Field(
         default=False, description="Choose from the pool the lengths that were trained less than they were generated."
@@ -131,17 +133,17 @@ class BufferConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _laws_must_agree(self) -> BufferConfig:
-        chosen = self.replay_law if self.law == "on_policy_share" else self.law
+    def _knobs_must_agree(self) -> BufferConfig:
+        chosen = self.replay_sampler if self.sampler == "on_policy_share" else self.sampler
         in_order = chosen in ("fifo", "length_balanced")
-        where = f"replay_law = '{chosen}'" if self.law == "on_policy_share" else f"law = '{chosen}'"
+        where = f"replay_sampler = '{chosen}'" if self.sampler == "on_policy_share" else f"sampler = '{chosen}'"
         if self.with_replacement and self.max_uses == 1:
             raise ValueError(
                 "with_replacement takes a group several times, but max_uses = 1 allows one: raise max_uses"
             )
         if self.with_replacement and in_order:
             raise ValueError(
-                f"with_replacement needs a law that draws by weight, and {where} takes groups in order: choose "
+                f"with_replacement needs a sampler that draws by weight, and {where} takes groups in order: choose "
                 "'uniform', 'reward_softmax' or 'prioritised', or set with_replacement = false"
             )
         if self.max_uses == "unlimited" and in_order:
@@ -164,7 +166,7 @@ class BufferConfig(BaseModel):
                 "selection_pool chooses among different groups, which with_replacement does not offer: use one of them"
             )
         if self.groups_per_prompt > 1:
-            self._mates_must_come_alone(chosen, where)
+            self._check_groups_per_prompt(chosen, where)
         if 0 < self.capacity_gib * 1024 < self.max_message_mib:
             raise ValueError(
                 f"capacity_gib = {self.capacity_gib} is {self.capacity_gib * 1024:.3g} MiB, less than a single message "
@@ -172,7 +174,7 @@ class BufferConfig(BaseModel):
             )
         return self
 
-    def _mates_must_come_alone(self, law: str, where: str) -> None:
+    def _check_groups_per_prompt(self, sampler: str, where: str) -> None:
         """Refuse what would choose, beside the prompt, which groups come together."""
         what = f"groups_per_prompt = {self.groups_per_prompt} brings different groups of a prompt together"
         if self.with_replacement:
@@ -182,7 +184,7 @@ class BufferConfig(BaseModel):
                 f"{what}, and length_correction or pack_tokens would part them again by their lengths: turn those off "
                 "(with selection_pool = 1.0), or set groups_per_prompt = 1"
             )
-        if law == "length_balanced":
+        if sampler == "length_balanced":
             raise ValueError(
                 f"{what} whatever their lengths, so {where} could not balance those: choose 'fifo', 'uniform', "
                 "'reward_softmax' or 'prioritised', or set groups_per_prompt = 1"

@@ -1,6 +1,6 @@
 """Every request of the protocol against one transaction, without sockets.
 
-BufferCore composes groups, leases, intake and draws. The service hands it what arrives; tests drive
+BufferCore composes groups, leases, ingest and draws. The service hands it what arrives; tests drive
 it under a virtual clock.
 """
 
@@ -18,14 +18,13 @@ from buffer import schema
 from buffer.config import BufferConfig
 from buffer.draws import Draws
 from buffer.errors import BadBody, BufferRefused, CorruptRecord, StoreError
-from buffer.groups import Groups
-from buffer.intake import Intake, Pushes, set_aside
+from buffer.groups import Groups, checked_counts
+from buffer.ingest import Ingest, Pushes, set_aside
 from buffer.leases import Leases
-from buffer.ledger import checked_counts
 from buffer.rows import Record, flat_values
 from buffer.sharding.division import of_shard, share_of
 from buffer.steps import Steps
-from buffer.tables import Draw
+from buffer.tables import DrawRecord
 from buffer.transaction import Transaction
 from common.run import RunFacts
 
@@ -67,7 +66,7 @@ class BufferCore:
 
         Raises:
             StoreError: the capacity is smaller than what the staleness bound lets be outstanding, there are
-                more shards than groups that may be outstanding, the sampling law contradicts on_stale, or no
+                more shards than groups that may be outstanding, the sampler contradicts on_stale, or no
                 group could be used within the bound.
         """
         _check_waits(config, facts)
@@ -87,7 +86,7 @@ class BufferCore:
         self.facts = facts
         self.groups = Groups(config, facts.group_size, num_kept=share.capacity)
         self.leases = Leases(config, facts, contract, share, self.groups, clock)
-        self.intake = Intake(facts, self.groups, self.leases)
+        self.ingest = Ingest(facts, self.groups, self.leases)
         self.steps = Steps(contract, self.groups)
         self.draws = Draws(facts, contract, share, self.groups, self.leases, self.steps)
 
@@ -117,7 +116,7 @@ class BufferCore:
     def push(self, tx: Transaction, opened: OpenedPushes) -> list[p.PushReply | p.Refused]:
         """Answer pushes, in order; many of one turn cost little more than one."""
         self.groups.prepare(tx)
-        outcomes = iter([] if opened.readable is None else self.intake.push(tx, opened.readable))
+        outcomes = iter([] if opened.readable is None else self.ingest.push(tx, opened.readable))
         replies: list[p.PushReply | p.Refused] = []
         for unreadable in opened.unreadable:
             if unreadable is not None:
@@ -184,7 +183,7 @@ class BufferCore:
             set_aside(tx, error.category, body, matches_lease=False)
             raise BufferRefused(f"the message was quarantined: {error}") from error
 
-    def _body(self, tx: Transaction, draw: Draw) -> memoryview:
+    def _body(self, tx: Transaction, draw: DrawRecord) -> memoryview:
         has_scores = tx.scores.count > 0
         # Before the records are looked at, because their views do not survive a write.
         scores = [self._scores_of(tx, record) if has_scores else None for record in draw.record_ids]
@@ -248,11 +247,11 @@ class BufferCore:
 def _check_waits(config: BufferConfig, facts: RunFacts) -> None:
     """on_stale = "wait" promises that no group is dropped, which only drawing the oldest first can keep."""
     takes_others = config.replays or config.selection_pool != 1.0 or config.groups_per_prompt > 1
-    is_plain = config.law == "fifo" and not takes_others
+    is_plain = config.sampler == "fifo" and not takes_others
     if facts.staleness.on_stale == "wait" and not is_plain:
         raise StoreError(
             "on_stale = 'wait' lets no group pass the age bound, for which the oldest must be drawn first, but "
-            f"[buffer] has law = '{config.law}', max_uses = {config.max_uses}, selection_pool = "
-            f"{config.selection_pool}, groups_per_prompt = {config.groups_per_prompt}: use law = 'fifo', max_uses = 1, "
-            "selection_pool = 1.0 and groups_per_prompt = 1, or on_stale = 'drop'"
+            f"[buffer] has sampler = '{config.sampler}', max_uses = {config.max_uses}, selection_pool = "
+            f"{config.selection_pool}, groups_per_prompt = {config.groups_per_prompt}: use sampler = 'fifo', "
+            "max_uses = 1, selection_pool = 1.0 and groups_per_prompt = 1, or on_stale = 'drop'"
         )

@@ -7,34 +7,40 @@ same groups, also after a restart. What becomes of recorded draws is in `buffer.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from buffer.eligible import Eligible
 from buffer.errors import BufferRefused, CorruptRecord
-from buffer.groups import Groups
-from buffer.intake import MAX_BEHIND
-from buffer.laws import ReadyGroup
+from buffer.groups import Groups, checked_counts
+from buffer.ingest import MAX_BEHIND
 from buffer.leases import Leases
-from buffer.ledger import checked_counts
+from buffer.lengths import NUM_BUCKETS, Fidelity, bucket_of
 from buffer.protocol import DrawRequest, PlanReply, PlanRequest
-from buffer.selection import Offer, corrected, well_packed
+from buffer.samplers import ReadyGroup
 from buffer.sharding.division import Share
 from buffer.steps import Steps
-from buffer.tables import Draw, Group, State
+from buffer.tables import DrawRecord, Group, StoreState
 from buffer.transaction import Transaction
 from common.run import RunFacts
 from common.staleness import StalenessContract
 
 MAX_NAMED = 4
 """How many groups or actors a message names before it says 'and others'."""
+NUM_SWAPS = 128
+"""Swaps that `well_packed` tries; packing a step costs well under a millisecond each time."""
+GOOD_ENOUGH = 0.99
+"""Fill of the micro-batches above which it stops."""
 
 
 class Draws:
-    """Draws by the sampling law, and records what it drew."""
+    """Draws by the sampler, and records what it drew."""
 
     def __init__(
         self,
@@ -54,7 +60,7 @@ class Draws:
         """Only then are the open groups looked at."""
         self._share = share
 
-    def draw(self, tx: Transaction, request: DrawRequest) -> Draw | None:
+    def draw(self, tx: Transaction, request: DrawRequest) -> DrawRecord | None:
         """The groups of a step; None where the step must wait.
 
         Raises:
@@ -151,7 +157,7 @@ class Draws:
                 f"{self._facts.groups_per_step} per step: make [learner] groups_per_step agree with the run's facts"
             )
 
-    def _check_version(self, state: State, request: DrawRequest | PlanRequest) -> None:
+    def _check_version(self, state: StoreState, request: DrawRequest | PlanRequest) -> None:
         """Refuse a version that the learner cannot be at by the time of the step."""
         # One of several shards need not have a part in every step that is drawn.
         ahead = len(state.pending_draws) + (MAX_BEHIND if self._facts.num_shards > 1 else 0)
@@ -163,7 +169,7 @@ class Draws:
                 f"version {state.version} and {len(state.pending_draws)} more are drawn"
             )
 
-    def _adopt(self, tx: Transaction, draw: Draw, request: DrawRequest) -> bool:
+    def _adopt(self, tx: Transaction, draw: DrawRecord, request: DrawRequest) -> bool:
         """Make a recorded draw one of this incarnation at this version, if it can still be trained on."""
         if draw.plan != request.plan or not self._steps.all_usable(tx, draw, request.version):
             return False
@@ -173,13 +179,13 @@ class Draws:
         tx.draws.put(draw, draw.step)
         return True
 
-    def _is_unfit(self, tx: Transaction, draw: Draw) -> bool:
+    def _is_unfit(self, tx: Transaction, draw: DrawRecord) -> bool:
         """Can a new learner not train what an earlier one was given?"""
         too_long = any(length > self._facts.longest_drawn for length in draw.lengths)
         return too_long or self._is_damaged(tx, draw.record_ids)
 
     def _choose_sound(self, tx: Transaction, request: DrawRequest) -> list[int]:
-        """What the law takes for the step; what is too long or damaged leaves, and it chooses again."""
+        """What the sampler takes for the step; what is too long or damaged leaves, and it chooses again."""
         while True:
             chosen = self._choose(tx, request)
             groups = [tx.groups.require(group_id) for group_id in sorted(set(chosen))]
@@ -193,31 +199,31 @@ class Draws:
                 self._groups.drop_ready(tx, group, "evicted_unused")
 
     def _choose(self, tx: Transaction, request: DrawRequest) -> list[int]:
-        """What the law takes for the step; fewer groups than asked for where not enough are ready."""
+        """What the sampler takes for the step; fewer groups than asked for where not enough are ready."""
         config, num = self._groups.config, request.num_groups
         if tx.ready_groups.count < num:
             return []
         seeds = [self._facts.seed & 0xFFFFFFFF, request.step, request.incarnation, self._facts.shard]
         random = np.random.default_rng(seeds)
-        law, candidates = self._groups.index.law, Eligible(tx, self._groups.max_uses)
+        sampler, candidates = self._groups.index.sampler, Eligible(tx, self._groups.max_uses)
         if not (config.length_correction or config.pack_tokens):
-            return law.choose(candidates, num, random)
+            return sampler.choose(candidates, num, random)
         # Groups that no later step could use go first, so that no choice by length lets them starve. What was
-        # used before may go: under replay the law decides who is used again.
+        # used before may go: under replay the sampler decides who is used again.
         lost = self._contract.evict(candidates.in_order(), self._contract.latest_version(request.version, 1))
         due = list(islice((group_id for group_id in lost if not tx.groups.require(group_id).uses), num))
         num -= len(due)
-        # The law's choice comes first in the pool, then what it would choose beside that: a law that does not
+        # The sampler's choice comes first in the pool, then what it would choose beside that: a sampler that does not
         # choose in an order could not be cut off after the first `num` of the whole pool.
-        chosen = law.choose(candidates, num, random, frozenset(due))
+        chosen = sampler.choose(candidates, num, random, frozenset(due))
         num_spare = math.ceil(config.selection_pool * num) - num
-        spare = law.choose(candidates, num_spare, random, frozenset([*due, *chosen]))
+        spare = sampler.choose(candidates, num_spare, random, frozenset([*due, *chosen]))
         return due + self._select(tx, due, [*chosen, *spare], num, random)
 
     def _select(
         self, tx: Transaction, due: Sequence[int], pool: Sequence[int], num: int, random: np.random.Generator
     ) -> list[int]:
-        """Choose from the pool by length; its first `num` are what the law chose."""
+        """Choose from the pool by length; its first `num` are what the sampler chose."""
         config = self._groups.config
         offers = [_offer(tx.groups.require(group_id)) for group_id in pool]
         chosen = corrected(offers, num, tx.state.fidelity) if config.length_correction else offers[:num]
@@ -228,14 +234,14 @@ class Draws:
             chosen = well_packed(fixed, chosen, spare, config.pack_tokens, random)
         return [offer.group_id for offer in chosen]
 
-    def _record(self, tx: Transaction, request: DrawRequest, chosen: list[int]) -> Draw:
+    def _record(self, tx: Transaction, request: DrawRequest, chosen: list[int]) -> DrawRecord:
         record_ids, lengths = [], []
         for group_id in chosen:
             group = tx.groups.require(group_id)
             for index in group.usable():
                 record_ids.append(group.records[index])
                 lengths.append(group.lengths[index])
-        draw = Draw(
+        draw = DrawRecord(
             request.step,
             request.version,
             request.incarnation,
@@ -302,3 +308,106 @@ def _some(names: list[str], num: int) -> str:
     """The first of `num` names."""
     named = "; ".join(names[:MAX_NAMED])
     return named if num <= MAX_NAMED else f"{named}; and {num - MAX_NAMED} others"
+
+
+class Offer(NamedTuple):
+    """A candidate where a step chooses among more groups than it needs, by their lengths.
+
+    `corrected` prefers lengths that training has seen less of than were generated; `well_packed` then swaps
+    groups of like length until the samples fill micro-batches well. Both keep the sampler's order otherwise.
+    """
+
+    group_id: int
+    lengths: tuple[int, ...]
+    """Tokens of each sample that the step would use."""
+    completions: tuple[int, ...]
+    """Completion tokens of the same samples."""
+
+    @property
+    def bucket(self) -> int:
+        """Of its mean completion."""
+        return bucket_of(sum(self.completions) / max(1, len(self.completions)))
+
+
+def corrected(offers: Sequence[Offer], num: int, fidelity: Fidelity) -> list[Offer]:
+    """The `num` offers that bring the trained lengths nearest to the generated ones, taken greedily.
+
+    Each pick lowers the squared distance between the counts trained so far, those picked included, and
+    the counts that as many samples of the generated distribution would have.
+    """
+    if num >= len(offers):
+        return list(offers)
+    wanted = np.array(fidelity.generated.shares())
+    have = np.array(fidelity.trained.shares()) * fidelity.trained.total
+    histograms = np.stack([_histogram(offer.completions) for offer in offers])
+    squares = (histograms**2).sum(axis=1)
+    is_left = np.ones(len(offers), np.bool_)
+    picked: list[Offer] = []
+    for _ in range(num):
+        deficit = wanted * (have.sum() + histograms[is_left].sum(axis=1).mean()) - have
+        gains = np.where(is_left, 2 * (histograms @ deficit) - squares, -np.inf)
+        best = int(gains.argmax())
+        is_left[best] = False
+        have += histograms[best]
+        picked.append(offers[best])
+    return picked
+
+
+def well_packed(
+    fixed: Sequence[Offer], chosen: Sequence[Offer], spare: Sequence[Offer], budget: int, random: np.random.Generator
+) -> list[Offer]:
+    """`chosen` with some offers swapped for spare ones of the same length bucket, so that all pack better.
+
+    Args:
+        fixed: offers that are in the step in any case.
+        chosen: offers that may be swapped; as many are returned.
+        spare: what they may be swapped for.
+        budget: tokens of a micro-batch.
+        random: proposes the swaps.
+    """
+    chosen, spare = list(chosen), list(spare)
+    if not chosen or not spare:
+        return chosen
+    best = fill([*fixed, *chosen], budget)
+    for out, new in zip(
+        random.integers(len(chosen), size=NUM_SWAPS), random.integers(len(spare), size=NUM_SWAPS), strict=True
+    ):
+        if best >= GOOD_ENOUGH:
+            break
+        if chosen[out].bucket != spare[new].bucket:
+            continue
+        chosen[out], spare[new] = spare[new], chosen[out]
+        tried = fill([*fixed, *chosen], budget)
+        if tried > best:
+            best = tried
+        else:
+            chosen[out], spare[new] = spare[new], chosen[out]
+    return chosen
+
+
+def fill(offers: Sequence[Offer], budget: int) -> float:
+    """The share of micro-batches of `budget` tokens that the offers' samples fill, packed best-fit decreasing."""
+    lengths = [length for offer in offers for length in offer.lengths]
+    room = sum(max(budget, bin_size) for bin_size in best_fit(lengths, budget))
+    return sum(lengths) / room if room else 1.0
+
+
+def best_fit(lengths: Sequence[int], budget: int) -> list[int]:
+    """Tokens in each micro-batch: every length, longest first, into the fullest one that has room.
+
+    A length above the budget gets a micro-batch of its own.
+    """
+    free: list[int] = []
+    full: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        if length >= budget:
+            full.append(length)
+            continue
+        place = bisect_left(free, length)
+        left = free.pop(place) if place < len(free) else budget
+        insort(free, left - length)
+    return full + [budget - left for left in free]
+
+
+def _histogram(completions: Sequence[int]) -> npt.NDArray[np.float64]:
+    return np.bincount([bucket_of(length) for length in completions], minlength=NUM_BUCKETS).astype(np.float64)

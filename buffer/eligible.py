@@ -1,8 +1,8 @@
-"""The groups that may be drawn, in the orders and with the weights that the sampling law asks for.
+"""The groups that may be drawn, in the orders and with the weights that the sampler asks for.
 
-All of it is index: `ready_groups` by age for every law, the sum tree only for a law that draws by
+All of it is index: `ready_groups` by age for every sampler, the sum tree only for a sampler that draws by
 weight, strata only for one that balances lengths. Which of them a store has is written in its state
-record; where the law or a knob of it changed since, they are built anew, once.
+record; where the sampler or a knob of it changed since, they are built anew, once.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Protocol
 
-from buffer import catalogue, laws
+from buffer import catalogue, samplers
 from buffer.config import BufferConfig
-from buffer.laws import ReadyGroup
 from buffer.lengths import bucket_of
+from buffer.samplers import ReadyGroup
 from buffer.sum_tree import Picker, SumTree
 from buffer.tables import Group
 from buffer.transaction import Table, Transaction
 
-MAX_MATES = 64
+MAX_SAME_PROMPT = 64
 """So many of a prompt's groups are looked at for others of it: of single use, most that are stored are used up."""
 _KNOBS = {
     "reward_softmax": {"reward_temperature"},
     "prioritised": {"priority_alpha", "priority_epsilon", "age_tau"},
 }
-"""For each law that has any, the knobs that decide what it keeps in an index."""
+"""For each sampler that has any, the knobs that decide what it keeps in an index."""
 
 
 class Rows(Protocol):
@@ -43,7 +43,7 @@ class EligibleIndex:
         self._config = config
         self.settings = settings(config)
         """What is written into the state record."""
-        self.law = laws.build(config)
+        self.sampler = samplers.build(config)
 
     def add(self, tx: Transaction, group: Group) -> None:
         """A group may be drawn."""
@@ -52,11 +52,11 @@ class EligibleIndex:
         self.weigh(tx, group)
 
     def weigh(self, tx: Transaction, group: Group) -> None:
-        """Enter the group into the indexes of this law alone."""
+        """Enter the group into the indexes of this sampler alone."""
         oldest = group.oldest_effective(tx.state)
-        if self.law.weight is not None:
-            SumTree.of(tx).set(group.group_id, self.law.weight.log_weight(group, oldest))
-        if self.law.needs_strata:
+        if self.sampler.weight is not None:
+            SumTree.of(tx).set(group.group_id, self.sampler.weight.log_weight(group, oldest))
+        if self.sampler.needs_strata:
             bucket = bucket_of(group.mean_completion)
             tx.strata.put(b"", bucket, oldest, group.group_id)
             tx.state.strata[bucket] = tx.state.strata.get(bucket, 0) + 1
@@ -66,9 +66,9 @@ class EligibleIndex:
         oldest = group.oldest_effective(tx.state)
         tx.ready_groups.delete(oldest, group.group_id)
         tx.state.num_reusable -= bool(group.uses)
-        if self.law.weight is not None:
+        if self.sampler.weight is not None:
             SumTree.of(tx).discard(group.group_id)
-        if self.law.needs_strata:
+        if self.sampler.needs_strata:
             bucket = bucket_of(group.mean_completion)
             tx.strata.delete(bucket, oldest, group.group_id)
             tx.state.strata[bucket] -= 1
@@ -76,7 +76,7 @@ class EligibleIndex:
                 del tx.state.strata[bucket]
 
     def clear(self, tx: Transaction) -> None:
-        """Empty the indexes that are of one law alone."""
+        """Empty the indexes that are of one sampler alone."""
         SumTree.of(tx).clear()
         clear(tx.strata)
         tx.state.strata = {}
@@ -96,11 +96,11 @@ class EligibleIndex:
 def settings(config: BufferConfig) -> str:
     """The knobs that decide what is in an index, as JSON that `BufferConfig` reads.
 
-    The newest of 'on_policy_share' are found by age, which every law has; so what counts is the law of the rest.
+    The newest of 'on_policy_share' are found by age, which every sampler has: what counts is the sampler of the rest.
     """
-    law = config.replay_law if config.law == "on_policy_share" else config.law
-    effective = config.model_copy(update={"law": law})
-    return effective.model_dump_json(include={"law", "max_uses", "eviction"} | _KNOBS.get(law, set()))
+    sampler = config.replay_sampler if config.sampler == "on_policy_share" else config.sampler
+    effective = config.model_copy(update={"sampler": sampler})
+    return effective.model_dump_json(include={"sampler", "max_uses", "eviction"} | _KNOBS.get(sampler, set()))
 
 
 def clear(table: Table[bytes]) -> None:
@@ -110,7 +110,7 @@ def clear(table: Table[bytes]) -> None:
 
 
 class Eligible:
-    """The eligible groups of one transaction, as laws see them."""
+    """The eligible groups of one transaction, as samplers see them."""
 
     def __init__(self, tx: Transaction, max_uses: float) -> None:
         """Args:
@@ -125,7 +125,7 @@ class Eligible:
         return (ReadyGroup(*key) for key in self._tx.ready_groups.all_keys(reverse=newest_first))
 
     def picker(self) -> Picker:
-        """To draw by the law's weights."""
+        """To draw by the sampler's weights."""
         return SumTree.of(self._tx).picker()
 
     def strata(self) -> Mapping[int, int]:
@@ -147,10 +147,10 @@ class Eligible:
         """How many more times the group may be used."""
         return self._max_uses - self._tx.groups.require(group_id).uses
 
-    def mates(self, group_id: int) -> Iterator[int]:
-        """The other eligible groups of its prompt, those leased last first; of the prompt's last `MAX_MATES` groups."""
+    def of_same_prompt(self, group_id: int) -> Iterator[int]:
+        """The other eligible groups of its prompt, those leased last first, of its last `MAX_SAME_PROMPT` groups."""
         prompt_id = self._tx.groups.require(group_id).prompt_id
         same = catalogue.find(self._tx, "prompt", prompt_id, prompt_id, newest_first=True)
-        for each in islice(same, MAX_MATES):
+        for each in islice(same, MAX_SAME_PROMPT):
             if each != group_id and self._tx.groups.require(each).phase == "ready":
                 yield each

@@ -15,14 +15,27 @@ the indexes and the ledger in the given transaction.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 from buffer import catalogue
+from buffer.catalogue import sortable_float
 from buffer.config import BufferConfig
 from buffer.eligible import EligibleIndex, clear
-from buffer.eviction import Eviction, EvictionOrder
 from buffer.tables import NO_RECORD, Group, ReturnedPrompt
 from buffer.transaction import Transaction
+
+CLOSED, ELIGIBLE = 0, 1
+_NO_PLACE = -1
+_VERSIONS = 2**40
+"""More versions than an incarnation has."""
+_BYTES_PER_TOKEN = 8
+"""A token id and a log-probability."""
+_BYTES_PER_RECORD = 512
+"""Roughly what a record, its keys and its share of the group's row take beside the tokens."""
+MAX_RECOUNTED = 256
+"""Above so many ready groups `live_gap` takes the count of waiting samples as it is; `recount` never does."""
 
 
 class Committed(NamedTuple):
@@ -78,7 +91,7 @@ class Groups:
     def fail(self, tx: Transaction, group: Group, indices: list[int], reason: str) -> None:
         """Give up samples in flight for good."""
         for index in indices:
-            group.fates[index] = "failed"
+            group.sample_states[index] = "failed"
         group.failed += len(indices)
         tx.state.ledger.fail(len(indices), reason)
 
@@ -96,11 +109,11 @@ class Groups:
 
     def commit(self, tx: Transaction, group: Group, index: int, sample: Committed) -> None:
         """Enter a stored sample into its group's row; `settle` writes the row."""
-        fate = "filtered" if sample.reward is None else "waiting"
-        group.fates[index], group.records[index] = fate, sample.record
+        state = "filtered" if sample.reward is None else "waiting"
+        group.sample_states[index], group.records[index] = state, sample.record
         group.rewards[index] = sample.reward
         group.lengths[index], group.completion_lengths[index] = sample.num_tokens, sample.num_completion_tokens
-        tx.state.ledger.commit(fate)
+        tx.state.ledger.commit(state)
         tx.state.fidelity.generated.add(sample.num_completion_tokens, self.config.fidelity_memory)
         if sample.reward is not None:
             group.oldest = sample.oldest if group.oldest is None else min(group.oldest, sample.oldest)
@@ -127,18 +140,18 @@ class Groups:
         if any(record != NO_RECORD for record in group.records):
             catalogue.add(tx, group)
 
-    def close(self, tx: Transaction, group: Group, fate: str) -> None:
+    def close(self, tx: Transaction, group: Group, state: str) -> None:
         """Move the group's waiting or drawn samples to their last state; those trained on stay trained."""
         for source in ("waiting", "drawn"):
-            self.move(tx, group, source, fate)
+            self.move(tx, group, source, state)
         group.phase = "closed"
         self.save(tx, group)
 
     def move(self, tx: Transaction, group: Group, source: str, target: str) -> None:
-        """Move the group's samples from one fate to another."""
+        """Move the group's samples from one state to another."""
         moved = group.having(source)
         for index in moved:
-            group.fates[index] = target
+            group.sample_states[index] = target
         tx.state.ledger.move(len(moved), source, target)
 
     def hold(self, tx: Transaction, group: Group) -> None:
@@ -170,11 +183,11 @@ class Groups:
         tx.returned_prompts.put(ReturnedPrompt(group.prompt_id, failures), tx.state.next_returned)
         tx.state.next_returned += 1
 
-    def drop_ready(self, tx: Transaction, group: Group, fate: str) -> None:
+    def drop_ready(self, tx: Transaction, group: Group, state: str) -> None:
         """Take a ready group out, whole, and lease its prompt again where it was never used."""
         self.index.remove(tx, group)
         is_unused = bool(group.having("waiting"))
-        self.close(tx, group, fate)
+        self.close(tx, group, state)
         if is_unused:
             self.return_prompt(tx, group, failures=group.failures)
 
@@ -192,7 +205,7 @@ class Groups:
         else:
             num_waiting = len(too_long)
             for index in too_long:
-                group.fates[index] = "filtered"
+                group.sample_states[index] = "filtered"
             tx.state.ledger.move(num_waiting, "waiting", "filtered")
             self.save(tx, group)
         tx.state.ledger.filtered_too_long += num_waiting
@@ -243,3 +256,119 @@ class Groups:
 
     def _is_used_up(self, group: Group) -> bool:
         return group.phase == "ready" and group.uses >= self.max_uses
+
+
+class EvictionOrder:
+    """Keeps the order in which groups would go.
+
+    Only complete groups that no recorded draw needs have a place: closed ones first, and under replay then
+    those that could be drawn again. Within either class the knob `eviction` ranks them.
+
+    A group that is drawn keeps its place until eviction comes upon it, so that a draw need not touch the
+    order: most are back before that.
+    """
+
+    def __init__(self, config: BufferConfig) -> None:
+        self._by_reward = config.eviction == "lowest_reward"
+        self._replays = config.replays
+
+    def place(self, tx: Transaction, group: Group) -> None:
+        """Give the group the place that it now has; its row must be written after that."""
+        wanted = self.class_of(group)
+        if wanted == group.rank_class or (wanted == _NO_PLACE and _is_stored(group)):
+            return
+        self.remove(tx, group)
+        if wanted != _NO_PLACE:
+            tx.eviction_order.put(b"", wanted, self.rank(group), group.group_id)
+        group.rank_class = wanted
+
+    def remove(self, tx: Transaction, group: Group) -> None:
+        """Take the group out of the order; its row must be written after that."""
+        if group.rank_class != _NO_PLACE:
+            tx.eviction_order.delete(group.rank_class, self.rank(group), group.group_id)
+            group.rank_class = _NO_PLACE
+
+    def class_of(self, group: Group) -> int:
+        """CLOSED, ELIGIBLE, or -1 for a group that must stay, or of which nothing is stored."""
+        if group.held or group.phase in ("open", "drawn") or not _is_stored(group):
+            return _NO_PLACE
+        if group.phase == "closed":
+            return CLOSED
+        return ELIGIBLE if self._replays else _NO_PLACE
+
+    def rank(self, group: Group) -> int:
+        """Its place within the class; fixed once the group is complete."""
+        if self._by_reward:
+            reward = group.mean_reward
+            return 0 if reward is None else sortable_float(reward)
+        incarnation, version = group.oldest or (0, 0)
+        return incarnation * _VERSIONS + version
+
+
+class Eviction:
+    """Keeps the store within its capacity."""
+
+    def __init__(self, config: BufferConfig, order: EvictionOrder, num_kept: int) -> None:
+        """Args:
+        config: the capacities.
+        order: who goes first.
+        num_kept: eligible groups that are never evicted, so that the learner does not run dry.
+        """
+        self._max_records = config.capacity_trajectories
+        self._max_bytes = config.capacity_gib * 2**30
+        self._order = order
+        self._num_kept = num_kept
+
+    def run(self, tx: Transaction, evict: Callable[[Transaction, Group], None]) -> None:
+        """Evict while the store is above a capacity and there is a group that may go."""
+        excess = tx.records.count - self._max_records
+        excess_bytes = tx.live_bytes - self._max_bytes if self._max_bytes else 0.0
+        while excess > 0 or excess_bytes > 0:
+            first = next(tx.eviction_order.all_keys(), None)
+            if first is None or (first[0] == ELIGIBLE and tx.ready_groups.count <= self._num_kept):
+                return
+            group = tx.groups.require(first[2])
+            if self._order.class_of(group) != first[0]:
+                self._order.remove(tx, group)
+                tx.groups.put(group, group.group_id)
+                continue
+            # Pages are given back one by one, so what a group frees is estimated; the next run corrects it.
+            excess_bytes -= _BYTES_PER_TOKEN * sum(group.lengths)
+            num = sum(record != NO_RECORD for record in group.records)
+            excess, excess_bytes = excess - num, excess_bytes - _BYTES_PER_RECORD * num
+            evict(tx, group)
+
+
+def _is_stored(group: Group) -> bool:
+    return any(record != NO_RECORD for record in group.records)
+
+
+def live_gap(tx: Transaction) -> int:
+    """By how many samples the counters differ from the groups that are not finished yet: 0, or a bug.
+
+    Cheap enough for every status request: admission bounds the number of open groups, and ready ones, of
+    which replay keeps any number, are looked at only while there are few. Drawn ones are those of the steps
+    at hand; after a restart of the learner, of every step that is to be redone, which under unbounded lag
+    are all since its checkpoint.
+    """
+    ledger = tx.state.ledger
+    found: Counter[str] = Counter()
+    checked = ["in_flight", "drawn"]
+    group_ids = {group_id for (group_id,) in tx.open_groups.all_keys()}
+    group_ids |= {g for step in tx.state.pending_draws for g in tx.draws.require(step).group_ids}
+    if tx.ready_groups.count < MAX_RECOUNTED:
+        checked.append("waiting")
+        group_ids |= {group_id for _, group_id in tx.ready_groups.all_keys()}
+    for group_id in group_ids:
+        group = tx.groups.require(group_id)
+        found.update(group.sample_states)
+        if group.lease_id:
+            found["in_flight"] += group.sample_states.count("missing")
+    return sum(abs(found[name] - getattr(ledger, name)) for name in checked)
+
+
+def checked_counts(tx: Transaction) -> dict[str, int]:
+    """Every count by its name, how many rows are quarantined, and 'gap': 0, or a bug."""
+    ledger = tx.state.ledger
+    quarantined = sum(ledger.quarantined_by_reason.values())
+    return {**ledger.counts(), "quarantined": quarantined, "gap": ledger.gap + live_gap(tx)}

@@ -7,6 +7,7 @@ granted nothing: when that is forgotten, a late copy of one may be granted a lea
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -14,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from buffer.config import BufferConfig
-from buffer.deadlines import Deadlines
 from buffer.errors import BufferRefused
 from buffer.groups import Groups
 from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Renew, RenewReply
@@ -48,7 +48,7 @@ class Leases:
         self._clock = clock
         self._share = share
         self._prompts = owned_prompts(facts)
-        self._deadlines = Deadlines()
+        self._deadlines = _Deadlines()
         """Lease -> when it expires. An entry whose lease is closed is swept when it is due."""
         self._granted_none: dict[str, tuple[int, int]] = {}
         """Actor -> the epoch and number of its last request that was granted nothing."""
@@ -225,7 +225,7 @@ class Leases:
     def _drop_open(self, tx: Transaction, group: Group) -> None:
         """Drop a group that has no lease: its missing samples were counted as failed when it lost the last one."""
         for index in group.missing():
-            group.fates[index] = "failed"
+            group.sample_states[index] = "failed"
         tx.unleased_groups.delete(group.group_id)
         self._groups.complete(tx, group)
         self._groups.close(tx, group, "dropped_stale")
@@ -277,3 +277,40 @@ def is_name(text: str) -> bool:
 def _order(seed: int, epoch: int, num_prompts: int) -> npt.NDArray[np.int64]:
     """The order of prompts in one epoch of the data: the same after every restart."""
     return np.random.default_rng([seed & 0xFFFFFFFF, epoch]).permutation(num_prompts)
+
+
+class _Deadlines:
+    """Which key is due when. Setting, dropping and taking one cost the logarithm of their number."""
+
+    def __init__(self) -> None:
+        self._due_at: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []
+        """May hold entries that were replaced or dropped; they are passed over when they come up."""
+
+    def set(self, key: int, due_at: float) -> None:
+        """The key is due then, and at no other time."""
+        self._due_at[key] = due_at
+        heapq.heappush(self._heap, (due_at, key))
+        if len(self._heap) > 2 * len(self._due_at) + 64:
+            self._heap = [(at, each) for each, at in self._due_at.items()]
+            heapq.heapify(self._heap)
+
+    def drop(self, key: int) -> None:
+        """The key is never due."""
+        self._due_at.pop(key, None)
+
+    @property
+    def next_at(self) -> float | None:
+        """When the next key is due; None without keys."""
+        while self._heap and self._due_at.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now: float) -> list[int]:
+        """The keys that are due; they stay until they are dropped or set anew."""
+        found = []
+        while (at := self.next_at) is not None and at <= now:
+            found.append(heapq.heappop(self._heap)[1])
+        for key in found:
+            heapq.heappush(self._heap, (self._due_at[key], key))
+        return found

@@ -7,19 +7,13 @@ The states of the second line are disjoint. A sample is trained from its first f
 how often it was used is counted apart. Outside of both lines: duplicates, late commits, rows of
 fenced epochs, and quarantined rows that match no open lease.
 
-The counters live in the state record and change in the transaction of the event. `recount` derives
-the same figures from the tables alone, so that a counter that drifts is noticed.
+The counters live in the state record and change in the transaction of the event. `leeway buffer verify`
+derives the same figures from the tables alone, so that a counter that drifts is noticed.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING
-
 import msgspec
-
-if TYPE_CHECKING:
-    from buffer.transaction import Transaction
 
 COMMITTED_STATES = ("waiting", "drawn", "trained", "dropped_stale", "filtered", "evicted_unused")
 """What can become of a committed sample."""
@@ -117,55 +111,6 @@ class Ledger(msgspec.Struct):
             self.fail(1, f"quarantined: {reason}")
         else:
             self.quarantined_outside += 1
-
-
-MAX_RECOUNTED = 256
-"""Above so many ready groups `live_gap` takes the count of waiting samples as it is; `recount` never does."""
-
-
-def live_gap(tx: Transaction) -> int:
-    """By how many samples the counters differ from the groups that are not finished yet: 0, or a bug.
-
-    Cheap enough for every status request: admission bounds the number of open groups, and ready ones, of
-    which replay keeps any number, are looked at only while there are few. Drawn ones are those of the steps
-    at hand; after a restart of the learner, of every step that is to be redone, which under unbounded lag
-    are all since its checkpoint.
-    """
-    ledger = tx.state.ledger
-    found: Counter[str] = Counter()
-    checked = ["in_flight", "drawn"]
-    group_ids = {group_id for (group_id,) in tx.open_groups.all_keys()}
-    group_ids |= {g for step in tx.state.pending_draws for g in tx.draws.require(step).group_ids}
-    if tx.ready_groups.count < MAX_RECOUNTED:
-        checked.append("waiting")
-        group_ids |= {group_id for _, group_id in tx.ready_groups.all_keys()}
-    for group_id in group_ids:
-        group = tx.groups.require(group_id)
-        found.update(group.fates)
-        if group.lease_id:
-            found["in_flight"] += group.fates.count("missing")
-    return sum(abs(found[name] - getattr(ledger, name)) for name in checked)
-
-
-def checked_counts(tx: Transaction) -> dict[str, int]:
-    """Every count by its name, how many rows are quarantined, and 'gap': 0, or a bug."""
-    ledger = tx.state.ledger
-    quarantined = sum(ledger.quarantined_by_reason.values())
-    return {**ledger.counts(), "quarantined": quarantined, "gap": ledger.gap + live_gap(tx)}
-
-
-def recount(tx: Transaction) -> dict[str, int]:
-    """The two lines of the ledger, counted from the tables: every group, and what left them."""
-    found: Counter[str] = Counter(tx.state.retired)
-    for (group_id,) in tx.groups.all_keys():
-        group = tx.groups.require(group_id)
-        found["issued"] += group.issued
-        found["failed"] += group.failed
-        if group.lease_id:
-            found["in_flight"] += group.fates.count("missing")
-        found.update(fate for fate in group.fates if fate in COMMITTED_STATES)
-    found["committed"] = sum(found[state] for state in COMMITTED_STATES)
-    return {name: found[name] for name in ("issued", "in_flight", "committed", "failed", *COMMITTED_STATES)}
 
 
 def _count(reasons: dict[str, int], reason: str, count: int) -> None:

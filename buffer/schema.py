@@ -6,6 +6,7 @@ one row of it in the layout of `buffer.rows`; an exported table has the same col
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter
@@ -18,7 +19,6 @@ import pyarrow as pa
 
 from buffer import rows
 from buffer.errors import BadBody
-from buffer.flatbuffer import is_compressed
 from buffer.rows import INTEGERS, PART, SPAN, WALL_TIMES, flat_values, list_array
 from buffer.trajectory import SCHEMA_VERSION, Trajectory, VersionSpan
 from common.staleness import PolicyVersion
@@ -59,6 +59,13 @@ MAX_METADATA_BYTES = 64 * 2**10
 
 MAX_REWARD_PARTS = 256
 """Per trajectory."""
+_HEADER_TYPE, _HEADER, _CUSTOM_METADATA = 1, 2, 4
+"""Positions of the fields in the table Message."""
+_COMPRESSION = 3
+"""Position of the field in the table RecordBatch."""
+_RECORD_BATCH = 3
+"""Value of Message.header_type."""
+
 
 _integers_of = attrgetter(*INTEGERS)
 _wall_times_of = attrgetter(*WALL_TIMES)
@@ -167,7 +174,7 @@ def read_stream(
     Raises:
         BadBody: it is not one uncompressed record batch of exactly this schema, or has too many rows.
     """
-    if reason := bomb(body):
+    if reason := start_fault(body):
         raise BadBody("schema", reason)
     try:
         reader = pa.ipc.MessageReader.open_stream(pa.py_buffer(body))
@@ -191,7 +198,7 @@ def read_stream(
         if max_rows is not None and batch.num_rows > max_rows:
             raise BadBody("too many rows", f"{batch.num_rows} rows in one message; at most {max_rows}")
         batch.validate()  # the bounds of its arrays, before anyone asks how long they are
-        _refuse_crowds(batch)
+        _refuse_oversize_lists(batch)
         batch.validate(full=True)
     except (pa.ArrowException, EOFError, StopIteration, OSError, ValueError, IndexError) as error:
         if isinstance(error, BadBody):
@@ -201,7 +208,7 @@ def read_stream(
     return batch
 
 
-def bomb(body: bytes | memoryview) -> str:
+def start_fault(body: bytes | memoryview) -> str:
     """Why a message body is refused by its first eight bytes; '' where it is not. Costs nothing, whatever its size."""
     if bytes(body[:4]) != _ARROW_MARK:
         return "it does not begin as an Arrow stream does"
@@ -313,7 +320,7 @@ def _refuse_more(reader: pa.ipc.MessageReader) -> None:
     raise BadBody("body", "something follows its record batch")
 
 
-def _refuse_crowds(batch: pa.RecordBatch) -> None:
+def _refuse_oversize_lists(batch: pa.RecordBatch) -> None:
     """Refuse more spans or reward parts than the message can need, before each of them costs its time."""
     if batch.schema is not SCHEMA and not batch.schema.equals(SCHEMA):
         return
@@ -337,3 +344,47 @@ def _refuse_nulls(batch: pa.RecordBatch) -> None:
             for i, part in enumerate(values.type):
                 if not part.nullable and values.field(i).null_count:
                     raise BadBody("null", f"'{field.name}.{part.name}' holds a null")
+
+
+def is_compressed(metadata: bytes) -> bool:
+    """Does this record-batch message declare a compressed body?
+
+    pyarrow decompresses while it reads and offers no switch against it, so 33 KB from outside could
+    become 1 GiB. The metadata is a small flatbuffer (Apache Arrow format, Message.fbs) that says so first.
+
+    Args:
+        metadata: the flatbuffer of an IPC message, without its length prefix.
+
+    Raises:
+        ValueError: it is not the metadata of a record batch.
+    """
+    try:
+        message = _flatbuffer_u32(metadata, 0)
+        kind = _flatbuffer_field(metadata, message, _HEADER_TYPE)
+        header = _flatbuffer_field(metadata, message, _HEADER)
+        if kind is None or header is None or metadata[kind] != _RECORD_BATCH:
+            raise ValueError("the message is not a record batch")
+        if _flatbuffer_field(metadata, message, _CUSTOM_METADATA) is not None:
+            return True  # as Arrow 0.17 declared it, which pyarrow still heeds; ours have none
+        batch = header + _flatbuffer_u32(metadata, header)
+        return _flatbuffer_field(metadata, batch, _COMPRESSION) is not None
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"broken message metadata of {len(metadata)} bytes ({error})") from error
+
+
+def _flatbuffer_u32(data: bytes, at: int) -> int:
+    value: int = struct.unpack_from("<I", data, at)[0]
+    return value
+
+
+def _flatbuffer_field(data: bytes, table: int, position: int) -> int | None:
+    """Where the field of a flatbuffer table lies, or None where it has its default."""
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    if vtable < 0:
+        raise IndexError("a table before the start")
+    size = struct.unpack_from("<H", data, vtable)[0]
+    entry = 4 + 2 * position
+    if entry + 2 > size:
+        return None
+    offset: int = struct.unpack_from("<H", data, vtable + entry)[0]
+    return table + offset if offset else None

@@ -19,8 +19,8 @@ from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.core import Answer, BufferCore, OpenedPushes
 from buffer.errors import BufferRefused, StoreError, StoreFull
-from buffer.intake import set_aside
-from buffer.schema import bomb
+from buffer.ingest import set_aside
+from buffer.schema import start_fault
 from buffer.store import PORT, Store
 from buffer.transaction import Transaction
 from buffer.upkeep import Upkeep
@@ -115,7 +115,7 @@ class BufferService:
             max_message_bytes=config.max_message_mib * 2**20,
             incoming=32,  # they are bounded in bytes by credit
             outgoing=1000,
-            refuse_body=bomb,
+            refuse_body=start_fault,
         )
         self._parked: dict[tuple[bytes, int], _Parked] = {}
         self._complain_at = 0.0

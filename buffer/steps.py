@@ -18,9 +18,9 @@ from msgspec.structs import replace
 from buffer import catalogue
 from buffer.errors import BufferRefused
 from buffer.groups import Groups
-from buffer.intake import MAX_BEHIND
+from buffer.ingest import MAX_BEHIND
 from buffer.protocol import BeginIncarnation, CheckpointDurable, IncarnationReply, Published, StepFinished
-from buffer.tables import MAX_TRAINED_AT, Draw, Group, Incarnation, State, Use
+from buffer.tables import MAX_TRAINED_AT, DrawRecord, Group, Incarnation, StoreState, Use
 from buffer.transaction import Transaction
 from common.staleness import StalenessContract
 
@@ -105,7 +105,7 @@ class Steps:
             tx.draws.delete(step)
         self._groups.evict(tx)
 
-    def check_incarnation(self, state: State, incarnation: int) -> None:
+    def check_incarnation(self, state: StoreState, incarnation: int) -> None:
         """Is it the present learner?
 
         Raises:
@@ -116,7 +116,7 @@ class Steps:
         if incarnation != state.incarnation:
             raise BufferRefused(f"incarnation {incarnation} was replaced by {state.incarnation}; only one may train")
 
-    def record(self, tx: Transaction, draw: Draw) -> None:
+    def record(self, tx: Transaction, draw: DrawRecord) -> None:
         """Write down a new draw, and hold its groups."""
         for group_id in set(draw.group_ids):
             group = tx.groups.require(group_id)
@@ -125,7 +125,7 @@ class Steps:
         tx.draws.put(draw, draw.step)
         tx.state.pending_draws[draw.step] = len(set(draw.group_ids))
 
-    def all_usable(self, tx: Transaction, draw: Draw, version: int) -> bool:
+    def all_usable(self, tx: Transaction, draw: DrawRecord, version: int) -> bool:
         """Are all groups of a recorded draw within the age bound at this version?"""
         groups = [tx.groups.require(group_id) for group_id in draw.group_ids]
         ages = [(group.oldest_effective(tx.state), group) for group in groups]
@@ -154,13 +154,13 @@ class Steps:
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _believe(self, state: State, version: int) -> None:
+    def _believe(self, state: StoreState, version: int) -> None:
         """Refuse a version that is further ahead than any news can be late."""
         newest = self._contract.latest_version(state.version, len(state.pending_draws) + MAX_BEHIND)
         if version > newest:
             raise BufferRefused(f"the learner cannot be at version {version}: it was at {state.version} a moment ago")
 
-    def _number(self, state: State, at_least: int) -> None:
+    def _number(self, state: StoreState, at_least: int) -> None:
         """Give the present incarnation the number that other shards gave it.
 
         A learner that died while it began may have begun in some shards only. What fills its place here
@@ -208,7 +208,7 @@ class Steps:
                     self._groups.hold(tx, tx.groups.require(group_id))
                 state.pending_draws[step] = len(set(draw.group_ids))
 
-    def _version_after(self, draw: Draw, message: BeginIncarnation) -> int:
+    def _version_after(self, draw: DrawRecord, message: BeginIncarnation) -> int:
         """Where a step led that the checkpoint holds, but whose StepFinished never arrived.
 
         Of the last one the checkpoint's version tells it; earlier ones count as not skipped.
@@ -217,7 +217,7 @@ class Steps:
             return draw.version
         return max(draw.version + 1, min(message.version, self._contract.latest_version(draw.version, 1)))
 
-    def _check_outcome(self, draw: Draw, message: StepFinished) -> None:
+    def _check_outcome(self, draw: DrawRecord, message: StepFinished) -> None:
         """Refuse a version that the step cannot lead to: each of its updates made one, or was skipped."""
         least, most = draw.version + 1, self._contract.latest_version(draw.version, 1)
         if message.skipped:
@@ -229,7 +229,7 @@ class Steps:
                 f"it leads to {versions}, not {message.version}"
             )
 
-    def _finish(self, tx: Transaction, draw: Draw, version: int) -> None:
+    def _finish(self, tx: Transaction, draw: DrawRecord, version: int) -> None:
         """The step led to this version; without any update it was skipped."""
         state, skipped = tx.state, version == draw.version
         is_redone = draw.is_trained
@@ -258,12 +258,12 @@ class Steps:
 
     def _settle(self, tx: Transaction, group: Group, index: int, *, skipped: bool) -> None:
         """A sample of a finished step. What a skipped step filtered may be trained on when it is redone."""
-        fate, ledger = group.fates[index], tx.state.ledger
-        if fate == "drawn" or (fate == "filtered" and not skipped):
-            group.fates[index] = "filtered" if skipped else "trained"
-            ledger.move(1, fate, group.fates[index])
+        state, ledger = group.sample_states[index], tx.state.ledger
+        if state == "drawn" or (state == "filtered" and not skipped):
+            group.sample_states[index] = "filtered" if skipped else "trained"
+            ledger.move(1, state, group.sample_states[index])
 
-    def _watch_lengths(self, state: State) -> None:
+    def _watch_lengths(self, state: StoreState) -> None:
         """Warn where training leaves some lengths out."""
         fidelity = state.fidelity
         if not fidelity.is_alarming(self._groups.config.fidelity_alarm):
@@ -272,7 +272,7 @@ class Steps:
             fidelity.warned_at = state.step
             log.warning(
                 "the lengths trained on differ from those generated: KS distance %.2f, above fidelity_alarm = %.2f. "
-                "Starved: %s. Set length_correction, or law = 'length_balanced'",
+                "Starved: %s. Set length_correction, or sampler = 'length_balanced'",
                 fidelity.now.ks,
                 self._groups.config.fidelity_alarm,
                 fidelity.starved(),

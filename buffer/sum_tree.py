@@ -1,7 +1,7 @@
 """A sum tree in the store: draws items in proportion to their weights, at a cost that grows with log(items).
 
 The leaves hold the log-weights of FANOUT neighbouring ids each; a slot of an inner node holds the
-logarithm of the sum over one child. Log-weights, because a softmax of rewards or an age law spans more
+logarithm of the sum over one child. Log-weights, because a softmax of rewards or an age sampler spans more
 than a float64 holds. Ids only grow, so the tree gains a level now and then, and nodes that become
 empty are deleted.
 

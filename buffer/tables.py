@@ -39,7 +39,7 @@ class Incarnation(msgspec.Struct, frozen=True):
     """The newest version that it can have published; 0 for the present one, of which it is not known yet."""
 
 
-class State(msgspec.Struct):
+class StoreState(msgspec.Struct):
     """Everything of the service that is not a row of its own."""
 
     ledger: Ledger = msgspec.field(default_factory=Ledger)
@@ -116,7 +116,7 @@ class Group(msgspec.Struct):
 
     group_id: int
     prompt_id: int
-    fates: list[str]
+    sample_states: list[str]
     """Per sample: 'missing', 'failed', or one of `ledger.COMMITTED_STATES`."""
     records: list[int]
     """Per sample: its record, or NO_RECORD."""
@@ -158,7 +158,7 @@ class Group(msgspec.Struct):
         return cls(
             group_id,
             prompt_id,
-            fates=["missing"] * size,
+            sample_states=["missing"] * size,
             records=[NO_RECORD] * size,
             rewards=[None] * size,
             lengths=[0] * size,
@@ -168,15 +168,15 @@ class Group(msgspec.Struct):
 
     def missing(self) -> list[int]:
         """The samples that are neither committed nor given up."""
-        return [index for index, fate in enumerate(self.fates) if fate == "missing"]
+        return [index for index, state in enumerate(self.sample_states) if state == "missing"]
 
-    def having(self, fate: str) -> list[int]:
-        """The samples of this fate."""
-        return [index for index, each in enumerate(self.fates) if each == fate]
+    def having(self, state: str) -> list[int]:
+        """The samples of this state."""
+        return [index for index, each in enumerate(self.sample_states) if each == state]
 
     def usable(self) -> list[int]:
         """The samples that a step may use: stored, with a reward, and not filtered."""
-        return [i for i, fate in enumerate(self.fates) if fate in ("waiting", "drawn", "trained")]
+        return [i for i, state in enumerate(self.sample_states) if state in ("waiting", "drawn", "trained")]
 
     @property
     def mean_reward(self) -> float | None:
@@ -205,7 +205,7 @@ class Group(msgspec.Struct):
         known = [length for length in self.completion_lengths if length]
         return fmean(known) if known else 0.0
 
-    def oldest_effective(self, state: State) -> int:
+    def oldest_effective(self, state: StoreState) -> int:
         """The version that the group's age is counted from: that of its oldest token, in flight or committed."""
         bounds = [] if self.oldest is None else [state.effective(self.oldest)]
         if self.phase == "open":
@@ -214,11 +214,11 @@ class Group(msgspec.Struct):
 
     def tallies(self) -> Mapping[str, int]:
         """What `ledger.recount` counts of this group."""
-        counts = {state: self.fates.count(state) for state in COMMITTED_STATES}
+        counts = {state: self.sample_states.count(state) for state in COMMITTED_STATES}
         return {"issued": self.issued, "failed": self.failed, **counts}
 
 
-class Draw(msgspec.Struct):
+class DrawRecord(msgspec.Struct):
     """The groups of one step."""
 
     step: int

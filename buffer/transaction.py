@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from buffer.errors import CorruptRecord
-from buffer.tables import Actor, Draw, Group, ReturnedPrompt, State
+from buffer.tables import Actor, DrawRecord, Group, ReturnedPrompt, StoreState
 
 V = TypeVar("V")
 
@@ -28,7 +28,7 @@ TABLES: dict[str, Any] = {
     "unleased_groups": None,
     "ready_groups": None,
     "returned_prompts": ReturnedPrompt,
-    "draws": Draw,
+    "draws": DrawRecord,
     "actors": Actor,
     "seen": bytes,
     "records": bytes,
@@ -48,7 +48,7 @@ _DECODERS: dict[str, Any] = {
     name: msgspec.msgpack.Decoder(kind) for name, kind in TABLES.items() if kind not in (None, bytes)
 }
 _CACHED = frozenset(name for name, kind in TABLES.items() if kind not in (None, bytes, int))
-_state_decoder = msgspec.msgpack.Decoder(State)
+_state_decoder = msgspec.msgpack.Decoder(StoreState)
 
 
 def _pack(parts: tuple[int | str, ...]) -> bytes:
@@ -272,7 +272,7 @@ class Transaction:
         self.ready_groups: Table[bytes] = tables["ready_groups"]
         """(version of the oldest token, group): in the order of age."""
         self.returned_prompts: Table[ReturnedPrompt] = tables["returned_prompts"]
-        self.draws: Table[Draw] = tables["draws"]
+        self.draws: Table[DrawRecord] = tables["draws"]
         """By step."""
         self.actors: Table[Actor] = tables["actors"]
         self.seen: Table[bytes] = tables["seen"]
@@ -292,7 +292,7 @@ class Transaction:
         self.before_flush: list[Callable[[], None]] = []
         """Called once, before the rows are written: for what else is kept in memory during the transaction."""
         self._read = self.meta.get("state")
-        self.state: State = State() if self._read is None else _state_decoder.decode(self._read)
+        self.state: StoreState = StoreState() if self._read is None else _state_decoder.decode(self._read)
 
     def flush(self) -> None:
         """Write what is kept in memory; belongs right before the commit."""

@@ -30,9 +30,9 @@ FILE = next((Path(argument) for argument in sys.argv[1:] if argument.endswith(".
 # the buffer still knows which step trained on it.
 
 # %%
-COLUMNS = ["fate", "reward", "lag", "trained_step"]
+COLUMNS = ["state", "reward", "lag", "trained_step"]
 table = pq.read_table(FILE, columns=COLUMNS)
-trained = table.filter(pc.equal(table["fate"], "trained"))
+trained = table.filter(pc.equal(table["state"], "trained"))
 known = trained.filter(pc.and_(pc.is_valid(trained["lag"]), pc.is_valid(trained["reward"])))
 print(f"{FILE}: {table.num_rows} samples, {trained.num_rows} trained, {known.num_rows} of known lag")
 if known.num_rows == 0:

@@ -193,7 +193,7 @@ def _sample(work: Workload, folder: Path) -> Figures:
 
     Each batch is decoded to Arrow columns and NumPy views, and its step is finished.
     """
-    config = config_for(law="uniform", max_uses="unlimited")
+    config = config_for(sampler="uniform", max_uses="unlimited")
     groups_per_step = BATCH_TRAJECTORIES // GROUP_SIZE
     with Service(folder, facts_for(groups_per_step), config) as service:
         learner, actor = service.begin(), service.client("actor-0")

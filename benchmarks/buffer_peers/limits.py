@@ -30,7 +30,7 @@ from benchmarks.buffer_peers.workload import (
 )
 from benchmarks.lib.processes import command_of
 from buffer import schema
-from buffer.validation import KnownVersions, faults
+from buffer.ingest import KnownVersions, faults
 
 RECORDS_PER_COMMIT = 256
 NUM_SAMPLED_BATCHES = 100

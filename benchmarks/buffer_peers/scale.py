@@ -112,7 +112,7 @@ def _client(pipe: Connection, address: str, config: BufferConfig, work: Workload
     os._exit(0)  # nothing of the parent's is to be cleaned up here
 
 
-LAWS = {"reward": "reward_softmax", "age": "prioritised"}
+SAMPLERS = {"reward": "reward_softmax", "age": "prioritised"}
 SIZES = {False: (10_000, 1_000_000), True: (10_000, 50_000)}
 """Trajectories stored when the draws are timed; by `quick`."""
 SHORT_TOKENS = 32
@@ -125,23 +125,23 @@ DRAWN_GROUPS = BATCH_TRAJECTORIES // GROUP_SIZE
 def measure_draws(quick: bool, folder: Path) -> Figures:
     """What a draw costs as the store grows: 10,000 against 1,000,000 trajectories of 32 tokens.
 
-    For the reward and the age law, with reuse: median milliseconds. The same service is filled, measured, filled on,
+    For the reward and the age sampler, reusing: median milliseconds. The same service is filled, measured, filled on,
     and measured again. Trajectories are of 50 versions and have random rewards. One batch is 256 trajectories;
     the time is from asking to the answer, its records included. Finishing the step is outside of the clock.
     """
     figures: Figures = {}
-    for name, law in LAWS.items():
-        small, large = _measure_law(law, SIZES[quick], folder / name)
+    for name, sampler in SAMPLERS.items():
+        small, large = _measure_sampler(sampler, SIZES[quick], folder / name)
         figures |= {f"draw_ms_{name}_small": small, f"draw_ms_{name}_large": large, f"draw_cost_{name}": large / small}
-    worst = max(figures[f"draw_cost_{name}"] for name in LAWS)
+    worst = max(figures[f"draw_cost_{name}"] for name in SAMPLERS)
     figures["sizes"] = list(SIZES[quick])
     figures["draw_cost_quick" if quick else "draw_cost_1e6_over_1e4"] = worst
     return figures
 
 
-def _measure_law(law: str, sizes: tuple[int, int], folder: Path) -> tuple[float, float]:
+def _measure_sampler(sampler: str, sizes: tuple[int, int], folder: Path) -> tuple[float, float]:
     work = Workload.make(sizes[0], fixed_tokens=SHORT_TOKENS)
-    config = config_for(law=law, max_uses="unlimited", capacity_trajectories=2 * sizes[1])
+    config = config_for(sampler=sampler, max_uses="unlimited", capacity_trajectories=2 * sizes[1])
     found = []
     with Service(folder, facts_for(DRAWN_GROUPS), config) as service:
         learner, actor = service.begin(), service.client("actor-0")
@@ -289,7 +289,7 @@ def measure_restart(quick: bool, folder: Path) -> Figures:
     request answered; with the file in the page cache, and after it was dropped from there.
     """
     work = Workload.make(WORKLOAD_TRAJECTORIES)
-    config = config_for(law="uniform", max_uses="unlimited")
+    config = config_for(sampler="uniform", max_uses="unlimited")
     with Service(folder / "store", facts_for(GROUPS_PER_STEP), config) as service:
         learner, actor = service.begin(), service.client("actor-0")
         num_pushed = 0

@@ -22,7 +22,7 @@ from buffer.errors import StoreError
 from buffer.offline.inspect import GroupView, Inspection, Sample, Selection
 from buffer.rows import list_bounds
 from buffer.schema import SCHEMA, join_rows
-from buffer.tables import State, Use
+from buffer.tables import StoreState, Use
 from common.files import sync
 from common.staleness import PolicyVersion, effective_version
 
@@ -30,7 +30,7 @@ STATE = pa.schema(
     [
         pa.field("shard", pa.int32(), nullable=False),
         pa.field("record_id", pa.int64(), nullable=False),
-        pa.field("fate", pa.string(), nullable=False),
+        pa.field("state", pa.string(), nullable=False),
         pa.field("uses", pa.int64(), nullable=False),
         pa.field("group_phase", pa.string(), nullable=False),
         pa.field("group_oldest_version", pa.int64()),
@@ -47,7 +47,7 @@ ROW_GROUP_BYTES = 16 * 2**20
 ROW_GROUP_ROWS = 65536
 
 
-class Exported(NamedTuple):
+class ParquetExport(NamedTuple):
     """What was written."""
 
     num_groups: int
@@ -57,7 +57,7 @@ class Exported(NamedTuple):
     """What was left out because it does not match its checksum, one sentence each."""
 
 
-def export(inspection: Inspection, wanted: Selection, path: Path) -> Exported:
+def export(inspection: Inspection, wanted: Selection, path: Path) -> ParquetExport:
     """Write the stored trajectories of the groups wanted.
 
     Args:
@@ -93,7 +93,7 @@ def export(inspection: Inspection, wanted: Selection, path: Path) -> Exported:
     finally:
         with suppress(OSError):  # it is not there, or nothing can be done about it that the error does not say
             partial.unlink()
-    return Exported(num_groups, num_rows, path.stat().st_size, list(dict.fromkeys(inspection.damaged)))
+    return ParquetExport(num_groups, num_rows, path.stat().st_size, list(dict.fromkeys(inspection.damaged)))
 
 
 def version_bounds(spans: pa.Array, starts: Sequence[dict[int, int]]) -> tuple[list[int], list[int]]:
@@ -131,7 +131,7 @@ def _batches(groups: Iterator[GroupView]) -> Iterator[list[GroupView]]:
         yield batch
 
 
-def _table(groups: Sequence[GroupView], states: Mapping[int, State], schema: pa.Schema) -> pa.Table:
+def _table(groups: Sequence[GroupView], states: Mapping[int, StoreState], schema: pa.Schema) -> pa.Table:
     rows = [(group, sample) for group in groups for sample in group.samples]
     scores = [None if s.scores is None else np.frombuffer(s.scores, np.float32) for _, s in rows]
     batch = join_rows([sample.record for _, sample in rows], scores)
@@ -142,19 +142,19 @@ def _table(groups: Sequence[GroupView], states: Mapping[int, State], schema: pa.
 
 
 def _state_columns(
-    rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, states: Mapping[int, State]
+    rows: Sequence[tuple[GroupView, Sample]], spans: pa.Array, states: Mapping[int, StoreState]
 ) -> dict[str, Any]:
-    fates = [group.row.fates[sample.sample_index] for group, sample in rows]
+    of_samples = [group.row.sample_states[sample.sample_index] for group, sample in rows]
     groups = [group.row for group, _ in rows]
-    uses = [row.trained_at[-1] if fate == "trained" else None for row, fate in zip(groups, fates, strict=True)]
+    uses = [row.trained_at[-1] if state == "trained" else None for row, state in zip(groups, of_samples, strict=True)]
     restarts = _Restarts(states)
     starts = [restarts.until(group.shard, use) for (group, _), use in zip(rows, uses, strict=True)]
     oldest, newest = version_bounds(spans, starts)
     return {
         "shard": [group.shard for group, _ in rows],
         "record_id": [sample.record_id for _, sample in rows],
-        "fate": fates,
-        "uses": [row.uses if fate == "trained" else 0 for row, fate in zip(groups, fates, strict=True)],
+        "state": of_samples,
+        "uses": [row.uses if state == "trained" else 0 for row, state in zip(groups, of_samples, strict=True)],
         "group_phase": [row.phase for row in groups],
         "group_oldest_version": [group.oldest_version for group, _ in rows],
         "oldest_version": oldest,
@@ -168,7 +168,7 @@ def _state_columns(
 class _Restarts:
     """From which version each incarnation of the learner started, as far as it was known at a use."""
 
-    def __init__(self, states: Mapping[int, State]) -> None:
+    def __init__(self, states: Mapping[int, StoreState]) -> None:
         self._states = states
         self._known: dict[tuple[int, int | None], dict[int, int]] = {}
 

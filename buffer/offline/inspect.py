@@ -26,7 +26,7 @@ from buffer.catalogue import Index, find
 from buffer.errors import CorruptRecord, StoreError
 from buffer.schema import SCHEMA, join_rows
 from buffer.store import RESTORE, Store, buffer_folder, shard_folders
-from buffer.tables import NO_RECORD, Group, State
+from buffer.tables import NO_RECORD, Group, StoreState
 from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import Transaction
 
@@ -191,7 +191,7 @@ class Inspection:
         size = sum(store.size_bytes for store in self.stores)
         return Totals(version, num_groups, num_records, size, ledger, reasons)
 
-    def states(self) -> dict[int, State]:
+    def states(self) -> dict[int, StoreState]:
         """The state record of each shard."""
         return {store.facts.shard: look_at(store, lambda tx: tx.state) for store in self.stores}
 

@@ -12,13 +12,13 @@ from buffer import catalogue
 from buffer.config import BufferConfig
 from buffer.eligible import EligibleIndex
 from buffer.errors import CorruptRecord
-from buffer.eviction import EvictionOrder
-from buffer.ledger import live_gap, recount
+from buffer.groups import EvictionOrder, live_gap
+from buffer.ledger import COMMITTED_STATES
 from buffer.lengths import bucket_of
 from buffer.offline.inspect import look_at
 from buffer.store import Store, is_served
 from buffer.sum_tree import SumTree
-from buffer.tables import NO_RECORD, Draw, Group
+from buffer.tables import NO_RECORD, DrawRecord, Group
 from buffer.transaction import Table, Transaction
 
 MAX_NAMED = 4
@@ -67,6 +67,20 @@ def check_store(store: Store) -> dict[str, Any]:
     report["faults"] += structure
     report["has_checked_pages"] = not is_served(store.folder)
     return report
+
+
+def recount(tx: Transaction) -> dict[str, int]:
+    """The two lines of the ledger, counted from the tables: every group, and what left them."""
+    found: Counter[str] = Counter(tx.state.retired)
+    for (group_id,) in tx.groups.all_keys():
+        group = tx.groups.require(group_id)
+        found["issued"] += group.issued
+        found["failed"] += group.failed
+        if group.lease_id:
+            found["in_flight"] += group.sample_states.count("missing")
+        found.update(state for state in group.sample_states if state in COMMITTED_STATES)
+    found["committed"] = sum(found[state] for state in COMMITTED_STATES)
+    return {name: found[name] for name in ("issued", "in_flight", "committed", "failed", *COMMITTED_STATES)}
 
 
 def _unclaimed(tx: Transaction) -> list[str]:
@@ -144,9 +158,9 @@ class _Wanted:
         if group.phase == "ready":
             self.ready.add((oldest, group_id))
             self.num_reusable += bool(group.uses)
-            if self._index.law.weight is not None:
-                self.weights[group_id] = self._index.law.weight.log_weight(group, oldest)
-            if self._index.law.needs_strata:
+            if self._index.sampler.weight is not None:
+                self.weights[group_id] = self._index.sampler.weight.log_weight(group, oldest)
+            if self._index.sampler.needs_strata:
                 self.strata.add((bucket_of(group.mean_completion), oldest, group_id))
         # A group that is drawn may keep its place until eviction comes upon it.
         place = self._order.class_of(group)
@@ -186,7 +200,7 @@ def _weight_faults(tx: Transaction, wanted: dict[int, float]) -> Iterator[str]:
         yield f"the sum tree differs from the ready groups in {len(wrong)} groups, such as {wrong[:MAX_NAMED]}"
     off = [item for item in wanted.keys() & found.keys() if not math.isclose(wanted[item], found[item], abs_tol=1e-9)]
     if off:
-        yield f"the sum tree has another weight than the law gives for {len(off)} groups, such as {off[:MAX_NAMED]}"
+        yield f"the sum tree has another weight than the sampler gives for {len(off)} groups, such as {off[:MAX_NAMED]}"
     yield from tree.faults()
 
 
@@ -211,7 +225,7 @@ def _draw_faults(tx: Transaction) -> Iterator[str]:
             yield f"group {group_id} is {group.phase}, and {pending[group_id]} unfinished draws name it"
 
 
-def _sample_faults(tx: Transaction, draw: Draw) -> Iterator[str]:
+def _sample_faults(tx: Transaction, draw: DrawRecord) -> Iterator[str]:
     """A draw must name samples of its groups, with their lengths."""
     lengths: dict[int, int] = {}
     for group in (tx.groups.require(group_id) for group_id in set(draw.group_ids)):

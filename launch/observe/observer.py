@@ -405,7 +405,7 @@ class Observer:
 
     def _buffer(self, status: Status) -> BufferStatus:
         return BufferStatus(
-            law=self._config.buffer.law,
+            sampler=self._config.buffer.sampler,
             ready_groups=status.num_ready_groups,
             drawn_groups=status.num_drawn_groups,
             groups_per_step=self._config.learner.groups_per_step,

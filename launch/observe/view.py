@@ -243,7 +243,7 @@ def _buffer(status: RunStatus, width: int) -> Iterator[Text]:
     state = [
         f"{buffer.ready_groups} groups ready, {buffer.groups_per_step} a step, {buffer.drawn_groups} drawn",
         f"{ledger.get('in_flight', 0)} samples in flight",
-        f"law {buffer.law}",
+        f"sampler {buffer.sampler}",
     ]
     yield from packed(state, width)
     gap = ledger.get("gap", 0)

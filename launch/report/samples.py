@@ -45,7 +45,7 @@ class ShownSample:
     prompt_id: int
     record_id: int
     actor: str
-    fate: str
+    state: str
     reward: float | None
     parts: tuple[tuple[str, float | None], ...]
     versions: tuple[str, ...]
@@ -177,7 +177,7 @@ class _Chooser:
     def look_at(self, group: GroupView) -> None:
         row = group.row
         uses = row.trained_at
-        if uses and row.fates.count("trained"):
+        if uses and row.sample_states.count("trained"):
             self.trained_groups.append(row.group_id)
         lag = uses[-1].version - group.oldest_version if uses and group.oldest_version is not None else None
         for index, (reward, length) in enumerate(zip(row.rewards, row.completion_lengths, strict=True)):
@@ -190,7 +190,7 @@ class _Chooser:
                 self._remember(place, reward, length)
             self._offer("longest", (length, row.group_id), place)
             self._offer("shortest", (-length, row.group_id), place)
-            if lag is not None and row.fates[index] == "trained":
+            if lag is not None and row.sample_states[index] == "trained":
                 self._offer("most off-policy", (lag, length, row.group_id), place)
 
     def _offer(self, kind: str, value: tuple[float, ...], place: SampleKey) -> None:
@@ -247,7 +247,7 @@ def _count_lags(inspection: Inspection, group_id: int, data: BufferData) -> None
     resumed = inspection.states()[group.shard].resumed_at
     starts = {number: version for number, version in resumed.items() if number <= uses[-1].incarnation}
     for sample, row in rows:
-        if group.row.fates[sample.sample_index] != "trained":
+        if group.row.sample_states[sample.sample_index] != "trained":
             continue
         data.num_lag_samples += 1
         lags = data.lags.setdefault(row["actor"], Counter())
@@ -278,8 +278,8 @@ def _trajectory(inspection: Inspection, place: SampleKey, kind: str, decode: Tex
     found = [(sample, row) for sample, row in rows if sample.sample_index == place.sample]
     if not found:
         return None
-    (sample, row), fate = found[0], group.row.fates[place.sample]
-    uses = group.row.trained_at if fate == "trained" else []
+    (sample, row), state = found[0], group.row.sample_states[place.sample]
+    uses = group.row.trained_at if state == "trained" else []
     tokens, num_prompt = row["token_ids"], row["prompt_length"]
     versions = dict.fromkeys(f"{span['incarnation']}.{span['version']}" for span in row["spans"])
     logprobs = row["logprobs"]
@@ -290,7 +290,7 @@ def _trajectory(inspection: Inspection, place: SampleKey, kind: str, decode: Tex
         prompt_id=row["prompt_id"],
         record_id=sample.record_id,
         actor=printable(row["actor"], 80),
-        fate=fate,
+        state=state,
         reward=row["reward"],
         parts=tuple((printable(part["name"], 80), part["value"]) for part in row["reward_parts"]),
         versions=tuple(versions),

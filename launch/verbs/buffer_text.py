@@ -20,7 +20,9 @@ LEDGER_SHOWN = (
     *("issued", "in_flight", "committed", "failed", "waiting", "drawn", "trained"),
     *("dropped_stale", "filtered", "evicted_unused"),
 )
-GROUPS_HEAD = f"{'group':>8} {'prompt':>8} {'phase':<6} {'reward':>8} {'version':>7} {'uses':>4}  {'tokens':<16} fates"
+GROUPS_HEAD = (
+    f"{'group':>8} {'prompt':>8} {'phase':<6} {'reward':>8} {'version':>7} {'uses':>4}  {'tokens':<16} samples"
+)
 QUARANTINE_HEAD = f"{'number':>8} {'bytes':>6}  reason"
 _WIDTH = 116
 _FIRST_BYTES = 256
@@ -49,7 +51,7 @@ def group_line(group: GroupView) -> str:
     version = "-" if group.oldest_version is None else str(group.oldest_version)
     return (
         f"{row.group_id:>8} {row.prompt_id:>8} {row.phase:<6} {_number(row.mean_reward):>8} {version:>7} "
-        f"{row.uses:>4}  {_range(group.lengths):<16} {_fates(Counter(row.fates))}"
+        f"{row.uses:>4}  {_range(group.lengths):<16} {_states(Counter(row.sample_states))}"
     )
 
 
@@ -58,7 +60,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._num_groups = 0
-        self._fates: Counter[str] = Counter()
+        self._states: Counter[str] = Counter()
         self._num_rewards = 0
         self._reward_total = 0.0
         self._num_tokens = 0
@@ -67,7 +69,7 @@ class Tally:
         """One more."""
         rewards = [reward for reward in group.row.rewards if reward is not None]
         self._num_groups += 1
-        self._fates.update(group.row.fates)
+        self._states.update(group.row.sample_states)
         self._num_rewards += len(rewards)
         self._reward_total += sum(rewards)
         self._num_tokens += sum(group.lengths)
@@ -75,7 +77,7 @@ class Tally:
     def line(self) -> str:
         """The last line of `ls`."""
         mean = self._reward_total / self._num_rewards if self._num_rewards else None
-        samples = f"{self._fates.total()} samples" + (f" ({_fates(self._fates)})" if self._fates else "")
+        samples = f"{self._states.total()} samples" + (f" ({_states(self._states)})" if self._states else "")
         return f"{self._num_groups} groups, {samples}, {self._num_tokens} tokens, mean reward {_number(mean)}"
 
 
@@ -88,7 +90,7 @@ def quarantine_line(entry: Quarantined) -> str:
 def group_in_full(group: GroupView, decode: Decode, *, only_record: int | None = None) -> Iterator[str]:
     """`show`: a group and its samples, or of one record every column."""
     row = group.row
-    yield f"group {row.group_id}: prompt {row.prompt_id}, {row.phase}, {_fates(Counter(row.fates))}"
+    yield f"group {row.group_id}: prompt {row.prompt_id}, {row.phase}, {_states(Counter(row.sample_states))}"
     held_by = f"leased to {row.actor} (epoch {row.epoch})" if row.lease_id else "not leased"
     oldest = "nothing committed" if row.oldest is None else f"oldest token {row.oldest[0]}.{row.oldest[1]}"
     counted = "" if row.oldest is None else f", which counts as version {group.oldest_version}"
@@ -124,9 +126,9 @@ def quarantined_in_full(entry: Quarantined) -> Iterator[str]:
 
 def _sample(group: GroupView, sample: Sample, row: dict[str, Any], decode: Decode) -> Iterator[str]:
     parts = ", ".join(f"{printable(part['name'])} {_number(part['value'])}" for part in row["reward_parts"])
-    fate = group.row.fates[sample.sample_index]
+    state = group.row.sample_states[sample.sample_index]
     reward = f"reward {_number(row['reward'])}" + (f" ({parts})" if parts else "")
-    yield f"sample {sample.sample_index}: record {sample.record_id}, {fate}, {reward}, {row['finish_reason']}"
+    yield f"sample {sample.sample_index}: record {sample.record_id}, {state}, {reward}, {row['finish_reason']}"
     num_prompt = row["prompt_length"]
     spans = " ".join(f"{s['incarnation']}.{s['version']} [{s['start']}, {s['end']})" for s in row["spans"])
     yield f"  {num_prompt} prompt tokens, {len(row['logprobs'])} completion tokens; sampled by {spans}"
@@ -163,8 +165,8 @@ def _summary(values: Sequence[float] | None) -> str:
     return f"mean {np.mean(values):.3f}, min {min(values):.3f}, sum {np.sum(values):.3f}"
 
 
-def _fates(counts: Counter[str]) -> str:
-    return " ".join(f"{count} {fate}" for fate, count in counts.most_common())
+def _states(counts: Counter[str]) -> str:
+    return " ".join(f"{count} {state}" for state, count in counts.most_common())
 
 
 def _range(lengths: Sequence[int]) -> str:

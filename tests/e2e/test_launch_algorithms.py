@@ -42,7 +42,7 @@ def test_dpo_pairs_answers_of_a_prompt_across_policy_versions(tmp_path):
     steps, summary = finished(
         tmp_path,
         *("--task.num_train", "16", "--algorithm.compare", "prompt", "--buffer.groups_per_prompt", "2"),
-        *("--buffer.law", "uniform", "--buffer.max_uses", "4", "--weight_sync.max_lag", "unbounded"),
+        *("--buffer.sampler", "uniform", "--buffer.max_uses", "4", "--weight_sync.max_lag", "unbounded"),
         example="demo-dpo",
     )
     assert len(steps) == 12

@@ -12,9 +12,9 @@ import pyarrow as pa
 import zmq
 
 from buffer import __main__ as program
-from buffer import intake, schema
+from buffer import ingest, schema
 from buffer.errors import BadBody
-from buffer.intake import Intake
+from buffer.ingest import Ingest
 from buffer.leases import Leases
 from buffer.service import BufferService
 
@@ -48,8 +48,8 @@ def without_deduplication():
         return touched.setdefault(row.group_id, group)
 
     patches = contextlib.ExitStack()
-    patches.enter_context(mock.patch.object(Intake, "_is_first", return_value=True))
-    patches.enter_context(mock.patch.object(Intake, "_claimed", claimed))
+    patches.enter_context(mock.patch.object(Ingest, "_is_first", return_value=True))
+    patches.enter_context(mock.patch.object(Ingest, "_claimed", claimed))
     return patches
 
 
@@ -64,7 +64,7 @@ def without_validation():
 
     patches = contextlib.ExitStack()
     patches.enter_context(mock.patch.object(schema, "read_stream", read_stream))
-    patches.enter_context(mock.patch.object(intake, "faults", return_value={}))
+    patches.enter_context(mock.patch.object(ingest, "faults", return_value={}))
     return patches
 
 

@@ -17,7 +17,7 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.core import BufferCore, OpenedPushes
-from buffer.ledger import live_gap
+from buffer.groups import live_gap
 from buffer.offline.verify import verify
 from buffer.trajectory import Trajectory, VersionSpan
 from buffer.transaction import TABLES, Transaction

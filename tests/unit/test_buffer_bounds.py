@@ -21,18 +21,18 @@ def as_sent(message):
 
 
 @pytest.mark.parametrize("reward", [1.7e308, -1.1e100])
-@pytest.mark.parametrize("law", ["fifo", "reward_softmax", "prioritised"])
-def test_rewards_whose_mean_would_overflow_are_set_aside(make, law, reward):
-    buffer = make(BufferConfig(law=law))
+@pytest.mark.parametrize("sampler", ["fifo", "reward_softmax", "prioritised"])
+def test_rewards_whose_mean_would_overflow_are_set_aside(make, sampler, reward):
+    buffer = make(BufferConfig(sampler=sampler))
     actor = Actor(buffer)
     buffer.begin()
     assert actor.work(actor.lease(1)[0], reward=reward) == ["quarantined", "quarantined"]
     assert buffer.status().quarantined_by_reason == {"reward out of range": 2}
 
 
-@pytest.mark.parametrize("law", ["fifo", "reward_softmax", "prioritised"])
-def test_the_largest_rewards_can_be_averaged_and_drawn(make, law):
-    buffer = make(BufferConfig(law=law, eviction="lowest_reward"), groups_per_step=1)
+@pytest.mark.parametrize("sampler", ["fifo", "reward_softmax", "prioritised"])
+def test_the_largest_rewards_can_be_averaged_and_drawn(make, sampler):
+    buffer = make(BufferConfig(sampler=sampler, eviction="lowest_reward"), groups_per_step=1)
     actor = Actor(buffer)
     buffer.begin()
     generate(buffer, actor, 2, rewards=(1e100, -1e100))

@@ -69,7 +69,7 @@ def test_a_trained_step_that_is_damaged_since_is_redone_with_other_groups(make):
 
 
 def test_damaged_scores_are_deleted_and_written_anew(make):
-    buffer = make(BufferConfig(law="uniform", max_uses=2), groups_per_step=1, max_lag="unbounded")
+    buffer = make(BufferConfig(sampler="uniform", max_uses=2), groups_per_step=1, max_lag="unbounded")
     actor = Actor(buffer)
     buffer.begin()
     generate(buffer, actor, 1)

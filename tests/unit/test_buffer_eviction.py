@@ -1,4 +1,4 @@
-"""Eviction by capacity and by law, and the catalogue of what is there."""
+"""Eviction by capacity and by sampler, and the catalogue of what is there."""
 
 from buffer import protocol as p
 from buffer.catalogue import find, sortable_float
@@ -28,7 +28,7 @@ def found(buffer, by, low=None, high=None, **order):
 
 
 def test_closed_groups_go_first_and_then_the_oldest_of_replay(make):
-    settings = BufferConfig(law="on_policy_share", on_policy_share=1.0, max_uses=2, capacity_trajectories=20)
+    settings = BufferConfig(sampler="on_policy_share", on_policy_share=1.0, max_uses=2, capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)
     old = generate(buffer, actor, 4)
     for step in (1, 2):
@@ -44,7 +44,7 @@ def test_closed_groups_go_first_and_then_the_oldest_of_replay(make):
 
 
 def test_the_lowest_reward_goes_first_where_the_knob_says_so(make):
-    settings = BufferConfig(law="uniform", max_uses="unlimited", eviction="lowest_reward", capacity_trajectories=20)
+    settings = BufferConfig(sampler="uniform", max_uses="unlimited", eviction="lowest_reward", capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)
     rewards = [5.0, -1.0, 3.0, 0.0, -2.5, 4.0, 2.0, 1.0, 9.0, 8.0, 7.0, 6.0]
     groups = [generate(buffer, actor, 1, [reward])[0] for reward in rewards]
@@ -54,7 +54,7 @@ def test_the_lowest_reward_goes_first_where_the_knob_says_so(make):
 
 
 def test_what_a_recorded_draw_needs_stays_until_a_durable_checkpoint(make):
-    settings = BufferConfig(law="uniform", max_uses=2, capacity_trajectories=20)
+    settings = BufferConfig(sampler="uniform", max_uses=2, capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)
     generate(buffer, actor, 10)
     drawn = {step: train(buffer, step).record_ids for step in range(1, 7)}
@@ -70,7 +70,7 @@ def test_what_a_recorded_draw_needs_stays_until_a_durable_checkpoint(make):
 
 def test_eviction_leaves_the_learner_what_admission_counts_on(make):
     """Held records can exceed the capacity; evicting what is left would leave nothing to draw."""
-    settings = BufferConfig(law="uniform", max_uses=2, capacity_trajectories=20)
+    settings = BufferConfig(sampler="uniform", max_uses=2, capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)
     for step in range(1, 40):
         generate(buffer, actor, 2)
@@ -80,7 +80,7 @@ def test_eviction_leaves_the_learner_what_admission_counts_on(make):
 
 
 def test_the_size_of_stored_data_is_bounded_as_well(make):
-    settings = BufferConfig(law="uniform", max_uses="unlimited", capacity_gib=2**20 / 2**30, max_message_mib=1)
+    settings = BufferConfig(sampler="uniform", max_uses="unlimited", capacity_gib=2**20 / 2**30, max_message_mib=1)
     buffer, actor = started(make, settings, groups_per_step=1)
     for _ in range(40):
         generate(buffer, actor, 2, tokens=4000)
@@ -90,7 +90,7 @@ def test_the_size_of_stored_data_is_bounded_as_well(make):
 
 
 def test_eviction_takes_every_trace_of_a_group(make):
-    settings = BufferConfig(law="length_balanced", max_uses=2, capacity_trajectories=20)
+    settings = BufferConfig(sampler="length_balanced", max_uses=2, capacity_trajectories=20)
     buffer, actor = started(make, settings, groups_per_step=1)
     generate(buffer, actor, 30)
     kept = stored(buffer)
@@ -105,7 +105,7 @@ def test_eviction_takes_every_trace_of_a_group(make):
 
 
 def test_groups_are_found_by_prompt_version_reward_and_length(make):
-    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=9), groups_per_step=1)
+    buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=9), groups_per_step=1)
     groups, facts = [], []
     for number, (reward, tokens) in enumerate([(0.5, 10), (-1.0, 40), (2.0, 5), (0.0, 20)]):
         groups += generate(buffer, actor, 1, [reward], tokens, PolicyVersion(0, number))
@@ -131,7 +131,7 @@ def test_groups_are_found_by_prompt_version_reward_and_length(make):
 
 
 def test_after_a_restart_of_the_learner_groups_are_found_by_the_version_they_count_with(make):
-    buffer, actor = started(make, BufferConfig(law="prioritised", max_uses=9), groups_per_step=1)
+    buffer, actor = started(make, BufferConfig(sampler="prioritised", max_uses=9), groups_per_step=1)
     groups = []
     for number in range(5):
         groups += generate(buffer, actor, 1, version=PolicyVersion(0, number))

@@ -64,7 +64,7 @@ def test_every_stored_trajectory_is_exported_with_what_became_of_it(run, tmp_pat
     assert table.schema.names == [*schema.SCHEMA.names, *STATE.names]
     assert (done.num_rows, done.num_groups, table.num_rows) == (16, 8, 16)
     rows = table.to_pylist()
-    assert [(row["fate"], row["trained_step"], row["trained_version"], row["lag"]) for row in rows[::2]] == [
+    assert [(row["state"], row["trained_step"], row["trained_version"], row["lag"]) for row in rows[::2]] == [
         *[("trained", 1, 0, 0)] * 2,
         *[("trained", 2, 1, 1)] * 2,
         *[("waiting", None, None, None)] * 4,

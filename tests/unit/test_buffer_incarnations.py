@@ -1,9 +1,7 @@
 """What a new incarnation of the learner changes for leases, versions and draining."""
 
-from msgspec.structs import replace
-
 from buffer import protocol as p
-from buffer.intake import MAX_BEHIND, known_versions
+from buffer.ingest import MAX_BEHIND, known_versions
 from common.staleness import PolicyVersion
 from tests.unit.buffer_rules import Actor, generate, run_steps, train
 
@@ -100,16 +98,3 @@ def test_a_shard_that_was_down_takes_what_was_published_meanwhile_also_by_earlie
         1 + MAX_BEHIND,
         -1,
     ]
-
-
-def test_a_store_that_did_not_write_down_how_far_an_incarnation_came_takes_any_version_of_it(make):
-    buffer = make()
-    buffer.begin()
-    buffer.begin(1, 1, session="restarted")
-
-    def forget(tx):
-        tx.state.incarnations[0] = replace(tx.state.incarnations[0], newest=None)
-
-    buffer.store.write(forget)
-    buffer.restart()
-    assert buffer.store.read(lambda tx: known_versions(tx.state)).newest(0) > 10**9

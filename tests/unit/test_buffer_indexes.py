@@ -63,34 +63,34 @@ def settings_of(**knobs):
 
 
 @pytest.mark.parametrize(
-    ("law", "idle", "used"),
+    ("sampler", "idle", "used"),
     [
         ("fifo", {"reward_temperature": 2.0, "age_tau": 2.0}, {"eviction": "lowest_reward"}),
         ("uniform", {"reward_temperature": 2.0, "on_policy_share": 0.9}, {"max_uses": 3}),
         ("reward_softmax", {"priority_alpha": 2.0}, {"reward_temperature": 2.0}),
-        ("prioritised", {"reward_temperature": 2.0, "replay_law": "fifo"}, {"age_tau": 2.0}),
+        ("prioritised", {"reward_temperature": 2.0, "replay_sampler": "fifo"}, {"age_tau": 2.0}),
         ("prioritised", {}, {"priority_alpha": 2.0}),
         ("prioritised", {}, {"priority_epsilon": 2.0}),
-        ("length_balanced", {"priority_epsilon": 2.0}, {"law": "fifo"}),
-        ("on_policy_share", {"on_policy_share": 0.9, "age_tau": 2.0}, {"replay_law": "prioritised"}),
+        ("length_balanced", {"priority_epsilon": 2.0}, {"sampler": "fifo"}),
+        ("on_policy_share", {"on_policy_share": 0.9, "age_tau": 2.0}, {"replay_sampler": "prioritised"}),
     ],
 )
-def test_only_a_knob_of_the_law_in_use_changes_what_indexes_are_built_for(law, idle, used):
-    knobs = {"law": law, "max_uses": 2}
+def test_only_a_knob_of_the_sampler_in_use_changes_what_indexes_are_built_for(sampler, idle, used):
+    knobs = {"sampler": sampler, "max_uses": 2}
     assert settings_of(**{**knobs, **idle}) == settings_of(**knobs) != settings_of(**{**knobs, **used})
 
 
 def test_a_store_is_not_indexed_anew_for_a_knob_that_no_index_depends_on(make, monkeypatch):
     rebuilt = []
     monkeypatch.setattr(Groups, "rebuild", lambda groups, tx, last: rebuilt.append(last))
-    buffer = make(BufferConfig(law="on_policy_share", on_policy_share=0.5))
+    buffer = make(BufferConfig(sampler="on_policy_share", on_policy_share=0.5))
     buffer.begin()
     for knobs in ({"on_policy_share": 0.6}, {"on_policy_share": 0.6, "reward_temperature": 2.0}):
-        buffer.config = BufferConfig(law="on_policy_share", **knobs)
+        buffer.config = BufferConfig(sampler="on_policy_share", **knobs)
         buffer.restart()
         buffer.status()
     assert rebuilt == []
-    buffer.config = BufferConfig(law="on_policy_share", replay_law="reward_softmax")
+    buffer.config = BufferConfig(sampler="on_policy_share", replay_sampler="reward_softmax")
     buffer.restart()
     buffer.status()
     assert len(rebuilt) == 1

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from buffer.config import BufferConfig
+from buffer.draws import Offer, best_fit, corrected, fill, well_packed
 from buffer.lengths import (
     NUM_BUCKETS,
     Fidelity,
@@ -15,7 +16,6 @@ from buffer.lengths import (
     bucket_of,
     ks_distance,
 )
-from buffer.selection import Offer, best_fit, corrected, fill, well_packed
 from common.staleness import PolicyVersion
 from tests.unit.buffer_rules import Actor, generate, train
 
@@ -106,7 +106,7 @@ def test_of_several_shards_the_worst_counts_in_each_figure():
 
 
 def test_starved_lengths_raise_the_distance_and_one_warning_that_names_them(make, caplog):
-    settings = BufferConfig(law="reward_softmax", reward_temperature=0.01, max_uses=400, fidelity_alarm=0.3)
+    settings = BufferConfig(sampler="reward_softmax", reward_temperature=0.01, max_uses=400, fidelity_alarm=0.3)
     buffer, actor = started(make, settings, groups_per_step=2)
     generate(buffer, actor, 4, [1.0], tokens=16)
     generate(buffer, actor, 4, [0.0], tokens=3000)
@@ -133,7 +133,7 @@ def test_faithful_training_raises_no_alarm(make, caplog):
 
 
 def test_a_redone_step_does_not_count_its_lengths_again(make):
-    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=9), groups_per_step=2)
+    buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=9), groups_per_step=2)
     generate(buffer, actor, 4)
     for step in (1, 2, 3):
         train(buffer, step)
@@ -149,7 +149,7 @@ def test_the_correction_brings_trained_lengths_nearer_to_generated_ones(make):
     distances = {}
     for correction in (False, True):
         settings = BufferConfig(
-            law="reward_softmax", reward_temperature=0.5, max_uses=40, length_correction=correction,
+            sampler="reward_softmax", reward_temperature=0.5, max_uses=40, length_correction=correction,
             selection_pool=4.0 if correction else 1.0,
         )  # fmt: skip
         buffer, actor = started(make, settings, groups_per_step=4, group_size=1)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 import zmq
 
-from buffer import intake
+from buffer import ingest
 from buffer import protocol as p
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
@@ -136,7 +136,7 @@ def test_a_trajectory_that_cannot_be_sent_leaves_no_hole_in_the_sequence(serve):
 
 
 def test_a_number_that_never_arrives_is_not_waited_for_without_end(make, monkeypatch):
-    monkeypatch.setattr(intake, "MAX_OVERTAKEN", 8)
+    monkeypatch.setattr(ingest, "MAX_OVERTAKEN", 8)
     buffer = make(max_lag="unbounded", groups_per_step=20)
     buffer.begin()
     actor = Actor(buffer)

@@ -1,4 +1,4 @@
-"""The pool that lengths are chosen from leaves the sampling law in charge."""
+"""The pool that lengths are chosen from leaves the sampler in charge."""
 
 from collections import Counter
 
@@ -21,7 +21,7 @@ def started(make, config, **changes):
 
 
 def test_packing_leaves_length_balanced_its_shares(make):
-    buffer, actor = started(make, BufferConfig(law="length_balanced", max_uses=2, **PACKS))
+    buffer, actor = started(make, BufferConfig(sampler="length_balanced", max_uses=2, **PACKS))
     length_of = {}
     for tokens in (8, 64, 512, 4000):
         length_of |= dict.fromkeys(generate(buffer, actor, 12, tokens=tokens), tokens)
@@ -30,17 +30,17 @@ def test_packing_leaves_length_balanced_its_shares(make):
 
 
 def test_packing_leaves_on_policy_share_its_share(make):
-    settings = BufferConfig(law="on_policy_share", on_policy_share=0.5, max_uses="unlimited", **PACKS)
+    settings = BufferConfig(sampler="on_policy_share", on_policy_share=0.5, max_uses="unlimited", **PACKS)
     buffer, actor = started(make, settings)
     generate(buffer, actor, 400)
     num_newest = 0
     for step in range(1, 13):
         new = set(generate(buffer, actor, 8, version=PolicyVersion(0, step - 1)))
         num_newest += len(new & set(train(buffer, step).group_ids))
-    assert 24 <= num_newest <= 28, "half of 48, and now and then one by the other law"
+    assert 24 <= num_newest <= 28, "half of 48, and now and then one by the other sampler"
 
 
-def test_the_spare_groups_are_those_that_the_law_would_take_next(make):
+def test_the_spare_groups_are_those_that_the_sampler_would_take_next(make):
     settings = BufferConfig(max_uses=2, selection_pool=2.0, length_correction=True)
     buffer, actor = started(make, settings, groups_per_step=2)
     groups = generate(buffer, actor, 2, tokens=8) + generate(buffer, actor, 4, tokens=4000)
@@ -51,7 +51,7 @@ def test_the_spare_groups_are_those_that_the_law_would_take_next(make):
 
 
 def test_a_group_that_was_used_before_has_no_claim_to_its_last_chance(make):
-    settings = BufferConfig(law="on_policy_share", on_policy_share=1.0, max_uses=50, **PACKS)
+    settings = BufferConfig(sampler="on_policy_share", on_policy_share=1.0, max_uses=50, **PACKS)
     buffer, actor = started(make, settings, max_lag=6, max_actor_lag=0)
     newest = {}
     for step in range(1, 20):
@@ -60,7 +60,7 @@ def test_a_group_that_was_used_before_has_no_claim_to_its_last_chance(make):
 
 
 def test_an_unused_group_at_its_last_chance_enters_the_step_though_used_ones_are_older(make):
-    settings = BufferConfig(law="on_policy_share", on_policy_share=1.0, max_uses=50, **PACKS)
+    settings = BufferConfig(sampler="on_policy_share", on_policy_share=1.0, max_uses=50, **PACKS)
     buffer, actor = started(make, settings, groups_per_step=2, max_lag=2, max_actor_lag=0)
     oldest = set(generate(buffer, actor, 4))
     used = set(train(buffer, 1).group_ids)
@@ -71,7 +71,7 @@ def test_an_unused_group_at_its_last_chance_enters_the_step_though_used_ones_are
 
 
 def test_the_last_chance_of_an_unused_group_is_the_last_step_whose_updates_are_all_within_the_bound(make):
-    settings = BufferConfig(law="on_policy_share", on_policy_share=1.0, max_uses=50, **PACKS)
+    settings = BufferConfig(sampler="on_policy_share", on_policy_share=1.0, max_uses=50, **PACKS)
     buffer, actor = started(make, settings, groups_per_step=2, max_lag=8, max_actor_lag=0, updates_per_step=2)
     unused = set(generate(buffer, actor, 4))
     for step, version in enumerate((0, 2, 4, 6), start=1):

@@ -21,9 +21,9 @@ def resumed(buffer, actor, steps, incarnation=1):
         buffer.publish(step, incarnation)
 
 
-@pytest.mark.parametrize("law", [BufferConfig(), BufferConfig(law="uniform", max_uses=2)])
-def test_a_learner_may_resume_from_before_the_newest_durable_checkpoint(make, law):
-    buffer = make(law, num_prompts=50, max_lag="unbounded")
+@pytest.mark.parametrize("sampler", [BufferConfig(), BufferConfig(sampler="uniform", max_uses=2)])
+def test_a_learner_may_resume_from_before_the_newest_durable_checkpoint(make, sampler):
+    buffer = make(sampler, num_prompts=50, max_lag="unbounded")
     actor = Actor(buffer)
     buffer.begin()
     for step in range(1, 21):
@@ -136,8 +136,8 @@ def test_a_late_copy_of_a_draw_whose_step_is_over_gets_no_groups(make):
     assert buffer.draw(2, 0)[0].ready
 
 
-@pytest.mark.parametrize(("version", "fate"), [(0, "filtered"), (1, "trained")])
-def test_the_checkpoint_tells_whether_its_step_was_skipped_though_the_report_was_lost(make, version, fate):
+@pytest.mark.parametrize(("version", "state"), [(0, "filtered"), (1, "trained")])
+def test_the_checkpoint_tells_whether_its_step_was_skipped_though_the_report_was_lost(make, version, state):
     buffer = make()
     actor = Actor(buffer)
     buffer.begin()
@@ -145,5 +145,5 @@ def test_the_checkpoint_tells_whether_its_step_was_skipped_though_the_report_was
     buffer.draw(1, 0)
     buffer.begin(version, 1, session="restarted")
     ledger = buffer.status().ledger
-    assert ledger[fate] == 4
-    assert ledger["uses"] == (4 if fate == "trained" else 0)
+    assert ledger[state] == 4
+    assert ledger["uses"] == (4 if state == "trained" else 0)

@@ -9,8 +9,8 @@ import pytest
 from buffer import protocol as p
 from buffer import rows, schema
 from buffer.errors import BadBody
+from buffer.ingest import KnownVersions, faults
 from buffer.trajectory import VersionSpan
-from buffer.validation import KnownVersions, faults
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
 from tests.in_process_buffer import make_trajectory

@@ -1,4 +1,4 @@
-"""The replay law of TBA on a real store: a share m of the newest, the rest uniform or by exp(reward / temperature)."""
+"""The sampler of TBA on a real store: a share m of the newest, the rest uniform or by exp(reward / temperature)."""
 
 import math
 from collections import Counter
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.config import BufferConfig
-from buffer.laws import OnPolicyShare, ReadyGroup
+from buffer.samplers import OnPolicyShare, ReadyGroup
 from common.staleness import PolicyVersion
 from tests.unit.buffer_rules import Actor, generate, train
 
@@ -28,7 +28,7 @@ class Plain:
 
 
 class OldestOfTheRest:
-    """A law for the rest that can be told from the newest."""
+    """A sampler for the rest that can be told from the newest."""
 
     weight, needs_strata = None, False
 
@@ -38,8 +38,8 @@ class OldestOfTheRest:
 
 @given(share=st.floats(0, 1), num_groups=st.integers(1, 64), seed=st.integers(0, 2**32 - 1))
 def test_a_step_has_the_share_of_newest_rounded_up_or_down_and_is_whole(share, num_groups, seed):
-    law = OnPolicyShare(share, OldestOfTheRest())
-    chosen = law.choose(Plain(200), num_groups, np.random.default_rng(seed))
+    sampler = OnPolicyShare(share, OldestOfTheRest())
+    chosen = sampler.choose(Plain(200), num_groups, np.random.default_rng(seed))
     num_newest = sum(group >= 200 - num_groups for group in chosen)
     assert len(set(chosen)) == num_groups
     assert abs(num_newest - share * num_groups) < 1 + 1e-9
@@ -47,10 +47,11 @@ def test_a_step_has_the_share_of_newest_rounded_up_or_down_and_is_whole(share, n
 
 @pytest.mark.parametrize(("share", "num_groups"), [(0.95, 8), (0.5, 5), (0.01, 4), (0.99, 32)])
 def test_over_many_steps_the_mean_share_of_newest_is_exactly_m(share, num_groups):
-    law, random = OnPolicyShare(share, OldestOfTheRest()), np.random.default_rng(0)
+    sampler, random = OnPolicyShare(share, OldestOfTheRest()), np.random.default_rng(0)
     num_steps = 4000
     counts = [
-        sum(group >= 200 - num_groups for group in law.choose(Plain(200), num_groups, random)) for _ in range(num_steps)
+        sum(group >= 200 - num_groups for group in sampler.choose(Plain(200), num_groups, random))
+        for _ in range(num_steps)
     ]
     spread = math.sqrt(np.var(counts) / num_steps)
     assert abs(np.mean(counts) - share * num_groups) <= 4 * spread + 1e-12
@@ -58,18 +59,18 @@ def test_over_many_steps_the_mean_share_of_newest_is_exactly_m(share, num_groups
 
 
 def test_the_first_half_of_a_choice_has_the_same_shares():
-    law, random = OnPolicyShare(0.5, OldestOfTheRest()), np.random.default_rng(0)
-    halves = [law.choose(Plain(200), 8, random)[:4] for _ in range(2000)]
+    sampler, random = OnPolicyShare(0.5, OldestOfTheRest()), np.random.default_rng(0)
+    halves = [sampler.choose(Plain(200), 8, random)[:4] for _ in range(2000)]
     assert np.mean([group >= 192 for half in halves for group in half]) == pytest.approx(0.5, abs=0.03)
 
 
-@pytest.mark.parametrize("replay_law", ["reward_softmax", "uniform"])
-def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_law(make, replay_law):
+@pytest.mark.parametrize("replay_sampler", ["reward_softmax", "uniform"])
+def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_sampler(make, replay_sampler):
     """m = 0.9 of 4 groups: 3 or 4 of the newest, and the rest from all that is stored."""
     settings = BufferConfig(
-        law="on_policy_share",
+        sampler="on_policy_share",
         on_policy_share=0.9,
-        replay_law=replay_law,
+        replay_sampler=replay_sampler,
         reward_temperature=TEMPERATURE,
         max_uses="unlimited",
     )
@@ -86,13 +87,13 @@ def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_law(make, r
         assert len(set(groups)) == 4
         old = [group for group in groups if group in stored]
         assert len(old) <= 1
-        # Of the newest four the oldest one is left for the replay law where three were taken.
+        # Of the newest four the oldest one is left for the replay sampler where three were taken.
         num_newest += set(newest[1:]) <= set(groups)
         replayed.update(old if old else ["newest"])
     assert num_newest == num_steps
     weights = {group: math.exp(reward / TEMPERATURE) for group, reward in stored.items()}
     weights["left"] = math.exp(-5.0 / TEMPERATURE)
-    if replay_law == "uniform":
+    if replay_sampler == "uniform":
         weights = dict.fromkeys(weights, 1.0)
     # A fourth group is replayed in 0.4 of the steps: m * G = 3.6.
     for group in stored:
@@ -101,7 +102,7 @@ def test_the_newest_have_the_share_m_and_the_rest_follows_the_replay_law(make, r
 
 
 def test_replay_goes_on_while_new_groups_arrive_and_old_ones_stay_within_reach(make):
-    settings = BufferConfig(law="on_policy_share", on_policy_share=0.75, max_uses="unlimited")
+    settings = BufferConfig(sampler="on_policy_share", on_policy_share=0.75, max_uses="unlimited")
     buffer = make(settings, max_lag="unbounded", groups_per_step=4, group_size=1, num_prompts=50)
     actor = Actor(buffer)
     buffer.begin()

@@ -81,7 +81,7 @@ def test_nothing_is_filtered_where_samples_may_be_as_long_or_longer(make):
 
 
 def test_a_long_group_that_was_trained_stays_trained_and_is_not_used_again(make):
-    config = BufferConfig(law="uniform", max_uses="unlimited")
+    config = BufferConfig(sampler="uniform", max_uses="unlimited")
     buffer = make(config, group_size=3, groups_per_step=1, max_lag="unbounded")
     buffer.begin()
     filled(buffer, [16, 9, 9])

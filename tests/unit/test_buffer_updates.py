@@ -176,14 +176,14 @@ def test_recorded_steps_without_room_for_their_last_update_are_released(make):
 
 
 @pytest.mark.parametrize(
-    ("version", "fate", "trained_at"), [(0, "filtered", None), (1, "trained", 0), (4, "trained", 3)]
+    ("version", "state", "trained_at"), [(0, "filtered", None), (1, "trained", 0), (4, "trained", 3)]
 )
-def test_the_checkpoint_tells_how_many_updates_a_step_had_though_its_report_was_lost(make, version, fate, trained_at):
+def test_the_checkpoint_tells_how_many_updates_a_step_had_though_its_report_was_lost(make, version, state, trained_at):
     buffer, actor = started(make, updates_per_step=4, max_lag=7)
     (group,) = generate(buffer, actor, 1)
     buffer.draw(1, 0)
     buffer.begin(version, 1, session="restarted")
-    assert buffer.status().ledger[fate] == 2
+    assert buffer.status().ledger[state] == 2
     known = buffer.store.read(lambda tx: tx.groups.require(group).trained_at)
     assert known == ([] if trained_at is None else [(1, trained_at, 1)])
 

@@ -11,7 +11,7 @@ import pytest
 
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
-from buffer.intake import set_aside
+from buffer.ingest import set_aside
 from buffer.offline import inspect as inspecting
 from tests.in_process_buffer import InProcessBuffer, make_trajectory
 from tests.unit.buffer_rules import Actor, facts

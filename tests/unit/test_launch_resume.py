@@ -78,7 +78,7 @@ def test_no_key_of_the_table_is_mistyped():
         (["--algorithm.type", "online_dpo"], "the checkpoint has the state that this loss trains"),
         (["--actors.group_size", "4"], "the buffer has leased groups of that size"),
         (["--actors.temperature", "0.7"], "the stored log-probabilities are of that temperature"),
-        (["--buffer.law", "uniform"], "the buffer keeps groups, and has recorded draws, by it"),
+        (["--buffer.sampler", "uniform"], "the buffer keeps groups, and has recorded draws, by it"),
         (["--buffer.shards", "2"], "the buffer has so many stores"),
         (["--learner.groups_per_step", "16"], "a step is so many updates"),
         (["--learner.num_minibatches", "2"], "a step is so many updates"),

@@ -1,14 +1,14 @@
-"""Sampling laws: which of the eligible groups enter a step.
+"""Samplers: which of the eligible groups enter a step.
 
-A law is a frozen object with one method that chooses. It sees the eligible groups through `Candidates`,
-whose methods are look-ups in an index, so that no law reads them all; and all its chance comes from
+A sampler is a frozen object with one method that chooses. It sees the eligible groups through `Candidates`,
+whose methods are look-ups in an index, so that no sampler reads them all; and all its chance comes from
 the generator it is given, so that a draw can be repeated.
 
     Fifo            the oldest tokens first
     Weighted        by chance, in proportion to a weight: Uniform, RewardSoftmax or Prioritised
     LengthBalanced  from every length in proportion to how many there are, oldest first within it
-    OnPolicyShare   a share of the newest tokens, the rest by another law
-    PromptMates     what another law takes, each with other groups of its prompt
+    OnPolicyShare   a share of the newest tokens, the rest by another sampler
+    SamePrompt      what another sampler takes, each with other groups of its prompt
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Candidates(Protocol):
         ...
 
     def picker(self) -> WeightedPicker:
-        """To draw by the law's own weights."""
+        """To draw by the sampler's own weights."""
         ...
 
     def strata(self) -> Mapping[int, int]:
@@ -78,17 +78,17 @@ class Candidates(Protocol):
         """How many more times the group may be used."""
         ...
 
-    def mates(self, group_id: int) -> Iterator[int]:
+    def of_same_prompt(self, group_id: int) -> Iterator[int]:
         """The other eligible groups of its prompt, those leased last first."""
         ...
 
 
-class SamplingLaw(Protocol):
+class Sampler(Protocol):
     """Chooses groups for a step."""
 
     @property
     def weight(self) -> Weight | None:
-        """What the sum tree holds for this law; None where it needs none."""
+        """What the sum tree holds for this sampler; None where it needs none."""
         ...
 
     @property
@@ -105,7 +105,7 @@ class SamplingLaw(Protocol):
             candidates: groups within the age bound.
             num_groups: how many to choose.
             random: the only source of chance.
-            taken: groups that another law has chosen already.
+            taken: groups that another sampler has chosen already.
         """
         ...
 
@@ -226,23 +226,23 @@ class LengthBalanced:
 
 @dataclass(frozen=True)
 class OnPolicyShare:
-    """A share m of the newest tokens, the rest by another law (trajectory balance with asynchrony, TBA).
+    """A share m of the newest tokens, the rest by another sampler (trajectory balance with asynchrony, TBA).
 
     The newest keep the learner near its own policy; the rest is replay. m * G need not be a whole number:
     it is rounded up or down by chance, so that the newest have the share m on average over steps.
     """
 
     share: float
-    rest: SamplingLaw
+    rest: Sampler
 
     @property
     def weight(self) -> Weight | None:
-        """That of the other law."""
+        """That of the other sampler."""
         return self.rest.weight
 
     @property
     def needs_strata(self) -> bool:
-        """Does the other law?"""
+        """Does the other sampler?"""
         return self.rest.needs_strata
 
     def choose(
@@ -256,45 +256,45 @@ class OnPolicyShare:
 
 
 @dataclass(frozen=True)
-class PromptMates:
-    """What another law takes, each group followed by others of its prompt, so that a loss can compare them.
+class SamePrompt:
+    """What another sampler takes, each group followed by others of its prompt, so that a loss can compare them.
 
-    The other law must choose in an order of which a part can be left out: its later choices make room.
+    The other sampler must choose in an order of which a part can be left out: its later choices make room.
     """
 
-    law: SamplingLaw
-    num_mates: int
-    """At most so many others of a prompt follow each group that the law takes."""
+    sampler: Sampler
+    num_others: int
+    """At most so many others of a prompt follow each group that the sampler takes."""
     needs_strata: ClassVar[bool] = False
 
     @property
     def weight(self) -> Weight | None:
-        """That of the other law."""
-        return self.law.weight
+        """That of the other sampler."""
+        return self.sampler.weight
 
     def choose(
         self, candidates: Candidates, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
     ) -> list[int]:
-        """The law's choices in their order, each with its mates."""
+        """The sampler's choices in their order, each with the others of its prompt."""
         chosen: dict[int, None] = {}
-        for group_id in self.law.choose(candidates, num_groups, random, taken):
+        for group_id in self.sampler.choose(candidates, num_groups, random, taken):
             if group_id in chosen:
-                continue  # it came as a mate, and brings no others
+                continue  # it came as another of its prompt, and brings none
             chosen[group_id] = None
-            free = (each for each in candidates.mates(group_id) if each not in taken and each not in chosen)
-            chosen.update(dict.fromkeys(islice(free, self.num_mates)))
+            free = (each for each in candidates.of_same_prompt(group_id) if each not in taken and each not in chosen)
+            chosen.update(dict.fromkeys(islice(free, self.num_others)))
             if len(chosen) >= num_groups:
                 break
         return list(chosen)[:num_groups]
 
 
-def build(config: BufferConfig) -> SamplingLaw:
-    """The law that the configuration names."""
-    if config.law == "on_policy_share":
-        law: SamplingLaw = OnPolicyShare(config.on_policy_share, _simple(config.replay_law, config))
+def build(config: BufferConfig) -> Sampler:
+    """The sampler that the configuration names."""
+    if config.sampler == "on_policy_share":
+        sampler: Sampler = OnPolicyShare(config.on_policy_share, _simple(config.replay_sampler, config))
     else:
-        law = _simple(config.law, config)
-    return PromptMates(law, config.groups_per_prompt - 1) if config.groups_per_prompt > 1 else law
+        sampler = _simple(config.sampler, config)
+    return SamePrompt(sampler, config.groups_per_prompt - 1) if config.groups_per_prompt > 1 else sampler
 
 
 def systematic_shares(counts: Mapping[int, int], num: int, start: float) -> dict[int, int]:
@@ -320,7 +320,7 @@ def systematic_shares(counts: Mapping[int, int], num: int, start: float) -> dict
     return shares
 
 
-def _simple(name: str, config: BufferConfig) -> SamplingLaw:
+def _simple(name: str, config: BufferConfig) -> Sampler:
     match name:
         case "fifo":
             return Fifo()
@@ -333,7 +333,7 @@ def _simple(name: str, config: BufferConfig) -> SamplingLaw:
         case "prioritised":
             weight = Prioritised(config.priority_alpha, config.priority_epsilon, config.age_tau)
         case _:
-            raise AssertionError(f"the configuration lets no law '{name}' pass")
+            raise AssertionError(f"the configuration lets no sampler '{name}' pass")
     return Weighted(weight, config.with_replacement)
 
 

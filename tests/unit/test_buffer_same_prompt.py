@@ -47,7 +47,10 @@ def test_a_group_brings_the_newest_others_of_its_prompt_ahead_of_the_laws_later_
 
 def test_a_step_is_never_larger_and_its_groups_are_whole_and_named_once(make):
     buffer, actor = started(
-        make, BufferConfig(law="uniform", max_uses="unlimited", groups_per_prompt=4), groups_per_step=6, group_size=2
+        make,
+        BufferConfig(sampler="uniform", max_uses="unlimited", groups_per_prompt=4),
+        groups_per_step=6,
+        group_size=2,
     )
     stored(buffer, actor, 5)
     for step in range(1, 30):
@@ -59,9 +62,9 @@ def test_a_step_is_never_larger_and_its_groups_are_whole_and_named_once(make):
         buffer.finish(step, step)
 
 
-def test_every_group_is_the_first_of_its_prompt_as_often_as_the_law_says(make):
+def test_every_group_is_the_first_of_its_prompt_as_often_as_the_sampler_says(make):
     rewards = {0: 0.0, 1: 0.5, 2: 1.0, 3: 1.5}
-    settings = BufferConfig(law="reward_softmax", reward_temperature=0.5, max_uses="unlimited", groups_per_prompt=2)
+    settings = BufferConfig(sampler="reward_softmax", reward_temperature=0.5, max_uses="unlimited", groups_per_prompt=2)
     buffer, actor = started(make, settings, groups_per_step=2)
     for _ in range(2):
         leases = actor.lease(4)
@@ -92,7 +95,7 @@ def test_groups_of_an_unfinished_step_and_used_up_ones_are_no_mates(make):
 
 
 def test_mates_keep_the_use_limit_and_the_age_bound(make):
-    settings = BufferConfig(law="uniform", groups_per_prompt=3, max_uses=2)
+    settings = BufferConfig(sampler="uniform", groups_per_prompt=3, max_uses=2)
     buffer, actor = started(make, settings, groups_per_step=3, num_prompts=2, max_lag=6, max_actor_lag=0)
     uses, oldest_of = Counter(), {}
     for step in range(1, 25):
@@ -107,17 +110,17 @@ def test_mates_keep_the_use_limit_and_the_age_bound(make):
 
 
 def test_no_more_than_a_bounded_number_of_a_prompts_groups_is_looked_at(make, monkeypatch):
-    monkeypatch.setattr(eligible, "MAX_MATES", 3)
+    monkeypatch.setattr(eligible, "MAX_SAME_PROMPT", 3)
     buffer, actor = started(make, BufferConfig(groups_per_prompt=9, max_uses=2), groups_per_step=6, num_prompts=1)
     groups = generate(buffer, actor, 6)
-    mates = buffer.store.read(lambda tx: list(eligible.Eligible(tx, 2).mates(groups[0])))
-    assert mates == groups[:2:-1]
+    others = buffer.store.read(lambda tx: list(eligible.Eligible(tx, 2).of_same_prompt(groups[0])))
+    assert others == groups[:2:-1]
 
 
-@pytest.mark.parametrize("law", ["fifo", "uniform", "reward_softmax", "prioritised", "on_policy_share"])
-def test_the_same_step_asked_again_is_the_same_also_after_a_restart_of_either_side(make, law):
+@pytest.mark.parametrize("sampler", ["fifo", "uniform", "reward_softmax", "prioritised", "on_policy_share"])
+def test_the_same_step_asked_again_is_the_same_also_after_a_restart_of_either_side(make, sampler):
     def run(restarts):
-        settings = BufferConfig(law=law, max_uses=8, groups_per_prompt=2)
+        settings = BufferConfig(sampler=sampler, max_uses=8, groups_per_prompt=2)
         buffer, actor = started(make, settings, groups_per_step=4, num_prompts=6)
         for reward in range(3):
             generate(buffer, actor, 6, [float(reward)])
@@ -135,9 +138,9 @@ def test_the_same_step_asked_again_is_the_same_also_after_a_restart_of_either_si
     assert run(restarts=False) == run(restarts=True)
 
 
-def test_an_on_policy_share_keeps_its_meaning_for_the_groups_that_the_law_takes(make):
-    """Every second group that the law takes is one of the newest, though mates take half of the room."""
-    settings = BufferConfig(law="on_policy_share", on_policy_share=0.5, max_uses="unlimited", groups_per_prompt=2)
+def test_an_on_policy_share_keeps_its_meaning_for_the_groups_that_the_sampler_takes(make):
+    """Every second group that the sampler takes is one of the newest, though others take half of the room."""
+    settings = BufferConfig(sampler="on_policy_share", on_policy_share=0.5, max_uses="unlimited", groups_per_prompt=2)
     buffer, actor = started(make, settings, groups_per_step=4, num_prompts=40)
     generate(buffer, actor, 80)  # two of each prompt; the last two are the newest that a step looks for
     firsts = [train(buffer, step).group_ids[0] for step in range(1, 401)]
@@ -148,11 +151,14 @@ def test_an_on_policy_share_keeps_its_meaning_for_the_groups_that_the_law_takes(
 @pytest.mark.parametrize(
     ("knobs", "sentence"),
     [
-        ({"law": "uniform", "max_uses": 2, "with_replacement": True}, "with_replacement one of them several times"),
+        ({"sampler": "uniform", "max_uses": 2, "with_replacement": True}, "with_replacement one of them several times"),
         ({"selection_pool": 2.0, "pack_tokens": 512}, "part them again by their lengths"),
         ({"selection_pool": 2.0, "length_correction": True}, "part them again by their lengths"),
-        ({"law": "length_balanced"}, "law = 'length_balanced' could not balance those"),
-        ({"law": "on_policy_share", "replay_law": "length_balanced"}, "replay_law = 'length_balanced' could not"),
+        ({"sampler": "length_balanced"}, "sampler = 'length_balanced' could not balance those"),
+        (
+            {"sampler": "on_policy_share", "replay_sampler": "length_balanced"},
+            "replay_sampler = 'length_balanced' could not",
+        ),
         ({"groups_per_prompt": 0}, "groups_per_prompt"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Sampling laws, replay and the indexes they draw from, without sockets."""
+"""Samplers, replay and the indexes they draw from, without sockets."""
 
 import math
 from collections import Counter
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.errors import StoreError
-from buffer.laws import systematic_shares
+from buffer.samplers import systematic_shares
 from buffer.sum_tree import FANOUT, SumTree
 from common.staleness import PolicyVersion
 from tests.in_process_buffer import InProcessBuffer
@@ -20,8 +20,8 @@ UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192}
 PACKS = {"selection_pool": 2.0, "pack_tokens": 512}
 
 
-def config(law, **knobs):
-    return BufferConfig(law=law, **{"max_uses": "unlimited", **knobs})
+def config(sampler, **knobs):
+    return BufferConfig(sampler=sampler, **{"max_uses": "unlimited", **knobs})
 
 
 def started(make, settings, **changes):
@@ -42,7 +42,7 @@ def assert_near(counts, expected, num):
         assert abs(counts[key] - num * chance) <= 4 * math.sqrt(num * chance * (1 - chance)) + 1, (key, counts)
 
 
-# --- laws -------------------------------------------------------------------------------------------
+# --- samplers -------------------------------------------------------------------------------------------
 
 
 def test_reward_softmax_draws_in_proportion_to_exp_of_reward_over_temperature(make):
@@ -70,8 +70,8 @@ def test_prioritised_draws_by_the_spread_of_rewards_and_the_age(make):
     assert_near(drawn_in(buffer, 600, first=3), {g: w / total for g, w in weight.items()}, 600)
 
 
-def test_on_policy_share_takes_the_newest_and_leaves_the_rest_to_another_law(make):
-    settings = config("on_policy_share", on_policy_share=0.5, replay_law="reward_softmax", reward_temperature=0.02)
+def test_on_policy_share_takes_the_newest_and_leaves_the_rest_to_another_sampler(make):
+    settings = config("on_policy_share", on_policy_share=0.5, replay_sampler="reward_softmax", reward_temperature=0.02)
     buffer, actor = started(make, settings, groups_per_step=4)
     best = generate(buffer, actor, 2, [1.0])
     generate(buffer, actor, 6, [0.0])
@@ -84,7 +84,7 @@ def test_on_policy_share_takes_the_newest_and_leaves_the_rest_to_another_law(mak
 
 
 def test_length_balanced_takes_every_length_in_its_share_and_the_oldest_of_it_first(make):
-    buffer, actor = started(make, BufferConfig(law="length_balanced", max_uses=2), groups_per_step=4)
+    buffer, actor = started(make, BufferConfig(sampler="length_balanced", max_uses=2), groups_per_step=4)
     short = generate(buffer, actor, 12, tokens=8)
     long = generate(buffer, actor, 4, tokens=4000)
     first = train(buffer, 1).group_ids
@@ -120,7 +120,7 @@ def test_without_replacement_a_step_holds_a_group_once_and_with_it_more_often(ma
 
 
 def test_with_replacement_the_reuse_cap_holds_within_a_step(make):
-    settings = BufferConfig(law="reward_softmax", reward_temperature=0.01, with_replacement=True, max_uses=3)
+    settings = BufferConfig(sampler="reward_softmax", reward_temperature=0.01, with_replacement=True, max_uses=3)
     buffer, actor = started(make, settings, groups_per_step=4)
     best = generate(buffer, actor, 1, [1.0])[0]
     generate(buffer, actor, 4, [0.0])
@@ -140,10 +140,12 @@ def test_a_replay_draw_waits_for_as_many_groups_as_a_step_has_also_with_replacem
 # --- chance -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("law", ["uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share"])
-def test_the_same_store_and_step_draw_the_same_also_after_a_restart(make, law):
+@pytest.mark.parametrize("sampler", ["uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share"])
+def test_the_same_store_and_step_draw_the_same_also_after_a_restart(make, sampler):
     def run(seed, restarts):
-        buffer, actor = started(make, BufferConfig(law=law, max_uses=3), groups_per_step=3, seed=seed, num_prompts=50)
+        buffer, actor = started(
+            make, BufferConfig(sampler=sampler, max_uses=3), groups_per_step=3, seed=seed, num_prompts=50
+        )
         for reward in range(10):
             generate(buffer, actor, 1, [float(reward)], tokens=1 << reward)
         drawn = []
@@ -160,7 +162,7 @@ def test_the_same_store_and_step_draw_the_same_also_after_a_restart(make, law):
 
 
 def test_a_group_is_used_as_often_as_max_uses_says_and_its_samples_stay_trained(make):
-    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=2), groups_per_step=2)
+    buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=2), groups_per_step=2)
     groups = generate(buffer, actor, 4)
     used = drawn_in(buffer, 4)
     assert used == dict.fromkeys(groups, 2)
@@ -180,7 +182,7 @@ def test_a_group_of_an_unfinished_draw_is_in_no_other(make):
 
 
 def test_a_restarted_learner_redoes_replayed_steps_as_they_were(make):
-    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=4), groups_per_step=2)
+    buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=4), groups_per_step=2)
     generate(buffer, actor, 5)
     drawn = {step: train(buffer, step).record_ids for step in range(1, 7)}
     buffer.draw(7, 6)
@@ -196,7 +198,7 @@ def test_a_restarted_learner_redoes_replayed_steps_as_they_were(make):
 
 def test_a_replayed_group_past_the_age_bound_is_closed_and_an_unused_one_dropped(make):
     buffer, actor = started(
-        make, BufferConfig(law="on_policy_share", on_policy_share=1.0, max_uses=9), groups_per_step=1, max_lag=1,
+        make, BufferConfig(sampler="on_policy_share", on_policy_share=1.0, max_uses=9), groups_per_step=1, max_lag=1,
         max_actor_lag=0,
     )  # fmt: skip
     unused = actor.lease(1)[0]
@@ -244,7 +246,7 @@ def test_under_unbounded_replay_waiting_groups_do_not_close_admission(make):
 
 
 def test_under_bounded_replay_used_groups_make_room_for_new_ones(make):
-    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=50), max_lag=30, max_actor_lag=0)
+    buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=50), max_lag=30, max_actor_lag=0)
     most = len(generate(buffer, actor, 62))
     assert actor.lease(1) == [], "these wait for their first use"
     for step in range(1, 10):
@@ -287,12 +289,12 @@ def test_a_sum_tree_draws_in_proportion_grows_with_its_ids_and_shrinks_to_nothin
     buffer.close()
 
 
-def test_another_law_finds_the_groups_of_the_last_one(make):
-    buffer, actor = started(make, BufferConfig(law="uniform", max_uses=2), groups_per_step=1)
+def test_another_sampler_finds_the_groups_of_the_last_one(make):
+    buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=2), groups_per_step=1)
     groups = generate(buffer, actor, 3, [0.0]) + generate(buffer, actor, 1, [9.0])
     train(buffer, 1)
-    for law in ("length_balanced", "fifo", "prioritised", "reward_softmax"):
-        buffer.config = BufferConfig(law=law, max_uses=2, reward_temperature=0.01, eviction="lowest_reward")
+    for sampler in ("length_balanced", "fifo", "prioritised", "reward_softmax"):
+        buffer.config = BufferConfig(sampler=sampler, max_uses=2, reward_temperature=0.01, eviction="lowest_reward")
         buffer.restart()
         assert buffer.status().num_ready_groups == 4
         assert buffer.faults() == []
@@ -304,7 +306,7 @@ def test_another_law_finds_the_groups_of_the_last_one(make):
 
 
 def test_verify_names_every_index_that_differs_from_the_groups(make):
-    buffer, actor = started(make, BufferConfig(law="length_balanced", max_uses=2), groups_per_step=1)
+    buffer, actor = started(make, BufferConfig(sampler="length_balanced", max_uses=2), groups_per_step=1)
     weighted, worker = started(make, config("uniform"), groups_per_step=1)
     for each, hand in ((buffer, actor), (weighted, worker)):
         generate(each, hand, 3)
@@ -351,14 +353,14 @@ def test_verify_names_every_index_that_differs_from_the_groups(make):
 @pytest.mark.parametrize(
     ("knobs", "sentence"),
     [
-        ({"law": "uniform", "with_replacement": True}, "max_uses = 1 allows one"),
-        ({"law": "fifo", "with_replacement": True, "max_uses": 2}, "takes groups in order"),
-        ({"law": "fifo", "max_uses": "unlimited"}, "the same oldest groups at every step"),
-        ({"law": "on_policy_share", "replay_law": "fifo", "max_uses": "unlimited"}, "replay_law = 'fifo'"),
+        ({"sampler": "uniform", "with_replacement": True}, "max_uses = 1 allows one"),
+        ({"sampler": "fifo", "with_replacement": True, "max_uses": 2}, "takes groups in order"),
+        ({"sampler": "fifo", "max_uses": "unlimited"}, "the same oldest groups at every step"),
+        ({"sampler": "on_policy_share", "replay_sampler": "fifo", "max_uses": "unlimited"}, "replay_sampler = 'fifo'"),
         ({"length_correction": True}, "selection_pool = 1.0 leaves none"),
         ({"pack_tokens": 512}, "selection_pool = 1.0 leaves none"),
-        ({"law": "uniform", "max_uses": 2, "with_replacement": True, **PACKS}, "use one of them"),
-        ({"law": "newest"}, "law"),
+        ({"sampler": "uniform", "max_uses": 2, "with_replacement": True, **PACKS}, "use one of them"),
+        ({"sampler": "newest"}, "sampler"),
         ({"max_uses": 0}, "max_uses"),
     ],
 )
@@ -367,7 +369,7 @@ def test_settings_that_contradict_each_other_are_refused_in_a_sentence(knobs, se
         BufferConfig(**knobs)
 
 
-@pytest.mark.parametrize("knobs", [{"law": "uniform"}, {"max_uses": 2}, PACKS])
-def test_on_stale_wait_is_refused_with_a_law_that_may_leave_a_group_behind(tmp_path, knobs):
+@pytest.mark.parametrize("knobs", [{"sampler": "uniform"}, {"max_uses": 2}, PACKS])
+def test_on_stale_wait_is_refused_with_a_sampler_that_may_leave_a_group_behind(tmp_path, knobs):
     with pytest.raises(StoreError, match="on_stale = 'wait'"):
         InProcessBuffer(tmp_path, facts(on_stale="wait"), BufferConfig(**knobs))

@@ -1,4 +1,4 @@
-"""Random schedules of replay under every law, and the sum tree against a plain dict."""
+"""Random schedules of replay under every sampler, and the sum tree against a plain dict."""
 
 import math
 import shutil
@@ -14,32 +14,32 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from buffer import protocol as p
 from buffer.catalogue import find
 from buffer.config import BufferConfig
+from buffer.draws import Offer, best_fit, fill, well_packed
 from buffer.offline.verify import verify
-from buffer.selection import Offer, best_fit, fill, well_packed
 from buffer.sum_tree import FANOUT, SumTree
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
 from tests.in_process_buffer import InProcessBuffer, make_trajectory
 
-LAWS = ("fifo", "uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share")
+SAMPLERS = ("fifo", "uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share")
 GROUPS_PER_STEP = 2
 
 
 @st.composite
 def configs(draw):
     """Any knobs that do not contradict each other."""
-    law = draw(st.sampled_from(LAWS))
-    replay_law = draw(st.sampled_from(sorted(set(LAWS) - {"on_policy_share"})))
-    in_order = (replay_law if law == "on_policy_share" else law) in ("fifo", "length_balanced")
+    sampler = draw(st.sampled_from(SAMPLERS))
+    replay_sampler = draw(st.sampled_from(sorted(set(SAMPLERS) - {"on_policy_share"})))
+    in_order = (replay_sampler if sampler == "on_policy_share" else sampler) in ("fifo", "length_balanced")
     max_uses = draw(st.sampled_from([1, 2, 3] if in_order else [1, 2, 3, "unlimited"]))
     with_replacement = max_uses != 1 and not in_order and draw(st.booleans())
     length_correction, packs = (not with_replacement and draw(st.booleans()) for _ in range(2))
-    in_strata = (replay_law if law == "on_policy_share" else law) == "length_balanced"
+    in_strata = (replay_sampler if sampler == "on_policy_share" else sampler) == "length_balanced"
     may_have_mates = not (with_replacement or length_correction or packs or in_strata)
     return BufferConfig(
-        law=law,
+        sampler=sampler,
         groups_per_prompt=draw(st.sampled_from([1, 1, 2, 5])) if may_have_mates else 1,
-        replay_law=replay_law,
+        replay_sampler=replay_sampler,
         on_policy_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
         reward_temperature=0.1,
         max_uses=max_uses,
@@ -54,11 +54,11 @@ def configs(draw):
 
 
 class Replay(RuleBasedStateMachine):
-    """What every schedule must keep under every law."""
+    """What every schedule must keep under every sampler."""
 
     def __init__(self):
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="buffer-laws-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="buffer-samplers-"))
         self.buffer = None
 
     @initialize(
@@ -212,7 +212,7 @@ class Replay(RuleBasedStateMachine):
         self.buffer.restart()
 
     @rule(config=configs())
-    def change_the_law(self, config):
+    def change_the_sampler(self, config):
         self.buffer.config = config.model_copy(
             update={"capacity_trajectories": self.buffer.config.capacity_trajectories}
         )
