@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import IntEnum
 
 
@@ -14,3 +15,9 @@ class ExitStatus(IntEnum):
     WRONG_INPUT = 2
     """The input is wrong, and nothing was started."""
     INTERRUPTED = 130
+
+
+def refuse(why: object, status: ExitStatus = ExitStatus.FAILED) -> ExitStatus:
+    """Say on the standard error why something cannot be done."""
+    print(f"leeway: {why}", file=sys.stderr)
+    return status

@@ -16,7 +16,7 @@ _MAX_TRIES = 5
 """A run that lives removes its old checkpoints, perhaps the one that is just being read."""
 
 
-def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], None]) -> ExportedModel:
+def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], object]) -> ExportedModel:
     """Write a checkpoint of a run as a Hugging Face folder.
 
     Args:
@@ -45,7 +45,7 @@ def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], 
 
 
 def _first_whole(
-    folder: RunFolder, steps: list[int], model_path: Path, out: Path, say: Callable[[str], None] | None
+    folder: RunFolder, steps: list[int], model_path: Path, out: Path, say: Callable[[str], object] | None
 ) -> ExportedModel:
     """Of these steps, newest first.
 

@@ -31,6 +31,8 @@ ODD = {
 SLOW_SHARE = 0.25
 """A call that takes more than this share of its limit would run over it on a busy machine."""
 
+_SHOWN_CHARACTERS = 40
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -227,3 +229,33 @@ def _where(failed: RewardFailed) -> str:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def show(checked: RewardCheck) -> None:
+    """Print a table for each problem."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False)
+    for number, problem in enumerate(checked.problems):
+        table = Table(title=Text(f"prompt: {_shortened(problem.text, 90)}"), title_justify="left")
+        for name in ("completion", "text", "function", "reward", "ms", "error"):
+            table.add_column(name, justify="right" if name in ("reward", "ms") else "left", overflow="fold")
+        for result in checked.results:
+            if result.problem == number:
+                table.add_row(*_cells(result))
+        console.print(table)
+
+
+def _cells(result: Result) -> list[str]:
+    reward = "" if result.error else "None" if result.reward is None else f"{result.reward:.4g}"
+    text = _shortened(result.completion.text, _SHOWN_CHARACTERS)
+    milliseconds = f"{1000 * result.took_s:.1f}"
+    return [result.completion.kind, text, result.function, reward, milliseconds, result.error]
+
+
+def _shortened(text: str, most: int) -> str:
+    """At most so many characters, with what does not print escaped."""
+    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:most])
+    return f"{shown}..." if len(text) > most else shown

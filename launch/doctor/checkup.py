@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from launch.config import Config
 from launch.doctor.finding import Check, Finding, examine, ok, problem
@@ -15,6 +17,8 @@ from launch.doctor.machine import check_clock, check_disk, check_memory, check_o
 from launch.doctor.needs import Needs
 from launch.doctor.services import check_curve, check_ports, check_ray, check_wandb
 from launch.errors import ConfigError
+
+_STYLE = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding]:
@@ -58,3 +62,31 @@ def _check_config(config: Config, path: Path) -> list[Finding]:
     except ConfigError as error:
         return problem("config", str(error), f"change {path}")
     return ok("config", f"{path}: {plan.task.num_train} prompts, all that can be checked is in order")
+
+
+def as_document(findings: Sequence[Finding]) -> dict[str, Any]:
+    """For `--json`."""
+    return {
+        "problems": sum(finding.state == "problem" for finding in findings),
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print them as a table."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_lines=False, pad_edge=False, box=None)
+    table.add_column("check", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("found, and what to do", overflow="fold")
+    for finding in findings:
+        what = Text(finding.found)
+        if finding.remedy:
+            what.append(f"\n-> {finding.remedy}", style="bold")
+        table.add_row(finding.name, Text(finding.state, style=_STYLE[finding.state]), what)
+    Console(highlight=False, markup=False).print(table)
+    counts = {state: sum(finding.state == state for finding in findings) for state in _STYLE}
+    print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['ok']} in order")

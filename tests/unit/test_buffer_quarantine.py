@@ -8,7 +8,7 @@ from buffer import protocol as p
 from buffer import rows, schema
 from buffer.ingest import MAX_QUARANTINED_BYTES
 from buffer.offline.inspect import Quarantined, read_row
-from launch.verbs.buffer_text import quarantine_line, quarantined_in_full
+from launch.buffer_cli import quarantine_line, quarantined_in_full
 from tests.in_process_buffer import make_trajectory
 
 LEASE = p.Lease(1, 1, 1, 0, [0, 1, 2, 3], 0, 60.0)

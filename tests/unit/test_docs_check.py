@@ -122,7 +122,7 @@ def test_every_verb_stands_in_the_readme_and_on_the_page_of_the_commands():
     from launch.cli import VERBS
 
     root = Path(__file__).parents[2]
-    verbs = [module.__name__.rpartition(".")[2].replace("_", "-") for module in VERBS]
+    verbs = [verb.name for verb in VERBS]
     for page in (root / "README.md", root / "docs" / "commands.md"):
         text = page.read_text()
         assert [verb for verb in verbs if f"leeway {verb} " not in text] == []

@@ -15,7 +15,7 @@ LOOKING = (
     "launch.tokenizer",
     "launch.observe.display",
     "launch.observe.view",
-    "launch.verbs.buffer_text",
+    "launch.buffer_cli",
 )
 
 

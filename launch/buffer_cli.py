@@ -1,21 +1,45 @@
-"""The lines that `leeway buffer` prints."""
+"""`leeway buffer`: looks at the buffer of a run, live or over.
+
+    leeway buffer ls RUN                   groups; --quarantine: what failed validation
+    leeway buffer show RUN GROUP           one group; --record N, --quarantined N
+    leeway buffer verify RUN               every page, every checksum, every index, the ledger
+    leeway buffer export RUN OUT.parquet   the trajectories as a table
+    leeway buffer compact RUN              a smaller file; only where the run is over
+
+Exit status: 0 done; 1 the store cannot be read, or part of it is damaged; 2 wrong arguments, or `verify`
+found a fault.
+"""
 
 from __future__ import annotations
 
+import argparse
 import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, read_row
+from buffer.errors import BufferError
+from buffer.offline.compact import compact
+from buffer.offline.export import export
+from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, Selection, read_row
+from buffer.offline.verify import check_store
 from buffer.schema import SCHEMA, join_rows
+from buffer.store import RESTORE, buffer_folder
 from buffer.trajectory import SCHEMA_VERSION
+from launch.errors import ConfigError
+from launch.exit_status import ExitStatus, refuse
+from launch.run_folder import named_run
+from launch.tokenizer import TextOf
 from launch.words import MAX_TEXT, printable
 
+FAULTS = 2
+"""Exit status of `verify` where it found any."""
 LEDGER_SHOWN = (
     *("issued", "in_flight", "committed", "failed", "waiting", "drawn", "trained"),
     *("dropped_stale", "filtered", "evicted_unused"),
@@ -28,8 +52,155 @@ _WIDTH = 116
 _FIRST_BYTES = 256
 _MAX_QUARANTINED_VALUE = 2_000
 """Characters of one value of a quarantined row that are shown, whatever it is."""
+_SELECTION = ("prompt", "version", "since_version", "min_reward", "max_length", "phase")
 
 Decode = Callable[[Sequence[int]], str | None]
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run one of the verbs and return the exit status."""
+    if contradiction := _contradiction(parsed):
+        return refuse(contradiction, ExitStatus.WRONG_INPUT)
+    verb = {"ls": _ls, "show": _show, "verify": _verify, "export": _export, "compact": _compact}[parsed.buffer_verb]
+    try:
+        return verb(parsed)
+    except (BufferError, ConfigError) as error:
+        return refuse(error)
+
+
+def _contradiction(parsed: argparse.Namespace) -> str:
+    """Why these options do not go together; '' where they do."""
+    if parsed.buffer_verb == "show" and parsed.shard is not None and parsed.quarantined is None:
+        return "--shard says whose --quarantined is meant, and none is asked for: groups and records need no shard"
+    if parsed.buffer_verb != "ls":
+        return ""
+    given = [name for name in (*_SELECTION, "by") if getattr(parsed, name) is not None]
+    given += ["reverse"] if parsed.reverse else []
+    if parsed.quarantine and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        return f"--quarantine lists what belongs to no group, so it takes --limit alone: leave out {names}"
+    if parsed.reverse and parsed.by is None:
+        return "--reverse turns the order of --by round, and there is none: add --by prompt|version|reward|length"
+    return ""
+
+
+def _selection(parsed: argparse.Namespace) -> Selection:
+    exact = parsed.version
+    return Selection(
+        prompt_id=parsed.prompt,
+        since_version=parsed.since_version if exact is None else exact,
+        until_version=exact,
+        min_reward=parsed.min_reward,
+        max_length=parsed.max_length,
+        phase=parsed.phase,
+    )
+
+
+def _open(path: Path) -> Inspection:
+    return Inspection.open(named_run(path))
+
+
+def _ls(parsed: argparse.Namespace) -> int:
+    with _open(parsed.run) as inspection:
+        print(headline(inspection))
+        if parsed.quarantine:
+            print(QUARANTINE_HEAD)
+            for entry in islice(inspection.quarantined(), parsed.limit):
+                print(quarantine_line(entry))
+            return _tell_damage(inspection.damaged, inspection.folder)
+        tally = Tally()
+        print(GROUPS_HEAD)
+        for group in islice(_listed(inspection, parsed), parsed.limit):
+            tally.add(group)
+            print(group_line(group))
+        print(tally.line())
+        return _tell_damage(inspection.damaged, inspection.folder)
+
+
+def _listed(inspection: Inspection, parsed: argparse.Namespace) -> Iterator[GroupView]:
+    return inspection.groups(_selection(parsed), by=parsed.by, newest_first=parsed.reverse)
+
+
+def _show(parsed: argparse.Namespace) -> int:
+    with _open(parsed.run) as inspection:
+        if parsed.quarantined is not None:
+            return _show_quarantined(inspection, parsed)
+        if parsed.record is not None:
+            group = inspection.group_of_record(parsed.record)
+        else:
+            group = inspection.group(parsed.group)
+        if group is None:
+            what = f"record {parsed.record}" if parsed.record is not None else f"group {parsed.group}"
+            return refuse(
+                f"the buffer in {inspection.folder} holds no {what}: it never did, or it was evicted. "
+                "`leeway buffer ls` lists what there is"
+            )
+        for line in group_in_full(group, TextOf(inspection.folder), only_record=parsed.record):
+            print(line)
+        return _tell_damage(inspection.damaged, inspection.folder)
+
+
+def _show_quarantined(inspection: Inspection, parsed: argparse.Namespace) -> int:
+    shard = inspection.stores[0].facts.shard if parsed.shard is None else parsed.shard
+    entry = inspection.quarantined_at(shard, parsed.quarantined)
+    if entry is None:
+        return refuse(
+            f"the quarantine of shard {shard} in {inspection.folder} does not hold number "
+            f"{parsed.quarantined}: it never did, or it had to make room. `leeway buffer ls --quarantine` lists what "
+            "there is, as SHARD:NUMBER for all shards but the first"
+        )
+    for line in quarantined_in_full(entry):
+        print(line)
+    return ExitStatus.OK
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    faults: list[str] = []
+    with _open(parsed.run) as inspection:
+        print(headline(inspection))
+        sums: Counter[str] = Counter()
+        for store in inspection.stores:
+            report = check_store(store)
+            where = "" if len(inspection.stores) == 1 else f"shard {store.facts.shard}: "
+            faults += [where + fault for fault in report["faults"]]
+            sums.update(report["ledger"])
+            sums["records"] += report["num_records"]
+            if not report["has_checked_pages"]:
+                print(f"{where}a service writes the file now, so the structure of its pages was not checked")
+    print("ledger   " + "  ".join(f"{name} {sums[name]}" for name in LEDGER_SHOWN))
+    for fault in faults:
+        print(f"FAULT    {fault}")
+    found = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else "no fault"
+    print(f"{sums['records']} records, every index and the ledger checked: {found}")
+    if faults:
+        refuse(f"{inspection.folder} is damaged: {RESTORE}")
+    return FAULTS if faults else ExitStatus.OK
+
+
+def _export(parsed: argparse.Namespace) -> int:
+    with _open(parsed.run) as inspection:
+        done, folder = export(inspection, _selection(parsed), parsed.out), inspection.folder
+    print(
+        f"{done.num_rows} trajectories of {done.num_groups} groups in {parsed.out} ({done.size_bytes / 2**20:.1f} MiB)"
+    )
+    return _tell_damage(done.damaged, folder)
+
+
+def _compact(parsed: argparse.Namespace) -> int:
+    for done in compact(buffer_folder(named_run(parsed.run))):
+        print(f"{done.folder}: {done.before_bytes / 2**20:.1f} MiB are now {done.after_bytes / 2**20:.1f} MiB")
+    return ExitStatus.OK
+
+
+def _tell_damage(damaged: list[str], folder: Path) -> int:
+    for sentence in dict.fromkeys(damaged):
+        refuse(f"left out: {sentence}")
+    if not damaged:
+        return ExitStatus.OK
+    return refuse(
+        f"{folder} is damaged: restore it from a copy, or do without what was left out. "
+        f"`leeway buffer verify {folder}` names all that is damaged"
+    )
 
 
 def headline(inspection: Inspection) -> str:
