@@ -32,11 +32,9 @@ from buffer.offline.verify import check_store
 from buffer.schema import SCHEMA, join_rows
 from buffer.store import RESTORE, buffer_folder
 from buffer.trajectory import SCHEMA_VERSION
-from launch.errors import ConfigError
-from launch.exit_status import ExitStatus, refuse
+from launch.errors import ConfigError, ExitStatus, refuse
 from launch.run_folder import named_run
-from launch.tokenizer import TextOf
-from launch.words import MAX_TEXT, printable
+from launch.text import MAX_TEXT, TextOf, printable
 
 FAULTS = 2
 """Exit status of `verify` where it found any."""

@@ -17,11 +17,10 @@ from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract
 from launch.config import Config
 from launch.errors import ConfigError
-from launch.keys import run_keys
+from launch.host import CONNECT_S, answers
 from launch.pools import WorkerPool, actor_pools, serving_dtypes, stage_pools
-from launch.reachable import CONNECT_S, answers
-from launch.run_folder import RunFolder, already_there
-from launch.weights_folder import check_weights_folder, check_writable
+from launch.run_folder import RunFolder, already_there, check_weights_folder, check_writable
+from launch.security import run_keys
 from learner.decoders import FAMILIES
 
 _OF_RAY = frozenset({"CPU", "GPU", "memory", "object_store_memory"})

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import verbs
-from launch.errors import ConfigError
-from launch.exit_status import ExitStatus, refuse
+from launch.errors import ConfigError, ExitStatus, refuse
 
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's default; said aloud it prints no banner

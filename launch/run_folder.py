@@ -1,4 +1,4 @@
-"""Where everything of a run lies."""
+"""The folders of a run: where everything of it lies, which command works on it, and who uses its folder of weights."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -19,6 +20,9 @@ from launch.errors import ConfigError
 if TYPE_CHECKING:
     from launch.config import Config
 
+WEIGHTS_KEY = "weight_sync.folder"
+WEIGHTS_CLAIM = "RUN"
+"""A file that the command of a run holds locked from its start to its end; it says which run."""
 _NAME_BYTES = 255
 """What file systems take for one."""
 _CLAIM_S = 1.0
@@ -225,3 +229,90 @@ def choose_root(config: Config, config_path: Path) -> Path:
     if "/" in name or name in (".", "..") or len(os.fsencode(name)) > _NAME_BYTES:
         raise ConfigError(f"run.name = '{name}' is not a folder name; use run.dir for the place")
     return (Path(config.run.dir).expanduser() / name).resolve()
+
+
+def check_weights_folder(folder: Path) -> None:
+    """See that a run could publish there, leaving nothing behind.
+
+    Raises:
+        ConfigError: it cannot be made or written, or is that of another run.
+    """
+    check_writable(folder, WEIGHTS_KEY)
+    if not folder.exists():
+        return
+    from weight_sync.store import WeightStore  # who only looks at a run need not wait for it
+
+    try:
+        with contextlib.suppress(FileNotFoundError), (folder / WEIGHTS_CLAIM).open("rb") as file:
+            _lock_weights(file, folder, fcntl.LOCK_SH)
+        newest = WeightStore(folder).newest()
+    except OSError as error:
+        raise ConfigError(f"{WEIGHTS_KEY} = '{folder}' cannot be read: {error}; choose another folder") from None
+    if newest is not None:
+        raise ConfigError(
+            f"{WEIGHTS_KEY} = '{folder}' holds the weights of an earlier run, up to version {newest}, and those "
+            "of this run would not count as newer. Remove them, or choose another folder"
+        )
+
+
+def claim_weights_folder(folder: Path, run: Path) -> IO[bytes]:
+    """Make the folder and keep other runs out of it until the returned file is closed, or this process ends.
+
+    Args:
+        folder: where versions lie.
+        run: the run's folder, for whom it refuses.
+
+    Raises:
+        ConfigError: another run uses it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # closed by the caller: the claim lives as long as the file is open
+        claim = (folder / WEIGHTS_CLAIM).open("a+b")
+    except OSError as error:
+        raise ConfigError(f"{WEIGHTS_KEY} = '{folder}' cannot be written: {error}; choose another folder") from None
+    try:
+        _lock_weights(claim, folder, fcntl.LOCK_EX)
+    except ConfigError:
+        claim.close()
+        raise
+    claim.truncate(0)
+    claim.write(f"{run}, process {os.getpid()}\n".encode())
+    claim.flush()
+    return claim
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """See that a folder could be made and written, leaving nothing behind.
+
+    Args:
+        folder: it, or the first of its parents that is there, is looked at.
+        key: of the config, for the error.
+
+    Raises:
+        ConfigError: one sentence that names the key and what to try.
+    """
+    found = folder
+    try:
+        while not found.exists() and found != found.parent:
+            found = found.parent
+        if not found.is_dir():
+            raise ConfigError(f"{key} = '{folder}': {found} is a file; choose a folder")
+        Path(tempfile.mkdtemp(dir=found)).rmdir()
+    except OSError as error:
+        raise ConfigError(
+            f"{key} = '{folder}': {found} cannot be written ({error.strerror}); choose another folder, or change its "
+            "rights"
+        ) from None
+
+
+def _lock_weights(file: IO[bytes], folder: Path, how: int) -> None:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        who = file.read(4096).decode("utf-8", "replace").strip() or "another run"
+        raise ConfigError(
+            f"{WEIGHTS_KEY} = '{folder}' is in use by a run that is alive ({who}); choose another folder, or end that "
+            "run"
+        ) from None

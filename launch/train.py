@@ -23,11 +23,9 @@ from common.staleness import PolicyVersion
 from launch.checks import Plan, check_model
 from launch.config import Config
 from launch.control import Control
-from launch.errors import ConfigError
-from launch.exit_status import ExitStatus
-from launch.interrupts import Interrupts, Stopped
-from launch.logs import configure_logging
-from launch.model_source import fetch_model
+from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped
+from launch.host import configure_logging
+from launch.model_folder import fetch_model
 from launch.observe.display import Display
 from launch.observe.history import History
 from launch.observe.observer import Observer, accuracy_of
@@ -36,14 +34,13 @@ from launch.observe.status import Accuracy, PollResult
 from launch.observe.trace import Trace
 from launch.observe.tripwires import Stability, Trip, Tripwires, mismatch_limit
 from launch.pools import actor_pools
-from launch.privacy import private_files
 from launch.processes.evaluation import Evaluation
 from launch.processes.ray_cluster import leave, was_abandoned
 from launch.processes.role_process import RunFailed
 from launch.processes.supervisor import Supervisor
 from launch.report.at_end import report_at_end
-from launch.run_folder import RunIdentity, claimed
-from launch.weights_folder import claim_weights_folder
+from launch.run_folder import RunIdentity, claim_weights_folder, claimed
+from launch.security import private_files
 from learner.checkpoint_meta import newest_progress
 
 POLL_S = 0.5

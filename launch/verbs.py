@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from launch.errors import ConfigError
-from launch.exit_status import ExitStatus, refuse
+from launch.errors import ConfigError, ExitStatus, refuse
 
 if TYPE_CHECKING:
     from launch.observe.status import StatusView
@@ -65,8 +64,8 @@ def resume(parsed: argparse.Namespace) -> int:
 def scale(parsed: argparse.Namespace) -> int:
     """Ask the run's command for another number of actors, and print what it says."""
     from launch.control import NoAnswer, Refused, ask
-    from launch.privacy import private_files
     from launch.run_folder import open_run
+    from launch.security import private_files
 
     folder = open_run(parsed.run)
     if gone := _why_gone(folder):
@@ -120,7 +119,7 @@ def status(parsed: argparse.Namespace) -> int:
 def _status_lines(seen: StatusView) -> Iterator[str]:
     from launch.observe.status import SILENT_S
     from launch.observe.view import line
-    from launch.words import duration
+    from launch.text import duration
 
     status = seen.status
     yield f"{status.run}  {status.folder}"
@@ -196,10 +195,10 @@ def top(parsed: argparse.Namespace) -> int:
 
 def report(parsed: argparse.Namespace) -> int:
     """Write the page and say where it is."""
-    from launch.privacy import private_files
     from launch.report.data import collect
     from launch.report.page import write
     from launch.run_folder import open_run
+    from launch.security import private_files
 
     folders = [open_run(path) for path in (parsed.run, parsed.against) if path is not None]
     out = parsed.out or (folders[0].report if len(folders) == 1 else folders[0].root / f"report-{folders[1].name}.html")
@@ -221,8 +220,8 @@ def report(parsed: argparse.Namespace) -> int:
 def trace(parsed: argparse.Namespace) -> int:
     """Write the trace and say where it is."""
     from launch.observe.trace import finish
-    from launch.privacy import private_files
     from launch.run_folder import open_run
+    from launch.security import private_files
 
     folder = open_run(parsed.run)
     out = parsed.out or folder.root / "trace.json"
@@ -247,7 +246,7 @@ def trace(parsed: argparse.Namespace) -> int:
 
 def export(parsed: argparse.Namespace) -> int:
     """Write a checkpoint as a Hugging Face folder, or say why not."""
-    from launch.exporting import export
+    from launch.model_folder import export
     from launch.run_folder import open_run
 
     try:

@@ -12,9 +12,8 @@ from pathlib import Path
 import psutil
 
 from launch.doctor.finding import Finding, ok, warning
-from launch.local_ray import sessions_folder
+from launch.host import role_processes, sessions_folder
 from launch.observe.status import StatusError, look
-from launch.role_processes import role_processes
 from launch.run_folder import RunFolder, owner_of
 
 _LARGE_BYTES = 2**30

@@ -17,8 +17,8 @@ import psutil
 from launch.doctor.finding import Finding, ok, problem, warning
 from launch.doctor.needs import Needs
 from launch.errors import ConfigError
-from launch.local_ray import OBJECT_STORE_BYTES
-from launch.weights_folder import check_writable
+from launch.host import OBJECT_STORE_BYTES
+from launch.run_folder import check_writable
 
 GIB = 2**30
 OPEN_FILES = 4096

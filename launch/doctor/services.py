@@ -15,7 +15,7 @@ import zmq
 
 from launch.config import Config
 from launch.doctor.finding import Finding, ok, problem, warning
-from launch.reachable import CONNECT_S, answers
+from launch.host import CONNECT_S, answers
 
 LOOPBACK = "127.0.0.1"
 CLUSTER_FILE = "ray_current_cluster"

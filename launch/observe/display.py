@@ -23,7 +23,7 @@ from rich.text import Text
 from launch.observe.status import Accuracy, RunStatus
 from launch.observe.view import TRAINING, View, line
 from launch.run_folder import RunFolder
-from launch.words import number
+from launch.text import number
 
 if TYPE_CHECKING:  # with all sections, and torch: `leeway top` need not wait for it
     from launch.config import Config

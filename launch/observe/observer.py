@@ -24,7 +24,7 @@ from actors.report import ActorReport, actor_name
 from buffer.protocol import Status
 from common.staleness import PolicyVersion
 from launch.checks import Plan
-from launch.exit_status import ExitStatus
+from launch.errors import ExitStatus
 from launch.observe.status import (
     NUM_EVENTS,
     POLICY,

@@ -21,7 +21,7 @@ import msgspec
 from common.files import private_file
 from launch.errors import ConfigError
 from launch.run_folder import RunFolder, open_run, owner_of
-from launch.words import number
+from launch.text import number
 
 if TYPE_CHECKING:
     from actors.report import ActorReport

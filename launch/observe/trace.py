@@ -27,7 +27,7 @@ from actors.report import ActorReport
 from common.files import private_file
 from launch.observe.status import PollResult
 from launch.observe.totals import Fresh
-from launch.words import printable
+from launch.text import printable
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from launch.observe.status import ActorStatus, PoolStatus, ProcessStatus, RunStatus
-from launch.words import duration, number
+from launch.text import duration, number
 
 POOL_STYLES = ("cyan", "magenta", "green", "blue", "yellow")
 """Of the pools, in their order; they begin anew after the last."""

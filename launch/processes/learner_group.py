@@ -15,12 +15,12 @@ from ray.exceptions import RayTaskError
 
 from common.run import RunContext
 from launch.checks import Plan
-from launch.keys import host_of_service
 from launch.observe.status import PollResult, ProcessStatus
 from launch.pools import stage_pools
 from launch.processes.placement import PLACEMENT_S, PlacementGroup, spawn
 from launch.processes.role_process import STARTUP_KEY, Restarts, RoleProcess, RunFailed, done, failure, reason
 from launch.processes.roles import StagePoll, StageRole
+from launch.security import host_of_service
 from learner.checkpoint_meta import TrainingProgress, newest_progress, steps_in
 from learner.config import LearnerSections
 from learner.coordinator import CoordinatorFailed

@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import RayError
 
 from launch.config import Config
-from launch.local_ray import OBJECT_STORE_BYTES, make_sessions_folder, sessions_folder
+from launch.host import OBJECT_STORE_BYTES, make_sessions_folder, sessions_folder
 from launch.pools import resources_of
 from launch.processes import reaper
 from launch.processes.role_process import RunFailed

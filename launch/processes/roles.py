@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from launch.logs import configure_logging
-from launch.privacy import interface, keep_files_private
+from common.rpc.auth import is_loopback
+from launch.host import configure_logging
+from launch.security import keep_files_private
 
 if TYPE_CHECKING:  # each role imports what it hosts inside its own process only
     from actors.config import ActorSections
@@ -42,6 +43,28 @@ def redirect_output(log: Path) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     configure_logging()
     faulthandler.enable()
+
+
+def interface(host: str | None, keys: ServiceKeys | None) -> str:
+    """The address that a service of a run binds; asked in its own process.
+
+    Args:
+        host: an address; None for that of this machine in the Ray cluster.
+        keys: what its socket is locked with.
+
+    Raises:
+        RuntimeError: it could be reached from other machines, and is not locked.
+    """
+    if host is None:
+        import ray
+
+        host = str(ray.util.get_node_ip_address())
+    if keys is None and not is_loopback(host):
+        raise RuntimeError(
+            f"{host} can be reached from other machines, and launch.encryption = 'off' leaves the service open: "
+            "use 'auto'"
+        )
+    return host
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from buffer.sharding.client import ShardedClient, open_client
 from buffer.store import new_folders
 from common.run import RunFacts
 from launch.checks import Plan
-from launch.keys import host_of_service
 from launch.processes.placement import here, spawn
 from launch.processes.role_process import Restarts, RoleProcess, RunFailed, done, outcome
 from launch.processes.roles import BufferRole, WeightsRole
+from launch.security import host_of_service
 
 R = TypeVar("R")
 

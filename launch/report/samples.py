@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from buffer.errors import BufferError
 from buffer.lengths import NUM_BUCKETS, bounds_of
-from launch.tokenizer import TextOf
-from launch.words import printable
+from launch.text import TextOf, printable
 
 if TYPE_CHECKING:
     from buffer.offline.inspect import GroupView, Inspection, Sample

@@ -16,7 +16,7 @@ import pytest
 from buffer.offline.export import export
 from buffer.offline.inspect import Inspection, Selection
 from common.staleness import PolicyVersion
-from launch.exit_status import ExitStatus
+from launch.errors import ExitStatus
 from tests.e2e.real_run import command_of, descendants, start, wait_for_end
 from tests.files import json_rows
 from weight_sync.store import WeightStore

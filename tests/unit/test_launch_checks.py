@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.errors import ConfigError
-from launch.exit_status import ExitStatus
-from launch.weights_folder import claim_weights_folder
+from launch.errors import ConfigError, ExitStatus
+from launch.run_folder import claim_weights_folder
 
 OK, WRONG_INPUT = ExitStatus.OK, ExitStatus.WRONG_INPUT
 

@@ -19,10 +19,10 @@ from launch.doctor import leftovers, libraries, machine, services
 from launch.doctor.checkup import checkup
 from launch.doctor.finding import Finding, examine, ok
 from launch.doctor.needs import Needs, parameters_in
-from launch.exit_status import ExitStatus
+from launch.errors import ExitStatus
+from launch.host import CONNECT_S
 from launch.load import load_config
 from launch.observe.status import STALE_S, Ended, read_status, write_status
-from launch.reachable import CONNECT_S
 from launch.run_folder import RunFolder, claimed
 from tests.unit.test_launch_top import RECORDED
 

@@ -12,7 +12,7 @@ LOOKING = (
     "launch.report.page",
     "launch.observe.trace",
     "launch.observe.status",
-    "launch.tokenizer",
+    "launch.text",
     "launch.observe.display",
     "launch.observe.view",
     "launch.buffer_cli",

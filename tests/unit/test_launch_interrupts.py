@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from launch.interrupts import Interrupts, Stopped
+from launch.errors import Interrupts, Stopped
 
 
 def interrupt() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from launch.checks import check
 from launch.errors import ConfigError
-from launch.keys import host_of_service
 from launch.load import load_config, to_toml
-from launch.privacy import interface, private_files
+from launch.processes.roles import interface
+from launch.security import host_of_service, private_files
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 CLUSTER = ("--launch.ray_address", "10.0.0.1:6379")

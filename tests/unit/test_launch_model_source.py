@@ -14,7 +14,7 @@ import pytest
 
 from launch.config import ModelConfig
 from launch.errors import ConfigError
-from launch.model_source import fetch_model
+from launch.model_folder import fetch_model
 
 ROOT = Path(__file__).parents[2]
 WRITES = """
@@ -124,6 +124,6 @@ def test_a_model_of_the_hub_is_that_of_main_or_of_the_revision_that_is_named(mon
         asked.extend(command[-2:])
         return SimpleNamespace(returncode=0, stdout="/cache/model\n")
 
-    monkeypatch.setattr("launch.model_source.subprocess.run", run)
+    monkeypatch.setattr("launch.model_folder.subprocess.run", run)
     assert fetch_model(ModelConfig(hub=hub), is_there=False) == Path("/cache/model")
     assert asked == ["org/model", revision]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import local_ray
+from launch import host
 
 ROOT = Path(__file__).parents[2]
 LOOK = """
@@ -18,7 +18,7 @@ import json, os, signal
 from pathlib import Path
 from launch.cli import RAY_ENVIRONMENT
 os.environ.update(RAY_ENVIRONMENT)
-from launch.interrupts import Interrupts, Stopped
+from launch.errors import Interrupts, Stopped
 from launch.load import load_config
 from launch.processes.ray_cluster import end_ray, start_ray
 from launch.processes.placement import Reservation, spawn
@@ -86,7 +86,7 @@ def test_gpus_are_hidden_from_a_role_that_reserved_none(found):
 @pytest.mark.parametrize("mode", [0o755, 0o770])
 def test_a_folder_that_others_may_enter_is_not_used(tmp_path, monkeypatch, mode):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert local_ray.make_sessions_folder() == tmp_path / f"leeway-{os.geteuid()}-ray" / "r"
-    local_ray.sessions_folder().parent.chmod(mode)
+    assert host.make_sessions_folder() == tmp_path / f"leeway-{os.geteuid()}-ray" / "r"
+    host.sessions_folder().parent.chmod(mode)
     with pytest.raises(PermissionError, match="is not a folder of this user alone"):
-        local_ray.make_sessions_folder()
+        host.make_sessions_folder()

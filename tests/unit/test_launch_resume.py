@@ -10,8 +10,7 @@ import pytest
 
 from launch.cli import main
 from launch.config import Config
-from launch.errors import ConfigError
-from launch.exit_status import ExitStatus
+from launch.errors import ConfigError, ExitStatus
 from launch.load import load_config
 from launch.observe.history import History, repair
 from launch.observe.observer import Observer
@@ -231,7 +230,7 @@ def test_processes_of_a_dead_command_are_waited_for_and_named_where_they_stay(fo
 
 def test_a_shell_with_its_output_in_the_folder_of_the_logs_is_no_process_of_the_run(folder):
     look = (
-        "import sys; from pathlib import Path; from launch.role_processes import role_processes; "
+        "import sys; from pathlib import Path; from launch.host import role_processes; "
         "print([each.name for each in role_processes() if each.run == Path(sys.argv[1])], file=sys.stderr)"
     )
     other = (folder.logs / "mine.txt").open("wb")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.exit_status import ExitStatus
+from launch.errors import ExitStatus
 
 CONFIG = """
 [model]

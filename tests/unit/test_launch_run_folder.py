@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.exit_status import ExitStatus
+from launch.errors import ExitStatus
 from launch.run_folder import named_run
 
 ROOT = Path(__file__).parents[2]

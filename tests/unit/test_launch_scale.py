@@ -8,7 +8,7 @@ import pytest
 
 from launch.cli import main
 from launch.control import Control
-from launch.exit_status import ExitStatus
+from launch.errors import ExitStatus
 from launch.observe.observer import Observer
 from launch.run_folder import claimed
 from tests.unit.made_up_run import plan

@@ -6,9 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from launch.errors import ConfigError
-from launch.exit_status import ExitStatus
-from launch.interrupts import Interrupts, Stopped
+from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped
 from launch.observe.history import History
 from launch.observe.status import Accuracy
 from launch.processes.role_process import RunFailed

@@ -12,8 +12,7 @@ import pytest
 
 from launch import train
 from launch.checks import check
-from launch.errors import ConfigError
-from launch.exit_status import ExitStatus
+from launch.errors import ConfigError, ExitStatus
 from launch.load import load_config
 
 ROOT = Path(__file__).parents[2]

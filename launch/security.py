@@ -1,12 +1,20 @@
-"""The keys of a run: whether its sockets are locked, and on which interface its services listen."""
+"""What others can reach of a run: the modes of its files, the keys of its sockets, and where its services listen."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from common.rpc.auth import LOOPBACK, RunKeys, is_loopback
-from launch.config import Config
 from launch.errors import ConfigError
 
+if TYPE_CHECKING:
+    from launch.config import Config
+
 ENCRYPTION_KEY = "launch.encryption"
+_OWNER_ONLY = 0o077
 
 
 def run_keys(config: Config) -> RunKeys | None:
@@ -44,3 +52,18 @@ def _hosts(config: Config) -> dict[str, str | None]:
     if config.weight_sync.transport != "folder":
         hosts["weight_sync.host"] = config.weight_sync.host
     return hosts
+
+
+def keep_files_private() -> None:
+    """From now on whatever this process writes, and those that it starts, is readable by its owner only."""
+    os.umask(_OWNER_ONLY)
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """The same for the length of a block."""
+    earlier = os.umask(_OWNER_ONLY)
+    try:
+        yield
+    finally:
+        os.umask(earlier)

@@ -1,4 +1,4 @@
-"""The text of token ids, where the run has a tokenizer."""
+"""Texts for people: figures, what a terminal can show, and token ids where the run has a tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,37 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-_FILE = "tokenizer.json"
+MAX_TEXT = 65_536
+"""Characters of one text that are shown of a stored trajectory; an export has all of them."""
+_TOKENIZER = "tokenizer.json"
+
+
+def number(value: float | None) -> str:
+    """A figure; a dash where it does not apply."""
+    if value is None:
+        return "-"
+    return f"{value:.2e}" if value and abs(value) < 1e-2 else f"{value:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    whole = max(0, int(seconds))
+    return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
+
+
+def printable(text: str, most: int = MAX_TEXT) -> str:
+    """At most so many characters of the text, with what would move the cursor, or not show, escaped."""
+    rest = f" ... and {len(text) - most} more characters" if len(text) > most else ""
+    return _escaped(text[:most]) + rest
+
+
+def shortened(text: str, most: int) -> str:
+    """The same for a cell of a table."""
+    return f"{_escaped(text[:most])}..." if len(text) > most else _escaped(text)
+
+
+def _escaped(text: str) -> str:
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 class TextOf:
@@ -32,10 +62,10 @@ class TextOf:
     @cached_property
     def _tokenizer(self) -> Any:  # noqa: ANN401 -- of the package tokenizers, imported where it is needed
         for folder in self._folders():
-            if (folder / _FILE).is_file():
+            if (folder / _TOKENIZER).is_file():
                 from tokenizers import Tokenizer  # without Transformers, which would import torch
 
-                return Tokenizer.from_file(str(folder / _FILE))
+                return Tokenizer.from_file(str(folder / _TOKENIZER))
         return None
 
     def _folders(self) -> Iterator[Path]:

@@ -1,0 +1,102 @@
+"""This machine as runs use it: the logs by which processes of runs are found, Ray's folders, and who answers where."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+OBJECT_STORE_BYTES = 80 * 2**20
+"""Only control passes through Ray, so its object store stays near the smallest that it accepts."""
+CONNECT_S = 3.0
+_ROLE_LOG = re.compile(r"(buffer|weights|stage|actor)\.\d+\.log")
+
+
+def configure_logging(file: Path | None = None) -> None:
+    """Send this process's log records to a file, or to its standard error."""
+    # a log that cannot be written, as on a full disk, is not worth a page on the terminal for each line
+    logging.raiseExceptions = False
+    handler = logging.FileHandler(file) if file is not None else logging.StreamHandler(sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=[handler],
+        force=True,
+    )
+
+
+@dataclass(frozen=True)
+class FoundProcess:
+    """A process that writes into the log of a role."""
+
+    run: Path
+    """The folder of its run, as the system names it."""
+    name: str
+    """Role and number, as in "actor.0"."""
+    process: psutil.Process
+
+
+def role_processes() -> Iterator[FoundProcess]:
+    """All of this machine that this user can see, of all runs.
+
+    Neither this command nor who started it: a shell may have its output in a log too.
+    """
+    mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    for process in psutil.process_iter():
+        try:
+            output = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+        except OSError:  # gone, or somebody else's
+            continue
+        if output.parent.name == "logs" and _ROLE_LOG.fullmatch(output.name) and process.pid not in mine:
+            yield FoundProcess(output.parent.parent, output.stem, process)
+
+
+def sessions_folder() -> Path:
+    """Where Ray's sessions lie: Ray opens its own folders to everybody of the machine, so they are in one of this user.
+
+    Near the root, for the sockets in it have long names; RAY_TMPDIR moves it.
+    """
+    return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / f"leeway-{os.geteuid()}-ray" / "r"
+
+
+def make_sessions_folder() -> Path:
+    """The same, made where it is not there.
+
+    Raises:
+        OSError: it cannot be made, or the folder around it is somebody else's or open to others.
+    """
+    folder = sessions_folder()
+    try:
+        folder.parent.mkdir(mode=0o700)
+    except FileExistsError:
+        found = folder.parent.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(
+                f"{folder.parent} is not a folder of this user alone, and Ray's sockets would lie in it: remove it, or "
+                "set RAY_TMPDIR"
+            ) from None
+    return folder
+
+
+def answers(address: str, limit_s: float = CONNECT_S) -> bool:
+    """Does somebody listen there?
+
+    Args:
+        address: HOST:PORT, or ray://HOST:PORT.
+        limit_s: how long the connection may take.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        with closing(socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s)):
+            return True
+    except (OSError, ValueError, OverflowError):
+        return False

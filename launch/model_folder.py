@@ -1,0 +1,225 @@
+"""The model of a run as a Hugging Face folder: where it comes from, and how it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.config import Config, ModelConfig
+from launch.errors import ConfigError
+from launch.load import load_config
+from launch.run_folder import RunFolder
+from learner.checkpoint_meta import DamagedCheckpoint, steps_in
+
+if TYPE_CHECKING:
+    from learner.export import ExportedModel
+
+RECIPE_TIMEOUT_S = 1800.0
+_LOOK_S = 0.2
+_DOWNLOAD = """
+import sys
+from huggingface_hub import snapshot_download
+try:
+    print(snapshot_download(sys.argv[1], revision=sys.argv[2]))
+except Exception as error:  # of many kinds; each means that there is no model
+    print(f"{type(error).__name__}: {error}")
+    sys.exit(1)
+"""
+"""In a process of its own: the Hub's client downloads in threads that no signal ends."""
+
+
+def fetch_model(model: ModelConfig, *, is_there: bool) -> Path:
+    """The folder of the model, made or downloaded where it has to be.
+
+    Args:
+        model: the section of the config.
+        is_there: model.path is, and was checked.
+
+    Raises:
+        ConfigError: it cannot be had; says why and what to try.
+    """
+    if model.path is None:
+        return _download(*model.on_hub)
+    if not is_there:
+        _make(Path(str(model.recipe)), Path(model.path))
+    return Path(model.path)
+
+
+def _download(hub: str, revision: str) -> Path:
+    command = [sys.executable, "-c", _DOWNLOAD, hub, revision]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # its progress is on stderr
+    said = ended.stdout.strip() or f"the download ended with exit status {ended.returncode}"
+    if ended.returncode:
+        raise ConfigError(
+            f"model.hub = '{hub}' cannot be fetched: {said}; download it elsewhere and give its folder as model.path"
+        )
+    return Path(said.splitlines()[-1])
+
+
+def _make(recipe: Path, folder: Path) -> None:
+    """Run model.recipe; the folder appears whole or not at all, and one command makes it while others wait."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _alone_in(folder.parent):
+        if (folder / "config.json").is_file():  # another command has made it meanwhile
+            return
+        print(f"making {folder} with {recipe.name} (once)", flush=True)
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a command that was killed
+        try:
+            # ended by whatever ends this command but SIGKILL
+            subprocess.run([sys.executable, str(recipe), str(unfinished)], check=True, timeout=RECIPE_TIMEOUT_S)
+            unfinished.rename(folder)
+        except subprocess.CalledProcessError as error:
+            raise _failed(recipe, folder, f"ended with exit status {error.returncode}") from None
+        except subprocess.TimeoutExpired:
+            raise _failed(recipe, folder, f"did not end within {RECIPE_TIMEOUT_S:g} s") from None
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, which leaves nothing behind; the system gives it back where this process is killed.
+
+    Raises:
+        ConfigError: another command holds it for longer than a recipe may take.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    deadline, has_told = time.monotonic() + RECIPE_TIMEOUT_S, False
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"another command has made a model in {folder} for {RECIPE_TIMEOUT_S:g} s; end it, or give "
+                        "another model.path"
+                    ) from None
+                if not has_told:
+                    print(f"waiting for another command that makes a model in {folder}", flush=True)
+                has_told = True
+                time.sleep(_LOOK_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _failed(recipe: Path, folder: Path, how: str) -> ConfigError:
+    by_hand = f"{sys.executable} {recipe} {folder}"
+    return ConfigError(f"model.recipe = '{recipe}' {how}; what it said is above. To see more, by hand: {by_hand}")
+
+
+_MAX_TRIES = 5
+"""A run that lives removes its old checkpoints, perhaps the one that is just being read."""
+
+
+def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], object]) -> ExportedModel:
+    """Write a checkpoint of a run as a Hugging Face folder.
+
+    Args:
+        folder: of the run.
+        out: the folder to make.
+        step: of the checkpoint; None: the newest that is whole.
+        say: told of a damaged checkpoint that is passed over.
+
+    Raises:
+        ConfigError: one sentence, with what to try.
+        OSError: a folder cannot be read or written.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists already; give another folder, or remove it")
+    model_path = _model_folder(load_config(folder.config))
+    for _ in range(_MAX_TRIES):
+        wanted = _candidates(folder, step)
+        try:
+            return _first_whole(folder, wanted, model_path, out, say if step is None else None)
+        except DamagedCheckpoint as error:
+            if _candidates(folder, None) == wanted or step is not None:
+                raise ConfigError(f"{error}; {_others(folder, step)}") from None
+    raise ConfigError(
+        f"the checkpoints of {folder.root} are replaced faster than they can be read; raise learner.keep_checkpoints"
+    )
+
+
+def _first_whole(
+    folder: RunFolder, steps: list[int], model_path: Path, out: Path, say: Callable[[str], object] | None
+) -> ExportedModel:
+    """Of these steps, newest first.
+
+    Raises:
+        DamagedCheckpoint: none is whole, or it is the only one that may be taken (`say` is None).
+        ConfigError: the checkpoint is of another model.
+    """
+    from learner.export import export_checkpoint  # with Transformers, which the command of a run needs not
+
+    for step in steps:
+        try:
+            return export_checkpoint(folder.checkpoints / f"step-{step:08d}", model_path, out)
+        except DamagedCheckpoint as error:
+            if say is None or step == steps[-1]:
+                raise
+            say(f"{error}; the checkpoint before it is used")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    raise AssertionError("there is at least one step")
+
+
+def _candidates(folder: RunFolder, step: int | None) -> list[int]:
+    """The steps that may be taken, newest first.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    steps = steps_in(folder.checkpoints)
+    if not steps:
+        raise ConfigError(
+            f"the run {folder.root} has no checkpoint yet: one is written every learner.checkpoint_every steps, and at "
+            "the end or the first Ctrl-C"
+        )
+    if step is not None and step not in steps:
+        raise ConfigError(f"the run {folder.root} has no checkpoint of step {step}; {_others(folder, step)}")
+    return [step] if step is not None else steps[::-1]
+
+
+def _others(folder: RunFolder, step: int | None) -> str:
+    others = [str(each) for each in steps_in(folder.checkpoints) if each != step]
+    if step is None or not others:
+        return "there is no other one that is whole"
+    return f"there are those of step {', '.join(others)}: --step {others[-1]}"
+
+
+def _model_folder(config: Config) -> Path:
+    """The model that training started from, as it lies on this machine.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if config.model.path is not None:
+        path = Path(config.model.path)
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"the model that the run started from is not at {path} any more, and its config and tokenizer are "
+                "needed; put it back"
+            )
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    name, revision = config.model.on_hub
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"the model that the run started from, {config.model.hub}, is not in this machine's cache of the Hub, and "
+            f"its config and tokenizer are needed: huggingface-cli download {name} --revision {revision}"
+        ) from error
