@@ -33,7 +33,6 @@ class ActorsConfig(BaseModel):
     num_threads: PositiveInt = Field(default=1, description="Compute threads per engine on CPU.")
     cpus: float = Field(default=0.5, ge=0, description="Ray CPUs reserved per actor.")
     gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per actor.")
-    reward_retries: int = Field(default=1, ge=0, description="How often a reward function that raised is tried again.")
     reward_timeout_s: PositiveFloat = Field(default=60.0, description="A reward that takes longer counts as failed.")
     generate_timeout_s: PositiveFloat = Field(default=300.0, description="A sample that takes longer counts as failed.")
     eval_every: int = Field(default=0, ge=0, description="Evaluate every so many versions; 0: before and after only.")

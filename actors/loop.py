@@ -190,7 +190,7 @@ class ActorLoop:
         facts, sections, config = self._context.facts, self._context.config, self._config
         self._parts = parts
         self._fingerprint = parts.task.facts().fingerprint
-        self._scorer = Scorer(parts.task.rewards, retries=config.reward_retries, timeout_s=config.reward_timeout_s)
+        self._scorer = Scorer(parts.task.rewards, timeout_s=config.reward_timeout_s)
         self._follower = WeightFollower(
             self._name, parts.engine, parts.puller, sections.weight_sync, facts.contract, clock=self._clock
         )

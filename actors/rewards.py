@@ -21,6 +21,9 @@ from actors.threads import DaemonThreads, ThreadsExhausted
 
 _log = logging.getLogger(__name__)
 
+RETRIES = 1
+"""How often a call that failed is tried again, for each of its samples by itself: one bad sample then costs no other
+its reward, and a function that fails twice on a sample is taken to fail always."""
 _MAX_BATCH = 32
 _MAX_CALLS = 4
 """Calls of one function at once."""
@@ -52,7 +55,7 @@ class Scored:
 class Scorer:
     """Scores one completion at a time; those that complete together share a call."""
 
-    def __init__(self, functions: Sequence[RewardFunction], *, retries: int, timeout_s: float) -> None:
+    def __init__(self, functions: Sequence[RewardFunction], *, retries: int = RETRIES, timeout_s: float) -> None:
         """Prepare one lane per function.
 
         Args:

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
+POLL_S = 0.05
+"""How often an actor looks for a newer version: one small read of a file, or one small message."""
 _RETRY_S = (1.0, 10.0)
 """First and longest pause before a version that was refused is tried again: verifying one reads all of it."""
 _MAX_UPDATES = 4096
@@ -152,7 +154,7 @@ class WeightFollower:
             self._poll_now.clear()
             await self.update()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.poll_interval_s):
+                async with asyncio.timeout(POLL_S):
                     await self._poll_now.wait()
 
     async def update(self) -> None:
@@ -291,7 +293,7 @@ class WeightFollower:
         while self.version < at_least:
             if self._clock() > give_up_at_s:
                 raise self._never_came(str(at_least))
-            await asyncio.sleep(self._config.poll_interval_s)
+            await asyncio.sleep(POLL_S)
             await self.update()
 
     async def admit(self, min_version: int) -> None:

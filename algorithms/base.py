@@ -27,8 +27,6 @@ class Needs:
     """Log-probabilities of the reference model."""
     behaviour: bool = False
     """Finite log-probabilities of the policy that sampled."""
-    weights: bool = False
-    """The loss applies importance weights (`LossOutput.weights_T`), so a rule may act on their sample size."""
     separable: bool = False
     """The gradient with respect to a sequence's log-probabilities depends on those of that sequence alone, also where
     the proximal policy is the present one; rewards, references and counts of the whole batch may enter."""

@@ -52,7 +52,6 @@ class OAPLConfig(WeighedSection):
             groups=True,
             prompts=self.compare == "prompt",
             behaviour=True,
-            weights=bool(self.corrections),
             separable=True,
         )
 

@@ -158,7 +158,6 @@ class OffPolicyPPOConfig(GroupSection):
             prompts=self.compare == "prompt",
             reference=self.kl_beta > 0,
             behaviour=True,
-            weights=self.proximal == "draw_start",
             # a KL in the reward enters the baseline of the group
             separable=self.baseline != "critic" and (self.kl_beta == 0 or self.kl_in == "loss"),
             critic=self.critic if self.baseline == "critic" else None,
@@ -191,7 +190,7 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
         loss = loss + config.kl_beta * (weighing.weight_T * _kl_terms(config, inputs)).sum() / num_tokens
     if config.baseline == "critic":
         loss = loss + config.value_coef * _value_loss(config, inputs, advantage_T, metrics)
-    return LossOutput(loss, metrics, weighing.weight_T if config.needs.weights else None)
+    return LossOutput(loss, metrics, weighing.weight_T if config.proximal == "draw_start" else None)
 
 
 def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Metrics) -> Tensor:

@@ -55,7 +55,6 @@ class OnlineDPOConfig(WeighedSection):
             prompts=self.compare == "prompt",
             reference=True,
             behaviour=bool(self.corrections),
-            weights=bool(self.corrections),
         )
 
 

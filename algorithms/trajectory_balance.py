@@ -70,7 +70,6 @@ class TrajectoryBalanceConfig(WeighedSection):
             prompts=self.compare == "prompt",
             reference=True,
             behaviour=bool(self.corrections) or self.eta > 0,
-            weights=bool(self.corrections),
         )
 
     def beta_at(self, step: int) -> float:

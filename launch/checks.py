@@ -277,12 +277,6 @@ def _check_steps(config: Config) -> None:
             f"learner.critic_learning_rate = {learner.critic_learning_rate:g}, but {config.algorithm.type} as it is "
             "configured has no critic: remove it, or set algorithm.baseline = 'critic' with off_policy_ppo"
         )
-    if learner.ess_budget is not None and learner.ess_of.endswith("_truncated") and not needs.weights:
-        raise ConfigError(
-            f"learner.ess_of = '{learner.ess_of}' is of the weights that a loss applies, and {config.algorithm.type} "
-            "as it is configured applies none. Use "
-            f"'{learner.ess_of.removesuffix('_truncated')}', which is of pi_prox / mu"
-        )
 
 
 def _check_weight_sync(config: Config, *, is_new: bool) -> None:

@@ -13,8 +13,6 @@ from weight_sync.config import WeightSyncConfig
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 
-EssMeasure = Literal["ess_token", "ess_sequence", "ess_token_truncated", "ess_sequence_truncated"]
-
 
 class LearnerConfig(BaseModel):
     """Knobs of training."""
@@ -50,22 +48,12 @@ class LearnerConfig(BaseModel):
         default=1024, description="Tokens of a micro-batch; the longest sample (prompt and completion) has to fit."
     )
     schedule: ScheduleName = Field(default="1f1b", description="Pipeline schedule of the training pass.")
-    one_pass: bool = Field(
-        default=True,
-        description="A loss whose gradient for a sequence depends on that sequence alone takes one pass where nothing "
-        "else needs the forward-only one. false: always two.",
-    )
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32",
         description="Of compute; with bfloat16 too, weights and optimizer are float32. float64 is for comparing runs.",
     )
     activation_checkpointing: bool = Field(
         default=False, description="Keep only each layer's input and compute the rest again in the backward pass."
-    )
-    logprob_chunk_mib: PositiveFloat = Field(
-        default=64.0,
-        description="Logits held at a time (float32), for each micro-batch in flight; more are computed in chunks, and "
-        "again in the backward pass.",
     )
     reference_offload: Literal["none", "cpu", "disk"] = Field(
         default="none", description="Where the frozen reference model is kept while it does not score."
@@ -78,10 +66,8 @@ class LearnerConfig(BaseModel):
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Decay of the learning rate after warm-up, over num_steps."
     )
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Where the decay ends, as a share of the peak.")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW first-moment decay.")
     adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW second-moment decay.")
-    adam_eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon.")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW decoupled weight decay.")
     max_grad_norm: PositiveFloat = Field(
         default=1.0,
@@ -98,16 +84,6 @@ class LearnerConfig(BaseModel):
         default="scale_lr",
         description="Below ess_budget: the learning rate falls by sqrt(ess / ess_budget), or the update is dropped and "
         "the actors catch up.",
-    )
-    ess_of: EssMeasure = Field(
-        default="ess_sequence",
-        description="What is compared with ess_budget: over tokens or sequences, of pi_prox / mu or, '*_truncated', of "
-        "the weights that the loss applied.",
-    )
-    ess_max_drops: NonNegativeInt = Field(
-        default=2,
-        description="ess_action = 'drop': so many steps in a row may drop updates; the next takes its own at a lower "
-        "rate.",
     )
     checkpoint_every: PositiveInt = Field(default=50, description="Write a checkpoint every so many steps.")
     keep_checkpoints: PositiveInt = Field(

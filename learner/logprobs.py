@@ -26,6 +26,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+LOGITS_MIB = 64.0
+"""Logits held at a time: products of that size fill a device, and beside a micro-batch's states they are little."""
+
 
 @dataclass(frozen=True)
 class LogitRule:
@@ -35,7 +38,7 @@ class LogitRule:
     """Of sampling."""
     softcap: float | None = None
     """Logits l become softcap * tanh(l / softcap), before the temperature."""
-    chunk_mib: float = 64.0
+    chunk_mib: float = LOGITS_MIB
     """Logits (float32, or wider as the model is) held at a time, for each micro-batch in flight."""
 
     def chunk_tokens(self, vocab_size: int, dtype: torch.dtype) -> int:

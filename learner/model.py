@@ -310,7 +310,6 @@ def load_stage(
     dtype: torch.dtype = torch.float32,
     heads: Heads = "token",
     layers_per_chunk: Sequence[int] | None = None,
-    logprob_chunk_mib: float = 64.0,
     activation_checkpointing: bool = False,
 ) -> StageModule:
     """Build a chunk of a model and read its own tensors, and no others, from a checkpoint folder.
@@ -324,7 +323,6 @@ def load_stage(
         dtype: of the weights, whatever the checkpoint's is.
         heads: what the last chunk ends in.
         layers_per_chunk: layers of every chunk; None: balanced by cost.
-        logprob_chunk_mib: logits held at a time.
         activation_checkpointing: compute each layer again in the backward pass.
 
     Raises:
@@ -344,7 +342,7 @@ def load_stage(
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
     _compute_buffers(whole)
     _check_names(model_path, whole.state_dict())
-    rule = LogitRule(temperature, logit_softcap(config), logprob_chunk_mib)
+    rule = LogitRule(temperature, logit_softcap(config))
     share = StageShare(index, total, *split[index])
     stage = StageModule(whole, share, rule, heads, activation_checkpointing)
     shapes = {name: tuple(p.shape) for name, p in stage.named_parameters() if not is_value_head(name)}

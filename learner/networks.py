@@ -327,7 +327,6 @@ def chunk_loader(config: LearnerConfig, temperature: float, mesh: Mesh, device: 
                 dtype=dtype,
                 heads=heads,
                 layers_per_chunk=config.layers_per_chunk,
-                logprob_chunk_mib=config.logprob_chunk_mib,
                 activation_checkpointing=config.activation_checkpointing,
             )
             for chunk in range(config.num_chunks)

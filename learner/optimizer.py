@@ -20,12 +20,15 @@ from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.model import EMBEDDING
 
+ADAM_EPS = 1e-8
+"""AdamW's epsilon, as everywhere: the moments are float32, in which it is far from both ends."""
+
 BUCKET_ELEMENTS = 2**24
 """Of gradients that replicas sum at a time (64 MiB in float32): more would need a second copy of them all."""
 
 
 def learning_rate(config: LearnerConfig, update: int) -> float:
-    """The learning rate of an update: linear warm-up, then the configured decay until the last step.
+    """The learning rate of an update: linear warm-up, then the configured decay, which reaches 0 with the last step.
 
     Args:
         config: schedule, peak, and how many updates a step has.
@@ -38,7 +41,7 @@ def learning_rate(config: LearnerConfig, update: int) -> float:
         return config.learning_rate
     progress = min(1.0, (update - warmup) / max(1, config.num_steps * config.updates_per_step - warmup))
     share = 1 - progress if config.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
+    return config.learning_rate * share
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class StageOptimizer:
                 [group for group in groups if group["params"]],
                 lr=config.learning_rate,
                 betas=(config.adam_beta1, config.adam_beta2),
-                eps=config.adam_eps,
+                eps=ADAM_EPS,
                 fused=True,
             )
 

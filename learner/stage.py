@@ -186,7 +186,6 @@ class Stage:
             self._place.num_stages,
             context.serving_dtypes,
             keep_versions=knobs.keep_versions,
-            full_every=knobs.full_every,
             timeout_s=knobs.publish_timeout_s,
             # a little longer, so that a stage without space is the first to fail, and says why
             parts_timeout_s=knobs.publish_timeout_s + 30.0,

@@ -71,6 +71,8 @@ class TrainStep:
         algorithm: AlgorithmConfig,
         config: LearnerConfig,
         seed: int = 0,
+        *,
+        one_pass: bool = True,
     ) -> None:
         """Wire the parts of a step.
 
@@ -80,13 +82,14 @@ class TrainStep:
             algorithm: its loss, of whole minibatches, is evaluated on the coordinator.
             config: minibatches, epochs, and the rule of the effective sample size.
             seed: of the order of minibatches; the same on all ranks.
+            one_pass: False: a separable loss takes two passes as well, to compare them.
         """
         self._networks = networks
         self._reference = reference
         self._config = config
         self._seed = seed
         self._keeps_prompts_whole = algorithm.needs.prompts
-        self._may_take_one_pass = config.one_pass and algorithm.needs.separable and networks.critic is None
+        self._may_take_one_pass = one_pass and algorithm.needs.separable and networks.critic is None
         self.evaluator = LossEvaluator(algorithm, config)
 
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:

@@ -18,6 +18,14 @@ from learner.optimizer import UpdateDecision, UpdateResult
 
 Metrics = dict[str, float | None]
 
+ESS_METRIC = "off_policy/ess_sequence"
+"""What is compared with learner.ess_budget: of pi_prox / mu over sequences. It tells how old the data are whatever the
+loss does about it; a sequence is what a reward belongs to."""
+
+MAX_DROPS = 2
+"""So many steps in a row may drop updates, which lets the actors catch up by as many versions; the next one takes its
+updates at a lower rate, for waiting longer would stop a run whose data stay poor."""
+
 
 @dataclass(frozen=True)
 class LossEvaluation:
@@ -45,10 +53,9 @@ class LossEvaluator:
             config: learner.ess_budget and the keys beside it.
         """
         self._loss = loss_for(algorithm)
-        self._ess_of = config.ess_of
         self._rule: EssRule | None = None
         if config.ess_budget is not None:
-            self._rule = EssRule(config.ess_budget, config.ess_action, config.ess_max_drops)
+            self._rule = EssRule(config.ess_budget, config.ess_action, MAX_DROPS)
         self._drops_before = 0
         self._drops_now = False
 
@@ -95,7 +102,7 @@ class LossEvaluator:
         if self._rule is None:
             return EssDecision()
         found = distance(batch, inputs, output.weights_T)
-        decision = self._rule.decide(found[f"off_policy/{self._ess_of}"], self._drops_before)
+        decision = self._rule.decide(found[ESS_METRIC], self._drops_before)
         self._drops_now = self._drops_now or decision.drop
         return decision
 

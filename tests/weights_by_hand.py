@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -128,9 +129,10 @@ class Machine:
         self.folder = tmp_path / "weights"
         self.staging_dir = tmp_path / "staging"
         self.config = WeightSyncConfig.model_validate(
-            {"transport": "network", "chunk_mib": 1 / 64, "staging_dir": str(self.staging_dir), **knobs}
+            {"transport": "network", "staging_dir": str(self.staging_dir), **knobs}
         )
         self._stack = contextlib.ExitStack()
+        self._stack.enter_context(mock.patch("weight_sync.transports.CHUNK_BYTES", 2**14))  # a transfer takes several
         self._stop = threading.Event()
         self.start()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from common.staleness import StalenessConfig
 
@@ -31,25 +31,14 @@ class WeightSyncConfig(StalenessConfig):
         "else this machine's address in the Ray cluster.",
     )
     port: int = Field(default=0, ge=0, le=65535, description="Port of the weight service; 0 takes a free one.")
-    chunk_mib: PositiveFloat = Field(
-        default=1.0,
-        le=64,
-        description="Size of a message of weights over ZeroMQ; what is lost is sent again by chunks.",
-    )
     staging_dir: str | None = Field(
         default=None,
         description="Where a machine keeps what its actors fetched over ZeroMQ, once for all of them; unset: a folder "
         "in /dev/shm, or in the temporary folder.",
     )
-    full_every: PositiveInt = Field(
-        default=10,
-        description="Every n-th version is published whole only; the others, where somebody fetches over ZeroMQ, also "
-        "as changes of their parent if these are smaller. 1: no deltas.",
-    )
     keep_versions: PositiveInt = Field(
         default=3, description="How many published versions stay in the store, beside those being read."
     )
-    poll_interval_s: PositiveFloat = Field(default=0.05, description="How often an actor looks for a newer version.")
     update_timeout_s: PositiveFloat = Field(
         default=120.0, description="An update that takes an engine longer is an error that names the actor."
     )
@@ -58,15 +47,6 @@ class WeightSyncConfig(StalenessConfig):
         description="Weights that cannot be written for so long, as on a full disk, end the learner; until then it "
         "tries again, and trains on as far as the bound allows.",
     )
-
-    @model_validator(mode="after")
-    def _waits_must_fit(self) -> WeightSyncConfig:
-        if self.poll_interval_s >= self.update_timeout_s:
-            raise ValueError(
-                f"poll_interval_s = {self.poll_interval_s:g} is not below update_timeout_s = "
-                f"{self.update_timeout_s:g}: no actor could see a version in time; lower poll_interval_s"
-            )
-        return self
 
     def staleness(self) -> StalenessConfig:
         """The staleness knobs alone: what the buffer service is told."""

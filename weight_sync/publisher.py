@@ -35,6 +35,9 @@ NUM_COPIES = 2
 """Host copies of a stage's weights: one is written while the other is filled. A parent of deltas is one more."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _MAY_PASS = (*_NO_SPACE, errno.EIO, errno.EROFS, errno.EACCES)
+FULL_EVERY = 10
+"""Every so many versions there is no delta: an actor that missed many is never far from a whole version, and a tenth of
+what the deltas save is lost."""
 _POLL_S = 0.005
 _LONGEST_POLL_S = 0.05
 _FIRST_PAUSE_S = 0.02
@@ -72,7 +75,7 @@ class Publisher:
         dtypes: Sequence[str],
         *,
         keep_versions: int,
-        full_every: int = 1,
+        full_every: int = FULL_EVERY,
         timeout_s: float = 600.0,
         parts_timeout_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,

@@ -238,7 +238,7 @@ class _NetworkSource:
         self._config = config
         self._run_id = run_id
         self._name = name
-        self._client = client_of(config, address, run_id, name, at_most_s=config.update_timeout_s, keys=keys)
+        self._client = client_of(address, run_id, name, at_most_s=config.update_timeout_s, keys=keys)
         self._staging: HostStaging | None = None
         try:
             self._store_id = self._client.store().store_id

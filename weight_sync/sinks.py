@@ -110,7 +110,7 @@ class UploadSink:
     ) -> None:
         """Connect to the weight service; `name` is the stage's, for the service's log."""
         self.place = address
-        self._client = client_of(config, address, run_id, name, at_most_s=config.publish_timeout_s, keys=keys)
+        self._client = client_of(address, run_id, name, at_most_s=config.publish_timeout_s, keys=keys)
 
     def newest(self) -> Manifest | None:
         """As in `PartSink`."""

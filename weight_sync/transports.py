@@ -15,23 +15,16 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 30.0
 
+CHUNK_BYTES = 2**20
+"""Of a message of weights: it takes milliseconds on a slow network, and to send it again costs as little."""
+
 
 def client_of(
-    config: WeightSyncConfig, address: str, run_id: str, name: str, *, at_most_s: float, keys: ClientKeys | None = None
+    address: str, run_id: str, name: str, *, at_most_s: float, keys: ClientKeys | None = None
 ) -> WeightClient:
-    """A client that waits for a silent service long enough for it to be started again.
-
-    Args:
-        config: of the run.
-        address: of the service.
-        run_id: of the run.
-        name: of this process.
-        at_most_s: what the caller has time for.
-        keys: of the run's clients; None where the service takes everybody.
-    """
-    chunk_bytes = int(config.chunk_mib * 2**20)
+    """A client that waits for a silent service long enough for it to be started again, and at most `at_most_s`."""
     timeout_s = min(_TIMEOUT_S, at_most_s)
-    return WeightClient(address, run_id, name, timeout_s=timeout_s, chunk_bytes=chunk_bytes, keys=keys)
+    return WeightClient(address, run_id, name, timeout_s=timeout_s, chunk_bytes=CHUNK_BYTES, keys=keys)
 
 
 def is_folder_of(
@@ -54,7 +47,7 @@ def is_folder_of(
         raise TransferFailed(f"{name}: [weight_sync] transport = 'network', but no weight service runs")
     if config.transport in ("folder", "network") or not address:
         return config.transport != "network"
-    client = client_of(config, address, run_id, name, at_most_s=config.update_timeout_s, keys=keys)
+    client = client_of(address, run_id, name, at_most_s=config.update_timeout_s, keys=keys)
     try:
         served = client.store()
     finally:

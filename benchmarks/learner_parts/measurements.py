@@ -31,7 +31,6 @@ from benchmarks.lib.learner import ALGORITHM, GROUP_SIZE, TEMPERATURE, Learner
 from benchmarks.lib.rounds import median_ratio
 from learner.attention import IMPLEMENTATION
 from learner.batch import StepBatch
-from learner.config import LearnerConfig
 from learner.logprobs import LogitRule, token_logprobs
 from learner.model import DeviceBatch
 from learner.packing import PackingRule, pack
@@ -162,7 +161,7 @@ def _score(side: str, hidden: Tensor, weight: Tensor, tokens: Tensor, coefficien
 
 
 def _head_rule() -> LogitRule:
-    return LogitRule(HEAD_TEMPERATURE, chunk_mib=LearnerConfig().logprob_chunk_mib)
+    return LogitRule(HEAD_TEMPERATURE)
 
 
 def _set_peak_back() -> None:

@@ -27,6 +27,7 @@ from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.model import DeviceBatch
+from learner.optimizer import ADAM_EPS
 
 MEDIAN, SIGMA, LONGEST, TOKEN_BUDGET = 200, 1.0, 2048, 4096
 PROMPT = 64
@@ -123,7 +124,7 @@ class PlainLoop:
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
+            eps=ADAM_EPS,
             fused=True,
         )
 

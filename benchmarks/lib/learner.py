@@ -71,8 +71,7 @@ class Learner:
         self._mesh = mesh
         reference = Reference(None, networks)
         self._steps = {
-            one_pass: TrainStep(networks, reference, ALGORITHM, config.model_copy(update={"one_pass": one_pass}))
-            for one_pass in (True, False)
+            one_pass: TrainStep(networks, reference, ALGORITHM, config, one_pass=one_pass) for one_pass in (True, False)
         }
 
     def batch(self, rows: Sequence[Trajectory], *, min_micro_batches: int = 1) -> StepBatch:

@@ -24,7 +24,8 @@ from algorithms.registry import loss_for
 from benchmarks.lib.machine import ROOT
 from launch.config import Config
 from launch.load import load_config
-from learner.optimizer import learning_rate
+from learner.optimizer import ADAM_EPS, learning_rate
+from learner.update import ESS_METRIC, MAX_DROPS
 
 CONFIG = ROOT / "examples" / "sums.toml"
 
@@ -162,7 +163,7 @@ class DelayedRun:
         self._adam = torch.optim.AdamW(
             self._policy.parameters(),
             betas=(learner.adam_beta1, learner.adam_beta2),
-            eps=learner.adam_eps,
+            eps=ADAM_EPS,
             weight_decay=learner.weight_decay,
         )
         self._loss = loss_for(self.config.algorithm)
@@ -241,8 +242,8 @@ class DelayedRun:
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), learner.max_grad_norm)
         rate = learning_rate(learner, number)
         if learner.ess_budget is not None:
-            rule = EssRule(learner.ess_budget, learner.ess_action, learner.ess_max_drops)
-            rate *= rule.decide(metrics[f"off_policy/{learner.ess_of}"], drops_in_a_row=0).lr_scale
+            rule = EssRule(learner.ess_budget, learner.ess_action, MAX_DROPS)
+            rate *= rule.decide(metrics[ESS_METRIC], drops_in_a_row=0).lr_scale
         for group in self._adam.param_groups:
             group["lr"] = rate
         self._adam.step()

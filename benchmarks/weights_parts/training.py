@@ -252,7 +252,7 @@ class PublishingLearner:
         self._trainer = Trainer(**training)
         knobs = WeightSyncConfig(transport="folder")
         sink = open_sink(knobs, folder=Path(folder), address="", run_id=RUN_ID, name="learner")
-        self._publisher = Publisher(sink, 0, 1, dtypes, keep_versions=knobs.keep_versions)
+        self._publisher = Publisher(sink, 0, 1, dtypes, keep_versions=knobs.keep_versions, full_every=1)
         self._rounds: list[dict[str, float]] = []
 
     def train(self, *, num_steps: int) -> None:
@@ -313,9 +313,9 @@ class Sender:
         if num_values is not None:
             self._versions = [_first(tensors, num_values) for tensors in self._versions]
         self._turn = 0
-        knobs = WeightSyncConfig(transport="folder", full_every=full_every)
+        knobs = WeightSyncConfig(transport="folder")
         sink = open_sink(knobs, folder=Path(folder), address="", run_id=RUN_ID, name="sender")
-        self._publisher = Publisher(sink, 0, 1, [dtype], keep_versions=knobs.keep_versions, full_every=knobs.full_every)
+        self._publisher = Publisher(sink, 0, 1, [dtype], keep_versions=knobs.keep_versions, full_every=full_every)
 
     def num_bytes(self) -> int:
         """Of a whole version."""

@@ -206,7 +206,7 @@ def test_a_learner_that_forgot_its_moments_would_be_found_out(recording, run_of,
 
 
 def test_a_restart_does_not_forget_how_many_steps_in_a_row_dropped_their_updates(recording, run_of):
-    recorded = recording(BALANCE, ess_budget=1.0, ess_action="drop", ess_max_drops=2)
+    recorded = recording(BALANCE, ess_budget=1.0, ess_action="drop")
     versions = [version for _, version in recorded.losses.values()]
     assert versions[:6] == [0, 0, 1, 1, 1, 2], "two are dropped, the third is taken"
     run = run_of(recorded)

@@ -199,7 +199,7 @@ def make_actor(buffer, engine=None, store=None, reward=half, config=None, weight
     problems = [Problem(f"q{i}", f"q{i}", {"question": f"q{i}"}, {}, [10 + i, 20]) for i in range(8)]
     task = Task(problems, problems[:6], (RewardFunction("half", reward),))
     parts = Parts(task, Words(), engine or FakeEngine(), store or FakeStore(), buffer)
-    knobs = WeightSyncConfig(**{"poll_interval_s": 0.005} | (weight_sync or {}))
+    knobs = WeightSyncConfig(**(weight_sync or {}))
     context = run_context(
         Path("run"),
         run_facts(run_id="run", seed=7, group_size=K, staleness=knobs.staleness()),

@@ -30,7 +30,7 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def publisher_of(folder: Path, rank: int = 0, num_stages: int = 1, dtypes=(DTYPE,), **arguments) -> Publisher:
-    return Publisher(FolderSink(folder), rank, num_stages, dtypes, **{"keep_versions": 3, **arguments})
+    return Publisher(FolderSink(folder), rank, num_stages, dtypes, **{"keep_versions": 3, "full_every": 1, **arguments})
 
 
 def publish(folder: Path, *versions: PolicyVersion, **arguments) -> None:

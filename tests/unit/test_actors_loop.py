@@ -41,8 +41,8 @@ async def test_a_failed_reward_or_generation_gives_the_sample_up_with_its_reason
         raise KeyError("answer")
 
     buffer = FakeBuffer(1)
-    await run_to_end(make_actor(buffer, reward=broken, config={"reward_retries": 2}))
-    assert len(tried) == 3 * K, "once, and again as often as actors.reward_retries says, each by itself"
+    await run_to_end(make_actor(buffer, reward=broken))
+    assert len(tried) == 2 * K, "once, and once again, each by itself"
     assert not buffer.pushed
     assert {reason for _, _, reason in buffer.given_up} == {"reward failed: half: KeyError"}
     assert sorted(index for _, [index], _ in buffer.given_up) == list(range(K))

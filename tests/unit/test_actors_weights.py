@@ -197,9 +197,10 @@ async def test_an_update_is_finished_even_when_the_loop_ends_in_its_middle():
 
 
 @pytest.mark.parametrize("rounds", range(5))
-async def test_following_ends_when_it_is_cancelled_in_the_moment_in_which_a_version_is_heard_of(rounds):
+async def test_following_ends_when_it_is_cancelled_in_the_moment_in_which_a_version_is_heard_of(rounds, monkeypatch):
     # that moment is the rule at the end of a run: the reply that says so brings the newest version as well
-    actor = make_actor(FakeBuffer(0), weight_sync={"poll_interval_s": 60})
+    monkeypatch.setattr("actors.weights.POLL_S", 60)
+    actor = make_actor(FakeBuffer(0))
     await actor.start()
     following = asyncio.create_task(actor._follower.run())
     await asyncio.sleep(0.05)

@@ -82,14 +82,6 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--learner.num_epochs", "9"], "can never be met with 9 updates per step (learner.num_minibatches"),
         (["--weight_sync.max_lag", "0", "--learner.num_minibatches", "2"], "Raise weight_sync.max_lag to 1"),
         (["--learner.ess_budget", "0"], "learner.ess_budget = 0"),
-        (
-            [
-                *("--learner.ess_budget", "0.5", "--learner.ess_of", "ess_token_truncated"),
-                "--algorithm.corrections",
-                "[]",
-            ],
-            "trajectory_balance as it is configured applies none",
-        ),
         (["--learner.token_budget", "8"], "the longest sample would fit in no micro-batch"),
         (["--actors.max_running_samples", "4"], "could never hold a whole group"),
         (["--task.name", "chain_sun"], "is not a dataset of reasoning-gym"),
@@ -230,9 +222,7 @@ def test_groups_of_one_are_refused_where_the_loss_compares_samples_and_nowhere_e
 ):
     path = file_task("reward.py:exact")
     path.write_text(path.read_text().replace('type = "online_dpo"', algorithm))
-    # the weights of an importance-weighted loss may be the ones whose sample size counts
-    more = ["--learner.ess_budget", "0.5", "--learner.ess_of", "ess_sequence_truncated"]
-    status, error = run(capsys, path, "--actors.group_size", "1", *more, "--dry-run")
+    status, error = run(capsys, path, "--actors.group_size", "1", "--dry-run")
     assert status == (OK if expected is None else WRONG_INPUT), error
     assert (expected or "") in error
 

@@ -98,15 +98,14 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
     place = mesh.place
     Gemma2RMSNorm.forward = norm_of_its_own_width
     for split in splits(place.num_stages):
-        config = LearnerConfig(**SCHEDULES[split.schedule], one_pass=split.one_pass)
+        config = LearnerConfig(**SCHEDULES[split.schedule])
         algorithm = ALGORITHMS[split.algorithm]
         networks, reference = make_networks(folder / split.family, config, algorithm, mesh)
         gradients = record_gradients(networks)
         asked = micro_batch_rule(config.schedule, place.num_stages)
         rule = {"num_replicas": place.num_replicas, "min_micro_batches": asked.least, "multiple": asked.multiple}
-        result = TrainStep(networks, reference, algorithm, config, SEED).run(
-            build(make_rows(0), 0, split.token_budget, **rule), 0
-        )
+        step = TrainStep(networks, reference, algorithm, config, SEED, one_pass=split.one_pass)
+        result = step.run(build(make_rows(0), 0, split.token_budget, **rule), 0)
         assert result.updates[0].result.taken
         numbers = dict(zip(("grad_norm", "critic_norm"), result.updates[0].result.grad_norms, strict=False))
         numbers["parameters"] = networks.num_parameters()

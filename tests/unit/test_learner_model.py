@@ -1,6 +1,7 @@
 """Stages: every family split and packed equals the whole model; padding; the split by cost; off-loading."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,10 +103,9 @@ def test_stages_in_a_row_give_the_log_probabilities_and_gradients_of_the_whole_m
     coefficients_T = torch.randn(len(packed.output_T), dtype=torch.float64)
     expected_T, expected_gradients = plain(folder, coefficients_T, monkeypatch)
     for total, checkpointing in [(1, False), (2, True), (3, False)]:
-        stages = [
-            load(folder, index, total, logprob_chunk_mib=FEW_LOGITS, activation_checkpointing=checkpointing)
-            for index in range(total)
-        ]
+        stages = [load(folder, index, total, activation_checkpointing=checkpointing) for index in range(total)]
+        for stage in stages:
+            stage.rule = replace(stage.rule, chunk_mib=FEW_LOGITS)
         with in_float64(monkeypatch):
             logprobs_T = run(stages, packed).flatten()[torch.from_numpy(packed.output_T)]
             (logprobs_T * coefficients_T).sum().backward()

@@ -29,10 +29,10 @@ def train_step(tmp_path):
     make_models(tmp_path)
     with alone():
 
-        def make(algorithm, **config):
+        def make(algorithm, *, one_pass=True, **config):
             config = LearnerConfig(**{"learning_rate": 1e-2, **config})
             networks, reference = make_networks(tmp_path / "tied", config, algorithm)
-            return TrainStep(networks, reference, algorithm, config, SEED), networks
+            return TrainStep(networks, reference, algorithm, config, SEED, one_pass=one_pass), networks
 
         yield make
 
@@ -186,18 +186,16 @@ def test_each_update_is_a_version_and_its_lag_counts_from_there(train_step):
     assert result.metrics["ess/dropped"] is None
 
 
-def test_the_learning_rate_warms_up_and_decays_to_its_floor():
-    config = LearnerConfig(learning_rate=1.0, warmup_steps=2, num_steps=6, lr_schedule="linear", min_lr_ratio=0.2)
-    assert [round(learning_rate(config, step), 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
+def test_the_learning_rate_warms_up_and_decays_to_nothing():
+    config = LearnerConfig(learning_rate=1.0, warmup_steps=2, num_steps=6, lr_schedule="linear")
+    assert [round(learning_rate(config, step), 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     cosine = config.model_copy(update={"lr_schedule": "cosine"})
-    assert learning_rate(cosine, 4) == pytest.approx(0.6)
+    assert learning_rate(cosine, 4) == pytest.approx(0.5)
     assert learning_rate(LearnerConfig(learning_rate=0.3), 99) == 0.3
 
 
 def test_the_learning_rate_follows_updates_and_ends_with_the_last_step():
-    config = LearnerConfig(
-        learning_rate=1.0, warmup_steps=1, num_steps=3, num_minibatches=2, lr_schedule="linear", min_lr_ratio=0.0
-    )
+    config = LearnerConfig(learning_rate=1.0, warmup_steps=1, num_steps=3, num_minibatches=2, lr_schedule="linear")
     assert [learning_rate(config, update) for update in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
 
 

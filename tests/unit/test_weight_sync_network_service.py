@@ -23,7 +23,7 @@ from weight_sync.service_store import MAX_OLD, ServedVersions
 from weight_sync.store import WeightStore
 
 WHOLE = file_name(0, "float32")
-CONFIG = WeightSyncConfig(transport="network", chunk_mib=1 / 64)
+CONFIG = WeightSyncConfig(transport="network")
 
 
 @pytest.fixture

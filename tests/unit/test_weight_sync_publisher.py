@@ -60,7 +60,7 @@ def full(number: int = errno.ENOSPC) -> OSError:
 
 
 def alone(sink, **arguments) -> Publisher:
-    return Publisher(sink, 0, 1, ["float32"], **{"keep_versions": 3, **arguments})
+    return Publisher(sink, 0, 1, ["float32"], **{"keep_versions": 3, "full_every": 1, **arguments})
 
 
 def until(ready, what: str) -> None:
