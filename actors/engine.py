@@ -6,7 +6,7 @@ with the process that started it, however that ends.
     EngineError
       EngineDead      the engine's process is gone or can no longer be trusted: start another
       RequestRefused  this request cannot be generated; others can
-      UpdateRefused   new weights were not as published; the engine goes on with the old ones
+      UpdateRefused   new weights were not as published; the engine serves the old ones on
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EngineDead(EngineError):
 
 
 class RequestRefused(EngineError):
-    """This request is not one that the engine can generate; it goes on with the others."""
+    """This request is not one that the engine can generate; others are not affected."""
 
 
 class UpdateRefused(EngineError):

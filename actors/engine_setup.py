@@ -113,8 +113,8 @@ _MAX_PATH_BYTES = 107
 _NAME_BYTES = 37
 """Of those that vLLM makes: a slash and a UUID."""
 _KIN = r"leeway-{user}-vllm-\d+-\d{{1,9}}"
-"""Names of such folders alone: those of fetched weights beside them, of which the next actor goes on with what a killed
-one fetched, end in the twelve characters of a store's name."""
+"""Names of such folders alone: those of fetched weights beside them, where the next actor resumes what a killed one
+began to fetch, end in the twelve characters of a store's name."""
 _numbers = itertools.count()
 
 

@@ -224,7 +224,7 @@ def _is_cancelled() -> bool:
 
 
 def _resolve(future: asyncio.Future[float | None], value: float | None) -> None:
-    if not future.done():  # whoever asked may have been cancelled
+    if not future.done():  # the caller may have been cancelled
         future.set_result(value)
 
 

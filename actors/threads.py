@@ -82,7 +82,7 @@ class DaemonThreads:
                 continue
             try:
                 result = call()
-            except BaseException as error:  # belongs to whoever waits for the future
+            except BaseException as error:  # belongs to the caller that waits for the future
                 goes_on = self._rest()
                 # SystemExit of a user's function must not end the event loop; StopIteration fits into no future of it
                 is_carried = isinstance(error, Exception) and not isinstance(error, StopIteration)

@@ -252,7 +252,7 @@ class WeightFollower:
         self._updates.append(WeightUpdate(end_s - timing.pause_s, end_s, timing.load_s, served))
 
     async def _apply_whole(self, staged: StagedVersion) -> UpdateTiming:
-        """Apply, to its end even if whoever follows is cancelled: half an update leaves the engine paused."""
+        """Apply, to its end even if the follower is cancelled: half an update leaves the engine paused."""
         bound_s = self._config.update_timeout_s
         applying = asyncio.create_task(self._engine.apply(staged, self._config.kv_cache, timeout_s=bound_s))
         try:

@@ -111,7 +111,7 @@ class EssRule:
     """Share of the samples that must count, in (0, 1]."""
     action: EssAction
     max_drops: int
-    """So many steps in a row may drop updates; the next one takes them, at a lower learning rate."""
+    """Steps in a row that may drop updates; the next step takes them, at a lower learning rate."""
 
     def decide(self, ess: float | None, drops_in_a_row: int) -> EssDecision:
         """The decision on an update.

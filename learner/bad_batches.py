@@ -15,7 +15,7 @@ from learner.step import StepResult
 logger = logging.getLogger(__name__)
 
 NON_FINITE_STEPS_IN_A_ROW = 3
-"""So many steps without an update, for want of a finite loss and gradient, end the run: what broke stays broken.
+"""Steps in a row without a finite loss and gradient that end the run: what broke stays broken.
 
 Steps are counted and not updates, for the updates of one bad draw fail together. A step whose updates were dropped for
 their small effective sample size is none of these, and does not end a row of them either.

@@ -85,7 +85,7 @@ class LearnerConfig(BaseModel):
         description="Below ess_budget: the learning rate falls by sqrt(ess / ess_budget), or the update is dropped and "
         "the actors catch up.",
     )
-    checkpoint_every: PositiveInt = Field(default=50, description="Write a checkpoint every so many steps.")
+    checkpoint_every: PositiveInt = Field(default=50, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(
         default=2, description="How many checkpoints stay; the buffer holds the draws since the oldest of them."
     )

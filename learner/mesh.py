@@ -210,7 +210,7 @@ class Agreement:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def say(self, text: str) -> list[str]:
-        """What each rank has to say, in order; nobody goes on before all have spoken.
+        """What each rank has to say, in order; this returns once all have spoken.
 
         Raises:
             RuntimeError: a rank died or was silent for too long.

@@ -237,10 +237,11 @@ class StageModule(nn.Module):
 
     def exported_tensors(self) -> dict[str, Tensor]:
         """This stage's weights for a Hugging Face folder: a tied head is left out, as its config says."""
-        tensors = self.published_tensors()
-        if self.tied:
-            tensors.pop(HEAD, None)
-        return tensors
+        return {name: tensor for name, tensor in self.published_tensors().items() if self.stored_name(name) == name}
+
+    def stored_name(self, name: str) -> str:
+        """The name under which a parameter, or what goes with it, is stored: a tied head is stored as the embedding."""
+        return name.replace(HEAD, EMBEDDING) if self.tied else name
 
 
 class Offload:
@@ -345,15 +346,12 @@ def load_stage(
     rule = LogitRule(temperature, logit_softcap(config))
     share = StageShare(index, total, *split[index])
     stage = StageModule(whole, share, rule, heads, activation_checkpointing)
-    shapes = {name: tuple(p.shape) for name, p in stage.named_parameters() if not is_value_head(name)}
-    copied_head = stage.tied and HEAD in shapes  # where the embedding is another stage's
-    if copied_head:
-        # what a tied checkpoint may hold of a head besides is not read by anyone
-        shapes[EMBEDDING] = shapes.pop(HEAD)
+    named = {name: parameter for name, parameter in stage.named_parameters() if not is_value_head(name)}
+    # what a tied checkpoint may hold of a head besides is not read by anyone
+    shapes = {stage.stored_name(name): tuple(parameter.shape) for name, parameter in named.items()}
     # one tensor after the other, copied: the file's own pages are given up at once
-    state = {name: tensor.to(device, dtype, copy=True) for name, tensor in _read_tensors(model_path, shapes)}
-    if copied_head:
-        state[HEAD] = state.pop(EMBEDDING)
+    stored = {name: tensor.to(device, dtype, copy=True) for name, tensor in _read_tensors(model_path, shapes)}
+    state = {name: stored[stage.stored_name(name)] for name in named}
     stage.load_state_dict(state, strict=False, assign=True)
     stage.tie()
     left_on_meta = [n for n, tensor in (*stage.named_parameters(), *stage.named_buffers()) if tensor.is_meta]

@@ -74,15 +74,14 @@ class Network:
         """Of the parameters."""
         return self.modules[0].dtype
 
-    @property
-    def tied(self) -> bool:
-        """Are embedding and LM head one tensor?"""
-        return self.modules[0].tied
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Of all chunks, under the names of the whole model."""
         for module in self.modules:
             yield from module.named_parameters()
+
+    def stored_name(self, name: str) -> str:
+        """As `StageModule.stored_name`."""
+        return self.modules[0].stored_name(name)
 
     def published_tensors(self) -> dict[str, Tensor]:
         """As `StageModule.published_tensors`, of all chunks."""

@@ -1,6 +1,6 @@
 """Packing: whole sequences into micro-batches of one shape, and micro-batches onto replicas.
 
-    best fit   longest first, each into the fullest micro-batch that still takes it: so few are enough. Every replica
+    best fit   longest first, each into the fullest micro-batch that still takes it: a least number. Every replica
                runs as many, and a schedule asks for a least number: there may have to be more
     spread     over that number the sequences are laid out anew, each into the cheapest micro-batch that takes it; where
                one finds no room, because there is hardly any to spare, the layout of best fit stands

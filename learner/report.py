@@ -18,7 +18,7 @@ Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
 """Metrics by name; and `NO_METRICS`."""
 
 NO_METRICS = frozenset({"lag0_by_actor", "lag_by_actor"})
-"""What a step tells of each actor: tables, which whoever follows the run adds up."""
+"""What a step tells of each actor: tables, which the observer of the run adds up."""
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,7 @@ class _Clock:
     def lap(self, name: str) -> None:
         """Count the seconds since the last lap."""
         if self._device.type == "cuda":
-            # its kernels run on behind the calls that ask for them, and would count for whoever waits for them first
+            # kernels run on after the calls that start them, and would count for the part that waits for them first
             torch.cuda.synchronize(self._device)
         now_s = time.perf_counter()
         self.laps_s[name] = self.laps_s.get(name, 0.0) + now_s - self._last_s

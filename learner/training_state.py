@@ -16,8 +16,6 @@ from collections.abc import Container
 import torch
 from torch import Tensor
 
-from common.hf_folder import HEAD
-from learner.model import EMBEDDING
 from learner.networks import Network, Networks
 
 RNG = "rng"
@@ -116,6 +114,5 @@ def _tensors_of(network: Network, prefix: str) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {}
     for name, tensor in named:
         # embedding and head are one tensor, perhaps on two ranks: saved once, read by both
-        whole = name.replace(HEAD, EMBEDDING) if network.tied else name
-        found.setdefault(prefix + whole, []).append(tensor)
+        found.setdefault(prefix + network.stored_name(name), []).append(tensor)
     return found

@@ -23,8 +23,8 @@ ESS_METRIC = "off_policy/ess_sequence"
 loss does about it; a sequence is what a reward belongs to."""
 
 MAX_DROPS = 2
-"""So many steps in a row may drop updates, which lets the actors catch up by as many versions; the next one takes its
-updates at a lower rate, for waiting longer would stop a run whose data stay poor."""
+"""Steps in a row that may drop updates while the actors catch up. The next step takes its updates at a lower rate: a
+run whose data stay poor would stand still otherwise."""
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def _decode_plane(blob: memoryview, offset: int, out: Bytes) -> int:
 
 
 def _unpacked(content: memoryview, size: int) -> Bytes:
-    """So many bytes of a compressed content, which may hold neither more nor fewer."""
+    """Decompress a content, which holds exactly `size` bytes."""
     try:
         return np.frombuffer(_codec().decompress(content, decompressed_size=size), np.uint8)
     except OSError as error:

@@ -1,6 +1,6 @@
 """What processes of one machine share: a folder that goes with the last of its users, and locks.
 
-Every process that uses a HostFolder holds a lock in it, shared. Whoever closes and finds itself alone removes it;
+Every process that uses a HostFolder holds a lock in it, shared. The last to close removes it;
 what killed processes left behind has no holder, and the next one to start removes it. The system unlocks what a dead
 process held.
 """
@@ -48,7 +48,7 @@ class HostFolder:
             path: of the folder.
             kin: a regular expression for the names of its kind; `{user}` is the number of this user.
             clock: monotonic, in seconds.
-            pause: sleeps for so many seconds.
+            pause: sleeps, in seconds.
 
         Raises:
             TransferFailed: it cannot be made, or belongs to somebody else.
@@ -189,7 +189,7 @@ def lock_within(
         what: what the lock is for, for the error.
         progress: a number that changes while the holder gets on.
         clock: monotonic, in seconds.
-        pause: sleeps for so many seconds.
+        pause: sleeps, in seconds.
 
     Returns:
         The open file; closing it, or the end of the process, gives the lock back.

@@ -112,22 +112,19 @@ class PartMaker:
     """Makes the files of one stage: whole ones, and deltas against the version that it made before."""
 
     def __init__(self, rank: int, full_every: int) -> None:
-        """Args:
-        rank: the stage.
-        full_every: every so many versions there are no deltas; 1: never.
-        """
+        """Make parts of a stage, with deltas but for every `full_every`-th version."""
         self._rank = rank
         self._full_every = full_every
         self._num_made = 0
         self._parent: _Parent | None = None
-        self._in_vain: set[tuple[str, str]] = set()
+        self._not_smaller: set[tuple[str, str]] = set()
         """(dtype, name) of tensors whose delta was not smaller; not tried again before the next whole version."""
 
     def make(self, version: PolicyVersion, copy: HostCopy) -> tuple[Part, dict[str, Buffers]]:
         """The document of a part and its files, name -> content. The content is that of `copy`, which must stay."""
         parent = self._parent
         if parent is None:
-            self._in_vain.clear()
+            self._not_smaller.clear()
         self._num_made += 1
         entries: list[TensorEntry] = []
         files: dict[str, Buffers] = {}
@@ -152,7 +149,7 @@ class PartMaker:
         return part, files
 
     def keep(self, version: PolicyVersion, copy: HostCopy, part: Part, *, as_parent: bool) -> list[HostCopy]:
-        """After a version is written: which copies nobody needs any more.
+        """After a version is written: which copies are free again.
 
         Args:
             version: that was written.
@@ -183,7 +180,7 @@ class PartMaker:
             blobs.append(blob)
             offset += len(blob)
             if offset >= limit:
-                self._in_vain |= {(entry.dtype, entry.name) for entry in entries}
+                self._not_smaller |= {(entry.dtype, entry.name) for entry in entries}
                 return None
         return found, blobs
 
@@ -194,9 +191,9 @@ class PartMaker:
         if entry.checksum == parent.checksums[key]:
             return "same", b""
         new = copy.tensor_bytes(place, entry.dtype)
-        if key in self._in_vain:
+        if key in self._not_smaller:
             return "raw", new
         encoding, blob = encode_delta(new, parent.copy.tensor_bytes(place, entry.dtype), ITEM_BYTES[entry.dtype])
         if encoding == "raw":
-            self._in_vain.add(key)
+            self._not_smaller.add(key)
         return encoding, blob

@@ -2,9 +2,9 @@
 
     stage 0      part-0.DTYPE.safetensors, part-0.json
     stage 1      part-1.DTYPE.safetensors, part-1.json
-    lead (last)  its own part, then waits for all part-*.json, then commits
+    last stage   its own part, then waits for all part-*.json, then commits
 
-Publishing waits for nobody but the copy to host memory: a thread of each stage does the rest. One version is written
+Publishing waits for the copy to host memory alone: a thread of each stage does the rest. One version is written
 while the next is copied; beyond that `publish` waits for the disk. A disk that is full, or a weight service that is
 away, is tried again with the same version until `timeout_s` has passed.
 """
@@ -36,14 +36,14 @@ NUM_COPIES = 2
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _MAY_PASS = (*_NO_SPACE, errno.EIO, errno.EROFS, errno.EACCES)
 FULL_EVERY = 10
-"""Every so many versions there is no delta: an actor that missed many is never far from a whole version, and a tenth of
-what the deltas save is lost."""
+"""Versions from one without a delta to the next: an actor that missed many is never far from a whole version, and a
+tenth of what the deltas save is lost."""
 _POLL_S = 0.005
 _LONGEST_POLL_S = 0.05
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 _SILENT_S = 1.0
-"""So long does the lead wait for the others before it says so."""
+"""The last stage waits so long for the others before it says so."""
 _WARN_EVERY_S = 60.0
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class _Waiting(NamedTuple):
 
 
 class Publisher:
-    """Publishes this stage's tensors; on the lead stage also commits the version."""
+    """Publishes this stage's tensors; on the last stage also commits the version."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class Publisher:
 
         Args:
             sink: where parts go; closed by this publisher.
-            rank: this stage, 0..num_stages-1; the last one leads.
+            rank: this stage, 0..num_stages-1; the last one commits.
             num_stages: how many parts make a version.
             dtypes: in which every version is published, as "bfloat16".
             keep_versions: how many versions stay in the store.
-            full_every: every so many versions there is no delta; 1: there are none at all.
+            full_every: versions from one without a delta to the next; 1: there are no deltas.
             timeout_s: how long a version that cannot be written is tried again, and how long `publish` waits for it.
-            parts_timeout_s: how long the lead waits for the next part of another stage.
+            parts_timeout_s: how long the last stage waits for the next part of another stage.
             clock: monotonic seconds.
 
         Raises:
@@ -127,7 +127,7 @@ class Publisher:
         self._thread.start()
 
     @property
-    def is_lead(self) -> bool:
+    def commits(self) -> bool:
         """Does this stage commit the versions?"""
         return self._rank == self._num_stages - 1
 
@@ -152,7 +152,7 @@ class Publisher:
             version: newer than any published before.
             tensors: this stage's share, by the names of a Hugging Face checkpoint; always the same names and shapes.
                 They may be changed once this returns.
-            on_committed: called with the version, in the publisher's thread, once it is the newest. Lead stage only.
+            on_committed: called with the version, in the publisher's thread, once it is the newest. Last stage only.
 
         Raises:
             PublishFailed: an earlier version failed, or takes longer than `timeout_s`.
@@ -184,7 +184,7 @@ class Publisher:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until every published version is on disk (on the lead: committed).
+        """Wait until every published version is on disk (on the last stage: committed).
 
         Raises:
             PublishFailed: one of them failed, or it took longer than `timeout_s`.
@@ -241,7 +241,7 @@ class Publisher:
         part, files = self._maker.make(job.version, job.copy)
         self._again(job.version, lambda: self._sink.write_part(part, files))
         as_parent = self._full_every > 1 and self._again(job.version, self._sink.wants_deltas)
-        if self.is_lead:
+        if self.commits:
             self._commit(job.version, [*self._parts_of_others(job.version), part])
             if job.on_committed is not None:
                 job.on_committed(job.version)

@@ -40,7 +40,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _KEEP_VERSIONS = 2
 """The newest, and its parent for the next delta."""
 _MAX_DELTAS = 8
-"""So many versions in a row are made from deltas, before whole files are fetched."""
+"""Versions in a row that are made from deltas, before whole files are fetched."""
 
 
 class _Ousted(TransferFailed):
@@ -66,7 +66,7 @@ class HostStaging:
             who: a name for this process, for those that wait for it.
             patience_s: how long to wait for another process that fetches and does not get on, before this one does.
             clock: monotonic, in seconds.
-            pause: sleeps for so many seconds.
+            pause: sleeps, in seconds.
 
         Raises:
             TransferFailed: the folder cannot be used.
@@ -117,7 +117,7 @@ class HostStaging:
         return lock
 
     def distrust(self, version: PolicyVersion, dtype: str) -> None:
-        """What is here of a version may no longer be as published: whoever stages it next reads all of it again."""
+        """What is here of a version may no longer be as published: whatever stages it next reads all of it again."""
         with contextlib.suppress(OSError):
             _marker(self.store, version, dtype).unlink()
 

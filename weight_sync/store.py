@@ -210,7 +210,7 @@ class WeightStore:
         self.retain(manifest.policy, keep_versions)
 
     def retain(self, newest: PolicyVersion, keep_versions: int) -> None:
-        """Remove versions beyond the newest so many, but none that is being read.
+        """Remove all but the newest versions, and those that are being read.
 
         Args:
             newest: what was published last; later folders are being written.
@@ -293,6 +293,6 @@ def remove_unless_read(folder: Path) -> None:
     """Remove a version's folder, unless somebody reads the version or it is gone already."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError), (folder / READERS_LOCK).open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # first the manifest: whoever comes from here on finds no version
+        # first the manifest: a reader that comes from here on finds no version
         (folder / MANIFEST_NAME).unlink()
         shutil.rmtree(folder, ignore_errors=True)

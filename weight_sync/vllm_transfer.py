@@ -89,7 +89,7 @@ class Verification:
     def _run(self, model_config: Any) -> None:  # noqa: ANN401
         try:
             self._found.set_result(fitting_tensors(self.info, model_config))
-        except Exception as error:  # belongs to whoever asks
+        except Exception as error:  # belongs to the caller of `refusal`
             self._found.set_exception(error)
 
 

@@ -281,7 +281,7 @@ class LearnerGroup:
             return None
         own = [(stage, error) for stage, error in failures if not _is_a(error, StageLost)]
         if own:
-            # whoever only heard that the lead gave up has the lead's words, but neither its kind of error nor its log
+            # a rank that only heard that the coordinator gave up has its words, but neither its error nor its log
             stage, error = min(own, key=lambda each: _is_a(each[1], CoordinatorFailed))
             raise RunFailed(f"{stage.name} failed: {reason(error)}; see {stage.log}")
         stage, error = failures[0]
@@ -323,7 +323,7 @@ class LearnerGroup:
         self.kill()
         self._spawn()
 
-    # --- the lead ---------------------------------------------------------------------------------
+    # --- the coordinator --------------------------------------------------------------------------
 
     @property
     def _lead(self) -> int:
