@@ -35,6 +35,9 @@ from common.rpc.messages import Message
 SILENCE_S = 1.75
 LONG_SILENCE_S = 20.0
 """After so long without a heartbeat the connection is made anew."""
+REQUEST_TIMEOUT_S = 10.0
+"""A request without an answer is sent again after so long: a turn of the service takes a fraction of it, a lost message
+costs no more. It is answered once, however often it is sent."""
 
 R = TypeVar("R")
 M = TypeVar("M", bound=Message)
@@ -124,9 +127,7 @@ class BufferClient:
             address,
             run_id,
             name=name,
-            patience=Patience(
-                resend_s=config.request_timeout_s, give_up_s=config.give_up_after_s, heartbeat_s=heartbeat_s
-            ),
+            patience=Patience(resend_s=REQUEST_TIMEOUT_S, give_up_s=config.give_up_after_s, heartbeat_s=heartbeat_s),
             errors=RpcErrors(lambda _, text: BufferRefused(text), BufferUnavailable),
             keys=keys,
             is_bulk=lambda message: isinstance(message, p.Push),
@@ -176,11 +177,11 @@ class BufferClient:
         return self._ask(p.Drain(), p.Done)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Give what is outstanding `timeout_s` (default: `request_timeout_s`) to be answered, then end."""
+        """Give what is outstanding `timeout_s` (default: `REQUEST_TIMEOUT_S`) to be answered, then end."""
         with self._lock:
             self._closing = True
         self._outbox.close()
-        self._transport.close(self._config.request_timeout_s if timeout_s is None else timeout_s)
+        self._transport.close(REQUEST_TIMEOUT_S if timeout_s is None else timeout_s)
         self._fail_waiting([], BufferUnavailable(f"the client of the buffer service at {self.address} was closed"))
 
     # --- actors -----------------------------------------------------------------------------------
@@ -291,8 +292,8 @@ class BufferClient:
         bodies = []
         start = 0
         while start < len(record_ids):
-            end = start + num_fitting(itertools.islice(sizes, start, None), message_room(self._config))
-            bodies.append(checked(schema.encode_scores(record_ids[start:end], logprobs[start:end]), self._config))
+            end = start + num_fitting(itertools.islice(sizes, start, None), message_room())
+            bodies.append(checked(schema.encode_scores(record_ids[start:end], logprobs[start:end])))
             start = end
         return last_of([self._ask(p.WriteScores(), p.Done, body) for body in bodies], p.Done())
 

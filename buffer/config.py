@@ -9,6 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"]
 SamplerName = Literal["fifo", "on_policy_share", "uniform", "reward_softmax", "prioritised", "length_balanced"]
 
+MAX_MESSAGE_MIB = 64
+"""A larger message is refused: ZeroMQ has all of one in memory before anyone can look at it. Clients send far smaller
+ones, and the longest single trajectory that fits has some eight million tokens."""
+
 
 class BufferConfig(BaseModel):
     """Knobs of the replay buffer: its service, its store and its clients."""
@@ -47,9 +51,6 @@ class BufferConfig(BaseModel):
     priority_alpha: float = Field(
         default=1.0, ge=0.0, description="'prioritised' draws with weight priority^this * exp(-age / age_tau)."
     )
-    priority_epsilon: PositiveFloat = Field(
-        default=0.01, description="'prioritised': the priority is the spread of a group's rewards plus this."
-    )
     age_tau: PositiveFloat = Field(
         default=8.0, description="'prioritised': after so many versions the weight of a group has fallen by e."
     )
@@ -85,36 +86,19 @@ class BufferConfig(BaseModel):
         le=1.0,
         description="Warn where trained and generated lengths differ by more than this Kolmogorov-Smirnov distance.",
     )
-    fidelity_memory: PositiveInt = Field(
-        default=4096, description="Samples after which the compared counts of lengths have faded by e."
-    )
     lease_timeout_s: PositiveFloat = Field(
         default=60.0, description="A lease that is neither completed nor renewed for so long is issued again."
     )
     max_attempts: PositiveInt = Field(
         default=5, description="A group whose lease was issued so often without completing is given up and counted."
     )
-    coalesce_ms: float = Field(
-        default=5.0, ge=0.0, le=100.0, description="How long a client collects trajectories for one message."
-    )
-    max_message_mib: PositiveInt = Field(default=64, description="A larger message is refused.")
-    request_timeout_s: PositiveFloat = Field(
-        default=10.0, description="A client resends a request that was not answered for so long."
-    )
     give_up_after_s: PositiveFloat = Field(
         default=120.0, description="A client that got no answer for so long raises, naming the service."
-    )
-    inbox_mib: PositiveInt = Field(
-        default=256, description="What all clients together may have sent without an acknowledgement."
     )
     durability: Literal["commit", "interval", "os"] = Field(
         default="commit",
         description="'commit' syncs before it acknowledges: survives kill -9 and a power cut. 'interval' syncs every "
-        "sync_interval_ms, 'os' leaves it to the system: both survive kill -9, not a power cut.",
-    )
-    sync_interval_ms: PositiveFloat = Field(default=100.0, description="With durability 'interval': how often to sync.")
-    scrub_every_s: float = Field(
-        default=600.0, ge=0.0, description="Pause between two passes over all records that look for damage; 0: none."
+        "0.1 s, 'os' leaves it to the system: both survive kill -9, not a power cut.",
     )
     capacity_trajectories: PositiveInt = Field(
         default=1_000_000,
@@ -167,10 +151,10 @@ class BufferConfig(BaseModel):
             )
         if self.groups_per_prompt > 1:
             self._check_groups_per_prompt(chosen, where)
-        if 0 < self.capacity_gib * 1024 < self.max_message_mib:
+        if 0 < self.capacity_gib * 1024 < MAX_MESSAGE_MIB:
             raise ValueError(
                 f"capacity_gib = {self.capacity_gib} is {self.capacity_gib * 1024:.3g} MiB, less than a single message "
-                f"may hold (max_message_mib = {self.max_message_mib}): raise it, or lower max_message_mib"
+                f"may hold ({MAX_MESSAGE_MIB} MiB): raise it"
             )
         return self
 

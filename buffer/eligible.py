@@ -23,7 +23,7 @@ MAX_SAME_PROMPT = 64
 """So many of a prompt's groups are looked at for others of it: of single use, most that are stored are used up."""
 _KNOBS = {
     "reward_softmax": {"reward_temperature"},
-    "prioritised": {"priority_alpha", "priority_epsilon", "age_tau"},
+    "prioritised": {"priority_alpha", "age_tau"},
 }
 """For each sampler that has any, the knobs that decide what it keeps in an index."""
 

@@ -114,7 +114,7 @@ class Groups:
         group.rewards[index] = sample.reward
         group.lengths[index], group.completion_lengths[index] = sample.num_tokens, sample.num_completion_tokens
         tx.state.ledger.commit(state)
-        tx.state.fidelity.generated.add(sample.num_completion_tokens, self.config.fidelity_memory)
+        tx.state.fidelity.generated.add(sample.num_completion_tokens)
         if sample.reward is not None:
             group.oldest = sample.oldest if group.oldest is None else min(group.oldest, sample.oldest)
 

@@ -17,6 +17,8 @@ NUM_BUCKETS = 48
 """Two to an octave: completions up to 2^24 tokens."""
 MIN_SAMPLES = 256
 """No alarm before so many completions were trained on: few samples differ from any distribution."""
+MEMORY = 4096
+"""Completions after which the counts have faded by e: enough for a 95th percentile, and few enough to follow a run."""
 NUM_NAMED = 3
 """How many starved buckets a warning names."""
 _RESCALE_AT = 1e9
@@ -49,7 +51,7 @@ class LengthCounts(msgspec.Struct):
     unit: float = 1.0
     """What the next sample counts; growing it is cheaper than fading all counts."""
 
-    def add(self, num_tokens: int, memory: float) -> None:
+    def add(self, num_tokens: int, memory: float = MEMORY) -> None:
         """Count a completion. After `memory` further ones it counts 1/e of a new one."""
         if not self.counts:
             self.counts = [0.0] * NUM_BUCKETS

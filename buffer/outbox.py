@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.config import BufferConfig
+from buffer.config import MAX_MESSAGE_MIB, BufferConfig
 from buffer.errors import BufferUnavailable
 from buffer.trajectory import Trajectory
 from common.rpc.client import Answer, RpcClient, settle
 
+COALESCE_S = 0.005
+"""How long trajectories are collected for one message: little beside what it takes to generate one."""
 MAX_ROWS_PER_MESSAGE = 256
 MAX_BYTES_PER_MESSAGE = 2**20
 """More that wait are sent in several messages: a slow link must not be busy with one for long."""
@@ -101,7 +103,7 @@ class Outbox:
             with self._lock:
                 if not self._rows:
                     return None
-                due_in_s = self._rows[0].pushed_at + self._config.coalesce_ms / 1000 - time.monotonic()
+                due_in_s = self._rows[0].pushed_at + COALESCE_S - time.monotonic()
                 if due_in_s > 0 and not self._is_full() and not self._closing:
                     return due_in_s
                 rows = self._take_rows()
@@ -143,7 +145,7 @@ class Outbox:
     def _take_rows(self) -> list[_Row]:
         """As many rows as fit into one message."""
         waiting = itertools.islice(self._rows, MAX_ROWS_PER_MESSAGE)
-        room = min(message_room(self._config), MAX_BYTES_PER_MESSAGE)
+        room = min(message_room(), MAX_BYTES_PER_MESSAGE)
         taken = [self._rows.popleft() for _ in range(num_fitting((row.size_bytes for row in waiting), room))]
         self._waiting_bytes -= sum(row.size_bytes for row in taken)
         return taken
@@ -152,7 +154,7 @@ class Outbox:
         try:
             seqs = range(self._next_seq, self._next_seq + len(rows))
             sender = schema.Sender(self._name, self._epoch, seqs)
-            body = checked(schema.encode([row.trajectory for row in rows], self._run_id, sender), self._config)
+            body = checked(schema.encode([row.trajectory for row in rows], self._run_id, sender))
         except Exception as error:  # whatever a caller has put into a trajectory
             if len(rows) == 1:
                 self._settle(rows, [error])
@@ -195,9 +197,9 @@ def _size_bytes(trajectory: Trajectory) -> int:
     return arrays + schema.columns_size(trajectory) + ROW_OVERHEAD_BYTES
 
 
-def message_room(config: BufferConfig) -> int:
+def message_room() -> int:
     """Bytes of payload to put into a message: half of the limit, for an estimate leaves out Arrow's part."""
-    return config.max_message_mib * 2**20 // 2
+    return MAX_MESSAGE_MIB * 2**20 // 2
 
 
 def num_fitting(sizes: Iterable[int], room: int) -> int:
@@ -206,12 +208,14 @@ def num_fitting(sizes: Iterable[int], room: int) -> int:
     return max(1, sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals)))
 
 
-def checked(body: memoryview, config: BufferConfig) -> memoryview:
+def checked(body: memoryview) -> memoryview:
     """The body, where the service would take it: a larger one would cost the connection, and be sent again.
 
     Raises:
         ValueError: it is too large.
     """
-    if len(body) > config.max_message_mib * 2**20:
-        raise ValueError(f"a message of {len(body)} bytes exceeds [buffer] max_message_mib = {config.max_message_mib}")
+    if len(body) > MAX_MESSAGE_MIB * 2**20:
+        raise ValueError(
+            f"a message of {len(body)} bytes exceeds the {MAX_MESSAGE_MIB} MiB that the buffer takes in one"
+        )
     return body

@@ -26,6 +26,8 @@ import numpy as np
 from buffer.config import BufferConfig
 from buffer.tables import Group
 
+EPSILON = 0.01
+"""Of `Prioritised`: a group whose rewards are all the same keeps a chance, a hundredth of one whose spread is 1."""
 NOTHING: frozenset[int] = frozenset()
 _FINENESS = 2**32
 """Into how many parts `systematic_shares` divides the distance of two marks."""
@@ -145,7 +147,7 @@ class RewardSoftmax:
 
 @dataclass(frozen=True)
 class Prioritised:
-    """(spread of the rewards + epsilon)^alpha * exp(-age / tau), age in versions.
+    """(spread of the rewards + `EPSILON`)^alpha * exp(-age / tau), age in versions.
 
     A group whose samples all have the same reward teaches little: its advantages are 0. Every group's
     age grows alike, so the ratio of two weights never changes, and exp(oldest / tau) stands for
@@ -153,12 +155,11 @@ class Prioritised:
     """
 
     alpha: float
-    epsilon: float
     tau: float
 
     def log_weight(self, group: Group, oldest: int) -> float:
         """The logarithm of priority^alpha * exp(oldest / tau)."""
-        return self.alpha * math.log(group.reward_spread + self.epsilon) + oldest / self.tau
+        return self.alpha * math.log(group.reward_spread + EPSILON) + oldest / self.tau
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,7 @@ def _simple(name: str, config: BufferConfig) -> Sampler:
         case "reward_softmax":
             weight = RewardSoftmax(config.reward_temperature)
         case "prioritised":
-            weight = Prioritised(config.priority_alpha, config.priority_epsilon, config.age_tau)
+            weight = Prioritised(config.priority_alpha, config.age_tau)
         case _:
             raise AssertionError(f"the configuration lets no sampler '{name}' pass")
     return Weighted(weight, config.with_replacement)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from buffer import protocol as p
-from buffer.config import BufferConfig
+from buffer.config import MAX_MESSAGE_MIB, BufferConfig
 from buffer.core import Answer, BufferCore, OpenedPushes
 from buffer.errors import BufferRefused, StoreError, StoreFull
 from buffer.ingest import set_aside
@@ -30,6 +30,9 @@ from common.run import RunFacts
 
 log = logging.getLogger(__name__)
 
+INBOX_BYTES = 256 * 2**20
+"""What all clients together may have sent without an acknowledgement, which bounds the service's memory. A turn takes
+8 MiB, so it is many turns ahead of what any disk syncs."""
 _MAX_TURN_MESSAGES = 512
 _MAX_TURN_BYTES = 8 * 2**20
 """So much is taken in between two commits: more share one fsync, fewer are acknowledged sooner."""
@@ -106,13 +109,13 @@ class BufferService:
         self._store = Store(folder, facts, durability=config.durability)
         self._store.read(self._core.leases.restart)
         self._upkeep = Upkeep(config, self._store, clock)
-        self._credits = Credits(config.inbox_mib * 2**20)
+        self._credits = Credits(INBOX_BYTES)
         self._folder = folder
         self._rpc = RpcServer(
             p.PROTOCOL,
             facts.run_id,
             keys=keys,
-            max_message_bytes=config.max_message_mib * 2**20,
+            max_message_bytes=MAX_MESSAGE_MIB * 2**20,
             incoming=32,  # they are bounded in bytes by credit
             outgoing=1000,
             refuse_body=start_fault,

@@ -241,7 +241,7 @@ class Steps:
                 self._settle(tx, group, index, skipped=skipped)
                 if not skipped and not is_redone:
                     for _ in range(times):
-                        state.fidelity.trained.add(group.completion_lengths[index], self._groups.config.fidelity_memory)
+                        state.fidelity.trained.add(group.completion_lengths[index])
             if draw.finished_by < 0:
                 group.uses += times
             if not skipped:

@@ -31,10 +31,8 @@ GOODBYE_S = 60.0
 
 FREE = frozenset(
     {"algorithm", "actors", "learner", "weight_sync", "pools", "launch", "tracking"}
-    | {f"buffer.{key}" for key in ("host", "port", "lease_timeout_s", "max_attempts", "coalesce_ms", "max_message_mib")}
-    | {f"buffer.{key}" for key in ("request_timeout_s", "give_up_after_s", "inbox_mib", "durability")}
-    | {f"buffer.{key}" for key in ("sync_interval_ms", "scrub_every_s", "capacity_trajectories", "capacity_gib")}
-    | {f"buffer.{key}" for key in ("eviction", "fidelity_alarm", "fidelity_memory")}
+    | {f"buffer.{key}" for key in ("host", "port", "lease_timeout_s", "max_attempts", "give_up_after_s", "durability")}
+    | {f"buffer.{key}" for key in ("capacity_trajectories", "capacity_gib", "eviction", "fidelity_alarm")}
 )
 """Sections, and keys of others, that may differ from before, but for those in `FIXED`."""
 

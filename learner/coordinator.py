@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from buffer.client import Draw
+from buffer.client import REQUEST_TIMEOUT_S, Draw
 from buffer.sharding.client import open_client
 from common.run import RunContext
 from common.staleness import PolicyVersion, effective_version
@@ -128,7 +128,7 @@ class Coordinator:
     def begin(self, version: int, step: int) -> None:
         """Open this learner's incarnation."""
         future = self._client.begin_incarnation(version, step)
-        reply = future.result(self._buffer.give_up_after_s + self._buffer.request_timeout_s)
+        reply = future.result(self._buffer.give_up_after_s + REQUEST_TIMEOUT_S)
         self.incarnation = reply.incarnation
         self.resumed_at = dict(reply.resumed_at)
 
@@ -223,7 +223,7 @@ class Coordinator:
 
     def _answer(self, future: Future[R], what: str, *, heartbeats: bool = True) -> R:
         """The reply; the client itself gives up on a silent service, and its error says so."""
-        patience_s = self._buffer.give_up_after_s + 2 * self._buffer.request_timeout_s
+        patience_s = self._buffer.give_up_after_s + 2 * REQUEST_TIMEOUT_S
         asked_at = time.monotonic()
         while True:
             try:

@@ -26,7 +26,6 @@ from common.staleness import StalenessConfig
 RUN_ID = "benchmark"
 ADMITTED_STEPS = 4
 """With an unbounded lag, so many steps' groups may be outstanding."""
-COALESCE_MS = 10.0
 LEASES_PER_REQUEST = 64
 
 
@@ -46,7 +45,7 @@ def facts_for(groups_per_step: int) -> RunFacts:
 
 def config_for(**overrides: object) -> BufferConfig:
     """Defaults, but for what the benchmark's size needs."""
-    settings = {"coalesce_ms": COALESCE_MS, "lease_timeout_s": 3600.0, "give_up_after_s": PATIENCE_S, **overrides}
+    settings = {"lease_timeout_s": 3600.0, "give_up_after_s": PATIENCE_S, **overrides}
     return BufferConfig.model_validate(settings)
 
 

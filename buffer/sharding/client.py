@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.client import BufferClient, Draw
+from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
 from buffer.sharding.division import Supply, divide_step, must_wait
@@ -134,11 +134,11 @@ class ShardedClient:
         return self._tell(lambda client: client.drain())
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Give what is outstanding `timeout_s` (default: `request_timeout_s`) to be answered, then end."""
+        """Give what is outstanding `timeout_s` (default: `REQUEST_TIMEOUT_S`) to be answered, then end."""
         if self._is_closed:
             return
         self._is_closed = True
-        limit_s = self._config.request_timeout_s if timeout_s is None else timeout_s
+        limit_s = REQUEST_TIMEOUT_S if timeout_s is None else timeout_s
         asyncio.run_coroutine_threadsafe(self._settle(limit_s), self._loop).result(limit_s + 10.0)
         with ThreadPoolExecutor(len(self._shards)) as pool:
             list(pool.map(lambda shard: shard.client.close(limit_s), self._shards))

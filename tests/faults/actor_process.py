@@ -42,6 +42,8 @@ class Options(msgspec.Struct, frozen=True):
     name: str
     config: str
     """BufferConfig as JSON."""
+    request_timeout_s: float
+    """Of its client."""
     events: str
     """File to append to."""
     groups: int = 4
@@ -70,7 +72,8 @@ class ActorProcess:
         self._events = folder / f"{name}-{time.monotonic_ns()}.events"
         self._events.touch()
         config = service.config.model_dump_json()
-        made = Options(service.address, service.facts.run_id, name, config, str(self._events), **options)
+        timeout_s = client_module.REQUEST_TIMEOUT_S
+        made = Options(service.address, service.facts.run_id, name, config, timeout_s, str(self._events), **options)
         with (folder / f"{name}.log").open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.faults.actor_process", msgspec.json.encode(made).decode()],
@@ -136,6 +139,7 @@ def main(options: Options) -> int:
         os.write(events, (" ".join(map(str, words)) + "\n").encode())
 
     config = BufferConfig.model_validate_json(options.config)
+    client_module.REQUEST_TIMEOUT_S = options.request_timeout_s
     if not options.bounded:
         mock.patch.object(client_module, "Outbox", _BoundlessOutbox).start()
     client = BufferClient(options.address, run_id=options.run_id, role="actor", name=options.name, config=config)

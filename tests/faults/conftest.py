@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from buffer import client as client_module
 from buffer.client import BufferClient
 from tests.faults import results
 from tests.faults.actor_process import ActorProcess
 from tests.faults.cluster import Cluster
 from tests.faults.disks import Mounts
-from tests.faults.service_process import CONFIG, Load, Service
+from tests.faults.service_process import CONFIG, REQUEST_TIMEOUT_S, Load, Service
 from tests.full import FULL
 
 _RECORDER = pytest.StashKey[results.Recorder]()
@@ -71,6 +72,12 @@ def start_service(tmp_path):
     yield start
     for each in running:
         each.close()
+
+
+@pytest.fixture(autouse=True)
+def quick_clients(monkeypatch):
+    """Clients of a buffer send again sooner what is not answered."""
+    monkeypatch.setattr(client_module, "REQUEST_TIMEOUT_S", REQUEST_TIMEOUT_S)
 
 
 @pytest.fixture

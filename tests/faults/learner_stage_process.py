@@ -52,7 +52,7 @@ def main(orders_path: Path, rank: int) -> None:
         learner=config,
         algorithm=TypeAdapter(AlgorithmConfig).validate_python(orders["algorithm"]),
         weight_sync=knobs,
-        buffer=BufferConfig(give_up_after_s=10, request_timeout_s=2),
+        buffer=BufferConfig(give_up_after_s=10),
     )
     stage = Stage(context, rank, orders["rendezvous"])
     signal.signal(signal.SIGTERM, lambda *_: stage.request_stop())

@@ -41,7 +41,9 @@ FACTS = RunFacts(
     max_tokens=8192,
     staleness=StalenessConfig(max_lag="unbounded"),
 )
-CONFIG = BufferConfig(request_timeout_s=1.0, give_up_after_s=30.0, lease_timeout_s=30.0)
+CONFIG = BufferConfig(give_up_after_s=30.0, lease_timeout_s=30.0)
+REQUEST_TIMEOUT_S = 1.0
+"""Of the clients of these tests: what is lost is sent again sooner."""
 MANY = FACTS.model_copy(update={"groups_per_step": 4096})
 """Leases for 65,536 samples without a learner that draws."""
 

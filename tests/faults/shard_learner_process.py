@@ -10,9 +10,10 @@ import os
 import signal
 import sys
 
+from buffer import client as client_module
 from buffer.sharding.client import open_client
 from buffer.sharding.shards import Shard
-from tests.faults.service_process import CONFIG
+from tests.faults.service_process import CONFIG, REQUEST_TIMEOUT_S
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
     draw = Shard.draw
 
     async def draw_or_die(self, step, *rest):
-        if step == last and self.shard == 1:
+        if step == last and self.number == 1:
             await heard.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         part = await draw(self, step, *rest)
@@ -31,6 +32,7 @@ def main() -> None:
         return part
 
     Shard.draw = draw_or_die
+    client_module.REQUEST_TIMEOUT_S = REQUEST_TIMEOUT_S
     learner = open_client(addresses, run_id="killed", role="learner", name="learner", config=CONFIG)
     learner.connect()
     incarnation = learner.begin_incarnation(0, 0).result(30).incarnation

@@ -15,7 +15,7 @@ from tests.full import FULL
 MIB = 2**20
 LEASE_TIMEOUT_S = 2.0
 SHORT_LEASES = CONFIG.model_copy(update={"lease_timeout_s": LEASE_TIMEOUT_S, "max_attempts": 100})
-SMALL_CREDIT = CONFIG.model_copy(update={"inbox_mib": 8})
+SMALL_CREDIT = ("-m", "tests.tuned_service", f"buffer.service.INBOX_BYTES={8 * MIB}")
 """4 MiB for each of two actors."""
 GROWTH_LIMIT = 64 * MIB
 LONG_LEASES = CONFIG.model_copy(update={"lease_timeout_s": 3600.0})
@@ -159,7 +159,7 @@ def stop_the_buffer(start_service, start_actor, load_on, num_actors, **options):
     Returns:
         The stopped service, the actors, and by how much the largest of them grew since it had nothing, in bytes.
     """
-    service = start_service(facts=MANY, config=SMALL_CREDIT)
+    service = start_service(facts=MANY, entry=SMALL_CREDIT)
     actors = [
         start_actor(service, f"actor-{number}", groups=300, num_completion_tokens=8000, **options)
         for number in range(num_actors)

@@ -204,8 +204,9 @@ def test_without_a_sync_per_commit_a_power_cut_loses_samples(
     durability, mounts, start_service, load_on, tmp_path, show
 ):
     disk, image = mounts.ext4("disk", 128)
-    config = CONFIG.model_copy(update={"durability": durability, "sync_interval_ms": 500.0})
-    service = start_service(disk / "buffer", facts=MANY, config=config)
+    config = CONFIG.model_copy(update={"durability": durability})
+    entry = ("-m", "tests.tuned_service", "buffer.upkeep.SYNC_EVERY_S=0.5")
+    service = start_service(disk / "buffer", facts=MANY, config=config, entry=entry)
     load = load_on(service, draws=False, num_actors=1)
     worst = (0, 0)
     for number in range(5):

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from buffer import outbox
 from buffer.client import BufferClient
 from tests.faults.disks import MIB, fill
 from tests.faults.results import pick
@@ -107,11 +108,13 @@ def test_a_slow_fsync_costs_little_throughput_and_no_memory(start_service, load_
 
 
 @pytest.mark.fault(5, "one push at a time", control=True, tools=("strace",), full=True)
-def test_without_a_window_of_unacknowledged_pushes_a_slow_fsync_is_felt(start_service, load_on, tmp_path, show):
+def test_without_a_window_of_unacknowledged_pushes_a_slow_fsync_is_felt(
+    start_service, load_on, tmp_path, show, monkeypatch
+):
     service = start_service(facts=MANY)
     load_on(service, facts=MANY, draws=False, num_actors=0)
-    config = CONFIG.model_copy(update={"coalesce_ms": 0.0})
-    client = BufferClient(service.address, run_id=MANY.run_id, role="actor", name="one-by-one", config=config)
+    monkeypatch.setattr(outbox, "COALESCE_S", 0.0)
+    client = BufferClient(service.address, run_id=MANY.run_id, role="actor", name="one-by-one", config=CONFIG)
     client.connect()
     leases = iter(client.lease(512).result(30).leases)
 

@@ -9,6 +9,7 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 
+from buffer import client as client_module
 from buffer.errors import BufferRefused, BufferUnavailable
 from tests.faults.service_process import CONFIG, FACTS, Kept, generate
 
@@ -59,8 +60,9 @@ def test_nothing_acknowledged_is_lost_or_doubled_when_the_service_is_killed_unde
     assert kept.report["recount"]["committed"] == kept.report["num_records"] == len(outcomes)
 
 
-def test_a_client_gives_up_and_names_the_service_when_it_stays_away(service, connect):
-    client = connect("actor-0", config=CONFIG.model_copy(update={"request_timeout_s": 0.3, "give_up_after_s": 1.0}))
+def test_a_client_gives_up_and_names_the_service_when_it_stays_away(service, connect, monkeypatch):
+    monkeypatch.setattr(client_module, "REQUEST_TIMEOUT_S", 0.3)
+    client = connect("actor-0", config=CONFIG.model_copy(update={"give_up_after_s": 1.0}))
     service.kill()
     pending = [client.status(), client.lease(1)]
     wait(pending, 10)

@@ -15,8 +15,8 @@ MIB = 2**20
 ROOM = 128 * MIB
 """Above what the service has when nobody sends."""
 STUCK_S = 30.0
-SMALL_INBOX = CONFIG.model_copy(update={"inbox_mib": 16})
-LARGE_INBOX = CONFIG.model_copy(update={"inbox_mib": 4096})
+SMALL_INBOX = f"buffer.service.INBOX_BYTES={16 * MIB}"
+LARGE_INBOX = f"buffer.service.INBOX_BYTES={4096 * MIB}"
 LEASE_TIMEOUT_S = 2.0
 SHORT_LEASES = CONFIG.model_copy(update={"lease_timeout_s": LEASE_TIMEOUT_S, "max_attempts": 100})
 
@@ -31,11 +31,11 @@ def limit():
 
 @pytest.fixture
 def start_limited(start_service, limit):
-    """`start_limited(config)`: a service whose memory counts from its start on; there is no limit yet."""
+    """`start_limited(constants)`: a service whose memory counts from its start on; there is no limit yet."""
 
-    def start(config=CONFIG):
-        entry = ("-m", "tests.faults.limited_service", str(limit.processes))
-        return start_service(facts=MANY, config=config, entry=entry)
+    def start(*constants):
+        entry = ("-m", "tests.faults.limited_service", str(limit.processes), *constants)
+        return start_service(facts=MANY, config=CONFIG, entry=entry)
 
     return start
 

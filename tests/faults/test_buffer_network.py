@@ -11,6 +11,7 @@ import psutil
 import pytest
 import zmq
 
+from buffer import client as client_module
 from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
@@ -26,6 +27,7 @@ CUT_S = 7.0
 NOTICED_S, RESUMED_S, RECONNECTED_S = 2.5, 1.0, 3.0
 LINK_MBIT_PER_S = 10.0
 UNPROTECTED = ("-m", "tests.faults.unprotected_service")
+SMALL_INBOX = ("-m", "tests.tuned_service", f"buffer.service.INBOX_BYTES={32 * MIB}")
 needs_link = {"tools": netns.TOOLS, "root": True, "full": True}
 
 
@@ -38,14 +40,16 @@ def link():
 
 
 @pytest.fixture
-def far_service(link, tmp_path):
+def far_service(link, tmp_path, monkeypatch):
     """A service at the far end of the link, with the clients' default patience."""
+
+    monkeypatch.setattr(client_module, "REQUEST_TIMEOUT_S", 10.0)
 
     class FarService(Service):
         def command(self):
             return [*link.prefix, *super().command()]
 
-    running = FarService(tmp_path / "buffer", MANY, BufferConfig(host=link.far, inbox_mib=32))
+    running = FarService(tmp_path / "buffer", MANY, BufferConfig(host=link.far), entry=SMALL_INBOX)
     yield running
     running.close()
 

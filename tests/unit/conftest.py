@@ -2,8 +2,15 @@
 
 import pytest
 
+from buffer import client
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import facts
+
+
+@pytest.fixture(autouse=True)
+def quick_clients(monkeypatch):
+    """Clients of a buffer send again sooner what is not answered."""
+    monkeypatch.setattr(client, "REQUEST_TIMEOUT_S", 1.0)
 
 
 @pytest.fixture

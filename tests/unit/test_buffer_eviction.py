@@ -1,5 +1,6 @@
 """Eviction by capacity and by sampler, and the catalogue of what is there."""
 
+from buffer import config as config_module
 from buffer import protocol as p
 from buffer.catalogue import find, sortable_float
 from buffer.config import BufferConfig
@@ -79,8 +80,9 @@ def test_eviction_leaves_the_learner_what_admission_counts_on(make):
     assert buffer.status().num_records > 20
 
 
-def test_the_size_of_stored_data_is_bounded_as_well(make):
-    settings = BufferConfig(sampler="uniform", max_uses="unlimited", capacity_gib=2**20 / 2**30, max_message_mib=1)
+def test_the_size_of_stored_data_is_bounded_as_well(make, monkeypatch):
+    monkeypatch.setattr(config_module, "MAX_MESSAGE_MIB", 1)
+    settings = BufferConfig(sampler="uniform", max_uses="unlimited", capacity_gib=2**20 / 2**30)
     buffer, actor = started(make, settings, groups_per_step=1)
     for _ in range(40):
         generate(buffer, actor, 2, tokens=4000)

@@ -70,8 +70,7 @@ def settings_of(**knobs):
         ("reward_softmax", {"priority_alpha": 2.0}, {"reward_temperature": 2.0}),
         ("prioritised", {"reward_temperature": 2.0, "replay_sampler": "fifo"}, {"age_tau": 2.0}),
         ("prioritised", {}, {"priority_alpha": 2.0}),
-        ("prioritised", {}, {"priority_epsilon": 2.0}),
-        ("length_balanced", {"priority_epsilon": 2.0}, {"sampler": "fifo"}),
+        ("length_balanced", {"priority_alpha": 2.0}, {"sampler": "fifo"}),
         ("on_policy_share", {"on_policy_share": 0.9, "age_tau": 2.0}, {"replay_sampler": "prioritised"}),
     ],
 )
@@ -119,5 +118,5 @@ def test_lost_leases_are_issued_again_in_time_that_grows_with_their_number(make,
 
 
 def test_a_capacity_below_a_single_message_is_refused():
-    with pytest.raises(ValueError, match=r"less than a single message may hold \(max_message_mib = 64\)"):
+    with pytest.raises(ValueError, match=r"less than a single message may hold \(64 MiB\)"):
         BufferConfig(capacity_gib=1e-9)

@@ -17,7 +17,7 @@ from common.rpc.client import Patience, RpcClient, RpcErrors, _Call
 from tests.in_process_buffer import make_trajectory
 from tests.unit.buffer_rules import Actor, facts
 
-CONFIG = BufferConfig(request_timeout_s=1.0, give_up_after_s=10.0)
+CONFIG = BufferConfig(give_up_after_s=10.0)
 
 
 def client_of(address: str, resend_s: float = 1.0) -> RpcClient:

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from buffer import protocol as p
+from buffer import samplers
 from buffer.config import BufferConfig
 from buffer.errors import StoreError
 from buffer.samplers import systematic_shares
@@ -58,8 +59,9 @@ def test_uniform_draws_every_group_alike(make):
     assert_near(drawn_in(buffer, 300), dict.fromkeys(groups, 1 / 3), 300)
 
 
-def test_prioritised_draws_by_the_spread_of_rewards_and_the_age(make):
-    knobs = {"priority_alpha": 0.5, "priority_epsilon": 0.04, "age_tau": 2.0, "selection_pool": 1.0}
+def test_prioritised_draws_by_the_spread_of_rewards_and_the_age(make, monkeypatch):
+    monkeypatch.setattr(samplers, "EPSILON", 0.04)
+    knobs = {"priority_alpha": 0.5, "age_tau": 2.0, "selection_pool": 1.0}
     buffer, actor = started(make, config("prioritised", **knobs), groups_per_step=1)
     flat, spread = generate(buffer, actor, 1, [1.0]) + generate(buffer, actor, 1, [1.0, 0.0])
     for step in range(1, 3):

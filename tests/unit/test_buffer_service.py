@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from buffer import outbox
+from buffer import service as service_module
 from buffer.client import BufferClient, decode_draw
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable, StoreError
@@ -27,7 +29,7 @@ FACTS = RunFacts(
     max_tokens=16,
     staleness=StalenessConfig(max_lag=40),
 )
-CONFIG = BufferConfig(request_timeout_s=1.0, give_up_after_s=10.0)
+CONFIG = BufferConfig(give_up_after_s=10.0)
 
 
 @pytest.fixture
@@ -108,15 +110,16 @@ def test_a_trajectory_that_cannot_be_encoded_fails_alone(connect, learner):
         bad.result(5)
 
 
-def test_a_step_far_larger_than_a_message_is_drawn_and_its_scores_are_written_back(tmp_path):
+def test_a_step_far_larger_than_a_message_is_drawn_and_its_scores_are_written_back(tmp_path, monkeypatch):
     """8 MB of trajectories and 4 MB of scores, where a message to the service may have 1 MiB."""
-    config = CONFIG.model_copy(update={"max_message_mib": 1})
+    for module in (outbox, service_module):
+        monkeypatch.setattr(module, "MAX_MESSAGE_MIB", 1)
     facts = FACTS.model_copy(update={"group_size": 32, "groups_per_step": 1, "max_tokens": 32_003})
-    service = BufferService(config, facts, tmp_path / "buffer")
+    service = BufferService(CONFIG, facts, tmp_path / "buffer")
     address, stop = service.bind(), threading.Event()
     thread = threading.Thread(target=service.serve, args=(stop,))
     thread.start()
-    actor, learner = (BufferClient(address, run_id="r", role=n, name=n, config=config) for n in ("actor", "learner"))
+    actor, learner = (BufferClient(address, run_id="r", role=n, name=n, config=CONFIG) for n in ("actor", "learner"))
     try:
         learner.connect()
         learner.published(learner.begin_incarnation(0, 0).result(5).incarnation, 0).result(5)
@@ -134,7 +137,7 @@ def test_a_step_far_larger_than_a_message_is_drawn_and_its_scores_are_written_ba
         learner.write_scores([], []).result(1)
         again = learner.draw(1, 0, 0, 1, wait_s=5.0).result(10).trajectories
         assert [row.reference_logprobs[-1] for row in again] == [-index for index in range(32)]
-        with pytest.raises(ValueError, match="max_message_mib = 1"):
+        with pytest.raises(ValueError, match="exceeds the 1 MiB that the buffer takes in one"):
             learner.write_scores([1], [np.zeros(300_000, np.float32)])
         with pytest.raises(BufferRefused, match="record 999 is not in the buffer"):
             learner.write_scores([*draw.record_ids, 999], [*scores, scores[0]]).result(10)

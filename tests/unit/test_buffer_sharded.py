@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from buffer import client as client_module
+from buffer import service as service_module
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable
@@ -18,7 +20,7 @@ from buffer.sharding.shards import Shard
 from tests.in_process_buffer import make_trajectory
 from tests.unit.buffer_rules import facts
 
-CONFIG = BufferConfig(request_timeout_s=1.0, give_up_after_s=10.0, shards=3)
+CONFIG = BufferConfig(give_up_after_s=10.0, shards=3)
 
 
 class Services:
@@ -227,12 +229,12 @@ def test_while_all_shards_that_know_an_actor_are_silent_its_client_goes_on_and_s
         services.resume(shard.number)
 
 
-def test_a_shard_without_credit_holds_up_no_push_to_another(tmp_path):
+def test_a_shard_without_credit_holds_up_no_push_to_another(tmp_path, monkeypatch):
     """Rows of 320 kB, of which a client may have 1 MiB unacknowledged at each shard."""
-    config = CONFIG.model_copy(update={"inbox_mib": 1})
-    services = Services(tmp_path, config=config, max_tokens=40_003, vocab_size=50_000, max_lag="unbounded")
+    monkeypatch.setattr(service_module, "INBOX_BYTES", 2**20)
+    services = Services(tmp_path, max_tokens=40_003, vocab_size=50_000, max_lag="unbounded")
     actor, learner = (
-        open_client(services.addresses, run_id="r", role=name, name=name, config=config)
+        open_client(services.addresses, run_id="r", role=name, name=name, config=CONFIG)
         for name in ("actor", "learner")
     )
     actor.connect()
@@ -298,8 +300,9 @@ def test_what_waits_fails_when_the_client_is_closed_and_nothing_can_follow(conne
         learner.status()
 
 
-def test_a_shard_that_never_answers_is_an_error_that_names_it(services):
-    config = CONFIG.model_copy(update={"give_up_after_s": 1.0, "request_timeout_s": 0.5})
+def test_a_shard_that_never_answers_is_an_error_that_names_it(services, monkeypatch):
+    monkeypatch.setattr(client_module, "REQUEST_TIMEOUT_S", 0.5)
+    config = CONFIG.model_copy(update={"give_up_after_s": 1.0})
     client = open_client(services.addresses, run_id="r", role="learner", name="learner", config=config)
     assert isinstance(client, ShardedClient)
     client.connect()

@@ -122,7 +122,7 @@ def serve(tmp_path):
     def start(max_tokens):
         if running:
             stop()
-        config = BufferConfig(request_timeout_s=1.0, give_up_after_s=10.0)
+        config = BufferConfig(give_up_after_s=10.0)
         service = BufferService(config, facts(groups_per_step=1, max_tokens=max_tokens), tmp_path / "buffer")
         address, stopped = service.bind(), threading.Event()
         thread = threading.Thread(target=service.serve, args=(stopped,))

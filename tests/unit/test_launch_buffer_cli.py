@@ -295,7 +295,7 @@ class Live:
 
     def __init__(self, folder):
         self.facts = facts(num_prompts=1000, group_size=4, groups_per_step=64, max_lag="unbounded")
-        config = BufferConfig(request_timeout_s=1.0, give_up_after_s=20.0)
+        config = BufferConfig(give_up_after_s=20.0)
         command = [sys.executable, "-m", "buffer", "--folder", folder, "--facts", self.facts.model_dump_json()]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         address = self.process.stdout.readline().strip()
