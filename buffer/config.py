@@ -65,20 +65,15 @@ class BufferConfig(BaseModel):
         description="Each group that the sampler takes brings up to this minus 1 others of its prompt into the step, "
         "the newest first, for losses that compare samples of one prompt across policy versions.",
     )
-    selection_pool: float = Field(
-        default=1.0,
-        ge=1.0,
-        le=64.0,
-        description="length_correction and pack_tokens choose from so many times the groups of a step: those that "
-        "the sampler takes, and those that it would take next.",
-    )
     length_correction: bool = Field(
-        default=False, description="Choose from the pool the lengths that were trained less than they were generated."
+        default=False,
+        description="Choose, among four times the groups of a step, the lengths that were trained less than they "
+        "were generated. The others are those that the sampler would take next.",
     )
     pack_tokens: int = Field(
         default=0,
         ge=0,
-        description="Choose from the pool what packs well into micro-batches of so many tokens; 0 does not.",
+        description="Choose what packs well into micro-batches of so many tokens, among as many groups; 0 does not.",
     )
     fidelity_alarm: float = Field(
         default=0.2,
@@ -135,19 +130,10 @@ class BufferConfig(BaseModel):
                 f"max_uses = 'unlimited' with {where} would draw the same oldest groups at every step: give max_uses "
                 "a number, or choose 'uniform', 'reward_softmax' or 'prioritised'"
             )
-        if (self.length_correction or self.pack_tokens) and self.selection_pool == 1.0:
+        if self.chooses_by_length and self.with_replacement:
             raise ValueError(
-                "length_correction and pack_tokens choose among candidates, and selection_pool = 1.0 leaves none: "
-                "raise it, to 4.0 say"
-            )
-        if self.selection_pool > 1.0 and not (self.length_correction or self.pack_tokens):
-            raise ValueError(
-                f"selection_pool = {self.selection_pool} offers candidates, but nothing chooses among them: set "
-                "length_correction or pack_tokens, or selection_pool = 1.0"
-            )
-        if self.selection_pool > 1.0 and self.with_replacement:
-            raise ValueError(
-                "selection_pool chooses among different groups, which with_replacement does not offer: use one of them"
+                "length_correction and pack_tokens choose among different groups, which with_replacement does not "
+                "offer: use one of them"
             )
         if self.groups_per_prompt > 1:
             self._check_groups_per_prompt(chosen, where)
@@ -163,10 +149,10 @@ class BufferConfig(BaseModel):
         what = f"groups_per_prompt = {self.groups_per_prompt} brings different groups of a prompt together"
         if self.with_replacement:
             raise ValueError(f"{what}, and with_replacement one of them several times: use one of them")
-        if self.selection_pool > 1.0:
+        if self.chooses_by_length:
             raise ValueError(
-                f"{what}, and length_correction or pack_tokens would part them again by their lengths: turn those off "
-                "(with selection_pool = 1.0), or set groups_per_prompt = 1"
+                f"{what}, and length_correction or pack_tokens would part them again by their lengths: turn those off, "
+                "or set groups_per_prompt = 1"
             )
         if sampler == "length_balanced":
             raise ValueError(
@@ -178,3 +164,8 @@ class BufferConfig(BaseModel):
     def replays(self) -> bool:
         """May a group be used by more than one step?"""
         return self.max_uses != 1
+
+    @property
+    def chooses_by_length(self) -> bool:
+        """Do lengths decide which of more groups than a step needs enter it?"""
+        return self.length_correction or bool(self.pack_tokens)

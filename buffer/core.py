@@ -246,12 +246,13 @@ class BufferCore:
 
 def _check_waits(config: BufferConfig, facts: RunFacts) -> None:
     """on_stale = "wait" promises that no group is dropped, which only drawing the oldest first can keep."""
-    takes_others = config.replays or config.selection_pool != 1.0 or config.groups_per_prompt > 1
+    takes_others = config.replays or config.chooses_by_length or config.groups_per_prompt > 1
     is_plain = config.sampler == "fifo" and not takes_others
     if facts.staleness.on_stale == "wait" and not is_plain:
         raise StoreError(
             "on_stale = 'wait' lets no group pass the age bound, for which the oldest must be drawn first, but "
-            f"[buffer] has sampler = '{config.sampler}', max_uses = {config.max_uses}, selection_pool = "
-            f"{config.selection_pool}, groups_per_prompt = {config.groups_per_prompt}: use sampler = 'fifo', "
-            "max_uses = 1, selection_pool = 1.0 and groups_per_prompt = 1, or on_stale = 'drop'"
+            f"[buffer] has sampler = '{config.sampler}', max_uses = {config.max_uses}, length_correction = "
+            f"{config.length_correction}, pack_tokens = {config.pack_tokens}, groups_per_prompt = "
+            f"{config.groups_per_prompt}: use sampler = 'fifo', max_uses = 1, no choice by length and "
+            "groups_per_prompt = 1, or on_stale = 'drop'"
         )

@@ -6,7 +6,6 @@ same groups, also after a restart. What becomes of recorded draws is in `buffer.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +32,8 @@ from common.staleness import StalenessContract
 
 MAX_NAMED = 4
 """How many groups or actors a message names before it says 'and others'."""
+SELECTION_POOL = 4
+"""A choice by length is among so many times the groups that a step needs. More would let it outvote the sampler."""
 NUM_SWAPS = 128
 """Swaps that `well_packed` tries; packing a step costs well under a millisecond each time."""
 GOOD_ENOUGH = 0.99
@@ -206,7 +207,7 @@ class Draws:
         seeds = [self._facts.seed & 0xFFFFFFFF, request.step, request.incarnation, self._facts.shard]
         random = np.random.default_rng(seeds)
         sampler, candidates = self._groups.index.sampler, Eligible(tx, self._groups.max_uses)
-        if not (config.length_correction or config.pack_tokens):
+        if not config.chooses_by_length:
             return sampler.choose(candidates, num, random)
         # Groups that no later step could use go first, so that no choice by length lets them starve. What was
         # used before may go: under replay the sampler decides who is used again.
@@ -216,7 +217,7 @@ class Draws:
         # The sampler's choice comes first in the pool, then what it would choose beside that: a sampler that does not
         # choose in an order could not be cut off after the first `num` of the whole pool.
         chosen = sampler.choose(candidates, num, random, frozenset(due))
-        num_spare = math.ceil(config.selection_pool * num) - num
+        num_spare = (SELECTION_POOL - 1) * num
         spare = sampler.choose(candidates, num_spare, random, frozenset([*due, *chosen]))
         return due + self._select(tx, due, [*chosen, *spare], num, random)
 

@@ -44,7 +44,6 @@ def configs(draw):
         reward_temperature=0.1,
         max_uses=max_uses,
         with_replacement=with_replacement,
-        selection_pool=2.0 if length_correction or packs else 1.0,
         length_correction=length_correction,
         pack_tokens=40 if packs else 0,
         eviction=draw(st.sampled_from(["oldest", "lowest_reward"])),

@@ -149,9 +149,8 @@ def test_the_correction_brings_trained_lengths_nearer_to_generated_ones(make):
     distances = {}
     for correction in (False, True):
         settings = BufferConfig(
-            sampler="reward_softmax", reward_temperature=0.5, max_uses=40, length_correction=correction,
-            selection_pool=4.0 if correction else 1.0,
-        )  # fmt: skip
+            sampler="reward_softmax", reward_temperature=0.5, max_uses=40, length_correction=correction
+        )
         buffer, actor = started(make, settings, groups_per_step=4, group_size=1)
         random = np.random.default_rng(1)
         for length in log_normal(random, 60):
@@ -162,7 +161,7 @@ def test_the_correction_brings_trained_lengths_nearer_to_generated_ones(make):
     assert distances[True] < 0.4 * distances[False]
 
 
-def test_the_correction_takes_the_laws_order_before_anything_was_trained_and_all_where_there_are_no_more():
+def test_the_correction_takes_the_samplers_order_before_anything_was_trained_and_all_where_there_are_no_more():
     offers = offers_of([10, 20, 30, 40])
     assert corrected(offers, 4, Fidelity()) == offers
     fidelity = Fidelity()
@@ -174,7 +173,7 @@ def test_the_correction_takes_the_laws_order_before_anything_was_trained_and_all
 
 
 def test_groups_at_their_last_chance_enter_the_step_whatever_their_length(make):
-    settings = BufferConfig(selection_pool=4.0, length_correction=True)
+    settings = BufferConfig(length_correction=True)
     buffer, actor = started(make, settings, groups_per_step=2, group_size=1, max_lag=3, max_actor_lag=0)
     leases = actor.lease(100)
     assert len(leases) == 8
@@ -223,7 +222,7 @@ def test_packing_by_choice_fills_micro_batches_better_and_keeps_the_lengths():
 def test_a_draw_says_the_length_of_each_trajectory_and_packs_by_knob(make):
     fills = {}
     for pack_tokens in (0, 1000):
-        settings = BufferConfig(max_uses=2, selection_pool=4.0 if pack_tokens else 1.0, pack_tokens=pack_tokens)
+        settings = BufferConfig(max_uses=2, pack_tokens=pack_tokens)
         buffer, actor = started(make, settings, groups_per_step=4, max_lag=40, max_actor_lag=0)
         random = np.random.default_rng(4)
         for length in random.integers(200, 900, 64).tolist():

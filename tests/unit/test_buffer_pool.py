@@ -2,15 +2,13 @@
 
 from collections import Counter
 
-import pytest
-from pydantic import ValidationError
-
+from buffer import draws
 from buffer.config import BufferConfig
 from common.staleness import PolicyVersion
 from tests.unit.buffer_rules import Actor, generate, train
 
 LONG = {"vocab_size": 8192, "max_tokens": 8192, "num_prompts": 500, "group_size": 1}
-PACKS = {"selection_pool": 4.0, "pack_tokens": 4096}
+PACKS = {"pack_tokens": 4096}
 
 
 def started(make, config, **changes):
@@ -40,8 +38,9 @@ def test_packing_leaves_on_policy_share_its_share(make):
     assert 24 <= num_newest <= 28, "half of 48, and now and then one by the other sampler"
 
 
-def test_the_spare_groups_are_those_that_the_sampler_would_take_next(make):
-    settings = BufferConfig(max_uses=2, selection_pool=2.0, length_correction=True)
+def test_the_spare_groups_are_those_that_the_sampler_would_take_next(make, monkeypatch):
+    monkeypatch.setattr(draws, "SELECTION_POOL", 2)
+    settings = BufferConfig(max_uses=2, length_correction=True)
     buffer, actor = started(make, settings, groups_per_step=2)
     groups = generate(buffer, actor, 2, tokens=8) + generate(buffer, actor, 4, tokens=4000)
     drawn = [set(train(buffer, step).group_ids) for step in (1, 2)]
@@ -83,8 +82,3 @@ def test_the_last_chance_of_an_unused_group_is_the_last_step_whose_updates_are_a
         buffer.publish(version + 2)
         generate(buffer, actor, 2, version=PolicyVersion(0, version + 2))
     assert groups == unused
-
-
-def test_a_pool_that_nothing_chooses_from_is_refused():
-    with pytest.raises(ValidationError, match=r"nothing chooses among them: set length_correction or pack_tokens"):
-        BufferConfig(selection_pool=2.0)

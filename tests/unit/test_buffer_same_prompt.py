@@ -152,8 +152,8 @@ def test_an_on_policy_share_keeps_its_meaning_for_the_groups_that_the_sampler_ta
     ("knobs", "sentence"),
     [
         ({"sampler": "uniform", "max_uses": 2, "with_replacement": True}, "with_replacement one of them several times"),
-        ({"selection_pool": 2.0, "pack_tokens": 512}, "part them again by their lengths"),
-        ({"selection_pool": 2.0, "length_correction": True}, "part them again by their lengths"),
+        ({"pack_tokens": 512}, "part them again by their lengths"),
+        ({"length_correction": True}, "part them again by their lengths"),
         ({"sampler": "length_balanced"}, "sampler = 'length_balanced' could not balance those"),
         (
             {"sampler": "on_policy_share", "replay_sampler": "length_balanced"},
