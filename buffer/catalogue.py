@@ -71,7 +71,7 @@ def add(tx: Transaction, group: Group) -> None:
 
 
 def remove(tx: Transaction, group: Group) -> None:
-    """Take a group out of which nothing is stored any more."""
+    """Take out a group that has nothing stored any more."""
     for key in keys(group, tx.state):
         tx.catalogue.delete(*key)
 

@@ -52,7 +52,7 @@ class BufferConfig(BaseModel):
         default=1.0, ge=0.0, description="'prioritised' draws with weight priority^this * exp(-age / age_tau)."
     )
     age_tau: PositiveFloat = Field(
-        default=8.0, description="'prioritised': after so many versions the weight of a group has fallen by e."
+        default=8.0, description="'prioritised': versions after which the weight of a group has fallen by e."
     )
     max_uses: PositiveInt | Literal["unlimited"] = Field(
         default=1, description="How many steps may use a group; 1 is single use, more is replay."
@@ -67,8 +67,8 @@ class BufferConfig(BaseModel):
     )
     length_correction: bool = Field(
         default=False,
-        description="Choose, among four times the groups of a step, the lengths that were trained less than they "
-        "were generated. The others are those that the sampler would take next.",
+        description="Choose the lengths that were trained less than they were generated, among four times the groups "
+        "of a step: those that the sampler takes, and those that it would take next.",
     )
     pack_tokens: int = Field(
         default=0,

@@ -33,7 +33,7 @@ from common.staleness import StalenessContract
 MAX_NAMED = 4
 """How many groups or actors a message names before it says 'and others'."""
 SELECTION_POOL = 4
-"""A choice by length is among so many times the groups that a step needs. More would let it outvote the sampler."""
+"""A choice by length is among this many times the groups of a step. A larger pool would let it outvote the sampler."""
 NUM_SWAPS = 128
 """Swaps that `well_packed` tries; packing a step costs well under a millisecond each time."""
 GOOD_ENOUGH = 0.99
@@ -83,7 +83,7 @@ class Draws:
         self._steps.release_from(tx, request.step)
         self._drop_stale(tx, request.version)
         chosen = self._choose_sound(tx, request)
-        # Where the step is divided, whoever divided it looked at what all shards would leave behind.
+        # Where the step is divided, the client that divided it has looked at what all shards would leave behind.
         if len(chosen) < request.num_groups or (not request.plan and self._held_back_by(tx, chosen, request.version)):
             return None
         return self._record(tx, request, chosen)

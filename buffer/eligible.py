@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Protocol
 
 from buffer import catalogue, samplers
 from buffer.config import BufferConfig
@@ -20,20 +19,12 @@ from buffer.tables import Group
 from buffer.transaction import Table, Transaction
 
 MAX_SAME_PROMPT = 64
-"""So many of a prompt's groups are looked at for others of it: of single use, most that are stored are used up."""
+"""How many of a prompt's groups are looked at for others of it: of single use, most that are stored are used up."""
 _KNOBS = {
     "reward_softmax": {"reward_temperature"},
     "prioritised": {"priority_alpha", "age_tau"},
 }
 """For each sampler that has any, the knobs that decide what it keeps in an index."""
-
-
-class Rows(Protocol):
-    """Who can list the groups anew; `buffer.groups.Groups`."""
-
-    def rebuild(self, tx: Transaction, last: BufferConfig) -> None:
-        """Build the indexes that differ from those of the last configuration."""
-        ...
 
 
 class EligibleIndex:
@@ -85,13 +76,6 @@ class EligibleIndex:
         """The eligible groups whose oldest token is newer than this version."""
         return [tx.groups.require(group_id) for _, group_id in list(tx.ready_groups.all_keys(version + 1, 0))]
 
-    def prepare(self, tx: Transaction, rows: Rows) -> None:
-        """Build the indexes anew where they were built for other settings; belongs before any change."""
-        if tx.state.indexed_for != self.settings:
-            if tx.state.indexed_for:
-                rows.rebuild(tx, BufferConfig.model_validate_json(tx.state.indexed_for))
-            tx.state.indexed_for = self.settings
-
 
 def settings(config: BufferConfig) -> str:
     """The knobs that decide what is in an index, as JSON that `BufferConfig` reads.
@@ -113,12 +97,9 @@ class Eligible:
     """The eligible groups of one transaction, as samplers see them."""
 
     def __init__(self, tx: Transaction, max_uses: float) -> None:
-        """Args:
-        tx: the transaction.
-        max_uses: how often a group may be used; infinity where it is unlimited.
-        """
         self._tx = tx
         self._max_uses = max_uses
+        """How often a group may be used; infinity where it is unlimited."""
 
     def in_order(self, *, newest_first: bool = False) -> Iterator[ReadyGroup]:
         """By the version of their oldest token."""

@@ -35,7 +35,7 @@ _BYTES_PER_TOKEN = 8
 _BYTES_PER_RECORD = 512
 """Roughly what a record, its keys and its share of the group's row take beside the tokens."""
 MAX_RECOUNTED = 256
-"""Above so many ready groups `live_gap` takes the count of waiting samples as it is; `recount` never does."""
+"""With more ready groups `live_gap` takes the count of waiting samples as it is; `leeway buffer verify` never does."""
 
 
 class Committed(NamedTuple):
@@ -55,11 +55,7 @@ class Groups:
     """The changes of state that leases, commits and draws share."""
 
     def __init__(self, config: BufferConfig, group_size: int, num_kept: int = 0) -> None:
-        """Args:
-        config: of the buffer.
-        group_size: K.
-        num_kept: how many ready groups eviction leaves alone.
-        """
+        """Compose the indexes and the eviction, which leaves `num_kept` ready groups alone."""
         self.config = config
         self.num_needed = min(2, group_size)
         """Samples with rewards that a group must have: a comparison needs two."""
@@ -70,7 +66,10 @@ class Groups:
 
     def prepare(self, tx: Transaction) -> None:
         """Make the indexes fit the configuration; belongs before the first change of a transaction."""
-        self.index.prepare(tx, self)
+        if tx.state.indexed_for != self.index.settings:
+            if tx.state.indexed_for:
+                self.rebuild(tx, BufferConfig.model_validate_json(tx.state.indexed_for))
+            tx.state.indexed_for = self.index.settings
 
     def save(self, tx: Transaction, group: Group) -> None:
         """Write the row; or, once nothing of the group is stored, fold it into the retired counts."""
@@ -84,7 +83,7 @@ class Groups:
         tx.groups.delete(group.group_id)
 
     def end_lease(self, tx: Transaction, group: Group) -> None:
-        """Close the group's lease; whoever holds it is late from now on."""
+        """Close the group's lease: its holder is late from now on."""
         tx.leases.delete(group.lease_id)
         group.lease_id = 0
 
@@ -264,7 +263,7 @@ class EvictionOrder:
     Only complete groups that no recorded draw needs have a place: closed ones first, and under replay then
     those that could be drawn again. Within either class the knob `eviction` ranks them.
 
-    A group that is drawn keeps its place until eviction comes upon it, so that a draw need not touch the
+    A group that is drawn keeps its place until eviction reaches it, so that a draw need not touch the
     order: most are back before that.
     """
 
@@ -289,7 +288,7 @@ class EvictionOrder:
             group.rank_class = _NO_PLACE
 
     def class_of(self, group: Group) -> int:
-        """CLOSED, ELIGIBLE, or -1 for a group that must stay, or of which nothing is stored."""
+        """CLOSED, ELIGIBLE, or -1 for a group that must stay, or has nothing stored."""
         if group.held or group.phase in ("open", "drawn") or not _is_stored(group):
             return _NO_PLACE
         if group.phase == "closed":
@@ -309,15 +308,11 @@ class Eviction:
     """Keeps the store within its capacity."""
 
     def __init__(self, config: BufferConfig, order: EvictionOrder, num_kept: int) -> None:
-        """Args:
-        config: the capacities.
-        order: who goes first.
-        num_kept: eligible groups that are never evicted, so that the learner does not run dry.
-        """
         self._max_records = config.capacity_trajectories
         self._max_bytes = config.capacity_gib * 2**30
         self._order = order
         self._num_kept = num_kept
+        """Eligible groups that are never evicted, so that the learner does not run dry."""
 
     def run(self, tx: Transaction, evict: Callable[[Transaction, Group], None]) -> None:
         """Evict while the store is above a capacity and there is a group that may go."""

@@ -65,7 +65,7 @@ def known_versions(state: StoreState, *, updates_per_step: int = 1, may_be_behin
     Args:
         state: of the store.
         updates_per_step: how many versions the learner makes in a step, at most.
-        may_be_behind: the learner goes on without this service while it is down.
+        may_be_behind: the learner continues without this service while it is down.
     """
     missed = MAX_BEHIND * updates_per_step if may_be_behind else 0
     newest = {number: start.newest + missed for number, start in enumerate(state.incarnations)}
@@ -80,10 +80,7 @@ class Pushes:
     """
 
     def __init__(self, messages: Sequence[Push], batches: Sequence[pa.RecordBatch]) -> None:
-        """Args:
-        messages: at least one.
-        batches: the validated record batch of each.
-        """
+        """Join at least one message, each with its validated record batch."""
         self.messages = messages
         self.num_rows = [batch.num_rows for batch in batches]
         self.batch = pa.concat_batches(batches)

@@ -114,7 +114,7 @@ class Leases:
         if request.request_number == actor.last_request:
             return LeaseGrant(actor.last_leases, state.newest, state.draining)
         if (actor.epoch, request.request_number) <= self._granted_none.get(actor.name, (0, -1)):
-            # A late copy of a request that was answered: nobody waits for what it would be granted.
+            # A late copy of a request that was answered: no client waits for what it would be granted.
             return LeaseGrant([], state.newest, state.draining)
         leases: list[Lease] = []
         while request.request_number > actor.last_request and len(leases) < request.max_groups:
@@ -202,7 +202,7 @@ class Leases:
     def _next_group(self, tx: Transaction) -> Group | None:
         if tx.state.draining or tx.state.published is None:
             return None
-        # One at a time: whoever asks takes it off the table, and a list of all for each would grow with its square.
+        # One at a time: the caller takes it off the table, and a list of all for each would cost the square.
         while (first := next(tx.unleased_groups.all_keys(), None)) is not None:
             group = tx.groups.require(*first)
             if not self._is_doomed(tx, group):

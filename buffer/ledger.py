@@ -65,7 +65,7 @@ class Ledger(msgspec.Struct):
     filtered_too_long: int = 0
     """Of the filtered: longer than the longest sample that the run now allows, or left alone in their group by it."""
     prompts_given_up: int = 0
-    """Prompts that were filtered so often that this epoch of the data goes on without them."""
+    """Prompts that were filtered so often that this epoch of the data continues without them."""
     failed_by_reason: dict[str, int] = {}
     quarantined_by_reason: dict[str, int] = {}
 

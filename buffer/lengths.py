@@ -16,7 +16,7 @@ import msgspec
 NUM_BUCKETS = 48
 """Two to an octave: completions up to 2^24 tokens."""
 MIN_SAMPLES = 256
-"""No alarm before so many completions were trained on: few samples differ from any distribution."""
+"""Completions trained on before any alarm: few samples differ from any distribution."""
 MEMORY = 4096
 """Completions after which the counts have faded by e: enough for a 95th percentile, and few enough to follow a run."""
 NUM_NAMED = 3

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of mallopt(3): above so many free bytes memory is given back; so large a block is mapped on its own."""
+"""Of mallopt(3): free bytes above which memory is given back; size from which a block is mapped on its own."""
 
 
 def keep_memory() -> None:

@@ -260,12 +260,12 @@ class OnPolicyShare:
 class SamePrompt:
     """What another sampler takes, each group followed by others of its prompt, so that a loss can compare them.
 
-    The other sampler must choose in an order of which a part can be left out: its later choices make room.
+    The other sampler must choose in an order that can be cut off: its later choices make room.
     """
 
     sampler: Sampler
     num_others: int
-    """At most so many others of a prompt follow each group that the sampler takes."""
+    """The most others of a prompt that follow each group that the sampler takes."""
     needs_strata: ClassVar[bool] = False
 
     @property

@@ -27,7 +27,7 @@ from common.staleness import StalenessContract
 log = logging.getLogger(__name__)
 
 WARN_EVERY_STEPS = 100
-"""The alarm of length fidelity is logged at most once in so many steps."""
+"""The alarm of length fidelity is logged once in this many steps at most."""
 MAX_FILLERS = 1024
 """An incarnation is given no number that is further above the last one."""
 

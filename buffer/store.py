@@ -42,7 +42,7 @@ _OWNER = "owner.lock"
 _NO_ROOM_BYTES = 2**20
 _MAX_READERS = 1024
 _OWN_RETRY_S = 1.0
-"""Whoever looks whether a folder is served holds its lock for a moment."""
+"""A process that looks whether a folder is served holds its lock for a moment."""
 _FIRST_MAP_SIZE = 2**30
 """Address space, not disk."""
 _encoder = msgspec.msgpack.Encoder()

@@ -36,7 +36,7 @@ class Incarnation(msgspec.Struct, frozen=True):
     """That it started from."""
     step: int
     newest: int = 0
-    """The newest version that it can have published; 0 for the present one, of which it is not known yet."""
+    """The newest version that it can have published; 0 for the present one, where it is not known yet."""
 
 
 class StoreState(msgspec.Struct):
@@ -154,7 +154,7 @@ class Group(msgspec.Struct):
 
     @classmethod
     def new(cls, group_id: int, prompt_id: int, size: int, failures: int) -> Group:
-        """A group of which no sample was issued yet."""
+        """A group before its first lease."""
         return cls(
             group_id,
             prompt_id,
@@ -248,7 +248,7 @@ class Actor(msgspec.Struct):
     low_water: int = 0
     """Every sequence number of this epoch below it was seen."""
     forgotten_below: int = 0
-    """Of the numbers below it, which the actor's others have overtaken by far, nobody knows which were seen."""
+    """Which of the numbers below it were seen is forgotten: the actor's others have overtaken them by far."""
     num_seen_above: int = 0
     """How many at or above it were seen: the rows of the actor in the table `seen`."""
     last_request: int = -1

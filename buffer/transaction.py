@@ -73,11 +73,9 @@ class Table(Generic[V]):
     """
 
     def __init__(self, name: str, txn: lmdb.Transaction, db: lmdb._Database, *, caches: bool) -> None:
-        """Args:
-        name: of the table.
-        txn: the transaction, opened with buffers=True.
-        db: where its rows are.
-        caches: keep decoded rows; only sensible in a write transaction, which is short.
+        """Open the table in a transaction that was begun with buffers=True.
+
+        `caches` keeps decoded rows, which only a write transaction can afford: it is short.
         """
         self._name = name
         self._txn = txn

@@ -63,7 +63,7 @@ def _compact(folder: Path) -> Compacted:
         sync(new / DATA)
         after = (new / DATA).stat().st_size
         (new / DATA).replace(data)
-        # Its reader table is of the old file: whoever opens the new one makes a table of its own.
+        # Its reader table is of the old file: a process that opens the new one makes a table of its own.
         (folder / _LOCK).unlink(missing_ok=True)
         sync(folder)
     except (OSError, lmdb.Error) as error:

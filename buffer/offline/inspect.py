@@ -299,16 +299,11 @@ class _Reader:
     """Reads groups of one store, in short transactions."""
 
     def __init__(self, store: Store, wanted: Selection, with_samples: bool, damaged: list[str]) -> None:
-        """Args:
-        store: of one shard.
-        wanted: which groups.
-        with_samples: read the stored samples too.
-        damaged: takes a sentence for whatever does not match its checksum.
-        """
         self._store = store
         self._wanted = wanted
         self._with_samples = with_samples
         self._damaged = damaged
+        """Takes a sentence for each value that does not match its checksum."""
 
     def in_order(self, by: Index, newest_first: bool) -> Iterator[GroupView]:
         """The complete groups wanted, in the order of an index."""

@@ -162,7 +162,7 @@ class _Wanted:
                 self.weights[group_id] = self._index.sampler.weight.log_weight(group, oldest)
             if self._index.sampler.needs_strata:
                 self.strata.add((bucket_of(group.mean_completion), oldest, group_id))
-        # A group that is drawn may keep its place until eviction comes upon it.
+        # A group that is drawn may keep its place until eviction reaches it.
         place = self._order.class_of(group)
         place = group.rank_class if place < 0 else place
         if place >= 0:

@@ -36,7 +36,7 @@ class Supply(NamedTuple):
     num_eligible: int
     capacity: int
     due: Mapping[int, int]
-    """Steps -> how many eligible groups no step may use that is more than so many steps later."""
+    """Steps -> how many eligible groups can be used at most that many steps later."""
     open_due: Mapping[int, int]
 
 

@@ -31,10 +31,7 @@ class Shard:
     """One shard, as its client knows it."""
 
     def __init__(self, client: BufferClient, patience_s: float) -> None:
-        """Args:
-        client: of the shard's service.
-        patience_s: the shard is silent once something is unanswered for so long.
-        """
+        """The shard is silent once something is unanswered for `patience_s`."""
         self.client = client
         self.number = client.shard
         self.overflow = Overflow(client)
@@ -150,7 +147,7 @@ class Shard:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         del self._unanswered[task]
         if not task.cancelled():
-            task.exception()  # whoever waits for it gets it; here it is only marked as seen
+            task.exception()  # its caller gets it; here it is only marked as seen
 
 
 class Overflow:
@@ -198,10 +195,7 @@ class Shards(list[Shard]):
     """All shards, in their order."""
 
     def __init__(self, shards: Iterable[Shard], patience_s: float) -> None:
-        """Args:
-        shards: in their order.
-        patience_s: as each of them has it.
-        """
+        """Take all shards in their order, with the patience that each of them has."""
         super().__init__(shards)
         self._patience_s = patience_s
         self.late_error: BaseException | None = None
