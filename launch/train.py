@@ -1,4 +1,10 @@
-"""The run itself: evaluate, train, evaluate, export, summarise."""
+"""The run itself, from a checked plan to the summary; everything that happens in between begins in this file.
+
+train       what ends a run wrongly becomes an exit status and a sentence
+_prepare    the model, the folder, the loggers: what is there before the first process
+_follow     the processes, and those who are told of them; whatever happens, all of them end
+_Run        evaluate, train, evaluate, export, summarise
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
@@ -19,7 +26,7 @@ from actors.evaluate import EvalResult
 from buffer.protocol import Status
 from common.hf_folder import ModelFolderError, prepare_serving_model
 from common.run import RunContext
-from common.staleness import PolicyVersion
+from common.staleness import PolicyVersion, StalenessContract
 from launch.checks import Plan, check_model
 from launch.config import Config
 from launch.control import Control
@@ -32,8 +39,7 @@ from launch.observe.observer import Observer, accuracy_of
 from launch.observe.sinks import Exporter, Tracker, check_wandb
 from launch.observe.status import Accuracy, PollResult
 from launch.observe.trace import Trace
-from launch.observe.tripwires import Stability, Trip, Tripwires, mismatch_limit
-from launch.pools import actor_pools
+from launch.observe.tripwires import Trip, Tripwires
 from launch.processes.evaluation import Evaluation
 from launch.processes.ray_cluster import leave, was_abandoned
 from launch.processes.role_process import RunFailed
@@ -97,7 +103,7 @@ def _train(plan: Plan, earlier: History | None) -> ExitStatus:
             print("leeway: stopped before anything was started", file=sys.stderr)
             return ExitStatus.INTERRUPTED
         try:
-            return _run_to_its_end(plan, earlier, ready, interrupts, stack, started)
+            return _follow(plan, earlier, ready, interrupts, stack, started)
         except Stopped:  # before the run could hear of it
             interrupts.end()
             print(f"leeway: stopped; what there is lies in {plan.folder.root}", file=sys.stderr)
@@ -133,38 +139,63 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
     return _Ready(plan.context(model_path, model, serving_path), exporter, tracker)
 
 
-def _run_to_its_end(
+@dataclass(frozen=True)
+class Outlets:
+    """Whoever is told of a run: files and W&B, the terminal, the trace, and whoever looks from outside."""
+
+    tracker: Tracker
+    display: Display
+    trace: Trace
+    observer: Observer
+
+    def event(self, kind: str, text: str, **details: object) -> None:
+        """Something worth a line happened."""
+        self.tracker.event(kind, text, **details)
+        self.display.event(text)
+        self.observer.event(kind, text)
+        self.trace.event(kind, text)
+
+    def phase(self, text: str) -> None:
+        """The run begins to do something else."""
+        self.display.phase(text)
+        self.observer.phase(text)
+        self.trace.phase(text)
+
+    def fail(self, text: str) -> None:
+        """The run has failed."""
+        self.tracker.event("failed", text)
+        self.observer.event("failed", text)
+        self.trace.event("failed", text)
+        self.observer.end(text, ExitStatus.FAILED)
+        self.display.fail(text)
+
+
+def _follow(
     plan: Plan, earlier: History | None, ready: _Ready, interrupts: Interrupts, stack: ExitStack, started: float
 ) -> ExitStatus:
+    """Start the processes of the run, and follow it to its end."""
     config, folder, tracker = plan.config, plan.folder, ready.tracker
     configure_logging(folder.log("launch", 0))
     display = stack.enter_context(Display(config, folder))
     stack.callback(report_at_end, folder, tracker.event, display.last_line)
     trace = stack.enter_context(Trace(folder.timeline))
-
-    def notify(kind: str, text: str) -> None:
-        tracker.event(kind, text)
-        display.event(text)
-        observer.event(kind, text)
-        trace.event(kind, text)
-
-    stack.push(interrupts)  # until the last process has ended a signal must not cut that off; then it is as usual
-    supervisor = Supervisor(plan, ready.context, notify)
-    stack.callback(supervisor.stop)
     observer = Observer(
-        plan, started_s=started, look=supervisor.processes, on_quiet=display.update, on_news=ready.exporter.show
+        plan,
+        started_s=started,
+        look=lambda: supervisor.processes(),
+        on_quiet=display.update,
+        on_news=ready.exporter.show,
     )
+    outlets = Outlets(tracker, display, trace, observer)
+    stack.push(interrupts)  # until the last process has ended a signal must not cut that off; then it is as usual
+    supervisor = Supervisor(plan, ready.context, outlets.event)
+    stack.callback(supervisor.stop)
     stack.enter_context(observer)  # after the supervisor, for it looks at its processes
     stack.callback(interrupts.end)
-    run = _Run(plan, ready.context, supervisor, tracker, display, interrupts, observer, trace, earlier)
     try:
-        return run.go()
+        return _Run(plan, ready.context.facts.contract, earlier, supervisor, outlets, interrupts).go()
     except RunFailed as error:
-        tracker.event("failed", str(error))
-        observer.event("failed", str(error))
-        trace.event("failed", str(error))
-        observer.end(str(error), ExitStatus.FAILED)
-        display.fail(str(error))
+        outlets.fail(str(error))
         return ExitStatus.FAILED
     except (Stopped, SystemError) as error:
         if isinstance(error, SystemError) and not isinstance(error.__cause__, Stopped):
@@ -199,49 +230,41 @@ class _Run:
     def __init__(
         self,
         plan: Plan,
-        context: RunContext[Config],
-        supervisor: Supervisor,
-        tracker: Tracker,
-        display: Display,
-        interrupts: Interrupts,
-        observer: Observer,
-        trace: Trace,
+        contract: StalenessContract,
         earlier: History | None,
+        supervisor: Supervisor,
+        outlets: Outlets,
+        interrupts: Interrupts,
     ) -> None:
         self._plan = plan
         self._config = plan.config
-        self._supervisor = supervisor
-        self._tracker = tracker
-        self._display = display
-        self._interrupts = interrupts
-        self._observer = observer
-        self._trace = trace
         self._earlier = earlier
+        self._supervisor = supervisor
+        self._outlets = outlets
+        self._observer = outlets.observer
+        self._interrupts = interrupts
+        self._control = Control(plan.folder.control)
+        self._tripwires = Tripwires(plan.config, contract)
+        self._evaluation: Evaluation | None = None
         self._evaluated_at = 0
         self._alarms: frozenset[str] = frozenset()
         """What was complained about and still holds."""
-        self._evaluation: Evaluation | None = None
-        launch, precision = self._config.launch, self._config.learner.precision
-        limits = {pool.name: mismatch_limit(launch, pool.config.dtype, precision) for pool in actor_pools(self._config)}
-        self._control = Control(plan.folder.control)
-        self._stability = Stability(plan.config)
-        self._tripwires = Tripwires(launch, context.facts.contract, limits, self._stability)
 
     def go(self) -> ExitStatus:
-        self._phase("starting Ray, the buffer, the stages and the actors (about half a minute)")
+        self._outlets.phase("starting Ray, the buffer, the stages and the actors (about half a minute)")
         self._supervisor.start()
         self._interrupts.go_on()
         if self._earlier is not None:
             self._take_up(self._earlier)
         before = self._first_evaluation()
         self._interrupts.go_on()
-        if self._stability.foreseen:
-            self._notify("unweighted", self._stability.foreseen)
-        self._phase("training")
+        if self._tripwires.foreseen:
+            self._outlets.event("unweighted", self._tripwires.foreseen)
+        self._outlets.phase("training")
         self._supervisor.begin()
         interrupted = self._train()
         self._supervisor.drain()
-        self._phase("exporting the model")
+        self._outlets.phase("exporting the model")
         # that of an earlier command may have other shards; it stays until now, should this one not come so far
         shutil.rmtree(self._plan.folder.export, ignore_errors=True)
         self._supervisor.export(self._plan.folder.export)
@@ -249,7 +272,7 @@ class _Run:
         after = None
         if not interrupted:
             final = PolicyVersion(*self._supervisor.status().newest)
-            self._phase(f"evaluating version {final}")
+            self._outlets.phase(f"evaluating version {final}")
             after = self._evaluated(self._evaluate(self._plan.task.num_heldout, final).wait())
         self._finish(before, after)
         status = ExitStatus.INTERRUPTED if interrupted else ExitStatus.OK
@@ -263,15 +286,15 @@ class _Run:
         self._observer.take_up(earlier.rows, step, version, earlier.wall_s)
         every = self._config.actors.eval_every
         self._evaluated_at = version - version % every if every else version
-        whence = f"the checkpoint of step {step}" if reached is not None else "the model, for there is no checkpoint"
+        start = f"the checkpoint of step {step}" if reached is not None else "the model, for there is no checkpoint"
         changes = f"; changed: {earlier.changes}" if earlier.changes else ""
-        self._notify("resumed", f"the run goes on from {whence}{changes}")
+        self._outlets.event("resumed", f"the run goes on from {start}{changes}")
 
     def _first_evaluation(self) -> Accuracy:
         if self._earlier is not None and self._earlier.before is not None:
             return self._earlier.before
         version = PolicyVersion(*self._supervisor.status().newest)
-        self._phase(f"evaluating version {version.version}")
+        self._outlets.phase(f"evaluating version {version.version}")
         return self._evaluated(self._evaluate(self._plan.task.num_heldout, version).wait())
 
     def _train(self) -> bool:
@@ -284,7 +307,7 @@ class _Run:
             self._digest(self._supervisor.poll())
             if self._interrupts.count and asked_at is None:
                 asked_at = time.monotonic()
-                self._notify("interrupt", "finishing the step and writing a checkpoint; once more stops now")
+                self._outlets.event("interrupt", "finishing the step and writing a checkpoint; once more stops now")
                 self._supervisor.request_stop()
             if asked_at is not None and time.monotonic() - asked_at > limit_s:
                 raise RunFailed(
@@ -297,17 +320,17 @@ class _Run:
         for news in self._supervisor.last_poll():
             self._digest(news)
         if self._evaluation is not None and asked_at is None:
-            self._tracker.metrics(self._evaluated(self._evaluation.wait()).row(), self._observer.status.step)
+            self._outlets.tracker.metrics(self._evaluated(self._evaluation.wait()).row(), self._observer.status.step)
         return asked_at is not None
 
     def _digest(self, news: PollResult) -> None:
         rows = self._observer.take_in(news)
-        self._trace.take_in(news, rows)
+        self._outlets.trace.take_in(news, rows)
         for row in rows:
-            self._tracker.step(row, row["step"])
+            self._outlets.tracker.step(row, row["step"])
         trips = self._tripwires.look(news, evaluating=self._evaluation is not None)
         self._observer.status.tripped = [trip.text for trip in self._tripwires.standing]
-        self._display.update(self._observer.polled())
+        self._outlets.display.update(self._observer.polled())
         self._warn_of_buffer(news.status)
         for trip in trips:
             self._act(trip)
@@ -321,7 +344,7 @@ class _Run:
         Raises:
             RunFailed: it says that the run stops, or no actor is left.
         """
-        self._notify(trip.kind, trip.text, who=trip.who, action=trip.action)
+        self._outlets.event(trip.kind, trip.text, who=trip.who, action=trip.action)
         if trip.action == "quarantine":
             self._supervisor.quarantine(trip.who, trip.text)
         if trip.action == "stop":
@@ -342,7 +365,7 @@ class _Run:
         }
         for kind, text in alarms.items():
             if text and kind not in self._alarms:
-                self._notify(kind, text)
+                self._outlets.event(kind, text)
             self._alarms = self._alarms | {kind} if text else self._alarms - {kind}
 
     def _evaluate_now_and_then(self) -> None:
@@ -351,7 +374,7 @@ class _Run:
             results = self._evaluation.poll()
             if results is not None:
                 self._evaluation = None
-                self._tracker.metrics(self._evaluated(results).row(), self._observer.status.step)
+                self._outlets.tracker.metrics(self._evaluated(results).row(), self._observer.status.step)
             return
         every, version = self._config.actors.eval_every, self._observer.status.version
         learner = self._config.learner
@@ -360,26 +383,15 @@ class _Run:
             self._evaluation = self._evaluate(self._config.actors.eval_problems, None)
 
     def _evaluate(self, num_problems: int, version: PolicyVersion | None) -> Evaluation:
-        self._trace.begin("evaluation", "evaluate")
+        self._outlets.trace.begin("evaluation", "evaluate")
         return self._supervisor.evaluate(num_problems, version)
 
     def _evaluated(self, results: list[EvalResult]) -> Accuracy:
         accuracy = accuracy_of(results)
         self._observer.evaluated(accuracy)
-        self._trace.finish("evaluation", "evaluate", version=accuracy.versions)
-        self._notify("evaluated", accuracy.describe(), **accuracy.row())
+        self._outlets.trace.finish("evaluation", "evaluate", version=accuracy.versions)
+        self._outlets.event("evaluated", accuracy.describe(), **accuracy.row())
         return accuracy
-
-    def _phase(self, text: str) -> None:
-        self._display.phase(text)
-        self._observer.phase(text)
-        self._trace.phase(text)
-
-    def _notify(self, kind: str, text: str, **details: object) -> None:
-        self._tracker.event(kind, text, **details)
-        self._display.event(text)
-        self._observer.event(kind, text)
-        self._trace.event(kind, text)
 
     def _finish(self, before: Accuracy, after: Accuracy | None) -> None:
         status = self._supervisor.status()
@@ -388,5 +400,5 @@ class _Run:
         temporary = self._plan.folder.summary.with_suffix(".tmp")
         temporary.write_text(text + "\n", encoding="utf-8")
         os.replace(temporary, self._plan.folder.summary)
-        self._tracker.summary(values)
-        self._display.finish(before, after, values)
+        self._outlets.tracker.summary(values)
+        self._outlets.display.finish(before, after, values)

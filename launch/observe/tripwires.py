@@ -24,6 +24,7 @@ from algorithms.corrections import WeighedSection
 from common.staleness import PolicyVersion, StalenessContract
 from launch.config import Action, Config, LaunchConfig
 from launch.observe.status import PollResult
+from launch.pools import actor_pools
 
 LEARNER = "learner"
 STUCK_AFTER_S = 300.0
@@ -57,26 +58,27 @@ class Tripwires:
 
     def __init__(
         self,
-        config: LaunchConfig,
+        config: Config,
         contract: StalenessContract,
-        mismatch_limits: Mapping[str, float],
-        stability: Stability,
         *,
+        mismatch_limits: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing has tripped.
 
         Args:
-            config: what is to be done.
+            config: of the run.
             contract: says which actor is behind, as the actors themselves do.
-            mismatch_limits: mean absolute difference of log-probabilities, by pool of actors.
-            stability: judges rewards against the age of their samples.
+            mismatch_limits: mean absolute difference of log-probabilities, by pool of actors; None: as the config says.
             clock: seconds, monotonic.
         """
-        self._config = config
+        self._config = config.launch
         self._contract = contract
-        self._mismatch_limits = mismatch_limits
-        self._stability = stability
+        self._mismatch_limits = mismatch_limits or {
+            pool.name: mismatch_limit(config.launch, pool.config.dtype, config.learner.precision)
+            for pool in actor_pools(config)
+        }
+        self._stability = Stability(config)
         self._clock = clock
         self._standing: dict[tuple[str, str], Trip] = {}
         self._since: dict[tuple[str, str], tuple[object, float]] = {}
@@ -84,6 +86,11 @@ class Tripwires:
         self._differences: dict[str, tuple[float, int]] = {}
         self._newest = PolicyVersion(0, 0)
         self._refused: dict[str, str] = {}
+
+    @property
+    def foreseen(self) -> str:
+        """What can be said before the first step; empty where there is nothing to say."""
+        return self._stability.foreseen
 
     @property
     def standing(self) -> list[Trip]:

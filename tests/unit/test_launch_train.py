@@ -59,8 +59,7 @@ def test_an_exported_model_stays_until_the_run_that_is_gone_on_with_exports_its_
 
     supervisor = MagicMock()
     supervisor.drain.side_effect, supervisor.export.side_effect = noting("trained"), noting("exporting")
-    others = [MagicMock() for _ in range(5)]
-    run = _Run(made, context(made), supervisor, *others, earlier(made))
+    run = _Run(made, context(made).facts.contract, earlier(made), supervisor, MagicMock(), MagicMock())
     run._train, run._digest, run._finish = noting("training", result=True), MagicMock(), MagicMock()
     assert run.go() == ExitStatus.INTERRUPTED
     assert had_model == {"training": True, "trained": True, "exporting": False}
@@ -86,16 +85,7 @@ def never_done(tmp_path, monkeypatch):
         supervisor.learning_is_over.return_value = False
         made = plan(tmp_path / "run", "--launch.shutdown_timeout_s", "90")
         made.folder.create(made.config)
-        run = _Run(
-            made,
-            context(made),
-            supervisor,
-            MagicMock(),
-            MagicMock(),
-            interrupts,
-            *[MagicMock() for _ in range(2)],
-            None,
-        )
+        run = _Run(made, context(made).facts.contract, None, supervisor, MagicMock(), interrupts)
         run._digest, run._evaluate_now_and_then = MagicMock(), MagicMock()
         return run, supervisor, clock
 

@@ -17,9 +17,9 @@ from launch.observe.observer import Observer
 from launch.observe.sinks import Tracker
 from launch.observe.status import PollResult, read_status
 from launch.observe.trace import Trace
-from launch.observe.tripwires import LEARNER, MISMATCH_TOKENS, PUBLISHING_S, Stability, Trip, Tripwires, mismatch_limit
+from launch.observe.tripwires import LEARNER, MISMATCH_TOKENS, PUBLISHING_S, Trip, Tripwires, mismatch_limit
 from launch.processes.role_process import RunFailed
-from launch.train import _Run
+from launch.train import Outlets, _Run
 from tests.unit.made_up_run import context, process
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -51,10 +51,10 @@ class Watched:
     def __init__(self, limits: dict[str, float] | None = None, **knobs: object) -> None:
         self.now_s = 100.0
         actions = {name: knobs.pop(name) for name in list(knobs) if name.startswith("on_")}
-        config, staleness = LaunchConfig(**actions), StalenessConfig(max_actor_lag=1, **knobs)
-        limits = limits or {"actors": mismatch_limit(config, "float32")}
+        config = load_config(DEMO).model_copy(update={"launch": LaunchConfig(**actions)})
+        staleness = StalenessConfig(max_actor_lag=1, **knobs)
         contract = StalenessContract(staleness, groups_per_step=1)
-        self.wires = Tripwires(config, contract, limits, Stability(load_config(DEMO)), clock=lambda: self.now_s)
+        self.wires = Tripwires(config, contract, mismatch_limits=limits, clock=lambda: self.now_s)
 
     def look(
         self, *reports: ActorReport, newest: int | None = None, version: int | None = None, **fields
@@ -271,7 +271,8 @@ def run(tmp_path, request):
         interrupts, observer = SimpleNamespace(count=0), Observer(plan)
         trace = Trace(plan.folder.timeline)
         request.addfinalizer(trace.close)
-        run = _Run(plan, context(plan), supervisor, tracker, display, interrupts, observer, trace, None)
+        outlets = Outlets(tracker, display, trace, observer)
+        run = _Run(plan, context(plan).facts.contract, None, supervisor, outlets, interrupts)
         observer.take_in(PollResult(processes=(process("actor.0"), process("actor.1"))))
 
         def events() -> list[dict]:
