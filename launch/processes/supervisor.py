@@ -49,7 +49,6 @@ class Supervisor:
         """
         self._plan = plan
         self._config = plan.config
-        self._folder = plan.folder
         self._context = context
         self._notify = notify
         self._ray: RayWatch | None = None
