@@ -14,7 +14,7 @@ from launch.doctor.finding import Check, Finding, examine, ok, problem
 from launch.doctor.leftovers import check_leftovers
 from launch.doctor.libraries import check_engine, check_import, check_python, check_versions
 from launch.doctor.machine import check_clock, check_disk, check_memory, check_open_files, check_shm
-from launch.doctor.needs import Needs
+from launch.doctor.needs import MachineNeeds
 from launch.doctor.services import check_curve, check_ports, check_ray, check_wandb
 from launch.errors import ConfigError
 
@@ -32,7 +32,7 @@ def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding
     needs = None
     if config is not None:
         with suppress(ConfigError):  # which the check of the config says
-            needs = Needs.of(config)
+            needs = MachineNeeds.of(config)
     checks: list[tuple[str, Check]] = [
         ("Python", check_python),
         ("versions", check_versions),

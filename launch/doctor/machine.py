@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from launch.doctor.finding import Finding, ok, problem, warning
-from launch.doctor.needs import Needs
+from launch.doctor.needs import MachineNeeds
 from launch.errors import ConfigError
 from launch.host import OBJECT_STORE_BYTES
 from launch.run_folder import check_writable
@@ -35,7 +35,7 @@ NETWORK = frozenset(
 """File systems on which a lock or a memory map may not mean what LMDB takes it to mean."""
 
 
-def check_disk(runs: Path, needs: Needs | None) -> list[Finding]:
+def check_disk(runs: Path, needs: MachineNeeds | None) -> list[Finding]:
     """Can the folder of the runs be written, is it on a disk that LMDB can trust, fast enough and large enough?"""
     try:
         check_writable(runs, "run.dir")
@@ -85,7 +85,7 @@ def _check_sync(folder: Path) -> list[Finding]:
     return ok("fsync", f"{1000 * took_s:.2f} ms in {folder}")
 
 
-def _check_room(folder: Path, free_bytes: int, needs: Needs | None) -> list[Finding]:
+def _check_room(folder: Path, free_bytes: int, needs: MachineNeeds | None) -> list[Finding]:
     free = f"{free_bytes / GIB:.1f} GiB free in {folder}"
     if needs is None:
         if free_bytes < 2 * GIB:
@@ -101,7 +101,7 @@ def _check_room(folder: Path, free_bytes: int, needs: Needs | None) -> list[Find
     return ok("disk", f"{free}; the run may write {wanted}")
 
 
-def check_shm(needs: Needs | None, shm: Path = Path("/dev/shm")) -> list[Finding]:
+def check_shm(needs: MachineNeeds | None, shm: Path = Path("/dev/shm")) -> list[Finding]:
     """Ray's object store lies there, and weights that came over the network."""
     if not shm.is_dir():
         return warning("/dev/shm", "is not there: Ray uses the disk instead", "mount a tmpfs there")
@@ -117,7 +117,7 @@ def check_shm(needs: Needs | None, shm: Path = Path("/dev/shm")) -> list[Finding
     return ok("/dev/shm", f"{free / GIB:.1f} GiB free, {wanted / GIB:.1f} GiB wanted")
 
 
-def check_memory(needs: Needs | None) -> list[Finding]:
+def check_memory(needs: MachineNeeds | None) -> list[Finding]:
     """Is there room for the engines and the stages?"""
     available = min(psutil.virtual_memory().available, _limit_of_container())
     if needs is None:

@@ -1,4 +1,4 @@
-"""Needs: what a run of a config takes of a machine, as far as it can be told before it starts."""
+"""MachineNeeds: what a run of a config takes of a machine, as far as it can be told before it starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLE_BYTES = 1536
 
 
 @dataclass(frozen=True)
-class Needs:
+class MachineNeeds:
     """Rough figures, on the safe side, but that activations are not in them."""
 
     disk_bytes: int
@@ -47,7 +47,7 @@ class Needs:
     """In /dev/shm, for weights that came over the network."""
 
     @classmethod
-    def of(cls, config: Config) -> Needs | None:
+    def of(cls, config: Config) -> MachineNeeds | None:
         """None where the model is not here yet, so that its size is not known."""
         sizes = _sizes(Path(config.model.path)) if config.model.path is not None else {}
         if not sizes:

@@ -18,7 +18,7 @@ from launch.cli import main
 from launch.doctor import leftovers, libraries, machine, services
 from launch.doctor.checkup import checkup
 from launch.doctor.finding import Finding, examine, ok
-from launch.doctor.needs import Needs, parameters_in
+from launch.doctor.needs import MachineNeeds, parameters_in
 from launch.errors import ExitStatus
 from launch.host import CONNECT_S
 from launch.load import load_config
@@ -179,7 +179,7 @@ def test_a_slow_disk_is_a_warning(tmp_path, monkeypatch):
 
 
 def test_a_disk_and_a_memory_that_are_too_small_for_the_run_are_problems(tmp_path):
-    needs = Needs(2**60, "the buffer", 2**60, "the engines", 2**60)
+    needs = MachineNeeds(2**60, "the buffer", 2**60, "the engines", 2**60)
     assert only(machine._check_room(tmp_path, 2**30, needs)).state == "problem"
     assert only(machine.check_memory(needs)).state == "problem"
     assert only(machine.check_shm(needs)).state == "warning"
@@ -210,10 +210,10 @@ def test_a_clock_that_was_never_set_or_differs_from_the_disks_is_told(tmp_path, 
 def test_what_the_demo_needs_is_of_the_right_order():
     config = load_config(DEMO)
     assert parameters_in(Path(str(config.model.path))) == pytest.approx(0.43e6, rel=0.05)
-    needs = Needs.of(config)
+    needs = MachineNeeds.of(config)
     assert 2**20 < needs.disk_bytes < 2**30
     assert 2 * 2**30 < needs.memory_bytes < 8 * 2**30
-    more = Needs.of(load_config(DEMO, ["--actors.num_actors", "8"]))
+    more = MachineNeeds.of(load_config(DEMO, ["--actors.num_actors", "8"]))
     assert more.memory_bytes > needs.memory_bytes + 6 * 2**30
 
 
@@ -230,9 +230,9 @@ def smollm2(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(header)
     os.truncate(tmp_path / "model.safetensors", len(header) + 4 * (embedding + rest))
 
-    def needs(*overrides: str, example: str = "smollm2") -> Needs:
+    def needs(*overrides: str, example: str = "smollm2") -> MachineNeeds:
         config = load_config(ROOT / "examples" / f"{example}.toml", ["--model.path", str(tmp_path), *overrides])
-        found = Needs.of(config)
+        found = MachineNeeds.of(config)
         assert found is not None
         return found
 
