@@ -203,7 +203,7 @@ class Observer:
             if news.resumed_at is not None:
                 self._num_restarts += 1
                 self.totals.go_back(news.resumed_at)
-                # later than the last report, where those of the steps in the checkpoint died with the lead
+                # later than the last report, where those of the steps in the checkpoint died with the coordinator
                 status.step, status.version = news.resumed_at, news.resumed_version
             self._take_in_actors(news, now)
             rows = list(self._rows(news))
@@ -396,12 +396,14 @@ class Observer:
         )
 
     def _stage(self, process: ProcessStatus) -> ProcessStatus:
-        """The lead says itself for whom it waits; the other stages follow it, step by step."""
+        """The coordinator says itself for whom it waits; the other stages follow it, step by step."""
         whom = self._known.learner_waits_for
         if not whom or process.state != "working":
             return process
         lead = self._config.learner.num_stages - 1
-        return msgspec.structs.replace(process, waits_for=whom if process.number == lead else f"stage.{lead}, the lead")
+        return msgspec.structs.replace(
+            process, waits_for=whom if process.number == lead else f"stage.{lead}, the coordinator"
+        )
 
     def _buffer(self, status: Status) -> BufferStatus:
         return BufferStatus(
