@@ -234,7 +234,7 @@ SURVIVES = {"leeway": "power cut", "lmdb_alone": "power cut", "redis_aof_always"
 
 
 def write_section(path: Path, result: dict[str, Any]) -> None:
-    """Replace the section of this benchmark, or add it to the page, or make the path."""
+    """Replace the section of this benchmark, or add it to the page, or make the page."""
     text = path.read_text(encoding="utf-8") if path.exists() else f"{TITLE}\n"
     before, _, old = text.partition(HEADING)
     _, next_heading, after = old.partition("\n## ")

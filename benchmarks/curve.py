@@ -9,6 +9,7 @@ and without keys alternate; the ratio is the median of the rounds' ratios. The l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import statistics
@@ -18,11 +19,14 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.buffer_peers.leeway import push_all
 from benchmarks.buffer_peers.service import RUN_ID, config_for, facts_for, lease_all
-from benchmarks.buffer_peers.workload import GROUP_SIZE, PATIENCE_S, Workload
+from benchmarks.buffer_peers.workload import GROUP_SIZE, PATIENCE_S, Workload, expect
+from benchmarks.lib.rounds import median_ratio
 from buffer.client import BufferClient
 from buffer.service import BufferService
 from common.rpc.auth import RunKeys, ServiceKeys
@@ -44,42 +48,34 @@ def push_rate(work: Workload, keys: RunKeys | None) -> float:
     """Trajectories per second, from the first push to the last acknowledgement."""
     num_groups = len(work) // GROUP_SIZE
     here, there = multiprocessing.Pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        services = keys.services if keys else None
-        context = multiprocessing.get_context("spawn")
-        process = context.Process(target=serve, args=(Path(folder) / "buffer", num_groups, services, there))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as clients:
+        arguments = (Path(folder) / "buffer", num_groups, keys.services if keys else None, there)
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
         process.start()
-        clients = []
         try:
-            if not here.poll(PATIENCE_S):
-                raise RuntimeError(f"the service gave no address within {PATIENCE_S:g} s")
-            address = here.recv()
-            for role in ("learner", "actor"):
-                clients.append(
-                    BufferClient(
-                        address,
-                        run_id=RUN_ID,
-                        role=role,
-                        name=role,
-                        config=config_for(),
-                        keys=keys.clients if keys else None,
-                    )
-                )
-                clients[-1].connect()
-            learner, actor = clients
+            address = expect(here)
+            learner, actor = (
+                clients.enter_context(contextlib.closing(client(address, role, keys))) for role in ("learner", "actor")
+            )
             learner.begin_incarnation(0, 0).result(PATIENCE_S)
             learner.published(0, 0).result(PATIENCE_S)
             rows = work.leased(lease_all(actor, num_groups))
             began = time.perf_counter()
-            for answer in [actor.push(row) for row in rows]:
-                if (outcome := answer.result(PATIENCE_S).outcome) != "committed":
-                    raise RuntimeError(f"a trajectory was answered '{outcome}'")
+            push_all(actor, rows)
             return len(rows) / (time.perf_counter() - began)
         finally:
-            for client in clients:
-                client.close()
+            clients.close()
             here.send("end")
             process.join(PATIENCE_S)
+
+
+def client(address: str, role: Literal["learner", "actor"], keys: RunKeys | None) -> BufferClient:
+    """A connected one, with the keys of a run or without."""
+    made = BufferClient(
+        address, run_id=RUN_ID, role=role, name=role, config=config_for(), keys=keys.clients if keys else None
+    )
+    made.connect()
+    return made
 
 
 def main() -> None:
@@ -89,20 +85,16 @@ def main() -> None:
     parser.add_argument("--num-trajectories", type=int, default=4096)
     args = parser.parse_args()
     work = Workload.make(args.num_trajectories)
-    plain, locked = [], []
+    rates: dict[bool, list[float]] = {False: [], True: []}
     for number in range(args.rounds):
-        pair = {}
         for is_locked in ((False, True), (True, False))[number % 2]:
-            pair[is_locked] = push_rate(work, RunKeys.make() if is_locked else None)
-        plain.append(pair[False])
-        locked.append(pair[True])
-        print(f"round {number + 1}: {pair[False]:,.0f}/s without, {pair[True]:,.0f}/s with CURVE", flush=True)
-    ratios = [with_keys / without for without, with_keys in zip(plain, locked, strict=True)]
+            rates[is_locked].append(push_rate(work, RunKeys.make() if is_locked else None))
+        print(f"round {number + 1}: {rates[False][-1]:,.0f}/s without, {rates[True][-1]:,.0f}/s with CURVE", flush=True)
     result = {
         "benchmark": "curve",
-        "push_per_s": round(statistics.median(plain)),
-        "push_per_s_curve": round(statistics.median(locked)),
-        "curve_over_plain": round(statistics.median(ratios), 3),
+        "push_per_s": round(statistics.median(rates[False])),
+        "push_per_s_curve": round(statistics.median(rates[True])),
+        "curve_over_plain": round(median_ratio(rates[True], rates[False]), 3),
         "rounds": args.rounds,
         "num_trajectories": args.num_trajectories,
     }

@@ -144,7 +144,7 @@ def write_results(path: Path, result: Figures) -> None:
 
 
 def write_gpu_section(path: Path, result: Figures) -> None:
-    """Replace the GPU section, which is the last of the path."""
+    """Replace the GPU section, which is the last of the page."""
     text = path.read_text(encoding="utf-8") if path.exists() else TITLE
     before = text.partition(GPU_HEADING)[0].rstrip()
     path.write_text(f"{before}\n\n{GPU_HEADING}\n\n{_gpu(result)}\n", encoding="utf-8")

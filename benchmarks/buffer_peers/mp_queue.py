@@ -16,7 +16,7 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
-from benchmarks.buffer_peers.workload import PATIENCE_S, Figures, Workload, calls, rates
+from benchmarks.buffer_peers.workload import PATIENCE_S, Figures, Workload, calls, expect, rates
 from buffer.trajectory import Trajectory
 
 _NAMES = [field.name for field in fields(Trajectory)]
@@ -89,14 +89,3 @@ def _keep(queue: Queue[Any], done: Connection) -> None:
         kept += call
     done.send(len(kept))
     done.send(None)
-
-
-def expect(connection: Connection) -> Any:  # noqa: ANN401 -- whatever the other side says
-    """What the other process says, within the limit.
-
-    Raises:
-        TimeoutError: it said nothing.
-    """
-    if not connection.poll(PATIENCE_S):
-        raise TimeoutError(f"the other process said nothing for {PATIENCE_S:g} s")
-    return connection.recv()

@@ -14,9 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from benchmarks.buffer_peers.leeway import LEASES_AHEAD, draw_steps, fill, push_all
-from benchmarks.buffer_peers.mp_queue import expect
 from benchmarks.buffer_peers.service import RUN_ID, Service, config_for, facts_for, lease_all, steps_for
-from benchmarks.buffer_peers.workload import BATCH_TRAJECTORIES, GROUP_SIZE, PATIENCE_S, Figures, Workload
+from benchmarks.buffer_peers.workload import BATCH_TRAJECTORIES, GROUP_SIZE, PATIENCE_S, Figures, Workload, expect
 from buffer import schema
 from buffer.client import BufferClient
 from buffer.config import BufferConfig

@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -137,3 +138,14 @@ def until(condition: Callable[[], bool], what: str, *, patience_s: float = PATIE
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {patience_s:g} s for {what}")
         time.sleep(poll_s)
+
+
+def expect(connection: Connection) -> Any:  # noqa: ANN401 -- whatever the other side says
+    """What the other process says, within the limit.
+
+    Raises:
+        TimeoutError: it said nothing.
+    """
+    if not connection.poll(PATIENCE_S):
+        raise TimeoutError(f"the other process said nothing for {PATIENCE_S:g} s")
+    return connection.recv()

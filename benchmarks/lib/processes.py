@@ -37,7 +37,8 @@ class MeasurementFailed(RuntimeError):
 
 def environment(**more: str) -> dict[str, str]:
     """Of every process that is measured."""
-    return {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT), **more}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
 def end_at_sigterm() -> None:

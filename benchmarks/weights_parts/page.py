@@ -29,25 +29,22 @@ def pause_figures(engines: Sequence[Rounds]) -> Figures:
         engines: of each its rounds, as `FollowingEngine.follow` returns them.
     """
     rounds = [each for engine in engines for each in engine]
-    floors = [each["step"] + each["bare"] for each in rounds]
-    staging = [gap for each in rounds for gap in each["staging_steps"]]
+    pause, bare_pause, gap = (
+        [each[key] / (each["step"] + each["bare"]) for each in rounds] for key in ("pause", "bare_pause", "gap")
+    )
+    staging = [step_s for each in rounds for step_s in each["staging_steps"]]
     step_s = _median(rounds, "step")
     return {
-        "pause_over_step": statistics.median(each["pause"] / floor for each, floor in zip(rounds, floors, strict=True)),
-        "pause_over_step_worst": max(each["pause"] / floor for each, floor in zip(rounds, floors, strict=True)),
-        "bare_pause_over_step": statistics.median(
-            each["bare_pause"] / floor for each, floor in zip(rounds, floors, strict=True)
-        ),
-        "gap_over_step": statistics.median(each["gap"] / floor for each, floor in zip(rounds, floors, strict=True)),
+        "pause_over_step": statistics.median(pause),
+        "pause_over_step_worst": max(pause),
+        "bare_pause_over_step": statistics.median(bare_pause),
+        "gap_over_step": statistics.median(gap),
         "num_updates": len(rounds),
-        "pause_s": _median(rounds, "pause"),
-        "load_s": _median(rounds, "load"),
+        **{f"{key}_s": _median(rounds, key) for key in ("pause", "load")},
         "bare_reload_s": _median(rounds, "bare"),
         "bare_pause_s": _median(rounds, "bare_pause"),
         "engine_step_s": step_s,
-        "gap_s": _median(rounds, "gap"),
-        "bare_gap_s": _median(rounds, "bare_gap"),
-        "update_s": _median(rounds, "update"),
+        **{f"{key}_s": _median(rounds, key) for key in ("gap", "bare_gap", "update")},
         "staging_step_over_step": statistics.median(staging) / step_s if staging else None,
     }
 
@@ -105,25 +102,19 @@ def sync_figures(places: Mapping[str, Figures], network: Mapping[str, Figures]) 
     """
     found: Figures = {"sync": {}, "sync_network": {}}
     for name, each in places.items():
-        rounds = each["rounds"]
+        rounds, num_bytes = each["rounds"], each["num_bytes"]
         found["sync"][name] = {
             "over_torch": statistics.median(one["sync"] / (one["save"] + one["load"]) for one in rounds),
-            "mb": each["num_bytes"] / 1e6,
-            "sync_s": _median(rounds, "sync"),
-            "call_s": _median(rounds, "call"),
-            "until_seen_s": _median(rounds, "until_seen"),
-            "fetch_s": _median(rounds, "fetch"),
-            "save_s": _median(rounds, "save"),
-            "load_s": _median(rounds, "load"),
-            "gb_per_s": each["num_bytes"] / _median(rounds, "sync") / 1e9,
+            "mb": num_bytes / 1e6,
+            **{f"{key}_s": _median(rounds, key) for key in ("sync", "call", "until_seen", "fetch", "save", "load")},
+            "gb_per_s": num_bytes / _median(rounds, "sync") / 1e9,
         }
     for name, each in network.items():
-        rounds = each["rounds"]
+        rounds, num_bytes = each["rounds"], each["num_bytes"]
         found["sync_network"][name] = {
-            "sync_s": _median(rounds, "sync"),
-            "fetch_s": _median(rounds, "fetch"),
-            "sent_share": _median(rounds, "sent_bytes") / each["num_bytes"],
-            "gb_per_s": each["num_bytes"] / _median(rounds, "sync") / 1e9,
+            **{f"{key}_s": _median(rounds, key) for key in ("sync", "fetch")},
+            "sent_share": _median(rounds, "sent_bytes") / num_bytes,
+            "gb_per_s": num_bytes / _median(rounds, "sync") / 1e9,
         }
     return found
 
@@ -307,11 +298,7 @@ def _sync(r: Figures) -> str:
         [
             names[name],
             f"{each['mb']:.0f}",
-            ms(each["until_seen_s"]),
-            ms(each["fetch_s"]),
-            ms(each["sync_s"]),
-            ms(each["save_s"]),
-            ms(each["load_s"]),
+            *(ms(each[f"{key}_s"]) for key in ("until_seen", "fetch", "sync", "save", "load")),
             f"{each['over_torch']:.2f}",
         ]
         for name, each in r["sync"].items()

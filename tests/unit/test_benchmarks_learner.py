@@ -12,7 +12,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.learner_parts import gpu, sides, sleeping
 from benchmarks.learner_parts.spot import run_measurement
 from benchmarks.lib import learner as learner_step
-from benchmarks.lib.page import judged
 from benchmarks.lib.processes import MeasurementFailed
 from learner.attention import IMPLEMENTATION
 from learner.mesh import Mesh, MeshPlace
@@ -116,19 +115,3 @@ def test_a_measurement_that_fails_says_which_process():
 def test_a_measurement_that_takes_too_long_is_over():
     with pytest.raises(MeasurementFailed, match=r"measurements:packing took longer than 0\.1 s"):
         run_measurement("measurements:packing", {"quick": True}, limit_s=0.1)
-
-
-def test_a_bar_is_judged_only_at_full_size():
-    def met(value, word="at least", *, at_full_size=True):
-        return judged({"figure": value}, {"figure": 0.97}, word, at_full_size=at_full_size)["figure"]["met"]
-
-    assert met(0.96) is False
-    assert met(0.98) is True
-    assert met(0.98, "at most") is False
-    assert met(0.96, "at most") is True
-    assert met(0.98, at_full_size=False) is None
-    assert judged({}, {"figure": 0.97}, "at least", at_full_size=True)["figure"] == {
-        "at least": 0.97,
-        "measured": None,
-        "met": None,
-    }
