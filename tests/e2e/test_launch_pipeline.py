@@ -10,6 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.e2e.real_run import ROOT, start
 
 
+pytestmark = pytest.mark.full
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The run, and the folder of its model: the demo's with four layers of random weights."""

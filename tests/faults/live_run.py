@@ -133,6 +133,8 @@ class LiveRun:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.communicate(timeout=10)
             wait_for_end(family, timeout_s=15)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 def _writes_into(process: psutil.Process) -> str:

@@ -187,7 +187,7 @@ def test_stopped_stages_a_damaged_version_and_a_stopped_actor_leave_the_run_with
     )
 
 
-@pytest.mark.fault(26, "over ZeroMQ: weight service killed -9; an actor killed at version 50 joins anew")
+@pytest.mark.fault(26, "over ZeroMQ: weight service killed -9; an actor killed at version 50 joins anew", full=True)
 def test_a_killed_weight_service_and_an_actor_that_joins_late(start_run, show, tmp_path):
     run = start_run(
         *("--learner.num_steps", "100000", "--weight_sync.transport", "network"),

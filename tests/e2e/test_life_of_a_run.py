@@ -1,0 +1,403 @@
+"""One real run from its first step to its report: watched, scaled, robbed of its roles, interrupted, killed, resumed.
+
+Ray, vLLM, LMDB and ZeroMQ are real; the sockets are locked and weights travel over the network. The tests are the acts
+of one life, in this order, and each reads what the run itself left behind. An act that fails ends the life: those
+behind it are skipped.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+import zmq
+from safetensors.torch import load_file
+
+from buffer import protocol as p
+from buffer.store import PORT
+from launch.observe.trace import read
+from tests.e2e.real_run import ROOT, assert_ended_in_order, command_of, descendants, wait_for_end
+from tests.faults.live_run import LiveRun
+from tests.files import json_rows
+from tests.ports import free_port
+from tests.terminal import Terminal
+
+pytestmark = pytest.mark.timeout(600)
+
+COLLECTIVE_TIMEOUT_S = 20
+ENDLESS = (
+    *("--learner.num_steps", "100000", "--learner.checkpoint_every", "5"),
+    *("--learner.collective_timeout_s", str(COLLECTIVE_TIMEOUT_S)),
+    *("--launch.encryption", "on", "--weight_sync.transport", "network"),
+    *("--pools.first.role", "actors", "--pools.first.count", "2", "--pools.first.cpus", "0.25"),
+    *("--actors.eval_every", "10", "--actors.eval_problems", "16"),
+)
+LAST_STEPS = 30
+"""That the run has left when it is resumed for the last time."""
+
+
+class Life(LiveRun):
+    """The run, and what an act leaves for those behind it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prometheus_port = free_port()
+        super().__init__(folder, *ENDLESS, "--tracking.prometheus_port", str(self.prometheus_port))
+        self.failed = ""
+        """The act in which it ended."""
+        self.family: list[psutil.Process] = []
+        self.engine_sockets: list[Path] = []
+        self.acknowledged: dict[tuple, dict] = {}
+        self.step_when_killed = 0
+        self.said = ""
+
+    def resume(self, *overrides: object) -> None:
+        """Start `leeway resume`, as `start` starts `leeway train`."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "launch.cli", "resume", str(self.folder), *map(str, overrides)],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def last_step(self) -> int:
+        return self.steps()[-1]["step"]
+
+    def wait_for_restart(self, who: str) -> None:
+        """Until it is told that a role was started again, and the run has trained since."""
+        self.wait_for(
+            f"{who} to be started again", lambda: any(who in each["text"] for each in self.events("restart"))
+        )
+        self.wait_for_steps(3)
+
+    def states(self) -> dict[str, str]:
+        """Of the actors, by name."""
+        return {each["name"]: each["state"] for each in json.loads((self.folder / "status.json").read_text())["actors"]}
+
+    def of_last(self) -> dict[int, dict]:
+        """The row that counts of every step."""
+        return {row["step"]: row for row in self.steps()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    life = Life(tmp_path_factory.mktemp("life"))
+    yield life
+    life.close()
+
+
+@pytest.fixture(autouse=True)
+def act(run: Life, request):
+    """An act needs all those before it."""
+    if run.failed:
+        pytest.skip(f"the run's life ended in {run.failed}")
+    failed_before = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed_before:
+        run.failed = request.node.name
+
+
+def leeway(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launch.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+
+
+def acknowledged(run: Life) -> dict[tuple, dict]:
+    """Every stored trajectory by the key that it was acknowledged under."""
+    out = run.folder.parent / "acknowledged.parquet"
+    done = leeway("buffer", "export", run.folder, out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {(row["actor"], row["epoch"], row["seq"]): row for row in pq.read_table(out).to_pylist()}
+
+
+# --- it lives -----------------------------------------------------------------------------------------
+
+
+def test_it_trains_on_what_actors_sample_meanwhile_within_the_bound(run: Life):
+    run.wait_for_steps(12)
+    rows = run.steps()
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert {row["buffer/ledger_gap"] for row in rows} == {0}
+    assert 0 < max(row["lag/token_max"] for row in rows) <= 4
+    assert any(row["lag/in_flight"] > 0 for row in rows), "no trajectory lived through an update"
+    assert rows[0]["mismatch/lag0_tokens"] > 0, "step 1 trains on version 0 alone"
+    for row in rows:
+        assert (row["mismatch/lag0_abs"] is None) == (row["mismatch/lag0_tokens"] == 0)
+        assert row["mismatch/lag0_abs"] is None or row["mismatch/lag0_abs"] < 1e-3
+
+
+def test_it_is_its_owners_alone_and_a_stranger_is_not_answered(run: Life):
+    family = [psutil.Process(run.process.pid), *descendants(run.process)]
+    listening = {address for each in family for address in listening_on(each)}
+    assert listening, "it listens on nothing: the test shows nothing"
+    assert not [ip for ip in listening if ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")]
+    assert not stranger_is_answered(f"tcp://127.0.0.1:{(run.folder / 'buffer' / PORT).read_text()}")
+    everything = [run.folder, *run.folder.rglob("*")]
+    assert len(everything) > 50
+    assert not [
+        f"{stat.S_IMODE(path.lstat().st_mode):o} {path}"
+        for path in everything
+        if path.exists() and not path.is_symlink() and stat.S_IMODE(path.lstat().st_mode) & 0o077
+    ]
+    run.engine_sockets = folders_for_sockets(family)
+    assert run.engine_sockets
+
+
+def test_it_is_seen_from_outside(run: Life, tmp_path, request):
+    asked = leeway("status", run.folder, "--json")
+    assert asked.returncode == 0, asked.stderr
+    document = json.loads(asked.stdout)
+    assert (document["phase"], document["gone"], document["ended"]) == ("training", "", None)
+    assert [each["state"] for each in document["actors"]] == ["working", "working"]
+    assert all(each["pid"] and each["host"] for each in document["actors"] + document["stages"])
+    assert [pool["wanted"] for pool in document["pools"]] == [2]
+    assert sum(document["lags"]["first"].values()) > 0
+    assert max(map(int, document["lags"]["first"])) <= document["max_lag"]
+    assert document["buffer"]["ledger"]["gap"] == 0
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{run.prometheus_port}/metrics", timeout=10) as answer:
+        served = answer.read().decode()
+    assert 'leeway_actor_tokens_per_s{actor="actor-1",pool="first"}' in served
+    assert "\nleeway_lag_token_max " in served
+
+    terminal = Terminal([sys.executable, "-m", "launch.cli", "top", str(run.folder)], 80, 24)
+    request.addfinalizer(terminal.close)
+    terminal.wait_for(lambda grid: any("groups ready" in line for line in grid.lines))
+    step = terminal.grid.lines[1]
+    assert " step " in step
+    terminal.wait_for(lambda grid: " step " in grid.lines[1] and grid.lines[1] != step)
+    assert not terminal.grid.overflowed
+    terminal.press("q")
+    assert terminal.end() == 0
+
+    exported = leeway("export", run.folder, tmp_path / "model")
+    assert exported.returncode == 0, exported.stderr
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "model").iterdir()}
+    assert run.process.poll() is None, "the run ended when it was exported from"
+
+
+def test_actors_come_and_go(run: Life):
+    more = leeway("scale", run.folder, "--pool", "first", "--count", 3)
+    assert (more.returncode, more.stdout) == (0, "pool 'first' had 2 actors and is to have 3\n"), more.stderr
+    run.wait_for("a third actor", lambda: run.states().get("actor-2") == "working")
+    run.wait_for("its samples", lambda: any(each["actor"] == "actor-2" for each in run.trajectories()), every_s=2.0)
+    assert leeway("scale", run.folder, "--pool", "first", "--count", 1).returncode == 0
+    run.wait_for("two to leave", lambda: run.states() == {"actor-0": "working"})
+    assert len(run.events("left")) == 2
+    for count, pool, why in ((0, "first", "keep 1"), (2, "second", "no pool 'second'")):
+        refused = leeway("scale", run.folder, "--pool", pool, "--count", count)
+        assert refused.returncode == 2
+        assert why in refused.stderr
+    run.wait_for_steps(3)
+
+
+# --- its roles die, and are started again --------------------------------------------------------------
+
+
+def test_a_killed_service_or_actor_is_started_again(run: Life):
+    for who, told in (("buffer", "the buffer service ended"), ("weights", "the weight service ended")):
+        (old, *_) = run.processes(who)
+        run.kill(who)
+        run.wait_for_restart(told)
+        assert run.processes(who)[0].pid != old.pid
+    run.kill("actor", 0)
+    run.wait_for_restart("actor.0 died")
+
+
+def test_a_stage_that_dies_or_hangs_is_started_again_with_the_others_while_all_else_carries_on(run: Life):
+    others = [each for role in ("buffer", "weights", "actor") for each in run.processes(role)]
+    killed = run.processes("stage", 0)[0]
+    killed.kill()
+    run.wait_for("the stages' restart", lambda: run.steps()[-1]["restarts"] == 1)
+    hung = run.processes("stage", 1)[0]
+    hung.suspend()
+    run.wait_for("their second restart", lambda: run.steps()[-1]["restarts"] == 2)
+    assert all(other.is_running() for other in others), "somebody else was started again"
+    assert wait_for_end([killed, hung], timeout_s=10) == [], "a process that was replaced is left behind"
+    restarts = [each["text"] for each in run.events("restart") if each["text"].startswith("stage")]
+    assert re.match(r"stage\.[01] died .* all stages are started again from the checkpoint of step", restarts[0])
+    assert re.match(rf"stage\.[01] did not answer the others .* = {COLLECTIVE_TIMEOUT_S} s", restarts[1])
+
+
+# --- it ends, and is gone on with ------------------------------------------------------------------------
+
+
+def test_one_interrupt_ends_it_with_a_checkpoint_and_without_a_process(run: Life):
+    family = descendants(run.process)
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does it: every process gets the signal
+    output, _ = run.process.communicate(timeout=120)
+    assert run.process.returncode == 130, output
+    assert wait_for_end(family, timeout_s=10) == []
+    assert_ended_in_order(run.folder)
+    assert "refused strangers" in (run.folder / "logs" / "buffer.0.log").read_text()
+    assert [path for path in run.engine_sockets if path.exists()] == []
+
+
+def test_killed_with_its_command_it_is_gone_and_says_how_to_go_on(run: Life, request):
+    run.resume()
+    run.wait_for_steps(8)
+    terminal = Terminal([sys.executable, "-m", "launch.cli", "top", str(run.folder)], 80, 24)
+    request.addfinalizer(terminal.close)
+    terminal.wait_for(lambda grid: any("groups ready" in line for line in grid.lines))
+    family = descendants(run.process)
+    assert any("EngineCore" in command_of(each) for each in family)
+    run.process.kill()
+    run.process.communicate(timeout=30)
+    terminal.wait_for(lambda grid: "is gone since" in grid.lines[0])
+    terminal.press("q")
+    assert terminal.end() == 0
+    assert wait_for_end(family, timeout_s=60) == []
+    asked = leeway("status", run.folder)
+    assert asked.returncode == 1
+    assert f"nothing runs; `leeway resume {run.folder}` goes on" in asked.stdout
+    run.acknowledged, run.step_when_killed = acknowledged(run), run.last_step
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "l')  # as a power cut leaves it
+
+
+def test_resumed_on_another_layout_it_trains_to_its_end(run: Life):
+    num_steps = run.step_when_killed + LAST_STEPS
+    # nothing of the run's own config is lost by what is given here
+    run.resume("--tracking.display", "plain", "--learner.num_stages", 1, "--learner.num_steps", num_steps)
+    run.said, _ = run.process.communicate(timeout=280)
+    assert run.process.returncode == 0, run.said
+    assert "15 bytes of a line that was cut off are removed from metrics.jsonl" in run.said
+    assert "changed: learner.num_stages = 1 (was 2)" in run.said
+    assert len(json.loads((run.folder / "run.json").read_text())["started_s"]) == 3
+
+
+# --- what it leaves -------------------------------------------------------------------------------------
+
+
+def test_nothing_acknowledged_was_lost_and_nothing_was_counted_twice(run: Life):
+    names = ("group_id", "sample_index", "prompt_id", "token_ids", "logprobs", "reward", "spans")
+    before, after = run.acknowledged, acknowledged(run)
+    assert len(before) > 1000
+    lost = [key for key in before if key not in after or any(before[key][n] != after[key][n] for n in names)]
+    assert lost == []
+    verified = leeway("buffer", "verify", run.folder)
+    assert verified.returncode == 0, verified.stdout
+
+
+def test_the_summary_is_of_the_whole_life(run: Life):
+    summary = json.loads((run.folder / "summary.json").read_text())
+    num_steps = run.step_when_killed + LAST_STEPS
+    rows = run.of_last()
+    assert (summary["num_steps"], summary["ledger_gap"], summary["num_heldout"]) == (num_steps, 0, 16)
+    assert len(rows) + summary["steps_without_report"] == num_steps
+    assert {row["buffer/ledger_gap"] for row in run.steps()} == {0}
+    counted = [rows[step]["restarts"] for step in sorted(rows)]
+    assert counted == sorted(counted), "the last row of a step is that of the learner that counts"
+    assert summary["trained_trajectories"] == summary["ledger"]["uses"] - summary["ledger"]["redone_uses"]
+    assert summary["trained_trajectories"] >= num_steps * 8 * 8
+    assert 0 < summary["lag_mean"] <= summary["lag_max"] <= summary["max_lag"] == 4
+    assert summary["overlap_frac"] > 0
+    ledger = summary["ledger"]
+    assert ledger["issued"] == ledger["in_flight"] + ledger["committed"] + ledger["failed"]
+    versions = [each["eval/version"] for each in json_rows(run.folder / "events.jsonl") if each["kind"] == "evaluated"]
+    assert versions[0] == "0.0"
+    assert versions[-1].endswith(f".{num_steps}")
+    assert len(versions) >= 3, "no evaluation during the run"
+
+
+def test_its_model_loads_in_plain_transformers_and_answers_as_the_run_said(run: Life):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from actors.tasks import load_task
+    from launch.load import load_config
+
+    summary = json.loads((run.folder / "summary.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "model")
+    problems = load_task(load_config(run.folder / "config.toml").task).heldout
+    correct = 0
+    for problem in problems:
+        prompt = tokenizer(problem.text, return_tensors="pt")
+        answer = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        correct += tokenizer.decode(answer, skip_special_tokens=True).strip() == problem.columns["answer"]
+    assert correct / len(problems) == pytest.approx(summary["accuracy_after"], abs=0.07)
+
+
+def test_it_exports_as_it_did_itself_and_passes_over_a_damaged_checkpoint(run: Life, tmp_path):
+    finished = leeway("resume", run.folder)
+    assert finished.returncode == 2
+    assert "Give it more to go on: --learner.num_steps" in finished.stdout + finished.stderr
+    assert leeway("export", run.folder, tmp_path / "newest").returncode == 0
+    same_weights(tmp_path / "newest", run.folder / "model")
+    newest = sorted((run.folder / "checkpoints").glob("step-*"))[-1]
+    file = newest / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    meant = leeway("export", run.folder, tmp_path / "out", "--step", int(newest.name[5:]))
+    assert meant.returncode == 2
+    said = meant.stdout + meant.stderr
+    assert "does not have the checksum that it was written with; there are those of step" in said
+    any_will_do = leeway("export", run.folder, tmp_path / "out")
+    assert any_will_do.returncode == 0
+    assert "the checkpoint before it is used" in any_will_do.stdout + any_will_do.stderr
+
+
+def test_the_last_line_names_its_report_and_the_timeline_has_every_role(run: Life):
+    assert run.said.splitlines()[-1] == f"report: {run.folder / 'report.html'}"
+    assert "What is missing" not in (run.folder / "report.html").read_text()
+    kinds = {(line.who, line.what) for line in read(run.folder / "timeline.jsonl")}
+    of_actors = {(f"actor-{number}", what) for number in (0, 1, 2) for what in ("generate", "update")}
+    assert kinds >= of_actors | {("learner", "step"), ("learner", "wait_for_batch"), ("evaluation", "evaluate")}
+    assert kinds >= {("launch", "phase"), ("buffer", "queue"), ("actors", "running")}
+
+
+def test_its_folder_is_not_trained_into_again(run: Life):
+    again = leeway("train", "examples/demo.toml", "--run.dir", run.folder.parent, "--run.name", run.folder.name)
+    assert again.returncode == 2
+    assert "exists already" in again.stdout + again.stderr
+
+
+# --- looking closely ------------------------------------------------------------------------------------
+
+
+def folders_for_sockets(processes: list[psutil.Process]) -> list[Path]:
+    """Those that vLLM's sockets in these processes lie in."""
+    numbers = {str(process.pid) for process in processes}
+    places = {Path(tempfile.gettempdir()), Path("/tmp")}
+    found = (path for place in places for path in place.glob("leeway-*-vllm-*"))
+    return [path for path in found if path.name.split("-")[3] in numbers]
+
+
+def listening_on(process: psutil.Process) -> list[str]:
+    try:
+        return [each.laddr.ip for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+    except psutil.Error:
+        return []  # it has just ended
+
+
+def stranger_is_answered(address: str) -> bool:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(address)
+        with contextlib.suppress(zmq.Again):  # it was refused already, and has no line any more
+            stranger.send(p.encode(1, p.StatusRequest()), zmq.NOBLOCK)
+        return bool(stranger.poll(2000))
+
+
+def same_weights(ours: Path, theirs: Path) -> None:
+    """The weights of two Hugging Face folders are equal, tensor by tensor."""
+    found, expected = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (ours, theirs)
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
