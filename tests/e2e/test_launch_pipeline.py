@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.real_run import ROOT, start
 
-
 pytestmark = pytest.mark.full
 
 
