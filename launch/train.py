@@ -383,13 +383,13 @@ class _Run:
             self._evaluation = self._evaluate(self._config.actors.eval_problems, None)
 
     def _evaluate(self, num_problems: int, version: PolicyVersion | None) -> Evaluation:
-        self._outlets.trace.begin("evaluation", "evaluate")
+        self._outlets.trace.evaluating()
         return self._supervisor.evaluate(num_problems, version)
 
     def _evaluated(self, results: list[EvalResult]) -> Accuracy:
         accuracy = accuracy_of(results)
         self._observer.evaluated(accuracy)
-        self._outlets.trace.finish("evaluation", "evaluate", version=accuracy.versions)
+        self._outlets.trace.evaluated(accuracy.versions)
         self._outlets.event("evaluated", accuracy.describe(), **accuracy.row())
         return accuracy
 

@@ -22,7 +22,7 @@ from benchmarks.lib.machine import ROOT
 from benchmarks.lib.processes import MeasurementFailed, end_families, environment
 from buffer.offline.export import export
 from buffer.offline.inspect import Inspection, Selection
-from launch.observe.totals import Interval, intersect, total
+from launch.observe.totals import Interval, shared
 from launch.observe.trace import read
 
 LIMIT_S = 900.0
@@ -119,7 +119,7 @@ class FinishedRun:
         found: dict[str, Generated] = {}
         for span in read(self.folder / "timeline.json"):
             if span.cat == "generate" and span.dur:
-                inside = total(intersect([(span.start_s, span.end_s)], [window])) / (span.end_s - span.start_s)
+                inside = shared([(span.start_s, span.end_s)], [window]) / (span.end_s - span.start_s)
                 busy_s, num_tokens = found.get(span.who, Generated(0.0, 0.0))
                 more = Generated(inside * span.args.get("busy_s", 0.0), inside * span.args.get("num_tokens", 0))
                 found[span.who] = Generated(busy_s + more.busy_s, num_tokens + more.num_tokens)

@@ -70,15 +70,9 @@ class Observer:
     ) -> None:
         """Nothing is written before the first phase.
 
-        Args:
-            plan: of the run.
-            started_s: when the command started, by `clock`; unset: now.
-            look: the processes as they are now; waits for none of them.
-            on_quiet: shown what is known while no poll comes, from the thread of the observer.
-            on_news: shown every status that is written, and the metrics of the newest step.
-            wall: seconds since the epoch.
-            clock: seconds, monotonic.
-            quiet_s: after so long without a poll the file is written all the same.
+        `started_s` of the command is by `clock`. `look` says how the processes are now, and waits for none of them.
+        `on_quiet` is shown what is known while no poll comes, from a thread of the observer; `on_news` is shown every
+        status that is written, with the metrics of the newest step.
         """
         config = plan.config
         self._path, self._config = plan.folder.status, config
@@ -97,8 +91,7 @@ class Observer:
         )
         self.totals, self.actor_totals = StepTotals(), ActorTotals()
         self._overlap, self._trained = OverlapMeter(), Rate()
-        self._first_row: Mapping[str, Any] = {}
-        self._last_row: Mapping[str, Any] = {}
+        self._first_row, self._last_row = dict[str, Any](), dict[str, Any]()
         self._reports: dict[str, ActorReport] = {}
         """The last of each actor that works."""
         self._known = PollResult(publishing="", wanted={pool.name: pool.count for pool in actor_pools(config)})
@@ -107,10 +100,8 @@ class Observer:
         """Of each actor: mean absolute log-probability difference of its newest tokens at lag 0."""
         self._lag0_of_pool: dict[str, float] = {}
         self._largest_gap = 0
-        self._num_restarts = 0
-        """Of the learner, after which it trained on."""
-        self._restarts_before = 0
-        """Of the learner, under the commands that worked on the run before this one."""
+        self._num_restarts, self._restarts_before = 0, 0
+        """Of the learner: under this command, and under those that worked on the run before it."""
         self._trained_tokens = 0
         self._pauses_s: list[float] = []
         self._policy_waits_s: list[float] = []
@@ -183,7 +174,7 @@ class Observer:
             for unlogged in range(max(1, last - every + 1), last):
                 self.totals.add(unlogged, 0, 0.0)
             self._count(row)
-        self._first_row = self._first_row or (rows[0] if rows else {})
+        self._first_row = self._first_row or (dict(rows[0]) if rows else {})
         for unlogged in (each for each in range(last + 1, step + 1) if each % every):
             self.totals.add(unlogged, 0, 0.0)
         self.totals.go_back(step)

@@ -1,4 +1,9 @@
-"""Where the figures of a run go: metrics.jsonl, events.jsonl and Weights & Biases."""
+"""Where the figures of a run go: metrics.jsonl and events.jsonl, Weights & Biases, and Prometheus.
+
+A metric of the registry `lag/token_mean` is the gauge `leeway_lag_token_mean`; `pool/NAME/lag_mean` is
+`leeway_pool_lag_mean{pool="NAME"}`. `OF_ACTORS` and `OF_RUN` are further ones. All are gauges, also what counts up: a
+step that is taken again takes its counts back first.
+"""
 
 from __future__ import annotations
 
@@ -227,14 +232,11 @@ PROMETHEUS_HOST = "127.0.0.1"
 CLOSE_S = 5.0
 
 OF_ACTORS: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
-    "leeway_actor_working": ("1 where the actor works, else 0.", lambda actor: float(actor.state == "working")),
+    "leeway_actor_working": ("1 where the actor works, else 0.", lambda actor: actor.state == "working"),
     "leeway_actor_tokens_per_s": ("Completion tokens that it generates per second.", lambda actor: actor.tokens_per_s),
     "leeway_actor_running_samples": ("Samples that it has in flight.", lambda actor: actor.running),
     "leeway_actor_behind": ("Versions that it is behind the newest published one.", lambda actor: actor.behind),
-    "leeway_actor_waiting": (
-        "1 where something keeps it from running more.",
-        lambda actor: float(bool(actor.waits_for)),
-    ),
+    "leeway_actor_waiting": ("1 where something keeps it from running more.", lambda actor: bool(actor.waits_for)),
     "leeway_actor_restarts": ("How often it was started again.", lambda actor: actor.restarts),
     "leeway_actor_mismatch_lag0_abs": (METRICS["mismatch/lag0_abs"], lambda actor: actor.mismatch_lag0_abs),
 }
@@ -242,19 +244,13 @@ OF_ACTORS: dict[str, tuple[str, Callable[[ActorStatus], float | None]]] = {
 
 OF_RUN: dict[str, tuple[str, Callable[[RunStatus], float | None]]] = {
     "leeway_polled_timestamp_seconds": ("When the roles were last asked for news.", lambda run: run.polled_s),
-    "leeway_learner_waiting": (
-        "1 where the learner waits for a batch.",
-        lambda run: float(bool(run.learner.waits_for)),
-    ),
-    "leeway_learner_busy_frac": (
-        "Share of its last step in which the learner computed.",
-        lambda run: run.learner.busy_frac,
-    ),
+    "leeway_learner_waiting": ("1 where the learner waits for a batch.", lambda run: bool(run.learner.waits_for)),
+    "leeway_learner_busy_frac": ("Share of its last step in which it computed.", lambda run: run.learner.busy_frac),
     "leeway_waiting": ("How many sentences there are of who waits for whom.", lambda run: len(run.waits)),
     "leeway_tripped": ("How many tripwires stand.", lambda run: len(run.tripped)),
     "leeway_buffer_ready_groups": (
         "Groups that wait for a step.",
-        lambda run: None if run.buffer is None else run.buffer.ready_groups,
+        lambda run: run.buffer.ready_groups if run.buffer else None,
     ),
 }
 """Of the run as a whole."""
@@ -284,12 +280,7 @@ class Exporter(Collector):
             ) from None
 
     def show(self, status: RunStatus, row: Mapping[str, Any]) -> None:
-        """From now on serve this.
-
-        Args:
-            status: of the run.
-            row: the metrics of the newest step; empty before the first.
-        """
+        """From now on serve this, with the metrics of the newest step; empty before the first."""
         self._shown = status, row
 
     def collect(self) -> Iterator[GaugeMetricFamily]:

@@ -173,25 +173,15 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def intersect(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
-    """The time that is in both, as disjoint intervals in order."""
-    a, b = merge(left), merge(right)
-    common: list[Interval] = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            common.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
 def total(intervals: Iterable[Interval]) -> float:
     """Seconds that the union covers."""
     return sum(end - start for start, end in merge(intervals))
+
+
+def shared(left: Iterable[Interval], right: Iterable[Interval]) -> float:
+    """Seconds that both cover."""
+    a, b = merge(left), merge(right)
+    return max(0.0, total(a) + total(b) - total([*a, *b]))
 
 
 class OverlapMeter:
@@ -219,4 +209,4 @@ class OverlapMeter:
 
     def _share(self, busy: Iterable[Interval]) -> float | None:
         step_time = total(self._steps)
-        return total(intersect(self._steps, busy)) / step_time if step_time > 0 else None
+        return shared(self._steps, busy) / step_time if step_time > 0 else None

@@ -166,9 +166,8 @@ class Trace:
         self._named: set[tuple[int, int]] = set()
         self._counted_s: dict[tuple[str, str], float] = {}
         self._fresh = Fresh()
-        self._states: dict[str, tuple[str, float]] = {}
-        self._phase: tuple[str, float] | None = None
-        self._begun: dict[tuple[str, str], float] = {}
+        self._lasting: dict[tuple[str, str], tuple[str, float]] = {}
+        """By role and kind: the phase or state that it is in, and since when."""
         self._complained = ""
         if not self._size:
             self._hand_over(b"[\n")
@@ -199,44 +198,35 @@ class Trace:
         for report in news.actors:
             self._actor(report)
         there = {f"{process.role}-{process.number}": process.state for process in news.processes}
-        for who in (self._states.keys() - there.keys()) if there else ():  # it has left the run
-            self._end_state(who, *self._states.pop(who))
-        for who, state in there.items():
-            self._state(who, state)
+        gone = [who for who, what in self._lasting if what == "state" and who not in there] if there else []
+        for who, state in [*there.items(), *((who, "") for who in gone)]:
+            self._switch(who, "state", state)
         self._sample(news)
         self._cut()
 
     def phase(self, text: str) -> None:
         """The run does something else now."""
-        now_s = self._wall()
-        if self._phase is not None:
-            self._write(self._span("launch", "phase", self._phase[1], now_s, name=self._phase[0]))
-        self._phase = (text, now_s) if text else None
+        self._switch("launch", "phase", text)
+
+    def evaluating(self) -> None:
+        """An evaluation begins."""
+        self._switch("evaluation", "evaluate", "evaluate")
+
+    def evaluated(self, versions: str) -> None:
+        """It is over."""
+        self._switch("evaluation", "evaluate", "", {"version": versions})
 
     def event(self, kind: str, text: str) -> None:
         """A moment at which something happened."""
-        pid, ts = self._process("launch"), round(1e6 * self._wall())
-        self._write(Event(ph="i", s="g", name=printable(f"{kind}: {text}", 200), cat=kind, pid=pid, tid=0, ts=ts))
-
-    def begin(self, who: str, what: str) -> None:
-        """Something begins that `finish` ends."""
-        self._begun[who, what] = self._wall()
-
-    def finish(self, who: str, what: str, **args: object) -> None:
-        """It is over; what had not begun is left out."""
-        start_s = self._begun.pop((who, what), None)
-        if start_s is not None:
-            self._add(self._span(who, what, start_s, self._wall(), args))
+        name, pid = printable(f"{kind}: {text}", 200), self._process("launch")
+        self._write(Event(ph="i", s="g", name=name, cat=kind, pid=pid, tid=0, ts=round(1e6 * self._wall())))
 
     def close(self) -> None:
         """Write what is open. May be called twice."""
         if self._file.closed:
             return
-        self.phase("")
-        for who, what in list(self._begun):
-            self.finish(who, what)
-        for who, (state, since_s) in self._states.items():
-            self._end_state(who, state, since_s)
+        for who, what in list(self._lasting):
+            self._switch(who, what, "")
         for span in self._open.values():
             self._write(span)
         self._open.clear()
@@ -270,18 +260,17 @@ class Trace:
             args |= {"busy_s": update.pause_s, "load_s": update.load_s}
             self._add(self._span(report.name, "update", update.start_s, update.end_s, args))
 
-    def _state(self, who: str, state: str) -> None:
-        """Write how long a process was what it is no longer; that it works is what the other spans say."""
-        before = self._states.get(who)
-        if before is not None and before[0] == state:
+    def _switch(self, who: str, what: str, name: str, args: Mapping[str, object] = NOTHING) -> None:
+        """From now on a role is in another phase or state, or in none; write how long it was in the one before."""
+        now_s = self._wall()
+        before, since_s = self._lasting.get((who, what), ("", now_s))
+        if name == before:
             return
-        if before is not None:
-            self._end_state(who, *before)
-        self._states[who] = state, self._wall()
-
-    def _end_state(self, who: str, state: str, since_s: float) -> None:
-        if state != "working":
-            self._write(self._span(who, "state", since_s, self._wall(), name=state))
+        if before not in ("", "working"):  # that a process works is what the other spans say
+            self._write(self._span(who, what, since_s, now_s, args, before))
+        self._lasting[who, what] = name, now_s
+        if not name:
+            del self._lasting[who, what]
 
     def _sample(self, news: PollResult) -> None:
         now_s, status = self._wall(), news.status

@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean, variance
+from typing import Any, NamedTuple
 
 from actors.report import ActorReport
 from algorithms.corrections import WeighedSection
@@ -277,49 +278,43 @@ LARGE_DRIFT = 0.1
 """Nats a token between the policy and its samples (mismatch/k3); a tenth of that is much."""
 
 
-@dataclass(frozen=True)
-class _Step:
-    number: int
+class _Window(NamedTuple):
+    """So many steps in a row; NaN is not known."""
+
+    first: int
+    last: int
     reward: float
+    """Mean over the steps, as all that follows it."""
+    squared_error: float
+    """Of that mean."""
     std: float
-    """Of the rewards of its samples."""
+    """Of the rewards of a step's samples."""
     ess: float
     drift: float
-    """NaN, as `ess`, where it is not known."""
 
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> _Window:
+        """What these steps say."""
 
-@dataclass(frozen=True)
-class _Window:
-    """The reward of so many steps in a row."""
+        def mean(name: str) -> float:
+            known = [row[name] for row in rows if row.get(name) is not None and not math.isnan(row[name])]
+            return fmean(known) if known else math.nan
 
-    steps: tuple[_Step, ...]
-
-    @property
-    def reward(self) -> float:
-        """Its mean."""
-        return _mean(step.reward for step in self.steps)
-
-    @property
-    def squared_error(self) -> float:
-        """Of that mean."""
-        mean = self.reward
-        return sum((step.reward - mean) ** 2 for step in self.steps) / (len(self.steps) - 1) / len(self.steps)
+        rewards = [float(row["reward/mean"]) for row in rows]
+        means = (mean("reward/std"), mean("off_policy/ess_sequence"), mean("mismatch/k3"))
+        return cls(rows[0]["step"], rows[-1]["step"], fmean(rewards), variance(rewards) / len(rewards), *means)
 
     def __str__(self) -> str:
-        return f"{self.reward:.3f} (steps {self.steps[0].number} to {self.steps[-1].number})"
+        return f"{self.reward:.3f} (steps {self.first} to {self.last})"
 
 
 class Stability:
     """Takes in the rows of the steps, and has a sentence while they are unstable."""
 
     def __init__(self, config: Config) -> None:
-        """Nothing has been seen.
-
-        Args:
-            config: of the run, for what to try.
-        """
+        """Nothing has been seen; `config` says what the run has not tried."""
         self._config = config
-        self._steps: deque[_Step] = deque(maxlen=2 * WINDOW)
+        self._rows: deque[Mapping[str, Any]] = deque(maxlen=2 * WINDOW)
         self._best: _Window | None = None
         self.text = ""
         """What is wrong, and what to try; empty while nothing is."""
@@ -346,30 +341,27 @@ class Stability:
         """A step was taken; a skipped one says nothing."""
         if row.get("skipped") or row.get("reward/mean") is None:
             return
-        if self._steps and row["step"] <= self._steps[-1].number:
-            self._steps.clear()  # the learner was started again, and takes these steps anew
-        known = {name: math.nan if row.get(name) is None else float(row[name]) for name in _READ}
-        self._steps.append(_Step(row["step"], *(known[name] for name in _READ)))
-        if len(self._steps) < 2 * WINDOW:
+        if self._rows and row["step"] <= self._rows[-1]["step"]:
+            self._rows.clear()  # the learner was started again, and takes these steps anew
+        self._rows.append(row)
+        if len(self._rows) < 2 * WINDOW:
             return
-        steps = tuple(self._steps)
-        before, now = _Window(steps[:WINDOW]), _Window(steps[WINDOW:])
+        rows = tuple(self._rows)
+        before, now = _Window.of(rows[:WINDOW]), _Window.of(rows[WINDOW:])
         if self._best is None or before.reward > self._best.reward:
             self._best = before
         self._judge(self._best, now)
 
     def _judge(self, best: _Window, now: _Window) -> None:
-        ess = _mean(step.ess for step in now.steps)
-        drift = _mean(step.drift for step in now.steps)
         error = (best.squared_error + now.squared_error) ** 0.5
         scale = ENDS_AT if self.text else 1.0
-        limit = scale * max(FELL_BY_ERRORS * error, FELL_BY_STD * _mean(step.std for step in best.steps))
+        limit = scale * max(FELL_BY_ERRORS * error, FELL_BY_STD * best.std)
         what = ""
         # a comparison with what is not known is false
-        if ess < LOW_ESS and best.reward - now.reward > limit:
-            what = f"the reward fell from {best} to {now}, while {ess:.0%} of the samples count"
-        elif drift > scale * LARGE_DRIFT:
-            what = f"the policy is {drift:.2g} nats a token away from its samples, at a reward of {now}"
+        if now.ess < LOW_ESS and best.reward - now.reward > limit:
+            what = f"the reward fell from {best} to {now}, while {now.ess:.0%} of the samples count"
+        elif now.drift > scale * LARGE_DRIFT:
+            what = f"the policy is {now.drift:.2g} nats a token away from its samples, at a reward of {now}"
         self.text = f"{what}: they are too old for the pace of the learner. Try {self._remedy()}" if what else ""
         self.ended = f"the reward is {now}, and the policy near enough to its samples"
 
@@ -382,12 +374,3 @@ class Stability:
         if config.weight_sync.max_lag != 0:
             slower += f" or weight_sync.max_lag (now {config.weight_sync.max_lag})"
         return slower + (", or learner.ess_budget = 0.5" if config.learner.ess_budget is None else "")
-
-
-_READ = ("reward/mean", "reward/std", "off_policy/ess_sequence", "mismatch/k3")
-
-
-def _mean(values: Iterable[float]) -> float:
-    """Of those that are known; NaN where none is."""
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan

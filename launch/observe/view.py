@@ -133,7 +133,7 @@ def sections(status: RunStatus, now_s: float, width: int, wrap: Wrap, *, ascii_o
     found = [
         Section("wrong", wrong, least=2),
         Section("pools", list(_pools(status))),
-        Section("actors", list(_actors(status.actors, now_s)), least=2),
+        Section("actors", list(_processes(status.actors, now_s)), least=2),
         Section("stages", list(_processes(status.stages, now_s))),
         Section("services", list(_processes(status.services, now_s)), least=0),
         Section("buffer", list(_buffer(status, width)), least=2),
@@ -186,47 +186,29 @@ def _pools(status: RunStatus) -> Iterator[Text]:
         )
 
 
-def _name_width(found: Sequence[ActorStatus | ProcessStatus | PoolStatus]) -> int:
+def _name_width(found: Sequence[ProcessStatus | PoolStatus]) -> int:
     return max((len(each.name) for each in found), default=0) + 2
-
-
-def _actors(actors: Sequence[ActorStatus], now_s: float) -> Iterator[Text]:
-    width = _name_width(actors)
-    for actor in actors:
-        yield _actor(actor, now_s, width)
 
 
 def _processes(processes: Sequence[ProcessStatus], now_s: float) -> Iterator[Text]:
     width = _name_width(processes)
     for process in processes:
-        yield _process(process, now_s, width)
-
-
-def _actor(actor: ActorStatus, now_s: float, width: int) -> Text:
-    line = Text.assemble((f"{actor.name:<{width}}", "bold"))
-    if actor.state != "working" or actor.version is None:
-        line.append(f"{actor.state}, for {duration(now_s - actor.since_s)}", style=_style(actor.state))
-    else:
-        behind = f" ({actor.behind} behind)" if actor.behind else ""
-        line.append(f"v {actor.version}{behind}  {actor.tokens_per_s:>7,.0f} tokens/s  {actor.running:>4} running")
-    if actor.restarts:
-        line.append(f"  {actor.restarts} restarts", style="yellow")
-    if actor.refused:
-        line.append(f"  refused {actor.refused}", style="red")
-    if actor.waits_for:
-        line.append(f"  {actor.waits_for}", style="dim")
-    return line
-
-
-def _process(process: ProcessStatus, now_s: float, width: int) -> Text:
-    line = Text.assemble((f"{process.name:<{width}}", "bold"), (process.state, _style(process.state)))
-    if process.state not in ("working", "finished"):
-        line.append(f", for {duration(now_s - process.since_s)}")
-    if process.restarts:
-        line.append(f"  {process.restarts} restarts", style="yellow")
-    if process.waits_for:
-        line.append(f"  waits for {process.waits_for}", style="dim")
-    return line
+        line = Text.assemble((f"{process.name:<{width}}", "bold"))
+        actor = process if isinstance(process, ActorStatus) else None
+        if actor is not None and actor.state == "working" and actor.version is not None:
+            behind = f" ({actor.behind} behind)" if actor.behind else ""
+            line.append(f"v {actor.version}{behind}  {actor.tokens_per_s:>7,.0f} tokens/s  {actor.running:>4} running")
+        else:
+            line.append(process.state, style=_style(process.state))
+            if actor is not None or process.state not in ("working", "finished"):
+                line.append(f", for {duration(now_s - process.since_s)}", style=_style(process.state) if actor else "")
+        if process.restarts:
+            line.append(f"  {process.restarts} restarts", style="yellow")
+        if actor is not None and actor.refused:
+            line.append(f"  refused {actor.refused}", style="red")
+        if process.waits_for:
+            line.append(f"  {'' if actor else 'waits for '}{process.waits_for}", style="dim")
+        yield line
 
 
 def _style(state: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup
 
@@ -40,72 +41,72 @@ class Figure:
     note: str = ""
 
 
+CURVES: tuple[tuple[str, str, dict[str, str], dict[str, Any]], ...] = (
+    ("Reward", "mean of the step", {"reward/mean": "reward"}, {}),
+    ("Loss", "of the step's batch", {"loss": "loss"}, {}),
+    ("Lag of trained tokens", "policy versions", {"lag/token_mean": "mean", "lag/token_max": "greatest"}, {"floor": 0}),
+    (
+        "Throughput",
+        "completion tokens per second",
+        {"perf/generated_tokens_per_s": "generated", "perf/trained_tokens_per_s": "trained"},
+        {"floor": 0},
+    ),
+    (
+        "Effective sample size",
+        "share of the batch",
+        {"off_policy/ess_token": "tokens", "off_policy/ess_sequence": "sequences"},
+        {"ceiling": 1},
+    ),
+    (
+        "Mismatch of the behaviour policy",
+        "log-probabilities",
+        {"mismatch/lag0_abs": "same version", "mismatch/k3": "all tokens (k3)"},
+        {"may_be_log": True},
+    ),
+    (
+        "Who waits for whom",
+        "seconds per step",
+        {
+            "time/wait_for_batch": "learner for a batch",
+            "time/wait_for_policy": "actors for weights",
+            "time/weight_pause": "pause of an update",
+        },
+        {"floor": 0},
+    ),
+    ("Gradient norm", "before clipping", {"grad_norm": "norm"}, {"floor": 0}),
+    ("Completion length", "mean, tokens", {"length/trained_mean": "trained"}, {}),
+)
+"""Title, unit of y, metric -> name of its curve, and what else a `Chart` takes."""
+
+
 def curves(runs: Sequence[RunData]) -> list[Figure]:
     """How the run went, step by step.
 
     Args:
         runs: one, or two to compare.
     """
-    charts = [
-        _chart(runs, "Reward", "mean of the step", [("reward/mean", "reward")]),
-        _accuracy(runs),
-        _chart(runs, "Loss", "of the step's batch", [("loss", "loss")]),
-        _lag(runs),
-        _chart(
-            runs,
-            "Throughput",
-            "completion tokens per second",
-            [("perf/generated_tokens_per_s", "generated"), ("perf/trained_tokens_per_s", "trained")],
-            floor=0,
-        ),
-        _chart(
-            runs,
-            "Effective sample size",
-            "share of the batch",
-            [("off_policy/ess_token", "tokens"), ("off_policy/ess_sequence", "sequences")],
-            ceiling=1,
-        ),
-        _chart(
-            runs,
-            "Mismatch of the behaviour policy",
-            "log-probabilities",
-            [("mismatch/lag0_abs", "same version"), ("mismatch/k3", "all tokens (k3)")],
-            may_be_log=True,
-        ),
-        _chart(
-            runs,
-            "Who waits for whom",
-            "seconds per step",
-            [
-                ("time/wait_for_batch", "learner for a batch"),
-                ("time/wait_for_policy", "actors for weights"),
-                ("time/weight_pause", "pause of an update"),
-            ],
-            floor=0,
-        ),
-        _chart(runs, "Gradient norm", "before clipping", [("grad_norm", "norm")], floor=0),
-        _chart(runs, "Completion length", "mean, tokens", [("length/trained_mean", "trained")]),
-    ]
-    return [_figure(chart) for chart in [*charts, *_pool_charts(runs)] if chart is not None]
+    charts = [_chart(runs, *each) for each in CURVES]
+    charts.insert(1, _accuracy(runs))
+    return [_figure(chart) for chart in [*charts, *_pool_charts(runs)]]
 
 
 def _chart(
-    runs: Sequence[RunData],
-    title: str,
-    unit: str,
-    wanted: Sequence[tuple[str, str]],
-    *,
-    floor: float | None = None,
-    ceiling: float | None = None,
-    may_be_log: bool = False,
+    runs: Sequence[RunData], title: str, unit: str, wanted: Mapping[str, str], options: Mapping[str, Any]
 ) -> Chart:
     found = []
     for place, run in enumerate(runs):
-        for style, (metric, name) in zip(STYLES[place], wanted, strict=False):
+        for style, (metric, name) in zip(STYLES[place], wanted.items(), strict=False):
             points = run.metrics.of(metric)
             if points:
                 found.append(Curve(_named(name, run, runs), points, style, dots=len(points) < 12))
-    return Chart(title, unit, found, floor=floor, ceiling=ceiling, may_be_log=may_be_log)
+    bound = _bound(runs) if "lag/token_max" in wanted and found else None
+    return Chart(title, unit, found, bound=bound, **options)
+
+
+def _bound(runs: Sequence[RunData]) -> tuple[str, float] | None:
+    """max_lag, where it is the same for all."""
+    limits = [run.knob("weight_sync.max_lag") for run in runs]
+    return ("max_lag", limits[0]) if isinstance(limits[0], int) and len(set(map(str, limits))) == 1 else None
 
 
 def _named(name: str, run: RunData, runs: Sequence[RunData]) -> str:
@@ -122,16 +123,6 @@ def _accuracy(runs: Sequence[RunData]) -> Chart:
             if points:
                 found.append(Curve(_named(name, run, runs), points, style, dots=True))
     return Chart("Held-out accuracy", "share of problems", found, x_name="policy version")
-
-
-def _lag(runs: Sequence[RunData]) -> Chart:
-    wanted = [("lag/token_mean", "mean"), ("lag/token_max", "greatest")]
-    chart = _chart(runs, "Lag of trained tokens", "policy versions", wanted, floor=0)
-    limits = [run.knob("weight_sync.max_lag") for run in runs]
-    known = [limit for limit in limits if isinstance(limit, int)]
-    if not known or not chart.curves or len(set(map(str, limits))) > 1:
-        return chart
-    return Chart(chart.title, chart.unit, chart.curves, bound=("max_lag", known[0]), floor=0)
 
 
 def _pool_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -189,7 +180,7 @@ def distributions(runs: Sequence[RunData]) -> list[Figure]:
 
 
 def _lags(runs: Sequence[RunData]) -> Figure:
-    known = [(place, run, run.buffer.all_lags) for place, run in enumerate(runs) if run.buffer is not None]
+    known = [(place, run, run.buffer.lags) for place, run in enumerate(runs) if run.buffer is not None]
     known = [(place, run, lags) for place, run, lags in known if lags]
     highest = max((max(lags) for _, _, lags in known), default=0)
     sets = [

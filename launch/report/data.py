@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 import tomllib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,7 +160,7 @@ def _json_lines(path: Path, torn: list[int]) -> Iterator[dict[str, Any]]:
 class Events:
     """What happened, in order; of a run with many the first and the last."""
 
-    shown: list[Mapping[str, Any]] = field(default_factory=list)
+    shown: list[dict[str, Any]] = field(default_factory=list)
     num_left_out: int = 0
     evaluations: list[Accuracy] = field(default_factory=list)
     failed: str = ""
@@ -188,8 +187,6 @@ class RunData:
     """A command works on it now."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, a sentence each."""
-    read_s: float = 0.0
-    """How long reading took."""
 
     @property
     def ended(self) -> str:
@@ -237,7 +234,6 @@ def collect(folder: RunFolder, *, buffer_limit_s: float = BUFFER_LIMIT_S) -> Run
         folder: of the run; it may be live.
         buffer_limit_s: how long to look at the buffer, which may hold millions of groups.
     """
-    began = time.monotonic()
     run = RunData(folder.name, folder.root)
     for read in (_read_config, _read_metrics, _read_events, _read_summary, _read_end, _read_timeline):
         try:
@@ -250,7 +246,6 @@ def collect(folder: RunFolder, *, buffer_limit_s: float = BUFFER_LIMIT_S) -> Run
         run.missing.append(f"The buffer cannot be read, so there are no samples and no distributions: {error}.")
     else:
         _tell_of_buffer(run, run.buffer)
-    run.read_s = time.monotonic() - began
     return run
 
 
@@ -311,22 +306,15 @@ def _read_timeline(folder: RunFolder, run: RunData) -> None:
 
 def _read_events(folder: RunFolder, run: RunData) -> None:
     torn: list[int] = []
-    events = run.events
-    first: list[Mapping[str, Any]] = []
-    last: list[Mapping[str, Any]] = []
-    for event in _json_lines(folder.events, torn):
-        _note(events, event)
+    events = list(_json_lines(folder.events, torn))
+    for event in events:
+        _note(run.events, event)
+    run.events.num_left_out = max(0, len(events) - FIRST_EVENTS - LAST_EVENTS)
+    run.events.shown = events[:FIRST_EVENTS] + events[FIRST_EVENTS + run.events.num_left_out :]
+    for event in run.events.shown:
         text = str(event.get("text", ""))
         if len(text) > MAX_EVENT_TEXT:
             event["text"] = f"{text[:MAX_EVENT_TEXT]} ... and {len(text) - MAX_EVENT_TEXT:,} more characters"
-        if len(first) < FIRST_EVENTS:
-            first.append(event)
-            continue
-        last.append(event)
-        if len(last) > LAST_EVENTS:
-            last.pop(0)
-            events.num_left_out += 1
-    events.shown = first + last
     if torn:
         run.missing.append(f"{_lines(len(torn))} of events.jsonl could not be read and left out.")
 

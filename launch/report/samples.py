@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,8 +56,6 @@ class ShownSample:
     num_tokens: int
     """Of the completion."""
     finish_reason: str
-    wall_s: float
-    """From its start to its last token."""
     prompt: str | None
     """None where the run has no tokenizer."""
     completion: str | None
@@ -71,24 +69,17 @@ class BufferData:
     num_groups: int = 0
     num_looked_at: int = 0
     """Of them, before the time was over."""
-    num_trajectories: int = 0
-    size_bytes: int = 0
     ledger: dict[str, int] = field(default_factory=dict)
     generated: list[float] = field(default_factory=list)
     """Share of each bucket of `buffer.lengths`, as of the last few thousand completions."""
     trained: list[float] = field(default_factory=list)
     fidelity_ks: float = 0.0
-    lags: dict[str, Counter[int]] = field(default_factory=dict)
-    """By actor: trained tokens of each lag, in the groups that were read for it."""
+    lags: Counter[int] = field(default_factory=Counter)
+    """Trained tokens of each lag, in the groups that were read for it."""
     num_lag_samples: int = 0
     """Trajectories behind `lags`."""
     trajectories: list[ShownSample] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
-
-    @property
-    def all_lags(self) -> Counter[int]:
-        """Of all actors together."""
-        return sum(self.lags.values(), start=Counter())
 
 
 def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.monotonic) -> BufferData:
@@ -103,15 +94,17 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
         BufferError: there is none, or it cannot be read.
         OSError: likewise.
     """
-    from buffer.offline.inspect import Inspection
+    from buffer.offline.inspect import Inspection, Selection
 
     deadline = clock() + limit_s
     with Inspection.open(root) as inspection:
         data = _totals(inspection)
         chooser = _Chooser()
-        for group in _until(inspection, deadline, clock):
+        for group in inspection.groups(Selection()):
             data.num_looked_at += 1
             chooser.look_at(group)
+            if clock() > deadline:
+                break
         every = max(1, len(chooser.trained_groups) // NUM_GROUPS_READ)
         for group_id in chooser.trained_groups[::every]:
             if clock() > deadline + limit_s / 2:
@@ -126,22 +119,11 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
         return data
 
 
-def _until(inspection: Inspection, deadline: float, clock: Callable[[], float]) -> Iterator[GroupView]:
-    from buffer.offline.inspect import Selection
-
-    for group in inspection.groups(Selection()):
-        yield group
-        if clock() > deadline:
-            return
-
-
 def _totals(inspection: Inspection) -> BufferData:
     totals = inspection.totals()
     fidelity = [state.fidelity for state in inspection.states().values()]
     return BufferData(
         num_groups=totals.num_groups,
-        num_trajectories=totals.num_records,
-        size_bytes=totals.size_bytes,
         ledger=totals.ledger,
         generated=_mean([each.generated.shares() for each in fidelity], [each.generated.total for each in fidelity]),
         trained=_mean([each.trained.shares() for each in fidelity], [each.trained.total for each in fidelity]),
@@ -249,10 +231,9 @@ def _count_lags(inspection: Inspection, group_id: int, data: BufferData) -> None
         if group.row.sample_states[sample.sample_index] != "trained":
             continue
         data.num_lag_samples += 1
-        lags = data.lags.setdefault(row["actor"], Counter())
         for span in row["spans"]:
             sampled = effective_version(PolicyVersion(span["incarnation"], span["version"]), starts)
-            lags[min(MAX_LAG_SHOWN, max(0, uses[-1].version - sampled))] += span["end"] - span["start"]
+            data.lags[min(MAX_LAG_SHOWN, max(0, uses[-1].version - sampled))] += span["end"] - span["start"]
 
 
 def _read_group(inspection: Inspection, group_id: int) -> tuple[GroupView, list[tuple[Sample, dict[str, Any]]]] | None:
@@ -297,7 +278,6 @@ def _trajectory(inspection: Inspection, place: SampleKey, kind: str, decode: Tex
         step=uses[-1].step if uses else None,
         num_tokens=len(logprobs),
         finish_reason=printable(row["finish_reason"], 80),
-        wall_s=max(0.0, row["finished_s"] - row["started_s"]),
         prompt=_text(decode.text(tokens[:num_prompt])),
         completion=_text(decode.text(tokens[num_prompt:])),
         mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from launch.observe.totals import Interval, intersect, total
+from launch.observe.totals import Interval, shared, total
 from launch.observe.trace import Event, read
 from launch.report.svg import Point, axis, inner_axis, short, tag
 
@@ -166,7 +166,7 @@ class Timeline:
         sums = ActorSums()
         for span in (*self.of(name, "generate"), *self.of(name, "update")):
             length_s = span.end_s - span.start_s
-            inside = total(intersect([(span.start_s, span.end_s)], self.training)) / length_s if length_s > 0 else 0.0
+            inside = shared([(span.start_s, span.end_s)], self.training) / length_s if length_s > 0 else 0.0
             busy_s = inside * span.args.get("busy_s", length_s)
             sums.pool = span.args.get("pool", sums.pool)
             if span.cat == "update":

@@ -106,9 +106,9 @@ def write_timeline(path: Path, rows: list[dict]) -> None:
         timeline.phase("starting")
         now_s[0] = START_S + 9
         timeline.phase("evaluating version 0")
-        timeline.begin("evaluation", "evaluate")
+        timeline.evaluating()
         now_s[0] = START_S + 10
-        timeline.finish("evaluation", "evaluate", version="0.0")
+        timeline.evaluated("0.0")
         timeline.phase("training")
         for number, each in enumerate(rows):
             at_s = each["finished_s"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.observe.totals import OverlapMeter, intersect, merge, total
+from launch.observe.totals import OverlapMeter, merge, shared, total
 
 ticks = st.integers(0, 60)
 intervals = st.lists(st.tuples(ticks, ticks).map(lambda pair: (float(min(pair)), float(max(pair)))), max_size=12)
@@ -26,8 +26,8 @@ def test_a_union_covers_what_its_parts_cover_and_is_disjoint(spans):
 
 
 @given(intervals, intervals)
-def test_an_intersection_covers_what_both_cover(left, right):
-    assert covered(intersect(left, right)) == covered(left) & covered(right)
+def test_shared_time_is_what_both_cover(left, right):
+    assert shared(left, right) == len(covered(left) & covered(right))
 
 
 def test_overlap_is_the_share_of_step_time_in_which_any_actor_generated():

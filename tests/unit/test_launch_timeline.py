@@ -140,10 +140,10 @@ def test_phases_and_evaluations_have_their_lengths(tmp_path, clock):
         timeline.phase("starting")
         clock.now_s += 3
         timeline.phase("training")
-        timeline.begin("evaluation", "evaluate")
+        timeline.evaluating()
         clock.now_s += 2
-        timeline.finish("evaluation", "evaluate", version="0.4")
-        timeline.finish("evaluation", "evaluate")  # had not begun
+        timeline.evaluated("0.4")
+        timeline.evaluated("0.4")  # had not begun
     assert [(line["name"], line["end_s"] - START_S) for line in lines(tmp_path / "t", "phase")] == [
         ("starting", 3.0),
         ("training", 5.0),
