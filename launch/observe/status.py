@@ -1,7 +1,7 @@
 """RunStatus: what is known of a run. The one description of it: in memory, as status.json, and on every view.
 
 The file is the contract between a run and whoever looks at it from outside: `leeway status`, `leeway top`, the report,
-a script of yours. It is one JSON document, written anew about every launch.poll_interval_s and replaced in one go, so
+a script of yours. It is one JSON document, written anew about twice a second and replaced in one go, so
 that no reader ever sees half of it; its owner alone can read it. A reader of another format number refuses it, and
 passes over fields that it does not know.
 Times are in seconds since the Unix epoch, lags in versions, tokens are completion tokens; null is "not known (yet)".

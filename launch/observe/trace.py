@@ -14,6 +14,7 @@ totals are exact. Memory is one open span per kind and role.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -314,7 +315,7 @@ class Trace:
         )
 
     def _count(self, who: str, name: str, moment_s: float, values: Mapping[str, object]) -> None:
-        known = {key: value for key, value in values.items() if value is not None}
+        known = {key: each for key, each in values.items() if isinstance(each, int | float) and math.isfinite(each)}
         if known and moment_s - self._counted_s.get((who, name), 0.0) >= self.grain_s:
             self._counted_s[who, name] = moment_s
             ts = round(1e6 * moment_s)
@@ -360,7 +361,7 @@ class Trace:
     def _hand_over(self, line: bytes) -> None:
         try:
             self._size += self._file.write(line)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # of what is told after the end: the file is closed
             if str(error) != self._complained:
                 log.warning("%s cannot be written, so the trace has a hole: %s", self._file.name, error)
             self._complained = str(error)

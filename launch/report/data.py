@@ -37,6 +37,7 @@ CURVES = (
 """Metrics that the page draws or sums up, beside those of pools and of `TIMES`."""
 TIMES = ("wait_for_batch", "reference", "forward", "loss", "backward", "optimizer", "publish")
 """What a step's time is spent on."""
+OTHER = "other"
 TOKENS = "batch/completion_tokens"
 
 
@@ -115,7 +116,7 @@ class Metrics:
         wanted = (*CURVES, *(f"time/{name}" for name in TIMES), *(name for name in row if name.startswith(POOL_PREFIX)))
         values = {name: value for name in wanted if _is_finite(value := row.get(name))}
         if _is_finite(whole := row.get("time/step")):
-            values["time/other"] = max(0.0, whole - math.fsum(values.get(f"time/{name}", 0.0) for name in TIMES[1:]))
+            values[OTHER] = max(0.0, whole - math.fsum(values.get(f"time/{name}", 0.0) for name in TIMES[1:]))
         if _is_finite(tokens := row.get(TOKENS)) and not row.get("skipped"):
             values[TOKENS] = tokens
         for name, value in values.items():
@@ -137,8 +138,8 @@ class Metrics:
     @property
     def seconds(self) -> dict[str, float]:
         """What the learner's time was spent on: by `TIMES` and "other"."""
-        names = (*TIMES, "other")
-        return {name: self.series[f"time/{name}"].total for name in names if f"time/{name}" in self.series}
+        names = {**{f"time/{name}": name for name in TIMES}, OTHER: OTHER}
+        return {name: self.series[key].total for key, name in names.items() if key in self.series}
 
 
 def _is_finite(value: object) -> TypeGuard[float]:
