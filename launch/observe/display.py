@@ -79,13 +79,7 @@ class Display:
     """A live table on a terminal; otherwise a line now and then. Never raises because of a narrow or a lost screen."""
 
     def __init__(self, config: Config, folder: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Show nothing yet.
-
-        Args:
-            config: `tracking.display` and the keys beside it.
-            folder: of the run.
-            clock: seconds, monotonic.
-        """
+        """Show nothing yet. `clock` is monotonic seconds."""
         self._config = config
         self._folder = folder
         self._clock = clock

@@ -1,4 +1,4 @@
-"""History: what a run's folder tells of the commands that worked on it before, for the one that goes on."""
+"""History: what a run's folder tells the command that resumes it of the commands before."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ class History:
 
     @classmethod
     def read(cls, folder: RunFolder, changes: str = "") -> History:
-        """Read what is there; a line that was cut off by a crash has to be repaired before.
-
-        Args:
-            folder: of the run.
-            changes: see the attribute.
+        """Read what is there, after `repair`.
 
         Raises:
             ConfigError: `run.json` is not there, or damaged.

@@ -41,7 +41,7 @@ class Tracker:
         Args:
             config: of the run.
             folder: where the files go; what is in them stays.
-            run_id: by which Weights & Biases knows a run that is gone on with; '': it chooses one.
+            run_id: by which Weights & Biases knows a run that is resumed; '': it chooses one.
             last_step: that was written before.
 
         Raises:
@@ -86,7 +86,7 @@ class Tracker:
         self._with_wandb(lambda run: run.log(known, step=step))
 
     def _with_wandb(self, tell: Callable[[Any], object]) -> None:
-        """Tell Weights & Biases, where it is wanted and lives; the run goes on without it, for the files have all."""
+        """Tell Weights & Biases, if it is wanted and lives; the run goes on without it, for the files have all."""
         if self._wandb is None:
             return
         try:
@@ -169,7 +169,7 @@ def check_wandb(config: TrackingConfig) -> None:
 
 
 def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa: ANN401 -- wandb's Run
-    """Begin the run at Weights & Biases, or go on with it.
+    """Begin the run at Weights & Biases, or resume it.
 
     Args:
         config: of the run.

@@ -1,6 +1,6 @@
 """RunStatus: what is known of a run. The one description of it: in memory, as status.json, and on every view.
 
-The file is the contract between a run and whoever looks at it from outside: `leeway status`, `leeway top`, the report,
+The file is the contract between a run and its observers: `leeway status`, `leeway top`, the report,
 a script of yours. It is one JSON document, written anew about twice a second and replaced in one go, so
 that no reader ever sees half of it; its owner alone can read it. A reader of another format number refuses it, and
 passes over fields that it does not know.
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 NUM_EVENTS = 20
-"""The last so many events are in it; all are in events.jsonl."""
+"""Of the newest events in the file; events.jsonl has all of them."""
 STALE_S = 60.0
 """A command on another host writes every few seconds; one that has not for so long is taken for gone."""
 SILENT_S = 10.0
 """After so long without a new figure it is said how old they are."""
 NUM_NAMED = 3
-"""Of so many that wait, or wait for the same, each is named."""
+"""Up to this number of actors that wait for the same are named one by one."""
 LEASE = "waiting for a lease"
 POLICY = "waiting for policy"
 """How an actor begins to say so; see `actors.loop`."""

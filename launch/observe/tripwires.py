@@ -256,7 +256,7 @@ def _differences(row: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
 
 
 def _for_all(action: Action) -> Action:
-    """Whoever is not an actor cannot be taken out."""
+    """Only an actor can be taken out of the run."""
     return "warn" if action == "quarantine" else action
 
 

@@ -91,7 +91,7 @@ class Section:
     keeps_end: bool = False
     """Where there is no room for all: the last lines stay, not the first."""
     within: Callable[[int], list[Text]] | None = None
-    """The same said in so many lines; None where some have to be left out."""
+    """The same in a given number of lines; None where lines have to be left out."""
 
 
 def head(status: RunStatus, now_s: float, width: int, gone: str, note: str) -> list[Text]:
@@ -257,7 +257,7 @@ TALLEST = 60
 TRAINING = "training"
 """The phase in which steps are taken."""
 NUM_WAITS = 3
-"""So many of those who wait are in a line."""
+"""How many of those who wait are named in a line."""
 
 
 def line(status: RunStatus, num_waits: int = NUM_WAITS) -> str:
@@ -265,7 +265,7 @@ def line(status: RunStatus, num_waits: int = NUM_WAITS) -> str:
 
     Args:
         status: of the run.
-        num_waits: so many of those who wait are named.
+        num_waits: how many of those who wait are named.
     """
     phase = f"{status.phase}, for {status.written_s - status.phase_since_s:.0f} s"
     figures = phase
@@ -309,7 +309,7 @@ class View:
             yield Segment.line()
 
     def lines(self, width: int, height: int, *, ascii_only: bool = False) -> list[Text]:
-        """The view as lines of at most this width, at most so many."""
+        """The view as lines: at most `height`, none wider than `width`."""
         status = self._snapshot
         top = head(status, self._now_s, width, self._gone, self._note)[: max(2, height // 3)][:height]
         room = height - len(top)

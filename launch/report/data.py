@@ -80,7 +80,7 @@ class Series:
 
 
 def thinned(points: Sequence[Point], most: int = MAX_BUCKETS) -> list[Point]:
-    """Of so many buckets of neighbours the least and the greatest each, so that every spike stays."""
+    """The least and the greatest point of each of `most` buckets of neighbours, so that every spike stays."""
     width = max(1, math.ceil(len(points) / most))
     if width <= 2:
         return list(points)

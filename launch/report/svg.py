@@ -226,7 +226,7 @@ def _curve(curve: Curve, x: Axis, y: Axis) -> list[Markup]:
 
 
 def _in_words(chart: Chart, curves: Sequence[Curve]) -> str:
-    """For whoever does not see the chart."""
+    """For readers who do not see the chart."""
     parts = []
     for curve in curves:
         ys = [value for _, value in curve.points]
@@ -241,7 +241,7 @@ def bar_chart(title: str, labels: Sequence[str], sets: Sequence[Bars], x_name: s
     """Shares as upright bars, those of several sets side by side.
 
     Args:
-        title: for whoever does not see it.
+        title: for readers who do not see it.
         labels: of the groups of bars.
         sets: each with a share for every label.
         x_name: with its unit.

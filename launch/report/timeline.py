@@ -18,7 +18,7 @@ from launch.report.svg import Point, axis, inner_axis, short, tag
 NUM_BINS = 560
 """Of the whole run; a bin is two pixels wide."""
 STEPS_SHOWN = 10
-"""About so many steps are in the window."""
+"""In the window, about."""
 MAX_SPANS = 1500
 """In the window, of one lane."""
 MAX_ACTORS = 16
