@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from common.files import private_file
-from launch.observe.metrics import POOL_PREFIX
+from launch.observe.metrics import METRICS, POOL_PREFIX
 from launch.report import charts
 from launch.report.data import RunData, Series, flat
 from launch.report.svg import DASH, short
@@ -20,18 +20,8 @@ from launch.report.timeline import ActorSums, overview, window
 
 IDENTITY_KEYS = ("run.name", "run.dir")
 """Of the config: differ between any two runs and say nothing."""
-LEDGER_ROWS = (
-    ("issued", "Samples leased; one that is leased again counts again."),
-    ("in_flight", "Leased, neither committed nor failed."),
-    ("committed", "On disk."),
-    ("failed", "Lease lost, generation or reward failed, or quarantined."),
-    ("waiting", "Of the committed: not drawn yet."),
-    ("drawn", "Of the committed: in a step that is not finished."),
-    ("trained", "Of the committed: used by at least one finished step."),
-    ("dropped_stale", "Of the committed: would have passed max_lag."),
-    ("filtered", "Of the committed: without a reward, or in a group that was not used."),
-    ("evicted_unused", "Of the committed: removed before use."),
-)
+LEDGER = ("issued", "in_flight", "committed", "failed", "waiting", "drawn", "trained", "dropped_stale", "filtered")
+DRAWN = "In a step that is not finished."
 MAX_REASONS, MAX_REASON = 40, 300
 """Why samples failed: how many on the page, and characters of each."""
 OUTSIDE = ("duplicates", "late", "fenced", "quarantined_outside")
@@ -297,8 +287,8 @@ def ledger_rows(runs: Sequence[RunData]) -> list[tuple[str, str, list[str]]]:
     def counts(name: str) -> list[str]:
         return [DASH if ledger is None or name not in ledger else f"{ledger[name]:,}" for ledger in ledgers]
 
-    outside = [(name, "Outside the ledger.", counts(name)) for name in OUTSIDE]
-    return [(name, text, counts(name)) for name, text in LEDGER_ROWS] + outside
+    inside = [(name, METRICS.get(f"buffer/{name}", DRAWN), counts(name)) for name in (*LEDGER, "evicted_unused")]
+    return inside + [(name, "Outside the ledger.", counts(name)) for name in OUTSIDE]
 
 
 def reasons(run: RunData) -> list[tuple[str, int]]:
