@@ -140,7 +140,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
 
 
 @dataclass(frozen=True)
-class Outlets:
+class Sinks:
     """Whoever is told of a run: files and W&B, the terminal, the trace, and whoever looks from outside."""
 
     tracker: Tracker
@@ -186,16 +186,16 @@ def _follow(
         on_quiet=display.update,
         on_news=ready.exporter.show,
     )
-    outlets = Outlets(tracker, display, trace, observer)
+    sinks = Sinks(tracker, display, trace, observer)
     stack.push(interrupts)  # until the last process has ended a signal must not cut that off; then it is as usual
-    supervisor = Supervisor(plan, ready.context, outlets.event)
+    supervisor = Supervisor(plan, ready.context, sinks.event)
     stack.callback(supervisor.stop)
     stack.enter_context(observer)  # after the supervisor, for it looks at its processes
     stack.callback(interrupts.end)
     try:
-        return _Run(plan, ready.context.facts.contract, earlier, supervisor, outlets, interrupts).go()
+        return _Run(plan, ready.context.facts.contract, earlier, supervisor, sinks, interrupts).go()
     except RunFailed as error:
-        outlets.fail(str(error))
+        sinks.fail(str(error))
         return ExitStatus.FAILED
     except (Stopped, SystemError) as error:
         if isinstance(error, SystemError) and not isinstance(error.__cause__, Stopped):
@@ -233,15 +233,15 @@ class _Run:
         contract: StalenessContract,
         earlier: History | None,
         supervisor: Supervisor,
-        outlets: Outlets,
+        sinks: Sinks,
         interrupts: Interrupts,
     ) -> None:
         self._plan = plan
         self._config = plan.config
         self._earlier = earlier
         self._supervisor = supervisor
-        self._outlets = outlets
-        self._observer = outlets.observer
+        self._sinks = sinks
+        self._observer = sinks.observer
         self._interrupts = interrupts
         self._control = Control(plan.folder.control)
         self._tripwires = Tripwires(plan.config, contract)
@@ -251,7 +251,7 @@ class _Run:
         """What was complained about and still holds."""
 
     def go(self) -> ExitStatus:
-        self._outlets.phase("starting Ray, the buffer, the stages and the actors (about half a minute)")
+        self._sinks.phase("starting Ray, the buffer, the stages and the actors (about half a minute)")
         self._supervisor.start()
         self._interrupts.go_on()
         if self._earlier is not None:
@@ -259,12 +259,12 @@ class _Run:
         before = self._first_evaluation()
         self._interrupts.go_on()
         if self._tripwires.foreseen:
-            self._outlets.event("unweighted", self._tripwires.foreseen)
-        self._outlets.phase("training")
+            self._sinks.event("unweighted", self._tripwires.foreseen)
+        self._sinks.phase("training")
         self._supervisor.begin()
         interrupted = self._train()
         self._supervisor.drain()
-        self._outlets.phase("exporting the model")
+        self._sinks.phase("exporting the model")
         # that of an earlier command may have other shards; it stays until now, should this one not come so far
         shutil.rmtree(self._plan.folder.export, ignore_errors=True)
         self._supervisor.export(self._plan.folder.export)
@@ -272,7 +272,7 @@ class _Run:
         after = None
         if not interrupted:
             final = PolicyVersion(*self._supervisor.status().newest)
-            self._outlets.phase(f"evaluating version {final}")
+            self._sinks.phase(f"evaluating version {final}")
             after = self._evaluated(self._evaluate(self._plan.task.num_heldout, final).wait())
         self._finish(before, after)
         status = ExitStatus.INTERRUPTED if interrupted else ExitStatus.OK
@@ -288,13 +288,13 @@ class _Run:
         self._evaluated_at = version - version % every if every else version
         start = f"the checkpoint of step {step}" if reached is not None else "the model, for there is no checkpoint"
         changes = f"; changed: {earlier.changes}" if earlier.changes else ""
-        self._outlets.event("resumed", f"the run goes on from {start}{changes}")
+        self._sinks.event("resumed", f"the run goes on from {start}{changes}")
 
     def _first_evaluation(self) -> Accuracy:
         if self._earlier is not None and self._earlier.before is not None:
             return self._earlier.before
         version = PolicyVersion(*self._supervisor.status().newest)
-        self._outlets.phase(f"evaluating version {version.version}")
+        self._sinks.phase(f"evaluating version {version.version}")
         return self._evaluated(self._evaluate(self._plan.task.num_heldout, version).wait())
 
     def _train(self) -> bool:
@@ -307,7 +307,7 @@ class _Run:
             self._digest(self._supervisor.poll())
             if self._interrupts.count and asked_at is None:
                 asked_at = time.monotonic()
-                self._outlets.event("interrupt", "finishing the step and writing a checkpoint; once more stops now")
+                self._sinks.event("interrupt", "finishing the step and writing a checkpoint; once more stops now")
                 self._supervisor.request_stop()
             if asked_at is not None and time.monotonic() - asked_at > limit_s:
                 raise RunFailed(
@@ -320,17 +320,17 @@ class _Run:
         for news in self._supervisor.last_poll():
             self._digest(news)
         if self._evaluation is not None and asked_at is None:
-            self._outlets.tracker.metrics(self._evaluated(self._evaluation.wait()).row(), self._observer.status.step)
+            self._sinks.tracker.metrics(self._evaluated(self._evaluation.wait()).row(), self._observer.status.step)
         return asked_at is not None
 
     def _digest(self, news: PollResult) -> None:
         rows = self._observer.take_in(news)
-        self._outlets.trace.take_in(news, rows)
+        self._sinks.trace.take_in(news, rows)
         for row in rows:
-            self._outlets.tracker.step(row, row["step"])
+            self._sinks.tracker.step(row, row["step"])
         trips = self._tripwires.look(news, evaluating=self._evaluation is not None)
         self._observer.status.tripped = [trip.text for trip in self._tripwires.standing]
-        self._outlets.display.update(self._observer.polled())
+        self._sinks.display.update(self._observer.polled())
         self._warn_of_buffer(news.status)
         for trip in trips:
             self._act(trip)
@@ -344,7 +344,7 @@ class _Run:
         Raises:
             RunFailed: it says that the run stops, or no actor is left.
         """
-        self._outlets.event(trip.kind, trip.text, who=trip.who, action=trip.action)
+        self._sinks.event(trip.kind, trip.text, who=trip.who, action=trip.action)
         if trip.action == "quarantine":
             self._supervisor.quarantine(trip.who, trip.text)
         if trip.action == "stop":
@@ -365,7 +365,7 @@ class _Run:
         }
         for kind, text in alarms.items():
             if text and kind not in self._alarms:
-                self._outlets.event(kind, text)
+                self._sinks.event(kind, text)
             self._alarms = self._alarms | {kind} if text else self._alarms - {kind}
 
     def _evaluate_now_and_then(self) -> None:
@@ -374,7 +374,7 @@ class _Run:
             results = self._evaluation.poll()
             if results is not None:
                 self._evaluation = None
-                self._outlets.tracker.metrics(self._evaluated(results).row(), self._observer.status.step)
+                self._sinks.tracker.metrics(self._evaluated(results).row(), self._observer.status.step)
             return
         every, version = self._config.actors.eval_every, self._observer.status.version
         learner = self._config.learner
@@ -383,14 +383,14 @@ class _Run:
             self._evaluation = self._evaluate(self._config.actors.eval_problems, None)
 
     def _evaluate(self, num_problems: int, version: PolicyVersion | None) -> Evaluation:
-        self._outlets.trace.evaluating()
+        self._sinks.trace.evaluating()
         return self._supervisor.evaluate(num_problems, version)
 
     def _evaluated(self, results: list[EvalResult]) -> Accuracy:
         accuracy = accuracy_of(results)
         self._observer.evaluated(accuracy)
-        self._outlets.trace.evaluated(accuracy.versions)
-        self._outlets.event("evaluated", accuracy.describe(), **accuracy.row())
+        self._sinks.trace.evaluated(accuracy.versions)
+        self._sinks.event("evaluated", accuracy.describe(), **accuracy.row())
         return accuracy
 
     def _finish(self, before: Accuracy, after: Accuracy | None) -> None:
@@ -400,5 +400,5 @@ class _Run:
         temporary = self._plan.folder.summary.with_suffix(".tmp")
         temporary.write_text(text + "\n", encoding="utf-8")
         os.replace(temporary, self._plan.folder.summary)
-        self._outlets.tracker.summary(values)
-        self._outlets.display.finish(before, after, values)
+        self._sinks.tracker.summary(values)
+        self._sinks.display.finish(before, after, values)

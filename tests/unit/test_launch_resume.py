@@ -17,7 +17,7 @@ from launch.observe.observer import Observer
 from launch.observe.status import Accuracy
 from launch.resume import FIXED, FREE, resume, wait_for_the_dead
 from launch.run_folder import RunFolder, RunIdentity, claimed, owner_of
-from tests.unit.made_up_run import plan, status
+from tests.unit.made_up_run import context, plan, status
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.toml"
@@ -115,13 +115,9 @@ def test_a_task_with_other_prompts_is_refused(folder):
 
 def test_a_buffer_of_another_run_is_refused(folder):
     from buffer.store import Store
-    from common.hf_folder import check_model_folder
-    from launch.checks import check
 
-    config = load_config(DEMO, SMALL)
-    other = check(config, folder.root.parent / "other")
-    facts = other.run_facts(check_model_folder(Path(str(config.model.path))), 0)
-    Store(folder.buffer, facts).close()
+    other = plan(folder.root.parent / "other", *SMALL)
+    Store(folder.buffer, context(other).facts).close()
     with pytest.raises(ConfigError, match="is that of another run"):
         resume(folder, [], print)
 

@@ -19,7 +19,7 @@ from launch.observe.status import PollResult, read_status
 from launch.observe.trace import Trace
 from launch.observe.tripwires import LEARNER, MISMATCH_TOKENS, PUBLISHING_S, Trip, Tripwires, mismatch_limit
 from launch.processes.role_process import RunFailed
-from launch.train import Outlets, _Run
+from launch.train import Sinks, _Run
 from tests.unit.made_up_run import context, process
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -271,8 +271,8 @@ def run(tmp_path, request):
         interrupts, observer = SimpleNamespace(count=0), Observer(plan)
         trace = Trace(plan.folder.timeline)
         request.addfinalizer(trace.close)
-        outlets = Outlets(tracker, display, trace, observer)
-        run = _Run(plan, context(plan).facts.contract, None, supervisor, outlets, interrupts)
+        sinks = Sinks(tracker, display, trace, observer)
+        run = _Run(plan, context(plan).facts.contract, None, supervisor, sinks, interrupts)
         observer.take_in(PollResult(processes=(process("actor.0"), process("actor.1"))))
 
         def events() -> list[dict]:
