@@ -282,6 +282,14 @@ def claim_weights_folder(folder: Path, run: Path) -> IO[bytes]:
     return claim
 
 
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or the first of its parents that is there."""
+    found = folder.absolute()
+    while not found.exists() and found != found.parent:
+        found = found.parent
+    return found
+
+
 def check_writable(folder: Path, key: str) -> None:
     """See that a folder could be made and written, leaving nothing behind.
 
@@ -294,8 +302,7 @@ def check_writable(folder: Path, key: str) -> None:
     """
     found = folder
     try:
-        while not found.exists() and found != found.parent:
-            found = found.parent
+        found = nearest_existing(folder)
         if not found.is_dir():
             raise ConfigError(f"{key} = '{folder}': {found} is a file; choose a folder")
         Path(tempfile.mkdtemp(dir=found)).rmdir()

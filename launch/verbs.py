@@ -259,7 +259,8 @@ def export(parsed: argparse.Namespace) -> int:
 
 def doctor(parsed: argparse.Namespace) -> int:
     """Look at this machine, print, judge."""
-    from launch.doctor.checkup import as_document, checkup, show
+    from launch.doctor.checkup import checkup
+    from launch.doctor.findings import as_document, show
     from launch.load import load_config
 
     if parsed.config is None and parsed.overrides:

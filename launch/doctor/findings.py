@@ -1,18 +1,19 @@
-"""Finding: what one check has found; examine: all checks side by side, each with its limit of time."""
+"""Finding: what one check has found; examine: all checks side by side, each with its limit of time; show: the table."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from actors.threads import DaemonThreads
 
 State = Literal["ok", "warning", "problem"]
 LIMIT_S = 28.0
 """Of all checks together."""
+_STYLE = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 @dataclass(frozen=True)
@@ -73,3 +74,31 @@ def examine(
                 name, "problem", f"could not be looked at: {type(error).__name__}: {text}", "see to that first"
             )
     threads.close()
+
+
+def as_document(findings: Sequence[Finding]) -> dict[str, Any]:
+    """For `--json`."""
+    return {
+        "problems": sum(finding.state == "problem" for finding in findings),
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print them as a table."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_lines=False, pad_edge=False, box=None)
+    table.add_column("check", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("found, and what to do", overflow="fold")
+    for finding in findings:
+        what = Text(finding.found)
+        if finding.remedy:
+            what.append(f"\n-> {finding.remedy}", style="bold")
+        table.add_row(finding.name, Text(finding.state, style=_STYLE[finding.state]), what)
+    Console(highlight=False, markup=False).print(table)
+    counts = {state: sum(finding.state == state for finding in findings) for state in _STYLE}
+    print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['ok']} in order")
