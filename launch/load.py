@@ -6,7 +6,6 @@ line, and those of what a run writes, are relative to the current directory.
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from common.names import did_you_mean
 from launch.config import Config
 from launch.errors import ConfigError
 
@@ -84,8 +84,8 @@ def _read(path: Path) -> Tree:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.glob("*.toml")])
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        others = (entry.name for entry in path.parent.glob("*.toml"))
+        hint = did_you_mean(path.name, others, path.parent.joinpath)
         raise ConfigError(f"{path}: no such config file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
@@ -168,8 +168,7 @@ def _explain(error: ValidationError, path: Path) -> str:
         text = f"{dotted}.type is missing"
     elif kind == "union_tag_invalid":
         found, expected = str(first["ctx"]["tag"]), str(first["ctx"]["expected_tags"])
-        near = difflib.get_close_matches(found, expected.replace("'", "").split(", "))
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(found, expected.replace("'", "").split(", "))
         text = f"{dotted}.type is '{found}', and must be one of {expected}{hint}"
     elif kind == "value_error":
         text = str(first["ctx"]["error"])
@@ -226,9 +225,8 @@ def _tag(model: type[BaseModel]) -> str:
 
 def _suggest(keys: Sequence[str], model: type[BaseModel]) -> str:
     known = list(model.model_fields)
-    near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {'.'.join([*keys[:-1], near[0]])}?"
+    if hint := did_you_mean(keys[-1], known, lambda name: ".".join([*keys[:-1], name])):
+        return hint
     for section, info in Config.model_fields.items():  # the right key under the wrong section
         for owner in models_of(info.annotation):
             if keys[-1] in owner.model_fields:

@@ -9,7 +9,7 @@ from typing import Any
 
 from actors.tasks.config import MOST_HELDOUT, FileTask
 from actors.tasks.prompts import Split, Template, normalised
-from actors.tasks.task import Problem, TaskError, did_you_mean, json_safe
+from actors.tasks.task import Problem, TaskError, among_known, json_safe
 
 
 def file_problems(config: FileTask) -> tuple[Split[Problem], list[str]]:
@@ -52,7 +52,7 @@ def _problems(
         if config.question_column not in row:
             raise TaskError(
                 f"task.question_column = '{config.question_column}' is not in {where}; "
-                f"{did_you_mean(config.question_column, row)}"
+                f"{among_known(config.question_column, row)}"
             )
         question = row[config.question_column]
         if not isinstance(question, str) or not normalised(question):

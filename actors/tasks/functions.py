@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from actors.tasks.task import Problem, RewardFunction, Scores, TaskError, did_you_mean
+from actors.tasks.task import Problem, RewardFunction, Scores, TaskError, among_known
 
 _ALWAYS = ("prompts", "completions")
 
@@ -82,7 +82,7 @@ def _check_definition(tree: ast.Module, reference: str, function: str, columns: 
             defined.update(alias.asname or alias.name for alias in node.names)
     if function not in defined and "*" not in defined:
         raise TaskError(
-            f"task.rewards: '{reference}': the file defines no '{function}'; {did_you_mean(function, defined)}"
+            f"task.rewards: '{reference}': the file defines no '{function}'; {among_known(function, defined)}"
         )
 
 
@@ -92,7 +92,7 @@ def _check_arguments(reference: str, required: Sequence[str], columns: Collectio
         if name not in known:
             raise TaskError(
                 f"task.rewards: '{reference}' needs an argument '{name}' that the task does not provide; "
-                f"{did_you_mean(name, known)}"
+                f"{among_known(name, known)}"
             )
 
 

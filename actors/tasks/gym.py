@@ -14,7 +14,7 @@ from reasoning_gym.utils import extract_answer
 
 from actors.tasks.config import ReasoningGymTask
 from actors.tasks.prompts import Split, Template
-from actors.tasks.task import Problem, RewardFunction, Scores, TaskError, did_you_mean, json_safe
+from actors.tasks.task import Problem, RewardFunction, Scores, TaskError, among_known, json_safe
 
 COLUMNS = ("question", "answer", "metadata")
 
@@ -77,7 +77,7 @@ def gym_scorer(config: ReasoningGymTask) -> RewardFunction:
 def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
     if config.name not in DATASETS:
         raise TaskError(
-            f"task.name = '{config.name}' is not a dataset of reasoning-gym; {did_you_mean(config.name, DATASETS)}"
+            f"task.name = '{config.name}' is not a dataset of reasoning-gym; {among_known(config.name, DATASETS)}"
         )
     _, config_class = DATASETS[config.name]
     known = {one.name for one in dataclasses.fields(config_class)} - {"seed", "size"}
@@ -85,7 +85,7 @@ def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
         if name in ("seed", "size"):
             raise TaskError(f"task.params.{name}: set task.seed and task.num_train instead")
         if name not in known:
-            raise TaskError(f"task.params.{name}: {config.name} has no such parameter; {did_you_mean(name, known)}")
+            raise TaskError(f"task.params.{name}: {config.name} has no such parameter; {among_known(name, known)}")
     try:
         # Items are asked for by index; the size only has to be larger than any index.
         return reasoning_gym.create_dataset(config.name, seed=config.seed, size=2**31 - 1, **config.params)

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from string import Formatter
 from typing import Any, Generic, TypeVar
 
-from actors.tasks.task import TaskError, did_you_mean
+from actors.tasks.task import TaskError, among_known
 
 _FIELD = re.compile(r"(?P<column>[^.\[\]]+)(?P<keys>(?:\[[^\]]+\])*)")
 _KEY = re.compile(r"\[([^\]]+)\]")
@@ -49,7 +49,7 @@ def _entry(container: object, key: str, field: str) -> object:
     if isinstance(container, Mapping):
         if key in container:
             return container[key]
-        raise TaskError(f"the item has no '{key}' for {field}; {did_you_mean(key, container)}")
+        raise TaskError(f"the item has no '{key}' for {field}; {among_known(key, container)}")
     raise TaskError(f"{field} looks for '{key}' in a {type(container).__name__}, which has no such entry")
 
 
