@@ -323,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Has whoever reads the standard output seen enough, as `head` has? Then what is left to say goes nowhere."""
+    """Has the reader of the standard output closed it, as `head` does? Then what is left to say goes nowhere."""
     out = select.poll()
     out.register(sys.stdout, 0)
     gone = any(events & select.POLLERR for _, events in out.poll(0))

@@ -3,7 +3,7 @@
     control/0f3a.ask      {"verb": "scale", "pool": "big", "count": 4}
     control/0f3a.answer   {"ok": true, "text": "..."}     or false, and why not
 
-Whoever may write into the folder may ask: its owner.
+Its owner alone may write into the folder, and so may ask.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Going on with a run in its own folder: what may differ from before, and what must be as it was.
+"""Resuming a run in its own folder: what may differ from before, and what must be as it was.
 
-A run that was killed is gone on with as a learner that was lost within one is: the buffer has all that it acknowledged,
-the newest whole checkpoint has the learner, and a new incarnation tells both apart from what was abandoned. Without a
+A run that was killed is resumed as a learner is that was lost within one: the buffer has all that it acknowledged, the
+newest whole checkpoint has the learner, and a new incarnation tells both apart from what was abandoned. Without a
 checkpoint training starts at the model again, on the draws that the buffer has recorded.
 """
 
@@ -38,7 +38,7 @@ FREE = frozenset(
 
 _KEPT = "the buffer keeps groups, and has recorded draws, by it"
 _BOUND = "the buffer admitted prompts under it, and holds samples and recorded draws to it"
-_STEP = "a step is so many updates of so many groups in the buffer, and the draws that it has recorded are of that size"
+_STEP = "the buffer has recorded draws of that many groups and updates"
 FIXED = {
     "run": "the folder, its name and the seed are those of the run: the order of prompts comes from the seed",
     "model": "the checkpoint and the stored reference log-probabilities are of that model",
@@ -47,7 +47,7 @@ FIXED = {
     "actors.group_size": "the buffer has leased groups of that size",
     "actors.temperature": "the stored log-probabilities are of that temperature",
     "buffer": _KEPT,
-    "buffer.shards": "the buffer has so many stores, and a prompt lies in one of them by its hash",
+    "buffer.shards": "the buffer has that many stores, and a prompt lies in one of them by its hash",
     "learner.groups_per_step": _STEP,
     "learner.num_minibatches": _STEP,
     "learner.num_epochs": _STEP,
@@ -63,7 +63,7 @@ FIXED = {
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that can be gone on with."""
+    """A run that can be resumed."""
 
     plan: Plan
     history: History
@@ -72,13 +72,13 @@ class Resumption:
 
     def describe(self) -> str:
         """A sentence for `--dry-run`."""
-        whence = f"the checkpoint of step {self.step}" if self.step else "the model, for there is no checkpoint"
+        start = f"the checkpoint of step {self.step}" if self.step else "the model, for there is no checkpoint"
         changed = f"; changed: {self.history.changes}" if self.history.changes else ""
-        return f"The run would go on from {whence}{changed}."
+        return f"The run would go on from {start}{changed}."
 
 
 def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], None]) -> Resumption:
-    """Check that a run can be gone on with; changes nothing yet but a last line that a crash cut off.
+    """Check that a run can be resumed; changes nothing yet but a last line that a crash cut off.
 
     Args:
         folder: of the run, which is claimed.
@@ -130,7 +130,7 @@ def _with_overrides(path: Path, overrides: Sequence[str], before: Config) -> Con
 
 def _refusal(key: str, old: object, new: object, why: str) -> str:
     return (
-        f"{key} = {old!r} cannot become {new!r} in a run that is gone on with: {why}. Leave it as it is, or start "
+        f"{key} = {old!r} cannot become {new!r} in a run that is resumed: {why}. Leave it as it is, or start "
         "a new run"
     )
 

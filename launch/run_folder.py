@@ -26,11 +26,11 @@ WEIGHTS_CLAIM = "RUN"
 _NAME_BYTES = 255
 """What file systems take for one."""
 _CLAIM_S = 1.0
-"""Whoever asks for the owner holds the lock for an instant; a command holds it for longer."""
+"""A command that asks for the owner holds the lock for an instant; one that works on the run holds it for longer."""
 
 
 class RunIdentity(BaseModel):
-    """`run.json`: what stays the same however often a run is gone on with."""
+    """`run.json`: what stays the same however often a run is resumed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str, most: int = MAX_TEXT) -> str:
-    """At most so many characters of the text, with what would move the cursor, or not show, escaped."""
+    """At most that many characters of the text, with what would move the cursor, or not show, escaped."""
     rest = f" ... and {len(text) - most} more characters" if len(text) > most else ""
     return _escaped(text[:most]) + rest
 

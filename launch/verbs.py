@@ -1,6 +1,6 @@
 """What the verbs of `leeway` do: each takes the parsed arguments and returns the exit status.
 
-What a verb needs it imports when it runs, so that `leeway --help` is quick and whoever looks at a run need not wait for
+What a verb needs it imports when it runs, so that `leeway --help` is quick and a look at a run does not wait for
 torch. A `ConfigError` that leaves a verb ends the command with status 2 (`launch.cli`).
 """
 

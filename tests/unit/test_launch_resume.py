@@ -71,16 +71,16 @@ def test_no_key_of_the_table_is_mistyped():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["--run.seed", "7"], "run.seed = 0 cannot become 7 in a run that is gone on with: the folder, its name"),
+        (["--run.seed", "7"], "run.seed = 0 cannot become 7 in a run that is resumed: the folder, its name"),
         (["--model.path", "elsewhere"], "the checkpoint and the stored reference log-probabilities are of that model"),
         (["--task.num_train", "65"], "the buffer numbers the prompts of that task"),
         (["--algorithm.type", "online_dpo"], "the checkpoint has the state that this loss trains"),
         (["--actors.group_size", "4"], "the buffer has leased groups of that size"),
         (["--actors.temperature", "0.7"], "the stored log-probabilities are of that temperature"),
         (["--buffer.sampler", "uniform"], "the buffer keeps groups, and has recorded draws, by it"),
-        (["--buffer.shards", "2"], "the buffer has so many stores"),
-        (["--learner.groups_per_step", "16"], "a step is so many updates"),
-        (["--learner.num_minibatches", "2"], "a step is so many updates"),
+        (["--buffer.shards", "2"], "the buffer has that many stores"),
+        (["--learner.groups_per_step", "16"], "draws of that many groups and updates"),
+        (["--learner.num_minibatches", "2"], "draws of that many groups and updates"),
         (["--weight_sync.max_lag", "8"], "the buffer admitted prompts under it"),
     ],
 )
