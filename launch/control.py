@@ -23,7 +23,7 @@ class NoAnswer(RuntimeError):
     """The run's command did not answer."""
 
 
-class Refused(ValueError):
+class Declined(ValueError):
     """It answered that it cannot do that; nothing was changed."""
 
 
@@ -39,7 +39,7 @@ def ask(folder: Path, question: Mapping[str, Any], timeout_s: float) -> str:
         Its answer, a sentence.
 
     Raises:
-        Refused: it cannot do that, and says why.
+        Declined: it cannot do that, and says why.
         NoAnswer: it did not answer in time, or cannot be asked.
     """
     name = uuid.uuid4().hex
@@ -64,7 +64,7 @@ def ask(folder: Path, question: Mapping[str, Any], timeout_s: float) -> str:
         asked.unlink(missing_ok=True)
         answered.unlink(missing_ok=True)
     if not answer["ok"]:
-        raise Refused(str(answer["text"]))
+        raise Declined(str(answer["text"]))
     return str(answer["text"])
 
 

@@ -130,8 +130,7 @@ def _with_overrides(path: Path, overrides: Sequence[str], before: Config) -> Con
 
 def _refusal(key: str, old: object, new: object, why: str) -> str:
     return (
-        f"{key} = {old!r} cannot become {new!r} in a run that is resumed: {why}. Leave it as it is, or start "
-        "a new run"
+        f"{key} = {old!r} cannot become {new!r} in a run that is resumed: {why}. Leave it as it is, or start a new run"
     )
 
 

@@ -63,7 +63,7 @@ def resume(parsed: argparse.Namespace) -> int:
 
 def scale(parsed: argparse.Namespace) -> int:
     """Ask the run's command for another number of actors, and print what it says."""
-    from launch.control import NoAnswer, Refused, ask
+    from launch.control import Declined, NoAnswer, ask
     from launch.run_folder import open_run
     from launch.security import private_files
 
@@ -73,7 +73,7 @@ def scale(parsed: argparse.Namespace) -> int:
     try:
         with private_files():
             print(ask(folder.control, {"verb": "scale", "pool": parsed.pool, "count": parsed.count}, PATIENCE_S))
-    except Refused as error:
+    except Declined as error:
         return refuse(error, ExitStatus.WRONG_INPUT)
     except NoAnswer as error:
         return refuse(error)

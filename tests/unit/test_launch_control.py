@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launch.control import Control, NoAnswer, Refused, ask
+from launch.control import Control, Declined, NoAnswer, ask
 
 
 @pytest.fixture
@@ -45,10 +45,10 @@ def test_a_question_is_answered_and_leaves_no_file(answering, tmp_path):
 
 def test_what_cannot_be_done_or_is_not_understood_is_refused_with_a_sentence(answering, tmp_path):
     answering({"scale": scale})
-    with pytest.raises(Refused, match=r"^keep 1$"):
+    with pytest.raises(Declined, match=r"^keep 1$"):
         ask(tmp_path / "control", {"verb": "scale", "pool": "big", "count": -1}, 15)
     for question in ({"verb": "melt"}, {"verb": "scale"}, {"verb": "scale", "pool": "a", "count": "two"}):
-        with pytest.raises(Refused, match="does not understand"):
+        with pytest.raises(Declined, match="does not understand"):
             ask(tmp_path / "control", question, 15)
 
 
