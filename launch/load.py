@@ -76,7 +76,8 @@ def _literal(value: Any) -> str:  # noqa: ANN401 -- any TOML value
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)} = {_literal(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # JSON's escapes are TOML's too
+        # JSON's escapes are TOML's too, which wants one more character escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
 
 

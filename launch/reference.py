@@ -25,7 +25,7 @@ BASIC: Mapping[str, str] = {
     "task": "template chat system_prompt rewards name params num_train num_heldout answer_tag path",
     "algorithm": "corrections beta baseline",
     "actors": "num_actors group_size temperature max_new_tokens max_prompt_tokens max_running_samples dtype "
-    "gpu_memory_share gpus",
+    "gpu_memory_share gpus eval_every",
     "buffer": "shards sampler max_uses durability",
     "learner": "num_stages num_replicas num_steps groups_per_step num_minibatches num_epochs token_budget schedule "
     "precision activation_checkpointing learning_rate warmup_steps ess_budget checkpoint_every device gpus",
@@ -34,7 +34,7 @@ BASIC: Mapping[str, str] = {
     "launch": "ray_address",
     "tracking": "wandb prometheus_port",
 }
-"""The keys that users of the README and of docs/tuning.md set. The defaults of all others fit most runs."""
+"""The keys that most users set, by section. The defaults of all others fit most runs."""
 
 Fields = Mapping[str, FieldInfo]
 """Of one key, by the `type` of the section that has it."""
@@ -45,8 +45,9 @@ def config_reference() -> str:
     parts = [
         "# Config reference\n",
         f"{GENERATED}\n",
-        "A **basic** key is one that the README and [tuning.md](tuning.md) speak of. The others are for special "
-        "machines and experiments: leave them as they are until something asks for them.\n",
+        "**Basic** keys say what a run is about: its model, task and loss, its sizes, and speed against staleness (see "
+        "[tuning.md](tuning.md)). **Advanced** ones are for special machines and experiments: leave them as they are "
+        "until something asks for them.\n",
     ]
     for section, info in Config.model_fields.items():
         parts += _section(section, models_of(info.annotation))

@@ -55,7 +55,9 @@ def test_a_number_is_a_name_too(minimal):
 
 
 def test_a_resolved_config_read_back_is_the_same(minimal, tmp_path):
-    config = load_config(minimal, ["--task.params", "{min_terms = 2, deep = {a = [1, 2]}}", "--run.name", 'a "b" \\ c'])
+    config = load_config(
+        minimal, ["--task.params", "{min_terms = 2, deep = {a = [1, 2]}}", "--run.name", 'a "b" \\ c \x7f']
+    )
     again = tmp_path / "again.toml"
     again.write_text(to_toml(config))
     assert tomllib.loads(again.read_text())
