@@ -35,10 +35,10 @@ def configs(draw):
     with_replacement = max_uses != 1 and not in_order and draw(st.booleans())
     length_correction, packs = (not with_replacement and draw(st.booleans()) for _ in range(2))
     in_strata = (replay_sampler if sampler == "on_policy_share" else sampler) == "length_balanced"
-    may_have_mates = not (with_replacement or length_correction or packs or in_strata)
+    may_have_others = not (with_replacement or length_correction or packs or in_strata)
     return BufferConfig(
         sampler=sampler,
-        groups_per_prompt=draw(st.sampled_from([1, 1, 2, 5])) if may_have_mates else 1,
+        groups_per_prompt=draw(st.sampled_from([1, 1, 2, 5])) if may_have_others else 1,
         replay_sampler=replay_sampler,
         on_policy_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
         reward_temperature=0.1,
