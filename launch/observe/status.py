@@ -122,7 +122,7 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
 class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The replay buffer, all shards together."""
 
-    sampler: str
+    sampler: str = ""
     """By which steps draw groups."""
     ready_groups: int
     drawn_groups: int
