@@ -211,7 +211,7 @@ def test_a_body_is_one_batch_in_todays_framing_and_its_metadata_is_small():
         schema.read_stream(arrow_stream(batch, batch))
     with pytest.raises(BadBody, match="does not begin"):
         schema.read_stream(arrow_stream(batch, use_legacy_format=True))
-    stuffed = schema.SCHEMA.with_metadata({"schema_version": "2", "x": "y" * 2**17})
+    stuffed = schema.SCHEMA.with_metadata({"schema_version": "3", "x": "y" * 2**17})
     with pytest.raises(BadBody, match="its schema takes"):
         schema.read_stream(arrow_stream(batch.replace_schema_metadata(stuffed.metadata), schema=stuffed))
 
