@@ -1,0 +1,33 @@
+"""The house stays small enough to carry: `python -m tests.house -v` says where to look."""
+
+import pytest
+
+from tests.house import DEEP_LINES, figures, graph, modules, single_use
+
+BOUNDS = {
+    "files": 170,
+    "lines": 37_400,
+    "longest file": 500,
+    "longest function": 60,
+    "modules imported by exactly one other": 45,
+    "import cycles": 0,
+    "class names with two meanings": 0,
+    "config keys": 150,
+}
+
+
+@pytest.mark.parametrize("what", BOUNDS)
+def test_the_house_is_not_larger_than(what):
+    assert figures()[what] <= BOUNDS[what]
+
+
+def test_a_module_with_one_user_is_deep_or_says_why_it_stands_alone():
+    known = modules()
+    shallow = {name: user for name, user in single_use(graph()).items() if known[name].num_lines < DEEP_LINES}
+    assert shallow.keys() <= ALONE.keys(), "fold it into the module that uses it"
+
+
+ALONE = {
+    "buffer.offline.compact": "a tool of its own, which no other tool needs",
+    "launch.processes.reaper": "a program of its own, which imports the standard library alone",
+}
