@@ -284,7 +284,10 @@ def page(ground: Ground, results: dict[Cell, Figures], missing: dict[Cell, str],
         f"{num_heldout} held-out problems. {seeds}",
         f"![Held-out accuracy and realised lag against max_lag]({figure})",
         cells_table(results),
-        *[f"No figures for {cell.name}: {why}" for cell, why in missing.items()],
+        *[
+            f"No figures ({why}): {', '.join(cell.name for cell in missing if missing[cell] == why)}"
+            for why in dict.fromkeys(missing.values())
+        ],
         "Lag is in policy versions, over trained tokens; it grows only as far as the actors run ahead, and from 0 "
         "at the first step, hence the second half. ESS is the effective sample share of whole completions, "
         "1 / mean((w / mean w)^2) with w = pi_prox / mu, at the step where it is lowest: what the lag did to the "
