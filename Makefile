@@ -11,8 +11,8 @@ demo: install  ## train the demo: under 2 minutes on 2 cores
 	@echo "Training the demo: under 2 minutes on 2 cores"
 	@$(VENV)/leeway train examples/demo.toml
 
-test: install  ## everything: unit, property, faults and end to end (about half an hour)
-	@echo "Running all tests: about half an hour on 2 cores"
+test: install  ## unit, property, faults and end to end (under 20 minutes)
+	@echo "Running the tests: under 20 minutes on 2 cores"
 	$(VENV)/python -m pytest tests
 
 full: install  ## the same with full counts, and runs that `make test` leaves out (about two hours)

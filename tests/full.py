@@ -1,7 +1,8 @@
 """Which run of the tests this is.
 
-`make test` runs everything but what is marked `full`: runs of a minute or so whose parts other tests hold. `make full`
-and `make faults` run these as well, and give every fault test and property its full count.
+`make test` runs everything but what is marked `full`: runs of a minute or so whose parts other tests hold, and the
+positive controls of the fault matrix. `make full` and `make faults` run these as well, and give every fault test and
+property its full count.
 """
 
 import os

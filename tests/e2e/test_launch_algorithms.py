@@ -7,6 +7,8 @@ from safetensors import safe_open
 
 from tests.e2e.real_run import start
 
+pytestmark = pytest.mark.full  # what each loss has of its own is held by the unit tests
+
 
 def finished(folder, *overrides, example):
     """Train to the end; the steps' metrics, and the run's summary."""
@@ -37,7 +39,6 @@ def test_ppo_takes_several_updates_per_draw_with_a_critic_within_the_bound(tmp_p
         assert not [name for name in exported.keys() if "value" in name and "head" in name]  # noqa: SIM118 -- no mapping
 
 
-@pytest.mark.full
 def test_dpo_pairs_answers_of_a_prompt_across_policy_versions(tmp_path):
     steps, summary = finished(
         tmp_path,

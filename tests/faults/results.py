@@ -3,7 +3,7 @@
 A test of the fault matrix carries `@pytest.mark.fault(row, injection)`; its positive control, the same
 injection with the protection switched off, `@pytest.mark.fault(row, protection, control=True)`.
 Both may name the programs they need (`tools=("strace",)`), whether they need root, and whether they
-are for the full run alone (`full=True`). The full run is LEEWAY_FAULTS=all.
+are for the full run alone (`full=True`), as controls always are: they test the tests. The full run is LEEWAY_FAULTS=all.
 """
 
 import os
@@ -103,7 +103,7 @@ def parse(marker: pytest.Mark) -> Shown:
 
 def reason_to_skip(marker: pytest.Mark) -> str | None:
     """Why the test cannot run here, or not in this run."""
-    if marker.kwargs.get("full") and not FULL:
+    if (marker.kwargs.get("full") or marker.kwargs.get("control")) and not FULL:
         return "part of `make faults`"
     if missing := missing_tools(marker.kwargs.get("tools", ())):
         return missing

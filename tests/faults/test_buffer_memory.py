@@ -92,7 +92,7 @@ def test_control_without_credit_the_service_is_killed_for_its_memory(start_limit
 
 
 @needs_cgroups
-@pytest.mark.fault(28, "the service is killed for its memory", root=True)
+@pytest.mark.fault(28, "the service is killed for its memory", root=True, full=True)
 def test_a_service_killed_for_its_memory_loses_nothing_acknowledged(start_limited, load_on, limit, show):
     service = start_limited()
     load = load_on(service, draws=False, num_completion_tokens=4000)
@@ -113,7 +113,7 @@ def test_a_service_killed_for_its_memory_loses_nothing_acknowledged(start_limite
 
 
 @needs_cgroups
-@pytest.mark.fault(28, "an actor is killed for its memory", root=True)
+@pytest.mark.fault(28, "an actor is killed for its memory", root=True, full=True)
 def test_leases_of_an_actor_killed_for_its_memory_are_issued_again(start_service, start_actor, load_on, limit, show):
     service = start_service(facts=MANY, config=SHORT_LEASES)
     load = load_on(service, draws=False)

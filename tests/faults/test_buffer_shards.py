@@ -218,7 +218,7 @@ def test_where_a_shard_that_is_down_is_not_left_out_training_stands_still(run, s
     show("no step in 5 s")
 
 
-@pytest.mark.fault(1, "kill -9 of three shards in turn, 12x under load")
+@pytest.mark.fault(1, "kill -9 of three shards in turn, 12x under load", full=True)
 def test_shards_that_are_killed_in_turn_and_started_again_lose_nothing(run, show):
     run = run()
     over = threading.Event()

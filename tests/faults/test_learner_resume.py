@@ -247,7 +247,8 @@ def seconds_to_leave(run: LearnerRun, victim: int) -> float:
 
 @pytest.mark.fault(16, "one stage killed: at random steps, then while all wait for a batch")
 @pytest.mark.parametrize(
-    ("num_replicas", "as_script"), [(1, True), (2, False)], ids=["2 stages", "2 replicas of 2 stages"]
+    ("num_replicas", "as_script"),
+    [pytest.param(1, True, id="2 stages"), pytest.param(2, False, id="2 replicas of 2 stages", marks=pytest.mark.full)],
 )
 def test_all_ranks_leave_when_one_is_killed_and_a_restart_gives_the_same_result(
     recording, run_of, show, num_replicas, as_script

@@ -195,7 +195,7 @@ def is_answered(address: str, options: dict, message: bytes, within_s: float) ->
 
 
 @pytest.mark.parametrize("name", SERVICES)
-@pytest.mark.fault(27, "strangers: no key, PLAIN, wrong keys, garbage, a pickle")
+@pytest.mark.fault(27, "strangers: no key, PLAIN, wrong keys, garbage, a pickle", full=True)
 def test_strangers_are_neither_heard_nor_obeyed_and_nobody_notices_them(name, start_locked, keys, tmp_path, show):
     began, service, trap = time.monotonic(), start_locked(name), tmp_path / "unpickled"
     service.start_traffic()
@@ -232,7 +232,7 @@ def test_control_without_the_list_a_strangers_key_is_let_in(name, start_locked, 
 
 
 @pytest.mark.parametrize("name", SERVICES)
-@pytest.mark.fault(27, f"{NUM_SLOW} sockets that say nothing, half a greeting or half a handshake")
+@pytest.mark.fault(27, f"{NUM_SLOW} sockets that say nothing, half a greeting or half a handshake", full=True)
 def test_slow_sockets_are_cut_off_and_good_traffic_goes_on(name, start_locked, show):
     service = start_locked(name)
     process = psutil.Process(service.pid)

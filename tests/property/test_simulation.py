@@ -10,13 +10,14 @@ from random import Random
 import pytest
 
 from common.staleness import StalenessConfig, StalenessContract
+from tests.faults.results import pick
 from tests.simulation.core import Environment
 from tests.simulation.knobs import NO_FAULTS, Knobs, choose_knobs
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.seeds import SimulationFailed, Totals, simulate, simulate_with
 
-NUM_POLICY_SEEDS = 100_000
-NUM_SYSTEM_SEEDS = 1_000
+NUM_POLICY_SEEDS = pick(10_000, 100_000)
+NUM_SYSTEM_SEEDS = pick(200, 1_000)
 
 
 @pytest.fixture(scope="module")
