@@ -3,7 +3,8 @@
 A test of the fault matrix carries `@pytest.mark.fault(row, injection)`; its positive control, the same
 injection with the protection switched off, `@pytest.mark.fault(row, protection, control=True)`.
 Both may name the programs they need (`tools=("strace",)`), whether they need root, and whether they
-are for the full run alone (`full=True`), as controls always are: they test the tests. The full run is LEEWAY_FAULTS=all.
+are for the full run alone (`full=True`), as controls always are: they test the tests. The full run is
+LEEWAY_FAULTS=all.
 """
 
 import os
