@@ -31,6 +31,7 @@ from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import origin, table, write_page
 from benchmarks.stability_parts.loop import CONFIG, DelayedRun
 from launch.load import load_config
+from launch.model_folder import fetch_model
 
 PAGE = RESULTS / "stability.md"
 LAGS = (0, 1, 4, 16, 64)
@@ -59,6 +60,8 @@ def main() -> None:
     if args.anew:
         kept.unlink(missing_ok=True)
     text = origin("python benchmarks/stability.py", machine, machine["commit"])
+    model = load_config(CONFIG, []).model
+    fetch_model(model, is_there=Path(str(model.path)).exists())  # once, before processes ask for it all at once
     try:
         run_all(kept, args.workers, machine["commit"])
     finally:  # of a call that is ended too: the page has what there is
