@@ -4,6 +4,7 @@
 
     packing      real tokens over the tokens of the micro-batches, on long-tailed lengths
     padded       the learner's packed step against a plain padded Transformers loop
+    weighed      a step of trajectory balance with its weights pi / mu against one without
     logprobs     peak memory of log-probabilities, in chunks and through the full logits
     sleeping2/4  every schedule on 2 and on 4 stages that sleep: gain and bubble
     real         two stages with real compute, one core each
@@ -36,6 +37,7 @@ SUMS_AGREE_WITHIN = 1e-4
 BARS = {
     "pack_efficiency": 0.97,
     "packed_over_padded": 1.5,
+    "plain_over_weighed": 0.98,
     "pp2_over_pp1": 1.5,
     "logprob_peak_ratio": 4.0,
     "smollm2_one_pass_over_plain": 0.8,
@@ -107,6 +109,7 @@ def measurement(name: str, *worlds: int) -> Callable[[bool], Figures]:
 MEASUREMENTS: dict[str, Callable[[bool], Figures]] = {
     "packing": measurement("measurements:packing", 1),
     "padded": measurement("measurements:packed_against_padded", 1),
+    "weighed": measurement("measurements:weighed_gradients", 1),
     "logprobs": logprobs,
     "sleeping2": measurement("sleeping:measure", 2, 1),
     "sleeping4": measurement("sleeping:measure", 4),
@@ -131,6 +134,8 @@ def write_results(path: Path, result: Figures) -> None:
         _packing(result),
         "## Packed against padded",
         _padded(result),
+        "## What weights on the gradient cost",
+        _weighed(result),
         "## Log-probabilities without the full logits",
         _logprobs(result),
         "## Two stages against one",
@@ -191,6 +196,14 @@ def _padded(r: Figures) -> str:
         f"gradient norms agree ({r['packed_grad_norm']:.6g} and {r['padded_grad_norm']:.6g}). Real tokens per second: "
         f"{r['packed_tokens_per_s']:,.0f} packed, {r['padded_tokens_per_s']:,.0f} padded: "
         f"`packed_over_padded` {r['packed_over_padded']:.2f}."
+    )
+
+
+def _weighed(r: Figures) -> str:
+    return (
+        f"A step of trajectory balance over {r['weighed_num_sequences']} sequences of 64 tokens on the same Llama, "
+        'with the weights pi / mu that it ships with (`corrections = ["token_tis"]`) and with none: '
+        f"{r['weighed_ms']:.0f} ms with, and `plain_over_weighed` {r['plain_over_weighed']:.3f} of that without."
     )
 
 

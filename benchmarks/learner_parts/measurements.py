@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig
 
+from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from benchmarks.learner_parts.sides import (
     PROMPT,
     TOKEN_BUDGET,
@@ -108,6 +110,38 @@ def packed_against_padded(spot: Spot, *, quick: bool) -> Figures:
         "padded_grad_norm": norms[1],
         "padded_num_tokens": num_tokens,
         "padded_num_sequences": num_sequences,
+    }
+
+
+WEIGHED_SEQUENCES = 256
+WEIGHED_LENGTH = 64
+
+
+def weighed_gradients(spot: Spot, *, quick: bool) -> Figures:
+    """Seconds of a step of trajectory balance with the weights that it ships with, and without any, taking turns.
+
+    Short answers and a small model, where what a loss costs beside the model is greatest.
+    """
+    num_sequences = 32 if quick else WEIGHED_SEQUENCES
+    path = small_llama(spot.folder / "model", hidden_size=128, num_layers=4, vocab_size=PADDED_VOCABULARY)
+    rows = trajectories([WEIGHED_LENGTH] * num_sequences, PADDED_VOCABULARY, seed=4)
+    rows = [replace(row, reference_logprobs=row.logprobs) for row in rows]  # scored, so no reference is computed
+    mesh = spot.mesh()
+    config = configured(mesh, token_budget=TOKEN_BUDGET)
+    losses = {"weighed": TrajectoryBalanceConfig(), "plain": TrajectoryBalanceConfig(corrections=[])}
+    learners = {name: Learner(path, mesh, config, algorithm=loss) for name, loss in losses.items()}
+    batches = {name: learner.batch(rows) for name, learner in learners.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in losses}
+    for number in range(2 if quick else 12):
+        for name in (*losses,) if number % 2 else (*reversed(losses),):
+            taken = spot.seconds(lambda name=name: learners[name].step(batches[name]))
+            if number > 0:  # the first round warms up
+                seconds[name].append(taken)
+    spot.say(f"weighed: {seconds}")
+    return {
+        "plain_over_weighed": median_ratio(seconds["plain"], seconds["weighed"]),
+        "weighed_ms": statistics.median(seconds["weighed"]) * 1000,
+        "weighed_num_sequences": num_sequences,
     }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from algorithms.base import AlgorithmSection
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
@@ -61,7 +62,14 @@ def sample(
 class Learner:
     """This rank of a learner that trains on its own schedule, without buffer and actors."""
 
-    def __init__(self, model_path: Path, mesh: Mesh, config: LearnerConfig, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        mesh: Mesh,
+        config: LearnerConfig,
+        device: torch.device | None = None,
+        algorithm: AlgorithmSection = ALGORITHM,
+    ) -> None:
         """Load this rank's chunks of a checkpoint; all ranks of the mesh call it together. Default: on the CPU."""
         self.device = device or torch.device("cpu")
         chunks = chunk_loader(config, TEMPERATURE, mesh, self.device)(model_path, "token")
@@ -71,7 +79,7 @@ class Learner:
         self._mesh = mesh
         reference = Reference(None, networks)
         self._steps = {
-            one_pass: TrainStep(networks, reference, ALGORITHM, config, one_pass=one_pass) for one_pass in (True, False)
+            one_pass: TrainStep(networks, reference, algorithm, config, one_pass=one_pass) for one_pass in (True, False)
         }
 
     def batch(self, rows: Sequence[Trajectory], *, min_micro_batches: int = 1) -> StepBatch:
