@@ -128,13 +128,13 @@ def weighed_gradients(spot: Spot, *, quick: bool) -> Figures:
     rows = [replace(row, reference_logprobs=row.logprobs) for row in rows]  # scored, so no reference is computed
     mesh = spot.mesh()
     config = configured(mesh, token_budget=TOKEN_BUDGET)
-    losses = {"weighed": TrajectoryBalanceConfig(), "plain": TrajectoryBalanceConfig(corrections=[])}
+    losses = {"weighed": TrajectoryBalanceConfig(), "plain": TrajectoryBalanceConfig(corrections=())}
     learners = {name: Learner(path, mesh, config, algorithm=loss) for name, loss in losses.items()}
     batches = {name: learner.batch(rows) for name, learner in learners.items()}
     seconds: dict[str, list[float]] = {name: [] for name in losses}
     for number in range(2 if quick else 12):
         for name in (*losses,) if number % 2 else (*reversed(losses),):
-            taken = spot.seconds(lambda name=name: learners[name].step(batches[name]))
+            taken = spot.seconds(partial(learners[name].step, batches[name]))
             if number > 0:  # the first round warms up
                 seconds[name].append(taken)
     spot.say(f"weighed: {seconds}")
