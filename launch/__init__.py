@@ -13,7 +13,6 @@ config      Config: the sections of a run, composed from what each package owns
 load        TOML and command-line overrides to a Config, with errors that say what to type instead
 checks      what only the whole config can know, checked before any process starts
 pools       which workers a run has, and what each reserves
-reference   docs/config.md and docs/metrics.md, written from the code
 
 run_folder  RunFolder: where everything of a run lies, and which command works on it; the folder of its weights
 model_folder  the model of a run as a Hugging Face folder: where it comes from, and how it leaves

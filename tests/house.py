@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("actors", "algorithms", "buffer", "common", "launch", "learner", "weight_sync")
-ENTRY_POINTS = frozenset({"launch.bootstrap", "launch.cli", "launch.reference", "launch.cluster_nodes"})
+ENTRY_POINTS = frozenset({"launch.bootstrap", "launch.cli", "launch.cluster_nodes"})
 """Started by a user, the Makefile or a script; a module that nobody imports is one too."""
 DEEP_LINES = 120
 """A module that one other imports is a room of its own from here on."""

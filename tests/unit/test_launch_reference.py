@@ -8,7 +8,7 @@ import pytest
 
 from algorithms.corrections import AnySurrogate, AnyWeight
 from algorithms.registry import ALGORITHMS
-from launch import reference
+from tests import reference
 from launch.observe.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
     [("config.md", reference.config_reference()), ("metrics.md", reference.metrics_reference())],
 )
 def test_the_reference_is_what_the_code_would_write(name, expected):
-    assert (ROOT / "docs" / name).read_text() == expected, "run `python -m launch.reference`"
+    assert (ROOT / "docs" / name).read_text() == expected, "run `python -m tests.reference`"
 
 
 def test_every_key_has_a_description():
