@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import origin, table, write_page
 from benchmarks.stability_parts.loop import CONFIG, DelayedRun
-from launch.load import load_config
+from launch.config import load_config
 from launch.model_folder import fetch_model
 
 PAGE = RESULTS / "stability.md"

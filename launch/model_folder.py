@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.config import Config, ModelConfig
+from launch.config import Config, ModelConfig, load_config
 from launch.errors import ConfigError
-from launch.load import load_config
 from launch.run_folder import RunFolder
 from learner.checkpoint_meta import DamagedCheckpoint, steps_in
 

@@ -18,10 +18,9 @@ from buffer.errors import StoreError
 from buffer.offline.inspect import Inspection
 from buffer.store import DATA, is_served, shard_folders
 from launch.checks import Plan, check
-from launch.config import Config
+from launch.config import Config, load_config
 from launch.errors import ConfigError
 from launch.host import role_processes
-from launch.load import load_config
 from launch.observe.history import History, repair
 from launch.run_folder import RunFolder
 from learner.checkpoint_meta import newest_progress

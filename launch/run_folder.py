@@ -101,7 +101,7 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         if config.weight_sync.folder is None:
             self.weights.mkdir(exist_ok=True)
-        from launch.load import to_toml  # with all sections, and torch: who only looks at a run need not wait for it
+        from launch.config import to_toml  # with all sections, and torch: who only looks at a run need not wait for it
 
         write_durably(self.config, to_toml(config).encode())
 

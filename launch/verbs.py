@@ -26,7 +26,7 @@ PATIENCE_S = 30.0
 def train(parsed: argparse.Namespace) -> int:
     """Train, or say what is wrong with the config."""
     from launch.checks import check, check_prompts
-    from launch.load import load_config
+    from launch.config import load_config
     from launch.run_folder import choose_root
 
     config = load_config(parsed.config, parsed.overrides)
@@ -259,9 +259,9 @@ def export(parsed: argparse.Namespace) -> int:
 
 def doctor(parsed: argparse.Namespace) -> int:
     """Look at this machine, print, judge."""
+    from launch.config import load_config
     from launch.doctor.checkup import checkup
     from launch.doctor.findings import as_document, show
-    from launch.load import load_config
 
     if parsed.config is None and parsed.overrides:
         raise ConfigError("overrides are of a config; give it: leeway doctor CONFIG.toml ...")
@@ -277,7 +277,7 @@ def doctor(parsed: argparse.Namespace) -> int:
 def check_reward(parsed: argparse.Namespace) -> int:
     """Try the reward functions, print, judge."""
     from actors.tasks import TaskError, load_task
-    from launch.load import load_config
+    from launch.config import load_config
     from launch.reward_check import check_rewards, show
 
     config = load_config(parsed.config, parsed.overrides)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from launch.cli import main as leeway
 from launch.cli import parse
+from launch.config import load_config
 from launch.errors import ConfigError
-from launch.load import load_config
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "demo.toml"

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
+
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from launch.config import POOL_OVERRIDES, Config
-from launch.load import models_of
+
+from launch.config import POOL_OVERRIDES, Config, models_of
 from launch.observe.metrics import METRICS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

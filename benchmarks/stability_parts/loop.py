@@ -22,8 +22,7 @@ from algorithms.diagnostics import EssRule, off_policy_metrics
 from algorithms.inputs import LossInputs
 from algorithms.registry import loss_for
 from benchmarks.lib.machine import ROOT
-from launch.config import Config
-from launch.load import load_config
+from launch.config import Config, load_config
 from learner.optimizer import ADAM_EPS, learning_rate
 from learner.update import ESS_METRIC, MAX_DROPS
 

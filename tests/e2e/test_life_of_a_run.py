@@ -315,7 +315,7 @@ def test_its_model_loads_in_plain_transformers_and_answers_as_the_run_said(run: 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from actors.tasks import load_task
-    from launch.load import load_config
+    from launch.config import load_config
 
     summary = json.loads((run.folder / "summary.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(run.folder / "model")

@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from launch.checks import check
-from launch.load import load_config
+from launch.config import load_config
 from launch.processes import learner_group as group_module
 from launch.processes.learner_group import LearnerGroup
 from learner.checkpoint_meta import META_NAME, CheckpointMeta, TrainingProgress

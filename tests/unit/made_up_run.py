@@ -10,7 +10,7 @@ from actors.report import ActorReport
 from buffer.lengths import LengthFidelity
 from common.run import RunContext
 from launch.checks import Plan, check
-from launch.load import load_config
+from launch.config import load_config
 from launch.observe.status import ProcessStatus
 from launch.observe.trace import Event
 

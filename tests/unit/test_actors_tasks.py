@@ -211,7 +211,7 @@ def test_a_large_file_holds_out_no_more_than_an_evaluation_can_answer(tmp_path, 
 
 
 def test_the_example_of_a_file_task_rewards_its_own_rows():
-    from launch.load import load_config
+    from launch.config import load_config
 
     config = load_config(EXAMPLES / "file.toml")
     task = load_task(config.task)

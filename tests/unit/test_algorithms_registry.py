@@ -95,8 +95,8 @@ def test_a_fourth_algorithm_is_one_file_and_one_line(tmp_path):
 
 def learn_with_the_fourth_algorithm(folder: Path) -> dict:
     """Load its config, and take a step of the learner with it on one rank."""
+    from launch.config import load_config
     from launch.errors import ConfigError
-    from launch.load import load_config
     from learner.config import LearnerConfig
     from learner.step import TrainStep
     from tests.unit.two_pass import SEED, alone, build, make_models, make_networks, make_rows

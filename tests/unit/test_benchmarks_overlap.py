@@ -138,7 +138,7 @@ def test_every_prompt_is_another_one_and_ends_with_its_class(tmp_path):
 
 
 def test_the_written_config_is_one_that_leeway_takes(tmp_path):
-    from launch.load import load_config
+    from launch.config import load_config
 
     config = load_config(long_tail.write_setting(tmp_path / "setting", long_tail.Setting(10, 2, 16)))
     assert config.learner.groups_per_step * config.actors.group_size == config.actors.max_running_samples

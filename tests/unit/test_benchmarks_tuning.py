@@ -9,7 +9,7 @@ import pytest
 from benchmarks import tuning
 from benchmarks.lib.processes import MeasurementFailed
 from benchmarks.lib.runs import FinishedRun, KeptResults, train
-from launch.load import load_config
+from launch.config import load_config
 from tests.unit.made_up_run import write_generation
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.toml"

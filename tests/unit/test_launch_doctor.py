@@ -15,6 +15,7 @@ import pytest
 
 from common.hf_folder import StoredTensor, pack_header
 from launch.cli import main
+from launch.config import load_config
 from launch.doctor import checkup as checks
 from launch.doctor import machine
 from launch.doctor.checkup import checkup
@@ -22,7 +23,6 @@ from launch.doctor.findings import Finding, examine, ok
 from launch.doctor.machine import MachineNeeds
 from launch.errors import ExitStatus
 from launch.host import CONNECT_S
-from launch.load import load_config
 from launch.observe.status import STALE_S, Ended, read_status, write_status
 from launch.run_folder import RunFolder, claimed
 from tests.unit.test_launch_top import RECORDED

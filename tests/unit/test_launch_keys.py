@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch.checks import check
+from launch.config import load_config, to_toml
 from launch.errors import ConfigError
-from launch.load import load_config, to_toml
 from launch.processes.roles import interface
 from launch.security import host_of_service, private_files
 

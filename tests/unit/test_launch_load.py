@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.config import load_config, to_toml
 from launch.errors import ConfigError
-from launch.load import load_config, to_toml
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MINIMAL = """

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from launch.checks import check
+from launch.config import load_config, to_toml
 from launch.errors import ConfigError
-from launch.load import load_config, to_toml
 from launch.pools import HOST_UNIT, actor_pools, resources_of, serving_dtypes, stage_pools
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"

@@ -19,7 +19,7 @@ from pathlib import Path
 from launch.cli import RAY_ENVIRONMENT
 os.environ.update(RAY_ENVIRONMENT)
 from launch.errors import Interrupts, Stopped
-from launch.load import load_config
+from launch.config import load_config
 from launch.processes.ray_cluster import end_ray, start_ray
 from launch.processes.placement import Reservation, spawn
 

@@ -8,8 +8,8 @@ import pytest
 
 from algorithms.corrections import AnySurrogate, AnyWeight
 from algorithms.registry import ALGORITHMS
-from tests import reference
 from launch.observe.metrics import METRICS
+from tests import reference
 
 ROOT = Path(__file__).parents[2]
 

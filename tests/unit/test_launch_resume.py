@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.config import Config
+from launch.config import Config, load_config
 from launch.errors import ConfigError, ExitStatus
-from launch.load import load_config
 from launch.observe.history import History, repair
 from launch.observe.observer import Observer
 from launch.observe.status import Accuracy

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from launch.checks import check
-from launch.load import load_config
+from launch.config import load_config
 from launch.processes import services as services_module
 from launch.processes.role_process import RunFailed
 from launch.processes.services import WeightServices

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.staleness import StalenessContract
-from launch.load import load_config
+from launch.config import load_config
 from launch.observe.status import PollResult
 from launch.observe.tripwires import LEARNER, WINDOW, Stability, Tripwires
 

@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import ActorUnavailableError
 
 from launch.checks import check
-from launch.load import load_config
+from launch.config import load_config
 from launch.observe.status import PollResult
 from launch.processes import actor_pools as pools_module
 from launch.processes import ray_cluster as ray_module

@@ -10,8 +10,7 @@ import pytest
 from actors.report import ActorReport
 from common.staleness import StalenessConfig, StalenessContract
 from launch.checks import check
-from launch.config import LaunchConfig
-from launch.load import load_config
+from launch.config import LaunchConfig, load_config
 from launch.observe import tripwires
 from launch.observe.observer import Observer
 from launch.observe.sinks import Tracker

@@ -12,8 +12,8 @@ import pytest
 
 from launch import train
 from launch.checks import check
+from launch.config import load_config
 from launch.errors import ConfigError, ExitStatus
-from launch.load import load_config
 
 ROOT = Path(__file__).parents[2]
 KEY = "0123456789012345678901234567890123456789"
@@ -79,7 +79,7 @@ GONE = """
 import sys
 from pathlib import Path
 import psutil
-from launch.load import load_config
+from launch.config import load_config
 from launch.observe.sinks import Tracker
 from launch.run_folder import RunFolder
 
