@@ -259,19 +259,22 @@ def export(parsed: argparse.Namespace) -> int:
 
 def doctor(parsed: argparse.Namespace) -> int:
     """Look at this machine, print, judge."""
+    from dataclasses import asdict
+
     from launch.config import load_config
     from launch.doctor.checkup import checkup
-    from launch.doctor.findings import as_document, show
+    from launch.doctor.findings import show
 
     if parsed.config is None and parsed.overrides:
         raise ConfigError("overrides are of a config; give it: leeway doctor CONFIG.toml ...")
     config = None if parsed.config is None else load_config(parsed.config, parsed.overrides)
     findings = list(checkup(config, parsed.config))
+    num_problems = sum(finding.state == "problem" for finding in findings)
     if parsed.json:
-        print(json.dumps(as_document(findings), indent=2))
+        print(json.dumps({"problems": num_problems, "findings": [asdict(each) for each in findings]}, indent=2))
     else:
         show(findings)
-    return ExitStatus.FAILED if any(finding.state == "problem" for finding in findings) else ExitStatus.OK
+    return ExitStatus.FAILED if num_problems else ExitStatus.OK
 
 
 def check_reward(parsed: argparse.Namespace) -> int:

@@ -13,14 +13,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from common.rpc.auth import LOOPBACK
@@ -61,22 +60,16 @@ print("\\n" + json.dumps(told), flush=True)
 # --- what is installed ----------------------------------------------------------------------------
 
 
-def check_python() -> list[Finding]:
-    """Is it a version that the project runs on?"""
-    wanted = str(distribution("leeway").metadata["Requires-Python"])
-    found = platform.python_version()
-    if Version(found) in SpecifierSet(wanted):
-        return ok("Python", f"{found}, {sys.prefix}")
-    return problem("Python", f"{found}, and Leeway needs {wanted}", "make PYTHON=python3.11 install")
-
-
 def check_versions() -> list[Finding]:
     """Is every library there, in a version that the project is tested with?"""
     wanted = [each for each in _required() if each.marker is None or each.marker.evaluate({"extra": ""})]
     if found := [finding for each in wanted for finding in _check_version("version", each)]:
         return found
+    if not zmq.has("curve"):
+        remedy = "install pyzmq's own wheel: pip install -U pyzmq"
+        return problem("ZeroMQ", f"libzmq {zmq.zmq_version()} without CURVE cannot lock sockets", remedy)
     shown = ", ".join(f"{name} {_version(name)}" for name in SHOWN)
-    return ok("versions", f"all as pinned: {shown}")
+    return ok("versions", f"all as pinned: Python {platform.python_version()} in {sys.prefix}, {shown}")
 
 
 def check_engine() -> list[Finding]:
@@ -93,17 +86,11 @@ def check_engine() -> list[Finding]:
         )
     extra, name = next(iter(there.items()))
     wanted = next(each for each in _required() if each.name == name and f'"{extra}"' in str(each.marker))
-    own = _check_version("vLLM", wanted) or ok("vLLM", f"{name} {_version(name)}")
-    return [*own, *_check_pairs(distribution(name))]
+    return _check_version("vLLM", wanted) or ok("vLLM", f"{name} {_version(name)}")
 
 
 def check_import(python: str = sys.executable, limit_s: float = IMPORT_LIMIT_S) -> list[Finding]:
-    """Do torch and vLLM load, and does torch see the GPUs? In a process of its own, for an import may crash or hang.
-
-    Args:
-        python: the interpreter.
-        limit_s: of the import.
-    """
+    """Do torch and vLLM load, and does torch see the GPUs? In a process of its own, for an import may crash or hang."""
     try:
         done = subprocess.run(
             [python, "-c", _PROBE], capture_output=True, text=True, timeout=limit_s, check=False, errors="replace"
@@ -179,21 +166,6 @@ def _check_version(what: str, wanted: Requirement) -> list[Finding]:
     return problem(what, f"{wanted.name} is {found}, and Leeway is tested with {wanted.specifier}", "make install")
 
 
-def _check_pairs(engine: Distribution) -> list[Finding]:
-    """The engine says itself which torch and which transformers it was built against."""
-    found: list[Finding] = []
-    for text in engine.requires or []:
-        wanted = Requirement(text)
-        if wanted.name not in ("torch", "transformers") or not (wanted.marker is None or wanted.marker.evaluate()):
-            continue
-        there = _version(wanted.name)
-        without_builds = SpecifierSet(",".join(str(each).partition("+")[0] for each in wanted.specifier))
-        if there is not None and Version(there).public not in without_builds:
-            pair = f"{wanted.name} {there} does not go with {engine.metadata['Name']} {engine.version}"
-            found += problem("pair", f"{pair}, which is for {wanted.specifier}", "remove .venv, then make install")
-    return found
-
-
 def _version(name: str) -> str | None:
     try:
         return distribution(name).version
@@ -204,35 +176,19 @@ def _version(name: str) -> str | None:
 # --- what it talks to -----------------------------------------------------------------------------
 
 
-def check_curve() -> list[Finding]:
-    """Can ZeroMQ lock sockets with keys?"""
-    version = f"libzmq {zmq.zmq_version()}"
-    if zmq.has("curve"):
-        return ok("ZeroMQ", f"{version} with CURVE")
-    return problem("ZeroMQ", f"{version} without CURVE", "install pyzmq's own wheel: pip install -U pyzmq")
-
-
 def check_ports(config: Config) -> list[Finding]:
     """Is every port that the config names free on this machine?"""
+    buffer, weights, metrics = config.buffer, config.weight_sync, config.tracking.prometheus_port
+    named = [("buffer.port", buffer.host, buffer.port + shard) for shard in range(buffer.shards) if buffer.port]
+    named += [("weight_sync.port", weights.host, weights.port)] * bool(weights.port and weights.transport != "folder")
+    named += [("tracking.prometheus_port", LOOPBACK, metrics)] if metrics else []
     found: list[Finding] = []
-    free: list[int] = []
-    for key, host, port in _ports(config):
-        if error := _cannot_bind(host, port):
-            what = f"{key} = {port}: {host}:{port} cannot be bound ({error})"
+    for key, host, port in named:
+        if error := _cannot_bind(host or LOOPBACK, port):
+            what = f"{key} = {port}: {host or LOOPBACK}:{port} cannot be bound ({error})"
             found += problem("port", what, f"choose another {key}, or 0")
-        else:
-            free.append(port)
-    return found or ok("ports", f"{', '.join(map(str, free))} free" if free else "free ones are taken")
-
-
-def _ports(config: Config) -> Iterator[tuple[str, str, int]]:
-    if config.buffer.port:
-        for shard in range(config.buffer.shards):
-            yield "buffer.port", config.buffer.host or LOOPBACK, config.buffer.port + shard
-    if config.weight_sync.port and config.weight_sync.transport != "folder":
-        yield "weight_sync.port", config.weight_sync.host or LOOPBACK, config.weight_sync.port
-    if config.tracking.prometheus_port:
-        yield "tracking.prometheus_port", LOOPBACK, config.tracking.prometheus_port
+    ports = ", ".join(str(port) for _, _, port in named)
+    return found or ok("ports", f"{ports} free" if named else "free ones are taken")
 
 
 def _cannot_bind(host: str, port: int) -> str:
@@ -251,43 +207,43 @@ def check_ray(
 ) -> list[Finding]:
     """Which cluster would a run join, and is Ray's token authentication on?
 
-    Args:
-        config: of the run; None: of none.
-        environment: as the run would have it.
-        places: Ray's folders; None: its own, and those of launch/cluster.sh.
+    `places` are Ray's folders; None: its own, and those of launch/cluster.sh.
     """
     if places is None:
         state = Path(environment.get("LEEWAY_STATE") or f"/tmp/leeway-{os.geteuid()}")
         places = (Path("/tmp/ray"), *sorted(state.glob("ray-*")))
-    return [*_check_cluster(config, environment, places), *_check_token(environment)]
-
-
-def _check_cluster(config: Config | None, environment: Mapping[str, str], places: Sequence[Path]) -> list[Finding]:
-    wanted = config.launch.ray_address if config is not None else None
-    noted = dict.fromkeys(_read(place / CLUSTER_FILE) for place in places)
+    noted: dict[str, None] = {}
+    for place in places:
+        with suppress(OSError):
+            noted[(place / CLUSTER_FILE).read_text(encoding="utf-8").strip()] = None
     running = [each for each in noted if each and answers(each)]
+    wanted = config.launch.ray_address if config is not None else None
+    return [*_check_cluster(wanted, environment.get("RAY_ADDRESS", ""), running), *_check_token(environment)]
+
+
+def _check_cluster(wanted: str | None, exported: str, running: Sequence[str]) -> list[Finding]:
+    """Of the address that the config gives, the one in the environment, and those of clusters on this machine."""
     if wanted == "auto":
-        address = environment.get("RAY_ADDRESS") or next(iter(running), "")
-        if not address:
+        wanted = exported or next(iter(running), "")
+        if not wanted:
             return problem("Ray", "launch.ray_address = 'auto', and no cluster runs here", "launch/cluster.sh up HOSTS")
-        wanted = address
-    if wanted is not None:
-        if not answers(wanted):
-            return problem(
-                "Ray",
-                f"no cluster answers at launch.ray_address = '{wanted}' within {CONNECT_S:g} s",
-                "launch/cluster.sh status HOSTS; is a firewall between? Unset it, and Ray starts itself here",
-            )
+    if wanted is not None and answers(wanted):
         return ok("Ray", f"the cluster at {wanted} answers")
-    others = [f"RAY_ADDRESS = {environment['RAY_ADDRESS']}"] if environment.get("RAY_ADDRESS") else []
-    others += [f"a cluster at {each}" for each in running]
-    if others:
-        return warning(
+    if wanted is not None:
+        return problem(
             "Ray",
-            f"{' and '.join(others)}: a run without launch.ray_address starts a Ray of its own beside it",
-            "to join that cluster, --launch.ray_address ADDRESS; else leave it as it is",
+            f"no cluster answers at launch.ray_address = '{wanted}' within {CONNECT_S:g} s",
+            "launch/cluster.sh status HOSTS; is a firewall between? Unset it, and Ray starts itself here",
         )
-    return ok("Ray", "no cluster runs here; a run starts its own")
+    others = [f"RAY_ADDRESS = {exported}"] if exported else []
+    others += [f"a cluster at {each}" for each in running]
+    if not others:
+        return ok("Ray", "no cluster runs here; a run starts its own")
+    return warning(
+        "Ray",
+        f"{' and '.join(others)}: a run without launch.ray_address starts a Ray of its own beside it",
+        "to join that cluster, --launch.ray_address ADDRESS; else leave it as it is",
+    )
 
 
 def _check_token(environment: Mapping[str, str]) -> list[Finding]:
@@ -300,61 +256,41 @@ def _check_token(environment: Mapping[str, str]) -> list[Finding]:
     return ok("Ray token", "authentication is on")
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
-
-
 def check_wandb(
     config: Config | None, environment: Mapping[str, str] = os.environ, home: Callable[[], Path] = Path.home
 ) -> list[Finding]:
     """Where do the figures go, and is there a key where one is needed?"""
     mode = config.tracking.wandb if config is not None else "offline"
-    forced = environment.get("WANDB_MODE", "")
-    if mode == "disabled":
-        return ok("W&B", "disabled")
-    if forced and forced != mode:
+    forced = environment.get("WANDB_MODE") or mode
+    if mode != "disabled" and forced != mode:
         what = f"tracking.wandb = '{mode}', and WANDB_MODE = {forced} in the environment"
         return warning("W&B", what, "unset WANDB_MODE")
-    if mode == "offline":
-        return ok("W&B", "offline: into the run's folder")
+    if mode != "online":
+        return ok("W&B", "offline: into the run's folder" if mode == "offline" else mode)
     host = urlsplit(environment.get("WANDB_BASE_URL", WANDB_HOST)).hostname or ""
-    if environment.get("WANDB_API_KEY") or _in_netrc(host, environment, home()):
+    path = Path(environment.get("NETRC") or home() / ".netrc").expanduser()
+    has_key = bool(environment.get("WANDB_API_KEY"))
+    with suppress(OSError, netrc.NetrcParseError):
+        has_key = has_key or netrc.netrc(str(path)).authenticators(host) is not None
+    if has_key:
         return ok("W&B", f"online, with a key for {host}")
     return problem("W&B", f"online, and there is no key for {host}", "wandb login, or tracking.wandb = 'offline'")
-
-
-def _in_netrc(host: str, environment: Mapping[str, str], home: Path) -> bool:
-    path = Path(environment.get("NETRC") or home / ".netrc").expanduser()
-    try:
-        return netrc.netrc(str(path)).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 # --- all checks -----------------------------------------------------------------------------------
 
 
 def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding]:
-    """Everything that can be looked at without starting anything.
-
-    Args:
-        config: of the run that is meant; None: of the machine alone.
-        config_path: its file.
-    """
+    """Everything that can be looked at without starting anything: of a run, or without one of the machine alone."""
     runs = Path(config.run.dir if config is not None else "runs").expanduser()
     needs = None
     if config is not None:
         with suppress(ConfigError):  # which the check of the config says
             needs = MachineNeeds.of(config)
     checks: list[tuple[str, Check]] = [
-        ("Python", check_python),
         ("versions", check_versions),
         ("vLLM", check_engine),
         ("import vllm", check_import),
-        ("ZeroMQ", check_curve),
         ("runs", partial(check_disk, runs, needs)),
         ("/dev/shm", partial(check_shm, needs)),
         ("memory", partial(check_memory, needs)),

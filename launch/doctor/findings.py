@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from actors.threads import DaemonThreads
 
@@ -48,40 +49,22 @@ def problem(name: str, found: str, remedy: str) -> list[Finding]:
 def examine(
     checks: Sequence[tuple[str, Check]], *, limit_s: float = LIMIT_S, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Finding]:
-    """Run all checks at once, and yield what they find, in their order.
+    """Run all named checks at once, and yield what they find, in their order.
 
-    Args:
-        checks: (name, check). One that raises, or is not done in time, is a problem of that name.
-        limit_s: of all together.
-        clock: seconds, monotonic.
+    One that raises, or is not done within `limit_s` of all together, is a problem of its name.
     """
     threads = DaemonThreads("doctor", max(1, len(checks)))
     deadline = clock() + limit_s
-    pending = [(name, threads.submit(check)) for name, check in checks]
-    for name, future in pending:
+    for name, future in [(name, threads.submit(check)) for name, check in checks]:
         try:
             yield from future.result(max(0.0, deadline - clock()))
         except FutureTimeout:
-            yield Finding(
-                name,
-                "problem",
-                f"no answer within {limit_s:g} s",
-                "something that it looks at hangs, such as a network file system or a broken GPU driver",
-            )
+            hangs = "something that it looks at hangs, such as a network file system or a broken GPU driver"
+            yield from problem(name, f"no answer within {limit_s:g} s", hangs)
         except Exception as error:  # a check that is at a loss says so, and the others go on
             text = str(error).splitlines()[0] if str(error) else "no reason given"
-            yield Finding(
-                name, "problem", f"could not be looked at: {type(error).__name__}: {text}", "see to that first"
-            )
+            yield from problem(name, f"could not be looked at: {type(error).__name__}: {text}", "see to that first")
     threads.close()
-
-
-def as_document(findings: Sequence[Finding]) -> dict[str, Any]:
-    """For `--json`."""
-    return {
-        "problems": sum(finding.state == "problem" for finding in findings),
-        "findings": [asdict(finding) for finding in findings],
-    }
 
 
 def show(findings: Sequence[Finding]) -> None:
@@ -90,15 +73,13 @@ def show(findings: Sequence[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_lines=False, pad_edge=False, box=None)
-    table.add_column("check", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = Table("check", "", pad_edge=False, box=None)
     table.add_column("found, and what to do", overflow="fold")
     for finding in findings:
         what = Text(finding.found)
         if finding.remedy:
             what.append(f"\n-> {finding.remedy}", style="bold")
-        table.add_row(finding.name, Text(finding.state, style=_STYLE[finding.state]), what)
+        table.add_row(Text(finding.name, no_wrap=True), Text(finding.state, _STYLE[finding.state], no_wrap=True), what)
     Console(highlight=False, markup=False).print(table)
-    counts = {state: sum(finding.state == state for finding in findings) for state in _STYLE}
+    counts = Counter(finding.state for finding in findings)
     print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['ok']} in order")

@@ -1,20 +1,19 @@
-"""What a run takes of this machine, what the machine has, and what dead runs left on it."""
+"""What a run takes of this machine, what the machine has, and which processes dead runs left on it."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
-import shlex
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -22,7 +21,7 @@ from common.hf_folder import EMBEDDING_SUFFIX, HEAD, tensors_in
 from launch.config import Config
 from launch.doctor.findings import Finding, ok, problem, warning
 from launch.errors import ConfigError
-from launch.host import OBJECT_STORE_BYTES, role_processes, sessions_folder
+from launch.host import OBJECT_STORE_BYTES, role_processes
 from launch.observe.status import StatusError, look
 from launch.pools import actor_pools, serving_dtypes
 from launch.run_folder import RunFolder, check_writable, nearest_existing, owner_of
@@ -67,65 +66,64 @@ _RISKS = {
         "mount a volume and give it as --run.dir FOLDER",
     ),
 }
-_LARGE_BYTES = 2**30
-"""Ray keeps the logs of each session: below this they are not worth a word."""
+
+
+class Need(NamedTuple):
+    """Room that a run takes."""
+
+    size_bytes: int
+    parts: str
+    """What it is made of, in words."""
+
+    @classmethod
+    def of(cls, parts: Mapping[str, int]) -> Need:
+        """Bytes of each part, by its name."""
+        return cls(sum(parts.values()), ", ".join(f"{name} {_gib(size)}" for name, size in parts.items()))
 
 
 @dataclass(frozen=True)
 class MachineNeeds:
     """Rough figures, on the safe side, but that activations are not in them."""
 
-    disk_bytes: int
-    disk_parts: str
-    memory_bytes: int
+    disk: Need
+    memory: Need
     """On this machine, where it is the only one."""
-    memory_parts: str
     staging_bytes: int
     """In /dev/shm, for weights that came over the network."""
 
     @classmethod
     def of(cls, config: Config) -> MachineNeeds | None:
         """None where the model is not here yet, so that its size is not known."""
-        sizes = _sizes(Path(config.model.path)) if config.model.path is not None else {}
+        tensors = tensors_in(Path(config.model.path)) if config.model.path is not None else {}
+        sizes = {name: prod(tensor.shape) for name, tensor in tensors.items()}
         if not sizes:
             return None
         num_parameters = sum(sizes.values())
-        num_served = num_parameters + _tied(sizes)
-        learner, pools = config.learner, actor_pools(config)
-        buffer = _buffer_bytes(config)
+        # the embedding that is the head as well is served, and held by the first and the last stage, on its own
+        num_tied = sum(size for name, size in sizes.items() if name.endswith(EMBEDDING_SUFFIX) and HEAD not in sizes)
+        num_served = num_parameters + num_tied
+        learner = config.learner
         num_trained = 2 if config.algorithm.needs.critic == "model" else 1
-        checkpoints = (learner.keep_checkpoints + 1) * CHECKPOINT_BYTES * num_trained * num_parameters
         served = [_BYTES[dtype] * num_served for dtype in serving_dtypes(config)]
-        versions = (config.weight_sync.keep_versions + 1) * sum(served) + 4 * num_parameters
-        on_cpu = [pool for pool in pools if not pool.config.gpus]
+        on_cpu = [pool for pool in actor_pools(config) if not pool.config.gpus]
         engines = sum(
             pool.count * (ENGINE_BYTES + int(pool.config.kv_cache_gib * GIB) + _BYTES[pool.config.dtype] * num_served)
             for pool in on_cpu
         )
-        num_engines = sum(pool.count for pool in on_cpu)
         num_stages = learner.num_stages * learner.num_replicas
-        # the first and the last stage each have a tied embedding
         stages = num_stages * STAGE_BYTES + HOST_COPIES * sum(served) + _in_stages(config, num_trained) * num_served
-        return cls(
-            disk_bytes=buffer + checkpoints + versions,
-            disk_parts=f"buffer {_gib(buffer)}, checkpoints {_gib(checkpoints)}, weights {_gib(versions)}",
-            memory_bytes=engines + stages + REST_BYTES,
-            memory_parts=f"{num_engines} engines {_gib(engines)}, {num_stages} stages {_gib(stages)}, the rest "
-            f"{_gib(REST_BYTES)}",
-            staging_bytes=0 if config.weight_sync.transport == "folder" else 3 * max(served, default=0),
-        )
-
-
-def _sizes(model_path: Path) -> dict[str, int]:
-    """Numbers in each tensor of a folder."""
-    return {name: prod(tensor.shape) for name, tensor in tensors_in(model_path).items()}
-
-
-def _tied(sizes: Mapping[str, int]) -> int:
-    """Numbers in the embedding that is the head as well; 0 where the head is a tensor of its own."""
-    if HEAD in sizes:
-        return 0
-    return sum(size for name, size in sizes.items() if name.endswith(EMBEDDING_SUFFIX))
+        disk = {
+            "buffer": _buffer_bytes(config),
+            "checkpoints": (learner.keep_checkpoints + 1) * CHECKPOINT_BYTES * num_trained * num_parameters,
+            "weights": (config.weight_sync.keep_versions + 1) * sum(served) + 4 * num_parameters,
+        }
+        memory = {
+            f"{sum(pool.count for pool in on_cpu)} engines": engines,
+            f"{num_stages} stages": stages,
+            "the rest": REST_BYTES,
+        }
+        staging_bytes = 0 if config.weight_sync.transport == "folder" else 3 * max(served, default=0)
+        return cls(Need.of(disk), Need.of(memory), staging_bytes)
 
 
 def _in_stages(config: Config, num_trained: int) -> int:
@@ -166,38 +164,33 @@ def check_disk(runs: Path, needs: MachineNeeds | None) -> list[Finding]:
         return problem("runs", str(error), "give another place as --run.dir FOLDER")
     folder = nearest_existing(runs)
     free_bytes = shutil.disk_usage(folder).free
-    room = _check_room(
-        "disk",
-        free_bytes,
-        f"{_gib(free_bytes)} free in {folder}",
-        None if needs is None else (needs.disk_bytes, needs.disk_parts),
-        "free some space, give another --run.dir, or lower buffer.capacity_gib or learner.keep_checkpoints",
-        (2 * GIB, "the demo writes 0.1 GiB, a model of 1 B parameters 50 GiB; free some space"),
-    )
+    found = f"{_gib(free_bytes)} free in {folder}"
+    if needs is not None:
+        remedy = "free some space, give another --run.dir, or lower buffer.capacity_gib or learner.keep_checkpoints"
+        room = _compare("disk", free_bytes, found, needs.disk, remedy)
+    elif free_bytes < 2 * GIB:
+        remedy = "the demo writes 0.1 GiB, a model of 1 B parameters 50 GiB; free some space"
+        room = warning("disk", found, remedy)
+    else:
+        room = ok("disk", found)
     return [*_check_file_system(folder, file_system_of(folder)), *_check_sync(folder), *room]
 
 
 def check_memory(needs: MachineNeeds | None) -> list[Finding]:
     """Is there room for the engines and the stages?"""
     available = min(psutil.virtual_memory().available, _limit_of_container())
-    return _check_room(
-        "memory",
-        available,
-        f"{_gib(available)} available",
-        None if needs is None else (needs.memory_bytes, needs.memory_parts),
-        "lower actors.num_actors, actors.kv_cache_gib or learner.num_stages; or spread the run over hosts",
-        (4 * GIB, "the demo takes 4 GiB; end other programs"),
-    )
+    found = f"{_gib(available)} available"
+    if needs is not None:
+        remedy = "lower actors.num_actors, actors.kv_cache_gib or learner.num_stages; or spread the run over hosts"
+        return _compare("memory", available, found, needs.memory, remedy)
+    if available < 4 * GIB:
+        return warning("memory", found, "the demo takes 4 GiB; end other programs")
+    return ok("memory", found)
 
 
-def _check_room(
-    name: str, has_bytes: int, has: str, takes: tuple[int, str] | None, remedy: str, least: tuple[int, str]
-) -> list[Finding]:
-    """Compare what there is with what the run takes, by its parts; where no run is meant, with the least for any."""
-    if takes is None:
-        return warning(name, has, least[1]) if has_bytes < least[0] else ok(name, has)
-    run = f"the run takes about {_gib(takes[0])}: {takes[1]}"
-    return problem(name, f"{has}, and {run}", remedy) if has_bytes < takes[0] else ok(name, f"{has}; {run}")
+def _compare(name: str, has_bytes: int, has: str, need: Need, remedy: str) -> list[Finding]:
+    run = f"the run takes about {_gib(need.size_bytes)}: {need.parts}"
+    return problem(name, f"{has}, and {run}", remedy) if has_bytes < need.size_bytes else ok(name, f"{has}; {run}")
 
 
 def _check_file_system(folder: Path, kind: str) -> list[Finding]:
@@ -212,13 +205,13 @@ def _check_sync(folder: Path) -> list[Finding]:
     except OSError as error:
         why = f"a file in {folder} cannot be written and synced ({error.strerror})"
         return problem("fsync", why, "free some space")
-    if took_s > SLOW_FSYNC_S:
-        return warning(
-            "fsync",
-            f"{1000 * took_s:.1f} ms in {folder}: every commit of the buffer waits for one",
-            "use a faster disk; or buffer.durability = 'interval', which survives kill -9 but no power cut",
-        )
-    return ok("fsync", f"{1000 * took_s:.2f} ms in {folder}")
+    if took_s <= SLOW_FSYNC_S:
+        return ok("fsync", f"{1000 * took_s:.2f} ms in {folder}")
+    return warning(
+        "fsync",
+        f"{1000 * took_s:.1f} ms in {folder}: every commit of the buffer waits for one",
+        "use a faster disk; or buffer.durability = 'interval', which survives kill -9 but no power cut",
+    )
 
 
 def check_shm(needs: MachineNeeds | None, shm: Path = Path("/dev/shm")) -> list[Finding]:
@@ -278,25 +271,17 @@ def _limit_of_container() -> int:
 # --- what dead runs left --------------------------------------------------------------------------
 
 
-def check_leftovers(
-    places: Sequence[Path] = (Path("/dev/shm"), Path(tempfile.gettempdir())), sessions: Path | None = None
-) -> list[Finding]:
-    """Processes, staged weights and Ray's sessions of runs that are over."""
-    found = [*_processes(), *_staging(places), *_sessions(sessions or sessions_folder())]
-    return found or ok("leftovers", "none of dead runs")
-
-
-def _processes() -> list[Finding]:
-    """Roles whose command is gone."""
+def check_leftovers() -> list[Finding]:
+    """Roles whose command is gone: they hold memory and GPUs. What dead runs left on disk the next run removes."""
     by_run: dict[Path, list[int]] = {}
     for each in role_processes():
         by_run.setdefault(each.run, []).append(each.process.pid)
     found = []
     for root, pids in by_run.items():
         if (root / "run.json").exists() and _is_over(RunFolder(root)):
-            what = f"{len(pids)} of the run {root} live on, and its command does not"
-            found += warning("processes", what, f"kill -9 {' '.join(map(str, pids))}")
-    return found
+            what = f"{len(pids)} processes of the run {root} live on, and its command does not"
+            found += warning("leftovers", what, f"kill -9 {' '.join(map(str, pids))}")
+    return found or ok("leftovers", "no process of a dead run")
 
 
 def _is_over(folder: RunFolder) -> bool:
@@ -310,52 +295,3 @@ def _is_over(folder: RunFolder) -> bool:
     except OSError:  # somebody else's
         return False
     return bool(seen.gone) or seen.status.ended is not None
-
-
-def _staging(places: Sequence[Path]) -> list[Finding]:
-    """Folders of fetched weights that nobody uses; the next run on this machine removes them too."""
-    dead = [path for place in places for path in _unused(place)]
-    if not dead:
-        return []
-    what = f"{len(dead)} folders with {sum(map(_size, dead)) / 2**20:.0f} MiB that no process uses"
-    return warning("staged weights", what, f"rm -rf {' '.join(shlex.quote(str(path)) for path in dead[:8])}")
-
-
-def _unused(place: Path) -> Iterator[Path]:
-    for path in place.glob(f"leeway-{os.geteuid()}-*"):
-        try:
-            with (path / "users.lock").open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # in use, removed meanwhile, somebody else's, or nothing of ours
-            continue
-        yield path
-
-
-def _sessions(folder: Path) -> list[Finding]:
-    """Logs and sockets of Ray's sessions, where no Ray lives."""
-    dead = [path for path in folder.glob("session_*") if path.is_dir() and not path.is_symlink()]
-    if not dead or any(_is_ray(process) for process in psutil.process_iter()):
-        return []
-    size = sum(map(_size, dead))
-    if size < _LARGE_BYTES:
-        return []
-    return warning(
-        "Ray sessions", f"{len(dead)} of earlier runs with {_gib(size)} in {folder}", f"rm -rf {folder}/session_*"
-    )
-
-
-def _size(folder: Path) -> int:
-    """Bytes of all files in it."""
-    size = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):  # removed meanwhile
-                size += os.lstat(os.path.join(parent, name)).st_size
-    return size
-
-
-def _is_ray(process: psutil.Process) -> bool:
-    try:
-        return process.name() in ("raylet", "gcs_server")
-    except psutil.Error:
-        return False

