@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import origin, table, write_page
+from benchmarks.lib.processes import end_with_parent
 from benchmarks.stability_parts.loop import CONFIG, DelayedRun
 from launch.config import load_config
 from launch.model_folder import fetch_model
@@ -166,13 +167,18 @@ def run_all(kept: Path, num_workers: int, commit: str) -> None:
     known = dict(kept_in(kept))
     missing = [task for task in tasks() if task.key not in known]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker) as pool:
         futures = {pool.submit(run, task): task for task in missing}
         for number, future in enumerate(as_completed(futures), 1):
             task, result = futures[future], future.result()
             with kept.open("a") as file:
                 file.write(json.dumps({"key": task.key, "commit": commit, **result}) + "\n")
             print(f"{number} of {len(missing)}, {task.key}: {result}", flush=True)
+
+
+def _start_worker() -> None:
+    end_with_parent()
+    torch.set_num_threads(1)
 
 
 def kept_in(path: Path) -> Iterator[tuple[str, Result]]:

@@ -141,10 +141,15 @@ def _signal(member: psutil.Process, verb: str) -> None:
         return  # it went by itself
 
 
-def main() -> None:
-    """The process of a call."""
+def end_with_parent() -> None:
+    """Have this process ended by SIGTERM when its parent dies, of whatever."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def main() -> None:
+    """The process of a call."""
+    end_with_parent()
     call = json.loads(sys.argv[1])
     module, _, name = call["function"].partition(":")
     try:
