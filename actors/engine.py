@@ -162,10 +162,10 @@ class Engine:
         max_new_tokens: int | None = None,
         seed: int | None = None,
     ) -> Generation:
-        """Complete one prompt. Cancelling the task aborts the request.
+        """Complete one tokenized prompt. Cancelling the task aborts the request.
 
         Args:
-            prompt_token_ids: the prompt, tokenized.
+            prompt_token_ids: the prompt.
             temperature: unset: the configured one; 0 is greedy, for evaluation.
             max_new_tokens: unset: the configured one.
             seed: of this request's samples; unset: the engine's generator.
@@ -216,12 +216,8 @@ class Engine:
     async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> float:
         """Have the engine verify newer weights while it generates, so that `apply` pauses for their reload alone.
 
-        Args:
-            staged: what will be applied; held against removal until then.
-            timeout_s: an engine that takes longer counts as dead.
-
-        Returns:
-            Seconds that it took.
+        The version is held against removal until it is applied. An engine that takes longer than `timeout_s` counts as
+        dead. The seconds that it took are returned.
 
         Raises:
             UpdateRefused: the version is not as published, or of another model; nothing has changed.
@@ -249,10 +245,8 @@ class Engine:
     ) -> UpdateTiming:
         """Put newer weights under the running requests. New requests wait until it is done.
 
-        Args:
-            staged: held against removal until this returns; verified in the pause, unless by `prepare` before.
-            kv_cache: whether running requests keep their attention keys of the old version.
-            timeout_s: an engine that takes longer counts as dead.
+        What `prepare` has not verified is verified in the pause. With `kv_cache` "keep" running requests keep their
+        attention keys of the old version. An engine that takes longer than `timeout_s` counts as dead.
 
         Raises:
             UpdateRefused: the version is not as published, or of another model; nothing has changed.
@@ -379,11 +373,7 @@ async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
 
 
 async def verify(llm: AsyncLLM, staged: StagedVersion) -> list[str]:
-    """Let the engine's workers verify a version while they generate.
-
-    Returns:
-        What each of them has against it; '' where nothing.
-    """
+    """Let the engine's workers verify a version while they generate; what each has against it, '' where nothing."""
     await llm.collective_rpc("begin_weight_verification", kwargs={"update_info": _update_of(staged)})
     while None in (refusals := await llm.collective_rpc("weight_verification")):
         await asyncio.sleep(_VERIFY_POLL_S)
@@ -393,11 +383,7 @@ async def verify(llm: AsyncLLM, staged: StagedVersion) -> list[str]:
 async def swap(
     llm: AsyncLLM, staged: StagedVersion, kv_cache: Literal["keep", "recompute"]
 ) -> tuple[str | None, float]:
-    """Pause, load a version, go on.
-
-    Returns:
-        Why it was refused before anything changed, or None; and seconds of the load.
-    """
+    """Pause, load a version, go on; why it was refused before anything changed, or None, and seconds of the load."""
     # not llm.pause_generation, which sleeps 20 ms after this very call
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "recompute")
     started_s = time.perf_counter()

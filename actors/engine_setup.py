@@ -52,11 +52,6 @@ def set_environment(config: ActorsConfig) -> None:
 def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngineArgs:
     """The arguments of one engine.
 
-    Args:
-        model_path: what it loads first.
-        config: the `[actors]` section.
-        seed: of its sampler.
-
     Raises:
         ValueError: it could only run on a GPU, and has none.
     """

@@ -83,14 +83,8 @@ class Evaluator:
     ) -> None:
         """Wire the parts.
 
-        Args:
-            run_seed: seeds the sampled answers: the same at every evaluation of a run.
-            config: bounds on number and time.
-            correct_at: the least reward of a correct answer.
-            engine: generates.
-            follower: holds the engine at one version meanwhile.
-            scorer: rewards.
-            decoder: tokens to text for the scorer.
+        The seed, of the sampled answers, is the same at every evaluation of a run; `correct_at` is the least reward of
+        a correct answer.
         """
         self._run_seed = run_seed
         self._config = config

@@ -68,11 +68,7 @@ class Parts:
 
 
 async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
-    """Start the parts, the cheap and error-prone ones first; on failure stop what was started.
-
-    Args:
-        context: of the run.
-        number: of the actor.
+    """Start the parts of an actor, the cheap and error-prone ones first; on failure stop what was started.
 
     Raises:
         TaskError: the task or tokenizer is not as the configuration says.
@@ -146,15 +142,7 @@ class ActorLoop:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare, starting nothing.
-
-        Args:
-            context: of the run.
-            number: of this actor, which makes its name and its seed.
-            pool: that it is of.
-            assemble: starts the parts.
-            clock: seconds, monotonic.
-        """
+        """Prepare actor `number` of a pool, starting nothing; its number makes its name and its seed."""
         self._context = context
         self._config = context.config.actors
         self._number = number

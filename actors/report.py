@@ -89,12 +89,7 @@ class BusyClock:
     """Merged intervals during which at least one request was running."""
 
     def __init__(self, wall: Callable[[], float] = time.time, max_intervals: int = 4096) -> None:
-        """Start idle.
-
-        Args:
-            wall: seconds since the epoch.
-            max_intervals: if nobody takes them, the oldest are forgotten beyond this number.
-        """
+        """Start idle; if nobody takes them, the oldest beyond `max_intervals` are forgotten."""
         self.num_running = 0
         self._wall = wall
         self._since_s = 0.0

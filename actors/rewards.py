@@ -56,10 +56,10 @@ class Scorer:
     """Scores one completion at a time; those that complete together share a call."""
 
     def __init__(self, functions: Sequence[RewardFunction], *, retries: int = RETRIES, timeout_s: float) -> None:
-        """Prepare one lane per function.
+        """Prepare one lane for each of at least one function.
 
         Args:
-            functions: at least one.
+            functions: what rewards.
             retries: how often a failed call is tried again for each of its samples.
             timeout_s: a call that takes longer has failed.
         """

@@ -58,17 +58,7 @@ class SampleMaker:
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Wire the parts.
-
-        Args:
-            run_seed: seed of the run.
-            config: bounds on number and time.
-            engine: generates.
-            follower: says when the engine's policy is fresh enough.
-            scorer: rewards.
-            decoder: tokens to text for the scorer.
-            wall: seconds since the epoch.
-        """
+        """Wire the parts; `config` bounds number and time."""
         self._run_seed = run_seed
         self._config = config
         self._engine = engine

@@ -26,12 +26,7 @@ class DaemonThreads:
     """
 
     def __init__(self, name: str, max_threads: int) -> None:
-        """Start empty; threads come with the first calls.
-
-        Args:
-            name: prefix of thread names.
-            max_threads: busy threads at most, abandoned ones included.
-        """
+        """Start empty; at most `max_threads` are busy, abandoned ones included."""
         self.name = name
         self.max_threads = max_threads
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()

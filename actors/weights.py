@@ -84,17 +84,7 @@ class WeightFollower:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Follow `puller` with `engine`.
-
-        Args:
-            name: the actor's, for error messages.
-            engine: what serves the weights.
-            puller: where newer ones are found.
-            config: poll interval and bound of an update.
-            contract: says how far behind requests may start.
-            clock: seconds, monotonic.
-            wall: seconds since the epoch.
-        """
+        """Follow `puller` with `engine`; `name` is the actor's, for error messages."""
         self._name = name
         self._engine = engine
         self._puller = puller

@@ -76,10 +76,7 @@ class WeightCorrection(Protocol):
     def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
         """The weighing after this correction, with the share of tokens that it changed among its metrics.
 
-        Args:
-            inputs: the batch.
-            log_rho_T: log pi_prox / mu, clamped, constant.
-            weighing: as the corrections before it left it.
+        `log_rho_T` is log pi_prox / mu, clamped and constant.
         """
         ...
 
@@ -158,13 +155,7 @@ class Surrogate(Protocol):
     """Measures an update by u = pi / pi_prox."""
 
     def objective(self, inputs: LossInputs, log_anchor_T: Tensor, advantage_T: Tensor) -> Objective:
-        """The objective of each token.
-
-        Args:
-            inputs: the batch, with the differentiated log-probabilities.
-            log_anchor_T: log pi_prox, constant: the centre of the trust region.
-            advantage_T: constant.
-        """
+        """The objective of each token; `log_anchor_T`, log pi_prox, is constant: the centre of the trust region."""
         ...
 
 

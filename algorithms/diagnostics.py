@@ -114,14 +114,10 @@ class EssRule:
     """Steps in a row that may drop updates; the next step takes them, at a lower learning rate."""
 
     def decide(self, ess: float | None, drops_in_a_row: int) -> EssDecision:
-        """The decision on an update.
+        """The decision on an update, from its effective sample share in [0, 1]; None where the data do not tell.
 
         The learning rate falls with the square root of ess / budget, as it would for a batch that is smaller
         by that factor under Adam.
-
-        Args:
-            ess: effective sample share, in [0, 1]; None where the data do not tell.
-            drops_in_a_row: how many steps just before dropped updates.
         """
         if ess is None or ess >= self.budget:
             return EssDecision()

@@ -283,20 +283,11 @@ def rewards_per_token(inputs: LossInputs, rewards_B: Tensor, penalty_T: Tensor) 
 
 
 def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, gamma: float, lam: float) -> Tensor:
-    """Generalised advantage estimates: A_t = sum_l (gamma * lam)^l * (r_{t+l} + gamma * V_{t+l+1} - V_{t+l}).
+    """Generalised advantage estimates: A_t = sum_l (gamma * lam)^l * (r_{t+l} + gamma * V_{t+l+1} - V_{t+l}): T -> T.
 
     The state after the last token has the value 0, also where the completion was cut off by length: the
-    task's reward is all that there is.
-
-    Args:
-        inputs: the batch, for the order of its tokens.
-        rewards_T: reward of each token.
-        values_T: value of the state before each token, constant in the gradient.
-        gamma: discount, in [0, 1].
-        lam: lambda, in [0, 1]: 1 is the return less the value, 0 the one-step error.
-
-    Returns:
-        Advantage of each token: T.
+    task's reward is all that there is. Values, of the state before each token, are constant in the gradient. `lam`, in
+    [0, 1]: 1 is the return less the value, 0 the one-step error.
     """
     if rewards_T.numel() == 0:
         return torch.zeros_like(rewards_T)

@@ -38,12 +38,7 @@ class AttentionLayout:
 
     @classmethod
     def build(cls, bounds: IntArray, device: torch.device) -> AttentionLayout:
-        """Lay out the T = bounds[-1] tokens of one micro-batch.
-
-        Args:
-            bounds: where its sequences start, and where the last ends.
-            device: of the hidden states.
-        """
+        """Lay out the T = bounds[-1] tokens of one micro-batch; `bounds` are its sequences' starts, and the end."""
         starts, lengths = bounds[:-1], np.diff(bounds)
         buckets = np.maximum(SHORTEST_BUCKET, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
         scatter = np.zeros(int(bounds[-1]), np.int64)

@@ -31,15 +31,10 @@ class TrainingDiverged(RuntimeError):
 
 
 def check_samples(batch: StepBatch, needs: Needs, record_ids: Sequence[int] | None) -> None:
-    """Check what came from outside, as the loss will see it; every rank finds the same.
-
-    Args:
-        batch: of the step.
-        needs: of the loss.
-        record_ids: the buffer's number of each sample, where it is known.
+    """Check what came from outside, as the loss with these needs will see it; every rank finds the same.
 
     Raises:
-        BadSample: names the trajectory and says what is wrong.
+        BadSample: names the trajectory, its record in the buffer where that is known, and what is wrong.
     """
     unknown_T = torch.zeros(len(batch.sequence_T), dtype=torch.float32)
     leaves = Leaves(unknown_T)
@@ -74,12 +69,9 @@ class BadBatches:
         self.path(step).write_bytes(body)
 
     def note(self, step: int, result: StepResult, body: bytes | None) -> None:
-        """Count a step without a finite loss or gradient, and keep its draw.
+        """Count a step without a finite loss or gradient, and on the coordinator, which has the `body`, keep its draw.
 
-        Args:
-            step: its number, from 1.
-            result: the same on all ranks, as far as it is read here.
-            body: the draw, on the coordinator; else None.
+        What is read of the result is the same on all ranks.
 
         Raises:
             TrainingDiverged: this was one too many.

@@ -57,13 +57,13 @@ class Checkpoints:
     """Saves and restores one run's checkpoints. All ranks make it, and call its methods, together."""
 
     def __init__(self, folder: Path, keep: int, mesh: Mesh, timeout_s: float, model: str = "") -> None:
-        """Look after a folder; what a crash left behind in it is removed.
+        """Look after a folder, the same for all ranks; what a crash left behind in it is removed.
 
         Args:
-            folder: of the checkpoints, the same for all ranks; created where missing.
+            folder: of the checkpoints; created where missing.
             keep: how many complete checkpoints stay.
             mesh: of the run.
-            timeout_s: a checkpoint that takes longer to write or to read has failed (seconds).
+            timeout_s: a checkpoint that takes longer to write or to read has failed.
             model: `model_identity` of what is trained; '' to go by the tensors alone.
 
         Raises:
@@ -212,8 +212,7 @@ class Checkpoints:
     def restore(self, networks: Networks) -> TrainingProgress | None:
         """Read the newest checkpoint that is whole; damaged ones after it are set aside under another name.
 
-        Returns:
-            Where training stood, or None where there is no checkpoint.
+        Where training stood is returned, or None where there is no checkpoint.
 
         Raises:
             CheckpointMismatch: the newest whole one belongs to another model. Nothing was changed.

@@ -106,11 +106,7 @@ class CheckpointMeta:
         return meta
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
-        """Compare files with their seals.
-
-        Args:
-            folder: of the checkpoint.
-            names: of the files to look at.
+        """Compare these files of a checkpoint with their seals.
 
         Raises:
             DamagedCheckpoint: the first that differs.

@@ -133,13 +133,9 @@ class Coordinator:
         self.resumed_at = dict(reply.resumed_at)
 
     def draw(self, step: int, version: int, stop: threading.Event, while_waiting: Callable[[], None]) -> Draw | None:
-        """The batch of step `step` (from 1), or None once `stop` is set. Sends heartbeats meanwhile.
+        """The batch of step `step` (from 1), which begins at `version`; None once `stop` is set.
 
-        Args:
-            step: from 1.
-            version: at which it begins.
-            stop: ends the wait.
-            while_waiting: called before the service is asked, and about every second until it has the batch.
+        `while_waiting` is called, and a heartbeat sent, about every second until the batch is there.
 
         Raises:
             NoBatch: none came within `batch_timeout_s`.
@@ -165,11 +161,7 @@ class Coordinator:
         return None
 
     def check_age(self, draw: Draw, version: int) -> None:
-        """A last look at the staleness bound, before anything is trained.
-
-        Args:
-            draw: of the step.
-            version: at which it begins; the bound holds for its last update.
+        """A last look at the staleness bound, before anything is trained: it holds for the last update of the step.
 
         Raises:
             StaleTokens: a token would be trained past it.
@@ -180,11 +172,7 @@ class Coordinator:
         self._contract.check_trained(last_update, last_update - oldest)
 
     def settle(self, *, heartbeats: bool = True) -> None:
-        """Wait until the service confirmed everything that was reported to it.
-
-        Args:
-            heartbeats: False where the other stages are not listening.
-        """
+        """Wait until the service confirmed all reports; without heartbeats where the other stages do not listen."""
         with self._lock:
             pending, self._pending = self._pending, []
         for what, future in pending:
@@ -204,12 +192,7 @@ class Coordinator:
         self._expect(f"record version {version}", self._client.published(version.incarnation, version.version))
 
     def release_draws(self, step: int, *, heartbeats: bool = True) -> None:
-        """Report that draws up to a step are used for good, once they are recorded: it must not overtake them.
-
-        Args:
-            step: of the oldest checkpoint kept.
-            heartbeats: False where the other ranks are not listening.
-        """
+        """Report that draws up to a step are used for good, once they are recorded: it must not overtake them."""
         self.settle(heartbeats=heartbeats)
         self._expect(f"release the draws up to step {step}", self._client.checkpoint_durable(step))
 

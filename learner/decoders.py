@@ -160,9 +160,6 @@ def cost_of(config: PreTrainedConfig) -> tuple[float, float]:
     A sequence of n tokens costs a * n + b * n^2. A layer with a sliding window costs as much as one without where
     sequences are no longer than the window, and less beyond; it is counted linearly at `TYPICAL_LENGTH` if the
     window is shorter than that.
-
-    Args:
-        config: of a Transformers model of a known family.
     """
     per_token = TRAINING_PASSES * config.num_hidden_layers * _products(config) + _head(config) + _embedding(config)
     squared = 0.0
@@ -182,14 +179,9 @@ def split_layers(
     layers_per_chunk: Sequence[int] | None = None,
     recomputed: bool = False,
 ) -> list[tuple[int, int]]:
-    """(first, end) of each chunk's layers.
+    """(first, end) of each chunk's layers: as `layers_per_chunk` says, or balanced by cost.
 
-    Args:
-        config: of a Transformers model of a known family.
-        num_chunks: of the whole pipeline.
-        has_lm_head: does the last chunk end in the LM head?
-        layers_per_chunk: how many layers each chunk has, as the user wants it; None: balanced by cost.
-        recomputed: is every layer computed again in the backward pass?
+    `recomputed`: every layer is computed again in the backward pass.
 
     Raises:
         ValueError: the family is unknown, there are more chunks than layers, or `layers_per_chunk` does not fit.
@@ -210,14 +202,8 @@ def balance(
 ) -> list[tuple[int, int]]:
     """Split layers into contiguous chunks so that the most expensive chunk is as cheap as possible.
 
-    Args:
-        layer_costs: of each layer.
-        first_cost: what the first chunk carries besides (embedding).
-        last_cost: what the last chunk carries besides (head).
-        num_chunks: how many chunks, each with at least one layer.
-
-    Returns:
-        (first, end) of each chunk's layers.
+    The first chunk carries the embedding besides, the last the head; each has at least one layer.
+    (first, end) of each chunk's layers is returned.
 
     Raises:
         ValueError: there are more chunks than layers.

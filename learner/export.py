@@ -79,11 +79,7 @@ def export_checkpoint(
 
 
 def write_shard(folder: Path, number: int, num_shards: int, tensors: Mapping[str, Tensor]) -> int:
-    """Write a share of the weights, of a stage or of a checkpoint, as the file that `complete_folder` looks for.
-
-    Returns:
-        Their size in bytes.
-    """
+    """Write a share of the weights, as the file that `complete_folder` looks for; returns their size in bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(copies, folder / shard_name(number, num_shards), metadata={"format": "pt"})

@@ -42,26 +42,14 @@ class LogitRule:
     """Logits (float32, or wider as the model is) held at a time, for each micro-batch in flight."""
 
     def chunk_tokens(self, vocab_size: int, dtype: torch.dtype) -> int:
-        """Tokens whose logits make one chunk, at least 1.
-
-        Args:
-            vocab_size: V.
-            dtype: of the model's computation.
-        """
+        """Tokens whose logits over V words make one chunk, at least 1."""
         return max(1, int(self.chunk_mib * 2**20) // (vocab_size * _wide(dtype).itemsize))
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, rule: LogitRule) -> Tensor:
-    """Log pi of the given tokens; float32 or wider, also under autocast, which the products alone follow.
+    """Log pi of the given tokens: [n, hidden] (normed), [V, hidden], int64 [n] -> [n].
 
-    Args:
-        hidden: [n, hidden], normed.
-        weight: of the LM head, [V, hidden].
-        tokens: int64 [n].
-        rule: temperature, soft cap and chunk.
-
-    Returns:
-        [n].
+    Float32 or wider, also under autocast, which the products alone follow.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -176,15 +164,9 @@ class _Chunk(NamedTuple):
 
 
 def _chunk(hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: Tensor | None, keep: bool) -> _Chunk:
-    """All about one chunk, in the memory of its logits.
+    """All about one chunk, in the memory of its logits: [c, hidden], [V, hidden] (`cast`), [c].
 
-    Args:
-        hidden: [c, hidden], in the dtype of the products, like `cast`.
-        cast: the head, [V, hidden].
-        tokens: [c].
-        rule: temperature and soft cap.
-        own: the head's rows of the tokens, [c, hidden], where slopes are wanted.
-        keep: the shares?
+    `own` holds the head's rows of the tokens, [c, hidden], where slopes are wanted; `keep` asks for the shares.
     """
     scaled = _scaled_logits(hidden, cast, rule)
     picked = scaled.gather(1, tokens[:, None]).squeeze(1)

@@ -105,9 +105,7 @@ class Mesh:
     def build(cls, place: MeshPlace, timeout: timedelta | None = None) -> Mesh:
         """Make the groups, within the default group of all ranks; all ranks call it together.
 
-        Args:
-            place: of this rank.
-            timeout: of their collectives, which do not have that of the default group by themselves.
+        Their collectives do not have the timeout of the default group by themselves.
         """
         num_stages, num_replicas = place.num_stages, place.num_replicas
 
@@ -200,12 +198,7 @@ class Agreement:
     """Speaks over a gloo group of its own, so that another thread than that of training may use it."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
-        """Make the group; all ranks of the default group do so together.
-
-        Args:
-            rank: of this process.
-            timeout_s: a rank that is silent for longer is lost (seconds).
-        """
+        """Make the group, all ranks together; one that is silent for longer is lost."""
         self._rank = rank
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
@@ -222,14 +215,10 @@ class Agreement:
         return [found.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for found in rows]
 
     def together(self, action: Callable[[], R], what: str) -> R:
-        """Do something on every rank.
-
-        Args:
-            action: which may fail with an OSError or a ValueError, or be a collective of torch.distributed.checkpoint.
-            what: it does, for the error: "rank 1 could not WHAT".
+        """Do something that may raise OSError or ValueError, or a collective of DCP, on every rank.
 
         Raises:
-            Disagreement: it failed on a rank. All ranks raise it.
+            Disagreement: it failed on a rank: "rank 1 could not WHAT". All ranks raise it.
         """
         problem, results = "", []
         try:

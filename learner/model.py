@@ -70,12 +70,12 @@ class StageModule(nn.Module):
         heads: Heads = "token",
         activation_checkpointing: bool = False,
     ) -> None:
-        """Take this stage's share out of a whole model.
+        """Take this stage's share out of a whole decoder of a known family, usually on the meta device.
 
         Args:
-            whole: a decoder of a known family (`ForCausalLM`), usually on the meta device.
+            whole: the decoder, a `ForCausalLM`.
             share: which layers are this stage's.
-            rule: from hidden states to log-probabilities: those of logits / temperature.
+            rule: from hidden states to log-probabilities.
             heads: what the last stage ends in.
             activation_checkpointing: keep each layer's input alone, and compute the rest again in the backward pass.
         """
@@ -143,12 +143,7 @@ class StageModule(nn.Module):
                 self._offload.release()
 
     def offload(self, where: Literal["cpu", "disk"], folder: Path) -> None:
-        """Keep a frozen stage's weights elsewhere while no batch is set.
-
-        Args:
-            where: see `Offload`.
-            folder: for "disk": of this run, on a disk with room for the weights.
-        """
+        """Keep a frozen stage's weights elsewhere while no batch is set; "disk": in this folder of the run."""
         assert self._batch is None
         name = f"chunk-{self.share.chunk + 1:05d}-of-{self.share.num_chunks:05d}.safetensors"
         self._offload = Offload(self, where, folder / name)
@@ -255,13 +250,7 @@ class Offload:
     """
 
     def __init__(self, stage: StageModule, where: Literal["cpu", "disk"], file: Path) -> None:
-        """Note or write down the weights; they stay where they are until `release`.
-
-        Args:
-            stage: frozen: what it had learned would be lost.
-            where: see the class.
-            file: for "disk"; written anew.
-        """
+        """Note the weights, or write them to the file anew; they stay where they are until `release`."""
         assert not any(parameter.requires_grad for parameter in stage.parameters()), "a stage that learns cannot leave"
         self.device = stage.device
         """Where the stage computes."""
@@ -313,10 +302,10 @@ def load_stage(
     layers_per_chunk: Sequence[int] | None = None,
     activation_checkpointing: bool = False,
 ) -> StageModule:
-    """Build a chunk of a model and read its own tensors, and no others, from a checkpoint folder.
+    """Build chunk `index` of `total` and read its own tensors, and no others, from a Hugging Face folder.
 
     Args:
-        model_path: a Hugging Face folder.
+        model_path: the folder.
         index: which chunk, 0..total - 1.
         total: chunks of the whole pipeline: num_stages * num_chunks.
         temperature: of sampling.
@@ -371,13 +360,9 @@ def _compute_buffers(whole: PreTrainedModel) -> None:
 def _check_names(folder: Path, known: Iterable[str]) -> None:
     """Refuse a checkpoint with weights that its model has no place for: left out, they would make another model of it.
 
-    Args:
-        folder: of the checkpoint.
-        known: names of all tensors of the whole model.
-
     Raises:
         FileNotFoundError: the folder has no safetensors checkpoint.
-        ModelFolderError: there are others.
+        ModelFolderError: there are others than the known ones.
     """
     found = {name for name in file_of_each_tensor(folder) if not name.endswith(_COMPUTED_SUFFIX)}
     strange = sorted(found - set(known))
@@ -390,14 +375,9 @@ def _check_names(folder: Path, known: Iterable[str]) -> None:
 
 
 def _read_tensors(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Read the named tensors of a checkpoint one by one; files without any of them are not opened.
+    """Read the named tensors one by one, as stored; files without any of them are not opened.
 
-    Args:
-        folder: of the checkpoint.
-        shapes: which tensors, and the shape that the model wants of each.
-
-    Yields:
-        Name and tensor, as stored. Keep the tensor no longer than needed: the next one is read after it.
+    Keep a tensor no longer than needed: the next one is read after it.
 
     Raises:
         FileNotFoundError: the folder has no safetensors checkpoint.

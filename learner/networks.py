@@ -44,13 +44,7 @@ class Network:
 
     @classmethod
     def build(cls, modules: Sequence[StageModule], config: LearnerConfig, mesh: Mesh) -> Network:
-        """Make chunks trainable; all ranks call it together.
-
-        Args:
-            modules: this rank's, in the order of their layers.
-            config: schedule and optimizer.
-            mesh: all stages and replicas.
-        """
+        """Make this rank's chunks, in the order of their layers, trainable; all ranks call it together."""
         heads, tied, device = modules[0].heads, modules[0].tied, modules[0].device
         named = {name: parameter for module in modules for name, parameter in module.named_parameters()}
         if heads == "token_and_value":
@@ -96,14 +90,7 @@ class Networks:
     """The policy and perhaps a critic; every method is called by all ranks."""
 
     def __init__(self, policy: Network, critic: Network | None, config: LearnerConfig, mesh: Mesh) -> None:
-        """Put them together.
-
-        Args:
-            policy: whose last stage may end in a value head too.
-            critic: a model of its own, split alike; else None.
-            config: the learning rates.
-            mesh: all stages and replicas.
-        """
+        """Put a policy, which may end in a value head, and a critic of its own, or None, together."""
         self.policy = policy
         self.critic = critic
         self.mesh = mesh
@@ -175,12 +162,8 @@ class Networks:
     def train_in_one_pass(self, batch: DeviceBatch, gradient: Gradient | None) -> Tensor | None:
         """As `train`, for a loss whose gradient for a sequence depends on that sequence alone.
 
-        Args:
-            batch: packed; this replica's share.
-            gradient: asked for the tokens of each micro-batch; on the last stages, None elsewhere.
-
-        Returns:
-            Log-probabilities of all T tokens; None but on the last stages.
+        The gradient is asked for the tokens of each micro-batch; None but on the last stages, as are the
+        log-probabilities of all T tokens that are returned.
         """
         assert self.critic is None, "values are leaves of the whole batch"
         coefficients = None if gradient is None else _Asked(gradient, batch.packed)
@@ -188,25 +171,14 @@ class Networks:
         return None if found is None else found[0]
 
     def update(self, number: int, decision: UpdateDecision | None) -> UpdateResult:
-        """Take the optimizer steps, or none.
-
-        Args:
-            number: of the update, 0-based and counted over all steps, for the learning-rate schedule.
-            decision: of the coordinator; None on the others.
-        """
+        """Take the optimizer step of an update, 0-based over all steps, or none, as the coordinator has decided."""
         return update_together(self.optimizers, learning_rate(self._config, number), decision, self.mesh)
 
 
 def gather_tokens(outputs: Tensor | None, packed: PackedBatch, mesh: Mesh) -> Tensor | None:
-    """From where the outputs stand to the tokens they speak of, over all replicas.
+    """From where the outputs of a replica's last stage stand to the tokens they speak of, over all replicas.
 
-    Args:
-        outputs: [M, L] or [M, heads, L] of this replica on its last stage; None on the others.
-        packed: the replica's share of the batch.
-        mesh: all stages and replicas.
-
-    Returns:
-        [heads, T] on the last stages, alike; None on the others.
+    [M, L] or [M, heads, L] -> [heads, T], alike on all last stages; None on the others.
     """
     if outputs is None:
         return None
@@ -253,25 +225,15 @@ class Reference:
     """Scores what no earlier step has scored."""
 
     def __init__(self, pipeline: Pipeline | None, networks: Networks) -> None:
-        """Look after the reference.
-
-        Args:
-            pipeline: over this rank's chunks of the frozen reference; None where the algorithm needs no reference.
-            networks: what is trained, for its mesh, device and precision.
-        """
+        """Look after this rank's chunks of the frozen reference; None where the algorithm needs no reference."""
         self._pipeline = pipeline
         self._networks = networks
 
     def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
         """Reference log-probabilities, and those computed anew. All ranks call it together.
 
-        Args:
-            batch: of the step, the same on all ranks.
-            on_device: this replica's share of it.
-
-        Returns:
-            [T], to float32 in any precision, and the new ones on the last stages, NaN where there is no reference;
-            None and nothing on the others.
+        On the last stages [T], to float32 in any precision, NaN where there is no reference, and the new ones; None and
+        nothing on the others.
         """
         unscored = batch.unscored()
         new_T: Tensor | None = None

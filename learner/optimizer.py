@@ -30,9 +30,7 @@ BUCKET_ELEMENTS = 2**24
 def learning_rate(config: LearnerConfig, update: int) -> float:
     """The learning rate of an update: linear warm-up, then the configured decay, which reaches 0 with the last step.
 
-    Args:
-        config: schedule, peak, and how many updates a step has.
-        update: 0-based, counted over all steps as if none were skipped.
+    Updates are 0-based, and counted over all steps as if none were skipped.
     """
     warmup = config.warmup_steps * config.updates_per_step
     if update < warmup:
@@ -139,12 +137,7 @@ class StageOptimizer:
         return nn.utils.get_total_norm(gradients).double().square()
 
     def apply(self, norm: float, rate: float) -> None:
-        """Clip and step.
-
-        Args:
-            norm: of the gradient over all stages.
-            rate: learning rate of the policy; a critic's is as much greater or smaller as its peak is.
-        """
+        """Clip by the norm over all stages, and step; a critic's rate is as much greater or smaller as its peak is."""
         if self.adam is None:
             return
         norm_tensor = torch.tensor(norm, dtype=torch.float64, device=self.device)
@@ -210,13 +203,9 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def update_together(
     optimizers: Sequence[StageOptimizer], rate: float, decision: UpdateDecision | None, mesh: Mesh
 ) -> UpdateResult:
-    """Step all optimizers or none, and clear the gradients; all ranks call it.
+    """Step all optimizers, in the same order everywhere, or none, and clear the gradients; all ranks call it.
 
-    Args:
-        optimizers: of this rank, in the same order everywhere.
-        rate: learning rate of the policy, before scaling.
-        decision: of the coordinator; None on the others.
-        mesh: all stages and replicas.
+    `rate` is the policy's, before scaling; the decision is the coordinator's, None on the others.
     """
     assert (decision is not None) == mesh.place.is_coordinator, "the coordinator alone decides"
     said = (

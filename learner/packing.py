@@ -145,12 +145,7 @@ class PackedBatch:
 def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     """Assign sequences to bins: longest first, each into the fullest bin that still takes it.
 
-    Args:
-        lengths: tokens of each sequence.
-        token_budget: tokens of a bin.
-
-    Returns:
-        Per bin, the indices of its sequences.
+    Per bin, the indices of its sequences are returned.
 
     Raises:
         ValueError: a sequence is longer than the budget; names it.
@@ -178,8 +173,7 @@ def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 def spread(lengths: Sequence[int], cost_B: FloatArray, token_budget: int, num_bins: int) -> list[list[int]] | None:
     """Assign sequences to `num_bins` bins of like cost: longest first, each into the cheapest bin that takes it.
 
-    Returns:
-        As `best_fit`, empty bins included; None where a sequence found no room left, which best fit may have.
+    As `best_fit`, empty bins included; None where a sequence found no room left, which best fit may have.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     cost_N, room_N = np.zeros(num_bins), np.full(num_bins, token_budget)
@@ -194,18 +188,11 @@ def spread(lengths: Sequence[int], cost_B: FloatArray, token_budget: int, num_bi
 
 
 def deal(cost_N: FloatArray, num_replicas: int) -> list[list[int]]:
-    """Share bins among replicas, equal counts, so that the dearest replica is cheap.
+    """Share N bins among R replicas, N / R each, so that the dearest replica is cheap.
 
     In rounds of R bins, dearest first, each replica gets one of a round, and who has least so far the dearest. As no
     bin of a round is cheaper than one of the next, two replicas differ by no more than the dearest bin differs from
     the cheapest, so the dearest replica is above the mean by (1 - 1/R) (max - min) at most.
-
-    Args:
-        cost_N: of each bin; N a multiple of R.
-        num_replicas: R.
-
-    Returns:
-        Per replica, its N / R bins.
     """
     rounds_MR = np.argsort(-cost_N, kind="stable").reshape(-1, num_replicas)
     share_RM = np.zeros(rounds_MR.T.shape, np.int64)
@@ -250,12 +237,7 @@ def plan(lengths: Sequence[int], rule: PackingRule) -> list[list[int]]:
 
 
 def pack(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[int], rule: PackingRule) -> PackedBatch:
-    """Pack sequences (prompt, then completion) into the micro-batches of all replicas.
-
-    Args:
-        sequences: token ids of each sequence.
-        prompt_lengths: tokens of each prompt, at least 1.
-        rule: shape and number of micro-batches.
+    """Pack sequences (prompt of at least 1 token, then completion) into the micro-batches of all replicas.
 
     Raises:
         ValueError: there is no sequence, one is longer than the budget, or one has no prompt.

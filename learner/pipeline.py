@@ -77,13 +77,7 @@ class Pipeline:
     """Runs packed batches through this rank's chunks and their neighbours. All ranks of a replica call alike."""
 
     def __init__(self, modules: Sequence[StageModule], mesh: Mesh, schedule: ScheduleName) -> None:
-        """Prepare to run; schedules are built as shapes of batches come up.
-
-        Args:
-            modules: this rank's chunks, in the order of their layers.
-            mesh: the stages of the replica.
-            schedule: of the training pass; forward-only passes need no choice.
-        """
+        """Run this rank's chunks, in the order of their layers; schedules are built as shapes of batches come up."""
         self.modules = tuple(modules)
         self._mesh = mesh
         self._schedule_name = schedule
@@ -100,14 +94,9 @@ class Pipeline:
         return self._run(batch, train=False)
 
     def train(self, batch: DeviceBatch, coefficients: Coefficients | None) -> Tensor | None:
-        """Add the gradient of sum(coefficients * outputs) to the parameters' gradients.
+        """Add the gradient of sum(coefficients * outputs) to the parameters' gradients; the outputs as `forward_only`.
 
-        Args:
-            batch: packed; the same on all ranks of the replica.
-            coefficients: asked for each micro-batch on the last stage; not read on the others.
-
-        Returns:
-            The outputs, as `forward_only`.
+        Coefficients are asked for each micro-batch on the last stage, and not read on the others.
 
         Raises:
             OutOfMemory: as `forward_only`.
@@ -227,13 +216,9 @@ def build_schedule(
     num_micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> Schedule:
-    """A schedule of torch.distributed.pipelining over the stages of this rank.
+    """A schedule of torch.distributed.pipelining over the stages of this rank, more than one only where it interleaves.
 
-    Args:
-        name: of the training pass.
-        stages: more than one only for the schedules that interleave.
-        num_micro_batches: as `micro_batch_rule` asks.
-        loss: of (outputs, target) of a micro-batch; None: forward only.
+    `loss` is of (outputs, target) of a micro-batch; None: forward only.
     """
     several = len(stages) > 1
     if loss is None:

@@ -59,12 +59,7 @@ def lag_metrics(updates: Sequence[StepBatch], start: StepBatch, newest_published
 
 
 def replay_metrics(start: StepBatch, ledger: Mapping[str, int]) -> Metrics:
-    """How often samples are used, and how old they are then.
-
-    Args:
-        start: the draw, at the version that the step began with.
-        ledger: the buffer's counts as it was drawn.
-    """
+    """How often samples are used, and how old they are then, by the buffer's counts as the batch was drawn."""
     bounds_T = start.bounds_T()
     written_B = np.flatnonzero(bounds_T[1:] > bounds_T[:-1])
     age_G = np.zeros(start.num_groups, np.int64)
@@ -96,17 +91,7 @@ def step_report(
     ledger: Mapping[str, int],
     fidelity: LengthFidelity,
 ) -> Report:
-    """Everything to log of one step.
-
-    Args:
-        batch: the draw.
-        result: what the step did.
-        step: its number, counted from 1.
-        newest_published: the newest version that could be pulled when the step began.
-        times: of the step.
-        ledger: the buffer's counts as the batch was drawn.
-        fidelity: how far the lengths trained so far were from those generated.
-    """
+    """Everything to log of one step (from 1); the arguments as for `lag_metrics` and `replay_metrics`."""
     rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.reward is not None]
     lengths = [trajectory.num_completion_tokens for trajectory in batch.trajectories]
     duration_s = times.finished_s - times.started_s

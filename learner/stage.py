@@ -298,10 +298,7 @@ class Stage:
         """Every version counts, also those between the updates of a step: what waits makes the actors staler.
 
         Where earlier versions are still being written this one is left out, and the next is due: neither a full
-        disk nor a slow network stops training before the staleness bound does.
-
-        Returns:
-            The seconds that it took.
+        disk nor a slow network stops training before the staleness bound does. The seconds that it took are returned.
         """
         started_s = time.perf_counter()
         if self._is_due(version) and self._may_publish():

@@ -295,19 +295,13 @@ class _Clock:
 
 
 def minibatches(unit_B: IntArray, num_minibatches: int, num_epochs: int, seed: tuple[int, ...]) -> list[IntArray]:
-    """Divide a draw into minibatches of whole units, anew in every epoch.
+    """Divide a draw into minibatches of whole units (groups, or prompts), anew in every epoch.
 
     Units come in random order, and each goes to the minibatch with the fewest sequences so far: minibatches
-    are as equal as whole units allow, and none is empty while there are units enough.
+    are as equal as whole units allow, and none is empty while there are units enough. The same seed gives the same
+    division on every rank and after a restart.
 
-    Args:
-        unit_B: the group (or prompt) of each sequence: what may not be divided.
-        num_minibatches: into how many parts; fewer where there are fewer units.
-        num_epochs: how often to go over the draw.
-        seed: of the order. The same numbers give the same division on every rank and after a restart.
-
-    Returns:
-        Per update the indices of its sequences, ascending: epoch after epoch.
+    Per update the indices of its sequences are returned, ascending: epoch after epoch.
     """
     units, unit_of_B, sizes = np.unique(unit_B, return_inverse=True, return_counts=True)
     num_parts = min(num_minibatches, len(units))

@@ -26,11 +26,7 @@ class TrainingState:
     """Copies of one rank's tensors; they take as much host memory as the rank's weights and moments."""
 
     def __init__(self, rank: int) -> None:
-        """Nothing is copied yet.
-
-        Args:
-            rank: whose random generators are meant.
-        """
+        """Nothing is copied yet; `rank` is whose random generators are meant."""
         self._rank = rank
         self._copies: dict[str, Tensor] = {}
 
@@ -55,9 +51,7 @@ class TrainingState:
     def to_read(self, networks: Networks, stored: Container[str]) -> dict[str, Tensor]:
         """Host tensors for a checkpoint to be read into.
 
-        Args:
-            networks: of this run.
-            stored: names in the checkpoint; a rank that it does not know takes the generators of rank 0.
+        A rank that the checkpoint, with these names stored, does not know takes the generators of rank 0.
         """
         wanted = {name: self._copy_of(name, tensors[0]) for name, tensors in live_tensors(networks).items()}
         generators = {RNG: torch.get_rng_state()}
@@ -70,12 +64,7 @@ class TrainingState:
         return wanted
 
     def put(self, networks: Networks, read: dict[str, Tensor]) -> None:
-        """Make what was read the state of training.
-
-        Args:
-            networks: of this run.
-            read: the tensors of `to_read`.
-        """
+        """Make what was read into the tensors of `to_read` the state of training."""
         for name, tensors in live_tensors(networks).items():
             for tensor in tensors:
                 tensor.copy_(read[name])

@@ -46,12 +46,7 @@ class LossEvaluator:
     """
 
     def __init__(self, algorithm: AlgorithmConfig, config: LearnerConfig) -> None:
-        """Take the loss and the rule of the effective sample size.
-
-        Args:
-            algorithm: its loss is evaluated on the whole of an update's batch.
-            config: learner.ess_budget and the keys beside it.
-        """
+        """Take the loss and the rule of the effective sample size."""
         self._loss = loss_for(algorithm)
         self._rule: EssRule | None = None
         if config.ess_budget is not None:
@@ -78,13 +73,9 @@ class LossEvaluator:
             return torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0]
 
     def evaluate(self, batch: StepBatch, leaves: Leaves, old: Leaves, reference_T: Tensor) -> LossEvaluation:
-        """Evaluate the loss at the present weights.
+        """Evaluate the loss on the batch of an update, at the leaves of the present weights.
 
-        Args:
-            batch: of the update.
-            leaves: of the present weights, for its tokens.
-            old: of the weights at the start of the draw.
-            reference_T: log-probabilities of the reference model.
+        `old` are those of the weights at the start of the draw, `reference_T` the reference model's log-probabilities.
         """
         inputs = batch.loss_inputs(leaves, old, reference_T, batch.version)
         output = self._loss(inputs)
@@ -132,12 +123,7 @@ def counted(updates: Sequence[Update]) -> list[Update]:
 
 
 def mean_metrics(updates: Sequence[Update], *, acts_on_ess: bool) -> Metrics:
-    """Means over the updates of a step, weighted by completion tokens; a metric is None where no update has it.
-
-    Args:
-        updates: of the step, all of them.
-        acts_on_ess: is there a budget of the effective sample size?
-    """
+    """Means over the updates of a step, weighted by completion tokens; a metric is None where no update has it."""
     chosen = counted(updates)
     rows = [_row(update, acts_on_ess=acts_on_ess) for update in chosen]
     weights = [max(1, len(update.batch.sequence_T)) for update in chosen]

@@ -25,7 +25,7 @@ from weight_sync.manifest import (
 )
 from weight_sync.puller import Puller, StagedVersion, open_puller
 from weight_sync.service import WeightService
-from weight_sync.sinks import FolderSink, PartSink, UploadSink, open_sink
+from weight_sync.sinks import PartSink, UploadSink, open_sink
 from weight_sync.store import WeightStore
 from weight_sync.tensor_file import ITEM_BYTES, header_of
 
@@ -98,8 +98,8 @@ def publish(
     **size: int,
 ) -> Manifest:
     """A version of one stage; with `deltas` also as changes of the version before."""
-    sink = FolderSink(sink) if isinstance(sink, Path) else sink
-    parent = sink.newest()
+    sink = WeightStore(sink) if isinstance(sink, Path) else sink
+    parent = sink.newest_manifest()
     old = weights(version - 1, **size) if deltas else None
     part, files = make_part(
         0,
@@ -132,7 +132,7 @@ class Machine:
             {"transport": "network", "staging_dir": str(self.staging_dir), **knobs}
         )
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(mock.patch("weight_sync.transports.CHUNK_BYTES", 2**14))  # a transfer takes several
+        self._stack.enter_context(mock.patch("weight_sync.client.CHUNK_BYTES", 2**14))  # a transfer takes several
         self._stop = threading.Event()
         self.start()
 

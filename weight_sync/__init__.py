@@ -11,17 +11,15 @@ store        WeightStore: the folder of published versions; a version exists onc
 
 publisher    Publisher: the learner's side, one per pipeline stage
 parts        HostCopy, PartMaker: a stage's tensors in host memory, and the files made of them
-sinks        PartSink: where a publisher puts its part; FolderSink: the store's folder; UploadSink: the service
+sinks        PartSink: where a publisher puts its part: a WeightStore; or UploadSink: the service
 
 service      WeightService: the process that holds the store for those who do not see its folder
 service_store  ServedVersions: what it reads for others just now; UploadReceiver: what it is being sent
 protocol     its messages
-link         Link: a connection to it that asks again; client: WeightClient, what is asked
+client       WeightClient: what is asked of it; sees_folder: is it needed, or is the store's folder seen?
 
 puller       Puller: the actor's side, which takes a version and keeps it from removal
-transports   the store's folder or the network: which of them a process takes
-staging      HostStaging: what a machine fetched, once for all its actors
-fetch        the transfer itself, resumed where it broke
+staging      HostStaging: what a machine fetches, once for all its actors, and resumes where it broke
 host_folder  HostFolder: where that lies, and who may remove it; locks between the processes of a machine
 
 vllm_engine  the plugin that vLLM loads in all its processes: registers the transfer, ties engines to their owner

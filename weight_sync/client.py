@@ -1,8 +1,13 @@
-"""WeightClient: asks the weight service for versions, and hands it parts. Blocks; every wait is bounded."""
+"""WeightClient: asks the weight service for versions, and hands it parts. Blocks; every wait is bounded.
+
+`sees_folder` says which way weights take between a process and the store: through its folder, or over the network.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from common.rpc.auth import ClientKeys, is_loopback
@@ -10,10 +15,17 @@ from common.rpc.client import Answer, Ask, Patience, RpcClient, RpcErrors
 from common.rpc.messages import Done, Message
 from common.staleness import PolicyVersion
 from weight_sync import protocol as p
+from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt
 from weight_sync.manifest import Manifest
-from weight_sync.store import read_manifest
+from weight_sync.store import read_manifest, store_id_of
 
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 2**20
+"""Of a message of weights: it takes milliseconds on a slow network, and to send it again costs as little."""
+_TIMEOUT_S = 30.0
+"""Long enough for a silent service to be started again."""
 _WINDOW = 4
 """Chunks on their way at once: enough to hide the way there and back, few enough to lose little."""
 _SILENCE_S = 2.0
@@ -32,27 +44,28 @@ class WeightClient:
         run_id: str,
         name: str,
         *,
-        timeout_s: float = 30.0,
-        chunk_bytes: int = 2**20,
+        timeout_s: float = _TIMEOUT_S,
+        chunk_bytes: int | None = None,
         window: int = _WINDOW,
         silence_s: float = _SILENCE_S,
         keys: ClientKeys | None = None,
     ) -> None:
-        """Connect.
+        """Connect to tcp://HOST:PORT.
 
         Args:
-            address: of the service, tcp://HOST:PORT.
+            address: of the service.
             run_id: of the run.
             name: of the caller, for the service's log and for errors.
-            timeout_s: fail where a question is not answered for so long.
-            chunk_bytes: size of a message of weights, at most 64 MiB.
+            timeout_s: fail where a question is not answered for so long, or for 30 s.
+            chunk_bytes: size of a message of weights; None: `CHUNK_BYTES`.
             window: chunks on their way at once.
             silence_s: ask again after so long without an answer.
             keys: of the run's clients; None where the service takes everybody.
         """
+        timeout_s = min(timeout_s, _TIMEOUT_S)
         self.address = address
         self.name = name
-        self._chunk_bytes = min(chunk_bytes, p.MAX_CHUNK_BYTES)
+        self._chunk_bytes = min(chunk_bytes or CHUNK_BYTES, p.MAX_CHUNK_BYTES)
         self._window = window
         self._rpc = RpcClient(
             p.PROTOCOL,
@@ -104,11 +117,11 @@ class WeightClient:
         start: int,
         write: Callable[[memoryview], None],
     ) -> None:
-        """Fetch a file from `start` to its end.
+        """Fetch a file of the manifest from `start` to its end.
 
         Args:
             version: which holds it.
-            file: one that its manifest names.
+            file: its name.
             total_bytes: its size, by the manifest.
             start: how many bytes are there already.
             write: called with what follows, in order; each piece has passed its checksum.
@@ -233,3 +246,38 @@ def loopback_hint(address: str) -> str:
         f". {host} is this machine alone: does the service run on another one, [weight_sync] host has to be an "
         "interface of that one which this machine reaches, for instance 0.0.0.0 or its private address"
     )
+
+
+def sees_folder(
+    config: WeightSyncConfig, *, folder: Path, address: str, run_id: str, name: str, keys: ClientKeys | None = None
+) -> bool:
+    """Does this process take the store's folder (True), or the service?
+
+    Args:
+        config: of the run; `transport` decides.
+        folder: where the store would lie, seen from here.
+        address: of the service; "" where none runs.
+        run_id: of the run.
+        name: of this process.
+        keys: of the run's clients; None where the service takes everybody.
+
+    Raises:
+        TransferFailed: there is no service to ask; or it does not answer, or is another run's.
+    """
+    if config.transport == "network" and not address:
+        raise TransferFailed(f"{name}: [weight_sync] transport = 'network', but no weight service runs")
+    if config.transport in ("folder", "network") or not address:
+        return config.transport != "network"
+    client = WeightClient(address, run_id, name, timeout_s=config.update_timeout_s, keys=keys)
+    try:
+        served = client.store()
+    finally:
+        client.close()
+    try:
+        is_same = store_id_of(folder) == served.store_id
+    except OSError as error:
+        log.warning("%s: %s cannot be read (%s); weights are taken from %s", name, folder, error, address)
+        return False
+    if not is_same:
+        log.info("%s: %s is not before us; weights are taken from %s", name, served.folder, address)
+    return is_same

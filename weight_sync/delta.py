@@ -42,15 +42,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def encode_delta(new: memoryview, old: memoryview, item_bytes: int) -> tuple[Encoding, bytes | memoryview]:
-    """Say how a tensor follows from its parent.
+    """Say how the bytes of a tensor follow from those of its parent.
 
-    Args:
-        new: its bytes.
-        old: those of the same tensor in the parent version.
-        item_bytes: size of a value.
-
-    Returns:
-        'same' and nothing; 'xor' and a blob for `decode_delta`; or 'raw' and `new`, where xor would not be smaller.
+    'same' and nothing; 'xor' and a blob for `decode_delta`; or 'raw' and `new`, where xor would not be smaller.
     """
     if len(new) != len(old) or len(new) % item_bytes:
         return "raw", new
@@ -69,16 +63,10 @@ def encode_delta(new: memoryview, old: memoryview, item_bytes: int) -> tuple[Enc
 
 
 def decode_delta(encoding: Encoding, blob: memoryview, old: memoryview, item_bytes: int) -> bytes | memoryview:
-    """The bytes of a tensor, from those of its parent and a delta.
+    """The bytes of a tensor, from those of its parent and what `encode_delta` gave.
 
     Takes no more memory than the parent and one block, whatever the blob claims. What it returns has to be checked
     against the tensor's checksum: a wrong parent is not noticed here.
-
-    Args:
-        encoding: as in the manifest.
-        blob: what `encode_delta` returned.
-        old: bytes of the tensor in the parent version.
-        item_bytes: size of a value.
 
     Raises:
         WeightsCorrupt: the blob does not fit the tensor.
@@ -108,16 +96,10 @@ def rebuild_file(
     out: Path,
     next_tensor: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make a whole safetensors file from that of the parent version and a delta file.
+    """Make a whole safetensors file, with these tensors, from that of the parent version and a delta file.
 
-    Every tensor is checked before `out` appears; it is byte for byte the file that was published.
-
-    Args:
-        entries: all tensors of the file, with their deltas.
-        delta: the delta file.
-        parent_file: the file of the same name in the parent version.
-        out: the file to make; on an error it does not appear.
-        next_tensor: called before each of them; what it raises is passed on.
+    Every tensor is checked before `out` appears; it is byte for byte the file that was published. `next_tensor` is
+    called before each of them, and what it raises is passed on.
 
     Raises:
         WeightsCorrupt: names the tensor and the delta file: it was cut or changed, or the parent is another one.

@@ -44,11 +44,7 @@ class HostFolder:
     ) -> None:
         """Make it, or join its users; remove the folders of its kind, beside it, that nobody uses.
 
-        Args:
-            path: of the folder.
-            kin: a regular expression for the names of its kind; `{user}` is the number of this user.
-            clock: monotonic, in seconds.
-            pause: sleeps, in seconds.
+        `kin` is a regular expression for the names of its kind, in which `{user}` is the number of this user.
 
         Raises:
             TransferFailed: it cannot be made, or belongs to somebody else.
@@ -180,7 +176,7 @@ def lock_within(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> IO[bytes]:
-    """Wait for a lock that one process holds at a time.
+    """Wait for a lock that one process holds at a time; closing the file, or the end of the process, gives it back.
 
     Args:
         path: of the lock's file, which says who holds it; made if missing. Its holder may remove it.
@@ -190,9 +186,6 @@ def lock_within(
         progress: a number that changes while the holder gets on.
         clock: monotonic, in seconds.
         pause: sleeps, in seconds.
-
-    Returns:
-        The open file; closing it, or the end of the process, gives the lock back.
 
     Raises:
         TransferFailed: names the holder.

@@ -256,12 +256,7 @@ def encode(document: Part | Manifest) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: type[Sealed], source: Path | str) -> Sealed:
-    """Read what `encode` wrote.
-
-    Args:
-        data: the JSON text.
-        kind: `Part` or `Manifest`.
-        source: where it came from, for the error.
+    """Read what `encode` wrote; `source` says where it came from, for the error.
 
     Raises:
         WeightsCorrupt: it is not such a document, its format is another, or it was changed.

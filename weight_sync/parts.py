@@ -13,7 +13,7 @@ from torch import Tensor
 from common.staleness import PolicyVersion
 from weight_sync.delta import encode_delta
 from weight_sync.manifest import DeltaEntry, Encoding, FileEntry, Part, TensorEntry, checksum_of, delta_name, file_name
-from weight_sync.sinks import Buffers
+from weight_sync.store import Buffers
 from weight_sync.tensor_file import ITEM_BYTES, header_of
 from weight_sync.tensors import DTYPES, host_bytes
 
@@ -39,10 +39,7 @@ class HostCopy:
     def __init__(self, places: Sequence[TensorSlot], dtypes: Sequence[str], *, pinned: bool) -> None:
         """Make room, and touch it: the first touch of memory takes longer than to fill it later.
 
-        Args:
-            places: of the tensors, without gaps.
-            dtypes: in what dtypes.
-            pinned: for copies from a GPU, which are not asynchronous otherwise.
+        `places` have no gaps; pinned memory is for copies from a GPU, which are not asynchronous otherwise.
         """
         self.places = tuple(places)
         self.dtypes = tuple(dtypes)
@@ -151,11 +148,7 @@ class PartMaker:
     def keep(self, version: PolicyVersion, copy: HostCopy, part: Part, *, as_parent: bool) -> list[HostCopy]:
         """After a version is written: which copies are free again.
 
-        Args:
-            version: that was written.
-            copy: its tensors.
-            part: what `make` returned.
-            as_parent: may the next version be given as changes of this one?
+        `part` is what `make` returned; `as_parent`: the next version may be given as changes of this one.
         """
         free = [] if self._parent is None else [self._parent.copy]
         self._parent = None

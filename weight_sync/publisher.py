@@ -270,7 +270,7 @@ class Publisher:
     def _newest(self) -> Manifest | None:
         """What the next version follows; None also where it is damaged: this one is whole and takes its place."""
         try:
-            return self._sink.newest()
+            return self._sink.newest_manifest()
         except (WeightsCorrupt, WeightsGone) as error:
             _log.warning(
                 "the newest version in %s cannot be read, the next one has no parent: %s", self._sink.place, error

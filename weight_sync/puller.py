@@ -14,13 +14,13 @@ from typing import IO, Protocol
 
 from common.rpc.auth import ClientKeys
 from common.staleness import PolicyVersion
+from weight_sync.client import WeightClient, sees_folder
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt
 from weight_sync.host_folder import folder_for
 from weight_sync.manifest import Manifest
 from weight_sync.staging import HostStaging
 from weight_sync.store import WeightStore
-from weight_sync.transports import client_of, is_folder_of
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +36,7 @@ class StagedVersion:
     """A version on this machine that is kept from removal until this is closed. Use it as a context manager."""
 
     def __init__(self, folder: Path, manifest: Manifest, dtype: str, lock: IO[bytes]) -> None:
-        """Take over a lock.
-
-        Args:
-            folder: of a weight store, or one that is laid out as it.
-            manifest: of the version; what came over the network was checked against it.
-            dtype: of the variant that is there.
-            lock: the read lock; closed with this object.
-        """
+        """Take over the read lock of a version in a folder that is laid out as a weight store."""
         self.folder = folder
         self.manifest = manifest
         self.dtype = dtype
@@ -89,12 +82,7 @@ class Puller:
     """Looks for newer versions and stages them. Used by one thread at a time."""
 
     def __init__(self, source: _Source, dtype: str) -> None:
-        """See `open_puller` and `of_folder`.
-
-        Args:
-            source: of the versions.
-            dtype: in which they are wanted.
-        """
+        """See `open_puller` and `of_folder`."""
         self._source = source
         self._dtype = dtype
         self._newest: PolicyVersion | None = None
@@ -102,17 +90,20 @@ class Puller:
 
     @classmethod
     def of_folder(cls, folder: Path, dtype: str, *, who: str = "") -> Puller:
-        """Read a store whose folder is seen.
-
-        Args:
-            folder: of the weight store; may be empty still.
-            dtype: in which versions are wanted.
-            who: a name for this process, for the error.
+        """Read a store whose folder, which may be empty still, is seen.
 
         Raises:
-            TransferFailed: the folder cannot be read.
+            TransferFailed: the folder cannot be read; names `who`.
         """
-        return cls(_FolderSource(folder, who or f"process {os.getpid()}"), dtype)
+        try:
+            store = WeightStore(folder)
+            list(folder.iterdir())
+        except OSError as error:
+            raise TransferFailed(
+                f"{who or f'process {os.getpid()}'} cannot read the weight store's folder {folder} ({error}). Make it "
+                "readable, or set [weight_sync] transport = 'network'"
+            ) from error
+        return cls(store, dtype)
 
     def newest(self) -> PolicyVersion | None:
         """The newest committed version, or None before the first. Cheap enough to poll.
@@ -177,57 +168,14 @@ def open_puller(
     dtype: str,
     keys: ClientKeys | None = None,
 ) -> Puller:
-    """Find the way to the store: its folder where it is seen, else the service.
-
-    Args:
-        config: of the run; `transport` decides.
-        folder: of the weight store, as the actor's machine would see it.
-        address: of the weight service; "" where none runs.
-        run_id: of the run.
-        name: of the actor.
-        dtype: in which it wants the weights.
-        keys: of the run's clients; None where the service takes everybody.
+    """Take versions in `dtype` from the store's folder where it is seen, else from the service; as `sees_folder`.
 
     Raises:
-        TransferFailed: the service does not answer or is another run's; or the folder cannot be read.
+        TransferFailed: as there; or the folder cannot be read.
     """
-    if is_folder_of(config, folder=folder, address=address, run_id=run_id, name=name, keys=keys):
+    if sees_folder(config, folder=folder, address=address, run_id=run_id, name=name, keys=keys):
         return Puller.of_folder(folder, dtype, who=name)
     return Puller(_NetworkSource(config, address, run_id, name, keys), dtype)
-
-
-class _FolderSource:
-    """The store's own folder."""
-
-    def __init__(self, folder: Path, who: str) -> None:
-        self.place = str(folder)
-        try:
-            self._store = WeightStore(folder)
-            list(folder.iterdir())
-        except OSError as error:
-            raise TransferFailed(
-                f"{who} cannot read the weight store's folder {folder} ({error}). Make it readable, or set "
-                "[weight_sync] transport = 'network'"
-            ) from error
-
-    def newest(self) -> PolicyVersion | None:
-        return self._store.newest()
-
-    def take(self, version: PolicyVersion, dtype: str) -> tuple[Path, Manifest, IO[bytes]]:
-        lock = self._store.lock_for_reading(version)
-        try:
-            manifest = self._store.manifest(version)
-            manifest.files_of(dtype)
-        except BaseException:
-            lock.close()
-            raise
-        return self._store.folder, manifest, lock
-
-    def distrust(self, version: PolicyVersion, dtype: str) -> None:
-        """The store's own files have no other source, and engines read all of them every time."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class _NetworkSource:
@@ -238,7 +186,7 @@ class _NetworkSource:
         self._config = config
         self._run_id = run_id
         self._name = name
-        self._client = client_of(address, run_id, name, at_most_s=config.update_timeout_s, keys=keys)
+        self._client = WeightClient(address, run_id, name, timeout_s=config.update_timeout_s, keys=keys)
         self._staging: HostStaging | None = None
         try:
             self._store_id = self._client.store().store_id

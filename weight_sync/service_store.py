@@ -78,14 +78,7 @@ class ServedVersions:
         expires_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nobody reads yet.
-
-        Args:
-            store: where the versions lie.
-            keep_versions: how many of the newest retention leaves alone.
-            expires_s: a reader in the middle of a version that does not ask for so long is given up.
-            clock: monotonic, in seconds.
-        """
+        """Nobody reads yet; retention leaves the `keep_versions` newest alone in any case."""
         self._store = store
         self._keep_versions = keep_versions
         self._expires_s = expires_s
@@ -95,11 +88,7 @@ class ServedVersions:
         self._note_at = self._expire_at = clock()
 
     def document(self, version: PolicyVersion, reader: bytes = b"") -> bytes:
-        """The manifest of a version as it was written; the version is kept from now on.
-
-        Args:
-            version: which.
-            reader: who asks.
+        """The manifest of a version as it was written; the version is kept for this reader from now on.
 
         Raises:
             WeightsGone: it is not in the store.
@@ -112,12 +101,7 @@ class ServedVersions:
     ) -> tuple[memoryview, int]:
         """Bytes of a file, not copied, and how many it has in all.
 
-        Args:
-            version: which holds it.
-            file: one that its manifest names.
-            offset: of the first byte.
-            size: how many bytes.
-            reader: who asks. It reads the files of a dtype in the manifest's order, as `Manifest.files_of` gives them.
+        A reader reads the files of a dtype in the manifest's order, as `Manifest.files_of` gives them.
 
         Raises:
             WeightsGone: the version is not in the store.

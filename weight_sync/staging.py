@@ -9,8 +9,8 @@
         .staged.bfloat16                       all files of this dtype are
         manifest.json
 
-A process that is killed while it fetches leaves what came; the next one goes on behind it. One that is stopped is
-not waited for longer than `patience_s`.
+A file gets its name once every tensor in it has passed its checksum. A process that is killed while it fetches leaves
+what came; the next one goes on behind it. One that is stopped is not waited for longer than `patience_s`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from typing import IO
 from common.files import write_whole
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
+from weight_sync.delta import rebuild_file
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
-from weight_sync.fetch import fetch_changes, fetch_whole, forget_partial
 from weight_sync.host_folder import HostFolder, is_at, lock_within, try_lock
-from weight_sync.manifest import MANIFEST_NAME, Manifest
-from weight_sync.store import READERS_LOCK, WeightStore, remove_unless_read
+from weight_sync.manifest import MANIFEST_NAME, Manifest, TensorEntry, delta_name
+from weight_sync.store import READERS_LOCK, WeightStore, checked, remove_unless_read
+from weight_sync.tensor_file import TensorFile
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,11 @@ _KEEP_VERSIONS = 2
 """The newest, and its parent for the next delta."""
 _MAX_DELTAS = 8
 """Versions in a row that are made from deltas, before whole files are fetched."""
+
+
+GetOn = Callable[[], None]
+"""Called at every piece and every tensor, and before a file is changed: tells those that wait that this process gets
+on, or raises TransferFailed where another one has taken over."""
 
 
 class _Ousted(TransferFailed):
@@ -59,10 +65,10 @@ class HostStaging:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Join the users of the folder.
+        """Join the users of a folder of `host_folder.folder_for`.
 
         Args:
-            folder: see `host_folder.folder_for`.
+            folder: that.
             who: a name for this process, for those that wait for it.
             patience_s: how long to wait for another process that fetches and does not get on, before this one does.
             clock: monotonic, in seconds.
@@ -81,16 +87,9 @@ class HostStaging:
         self._pause = pause
 
     def stage(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str) -> IO[bytes]:
-        """Have a version here, in one dtype, every tensor checked.
+        """Have a version here, in one dtype, every tensor checked; closing the lock returned lets it go again.
 
-        Args:
-            client: of the weight service.
-            manifest: of the version.
-            document: the manifest as the service gave it.
-            dtype: of the files wanted.
-
-        Returns:
-            A lock that keeps the version here until it is closed.
+        `document` is the manifest as the service gave it.
 
         Raises:
             WeightsCorrupt: the version is not as published, or is not the one of this name that is here already.
@@ -137,8 +136,7 @@ class HostStaging:
         version = manifest.policy
         with self._fetching(version) as held:
             if not self._is_staged(manifest, dtype) and not self._fill(client, manifest, document, dtype, held):
-                folder = self.store.version_folder(version)
-                fetch_whole(client, manifest, dtype, folder, lambda: self._get_on(held, version))
+                fetch(client, manifest, dtype, self.store.version_folder(version), lambda: self._get_on(held, version))
                 self._admit(manifest, document, dtype, held)
             return self.store.lock_for_reading(version)
 
@@ -270,7 +268,7 @@ class HostStaging:
         try:
             with self.store.lock_for_reading(PolicyVersion.parse(str(manifest.parent))):
                 get_on = lambda: self._get_on(held, manifest.policy)  # noqa: E731
-                fetch_changes(client, manifest, dtype, folder, parent_folder, get_on)
+                fetch(client, manifest, dtype, folder, get_on, parent_folder)
         except (WeightsGone, WeightsCorrupt) as error:
             log.warning("version %s is fetched whole: %s", manifest.policy, error)
             return False
@@ -281,7 +279,8 @@ class HostStaging:
         """All files of a dtype are here and checked."""
         self._refuse_if_ousted(held, manifest.policy)
         folder = self.store.version_folder(manifest.policy)
-        forget_partial(folder)
+        for partial in folder.glob(".*.partial"):  # of files that are not fetched any further
+            partial.unlink(missing_ok=True)
         if not (folder / READERS_LOCK).exists():
             write_whole(folder / READERS_LOCK, [])
         write_whole(_marker(self.store, manifest.policy, dtype), [])
@@ -331,3 +330,100 @@ def _touched_ns(path: Path) -> int:
         return path.stat().st_mtime_ns
     except FileNotFoundError:  # it has just given it back
         return 0
+
+
+def fetch(
+    client: WeightClient,
+    manifest: Manifest,
+    dtype: str,
+    folder: Path,
+    get_on: GetOn,
+    parent_folder: Path | None = None,
+) -> None:
+    """Fetch the files of a version that are not in its folder yet, with a parent's folder as changes of that.
+
+    What came is not fetched twice. A whole file that fails its checksums is fetched once more.
+
+    Raises:
+        WeightsCorrupt: it failed again, or the changes do not lead to what was published; nothing of it stays.
+        WeightsGone, TransferFailed: what came stays.
+        OSError: the disk is full.
+    """
+    for name, entries in manifest.files_of(dtype).items():
+        get_on()
+        if _is_whole(folder / name, entries, get_on):
+            continue
+        try:
+            _fetch_file(client, manifest, name, entries, folder, get_on, parent_folder)
+        except WeightsCorrupt as error:
+            if parent_folder is not None:
+                raise
+            log.warning("fetching %s of version %s once more: %s", name, manifest.policy, error)
+            _fetch_file(client, manifest, name, entries, folder, get_on, None)
+
+
+def _fetch_file(
+    client: WeightClient,
+    manifest: Manifest,
+    name: str,
+    entries: list[TensorEntry],
+    folder: Path,
+    get_on: GetOn,
+    parent_folder: Path | None,
+) -> None:
+    came = _fetch_bytes(client, manifest, name if parent_folder is None else delta_name(name), folder, get_on)
+    try:
+        if parent_folder is None:
+            _check(came, entries, get_on)
+        else:
+            get_on()
+            rebuild_file(entries, came, parent_folder / name, folder / name, get_on)
+    except WeightsCorrupt:
+        get_on()
+        came.unlink(missing_ok=True)
+        raise
+    get_on()
+    if parent_folder is None:
+        came.replace(folder / name)
+    else:
+        came.unlink(missing_ok=True)
+
+
+def _check(path: Path, entries: list[TensorEntry], get_on: GetOn) -> None:
+    with TensorFile(path) as file:
+        for entry in entries:
+            get_on()
+            checked(file, entry)
+
+
+def _is_whole(path: Path, entries: list[TensorEntry], get_on: GetOn) -> bool:
+    """Is the file there, and as published? One that is not is removed: its name alone proves nothing."""
+    if not path.exists():
+        return False
+    try:
+        _check(path, entries, get_on)
+    except WeightsCorrupt as error:
+        log.warning("%s. It is removed and fetched again", error)
+        path.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _fetch_bytes(client: WeightClient, manifest: Manifest, name: str, folder: Path, get_on: GetOn) -> Path:
+    """Have all bytes of a file in the folder, unchecked, under a name that no reader looks for."""
+    partial = folder / f".{name}.partial"
+    total = manifest.size_of(name)
+    with partial.open("ab", buffering=0) as file:
+        if file.tell() > total:
+            file.truncate(0)
+
+        def append(data: memoryview) -> None:
+            get_on()
+            while len(data):
+                data = data[file.write(data) :]
+
+        start = file.seek(0, 2)
+        if start:
+            log.info("going on with %s of version %s behind %d of %d bytes", name, manifest.policy, start, total)
+        client.read(manifest.policy, name, total, start, append)
+    return partial

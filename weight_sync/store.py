@@ -23,7 +23,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -40,7 +40,7 @@ from weight_sync.manifest import (
     encode,
     part_name,
 )
-from weight_sync.tensor_file import TensorFile
+from weight_sync.tensor_file import CODES, TensorFile
 
 _NEWEST_NAME = "NEWEST"
 _STORE_NAME = "STORE"
@@ -48,17 +48,20 @@ READERS_LOCK = "readers.lock"
 _REMOTE_READER = "REMOTE_READER"
 _REMOTE_READER_AGE_S = 300.0
 
+Buffers = Sequence[bytes | memoryview]
+"""The content of a file, in order."""
+
 
 class WeightStore:
-    """Reads and commits versions. Any number of readers, on any machine that mounts the folder; one committer."""
+    """Reads and commits versions. Any number of readers, on any machine that mounts the folder; one committer.
+
+    It is a `sinks.PartSink` for the stages, and a source for the actors, that see its folder.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Open the store.
-
-        Args:
-            folder: where versions lie; created if missing.
-        """
+        """Open the store in a folder, which is created if missing."""
         self.folder = folder
+        self.place = str(folder)
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -87,6 +90,15 @@ class WeightStore:
         except ValueError:
             # the pointer saves a search and is nothing more: after a power cut it may hold anything
             return next(reversed(self.committed()), None)
+
+    def newest_manifest(self) -> Manifest | None:
+        """The manifest of the newest version; None before the first.
+
+        Raises:
+            WeightsGone, WeightsCorrupt: as `manifest`.
+        """
+        newest = self.newest()
+        return None if newest is None else self.manifest(newest)
 
     def committed(self) -> list[PolicyVersion]:
         """All versions that exist, oldest first."""
@@ -160,6 +172,23 @@ class WeightStore:
             raise WeightsGone(f"version {version} is not in {self.folder}; retention has removed it")
         return lock
 
+    def take(self, version: PolicyVersion, dtype: str) -> tuple[Path, Manifest, IO[bytes]]:
+        """Folder, manifest and read lock of a version for an actor; as `manifest` and `lock_for_reading`."""
+        lock = self.lock_for_reading(version)
+        try:
+            manifest = self.manifest(version)
+            manifest.files_of(dtype)
+        except BaseException:
+            lock.close()
+            raise
+        return self.folder, manifest, lock
+
+    def distrust(self, version: PolicyVersion, dtype: str) -> None:
+        """The store's own files have no other source, and engines read all of them every time."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
     def begin(self, version: PolicyVersion) -> Path:
         """Make the folder to write a version into, and room for it.
 
@@ -178,6 +207,17 @@ class WeightStore:
             folder.mkdir(exist_ok=True)
         return folder
 
+    def write_part(self, part: Part, files: Mapping[str, Buffers]) -> None:
+        """Write the files of a part, then its document.
+
+        Raises:
+            OSError: no space, or not writable.
+        """
+        folder = self.begin(PolicyVersion.parse(part.version))
+        for name, buffers in files.items():
+            write_whole(folder / name, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
+        write_whole(folder / part_name(part.rank), [encode(part)])
+
     def refuse_old(self, version: PolicyVersion) -> None:
         """A version must be newer than the newest.
 
@@ -192,11 +232,9 @@ class WeightStore:
             )
 
     def commit(self, manifest: Manifest, keep_versions: int) -> None:
-        """Make a version exist and the newest; then remove what is no longer needed.
+        """Make a version, whose parts are on disk, exist and the newest; then remove what is no longer needed.
 
-        Args:
-            manifest: describes parts that are already on disk.
-            keep_versions: how many versions stay, this one included; those being read stay as well.
+        `keep_versions` stay, this one included; those being read stay as well.
 
         Raises:
             PublishFailed: the version is not newer than the newest.
@@ -210,12 +248,7 @@ class WeightStore:
         self.retain(manifest.policy, keep_versions)
 
     def retain(self, newest: PolicyVersion, keep_versions: int) -> None:
-        """Remove all but the newest versions, and those that are being read.
-
-        Args:
-            newest: what was published last; later folders are being written.
-            keep_versions: how many versions stay.
-        """
+        """Remove all but the newest versions, those that are being read, and what is written after `newest`."""
         keep = set(self.committed()[-keep_versions:])
         for version, folder in self._folders():
             if version in keep or version >= newest:
@@ -230,8 +263,8 @@ class WeightStore:
         """Somebody reads over the network."""
         (self.folder / _REMOTE_READER).touch()
 
-    def has_remote_reader(self) -> bool:
-        """Did somebody read over the network in the last minutes?"""
+    def wants_deltas(self) -> bool:
+        """Did somebody read over the network in the last minutes, so that a delta would save something?"""
         try:
             return time.time() - (self.folder / _REMOTE_READER).stat().st_mtime < _REMOTE_READER_AGE_S
         except FileNotFoundError:
@@ -274,11 +307,11 @@ def checked(file: TensorFile, entry: TensorEntry) -> memoryview:
         WeightsCorrupt: names the file and the tensor that is not.
     """
     view = file.view(entry.name)
-    facts = file.tensors[entry.name]
-    if (facts.dtype, facts.shape) != (entry.dtype, entry.shape):
+    stored = file.tensors[entry.name]
+    if (stored.code, stored.shape) != (CODES[entry.dtype], entry.shape):
         raise WeightsCorrupt(
-            f"{file.path}: tensor '{entry.name}' is {facts.dtype}{list(facts.shape)}, "
-            f"the manifest says {entry.dtype}{list(entry.shape)}"
+            f"{file.path}: tensor '{entry.name}' is {stored.code}{list(stored.shape)}, "
+            f"the manifest says {CODES[entry.dtype]}{list(entry.shape)}"
         )
     found = checksum_of(view)
     if found != entry.checksum:

@@ -10,38 +10,23 @@ import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 from common.hf_folder import StoredTensor, pack_header, parse_header
 from weight_sync.errors import WeightsCorrupt
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4}
 """Bytes of one value, for every dtype that weights may have."""
-_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32"}
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
-
-
-class TensorFacts(NamedTuple):
-    """What a header says of one tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    """Of its bytes, counted from the start of the data."""
-    end: int
+CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32"}
+"""What a header calls them."""
 
 
 def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """The first bytes of a file: length and header.
-
-    Args:
-        tensors: name, dtype and shape of each, in the order in which their bytes follow.
-    """
+    """The first bytes of a file: length, and name, dtype and shape of each tensor, in the order of their bytes."""
     header: dict[str, StoredTensor] = {}
     start = 0
     for name, dtype, shape in tensors:
         end = start + ITEM_BYTES[dtype] * math.prod(shape)
-        header[name] = StoredTensor(_CODES[dtype], shape, start, end)
+        header[name] = StoredTensor(CODES[dtype], shape, start, end)
         start = end
     return pack_header(header)
 
@@ -64,7 +49,10 @@ class TensorFile:
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise WeightsCorrupt(f"{path}: cannot be read: {error}") from error
         self._data = memoryview(self._map)
-        self.tensors = self._read_header()
+        try:
+            self._start, self.tensors = parse_header(self._data)
+        except ValueError as error:
+            raise WeightsCorrupt(f"{self.path}: not a readable safetensors file: {error}") from error
 
     def view(self, name: str) -> memoryview:
         """The bytes of a tensor, read-only.
@@ -88,10 +76,3 @@ class TensorFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _read_header(self) -> dict[str, TensorFacts]:
-        try:
-            self._start, found = parse_header(self._data)
-            return {name: TensorFacts(_DTYPES[t.code], t.shape, t.start, t.end) for name, t in found.items()}
-        except (ValueError, KeyError) as error:
-            raise WeightsCorrupt(f"{self.path}: not a readable safetensors file: {error}") from error

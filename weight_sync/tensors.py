@@ -24,12 +24,9 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 
 def tensor_of(entry: TensorEntry, data: memoryview) -> Tensor:
-    """Bytes as a tensor, without a copy.
+    """`entry.size_bytes` bytes as a tensor, without a copy; it keeps them alive.
 
-    Args:
-        entry: its dtype and shape.
-        data: its bytes, `entry.size_bytes` of them; the tensor keeps them alive. They may be a map of a file:
-            the tensor must not be written to.
+    They may be a map of a file: the tensor must not be written to.
     """
     dtype = getattr(torch, entry.dtype)
     if len(data) == 0:

@@ -60,12 +60,7 @@ class Verification:
     """One version being read against its checksums, in a thread of its own."""
 
     def __init__(self, info: UpdateInfo, model_config: Any) -> None:  # noqa: ANN401 -- vLLM's types are unknown here
-        """Start reading.
-
-        Args:
-            info: what to verify.
-            model_config: vLLM's, of the model that it has to fit.
-        """
+        """Start reading a version, which has to fit the model of vLLM's `model_config`."""
         self.info = info
         self._found: Future[dict[str, torch.Tensor]] = Future()
         thread = threading.Thread(target=self._run, args=(model_config,), name="weights-verification", daemon=True)
@@ -163,9 +158,7 @@ class WorkerCalls:
 def fitting_tensors(info: UpdateInfo, model_config: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
     """All tensors of a version, each read against its checksum, as the served model wants them.
 
-    Args:
-        info: which version.
-        model_config: vLLM's; its `model`, `dtype` and `hf_config` are looked at.
+    Of vLLM's `model_config` the `model`, `dtype` and `hf_config` are looked at.
 
     Raises:
         WeightsError: the version is not in the store, or not as published.

@@ -27,16 +27,8 @@ def check_task(
 ) -> TaskFacts:
     """Find every mistake in a `[task]` section that can be found before a process starts.
 
-    Reads the data and renders every prompt; reward files are parsed, not run.
-
-    Args:
-        config: the section.
-        model_folder: with the tokenizer that prompts are encoded with; None: their lengths are not looked at, and
-            nothing heavy is imported.
-        max_prompt_tokens: with a model folder, the longest prompt allowed, in tokens.
-
-    Returns:
-        How many prompts there are, and a fingerprint that every actor's task must share.
+    Reads the data and renders every prompt; reward files are parsed, not run. Without a model folder the lengths of
+    prompts are not looked at, and nothing heavy is imported.
 
     Raises:
         TaskError: says which key or file is wrong and what to do.

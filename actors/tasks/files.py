@@ -13,10 +13,7 @@ from actors.tasks.task import Problem, TaskError, among_known, json_safe
 
 
 def file_problems(config: FileTask) -> tuple[Split[Problem], list[str]]:
-    """Read and split the file.
-
-    Returns:
-        The two halves, and the names of the columns.
+    """Read and split the file: the two halves, and the names of the columns.
 
     Raises:
         TaskError: a file, column or row is not as it should be, or there are too few distinct questions.

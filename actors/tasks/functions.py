@@ -41,11 +41,7 @@ def parse_reference(reference: str) -> tuple[Path, str]:
 
 
 def check_functions(references: Sequence[str], columns: Collection[str]) -> None:
-    """Check reward functions without running their files, which may import anything.
-
-    Args:
-        references: each as FILE.py:FUNCTION.
-        columns: columns of the task that a function may ask for.
+    """Check reward functions, each as FILE.py:FUNCTION, without running their files, which may import anything.
 
     Raises:
         TaskError: a file or function is missing, or a function needs an argument that no column provides.

@@ -57,10 +57,7 @@ class Template:
     """Turns an item into the text of a prompt."""
 
     def __init__(self, text: str) -> None:
-        """Parse the template.
-
-        Args:
-            text: the template, for example "{metadata[expression]:compact}=".
+        """Parse a template, for example "{metadata[expression]:compact}=".
 
         Raises:
             TaskError: the braces do not pair, or the text names no column at all.
@@ -79,11 +76,7 @@ class Template:
             )
 
     def render(self, item: Mapping[str, Any], where: str) -> str:
-        """The prompt of one item.
-
-        Args:
-            item: column name to value.
-            where: file and row, or dataset and index, for the error message.
+        """The prompt of one item; `where` (file and row, or dataset and index) is for the error.
 
         Raises:
             TaskError: the item lacks a column, or its value does not take the format.
@@ -103,11 +96,9 @@ def normalised(text: str) -> str:
 
 
 def held_out(question: str, share: float) -> bool:
-    """Is this question set aside for evaluation?
+    """Is this question set aside for evaluation? White space and case do not matter.
 
-    Args:
-        question: its text; white space and case do not matter.
-        share: of all questions, how many are set aside (0 to 1). A smaller share is a subset of a greater.
+    A smaller share (0 to 1) of all questions is a subset of a greater one.
     """
     value = int.from_bytes(blake2b(normalised(question).encode(), digest_size=8).digest(), "big")
     return value / 2**64 < share
@@ -117,13 +108,7 @@ class Split(Generic[P]):
     """Collects distinct problems into a training and a held-out half until both have as many as asked."""
 
     def __init__(self, share: float, num_train: int | None, num_heldout: int | None) -> None:
-        """Start with two empty halves.
-
-        Args:
-            share: see `held_out`.
-            num_train: how many training problems to keep; None keeps all.
-            num_heldout: how many held-out problems to keep; None keeps all.
-        """
+        """Start with two empty halves; a number of None keeps all."""
         self.share = share
         self.train: list[P] = []
         self.heldout: list[P] = []

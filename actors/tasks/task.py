@@ -96,10 +96,6 @@ class Task:
     def encoded(self, encode: Callable[[list[str]], list[list[int]]], max_prompt_tokens: int) -> Task:
         """The same task with every prompt turned into token ids.
 
-        Args:
-            encode: texts to token ids.
-            max_prompt_tokens: the longest prompt allowed.
-
         Raises:
             TaskError: prompts are empty or too long; says how many, names the longest and what it needs.
         """
@@ -156,12 +152,7 @@ class PromptCodec:
     """Encodes prompts, as they are or as a user turn of a chat, and decodes completions."""
 
     def __init__(self, folder: Path, chat: bool, system_prompt: str | None) -> None:
-        """Load the tokenizer.
-
-        Args:
-            folder: a local folder with a tokenizer; nothing is downloaded.
-            chat: wrap each prompt in the tokenizer's chat template.
-            system_prompt: system turn of that chat.
+        """Load the tokenizer of a local folder; with `chat` each prompt is wrapped in its chat template.
 
         Raises:
             TaskError: no tokenizer in the folder, or no chat template although `chat` is set.

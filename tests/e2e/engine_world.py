@@ -15,7 +15,7 @@ from learner.packing import PackingRule, pack
 from tests.unit.small_models import run
 from weight_sync.publisher import Publisher
 from weight_sync.puller import Puller
-from weight_sync.sinks import FolderSink
+from weight_sync.store import WeightStore
 
 EOS = 2
 TEMPERATURE = 0.8
@@ -110,7 +110,7 @@ class World:
 
     def _publishers(self) -> list[Publisher]:
         return [
-            Publisher(FolderSink(self.folder), rank, NUM_STAGES, DTYPES, keep_versions=3, full_every=1000)
+            Publisher(WeightStore(self.folder), rank, NUM_STAGES, DTYPES, keep_versions=3, full_every=1000)
             for rank in range(NUM_STAGES)
         ]
 

@@ -20,7 +20,7 @@ from common.staleness import PolicyVersion
 from tests.run_context import run_context, run_facts
 from weight_sync.config import WeightSyncConfig
 from weight_sync.publisher import Publisher
-from weight_sync.sinks import FolderSink
+from weight_sync.store import WeightStore
 
 # importing vLLM warns about other libraries' use of each other
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -97,7 +97,7 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
         assert [span.version for span in one.spans] == [PolicyVersion(0, 0)]
         assert one.spans[-1].end == one.num_completion_tokens == len(one.logprobs)
 
-    publisher = Publisher(FolderSink(context.weights_folder), 0, 1, ["float32"], keep_versions=3)
+    publisher = Publisher(WeightStore(context.weights_folder), 0, 1, ["float32"], keep_versions=3)
     tensors = {name: tensor * 0 for name, tensor in load_file(MODEL / "model.safetensors").items()}
     publisher.publish(PolicyVersion(0, 1), tensors)
     await asyncio.to_thread(publisher.close)

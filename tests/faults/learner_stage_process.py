@@ -19,8 +19,8 @@ from learner import stage as stage_file
 from learner.config import LearnerConfig
 from learner.stage import Stage
 from tests.run_context import run_context, run_facts
-from weight_sync import sinks
 from weight_sync.config import WeightSyncConfig
+from weight_sync.store import WeightStore
 
 
 def run_rank(orders_path: Path, rank: int, log: Path) -> None:
@@ -143,26 +143,26 @@ def kill_in_checkpoint(rank: int, value: dict) -> None:
 
 def full_disk(rank: int, value: dict) -> None:
     """On one rank there is no room for weights until a file appears."""
-    write = sinks.FolderSink.write_part
+    write = WeightStore.write_part
 
     def write_if_there_is_room(self, part, files):
         if rank == value["rank"] and not Path(value["until"]).exists():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(self, part, files)
 
-    sinks.FolderSink.write_part = write_if_there_is_room
+    WeightStore.write_part = write_if_there_is_room
 
 
 def slow_disk(rank: int, value: dict) -> None:
     """On one rank every version takes so long to write."""
-    write = sinks.FolderSink.write_part
+    write = WeightStore.write_part
 
     def write_slowly(self, part, files):
         if rank == value["rank"]:
             time.sleep(value["seconds"])
         write(self, part, files)
 
-    sinks.FolderSink.write_part = write_slowly
+    WeightStore.write_part = write_slowly
 
 
 def slow_steps(_rank: int, seconds: float) -> None:

@@ -23,12 +23,11 @@ import sys
 from pathlib import Path
 import torch
 from weight_sync.publisher import Publisher
-from weight_sync.sinks import FolderSink
 from common.staleness import PolicyVersion
 
 folder, incarnation = Path(sys.argv[1]), int(sys.argv[2])
 publishers = [
-    Publisher(FolderSink(folder), rank, 2, ("float32", "bfloat16"), keep_versions=4, full_every=3) for rank in range(2)
+    Publisher(WeightStore(folder), rank, 2, ("float32", "bfloat16"), keep_versions=4, full_every=3) for rank in range(2)
 ]
 for step in range(100_000):
     for rank, publisher in enumerate(publishers):

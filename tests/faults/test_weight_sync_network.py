@@ -14,7 +14,7 @@ from tests.faults.results import pick
 from tests.faults.service_process import wait_until
 from tests.faults.weight_processes import CHUNK_BYTES, SIZE, UPDATE_TIMEOUT_S, WINDOW, Process, Wire, config
 from tests.weights_by_hand import RUN, Machine, assert_holds, publish, v
-from weight_sync import fetch
+from weight_sync import staging as staging_file
 from weight_sync.client import WeightClient
 from weight_sync.errors import TransferFailed
 from weight_sync.manifest import Manifest, file_name
@@ -140,7 +140,7 @@ def test_without_checksums_flipped_bits_are_staged(folder, tmp_path, monkeypatch
     publish(folder, 0, **SIZE)
     for module in (messages, rpc_client, rpc_server):
         monkeypatch.setattr(module, "checksum", lambda _: 0)
-    monkeypatch.setattr(fetch, "checked", lambda file, entry: file.view(entry.name))
+    monkeypatch.setattr(staging_file, "checked", lambda file, entry: file.view(entry.name))
     machine = Machine(tmp_path)
     try:
         with Wire(machine.address, seed=1, max_delay_s=0.0) as wire:

@@ -15,7 +15,7 @@ import zmq
 from common.staleness import PolicyVersion
 from tests.faults.proxy import Proxy
 from tests.weights_by_hand import RUN, assert_holds, publish
-from weight_sync import transports
+from weight_sync import client
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import open_puller
 from weight_sync.service import WeightService
@@ -31,7 +31,7 @@ SIZE = {"num_tensors": 4, "num_values": 200_000}
 
 def config(staging_dir: Path | str) -> WeightSyncConfig:
     """Of the run. Also makes the chunks of this process small."""
-    transports.CHUNK_BYTES = CHUNK_BYTES
+    client.CHUNK_BYTES = CHUNK_BYTES
     return WeightSyncConfig(
         transport="network",
         staging_dir=str(staging_dir),

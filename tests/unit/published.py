@@ -7,7 +7,6 @@ import torch
 from common.staleness import PolicyVersion
 from weight_sync.publisher import Publisher
 from weight_sync.puller import Puller
-from weight_sync.sinks import FolderSink
 from weight_sync.store import WeightStore
 from weight_sync.tensors import read_tensors
 
@@ -30,7 +29,9 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def publisher_of(folder: Path, rank: int = 0, num_stages: int = 1, dtypes=(DTYPE,), **arguments) -> Publisher:
-    return Publisher(FolderSink(folder), rank, num_stages, dtypes, **{"keep_versions": 3, "full_every": 1, **arguments})
+    return Publisher(
+        WeightStore(folder), rank, num_stages, dtypes, **{"keep_versions": 3, "full_every": 1, **arguments}
+    )
 
 
 def publish(folder: Path, *versions: PolicyVersion, **arguments) -> None:

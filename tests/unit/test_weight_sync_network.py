@@ -10,7 +10,7 @@ from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
 from weight_sync.manifest import delta_name, file_name
 from weight_sync.puller import Puller, open_puller
-from weight_sync.sinks import FolderSink, UploadSink, open_sink
+from weight_sync.sinks import UploadSink, open_sink
 from weight_sync.store import WeightStore
 
 WHOLE = file_name(0, "float32")
@@ -219,7 +219,7 @@ def test_the_transport_is_the_folder_where_it_is_seen_and_the_network_elsewhere(
     assert not elsewhere.exists()
     WeightStore(tmp_path / "another")
     assert str(machine.staging_dir) in place(tmp_path / "another")
-    for folder, kind in ((machine.folder, FolderSink), (elsewhere, UploadSink)):
+    for folder, kind in ((machine.folder, WeightStore), (elsewhere, UploadSink)):
         sink = open_sink(config, folder=folder, address=machine.address, run_id=RUN, name="stage-0")
         machine.keep(sink)
         assert type(sink) is kind
@@ -240,7 +240,6 @@ def test_without_a_service_the_folder_is_read(tmp_path: Path):
 
 def test_only_readers_over_the_network_have_deltas_made(machine: Machine):
     publish(upload_sink(machine), 0)
-    assert not WeightStore(machine.folder).has_remote_reader()
+    assert not WeightStore(machine.folder).wants_deltas()
     machine.puller().newest()
-    assert WeightStore(machine.folder).has_remote_reader()
-    assert FolderSink(machine.folder).wants_deltas()
+    assert WeightStore(machine.folder).wants_deltas()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.weights_by_hand import Machine, assert_holds, damage, publish, v
-from weight_sync import fetch, host_folder
+from weight_sync import host_folder
+from weight_sync import staging as staging_file
 from weight_sync.client import WeightClient, loopback_hint
 from weight_sync.errors import TransferFailed
 from weight_sync.host_folder import HostFolder
@@ -112,7 +113,7 @@ def test_a_staging_folder_that_somebody_removed_is_made_anew(machine: Machine, m
         shutil.rmtree(staging)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(fetch, "checked", lambda *_: shutil.rmtree(staging, ignore_errors=True))
+            patch.setattr(staging_file, "checked", lambda *_: shutil.rmtree(staging, ignore_errors=True))
             with pytest.raises(TransferFailed, match="somebody else has removed that folder"):
                 puller.fetch(v(1))
     for version in (1, 1):
@@ -131,15 +132,15 @@ def test_a_full_disk_costs_the_versions_that_nobody_reads_and_not_the_update(mac
     assert staging.committed() == [v(1), v(2)]
     publish(machine.folder, 3, deltas=True)
     tried: list[int] = []
-    fetch_changes = fetch.fetch_changes
+    fetch = staging_file.fetch
 
     def full(*arguments: object) -> None:
         tried.append(1)
         if v(1) in staging.committed():
             raise OSError(28, "No space left on device")
-        fetch_changes(*arguments)
+        fetch(*arguments)
 
-    monkeypatch.setattr("weight_sync.staging.fetch_changes", full)
+    monkeypatch.setattr("weight_sync.staging.fetch", full)
     with puller.fetch(v(3)) as staged:
         assert_holds(staged, 3)
     assert len(tried) == 2

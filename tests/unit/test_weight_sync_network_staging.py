@@ -18,7 +18,6 @@ from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
 from weight_sync.host_folder import HostFolder, folder_for, lock_within, try_lock
 from weight_sync.manifest import MANIFEST_NAME, build_manifest, file_name
 from weight_sync.puller import Puller, StagedVersion
-from weight_sync.sinks import FolderSink
 from weight_sync.store import WeightStore
 
 WHOLE = file_name(0, "float32")
@@ -125,7 +124,7 @@ def test_a_disk_without_room_is_an_error_that_names_the_folder_and_the_knob(mach
     publish(machine.folder, 0)
     puller = machine.puller()
     with monkeypatch.context() as patch:
-        patch.setattr("weight_sync.staging.fetch_whole", full)
+        patch.setattr("weight_sync.staging.fetch", full)
         with pytest.raises(TransferFailed, match=rf"{machine.staging_dir}.*it is full.*staging_dir"):
             puller.fetch(v(0))
     with puller.fetch(v(0)) as staged:
@@ -281,10 +280,10 @@ def test_another_version_under_the_name_of_a_newer_one_is_refused(machine: Machi
 def test_another_architecture_is_refused_and_the_next_good_version_taken(machine: Machine, puller: Puller):
     publish(machine.folder, 0)
     puller.fetch(v(0)).close()
-    sink = FolderSink(machine.folder)
+    sink = WeightStore(machine.folder)
     part, files = make_part(0, v(1), {"w0": np.zeros(5, np.float32)})
     sink.write_part(part, files)
-    sink.commit(build_manifest(v(1), [part], sink.newest(), 0.0), 3)
+    sink.commit(build_manifest(v(1), [part], sink.newest_manifest(), 0.0), 3)
     with pytest.raises(WeightsCorrupt, match="another architecture"):
         puller.fetch(v(1))
     publish(machine.folder, 2)
@@ -295,7 +294,7 @@ def test_another_architecture_is_refused_and_the_next_good_version_taken(machine
 def test_two_learners_under_one_number_are_noticed(machine: Machine):
     publish(machine.folder, 0)
     machine.puller("actor-0").fetch(v(0)).close()
-    sink = FolderSink(machine.folder)
+    sink = WeightStore(machine.folder)
     part, files = make_part(0, v(0), weights(3))
     sink.write_part(part, files)
     (machine.folder / "NEWEST").unlink()
@@ -313,7 +312,7 @@ def test_deltas_against_another_learners_parent_are_not_even_fetched(machine: Ma
     machine.end()
     shutil.rmtree(machine.folder / "0.0")
     (machine.folder / "NEWEST").unlink()
-    sink = FolderSink(machine.folder)
+    sink = WeightStore(machine.folder)
     part, files = make_part(0, v(0), weights(3))
     sink.write_part(part, files)
     sink.commit(build_manifest(v(0), [part], None, 1.0), 3)

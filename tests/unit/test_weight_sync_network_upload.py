@@ -62,7 +62,7 @@ def test_only_files_that_have_changes_are_uploaded_as_such(machine: Machine):
     sink.write_part(part, {**files, **changes})
     num_chunks = -(-sum(map(len, files[file_name(0, "bfloat16")])) // 2**14)
     assert machine.service.stats()["requests"]["WriteRequest"] - sent == num_chunks + 1
-    sink.commit(build_manifest(v(1), [part], sink.newest(), 0.0), 3)
+    sink.commit(build_manifest(v(1), [part], sink.newest_manifest(), 0.0), 3)
     for dtype in BOTH:
         with Puller.of_folder(machine.folder, dtype).fetch(v(1)) as staged:
             assert_holds(staged, 1, dtype)
@@ -117,9 +117,9 @@ def test_two_stages_upload_one_version_and_it_exists_once_both_have(machine: Mac
         assert found is not None
         assert found.tensors == part.tensors
         parts.append(found)
-        assert sinks[0].newest() is None
+        assert sinks[0].newest_manifest() is None
     sinks[0].commit(build_manifest(v(0), parts, None, 0.0), 3)
-    assert sinks[1].newest() is not None
+    assert sinks[1].newest_manifest() is not None
     with machine.puller(dtype="bfloat16").fetch(v(0)) as staged:
         assert len(staged.manifest.variant("bfloat16")) == 8
 
@@ -129,7 +129,7 @@ def test_a_version_is_not_committed_before_all_its_files_have_come(machine: Mach
     part, _ = make_part(0, v(0), weights(0))
     with pytest.raises(TransferFailed, match="is missing"):
         sink.commit(build_manifest(v(0), [part], None, 0.0), 3)
-    assert sink.newest() is None
+    assert sink.newest_manifest() is None
 
 
 def test_an_upload_goes_on_where_the_service_was_killed(machine: Machine):
@@ -143,7 +143,7 @@ def test_an_upload_goes_on_where_the_service_was_killed(machine: Machine):
     assert machine.service.stats()["requests"]["WriteRequest"] == 1
     sink.commit(build_manifest(v(0), [part], None, 0.0), 3)
     sink.write_part(part, files)
-    sink.commit(build_manifest(v(0), [part], sink.newest(), 1.0), 3)
+    sink.commit(build_manifest(v(0), [part], sink.newest_manifest(), 1.0), 3)
     assert machine.service.stats()["requests"]["WriteRequest"] == 1
     with machine.puller().fetch(v(0)) as staged:
         assert_holds(staged, 0)

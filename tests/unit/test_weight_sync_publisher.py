@@ -17,7 +17,6 @@ from tests.unit.published import PART, publish, publisher_of, read, same, v, wei
 from weight_sync import parts
 from weight_sync.errors import PublishFailed, TransferFailed
 from weight_sync.publisher import NUM_COPIES, Publisher
-from weight_sync.sinks import FolderSink
 from weight_sync.store import WeightStore
 
 
@@ -26,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "weights"
 
 
-class Stubborn(FolderSink):
+class Stubborn(WeightStore):
     """A folder in which a call fails so often as is asked."""
 
     def __init__(self, folder: Path, error: Exception | None = None, *, times: int = 0, call: str = "write_part"):

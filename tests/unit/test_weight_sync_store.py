@@ -23,7 +23,6 @@ from weight_sync.manifest import (
     encode,
 )
 from weight_sync.puller import Puller
-from weight_sync.sinks import FolderSink
 from weight_sync.store import WeightStore
 
 
@@ -139,8 +138,8 @@ def test_a_killed_learners_unfinished_version_is_removed_before_the_next_learner
         (folder / name).mkdir()
         (folder / name / f".{PART}.4711.tmp").write_bytes(b"x")
     seen = []
-    monkeypatch.setattr("weight_sync.sinks.write_whole", lambda *_: seen.append(sorted(folder.glob("[0-9]*"))))
-    sink = FolderSink(folder)
+    monkeypatch.setattr("weight_sync.store.write_whole", lambda *_: seen.append(sorted(folder.glob("[0-9]*"))))
+    sink = WeightStore(folder)
     sink.write_part(Part(0, "1.2", None, (), ()), {PART: [b"x"]})
     assert seen[0] == [folder / name for name in ("0.0", "1.1", "1.2")], "what this incarnation has begun stays"
     sink.write_part(Part(0, "2.0", None, (), ()), {PART: [b"x"]})
