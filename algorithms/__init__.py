@@ -2,9 +2,8 @@
 
 registry            the algorithms by name, the config union that `algorithm.type` selects from, the loss of a config;
                     withholds from a loss what its Needs do not declare
-base                what each of them declares: Algorithm, its config section, its Needs; refuses a batch that no loss
-                    can use
-inputs              LossInputs: what every loss may read; LossOutput: the loss and its metrics
+base                LossInputs: what every loss may read; LossOutput: the loss and its metrics; what each declares:
+                    Algorithm, its config section, its Needs; refuses a batch that no loss can use
 trajectory_balance  VarGrad trajectory balance (TBA)
 online_dpo          best-against-worst preference loss
 oapl                regression of log(pi / mu) on the optimal advantage

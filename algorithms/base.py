@@ -1,16 +1,120 @@
-"""What a loss builds on: Algorithm, its config section and its Needs, and the check of the batch that it gets."""
+"""What a loss builds on.
+
+LossInputs, LossOutput   what it reads and what it returns
+Algorithm                its config section, what that needs of a run, and the loss itself
+check_inputs             refuses a batch that no loss can use
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from algorithms.inputs import LossInputs, LossOutput
+LOG_RATIO_LIMIT = 20.0
+"""Log ratios are clamped to +-20 before exp: e^20 is finite in float32, and far beyond any trust region."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One batch as the loss sees it: log-probabilities of completion tokens, flat over the batch.
+
+    Shape suffixes: T completion tokens of the whole batch, B sequences, in groups that share a prompt. The
+    tokens of a sequence stand in their order. All log-probabilities are natural, at the sampling temperature,
+    over the full vocabulary.
+    """
+
+    logprobs_T: Tensor
+    """log pi of each token under the learner: the leaf that is differentiated."""
+    proximal_logprobs_T: Tensor
+    """log pi_prox: the weights at the start of this draw."""
+    behaviour_logprobs_T: Tensor
+    """log mu: the policy that sampled the token, whichever version that was."""
+    reference_logprobs_T: Tensor
+    """log pi_ref of the frozen reference model; NaN throughout where the algorithm declared it needs none.
+
+    A loss that reads an undeclared one, of this or of `behaviour_logprobs_T`, raises UndeclaredInput.
+    """
+    sequence_T: Tensor
+    """int64: the sequence (0..B-1) of each token."""
+    group_B: Tensor
+    """int64: the group (0..num_groups-1) of each sequence: samples of one lease, or of one prompt."""
+    rewards_B: Tensor
+    """Reward of each sequence, finite."""
+    finished_B: Tensor
+    """bool: the sequence ended with an end-of-sequence token (not by length)."""
+    num_groups: int
+    step: int
+    """Optimizer steps taken so far: the position in schedules such as that of beta."""
+    prompt_B: Tensor | None = None
+    """int64: a number for the prompt of each sequence, the same in all its groups; None: every group has its own."""
+    values_T: Tensor | None = None
+    """The critic's value of the state before each token: a second leaf; None where there is no critic."""
+    old_values_T: Tensor | None = None
+    """The same at the start of this draw, constant over its updates."""
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return int(self.group_B.numel())
+
+    def sum_per_sequence(self, values_T: Tensor) -> Tensor:
+        """Sum a per-token value over each sequence: T -> B. An empty completion sums to 0."""
+        total_B = torch.zeros(self.num_sequences, dtype=values_T.dtype, device=values_T.device)
+        return total_B.index_add(0, self.sequence_T, values_T)
+
+    def mean_per_sequence(self, values_T: Tensor) -> Tensor:
+        """Mean of a per-token value over each sequence: T -> B. That of an empty completion is 0."""
+        return self.sum_per_sequence(values_T) / self.length_B.clamp_min(1).to(values_T.dtype)
+
+    @property
+    def length_B(self) -> Tensor:
+        """int64: completion tokens of each sequence."""
+        return torch.bincount(self.sequence_T, minlength=self.num_sequences)
+
+    @property
+    def group_size_B(self) -> Tensor:
+        """How many sequences of the batch share the group of each sequence, in the dtype of the rewards."""
+        ones_B = torch.ones_like(self.rewards_B)
+        size_G = torch.zeros(self.num_groups, dtype=ones_B.dtype, device=ones_B.device)
+        return size_G.index_add(0, self.group_B, ones_B)[self.group_B]
+
+    def mean_per_group(self, values_B: Tensor) -> Tensor:
+        """Mean over the sequences of each group, spread back over its sequences: B -> B.
+
+        Summed in float64: equal float32 values have exactly that mean, so no rounding passes for a difference.
+        """
+        total_G = torch.zeros(self.num_groups, dtype=torch.float64, device=values_B.device)
+        total_B = total_G.index_add(0, self.group_B, values_B.double())[self.group_B]
+        return (total_B / self.group_size_B).to(values_B.dtype)
+
+    def penalised_rewards_B(self, missing_eos_penalty: float) -> Tensor:
+        """Rewards, less the penalty for a completion that ended by length: B."""
+        return self.rewards_B - missing_eos_penalty * (~self.finished_B).to(self.rewards_B.dtype)
+
+    def by_prompt(self) -> LossInputs:
+        """The same batch with all samples of a prompt in one group, whichever version wrote them."""
+        if self.prompt_B is None:
+            return self
+        numbers, group_B = torch.unique(self.prompt_B, return_inverse=True)
+        return replace(self, group_B=group_B, num_groups=int(numbers.numel()))
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A scalar loss, differentiable in `LossInputs.logprobs_T` (and `values_T`), and what to log beside it."""
+
+    loss: Tensor
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """None where a metric does not apply to this batch."""
+    weights_T: Tensor | None = None
+    """The importance weights as the loss applied them, after corrections: pi_prox / mu, or pi / mu of its gradient;
+    None where it has none."""
+
 
 CriticKind = Literal["head", "model"]
 

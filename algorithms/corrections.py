@@ -33,8 +33,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from algorithms.base import GroupSection
-from algorithms.inputs import LOG_RATIO_LIMIT, LossInputs
+from algorithms.base import LOG_RATIO_LIMIT, GroupSection, LossInputs
 
 
 class _Correction(BaseModel):

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from algorithms.base import LOG_RATIO_LIMIT, LossInputs
 from algorithms.corrections import clamped_exp
-from algorithms.inputs import LOG_RATIO_LIMIT, LossInputs
 
 Metrics = dict[str, float | None]
 EssAction = Literal["scale_lr", "drop"]

@@ -31,9 +31,8 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from algorithms.base import Algorithm, Needs
+from algorithms.base import Algorithm, LossInputs, LossOutput, Needs
 from algorithms.corrections import WeighedSection, weigh_gradient
-from algorithms.inputs import LossInputs, LossOutput
 
 
 class OAPLConfig(WeighedSection):

@@ -45,7 +45,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from algorithms.base import Algorithm, CriticKind, GroupSection, Needs
+from algorithms.base import Algorithm, CriticKind, GroupSection, LossInputs, LossOutput, Needs
 from algorithms.corrections import (
     AnySurrogate,
     AnyWeight,
@@ -57,7 +57,6 @@ from algorithms.corrections import (
     importance_weights,
     surrogate_of,
 )
-from algorithms.inputs import LossInputs, LossOutput
 
 Metrics = dict[str, float | None]
 

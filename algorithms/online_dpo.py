@@ -32,9 +32,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
-from algorithms.base import Algorithm, Needs
+from algorithms.base import Algorithm, LossInputs, LossOutput, Needs
 from algorithms.corrections import WeighedSection, weigh_gradient
-from algorithms.inputs import LossInputs, LossOutput
 
 
 class OnlineDPOConfig(WeighedSection):

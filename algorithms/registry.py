@@ -15,8 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from algorithms.base import Algorithm, AlgorithmSection, Needs, check_inputs
-from algorithms.inputs import LossInputs, LossOutput
+from algorithms.base import Algorithm, AlgorithmSection, LossInputs, LossOutput, Needs, check_inputs
 
 FILES = (
     "trajectory_balance",

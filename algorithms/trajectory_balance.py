@@ -34,9 +34,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from algorithms.base import Algorithm, Needs
+from algorithms.base import Algorithm, LossInputs, LossOutput, Needs
 from algorithms.corrections import WeighedSection, weigh_gradient
-from algorithms.inputs import LossInputs, LossOutput
 
 
 class TrajectoryBalanceConfig(WeighedSection):

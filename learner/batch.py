@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from algorithms.inputs import LossInputs
+from algorithms.base import LossInputs
 from buffer.trajectory import Trajectory
 from common.staleness import effective_version
 from learner.packing import IntArray, PackedBatch, PackingRule, pack

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from algorithms.base import LossInputs, LossOutput
 from algorithms.diagnostics import EssDecision, EssRule, off_policy_metrics
-from algorithms.inputs import LossInputs, LossOutput
 from algorithms.registry import AlgorithmConfig, loss_for
 from learner.batch import Leaves, StepBatch
 from learner.config import LearnerConfig

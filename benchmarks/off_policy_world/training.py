@@ -13,9 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from algorithms.base import AlgorithmSection
+from algorithms.base import AlgorithmSection, LossInputs
 from algorithms.diagnostics import EssRule, off_policy_metrics
-from algorithms.inputs import LossInputs
 from algorithms.oapl import OAPLConfig
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from actors.tasks.config import ReasoningGymTask
 from actors.tasks.gym import gym_problems, gym_scorer
 from actors.tasks.task import Problem
+from algorithms.base import LossInputs
 from algorithms.diagnostics import EssRule, off_policy_metrics
-from algorithms.inputs import LossInputs
 from algorithms.registry import loss_for
 from benchmarks.lib.machine import ROOT
 from launch.config import Config, load_config

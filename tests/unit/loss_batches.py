@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from algorithms.inputs import LossInputs
+from algorithms.base import LossInputs
 from algorithms.oapl import OAPLConfig
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.base import Algorithm, AlgorithmSection, Needs
-from algorithms.inputs import LossOutput
+from algorithms.base import Algorithm, AlgorithmSection, LossOutput, Needs
 from algorithms.registry import ALGORITHMS, UndeclaredInput, loss_for, only_declared
 from tests.unit.loss_batches import make_inputs
 
