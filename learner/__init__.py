@@ -7,7 +7,7 @@ coordinator  Coordinator: the one rank that talks to the buffer; Channel: how it
 batch        StepBatch: a draw, or a part of it, as the flat arrays that a step computes with
 packing      best-fit packing of whole sequences into micro-batches of one shape, by what they cost
 step         TrainStep: a step trains one draw in one or several updates, in two passes or in one
-update       LossEvaluator: the loss of an update, its gradient, and whether and how it is taken; Update: what it did
+             LossEvaluator: the loss of an update, its gradient, and whether and how it is taken
 bad_batches  BadBatches: what could not be trained, and when a run has diverged
 report       the metrics of a step, by name
 
@@ -19,8 +19,7 @@ logprobs     log-probabilities of tokens without the full logits
 pipeline     Pipeline: forward-only and training schedules over torch.distributed.pipelining
 optimizer    StageOptimizer: AdamW on master weights; one decision over all ranks
 
-checkpoint   Checkpoints: what a restart needs, written in the background and atomically
-training_state   TrainingState: host copies of what a checkpoint holds of one rank
+checkpoint   Checkpoints: what a restart needs, in the background and atomically; TrainingState: host copies
 checkpoint_meta  CheckpointMeta, TrainingProgress: what a checkpoint says of itself, with checksums
 export       the policy as a Hugging Face folder, from the ranks or from a checkpoint
 """

@@ -5,8 +5,13 @@
       meta.json             the coordinator adds the checksum of each file, and where training stood
     step-00000050/          renamed when all of it is on disk
 
-Tensors are saved under names of the whole model, so a run may restart with other stages, chunks and replicas. The
-threads speak over a process group of their own, for their collectives must not come between those of training.
+The threads speak over a process group of their own, for their collectives must not come between those of training.
+Tensors are saved under names of the whole model, so a run may restart with other stages, chunks and replicas:
+
+    NAME                        a parameter, as the Hugging Face checkpoint calls it
+    optimizer.exp_avg.NAME      a moment of it; also exp_avg_sq, and step, the updates that it had
+    critic.NAME                 either of the above, of a critic that is a model of its own
+    rng.RANK, rng_cuda.RANK     random generators; the only tensors that belong to a rank and not to the model
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -31,16 +36,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from common.files import replace_durably, sync, write_durably
 from learner.checkpoint_meta import META_NAME, CheckpointMeta, Seal, TrainingProgress, steps_in
 from learner.mesh import Agreement, Disagreement, Mesh, first_line
-from learner.networks import Networks
-from learner.training_state import TrainingState, is_of_a_rank
-
-__all__ = ["CheckpointFailed", "CheckpointMismatch", "Checkpoints", "TrainingProgress"]
+from learner.networks import Network, Networks
 
 logger = logging.getLogger(__name__)
 
 _LEFT_BEHIND = re.compile(r"\.step-\d{8}\.(tmp|old)|\.probe-\d+")
 _INDEX = ".metadata"
 """Which tensor is in which file, written by rank 0."""
+
+_RNG = "rng"
+_RNG_CUDA = "rng_cuda"
 
 Stored = Mapping[str, TensorStorageMetadata]
 
@@ -174,7 +179,9 @@ class Checkpoints:
         ranks = self._ranks
         try:
             ranks.together(lambda: self._if_coordinator(lambda: _make_empty(temporary)), f"make {temporary}")
-            ranks.together(lambda: _save(tensors, writer, ranks.group), f"write the checkpoint {final}")
+            ranks.together(
+                lambda: save(tensors, storage_writer=writer, process_group=ranks.group), f"write the checkpoint {final}"
+            )
             own = ranks.together(lambda: Seal.of(own_file), f"read {own_file} back")
             told = ranks.say(f"{own.size_bytes} {own.xxh3}")
             ranks.together(lambda: self._if_coordinator(lambda: self._complete(progress, told)), f"complete {final}")
@@ -327,10 +334,6 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir()
 
 
-def _save(tensors: dict[str, Tensor], writer: FileSystemWriter, group: dist.ProcessGroup | None) -> None:
-    save(tensors, storage_writer=writer, process_group=group)
-
-
 def _file_of(rank: int) -> str:
     """What torch.distributed.checkpoint calls a rank's only file."""
     return f"__{rank}_0.distcp"
@@ -346,3 +349,92 @@ def _first_misfit(stored: Stored, own: Mapping[str, Tensor]) -> str:
         if there != here:
             return f"tensor {name} has {there} in the checkpoint and {here} in this run"
     return ""
+
+
+class TrainingState:
+    """Copies of one rank's tensors; they take as much host memory as the rank's weights and moments.
+
+    Training goes on while the copies are written, and a checkpoint is read into them first: whatever goes wrong there,
+    the live tensors are those of before.
+    """
+
+    def __init__(self, rank: int) -> None:
+        """Nothing is copied yet; `rank` is whose random generators are meant."""
+        self._rank = rank
+        self._copies: dict[str, Tensor] = {}
+
+    def prepare(self, networks: Networks) -> None:
+        """Make room: the first touch of so much memory takes longer than to fill it later, while a step waits."""
+        for name, tensors in live_tensors(networks).items():
+            self._copy_of(name, tensors[0]).zero_()
+
+    def take(self, networks: Networks) -> dict[str, Tensor]:
+        """Copy everything to host memory; the copies are those of the call before, with new values."""
+        on_gpu = networks.policy.device.type == "cuda"
+        live = live_tensors(networks)
+        for name, tensors in live.items():
+            self._copy_of(name, tensors[0]).copy_(tensors[0], non_blocking=on_gpu)
+        taken = {name: self._copies[name] for name in live}
+        taken[f"{_RNG}.{self._rank}"] = torch.get_rng_state()
+        if on_gpu:
+            taken[f"{_RNG_CUDA}.{self._rank}"] = torch.cuda.get_rng_state(networks.policy.device)
+            torch.cuda.synchronize(networks.policy.device)
+        return taken
+
+    def to_read(self, networks: Networks, stored: Container[str]) -> dict[str, Tensor]:
+        """Host tensors for a checkpoint to be read into.
+
+        A rank that the checkpoint, with these names stored, does not know takes the generators of rank 0.
+        """
+        wanted = {name: self._copy_of(name, tensors[0]) for name, tensors in live_tensors(networks).items()}
+        generators = {_RNG: torch.get_rng_state()}
+        if networks.policy.device.type == "cuda":
+            generators[_RNG_CUDA] = torch.cuda.get_rng_state(networks.policy.device)
+        for kind, state in generators.items():
+            known = [name for name in (f"{kind}.{self._rank}", f"{kind}.0") if name in stored]
+            if known:
+                wanted[known[0]] = state
+        return wanted
+
+    def put(self, networks: Networks, read: dict[str, Tensor]) -> None:
+        """Make what was read into the tensors of `to_read` the state of training."""
+        for name, tensors in live_tensors(networks).items():
+            for tensor in tensors:
+                tensor.copy_(read[name])
+        for name, state in read.items():
+            if name.startswith(f"{_RNG}."):
+                torch.set_rng_state(state)
+            elif name.startswith(f"{_RNG_CUDA}."):
+                torch.cuda.set_rng_state(state, networks.policy.device)
+
+    def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
+        copy = self._copies.get(name)
+        if copy is None:
+            # pinned, or a copy from a GPU would not be asynchronous
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._copies[name] = copy
+        return copy
+
+
+def is_of_a_rank(name: str) -> bool:
+    """Is this a random generator's state, and not a tensor of the model?"""
+    return name.startswith((f"{_RNG}.", f"{_RNG_CUDA}."))
+
+
+def live_tensors(networks: Networks) -> dict[str, list[Tensor]]:
+    """This rank's tensors by the name under which they are saved; a tied weight may have two copies on one rank."""
+    found = _tensors_of(networks.policy, "")
+    if networks.critic is not None:
+        found |= _tensors_of(networks.critic, "critic.")
+    return found
+
+
+def _tensors_of(network: Network, prefix: str) -> dict[str, list[Tensor]]:
+    named = [(name, parameter.detach()) for name, parameter in network.named_parameters()]
+    for optimizer in network.optimizers:
+        named += [(f"optimizer.{name}", tensor) for name, tensor in optimizer.state().items()]
+    found: dict[str, list[Tensor]] = {}
+    for name, tensor in named:
+        # embedding and head are one tensor, perhaps on two ranks: saved once, read by both
+        found.setdefault(prefix + network.stored_name(name), []).append(tensor)
+    return found

@@ -37,7 +37,7 @@ class TrainingProgress:
     incarnation: int
     """Of the learner that wrote the checkpoint."""
     drops_in_a_row: int = 0
-    """Steps up to this one that dropped updates for their small effective sample size; see learner.update."""
+    """Steps up to this one that dropped updates for their small effective sample size; see learner.step."""
     non_finite_steps: tuple[int, ...] = ()
     """Steps in a row without a finite loss or gradient, as learner.bad_batches counts them."""
 

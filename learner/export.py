@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from common.files import replace_durably
 from common.hf_folder import complete_folder, model_identity, shard_name
+from learner.checkpoint import is_of_a_rank
 from learner.checkpoint_meta import CheckpointMeta, DamagedCheckpoint
 from learner.mesh import first_line
 from learner.model import is_value_head
-from learner.training_state import is_of_a_rank
 
 SHARD_BYTES = 4 * 2**30
 """So much is in memory at a time; a file of the folder holds no more, unless a single tensor is larger."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from algorithms.diagnostics import EssDecision
 from common.hf_folder import HEAD
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
@@ -43,15 +44,11 @@ def learning_rate(config: LearnerConfig, update: int) -> float:
 
 
 @dataclass(frozen=True)
-class UpdateDecision:
+class UpdateDecision(EssDecision):
     """What the coordinator, which evaluates the loss, says of an update."""
 
     finite: bool = True
     """False where loss or coefficients were not finite."""
-    drop: bool = False
-    """Take no optimizer step, although it could be taken."""
-    lr_scale: float = 1.0
-    """Factor of the learning rate."""
 
 
 @dataclass(frozen=True)

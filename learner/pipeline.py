@@ -58,19 +58,14 @@ class _Built:
             stage.clear_runtime_states()
 
 
-@dataclass(frozen=True)
-class MicroBatchRule:
-    """What a schedule asks of the number of micro-batches of a replica."""
+def micro_batches_asked(schedule: ScheduleName, num_stages: int) -> tuple[int, int]:
+    """How many micro-batches a replica has to run: the least number, and of what it is a multiple.
 
-    least: int
-    multiple: int
-
-
-def micro_batch_rule(schedule: ScheduleName, num_stages: int) -> MicroBatchRule:
-    """How many micro-batches a schedule takes: 1F1B at least one per stage, those in rounds whole rounds of them."""
+    1F1B takes at least one per stage, schedules in rounds whole rounds of them.
+    """
     if schedule == "gpipe" or num_stages == 1:
-        return MicroBatchRule(1, 1)
-    return MicroBatchRule(num_stages, 1 if schedule == "1f1b" else num_stages)
+        return 1, 1
+    return num_stages, 1 if schedule == "1f1b" else num_stages
 
 
 class Pipeline:

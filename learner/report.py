@@ -11,8 +11,7 @@ from buffer.ledger import LEDGER_METRICS
 from buffer.lengths import LengthFidelity
 from learner.batch import Lag0ByActor, LagByActor, StepBatch, lag_by_actor
 from learner.packing import IntArray
-from learner.step import StepResult
-from learner.update import Metrics, counted
+from learner.step import Metrics, StepResult, counted
 
 Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
 """Metrics by name; and `NO_METRICS`."""

@@ -38,7 +38,7 @@ from learner.export import write_shard
 from learner.mesh import Agreement, Mesh, MeshPlace, StageLost, join_group, tells_of_loss
 from learner.networks import build_networks, build_reference
 from learner.packing import CostModel, PackingRule
-from learner.pipeline import micro_batch_rule
+from learner.pipeline import micro_batches_asked
 from learner.report import Report, StepTimes, step_report
 from learner.step import TrainStep
 from weight_sync.errors import PublishFailed
@@ -396,12 +396,12 @@ class Stage:
 def _packing_rule(context: RunContext[LearnerSections]) -> PackingRule:
     """How batches of this run become micro-batches."""
     config = context.config.learner
-    asked = micro_batch_rule(config.schedule, config.num_stages)
+    least, multiple = micro_batches_asked(config.schedule, config.num_stages)
     return PackingRule(
         config.token_budget,
         num_replicas=config.num_replicas,
-        min_micro_batches=asked.least,
-        multiple=asked.multiple,
+        min_micro_batches=least,
+        multiple=multiple,
         cost=CostModel(*cost_of(AutoConfig.from_pretrained(context.model_path, local_files_only=True))),
     )
 

@@ -15,23 +15,35 @@ log-probabilities that its own coefficients need. All ranks call `run` with the 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from algorithms.registry import AlgorithmConfig
+from algorithms.base import LossInputs, LossOutput
+from algorithms.diagnostics import EssDecision, EssRule, off_policy_metrics
+from algorithms.registry import AlgorithmConfig, loss_for
 from learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from learner.config import LearnerConfig
 from learner.model import DeviceBatch
 from learner.networks import Gradient, Networks, Reference, Scores
+from learner.optimizer import UpdateDecision, UpdateResult
 from learner.packing import IntArray
-from learner.update import LossEvaluation, LossEvaluator, Metrics, Update, distance, mean_metrics
 
 BetweenUpdates = Callable[[int], object]
+Metrics = dict[str, float | None]
+
+ESS_METRIC = "off_policy/ess_sequence"
+"""What is compared with learner.ess_budget: of pi_prox / mu over sequences. It tells how old the data are whatever the
+loss does about it; a sequence is what a reward belongs to."""
+
+MAX_DROPS = 2
+"""Steps in a row that may drop updates while the actors catch up. The next step takes its updates at a lower rate: a
+run whose data stay poor would stand still otherwise."""
 
 MOST_EVALUATED = 2**27
 """Tokens times micro-batches up to which one pass is cheaper than two: a second or two of evaluating the loss."""
@@ -74,15 +86,9 @@ class TrainStep:
         *,
         one_pass: bool = True,
     ) -> None:
-        """Wire the parts of a step.
+        """Wire the parts of a step. The seed, of the order of minibatches, is the same on all ranks.
 
-        Args:
-            networks: what is trained.
-            reference: scores the samples.
-            algorithm: its loss, of whole minibatches, is evaluated on the coordinator.
-            config: minibatches, epochs, and the rule of the effective sample size.
-            seed: of the order of minibatches; the same on all ranks.
-            one_pass: False: a separable loss takes two passes as well, to compare them.
+        Without `one_pass` a separable loss takes two passes as well, to compare them.
         """
         self._networks = networks
         self._reference = reference
@@ -125,7 +131,7 @@ class TrainStep:
                 evaluation = self._train_twice(part, clock, is_first=not updates)
             updates.append(self._update(part, step * self._config.updates_per_step + number, evaluation, clock))
             version += updates[-1].result.taken
-        distances, by_actor = draw.distance(), draw.lag0_by_actor()
+        distances, by_actor = draw.distances()
         clock.lap("time/loss")
         means = mean_metrics(updates, acts_on_ess=self._config.ess_budget is not None)
         return StepResult(version, tuple(updates), {**means, **distances, **clock.laps_s}, new_scores, by_actor)
@@ -258,22 +264,16 @@ class _Draw:
         if weights_T is not None:
             self._applied_T[where_T] = weights_T
 
-    def distance(self) -> Metrics:
-        """On the coordinator: how far the data were from the policy when the draw began."""
+    def distances(self) -> tuple[Metrics, Lag0ByActor]:
+        """On the coordinator: how far the data were from the policy when the draw began; of lag 0 by actor too."""
         if not self._networks.mesh.place.is_coordinator:
-            return {}
+            return {}, {}
         assert self.old is not None, "the coordinator has the last stage"
         assert self._reference_T is not None, "the coordinator has the last stage"
         inputs = self.batch.loss_inputs(self.old, self.old, self._reference_T, self.batch.version)
         applied = bool(torch.isfinite(self._applied_T).all()) and self._applied_T.numel() > 0
-        return distance(self.batch, inputs, self._applied_T if applied else None)
-
-    def lag0_by_actor(self) -> Lag0ByActor:
-        """On the coordinator: the mismatch of each actor where lag is 0."""
-        if not self._networks.mesh.place.is_coordinator:
-            return {}
-        assert self.old is not None, "the coordinator has the last stage"
-        return lag0_by_actor(self.batch, self.old.logprobs_T)
+        found = distance(self.batch, inputs, self._applied_T if applied else None)
+        return found, lag0_by_actor(self.batch, self.old.logprobs_T)
 
 
 class _Clock:
@@ -315,3 +315,121 @@ def minibatches(unit_B: IntArray, num_minibatches: int, num_epochs: int, seed: t
             filled[part_of[unit]] += sizes[unit]
         updates += [np.flatnonzero(part_of[unit_of_B] == part) for part in range(num_parts)]
     return updates
+
+
+@dataclass(frozen=True)
+class LossEvaluation:
+    """What comes of evaluating the loss."""
+
+    gradient: Leaves | None
+    """dL / d(leaf) of each token; None where the update is not to be taken."""
+    decision: UpdateDecision
+    metrics: Metrics
+    weights_T: Tensor | None
+    """The importance weights that the loss applied."""
+
+
+class LossEvaluator:
+    """Evaluates the loss of an update, and decides whether and how the update is taken.
+
+    Used on the coordinator alone, but for `gradient`, which every last stage may ask for.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, config: LearnerConfig) -> None:
+        """Take the loss and the rule of the effective sample size."""
+        self._loss = loss_for(algorithm)
+        self._rule: EssRule | None = None
+        if config.ess_budget is not None:
+            self._rule = EssRule(config.ess_budget, config.ess_action, MAX_DROPS)
+        self.drops_in_a_row = 0
+        """Steps, up to the present one, that dropped updates; a restart takes it from the checkpoint."""
+        self._drops_before = 0
+
+    def begin_step(self) -> None:
+        """A draw begins: what its updates drop is dropped once, for its samples do not become fresher meanwhile."""
+        self._drops_before, self.drops_in_a_row = self.drops_in_a_row, 0
+
+    def gradient(self, inputs: LossInputs) -> Tensor:
+        """The gradient dL / d(log-probability) of all T tokens; `inputs.logprobs_T` is a leaf."""
+        with torch.enable_grad():
+            return torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0]
+
+    def evaluate(self, batch: StepBatch, leaves: Leaves, old: Leaves, reference_T: Tensor) -> LossEvaluation:
+        """Evaluate the loss on the batch of an update, at the leaves of the present weights.
+
+        `old` are those of the weights at the start of the draw, `reference_T` the reference model's log-probabilities.
+        """
+        inputs = batch.loss_inputs(leaves, old, reference_T, batch.version)
+        output = self._loss(inputs)
+        wanted = [inputs.logprobs_T] if inputs.values_T is None else [inputs.logprobs_T, inputs.values_T]
+        gradients = torch.autograd.grad(output.loss, wanted)
+        metrics: Metrics = {"loss": output.loss.item(), **output.metrics}
+        finite = all(bool(torch.isfinite(tensor).all()) for tensor in (output.loss, *gradients))
+        if not finite:
+            return LossEvaluation(None, UpdateDecision(finite=False), metrics, output.weights_T)
+        ess = self._check_sample_size(batch, inputs, output)
+        gradient = None if ess.drop else Leaves(gradients[0], gradients[1] if len(gradients) == 2 else None)
+        return LossEvaluation(gradient, UpdateDecision(drop=ess.drop, lr_scale=ess.lr_scale), metrics, output.weights_T)
+
+    def _check_sample_size(self, batch: StepBatch, inputs: LossInputs, output: LossOutput) -> EssDecision:
+        if self._rule is None:
+            return EssDecision()
+        found = distance(batch, inputs, output.weights_T)
+        decision = self._rule.decide(found[ESS_METRIC], self._drops_before)
+        if decision.drop:
+            self.drops_in_a_row = self._drops_before + 1
+        return decision
+
+
+def distance(batch: StepBatch, inputs: LossInputs, weights_T: Tensor | None) -> Metrics:
+    """How far the data of a batch are from the policy."""
+    device = inputs.logprobs_T.device
+    lag_T, single_version_B = torch.from_numpy(batch.lag_T), torch.from_numpy(batch.single_version_B)
+    found = off_policy_metrics(inputs, lag_T.to(device), single_version_B.to(device), weights_T)
+    return {name: value if value is None or math.isfinite(value) else None for name, value in found.items()}
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of a step."""
+
+    batch: StepBatch
+    """What it trained, at the version that it found."""
+    result: UpdateResult
+    metrics: Metrics
+    """Of the loss; empty but on the coordinator."""
+
+
+def counted(updates: Sequence[Update]) -> list[Update]:
+    """The updates that a step's figures are about: those that were taken, or all where none was."""
+    return [update for update in updates if update.result.taken] or list(updates)
+
+
+def mean_metrics(updates: Sequence[Update], *, acts_on_ess: bool) -> Metrics:
+    """Means over the updates of a step, weighted by completion tokens; a metric is None where no update has it."""
+    chosen = counted(updates)
+    rows = [_row(update, acts_on_ess=acts_on_ess) for update in chosen]
+    weights = [max(1, len(update.batch.sequence_T)) for update in chosen]
+    means: Metrics = {}
+    for name in {name: None for row in rows for name in row}:
+        pairs = [(row[name], weight) for row, weight in zip(rows, weights, strict=True)]
+        known = [(value, weight) for value, weight in pairs if value is not None]
+        means[name] = sum(v * w for v, w in known) / sum(w for _, w in known) if known else None
+    means["updates/taken"] = sum(update.result.taken for update in updates)
+    means["updates/skipped"] = sum(update.result.non_finite for update in updates)
+    means["ess/dropped"] = sum(_dropped(update) for update in updates) if acts_on_ess else None
+    return means
+
+
+def _row(update: Update, *, acts_on_ess: bool) -> Metrics:
+    result = update.result
+    row: Metrics = {**update.metrics, "lr": result.learning_rate}
+    norms: list[float | None] = [None if _dropped(update) else norm for norm in result.grad_norms]
+    row |= dict(zip(("grad_norm", "critic/grad_norm"), norms, strict=False))
+    row["ess/lr_scale"] = result.lr_scale if acts_on_ess and result.taken else None
+    return row
+
+
+def _dropped(update: Update) -> bool:
+    """Was it dropped, though loss and gradient were finite?"""
+    return update.result.dropped and not update.result.non_finite

@@ -19,7 +19,7 @@ from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.networks import Network, Networks, Reference, chunk_loader
 from learner.packing import PackingRule
-from learner.pipeline import micro_batch_rule
+from learner.pipeline import micro_batches_asked
 from learner.step import TrainStep
 
 GROUP_SIZE = 8
@@ -84,11 +84,11 @@ class Learner:
 
     def batch(self, rows: Sequence[Trajectory], *, min_micro_batches: int = 1) -> StepBatch:
         """Samples as a step trains them, packed as the schedule asks."""
-        wanted = micro_batch_rule(self._config.schedule, self._mesh.place.num_stages)
+        least, multiple = micro_batches_asked(self._config.schedule, self._mesh.place.num_stages)
         rule = PackingRule(
             self._config.token_budget,
-            min_micro_batches=max(wanted.least, min_micro_batches),
-            multiple=wanted.multiple,
+            min_micro_batches=max(least, min_micro_batches),
+            multiple=multiple,
         )
         return StepBatch.build(rows, 0, {0: 0}, rule)
 

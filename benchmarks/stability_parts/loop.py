@@ -24,7 +24,7 @@ from algorithms.registry import loss_for
 from benchmarks.lib.machine import ROOT
 from launch.config import Config, load_config
 from learner.optimizer import ADAM_EPS, learning_rate
-from learner.update import ESS_METRIC, MAX_DROPS
+from learner.step import ESS_METRIC, MAX_DROPS
 
 CONFIG = ROOT / "examples" / "sums.toml"
 

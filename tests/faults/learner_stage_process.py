@@ -14,8 +14,9 @@ from pydantic import TypeAdapter
 
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
-from learner import checkpoint_meta, coordinator, optimizer, training_state
+from learner import checkpoint_meta, coordinator, optimizer
 from learner import stage as stage_file
+from learner.checkpoint import TrainingState
 from learner.config import LearnerConfig
 from learner.stage import Stage
 from tests.run_context import run_context, run_facts
@@ -80,7 +81,7 @@ def keep_reports(path: Path) -> None:
 
 def without_moments(_rank: int, _value: object) -> None:
     """Restore weights, and forget the optimizer's moments."""
-    put = training_state.TrainingState.put
+    put = TrainingState.put
 
     def put_weights(self, networks, read):
         put(self, networks, read)
@@ -88,7 +89,7 @@ def without_moments(_rank: int, _value: object) -> None:
             for tensor in each.state().values():
                 tensor.zero_()
 
-    training_state.TrainingState.put = put_weights
+    TrainingState.put = put_weights
 
 
 def without_checksums(_rank: int, _value: object) -> None:

@@ -10,8 +10,7 @@ from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_samples
 from learner.batch import StepBatch
 from learner.optimizer import UpdateResult
-from learner.step import StepResult
-from learner.update import Update
+from learner.step import StepResult, Update
 from tests.unit.two_pass import build, make_rows
 
 BALANCE, PPO = TrajectoryBalanceConfig(corrections=[]).needs, OffPolicyPPOConfig().needs

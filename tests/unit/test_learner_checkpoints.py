@@ -19,7 +19,7 @@ from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
 from learner.networks import Networks
 from learner.optimizer import UpdateDecision
-from learner.pipeline import micro_batch_rule
+from learner.pipeline import micro_batches_asked
 from tests.unit.two_pass import alone, build, make_networks, make_rows, weights_of
 
 SHAPE = {
@@ -65,8 +65,8 @@ def checkpoints_in(folder: Path, keep=2, timeout_s=30.0, **options) -> Checkpoin
 
 def take_step(networks: Networks, seed: int) -> None:
     place = networks.mesh.place
-    asked = micro_batch_rule("interleaved_1f1b" if place.num_stages > 1 else "gpipe", place.num_stages)
-    rule = {"num_replicas": place.num_replicas, "min_micro_batches": asked.least, "multiple": asked.multiple}
+    least, multiple = micro_batches_asked("interleaved_1f1b" if place.num_stages > 1 else "gpipe", place.num_stages)
+    rule = {"num_replicas": place.num_replicas, "min_micro_batches": least, "multiple": multiple}
     batch = networks.on_device(build(make_rows(seed), **rule).packed)
     leaves = networks.forward_only(batch)
     gradient = None

@@ -76,7 +76,7 @@ def test_a_dropped_update_changes_nothing_and_the_version_stands_still_for_so_ma
     assert [result.version for result in results] == [0, 0, 1, 1]
     assert 0 < results[2].metrics["ess/lr_scale"] < 1, "the update after two drops is taken, at a lower rate"
     assert not same(before, after)
-    monkeypatch.setattr("learner.update.MAX_DROPS", 0)
+    monkeypatch.setattr("learner.step.MAX_DROPS", 0)
     results, _, _ = run(num_steps=2, ess_budget=BUDGET, ess_action="drop")
     assert [result.version for result in results] == [1, 2]
 

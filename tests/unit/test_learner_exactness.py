@@ -23,7 +23,7 @@ from learner.batch import Leaves
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.networks import Networks
-from learner.pipeline import micro_batch_rule
+from learner.pipeline import micro_batches_asked
 from learner.step import TrainStep
 from tests.unit.two_pass import SEED, TEMPERATURE, VOCABULARY, build, make_networks, make_rows, run_ranks
 
@@ -102,8 +102,8 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
         algorithm = ALGORITHMS[split.algorithm]
         networks, reference = make_networks(folder / split.family, config, algorithm, mesh)
         gradients = record_gradients(networks)
-        asked = micro_batch_rule(config.schedule, place.num_stages)
-        rule = {"num_replicas": place.num_replicas, "min_micro_batches": asked.least, "multiple": asked.multiple}
+        least, multiple = micro_batches_asked(config.schedule, place.num_stages)
+        rule = {"num_replicas": place.num_replicas, "min_micro_batches": least, "multiple": multiple}
         step = TrainStep(networks, reference, algorithm, config, SEED, one_pass=split.one_pass)
         result = step.run(build(make_rows(0), 0, split.token_budget, **rule), 0)
         assert result.updates[0].result.taken

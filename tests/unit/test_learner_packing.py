@@ -19,8 +19,7 @@ from learner.networks import Reference
 from learner.optimizer import UpdateResult
 from learner.packing import CostModel, PackingRule, best_fit, deal, order, pack, plan, spread
 from learner.report import NO_METRICS, StepTimes, lag_metrics, replay_metrics, step_report
-from learner.step import StepResult
-from learner.update import Update
+from learner.step import StepResult, Update
 
 RULE = PackingRule(64)
 

@@ -25,7 +25,7 @@ from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
 from learner.networks import Networks, Reference, build_networks, build_reference
 from learner.packing import PackingRule
-from learner.pipeline import micro_batch_rule
+from learner.pipeline import micro_batches_asked
 from learner.step import TrainStep
 from tests.run_context import run_context, run_facts
 
@@ -172,12 +172,12 @@ def train_cases(cases: dict[str, Case], folder: Path, mesh: Mesh) -> None:
     for name, case in cases.items():
         networks, reference = make_networks(folder / case.kind, case.config, case.algorithm, mesh, case.precision)
         train_step = TrainStep(networks, reference, case.algorithm, case.config, SEED)
-        asked = micro_batch_rule(case.config.schedule, place.num_stages)
+        fewest, multiple = micro_batches_asked(case.config.schedule, place.num_stages)
         tensors, version = {}, 0
         for step in range(NUM_STEPS):
             # the second step fits one micro-batch: it is spread over the stages, and some more stay empty
-            budget, least = (TOKEN_BUDGET, asked.least) if step == 0 else (4096, 12)
-            rule = {"num_replicas": place.num_replicas, "min_micro_batches": least, "multiple": asked.multiple}
+            budget, least = (TOKEN_BUDGET, fewest) if step == 0 else (4096, 12)
+            rule = {"num_replicas": place.num_replicas, "min_micro_batches": least, "multiple": multiple}
             batch = build(make_rows(step), version, budget, **rule)
             result = train_step.run(batch, step)
             assert all(update.result.taken for update in result.updates)
