@@ -1,6 +1,10 @@
 # Every verb installs what is missing first. LEEWAY_EXTRA=gpu installs for a CUDA machine; .venv remembers it.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
+PYTEST := $(VENV)/python -m pytest
+# Each worker takes half of the files and, once it is through, what the other has left. Runs with engines, and what
+# writes the table of the faults, go without it.
+TWO_AT_A_TIME := -n 2 --dist worksteal
 # Small tensors on few cores: one thread per process, or the processes fight.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -11,19 +15,21 @@ demo: install  ## train the demo: under 2 minutes on 2 cores
 	@echo "Training the demo: under 2 minutes on 2 cores"
 	@$(VENV)/leeway train examples/demo.toml
 
-test: install  ## unit, property, faults and end to end (under 20 minutes)
-	@echo "Running the tests: under 20 minutes on 2 cores"
-	$(VENV)/python -m pytest tests
+test: install  ## unit, integration, property, faults and end to end (about 12 minutes)
+	@echo "Running the tests: about 12 minutes on 2 cores"
+	$(PYTEST) $(TWO_AT_A_TIME) tests/unit tests/integration tests/property tests/faults
+	$(PYTEST) tests/e2e
 
 full: install  ## the same with full counts, and runs that `make test` leaves out (about two hours)
-	LEEWAY_FAULTS=all $(VENV)/python -m pytest tests
+	LEEWAY_FAULTS=all $(PYTEST) $(TWO_AT_A_TIME) tests/unit tests/integration tests/property
+	LEEWAY_FAULTS=all $(PYTEST) tests/faults tests/e2e
 
-unit: install  ## each part by itself, without a whole run: about 7 minutes on 2 cores
-	$(VENV)/python -m pytest tests/unit
+unit: install  ## each part by itself, without a process of ours: 2 minutes on 2 cores
+	$(PYTEST) $(TWO_AT_A_TIME) tests/unit -m "not process"
 
 faults: install  ## the fault matrix with full counts; writes docs/results/faults.md (for all of it: root, and apt's strace iptables iproute2 faketime)
 	@echo "Injecting every fault: about an hour on 2 cores"
-	LEEWAY_FAULTS=all LEEWAY_FAULTS_PAGE=docs/results/faults.md $(VENV)/python -m pytest tests/faults -m fault -rs
+	LEEWAY_FAULTS=all LEEWAY_FAULTS_PAGE=docs/results/faults.md $(PYTEST) tests/faults -m fault -rs
 
 lint: install  ## ruff, mypy --strict, import directions, shellcheck where it is installed
 	$(VENV)/ruff check .

@@ -16,6 +16,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: for the full run alone, `make full`")
+    config.addinivalue_line("markers", "process: starts a process of ours; `make unit` leaves it out")
 
 
 def pytest_runtest_setup(item):

@@ -35,7 +35,7 @@ from tests.terminal import Terminal
 
 pytestmark = pytest.mark.timeout(600)
 
-COLLECTIVE_TIMEOUT_S = 20
+COLLECTIVE_TIMEOUT_S = 12
 ENDLESS = (
     *("--learner.num_steps", "100000", "--learner.checkpoint_every", "5"),
     *("--learner.collective_timeout_s", str(COLLECTIVE_TIMEOUT_S)),
@@ -43,7 +43,7 @@ ENDLESS = (
     *("--pools.first.role", "actors", "--pools.first.count", "2", "--pools.first.cpus", "0.25"),
     *("--actors.eval_every", "10", "--actors.eval_problems", "16"),
 )
-LAST_STEPS = 30
+LAST_STEPS = 10
 """That the run has left when it is resumed for the last time."""
 
 
@@ -81,9 +81,9 @@ class Life(LiveRun):
         self.wait_for(f"{who} to be started again", lambda: any(who in each["text"] for each in self.events("restart")))
         self.wait_for_steps(3)
 
-    def states(self) -> dict[str, str]:
-        """Of the actors, by name."""
-        return {each["name"]: each["state"] for each in json.loads((self.folder / "status.json").read_text())["actors"]}
+    def actors(self) -> dict[str, dict]:
+        """What is known of each, by name."""
+        return {each["name"]: each for each in json.loads((self.folder / "status.json").read_text())["actors"]}
 
     def of_last(self) -> dict[int, dict]:
         """The row that counts of every step."""
@@ -155,6 +155,11 @@ def test_it_is_its_owners_alone_and_a_stranger_is_not_answered(run: Life):
 
 
 def test_it_is_seen_from_outside(run: Life, tmp_path, request):
+    with run.yielding():
+        look_at(run, tmp_path, request)
+
+
+def look_at(run: Life, tmp_path, request) -> None:
     asked = leeway("status", run.folder, "--json")
     assert asked.returncode == 0, asked.stderr
     document = json.loads(asked.stdout)
@@ -190,15 +195,16 @@ def test_it_is_seen_from_outside(run: Life, tmp_path, request):
 def test_actors_come_and_go(run: Life):
     more = leeway("scale", run.folder, "--pool", "first", "--count", 3)
     assert (more.returncode, more.stdout) == (0, "pool 'first' had 2 actors and is to have 3\n"), more.stderr
-    run.wait_for("a third actor", lambda: run.states().get("actor-2") == "working")
-    run.wait_for("its samples", lambda: any(each["actor"] == "actor-2" for each in run.trajectories()), every_s=2.0)
+    with run.yielding():
+        run.wait_for("its samples", lambda: run.actors().get("actor-2", {}).get("acknowledged"))
     assert leeway("scale", run.folder, "--pool", "first", "--count", 1).returncode == 0
-    run.wait_for("two to leave", lambda: run.states() == {"actor-0": "working"})
-    assert len(run.events("left")) == 2
     for count, pool, why in ((0, "first", "keep 1"), (2, "second", "no pool 'second'")):
         refused = leeway("scale", run.folder, "--pool", pool, "--count", count)
         assert refused.returncode == 2
         assert why in refused.stderr
+    run.wait_for("two to leave", lambda: run.actors().keys() == {"actor-0"})
+    assert run.actors()["actor-0"]["state"] == "working"
+    assert len(run.events("left")) == 2
     run.wait_for_steps(3)
 
 
@@ -245,7 +251,7 @@ def test_one_interrupt_ends_it_with_a_checkpoint_and_without_a_process(run: Life
 
 
 def test_killed_with_its_command_it_is_gone_and_says_how_to_go_on(run: Life, request):
-    run.resume()
+    run.resume("--pools.first.count", 1)
     run.wait_for_steps(8)
     terminal = Terminal([sys.executable, "-m", "launch.cli", "top", str(run.folder)], 80, 24)
     request.addfinalizer(terminal.close)
@@ -275,6 +281,7 @@ def test_resumed_on_another_layout_it_trains_to_its_end(run: Life):
     assert "15 bytes of a line that was cut off are removed from metrics.jsonl" in run.said
     assert "changed: learner.num_stages = 1 (was 2)" in run.said
     assert len(json.loads((run.folder / "run.json").read_text())["started_s"]) == 3
+    assert run.actors().keys() == {"actor-0"}, "that the pool has one actor was said when it was resumed before"
 
 
 # --- what it leaves -------------------------------------------------------------------------------------
@@ -284,6 +291,7 @@ def test_nothing_acknowledged_was_lost_and_nothing_was_counted_twice(run: Life):
     names = ("group_id", "sample_index", "prompt_id", "token_ids", "logprobs", "reward", "spans")
     before, after = run.acknowledged, acknowledged(run)
     assert len(before) > 1000
+    assert {actor for actor, _, _ in before} == {"actor-0", "actor-1", "actor-2"}
     lost = [key for key in before if key not in after or any(before[key][n] != after[key][n] for n in names)]
     assert lost == []
     verified = leeway("buffer", "verify", run.folder)

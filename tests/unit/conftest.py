@@ -1,10 +1,31 @@
-"""Fixtures of the unit tests."""
+"""Fixtures of the unit tests, and what keeps them to themselves."""
+
+import multiprocessing.process
+import subprocess
+import sys
 
 import pytest
 
 from buffer import client
 from tests.in_process_buffer import InProcessBuffer
 from tests.unit.buffer_rules import facts
+
+
+@pytest.fixture(autouse=True)
+def no_process_of_ours(request, monkeypatch):
+    """A test that starts one says so, and `make unit` leaves it out: `pytest.mark.process`."""
+    if request.node.get_closest_marker("process") is not None:
+        return
+    why = "a unit test starts a process of ours: mark it `process`, or let it live in tests/integration"
+    start = subprocess.Popen.__init__
+
+    def started(popen, args, *others, **options):
+        program = str(args if isinstance(args, str) else next(iter(args)))
+        assert program not in (sys.executable, "bash", "sh"), why
+        start(popen, args, *others, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", started)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda _: pytest.fail(why))
 
 
 @pytest.fixture(autouse=True)

@@ -54,6 +54,7 @@ def test_a_folder_that_is_somebody_elses_is_refused_with_that_reason(temporary, 
     taken.unlink()
 
 
+@pytest.mark.process
 def test_what_a_killed_engine_left_is_removed_by_the_next(temporary):
     code = f"""
 import os, signal, tempfile

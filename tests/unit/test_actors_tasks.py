@@ -56,6 +56,7 @@ def test_the_split_is_by_question_so_seeds_and_templates_share_no_held_out_quest
     assert shares == pytest.approx([0.125, 0.5], abs=0.03)
 
 
+@pytest.mark.process
 def test_prompts_are_distinct_and_the_same_in_every_process():
     task = load_task(gym())
     assert len({problem.text for problem in task.train}) == 300

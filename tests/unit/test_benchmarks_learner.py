@@ -107,11 +107,13 @@ def test_model_flops_are_six_per_weight_and_token_plus_attention():
     assert gpu.model_flops(gpu.TINY, rows) == 6 * weights * 40 + head + attention
 
 
+@pytest.mark.process
 def test_a_measurement_that_fails_says_which_process():
     with pytest.raises(MeasurementFailed, match=r"process \d of measurements:packing ended with status 1"):
         run_measurement("measurements:packing", {"no_such_option": 1}, worlds=(1, 1))
 
 
+@pytest.mark.process
 def test_a_measurement_that_takes_too_long_is_over():
     with pytest.raises(MeasurementFailed, match=r"measurements:packing took longer than 0\.1 s"):
         run_measurement("measurements:packing", {"quick": True}, limit_s=0.1)

@@ -15,10 +15,12 @@ from benchmarks.lib.runs import KeptResults
 SLEEPING = {"args": ["sleep", "60"]}
 
 
+@pytest.mark.process
 def test_functions_called_in_processes_answer_in_the_order_of_the_calls():
     assert call_in_processes("means", "statistics:fmean", [{"data": [1, 2]}, {"data": [4]}], limit_s=60) == [1.5, 4]
 
 
+@pytest.mark.process
 def test_a_call_that_raises_names_its_process_and_the_error_and_ends_the_others():
     calls = [SLEEPING, {"args": ["no-such-program"]}]
     with pytest.raises(
@@ -28,12 +30,14 @@ def test_a_call_that_raises_names_its_process_and_the_error_and_ends_the_others(
     assert not sleepers_of(psutil.Process())
 
 
+@pytest.mark.process
 def test_calls_that_take_too_long_are_over_with_all_that_they_started():
     with pytest.raises(MeasurementFailed, match=r"sleep took longer than 1 s"):
         call_in_processes("sleep", "subprocess:run", [SLEEPING], limit_s=1)
     assert not sleepers_of(psutil.Process())
 
 
+@pytest.mark.process
 def test_a_call_ends_with_a_parent_that_is_killed():
     code = "from benchmarks.lib.processes import call_in_processes as call; "
     code += f"call('sleep', 'subprocess:run', [{SLEEPING}], limit_s=60)"

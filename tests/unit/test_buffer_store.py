@@ -67,6 +67,7 @@ def verified(folder):
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 
+@pytest.mark.process
 def test_a_store_is_verified_by_another_process_while_it_is_written_and_afterwards(make, tmp_path):
     buffer = make(groups_per_step=1)
     buffer.begin()

@@ -167,6 +167,7 @@ def test_verify_says_what_it_checked_and_finds_damage(run, leeway):
     assert pq.read_table(run / "out.parquet").num_rows == 14
 
 
+@pytest.mark.process
 def test_verify_looks_at_the_pages_of_the_file_as_the_service_does(tmp_path, leeway):
     buffer = InProcessBuffer(tmp_path / "buffer", facts(max_tokens=20_000))
     buffer.begin()
@@ -284,6 +285,7 @@ def test_a_mistyped_option_is_refused(run, leeway, capsys):
     assert "--frob" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_output_may_be_cut_off_by_its_reader(run):
     command = f"{sys.executable} -m launch.cli buffer show {run} 1 | true; exit ${{PIPESTATUS[0]}}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
@@ -329,6 +331,7 @@ class Live:
         self.process.stdout.close()
 
 
+@pytest.mark.process
 def test_a_live_run_is_read_while_its_service_writes(tmp_path, leeway, monkeypatch):
     monkeypatch.setattr(inspecting, "READ_S", 0.0)  # a transaction per group: many of the service's fall between
     live = Live(tmp_path / "buffer")

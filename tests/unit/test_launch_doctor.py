@@ -349,6 +349,7 @@ def test_a_run_whose_command_writes_on_another_host_is_not_over(tmp_path, host, 
     assert machine._is_over(folder) is is_over
 
 
+@pytest.mark.process
 def test_the_doctor_needs_neither_torch_nor_vllm_nor_ray_in_its_own_process():
     import subprocess
 

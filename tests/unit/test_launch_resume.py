@@ -198,6 +198,7 @@ def test_a_run_whose_command_lives_is_refused_with_its_process(folder, capsys):
     assert owner_of(folder) is None
 
 
+@pytest.mark.process
 def test_the_claim_of_a_killed_command_is_gone_with_it(folder):
     with claimed(folder):
         pass
@@ -223,6 +224,7 @@ def test_processes_of_a_dead_command_are_waited_for_and_named_where_they_stay(fo
     assert said == [f"waiting for stage.1 (process {process.pid}) of an earlier command to end"]
 
 
+@pytest.mark.process
 def test_a_shell_with_its_output_in_the_folder_of_the_logs_is_no_process_of_the_run(folder):
     look = (
         "import sys; from pathlib import Path; from launch.host import role_processes; "

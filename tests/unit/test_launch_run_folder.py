@@ -65,6 +65,7 @@ def may_not_give_up_rights() -> bool:
     return shutil.which("setpriv") is None or subprocess.run([*AS_OWNER, "true"], check=False).returncode != 0
 
 
+@pytest.mark.process
 @pytest.mark.skipif(may_not_give_up_rights(), reason="root may enter every folder")
 def test_a_run_of_somebody_else_is_one_sentence(tmp_path):
     theirs = tmp_path / "theirs"

@@ -152,6 +152,7 @@ def test_where_all_weights_travel_through_the_folder_there_is_no_service(weights
     assert run.service.ask_to_stop() == []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("module", ["weight_sync.service", "buffer.service"])
 def test_a_service_is_light(module):
     heavy = ("torch", "vllm", "transformers", "safetensors")

@@ -123,6 +123,7 @@ def test_what_is_no_run_is_wrong_input(run, capsys, tmp_path, monkeypatch):
     assert main(["top"]) == 2
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_reader_that_has_seen_enough_ends_it_without_a_word_and_changes_no_status(run, lives):
     folder, _ = run

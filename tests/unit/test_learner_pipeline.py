@@ -93,6 +93,7 @@ def both_passes(networks: Networks, on_device: DeviceBatch) -> None:
         assert float(forward.abs().sum()) > 0
 
 
+@pytest.mark.process
 def test_a_pass_leaves_no_outputs_behind_and_its_receive_buffers_only_while_they_are_small(models):
     run_ranks("tests.unit.test_learner_pipeline", models, [(1, 2)])
 

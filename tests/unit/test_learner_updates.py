@@ -281,6 +281,7 @@ def one_rank(folder, mesh: Mesh) -> None:
         assert all(float(entry["step"]) == 1 for entry in networks.optimizers[0].adam.state.values())
 
 
+@pytest.mark.process
 def test_a_nan_on_one_stage_alone_keeps_every_stage_from_the_update(tmp_path):
     make_models(tmp_path)
     run_ranks("tests.unit.test_learner_updates", tmp_path, [(1, 2), (2, 2)])

@@ -71,7 +71,7 @@ def trained(tmp_path_factory) -> Path:
     """Every case trained by one process, by two stages, and by two replicas of them."""
     folder = tmp_path_factory.mktemp("exactness")
     make_models(folder)
-    run_ranks("tests.unit.test_learner_step", folder, SHAPES)
+    run_ranks("tests.integration.test_learner_step", folder, SHAPES)
     return folder
 
 

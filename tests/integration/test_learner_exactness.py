@@ -205,7 +205,7 @@ def gradients_of_plain(model: PreTrainedModel, algorithm: AlgorithmConfig) -> di
 def test_loss_and_gradients_are_those_of_the_unsplit_model_whatever_the_split(
     folder, unsplit, num_replicas, num_stages
 ):
-    run_ranks("tests.unit.test_learner_exactness", folder, [(num_replicas, num_stages)])
+    run_ranks("tests.integration.test_learner_exactness", folder, [(num_replicas, num_stages)])
     worst = 0.0
     for split in splits(num_stages):
         expected = unsplit(split.family, split.algorithm)

@@ -80,7 +80,7 @@ def test_stages_wait_for_one_that_loads_or_writes_slowly_as_long_as_a_start_may_
 
 
 def test_a_rank_that_dies_while_others_wait_for_it_is_noticed_by_its_connection(tmp_path):
-    run_ranks("tests.unit.test_learner_stage", tmp_path, [(1, 2)])
+    run_ranks("tests.integration.test_learner_stage", tmp_path, [(1, 2)])
     assert (tmp_path / "said").read_text().startswith("stage 0 could not set up: one of the ranks [1] died")
 
 

@@ -1,6 +1,6 @@
 """The registry, and a fourth algorithm that is added to it as docs/algorithms/README.md says.
 
-As a script this file is a run that knows that algorithm: `python -m tests.unit.test_algorithms_registry FOLDER`.
+As a script this file is a run that knows that algorithm: `python -m tests.integration.test_algorithms_registry FOLDER`.
 """
 
 import json
@@ -74,7 +74,7 @@ def test_a_fourth_algorithm_is_one_file_and_one_line(tmp_path):
     (tmp_path / "algorithms" / "registry.py").write_text(before.replace(known, files))
     (tmp_path / "run.toml").write_text(TOML + section)
     said = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.unit.test_algorithms_registry", str(tmp_path)],
+        [sys.executable, "-W", "error", "-m", "tests.integration.test_algorithms_registry", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,

@@ -40,7 +40,7 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
 def resharded(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("resharded")
     make_model(folder / "model")
-    run_ranks("tests.unit.test_learner_resharding", folder, SHAPES)
+    run_ranks("tests.integration.test_learner_resharding", folder, SHAPES)
     with alone():
         one_rank(folder, Mesh.build(MeshPlace(0)))
     return folder
