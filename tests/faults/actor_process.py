@@ -25,8 +25,9 @@ from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.errors import BufferError, BufferRefused
 from buffer.outbox import Outbox
-from tests.faults.service_process import Key, sample, wait_until
+from tests.faults.service_process import Key, sample
 from tests.files import whole_lines
+from tests.world.waiting import LIMIT_S, wait_until
 
 _NEVER = threading.Event()
 """Waited on instead of `time.sleep`, which fails under libfaketime."""
@@ -100,7 +101,7 @@ class ActorProcess:
         """Samples that it was leased."""
         return {(int(group), int(index)) for _, group, *indices in self.events("lease") for index in indices}
 
-    def wait_for(self, kind: str, count: int = 1, timeout_s: float = 30.0) -> float:
+    def wait_for(self, kind: str, count: int = 1, timeout_s: float = LIMIT_S) -> float:
         """Wait until so many events of a kind are there; seconds that it took."""
         return wait_until(lambda: len(self.events(kind)) >= count, f"{count} x '{kind}' of {self.name}", timeout_s)
 

@@ -314,7 +314,7 @@ class LearnerRun:
         client = BufferClient(self.address, run_id="test", role="actor", name="onlooker", config=BufferConfig())
         client.connect()
         try:
-            return client.status().result(30).ledger
+            return client.status().result(60).ledger
         finally:
             client.close(1.0)
 

@@ -30,6 +30,7 @@ from common.rpc.auth import ClientKeys
 from common.run import RunFacts
 from common.staleness import StalenessConfig
 from tests.in_process_buffer import make_trajectory
+from tests.world.waiting import LIMIT_S, wait_until
 
 FACTS = RunFacts(
     run_id="killed",
@@ -171,12 +172,12 @@ def generate(client, stop, outcomes, *, num_completion_tokens: int = 4, groups: 
     """Lease and push until told to stop; `outcomes` gets (key, outcome) for every answer."""
     while not stop.is_set():
         pushed = []
-        for lease in client.lease(groups).result(40).leases:
+        for lease in client.lease(groups).result(60).leases:
             for index in lease.sample_indices:
                 row = sample(lease, index, num_completion_tokens)
                 pushed.append(((lease.group_id, index), client.push(row)))
         for key, future in pushed:
-            outcomes.append((key, future.result(40).outcome))
+            outcomes.append((key, future.result(60).outcome))
         if not pushed:
             time.sleep(0.01)
 
@@ -223,8 +224,8 @@ class Load:
         ]
         for client in (self.learner, *self.actors):
             client.connect()
-        self.incarnation = self.learner.begin_incarnation(0, 0).result(30).incarnation
-        self.learner.published(self.incarnation, 0).result(30)
+        self.incarnation = self.learner.begin_incarnation(0, 0).result(60).incarnation
+        self.learner.published(self.incarnation, 0).result(60)
         self._threads = [
             threading.Thread(target=self._guarded, args=(lambda a=actor: self._push(a),)) for actor in self.actors
         ]
@@ -254,7 +255,7 @@ class Load:
             if thread.ident is not None:
                 thread.join(30)
 
-    def wait_for(self, num_answers: int, timeout_s: float = 30.0) -> None:
+    def wait_for(self, num_answers: int, timeout_s: float = LIMIT_S) -> None:
         """Wait until so many more pushes are answered."""
         goal = len(self.outcomes) + num_answers
         wait_until(lambda: len(self.outcomes) >= goal, f"{num_answers} acknowledgements", timeout_s, self.errors)
@@ -350,19 +351,6 @@ class Kept:
         assert self.doubles == 0
         assert self.torn == []
         assert self.report["faults"] == []
-
-
-def wait_until(
-    condition: Callable[[], bool], what: str, timeout_s: float = 30.0, errors: Sequence[BaseException] = ()
-) -> float:
-    """Wait until the condition holds; seconds that it took."""
-    began = time.monotonic()
-    while not condition():
-        if errors:
-            raise errors[0]
-        assert time.monotonic() - began < timeout_s, f"{what} did not happen within {timeout_s} s"
-        time.sleep(0.005)
-    return time.monotonic() - began
 
 
 def settle(seconds: float = 0.05) -> None:

@@ -35,14 +35,14 @@ def main() -> None:
     client_module.REQUEST_TIMEOUT_S = REQUEST_TIMEOUT_S
     learner = open_client(addresses, run_id="killed", role="learner", name="learner", config=CONFIG)
     learner.connect()
-    incarnation = learner.begin_incarnation(0, 0).result(30).incarnation
-    learner.published(incarnation, 0).result(30)
+    incarnation = learner.begin_incarnation(0, 0).result(60).incarnation
+    learner.published(incarnation, 0).result(60)
     for step in range(1, last + 1):
         while not (batch := learner.draw(step, step - 1, incarnation, 8, 1.0).result(60)).ready:
             continue
         print(json.dumps(batch.record_ids), flush=True)
-        learner.step_finished(step, step).result(30)
-        learner.published(incarnation, step).result(30)
+        learner.step_finished(step, step).result(60)
+        learner.published(incarnation, step).result(60)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from tests.faults.disks import copy_at_one_moment
 from tests.faults.results import as_text, pick
 from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, settle
 from tests.faults.strace import COMMIT_CALLS, Strace
+from tests.world.waiting import bound
 
 ACKNOWLEDGES_FIRST = ("-m", "tests.faults.careless_service", "without_commit_before_acknowledgement")
 
@@ -46,7 +47,7 @@ def test_nothing_acknowledged_is_lost_and_work_goes_on_at_once(durability, start
         first = next(at for at in load.outcomes.times_s[num_before:] if at > killed_at_s + 0.02)
         recoveries_s.append(first - killed_at_s)
     load.end()
-    status = load.learner.status().result(10)
+    status = load.learner.status().result(60)
     service.stop()
     kept = Kept.read(service.folder)
     kept.check(load.acknowledged)
@@ -54,7 +55,7 @@ def test_nothing_acknowledged_is_lost_and_work_goes_on_at_once(durability, start
     assert len(drawn) == len(set(drawn)), "a sample was trained twice"
     assert status.ledger["gap"] == 0
     recoveries_s.sort()
-    assert recoveries_s[-1] <= 2.0
+    assert recoveries_s[-1] <= bound(2.0)
     show(
         f"durability '{durability}': {num_kills} kills, {len(load.acknowledged)} acknowledged, 0 lost, 0 doubled, "
         f"ledger closed, recovery median {recoveries_s[num_kills // 2]:.2f} s, longest {recoveries_s[-1]:.2f} s"

@@ -15,8 +15,9 @@ import pytest
 
 from buffer.store import Store
 from tests.faults.results import as_text, pick
-from tests.faults.service_process import FACTS, Kept, Load, Service, sample_tokens, wait_until
+from tests.faults.service_process import FACTS, Kept, Load, Service, sample_tokens
 from tests.full import FULL
+from tests.world.waiting import wait_until
 
 UNCHECKED = ("-m", "tests.faults.careless_service", "without_checksums")
 MANY_STEPS = FACTS.model_copy(update={"groups_per_step": 128})
@@ -81,13 +82,13 @@ def draw_all(service, connect_to) -> Counter:
     load = connect_to(service)
     served: Counter[str] = Counter()
     for step in range(1, 5):
-        batch = load.learner.draw(step, step - 1, load.incarnation, MANY_STEPS.groups_per_step, 0.5).result(30)
+        batch = load.learner.draw(step, step - 1, load.incarnation, MANY_STEPS.groups_per_step, 0.5).result(60)
         if not batch.ready:
             break
         for row in batch.trajectories:
             intact = np.array_equal(row.token_ids, sample_tokens((row.group_id, row.sample_index), len(row.token_ids)))
             served["intact" if intact else "damaged"] += 1
-        load.learner.step_finished(step, step).result(30)
+        load.learner.step_finished(step, step).result(60)
     return served
 
 
@@ -130,7 +131,7 @@ def test_every_flipped_bit_is_found_and_nothing_damaged_is_served(copy, start_se
     found = set(map(int, re.findall(r"scrubbing found record (\d+) damaged", service.log)))
     assert found == damaged
     served = draw_all(service, connect_to)
-    status = connect_to(service).learner.status().result(10)
+    status = connect_to(service).learner.status().result(60)
     service.kill()
     num_intact_groups = groups_without(folder, damaged)
     steps = num_intact_groups // MANY_STEPS.groups_per_step

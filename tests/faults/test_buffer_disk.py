@@ -9,8 +9,9 @@ from buffer import outbox
 from buffer.client import BufferClient
 from tests.faults.disks import MIB, fill
 from tests.faults.results import pick
-from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, sample, settle, wait_until
+from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, sample, settle
 from tests.faults.strace import COMMIT_CALLS, Strace
+from tests.world.waiting import bound, hold_still, wait_until
 
 DEAF = ("-m", "tests.faults.careless_service", "without_regard_for_errors")
 SMALL_MAP = ("-m", "tests.faults.careless_service", "with_small_map")
@@ -116,14 +117,14 @@ def test_without_a_window_of_unacknowledged_pushes_a_slow_fsync_is_felt(
     monkeypatch.setattr(outbox, "COALESCE_S", 0.0)
     client = BufferClient(service.address, run_id=MANY.run_id, role="actor", name="one-by-one", config=CONFIG)
     client.connect()
-    leases = iter(client.lease(512).result(30).leases)
+    leases = iter(client.lease(512).result(60).leases)
 
     def rate() -> float:
         num_done, until_s = 0, time.monotonic() + 1.0
         while time.monotonic() < until_s:
             lease = next(leases)
             for index in lease.sample_indices:
-                assert client.push(sample(lease, index)).result(30).outcome == "committed"
+                assert client.push(sample(lease, index)).result(60).outcome == "committed"
                 num_done += 1
         return num_done
 
@@ -153,20 +154,17 @@ def test_producers_wait_for_a_full_disk_and_nothing_is_dropped(mounts, start_ser
     load.wait_for(50)
     ballast = fill(disk, leave_bytes=2 * MIB)
     wait_until(lambda: "no space is left" in service.log, "word of the full disk", errors=load.errors)
-    # What is left still takes a small turn or two.
-    time.sleep(pick(1, 5))
-    num_then = len(load.outcomes)
-    time.sleep(pick(1, 5))
+    # what is left still takes a small turn or two
+    hold_still(lambda: len(load.outcomes), "what is acknowledged on a full disk", for_s=pick(2, 10))
     assert service.is_alive
-    assert len(load.outcomes) == num_then, "something was acknowledged on a full disk"
     ballast.unlink()
     freed_at_s = time.monotonic()
     load.wait_for(50)
     resumed_s = next(at for at in load.outcomes.times_s if at > freed_at_s) - freed_at_s
     load.end()
-    status = load.learner.status().result(10)
+    status = load.learner.status().result(60)
     service.stop()
-    assert resumed_s <= 2.0
+    assert resumed_s <= bound(2.0)
     assert all(outcome in ("committed", "duplicate") for _, outcome in load.outcomes)
     assert status.ledger["gap"] == 0
     Kept.read(service.folder).check(load.acknowledged)
@@ -197,9 +195,7 @@ def test_a_full_map_grows_and_nothing_is_lost(start_service, load_on, show):
     service = start_service(facts=MANY, entry=SMALL_MAP)
     load = load_on(service, facts=MANY, draws=False, num_completion_tokens=1024)
     goal_bytes = pick(20, 100) * MIB
-    wait_until(
-        lambda: (service.folder / "data.mdb").stat().st_size > goal_bytes, "growth", timeout_s=60, errors=load.errors
-    )
+    wait_until(lambda: (service.folder / "data.mdb").stat().st_size > goal_bytes, "growth", errors=load.errors)
     load.end()
     service.stop()
     Kept.read(service.folder).check(load.acknowledged)

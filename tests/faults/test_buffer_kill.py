@@ -16,8 +16,8 @@ from tests.faults.service_process import CONFIG, FACTS, Kept, generate
 
 def test_nothing_acknowledged_is_lost_or_doubled_when_the_service_is_killed_under_load(service, connect):
     learner = connect("learner", "learner")
-    begun = learner.begin_incarnation(0, 0).result(5)
-    learner.published(begun.incarnation, 0).result(5)
+    begun = learner.begin_incarnation(0, 0).result(60)
+    learner.published(begun.incarnation, 0).result(60)
     stop = threading.Event()
     outcomes = []
     actors = [
@@ -36,18 +36,18 @@ def test_nothing_acknowledged_is_lost_or_doubled_when_the_service_is_killed_unde
             time.sleep(0.002)
             service.kill()
             service.start()
-        batch = draw.result(40)
+        batch = draw.result(60)
         assert batch.ready, batch.waiting_for
         drawn[step] = batch.record_ids
-        again = learner.draw(step, step - 1, 0, FACTS.groups_per_step, 1.0).result(40)
+        again = learner.draw(step, step - 1, 0, FACTS.groups_per_step, 1.0).result(60)
         assert (again.record_ids, again.body) == (batch.record_ids, batch.body)
-        learner.step_finished(step, step).result(40)
-        learner.published(0, step).result(40)
+        learner.step_finished(step, step).result(60)
+        learner.published(0, step).result(60)
     stop.set()
     for actor in actors:
         actor.join(60)
         assert not actor.is_alive()
-    status = learner.status().result(5)
+    status = learner.status().result(60)
     service.stop()
 
     records = [record for step in drawn.values() for record in step]
@@ -109,11 +109,11 @@ def test_garbage_on_the_wire_is_counted_and_the_service_answers_on(service, conn
     stranger.send_multipart([good])
     client = connect("actor-0")
     deadline = time.monotonic() + 10
-    while (status := client.status().result(10)).quarantined_by_reason.get("header", 0) < 409:
+    while (status := client.status().result(60)).quarantined_by_reason.get("header", 0) < 409:
         assert time.monotonic() < deadline, status
     assert status.quarantined_by_reason["checksum"] == 1
     assert status.ledger["gap"] == 0
     with pytest.raises(BufferRefused, match="no learner has begun"):
-        client.draw(1, 0, 0, 8, 0.0).result(10)
+        client.draw(1, 0, 0, 8, 0.0).result(60)
     stranger.close()
     context.term()

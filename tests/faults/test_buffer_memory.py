@@ -126,7 +126,7 @@ def test_leases_of_an_actor_killed_for_its_memory_are_issued_again(start_service
     assert outstanding, "it had nothing left: the test shows nothing"
     time.sleep(LEASE_TIMEOUT_S + 2.0)
     load.end()
-    assert load.learner.status().result(30).ledger["in_flight"] == 0
+    assert load.learner.status().result(60).ledger["in_flight"] == 0
     load.close()
     service.stop()
     kept = Kept.read(service.folder)

@@ -21,6 +21,7 @@ from tests.faults.actor_process import ActorProcess
 from tests.faults.proxy import Proxy
 from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, MANY, Kept, Load, Service, sample
+from tests.world.waiting import bound
 
 MIB = 2**20
 CUT_S = 7.0
@@ -127,8 +128,8 @@ def test_a_cut_link_is_noticed_soon_and_work_resumes_at_once_when_it_is_back(lin
     end_and_check(load, far_service)
     assert num_dropped
     assert len(noticed_s) == 2 * len(resumed_s)
-    assert max(noticed_s) <= NOTICED_S
-    assert max(resumed_s) <= RESUMED_S
+    assert max(noticed_s) <= bound(NOTICED_S)
+    assert max(resumed_s) <= bound(RESUMED_S)
     show(f"{len(resumed_s)} cuts: noticed after at most {max(noticed_s):.2f} s, resumed within {max(resumed_s):.2f} s")
     show(f"0 of {len(load.acknowledged)} acknowledged lost")
 
@@ -151,7 +152,7 @@ def test_control_a_sender_that_does_not_wait_for_acknowledgements_loses_what_was
 ):
     load = load_on(far_service, draws=False, num_actors=1)
     (client,) = load.actors
-    leases = client.lease(1000).result(30).leases
+    leases = client.lease(1000).result(60).leases
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     for option, value in ((zmq.LINGER, 0), (zmq.HEARTBEAT_IVL, 500), (zmq.HEARTBEAT_TIMEOUT, 2000)):
@@ -318,7 +319,7 @@ def test_a_half_open_connection_is_made_anew(link, far_service, load_on, directi
         link.heal()
         assert dropped
     end_and_check(load, far_service)
-    assert max(waits_s) <= RECONNECTED_S
+    assert max(waits_s) <= bound(RECONNECTED_S)
     show(f"{direction.replace('_', ' ')}: answered again after at most {max(waits_s):.2f} s, 0 lost")
 
 

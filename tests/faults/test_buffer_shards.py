@@ -15,7 +15,8 @@ import pytest
 from buffer.errors import BufferUnavailable
 from buffer.sharding.client import PATIENCE_S, open_client
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
-from tests.faults.service_process import CONFIG, FACTS, Kept, Service, sample, sample_tokens, wait_until
+from tests.faults.service_process import CONFIG, FACTS, Kept, Service, sample, sample_tokens
+from tests.world.waiting import bound, wait_until
 
 RUN = FACTS.model_copy(update={"staleness": StalenessConfig(max_lag=4)})
 DOWN_S = 5.0
@@ -61,10 +62,10 @@ class ShardedRun:
     def begin(self, step: int = 0) -> None:
         """Begin with a new learner that has finished so many steps."""
         self.learner = self.client("learner", "learner")
-        reply = self.learner.begin_incarnation(step, step).result(30)
+        reply = self.learner.begin_incarnation(step, step).result(60)
         self.incarnation, self.resumed_at = reply.incarnation, reply.resumed_at
         self.step = step
-        self.learner.published(self.incarnation, step).result(30)
+        self.learner.published(self.incarnation, step).result(60)
 
     def train(self, num_steps: int = 1, timeout_s: float = 40.0) -> float:
         """Seconds that so many steps took."""
@@ -73,8 +74,8 @@ class ShardedRun:
             batch = self.draw(timeout_s)
             self.step += 1
             self.steps[self.step] = batch.group_ids, batch.record_ids
-            self.learner.step_finished(self.step, self.step).result(30)
-            self.learner.published(self.incarnation, self.step).result(30)
+            self.learner.step_finished(self.step, self.step).result(60)
+            self.learner.published(self.incarnation, self.step).result(60)
         return time.monotonic() - began
 
     def draw(self, timeout_s: float = 40.0):
@@ -104,7 +105,7 @@ class ShardedRun:
         if self.errors:
             raise self.errors[0]
         self.train_is_told()
-        status = self.learner.status().result(30)
+        status = self.learner.status().result(60)
         assert status.silent_shards == []
         assert max(self.gap, status.ledger["gap"]) == 0
         trained = [group for groups, _ in self.steps.values() for group in groups]
@@ -121,7 +122,7 @@ class ShardedRun:
 
     def train_is_told(self) -> None:
         """Every shard knows of every step."""
-        wait_until(lambda: not any(shard.untold for shard in self.learner._shards), "hearing of all steps", 20)
+        wait_until(lambda: not any(shard.untold for shard in self.learner._shards), "hearing of all steps")
 
     def close(self) -> None:
         self._stop.set()
@@ -138,14 +139,14 @@ class ShardedRun:
         pushed = []
         try:
             while not self._stop.is_set():
-                grant = client.lease(4).result(40)
+                grant = client.lease(4).result(60)
                 for lease in grant.leases:
                     version = PolicyVersion(grant.newest[0], lease.min_version)
                     rows = [sample(lease, index) for index in lease.sample_indices]
                     rows = [replace(row, spans=(replace(row.spans[0], version=version),)) for row in rows]
                     pushed += [((row.group_id, row.sample_index), client.push(row)) for row in rows]
                 time.sleep(0.002 if grant.leases else 0.01)
-            self.outcomes += [(key, future.result(40).outcome) for key, future in pushed]
+            self.outcomes += [(key, future.result(60).outcome) for key, future in pushed]
         except BaseException as error:
             self.errors.append(error)
 
@@ -189,7 +190,7 @@ def test_while_one_shard_is_down_the_others_train_on_and_it_comes_back_with_all_
         run.train(1)
     assert all(1 not in run.shards_of(step) for step in range(first, run.step + 1))
     assert run.step > first + 5, "training stood still"
-    assert run.learner.status().result(30).silent_shards == [1]
+    assert run.learner.status().result(60).silent_shards == [1]
     show(f"{run.step - first + 1} steps of the others meanwhile")
     if number == signal.SIGKILL:
         service.start()
@@ -286,5 +287,5 @@ def test_a_shard_that_stays_down_ends_the_wait_with_its_name(run):
     began = time.monotonic()
     with pytest.raises(BufferUnavailable, match=f"shard 2: the buffer service at {run.services[2].address}"):
         run.train(100_000)
-    assert 3.0 < time.monotonic() - began < 12.0
+    assert 3.0 < time.monotonic() - began < bound(12.0)
     assert run.step > 4, "the others did not go on meanwhile"

@@ -20,10 +20,11 @@ from common.staleness import PolicyVersion
 from tests.faults import strangers
 from tests.faults.locked_service import write_keys
 from tests.faults.results import pick
-from tests.faults.service_process import MANY, Kept, Service, wait_until
+from tests.faults.service_process import MANY, Kept, Service
 from tests.faults.weight_processes import ROOT
 from tests.full import FULL
 from tests.weights_by_hand import RUN, publish
+from tests.world.waiting import wait_until
 from weight_sync import protocol as weights_protocol
 from weight_sync.client import WeightClient
 
@@ -76,13 +77,13 @@ class LockedBuffer:
             self.address, run_id=ENDLESS.run_id, role="o", name="o", config=self.service.config, keys=self._keys.clients
         )
         client.connect()
-        assert client.status().result(20).ledger["quarantined"] == 0, "a stranger's bytes were read as a message"
+        assert client.status().result(60).ledger["quarantined"] == 0, "a stranger's bytes were read as a message"
         with zmq.Context() as context, context.socket(zmq.DEALER) as insider:
             self._keys.clients.lock(insider)
             insider.linger = 2000
             insider.connect(self.address)
             insider.send_multipart([words, words])
-            wait_until(lambda: client.status().result(20).ledger["quarantined"] == 1, "the quarantine")
+            wait_until(lambda: client.status().result(60).ledger["quarantined"] == 1, "the quarantine")
         client.close(1.0)
         self.load.end()
         self.service.stop()

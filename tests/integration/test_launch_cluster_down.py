@@ -51,7 +51,7 @@ class Alone:
         self.raylet = subprocess.Popen(["sleep", "60"], env={**kept, "LEEWAY_RAY_SESSION": str(session)})
         (folder / "raylet").write_text(str(self.raylet.pid))
         self.run = self._start("run", "config.toml")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not (folder / "training").exists():
             assert time.monotonic() < deadline, "waited 20 s for the run"
             time.sleep(0.05)
@@ -70,7 +70,7 @@ class Alone:
         process = self._start("down", **environment)
         said = process.communicate(timeout=60)[0]
         assert (process.returncode, self.raylet.poll() is None) == (0, False), said
-        assert self.run.wait(10) == 130
+        assert self.run.wait(60) == 130
         assert not (self.checkout / "state").exists()
         return said.splitlines()
 

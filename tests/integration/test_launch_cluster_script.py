@@ -200,7 +200,7 @@ def test_an_interrupt_reaches_its_own_run_alone_and_no_process_that_has_its_numb
         time.sleep(0.1)  # until both are `sleep`
         for run in ("a.3", "a.4", "a.1"):
             assert host("interrupt", run).returncode == 0
-        assert ours.wait(10) == -signal.SIGTERM
+        assert ours.wait(60) == -signal.SIGTERM
         assert (host("end-runs", "1").stdout, others.poll()) == ("", None)
         assert others.poll() is None
     finally:

@@ -90,7 +90,7 @@ with Tracker(config, folder) as tracker:
     tracker.step({"a": 1}, 1)
     (service,) = psutil.Process().children()
     service.kill()
-    service.wait(10)
+    service.wait(60)
     for step in (2, 3):
         tracker.step({"a": step}, step)
     tracker.summary({"b": 1})

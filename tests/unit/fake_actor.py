@@ -112,7 +112,7 @@ class FakeStore:
 
     def fetch(self, version):
         self.fetched.append(version)
-        assert self.may_fetch.wait(30), "the test never let this fetch end"
+        assert self.may_fetch.wait(60), "the test never let this fetch end"
         if version in self.corrupt:
             raise WeightsCorrupt("a flipped byte")
         return FakeStaged(version)
@@ -214,7 +214,13 @@ def make_actor(buffer, engine=None, store=None, reward=half, config=None, weight
     return ActorLoop(context, 0, "actors", assemble, clock=clock)
 
 
-async def run_to_end(actor, timeout_s=20):
+async def until(is_so, limit_s=60):
+    async with asyncio.timeout(limit_s):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+async def run_to_end(actor, timeout_s=60):
     await actor.start()
     try:
         async with asyncio.timeout(timeout_s):

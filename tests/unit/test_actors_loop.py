@@ -12,7 +12,7 @@ from actors.evaluate import EvalRequest
 from actors.loop import ActorFenced
 from actors.weights import ActorError
 from common.staleness import PolicyVersion
-from tests.unit.fake_actor import FakeBuffer, FakeEngine, FakeStore, K, make_actor, run_to_end
+from tests.unit.fake_actor import FakeBuffer, FakeEngine, FakeStore, K, make_actor, run_to_end, until
 
 
 async def test_every_leased_sample_is_pushed_once_with_its_own_seed_and_the_loop_ends_when_drained():
@@ -62,7 +62,7 @@ async def test_a_reward_that_lets_a_cancellation_out_gives_its_samples_up_and_th
         raise asyncio.CancelledError
 
     buffer = FakeBuffer(2)
-    report = await run_to_end(make_actor(buffer, reward=broken), timeout_s=5)
+    report = await run_to_end(make_actor(buffer, reward=broken))
     assert report.num_failed == {"reward failed: half: CancelledError": 2 * K}
     assert len(buffer.given_up) == 2 * K
 
@@ -71,21 +71,21 @@ async def test_a_sample_that_ends_cancelled_though_nobody_cancelled_it_ends_the_
     engine = FakeEngine()
     engine.error = asyncio.CancelledError()
     with pytest.raises(ActorError, match="of group 101 ended before it was pushed or given up"):
-        await run_to_end(make_actor(FakeBuffer(1), engine), timeout_s=5)
+        await run_to_end(make_actor(FakeBuffer(1), engine))
 
 
 async def test_an_error_that_ends_the_loop_is_not_hidden_by_the_samples_that_it_cancels():
     buffer = FakeBuffer(2)
-    actor = make_actor(buffer, FakeEngine(60))
+    actor = make_actor(buffer, FakeEngine(600))
 
     async def fail():
-        await asyncio.sleep(0.02)
+        await until(lambda: actor._parts.engine.running == 2 * K)
         raise ZeroDivisionError
 
     await actor.start()
     actor._follower.run = fail
     with pytest.raises(ZeroDivisionError):
-        await asyncio.wait_for(actor.run(), 5)
+        await asyncio.wait_for(actor.run(), 60)
     await actor.stop()
     assert len(buffer.given_up) == 2
 
@@ -96,13 +96,11 @@ async def test_without_credit_samples_wait_in_order_while_leases_are_renewed_and
     actor = make_actor(buffer)
     await actor.start()
     running = asyncio.create_task(actor.run())
-    async with asyncio.timeout(5):
-        while buffer.renewals < 3:
-            await asyncio.sleep(0.005)
+    await until(lambda: buffer.renewals >= 3)
     assert not buffer.pushed
     assert actor.report().num_samples == 2 * K
     buffer.credit = True
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 60)
     await actor.stop()
     assert [(one.lease_id, one.sample_index) for one in buffer.pushed] == [(g, i) for g in (1, 2) for i in range(K)]
 
@@ -122,7 +120,7 @@ async def test_a_fenced_actor_stops_and_says_who_took_its_name():
 
 
 async def test_a_lost_lease_is_cancelled_and_neither_pushed_nor_given_up():
-    buffer, engine = FakeBuffer(2, timeout_s=0.15), FakeEngine(0.4)
+    buffer, engine = FakeBuffer(2, timeout_s=0.15), FakeEngine(1.0)
     buffer.lose = {1}
     report = await run_to_end(make_actor(buffer, engine))
     assert buffer.renewals >= 2
@@ -133,13 +131,13 @@ async def test_a_lost_lease_is_cancelled_and_neither_pushed_nor_given_up():
 
 
 async def test_stopping_hands_back_what_is_leased():
-    buffer, engine = FakeBuffer(2), FakeEngine(60)
+    buffer, engine = FakeBuffer(2), FakeEngine(600)
     actor = make_actor(buffer, engine)
     await actor.start()
     running = asyncio.create_task(actor.run())
-    await asyncio.sleep(0.05)
-    await asyncio.wait_for(actor.stop(), 5)
-    await asyncio.wait_for(running, 5)
+    await until(lambda: engine.running == 2 * K)
+    await asyncio.wait_for(actor.stop(), 60)
+    await asyncio.wait_for(running, 60)
     assert sorted(buffer.given_up) == [(lease, list(range(K)), "actor stopped") for lease in (1, 2)]
     assert engine.stopped
 
@@ -147,14 +145,14 @@ async def test_stopping_hands_back_what_is_leased():
 async def test_an_actor_whose_buffer_is_gone_lets_go_of_its_weights_and_ends_its_engine(monkeypatch):
     monkeypatch.setattr("actors.loop._GOODBYE_S", 0.1)
     monkeypatch.setattr("actors.loop._CLOSE_S", 0.1)
-    buffer, engine, store, gone = FakeBuffer(2), FakeEngine(60), FakeStore(), threading.Event()
+    buffer, engine, store, gone = FakeBuffer(2), FakeEngine(600), FakeStore(), threading.Event()
     buffer.give_up = lambda *_: Future()
     buffer.close = gone.wait
     actor = make_actor(buffer, engine, store)
     await actor.start()
     running = asyncio.create_task(actor.run())
-    await asyncio.sleep(0.05)
-    async with asyncio.timeout(5):
+    await until(lambda: engine.running == 2 * K)
+    async with asyncio.timeout(60):
         await actor.stop()
         await running
     gone.set()

@@ -48,8 +48,8 @@ def test_a_call_ends_with_a_parent_that_is_killed():
         time.sleep(0.05)
     (call,) = psutil.Process(parent.pid).children()
     parent.kill()
-    parent.wait(10)
-    call.wait(10)
+    parent.wait(60)
+    call.wait(60)
     for sleeper in family:
         sleeper.kill()
 

@@ -109,5 +109,5 @@ def test_a_peer_ends_when_nobody_holds_its_pipe_any_more():
     process = psutil.Process(peer.pid)
     peer.call("rates", num_rounds=1)
     peer.hang_up()
-    process.wait(10)
+    process.wait(60)
     peer.end()

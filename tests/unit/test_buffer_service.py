@@ -1,7 +1,6 @@
 """Client and service over real sockets, in threads of one process."""
 
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +17,7 @@ from buffer.service import BufferService
 from common.run import RunFacts
 from common.staleness import StalenessConfig
 from tests.in_process_buffer import make_trajectory
+from tests.world.waiting import LIMIT_S
 
 FACTS = RunFacts(
     run_id="r",
@@ -29,7 +29,7 @@ FACTS = RunFacts(
     max_tokens=16,
     staleness=StalenessConfig(max_lag=40),
 )
-CONFIG = BufferConfig(give_up_after_s=10.0)
+CONFIG = BufferConfig(give_up_after_s=60.0)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def service(tmp_path):
     thread.start()
     yield service
     stop.set()
-    thread.join(10)
+    thread.join(60)
 
 
 @pytest.fixture
@@ -61,27 +61,25 @@ def connect(service):
 @pytest.fixture
 def learner(connect):
     learner = connect("learner", "learner")
-    learner.published(learner.begin_incarnation(0, 0).result(5).incarnation, 0).result(5)
+    learner.published(learner.begin_incarnation(0, 0).result(60).incarnation, 0).result(60)
     return learner
 
 
 def test_a_waiting_draw_holds_up_nobody_and_is_answered_as_soon_as_it_is_ready(connect, learner):
     actor = connect()
-    started = time.monotonic()
-    draw = learner.draw(1, 0, 0, 2, wait_s=20.0)
-    leases = actor.lease(2).result(5).leases
+    draw = learner.draw(1, 0, 0, 2, wait_s=2 * LIMIT_S)
+    leases = actor.lease(2).result(60).leases
     pushed = [actor.push(make_trajectory(lease, index, seq=0)) for lease in leases for index in range(4)]
-    assert {future.result(5).outcome for future in pushed} == {"committed"}
-    batch = draw.result(5)
-    assert time.monotonic() - started < 10
+    assert {future.result(60).outcome for future in pushed} == {"committed"}
+    batch = draw.result(LIMIT_S)
     assert batch.ready
     assert [row.group_id for row in batch.trajectories] == [g for g in batch.group_ids for _ in range(4)]
     assert [row.seq for row in decode_draw(batch.body)] == [row.seq for row in batch.trajectories]
 
 
 def test_a_draw_that_is_not_ready_in_time_names_who_owes_it(connect, learner):
-    lease = connect().lease(1).result(5).leases[0]
-    batch = learner.draw(1, 0, 0, 2, wait_s=0.1).result(5)
+    lease = connect().lease(1).result(60).leases[0]
+    batch = learner.draw(1, 0, 0, 2, wait_s=0.1).result(60)
     assert not batch.ready
     assert batch.trajectories == []
     assert f"samples [0, 1, 2, 3] from actor-0 (lease {lease.lease_id})" in batch.waiting_for
@@ -89,25 +87,25 @@ def test_a_draw_that_is_not_ready_in_time_names_who_owes_it(connect, learner):
 
 def test_trajectories_pushed_together_share_commits(connect, learner, service, monkeypatch):
     actor = connect()
-    leases = actor.lease(32).result(5).leases
+    leases = actor.lease(32).result(60).leases
     commits = []
     write = service._store.write
     monkeypatch.setattr(service._store, "write", lambda change: commits.append(1) or write(change))
     pushed = [actor.push(make_trajectory(lease, index, seq=0)) for lease in leases for index in range(4)]
-    assert {future.result(5).outcome for future in pushed} == {"committed"}
+    assert {future.result(60).outcome for future in pushed} == {"committed"}
     assert len(pushed) == 128
     assert len(commits) <= 16
 
 
 def test_a_trajectory_that_cannot_be_encoded_fails_alone(connect, learner):
     actor = connect()
-    lease = actor.lease(1).result(5).leases[0]
+    lease = actor.lease(1).result(60).leases[0]
     rows = [make_trajectory(lease, index, seq=0) for index in range(3)]
     rows[1].columns["unspeakable"] = object()
     good, bad, also_good = [actor.push(row) for row in rows]
-    assert (good.result(5).outcome, also_good.result(5).outcome) == ("committed", "committed")
+    assert (good.result(60).outcome, also_good.result(60).outcome) == ("committed", "committed")
     with pytest.raises(TypeError):
-        bad.result(5)
+        bad.result(60)
 
 
 def test_a_step_far_larger_than_a_message_is_drawn_and_its_scores_are_written_back(tmp_path, monkeypatch):
@@ -122,36 +120,36 @@ def test_a_step_far_larger_than_a_message_is_drawn_and_its_scores_are_written_ba
     actor, learner = (BufferClient(address, run_id="r", role=n, name=n, config=CONFIG) for n in ("actor", "learner"))
     try:
         learner.connect()
-        learner.published(learner.begin_incarnation(0, 0).result(5).incarnation, 0).result(5)
+        learner.published(learner.begin_incarnation(0, 0).result(60).incarnation, 0).result(60)
         actor.connect()
-        (lease,) = actor.lease(1).result(5).leases
+        (lease,) = actor.lease(1).result(60).leases
         rows = [make_trajectory(lease, index, seq=0, num_completion_tokens=32_000) for index in range(32)]
         for row in rows:
             row.token_ids[:] = 1
-        assert {pushed.result(5).outcome for pushed in [actor.push(row) for row in rows]} == {"committed"}
-        draw = learner.draw(1, 0, 0, 1, wait_s=5.0).result(10)
+        assert {pushed.result(60).outcome for pushed in [actor.push(row) for row in rows]} == {"committed"}
+        draw = learner.draw(1, 0, 0, 1, wait_s=5.0).result(60)
         assert (draw.ready, len(draw.trajectories)) == (True, 32)
         assert len(draw.body) > 7 * 2**20
         scores = [np.full(32_000, -index, np.float32) for index in range(32)]
-        learner.write_scores(draw.record_ids, scores).result(10)
-        learner.write_scores([], []).result(1)
-        again = learner.draw(1, 0, 0, 1, wait_s=5.0).result(10).trajectories
+        learner.write_scores(draw.record_ids, scores).result(60)
+        learner.write_scores([], []).result(60)
+        again = learner.draw(1, 0, 0, 1, wait_s=5.0).result(60).trajectories
         assert [row.reference_logprobs[-1] for row in again] == [-index for index in range(32)]
         with pytest.raises(ValueError, match="exceeds the 1 MiB that the buffer takes in one"):
             learner.write_scores([1], [np.zeros(300_000, np.float32)])
         with pytest.raises(BufferRefused, match="record 999 is not in the buffer"):
-            learner.write_scores([*draw.record_ids, 999], [*scores, scores[0]]).result(10)
+            learner.write_scores([*draw.record_ids, 999], [*scores, scores[0]]).result(60)
     finally:
         actor.close(1.0)
         learner.close(1.0)
         stop.set()
-        thread.join(10)
+        thread.join(60)
 
 
 def test_concurrent_lease_requests_are_all_answered(connect, learner):
     actor = connect()
     grants = [actor.lease(1) for _ in range(10)]
-    groups = [lease.group_id for grant in grants for lease in grant.result(5).leases]
+    groups = [lease.group_id for grant in grants for lease in grant.result(60).leases]
     assert len(set(groups)) == 10
 
 
@@ -182,13 +180,13 @@ def test_whatever_is_wrong_with_a_trajectory_fails_it_alone_and_the_client_lives
             nested = [nested]
         odd = {"columns": {"deep": nested}}
     actor = connect()
-    lease = actor.lease(1).result(5).leases[0]
+    lease = actor.lease(1).result(60).leases[0]
     rows = [make_trajectory(lease, index, seq=0) for index in range(2)]
     good, bad = actor.push(rows[0]), actor.push(replace(rows[1], **odd))
-    assert good.result(5).outcome == "committed"
+    assert good.result(60).outcome == "committed"
     with pytest.raises((AttributeError, OverflowError, RecursionError)):
-        bad.result(5)
-    assert actor.status().result(5).ledger["gap"] == 0
+        bad.result(60)
+    assert actor.status().result(60).ledger["gap"] == 0
 
 
 def test_a_draw_asked_again_over_a_new_connection_replaces_the_one_that_waits(connect, learner, service):
@@ -196,9 +194,9 @@ def test_a_draw_asked_again_over_a_new_connection_replaces_the_one_that_waits(co
     again = connect("learner", "learner")
     again.begin_incarnation(0, 0)
     with pytest.raises(BufferRefused, match="was replaced"):
-        learner.draw(1, 0, 0, 2, 60.0).result(5)
+        learner.draw(1, 0, 0, 2, 60.0).result(60)
     waiting = again.draw(1, 0, 1, 2, 60.0)
-    repeated = again.draw(1, 0, 1, 2, 0.2).result(5)
+    repeated = again.draw(1, 0, 1, 2, 0.2).result(60)
     assert not repeated.ready
     assert not service._parked
     for future in (first, waiting):
@@ -207,8 +205,8 @@ def test_a_draw_asked_again_over_a_new_connection_replaces_the_one_that_waits(co
 
 def test_a_request_that_cannot_be_sent_does_not_keep_later_ones_from_being_sent(connect, learner):
     actor = connect()
-    assert len(actor.lease(np.int64(1)).result(5).leases) == 1
-    assert len(actor.lease(1).result(5).leases) == 1
+    assert len(actor.lease(np.int64(1)).result(60).leases) == 1
+    assert len(actor.lease(1).result(60).leases) == 1
 
 
 def test_credit_counts_the_columns_of_the_task():

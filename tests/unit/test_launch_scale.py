@@ -41,7 +41,7 @@ def living(run):
     with claimed(folder):
         thread = threading.Thread(target=serve)
         thread.start()
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while not folder.control.is_dir():
             assert time.monotonic() < deadline, "the run does not begin to answer"
             time.sleep(0.01)
@@ -84,7 +84,7 @@ def test_a_run_that_nobody_works_on_is_named_at_once(run, capsys):
     gone = said(capsys, folder.root, "--count", 3)
     observer.end("done", ExitStatus.OK)
     over = said(capsys, folder.root, "--count", 3)
-    assert time.monotonic() - began_s < 15
+    assert time.monotonic() - began_s < 60
     assert [status for status, _, _ in (unseen, gone, over)] == [ExitStatus.FAILED] * 3
     assert f"no command works on the run {folder.root}" in unseen[2]
     assert f"the command (process {os.getpid()}) is gone since" in gone[2]

@@ -144,7 +144,7 @@ def test_what_a_restart_has_to_know_beside_tensors_comes_back(tmp_path, model):
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path, model, monkeypatch):
     go_on, write = threading.Event(), checkpoint_file.save
-    monkeypatch.setattr(checkpoint_file, "save", lambda *args, **kwargs: go_on.wait(20) and write(*args, **kwargs))
+    monkeypatch.setattr(checkpoint_file, "save", lambda *args, **kwargs: go_on.wait(60) and write(*args, **kwargs))
     networks = networks_of(model)
     take_step(networks, seed=1)
     then = weights_of(networks)
@@ -162,7 +162,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
 
 def test_a_checkpoint_that_is_not_written_in_time_is_an_error_that_names_the_knob(tmp_path, model, monkeypatch):
     go_on, write = threading.Event(), checkpoint_file.save
-    monkeypatch.setattr(checkpoint_file, "save", lambda *args, **kwargs: go_on.wait(20) and write(*args, **kwargs))
+    monkeypatch.setattr(checkpoint_file, "save", lambda *args, **kwargs: go_on.wait(60) and write(*args, **kwargs))
     checkpoints = checkpoints_in(tmp_path, timeout_s=0.2)
     networks = networks_of(model)
     checkpoints.save(networks, TrainingProgress(1, 1, 0))

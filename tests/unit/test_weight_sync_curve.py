@@ -53,7 +53,7 @@ class Locked:
         return bool(self.router.poll(int(within_s * 1000)))
 
     def wait_for_refusals(self, number: int) -> None:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while self.door.num_refused.total() < number:
             assert time.monotonic() < deadline, self.door.num_refused
             time.sleep(0.01)
@@ -99,7 +99,7 @@ def strangers(keys: RunKeys) -> dict[str, dict]:
 
 def test_the_holder_of_the_runs_key_is_let_in(keys, locked):
     locked.client_with(keys.clients)
-    assert locked.hears(15.0)
+    assert locked.hears(60.0)
     assert locked.door.num_refused.total() == 0
 
 
@@ -113,7 +113,7 @@ def test_a_stranger_is_refused_and_counted(who, keys, locked):
 def test_control_without_the_allow_list_a_strangers_key_is_let_in(keys, locked, monkeypatch):
     monkeypatch.setattr(Key, "is_same", lambda self, raw: True)
     locked.client(**strangers(keys)["a key of its own"])
-    assert locked.hears(15.0)
+    assert locked.hears(60.0)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_other_protocols_are_refused_and_counted(words, keys, monkeypatch):
     monkeypatch.setattr("common.rpc.auth.HANDSHAKE_S", 0.3)  # nobody here has a key to show
     with contextlib.closing(Locked(keys)) as locked:
         host, port = locked.address.removeprefix("tcp://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+        with socket.create_connection((host, int(port)), timeout=60) as stranger:
             stranger.sendall(words)
             locked.wait_for_refusals(1)
         assert not locked.hears(0.2)
@@ -131,11 +131,11 @@ def test_other_protocols_are_refused_and_counted(words, keys, monkeypatch):
 
 def test_who_says_nothing_is_cut_off(locked):
     host, port = locked.address.removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port)), timeout=15) as silent:
+    with socket.create_connection((host, int(port)), timeout=60) as silent:
         began = time.monotonic()
         while silent.recv(64):
             pass  # the greeting of the service
-        assert time.monotonic() - began < 15.0  # libzmq by itself would wait for 30
+        assert time.monotonic() - began < 25.0  # libzmq by itself would wait for 30
 
 
 def test_without_a_handler_nobody_is_let_in(keys, locked):
@@ -163,7 +163,7 @@ def test_strangers_are_named_with_their_address_at_most_once_a_minute(keys, capl
 def test_clients_that_come_and_go_are_no_strangers(keys, locked):
     for _ in range(3):
         client = locked.client_with(keys.clients)
-        assert locked.hears(15.0)
+        assert locked.hears(60.0)
         locked.router.recv_multipart()
         client.close(0)
     time.sleep(0.2)
@@ -178,7 +178,7 @@ def test_what_goes_wrong_at_the_door_once_does_not_shut_it(keys, locked, caplog,
     monkeypatch.setattr("common.rpc.auth._peer_of", fails_once)
     for _ in range(2):
         locked.client_with(keys.clients)
-        assert locked.hears(15.0)
+        assert locked.hears(60.0)
         locked.router.recv_multipart()
     assert [record.exc_info[0] for record in caplog.records] == [IndexError]
     assert f"the door of {WHO} failed at one thing and goes on" in caplog.text

@@ -156,7 +156,7 @@ def test_who_joins_while_the_last_one_removes_the_folder_has_a_whole_folder(tmp_
 
     def slowly(folder: Path, **options: object) -> None:
         removing.set()
-        assert joined.wait(20)
+        assert joined.wait(60)
         rmtree(folder, **options)
 
     first = HostFolder(path)
@@ -164,7 +164,7 @@ def test_who_joins_while_the_last_one_removes_the_folder_has_a_whole_folder(tmp_
     monkeypatch.setattr(host_folder.shutil, "rmtree", slowly)
     closing = threading.Thread(target=first.close)
     closing.start()
-    assert removing.wait(20)
+    assert removing.wait(60)
     # whoever joins sweeps what is dead beside it
     monkeypatch.setattr(host_folder.shutil, "rmtree", rmtree)
     second = HostFolder(path)

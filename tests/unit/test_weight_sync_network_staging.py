@@ -140,7 +140,7 @@ def test_who_waits_for_a_stopped_process_says_for_whom_and_gives_up_in_time(tmp_
         began = time.monotonic()
         with pytest.raises(TransferFailed, match=rf"version 0\.1: waited 0\.2 s for actor-3 \(process {os.getpid()}\)"):
             lock_within(path, 0.2, who="actor-4", what="version 0.1")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
     with lock_within(path, 0.2, who="actor-4", what="version 0.1"):
         pass
 
@@ -205,11 +205,11 @@ def test_a_fetcher_that_is_stopped_is_replaced_by_one_of_those_that_wait(machine
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         stale.write(b"what it had still to write")
         stale.close()
     assert len(staged) == 4
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     for each in staged:
         assert_holds(each, 1)
         each.close()

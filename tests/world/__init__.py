@@ -1,0 +1,1 @@
+"""What the tests share: the world around the part that one of them looks at."""
