@@ -42,7 +42,7 @@ from launch.observe.trace import Trace
 from launch.observe.tripwires import Trip, Tripwires
 from launch.processes.evaluation import Evaluation
 from launch.processes.ray_cluster import leave, was_abandoned
-from launch.processes.role_process import RunFailed
+from launch.processes.role_process import SILENCE_S, RunFailed
 from launch.processes.supervisor import Supervisor
 from launch.report.at_end import report_at_end
 from launch.run_folder import RunIdentity, claim_weights_folder, claimed
@@ -302,7 +302,7 @@ class _Run:
         asked_at: float | None = None
         limit_s = self._config.launch.shutdown_timeout_s
         self._interrupts.training = True
-        while not self._supervisor.learning_is_over():
+        while not self._supervisor.learner.are_finished:
             time.sleep(POLL_S)
             self._digest(self._supervisor.poll())
             if self._interrupts.count and asked_at is None:
@@ -317,8 +317,8 @@ class _Run:
             self._control.answer({"scale": self._scale})
             self._evaluate_now_and_then()
         self._interrupts.training = False
-        for news in self._supervisor.last_poll():
-            self._digest(news)
+        for _ in range(2):  # the answer still owed, and all since
+            self._digest(self._supervisor.poll(SILENCE_S))
         if self._evaluation is not None and asked_at is None:
             self._sinks.tracker.metrics(self._evaluated(self._evaluation.wait()).row(), self._observer.status.step)
         return asked_at is not None
@@ -336,7 +336,7 @@ class _Run:
             self._act(trip)
 
     def _scale(self, question: Mapping[str, Any]) -> str:
-        return self._supervisor.scale(str(question["pool"]), int(question["count"]))
+        return self._supervisor.actors.scale(str(question["pool"]), int(question["count"]))
 
     def _act(self, trip: Trip) -> None:
         """Tell what tripped, and do what the knob says.
@@ -346,7 +346,7 @@ class _Run:
         """
         self._sinks.event(trip.kind, trip.text, who=trip.who, action=trip.action)
         if trip.action == "quarantine":
-            self._supervisor.quarantine(trip.who, trip.text)
+            self._supervisor.actors.quarantine(trip.who, trip.text)
         if trip.action == "stop":
             raise RunFailed(f"{trip.text} (launch.on_{trip.kind} = 'stop')")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +19,8 @@ from launch.processes.placement import PLACEMENT_S, PlacementGroup, spawn
 from launch.processes.role_process import (
     SILENCE_S,
     STARTUP_KEY,
+    Check,
+    Notify,
     Restarts,
     RoleProcess,
     RunFailed,
@@ -45,8 +46,12 @@ class ActorProcess(RoleProcess):
 
     placement: PlacementGroup = field(kw_only=True)
     """Its place, which it keeps when it is started again."""
+    starting: Any = None
+    """The pending call that ends when it is ready."""
     leaving: Any = None
-    """The pending call that ends it, where its pool was made smaller."""
+    """That which ends it, where its pool was made smaller."""
+    lost: str = ""
+    """Why it was given up, where it was."""
     _cut_since_s: float | None = None
     """When the way to it was found cut, on the monotonic clock."""
 
@@ -61,23 +66,27 @@ class ActorProcess(RoleProcess):
 
     @property
     def is_going(self) -> bool:
-        """It is lost or leaving."""
-        return super().is_going or self.leaving is not None
+        """It is lost or leaving; what it does not do any more is nobody's failure."""
+        return bool(self.lost) or self.leaving is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """It is up, its work has not failed, and it stays."""
+        if self.is_going or self.handle is None or not done(self.starting) or outcome(self.starting):
+            return False
+        return self.running is None or not done(self.running) or not outcome(self.running)
 
     def forget(self) -> None:
         """Its process is gone."""
         super().forget()
-        self._cut_since_s = None
+        self.starting = self._cut_since_s = None
 
-    def comes_back(self, patience_s: float, notify: Callable[[str, str], None]) -> bool:
+    def comes_back(self, patience_s: float, notify: Notify) -> bool:
         """Has its work ended only for us, as when its host was cut off for a while? Then it is asked again.
 
         The actor goes on meanwhile, and its role waits for the same work, whoever asks. A process that did die answers
-        the next question so, and Ray declares a host dead that stays away.
-
-        Args:
-            patience_s: how long it may be found cut off, again and again.
-            notify: called with (kind, text) when it is found so.
+        the next question so, and Ray declares a host dead that stays away. It may be found cut off again and again,
+        for `patience_s`.
         """
         error = failure(self.running)
         if not isinstance(error, ActorUnavailableError):
@@ -91,28 +100,11 @@ class ActorProcess(RoleProcess):
         self.running = self.handle.run.remote()
         return True
 
-    @property
-    def is_ready(self) -> bool:
-        """It is up, its work has not failed, and it stays."""
-        return self.leaving is None and self.handle is not None and super().is_ready
-
 
 class ActorPools:
     """Starts actors in their pools, starts again what died, gives up what keeps dying, and changes their number."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        notify: Callable[[str, str], None],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Nothing is started yet.
-
-        Args:
-            plan: the checked config and the run's folder.
-            notify: called with (kind, text) whenever something worth an event happens.
-            check: raises where nothing can be started any more.
-        """
+    def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
         self._plan = plan
         self._context: RunContext[Config] | None = None
         self._notify = notify
@@ -122,15 +114,11 @@ class ActorPools:
         """With the number of actors that each had at first."""
         self.wanted = {name: pool.count for name, pool in self.pools.items()}
         """How many actors each is to have now; whoever is lost is missing from it until the pool is scaled."""
-        self._actors: list[ActorProcess] = []
+        self.actors: list[ActorProcess] = []
+        """All that are, or are lost; who left is not among them."""
         self._next_number = 0
         self.quarantined: list[str] = []
         """Names of the actors that were taken out because of their weights."""
-
-    @property
-    def actors(self) -> Sequence[ActorProcess]:
-        """All that are, or are lost; who left is not among them."""
-        return self._actors
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -143,36 +131,27 @@ class ActorPools:
     def start(
         self, context: RunContext[Config], timeout_s: float, *, others_come: bool
     ) -> list[tuple[RoleProcess, Any]]:
-        """Start all; returns the calls that end when they are ready.
-
-        Args:
-            context: that every actor is handed, with the addresses of the services.
-            timeout_s: how long to wait for the places.
-            others_come: see `PlacementGroup.wait`.
-
-        Raises:
-            RunFailed: there is no place for one.
-        """
+        """Start all where `PlacementGroup.wait` finds places, and hand them this; the calls end when they are ready."""
         self._context = context
-        for actor in self._actors:
+        for actor in self.actors:
             actor.placement.wait(timeout_s, others_come=others_come)
             self._start(actor)
-        return [(actor, actor.starting) for actor in self._actors]
+        return [(actor, actor.starting) for actor in self.actors]
 
     def begin(self) -> None:
         """Begin to generate."""
-        for actor in self._actors:
+        for actor in self.actors:
             if actor.running is None and actor.is_ready:  # whoever is started again, or waits, begins when it is up
                 actor.begin_work(actor.handle.run.remote())
 
     def stop(self) -> None:
         """End all, politely where there is time."""
-        calls = [actor.leaving or actor.handle.stop.remote() for actor in self._actors if self._is_alive(actor)]
-        if calls:
+        alive = [actor for actor in self.actors if not actor.lost and actor.handle is not None]
+        if calls := [actor.leaving or actor.handle.stop.remote() for actor in alive]:
             ray.wait(calls, num_returns=len(calls), timeout=GOODBYE_S)
-        for actor in self._actors:
+        for actor in self.actors:
             self._end(actor)
-        self._actors = []
+        self.actors = []
 
     # --- watch ------------------------------------------------------------------------------------
 
@@ -183,9 +162,9 @@ class ActorPools:
             RunFailed: no actor is left.
         """
         self._check()
-        working = [actor for actor in list(self._actors) if self._watch(actor)]
-        if all(actor.lost for actor in self._actors):
-            last = self._actors[-1]
+        working = [actor for actor in list(self.actors) if self._watch(actor)]
+        if all(actor.lost for actor in self.actors):
+            last = self.actors[-1]
             raise RunFailed(f"no actor is left: {last.name} was {last.lost}; see {last.log}")
         return working
 
@@ -197,30 +176,28 @@ class ActorPools:
         """
         deadline = time.monotonic() + self._config.launch.startup_timeout_s
         while True:
-            if ready := [actor for actor in self._actors if actor.is_ready]:
+            if ready := [actor for actor in self.actors if actor.is_ready]:
                 return ready
             self.watch()
             if time.monotonic() > deadline:
-                last = self._actors[-1]
+                last = self.actors[-1]
                 raise RunFailed(f"no actor became ready, the last is {last.name}; see {last.log}")
             time.sleep(0.2)
 
     def quarantine(self, name: str, why: str) -> None:
         """Take an actor out of the run: it is killed and not started again; its leases run out and are issued anew.
 
-        Args:
-            name: as in its reports. One that is out, or being started again, is left alone.
-            why: a sentence.
+        One that is out already is left alone.
 
         Raises:
             RunFailed: no other actor is left.
         """
-        for actor in self._actors:
+        for actor in self.actors:
             if actor_name(actor.number) == name and not actor.lost:
                 self._lose(actor, f"taken out of the run: {why}")
                 self.quarantined.append(name)
                 self._notify("quarantined", f"{name} is taken out of the run, and its leases are issued anew: {why}")
-        if all(actor.lost for actor in self._actors):
+        if all(actor.lost for actor in self.actors):
             raise RunFailed(f"no actor is left: {name} was the last, and was taken out of the run: {why}")
 
     # --- scale ------------------------------------------------------------------------------------
@@ -235,13 +212,13 @@ class ActorPools:
         """
         if name not in self.pools:
             raise ValueError(f"there is no pool '{name}'; the pools of actors are {', '.join(self.pools)}")
-        others = sum(1 for actor in self._actors if actor.pool != name and not actor.is_going)
+        others = sum(1 for actor in self.actors if actor.pool != name and not actor.is_going)
         if count < 0 or count + others < 1:
             raise ValueError(
                 f"{count} actors in pool '{name}' would leave the run with {max(0, count + others)}; keep 1"
             )
         pool = self.pools[name]
-        there = [actor for actor in self._actors if actor.pool == name and not actor.is_going]
+        there = [actor for actor in self.actors if actor.pool == name and not actor.is_going]
         there.sort(key=lambda actor: not actor.is_ready)  # who does not work leaves first, then the youngest
         for _ in range(count - len(there)):
             self._enlist(pool)
@@ -256,12 +233,12 @@ class ActorPools:
         number, self._next_number = self._next_number, self._next_number + 1
         placement = PlacementGroup([pool.bundle], f"actor.{number} of {replace(pool, count=1).describe()}")
         log, restarts = self._plan.folder.log("actor", number), Restarts(self._config.launch.max_restarts)
-        self._actors.append(ActorProcess("actor", number, None, log, restarts, placement=placement, pool=pool.name))
+        self.actors.append(ActorProcess("actor", number, None, log, restarts, placement=placement, pool=pool.name))
 
     def _dismiss(self, actor: ActorProcess) -> None:
         if actor.handle is None:
             self._end(actor)
-            self._actors.remove(actor)
+            self.actors.remove(actor)
             return
         actor.leaving = actor.handle.stop.remote()
         actor.started_s = time.monotonic()
@@ -293,7 +270,7 @@ class ActorPools:
         if actor.leaving is not None:
             if done(actor.leaving) or time.monotonic() - actor.started_s > GOODBYE_S:
                 self._end(actor)
-                self._actors.remove(actor)
+                self.actors.remove(actor)
                 self._notify("left", f"{actor.name} has left pool '{actor.pool}'")
             return False
         if actor.handle is None:
@@ -324,7 +301,7 @@ class ActorPools:
         ray.kill(actor.handle, no_restart=True)  # it may have failed without dying
         if actor.restarts.are_spent:
             self._lose(actor, f"given up: {why}")
-            left = sum(1 for each in self._actors if not each.is_going)
+            left = sum(1 for each in self.actors if not each.is_going)
             times = f"after {actor.restarts.in_a_row} restarts in a row"
             others = f"{left} other actor{'' if left == 1 else 's'}"
             self._notify("given_up", f"{actor.name} is given up {times}: {why}; {others} left; see {actor.log}")
@@ -350,6 +327,3 @@ class ActorPools:
         if actor.handle is not None:
             ray.kill(actor.handle, no_restart=True)
         actor.placement.release()
-
-    def _is_alive(self, actor: ActorProcess) -> bool:
-        return not actor.lost and actor.handle is not None

@@ -12,7 +12,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from actors.evaluate import EvalRequest, EvalResult
 from common.staleness import PolicyVersion
-from launch.processes.role_process import RoleProcess, RunFailed, done, reason
+from launch.processes.actor_pools import ActorProcess
+from launch.processes.role_process import Check, RunFailed, done, reason
 
 POLL_S = 0.1
 EVALUATION_SHARE = 5 / 6
@@ -24,7 +25,7 @@ class _Asked:
     """A shard that an actor is at."""
 
     request: EvalRequest
-    actor: RoleProcess
+    actor: ActorProcess
     handle: Any
     """Of the process that was asked; the actor may have been started again since, in another."""
     call: Any
@@ -35,12 +36,12 @@ class Evaluation:
 
     def __init__(
         self,
-        ready_actors: Callable[[], Sequence[RoleProcess]],
+        ready_actors: Callable[[], Sequence[ActorProcess]],
         num_problems: int,
         min_version: PolicyVersion | None,
         timeout_s: float,
         max_retries: int,
-        check: Callable[[], None] = lambda: None,
+        check: Check = lambda: None,
     ) -> None:
         """Start it.
 
@@ -50,21 +51,19 @@ class Evaluation:
             min_version: the version to evaluate at the earliest; None: whichever each actor has.
             timeout_s: bound of the whole evaluation.
             max_retries: how many shards may be done again; those of actors that are leaving do not count.
-            check: raises where waiting is in vain.
+            check: see there.
         """
         self._ready_actors = ready_actors
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._retries_left = max_retries
         self._check = check
-        actors = ready_actors()
         self._pending: list[_Asked] = []
         self._results: list[EvalResult] = []
-        for shard in range(len(actors)):
-            request = EvalRequest(
-                num_problems=num_problems, shard=shard, num_shards=len(actors), min_version=min_version
-            )
-            self._send(request, actors[shard])
+        actors = ready_actors()
+        for shard, actor in enumerate(actors):
+            asked = EvalRequest(num_problems=num_problems, shard=shard, num_shards=len(actors), min_version=min_version)
+            self._send(asked, actor)
 
     def poll(self) -> list[EvalResult] | None:
         """The results of all shards; None while some are missing.
@@ -113,5 +112,5 @@ class Evaluation:
             actor.running = asked.call  # its work has failed: it is not ready, and will be started again
         self._send(asked.request, self._ready_actors()[0])
 
-    def _send(self, request: EvalRequest, actor: RoleProcess) -> None:
+    def _send(self, request: EvalRequest, actor: ActorProcess) -> None:
         self._pending.append(_Asked(request, actor, actor.handle, actor.handle.evaluate.remote(request)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -18,7 +18,18 @@ from launch.checks import Plan
 from launch.observe.status import PollResult, ProcessStatus
 from launch.pools import stage_pools
 from launch.processes.placement import PLACEMENT_S, PlacementGroup, spawn
-from launch.processes.role_process import STARTUP_KEY, Restarts, RoleProcess, RunFailed, done, failure, reason
+from launch.processes.role_process import (
+    STARTUP_KEY,
+    Check,
+    Notify,
+    Restarts,
+    RoleProcess,
+    RunFailed,
+    done,
+    failure,
+    reason,
+    results,
+)
 from launch.processes.roles import StagePoll, StageRole
 from launch.security import host_of_service
 from learner.checkpoint_meta import TrainingProgress, newest_progress, steps_in
@@ -70,19 +81,7 @@ class LearnerGroup:
     checkpoint.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        notify: Callable[[str, str], None],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Nothing is started yet.
-
-        Args:
-            plan: the checked config and the run's folder.
-            notify: called with (kind, text) whenever something worth an event happens.
-            check: raises where nothing can be started any more.
-        """
+    def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
         self._plan = plan
         self._config = plan.config.learner
         self._limit_s = plan.config.launch.startup_timeout_s
@@ -110,11 +109,7 @@ class LearnerGroup:
         self._placement = PlacementGroup(bundles, " and ".join(pool.describe() for pool in pools))
 
     def wait_for_places(self, timeout_s: float, *, others_come: bool) -> None:
-        """Wait for them; see `PlacementGroup.wait`.
-
-        Raises:
-            RunFailed: there is no room; says what was asked for and what there is.
-        """
+        """Wait for them; see `PlacementGroup.wait`."""
         assert self._placement is not None, "ask_for_places() comes first"
         self._placement.wait(timeout_s, others_come=others_come)
 
@@ -125,19 +120,15 @@ class LearnerGroup:
         return [msgspec.structs.replace(stage.facts(), state=shown) for stage in self._stages]
 
     def start(self, context: RunContext[LearnerSections], deadline: float) -> list[tuple[RoleProcess, Any]]:
-        """Start all ranks; returns the calls that end when they are ready.
-
-        Args:
-            context: that every rank is handed, with the addresses of the services.
-            deadline: on the monotonic clock.
+        """Start all ranks, and hand them this; returns the calls that end when they are ready.
 
         Raises:
             RunFailed: the first rank did not start.
         """
         self._context = context
         self._spawn()
-        first, meeting = self._calls[0]
-        self._set_up(first.result(meeting, "to name a meeting point", deadline))
+        (rendezvous,) = results(self._calls, "to name a meeting point", deadline)
+        self._set_up(rendezvous)
         return list(self._calls)
 
     def begin(self) -> None:
@@ -161,11 +152,7 @@ class LearnerGroup:
             self._advance()
 
     def poll(self, patience_s: float) -> PollResult:
-        """What the learner has to tell; the rest is left empty.
-
-        Args:
-            patience_s: how long to wait for its answer; a later one is taken at the next poll.
-        """
+        """What the learner has to tell, and nothing else; an answer that comes later is taken at the next poll."""
         if self._rescued:  # alone, for they come before whatever a restarted learner has to tell
             rows, self._rescued = self._rescued, []
             return PollResult(rows)
@@ -315,9 +302,9 @@ class LearnerGroup:
         if lead not in loss.stages:
             for _ in range(2):  # an answer that was still owed, and all since
                 self._rescued += self._ask_lead(RESCUE_S).steps
-        whence = f"checkpoint of step {newest}" if newest >= 0 else "beginning, for there is no checkpoint"
+        start = f"checkpoint of step {newest}" if newest >= 0 else "beginning, for there is no checkpoint"
         self._notify(
-            "restart", f"{loss.who} {loss.why}: all stages are started again from the {whence}; see {loss.logs}"
+            "restart", f"{loss.who} {loss.why}: all stages are started again from the {start}; see {loss.logs}"
         )
         self._restarts.count()
         self.kill()

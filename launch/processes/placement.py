@@ -6,17 +6,11 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup as RayPlacementGroup,
-)
-from ray.util.placement_group import (
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup as RayPlacementGroup
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from launch.pools import Bundle
@@ -27,25 +21,12 @@ PLACEMENT_S = 60.0
 _LOOK_S = 0.2
 
 
-class Reservation:
+class Reservation(NamedTuple):
     """What one worker reserves, and Ray's way to say on which host."""
 
-    def __init__(self, bundle: Bundle, strategy: Any = None) -> None:  # noqa: ANN401 -- one of Ray's several
-        """Say where.
-
-        Args:
-            bundle: what the worker reserves.
-            strategy: of Ray; None for any host.
-        """
-        self.bundle = bundle
-        self.strategy = strategy
-
-    def options(self) -> dict[str, Any]:
-        """As Ray takes them."""
-        own = {kind: amount for kind, amount in self.bundle.items() if kind not in ("CPU", "GPU")}
-        strategy = {} if self.strategy is None else {"scheduling_strategy": self.strategy}
-        cpus, gpus = self.bundle.get("CPU", 0.0), self.bundle.get("GPU", 0.0)
-        return {"num_cpus": cpus, "num_gpus": gpus, "resources": own, **strategy}
+    bundle: Bundle
+    strategy: Any = None
+    """One of Ray's several; None for any host."""
 
 
 def here() -> Reservation:
@@ -57,12 +38,7 @@ class PlacementGroup:
     """Workers that are placed together or not at all. Their reservation ends with `release`, or with the run."""
 
     def __init__(self, bundles: Sequence[Bundle], what: str) -> None:
-        """Ask Ray for the places; returns at once.
-
-        Args:
-            bundles: of each worker.
-            what: they are and ask for, for people.
-        """
+        """Ask Ray for the places of workers, each with its bundle; returns at once. `what` names them for people."""
         self.what = what
         self._bundles = bundles
         self._missing_since_s: float | None = None
@@ -84,11 +60,7 @@ class PlacementGroup:
         return 0.0 if self._missing_since_s is None else time.monotonic() - self._missing_since_s
 
     def wait(self, timeout_s: float, *, others_come: bool) -> None:
-        """Wait for the hosts.
-
-        Args:
-            timeout_s: for so long.
-            others_come: hosts may join yet; else nobody waits for more than there is.
+        """Wait for the hosts; unless `others_come`, hosts that may join yet, not for more than there is.
 
         Raises:
             RunFailed: says what was asked for and what there is.
@@ -115,9 +87,15 @@ class PlacementGroup:
         return Reservation(bundle, PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index))
 
     def shortage(self) -> str:
-        """Why there is no place: what was asked for, and what each host has."""
+        """Why there is no place: what was asked for, and what each living host has, and how much of it is free."""
+        free = ray._private.state.available_resources_per_node()
+        hosts = "; ".join(
+            f"{node['NodeManagerAddress']}: {_amounts(free.get(node['NodeID'], {}), node['Resources'])}"
+            for node in ray.nodes()
+            if node["Alive"]
+        )
         return (
-            f"{self.what}, and in {self.missing_s:.0f} s there was no room for it. {resource_table()}. Lower count, "
+            f"{self.what}, and in {self.missing_s:.0f} s there was no room for it. Free are: {hosts}. Lower count, "
             f"cpus or gpus (reservations, not limits), or add hosts to the pool"
         )
 
@@ -127,17 +105,6 @@ class PlacementGroup:
         if group is not None:
             with contextlib.suppress(ray.exceptions.RayError):
                 remove_placement_group(group)
-
-
-def resource_table() -> str:
-    """What each living host has, and how much of it is free."""
-    free = ray._private.state.available_resources_per_node()
-    hosts = [
-        f"{node['NodeManagerAddress']}: {_amounts(free.get(node['NodeID'], {}), node['Resources'])}"
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    return "Free are: " + "; ".join(hosts)
 
 
 def _amounts(free: Mapping[str, float], total: Mapping[str, float]) -> str:
@@ -150,9 +117,9 @@ def spawn(role: type, log: Path, *arguments: object, on: Reservation, threads: i
     """Start a role in a process of its own.
 
     Args:
-        role: the class, whose first argument is the log.
-        log: where the process writes everything it prints.
-        arguments: further arguments of the class.
+        role: the class, whose arguments are the log, where the process writes everything it prints, and `arguments`.
+        log: see there.
+        arguments: see there.
         on: what it reserves, and on which host.
         threads: compute threads; set in the environment, because libraries read it when they load.
         concurrency: how many calls may run at the same time.
@@ -166,9 +133,13 @@ def spawn(role: type, log: Path, *arguments: object, on: Reservation, threads: i
     if "GPU" not in on.bundle:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs from those alone that have reserved some
     options = {
-        **on.options(),
+        "num_cpus": on.bundle.get("CPU", 0.0),
+        "num_gpus": on.bundle.get("GPU", 0.0),
+        "resources": {kind: amount for kind, amount in on.bundle.items() if kind not in ("CPU", "GPU")},
         "max_concurrency": concurrency,
         "max_restarts": 0,  # the supervisor restarts, because a fresh process must be told the newest state
         "runtime_env": {"env_vars": environment},
     }
+    if on.strategy is not None:
+        options["scheduling_strategy"] = on.strategy
     return ray.remote(role).options(**options).remote(log, *arguments)

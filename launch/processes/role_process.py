@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from launch.observe.status import ProcessStatus
 
@@ -19,6 +19,12 @@ LASTING_S = 3600.0
 SILENCE_S = 60.0
 """A role that answers nothing for so long is told of. It answers within milliseconds, but for a host that swaps."""
 _CHECK_EVERY_S = 1.0
+
+
+Notify = Callable[[str, str], None]
+"""Called with (kind, text) whenever something worth an event happens."""
+Check = Callable[[], None]
+"""Called while something is waited for, or about to be started; raises where that is in vain."""
 
 
 class RunFailed(RuntimeError):
@@ -33,11 +39,6 @@ class Restarts:
     """
 
     def __init__(self, limit: int) -> None:
-        """Nothing was started again yet.
-
-        Args:
-            limit: of restarts in a row.
-        """
         self._limit = limit
         self._in_a_row = 0
         self.total = 0
@@ -55,10 +56,6 @@ class Restarts:
         """Is it given up, should it end once more?"""
         return self.in_a_row >= self._limit
 
-    def begin_work(self) -> None:
-        """It works from now on."""
-        self.working_since_s = time.monotonic()
-
     def prove(self) -> None:
         """The last one has led to something that lasts."""
         self._in_a_row = 0
@@ -71,7 +68,7 @@ class Restarts:
 
 @dataclass
 class RoleProcess:
-    """One process. `starting` and `running` are pending Ray calls; they end when that phase does."""
+    """One process. `running` is a pending Ray call."""
 
     role: str
     number: int
@@ -79,13 +76,9 @@ class RoleProcess:
     log: Path
     restarts: Restarts
     """Those of a stage are the learner's, of which all stages are started again together."""
-    starting: Any = None
-    """Of an actor: ends when it is ready."""
     running: Any = None
     """Ends when the role's work does; None before the work begins."""
     started_s: float = field(default_factory=time.monotonic)
-    lost: str = ""
-    """Why it was given up, where it was."""
     pool: str = ""
     """Of an actor."""
     _where: Any = None
@@ -124,11 +117,11 @@ class RoleProcess:
     def begin_work(self, call: Any) -> None:  # noqa: ANN401 -- a Ray call
         """It works from now on, until this call ends."""
         self.running = call
-        self.restarts.begin_work()
+        self.restarts.working_since_s = time.monotonic()
 
     def forget(self) -> None:
         """Its process is gone."""
-        self.handle = self.starting = self.running = self._where = self._owed = None
+        self.handle = self.running = self._where = self._owed = None
 
     def _whereabouts(self) -> tuple[str, int]:
         found, handle = self._where, self.handle  # read once, as above
@@ -141,49 +134,10 @@ class RoleProcess:
             self._where = where
         return where if isinstance(where, tuple) else ("", 0)
 
-    def result(
-        self,
-        pending: object,
-        what: str,
-        deadline: float,
-        check: Callable[[], None] = lambda: None,
-    ) -> Any:  # noqa: ANN401
-        """Wait for a call.
-
-        Args:
-            pending: the call.
-            what: what the process is to do, as in 'to be ready'.
-            deadline: on the monotonic clock; launch.startup_timeout_s is behind it.
-            check: called now and then; raises where waiting is in vain.
-
-        Raises:
-            RunFailed: the call failed, or did not end in time.
-        """
-        started = time.monotonic()
-        while True:
-            left_s = max(0.1, deadline - time.monotonic())
-            try:
-                return ray.get(pending, timeout=min(left_s, _CHECK_EVERY_S))
-            except GetTimeoutError:
-                check()
-                waited_s = time.monotonic() - started
-                if left_s <= _CHECK_EVERY_S:
-                    raise RunFailed(
-                        f"waited {waited_s:.0f} s for {self.name} {what} and gave up; see {self.log}, or raise "
-                        f"{STARTUP_KEY}"
-                    ) from None
-            except RayError as error:
-                raise RunFailed(f"{self.name} failed: {reason(error)}; see {self.log}") from None
-
-    def ask(self, method: str, patience_s: float, notify: Callable[[str, str], None]) -> Any:  # noqa: ANN401
-        """Call a method; None where it is not answered in time, or failed.
+    def ask(self, method: str, patience_s: float, notify: Notify) -> Any:  # noqa: ANN401 -- what the role answers
+        """Call a method without arguments; None where it is not answered in time, or failed.
 
         An answer that is owed stays owed: the next question takes it. A silence of `SILENCE_S` is told.
-
-        Args:
-            method: of the role, without arguments.
-            patience_s: how long to wait now.
-            notify: called with (kind, text) then.
         """
         now = time.monotonic()
         pending, asked_s = self._owed or (getattr(self.handle, method).remote(), now)
@@ -201,40 +155,40 @@ class RoleProcess:
         self._owed = pending, asked_s
         return None
 
-    @property
-    def is_going(self) -> bool:
-        """It is out of the run, or about to be; what it does not do any more is nobody's failure."""
-        return bool(self.lost)
 
-    @property
-    def is_ready(self) -> bool:
-        """Of an actor: it is up, and its work has not failed."""
-        if self.lost or not done(self.starting) or outcome(self.starting):
-            return False
-        return self.running is None or not done(self.running) or not outcome(self.running)
-
-
-def all_results(
-    calls: Sequence[tuple[RoleProcess, Any]],
-    what: str,
-    deadline: float,
-    check: Callable[[], None] = lambda: None,
-) -> None:
+def results(
+    calls: Sequence[tuple[RoleProcess, Any]], what: str, deadline: float, check: Check = lambda: None
+) -> list[Any]:
     """Wait for calls that several processes are in together; the first failure is the one reported.
 
-    The others often fail because of it, and later. The arguments are those of `RoleProcess.result`.
+    The others often fail because of it, and later.
+
+    Args:
+        calls: pending Ray calls, each with its process.
+        what: what the processes are to do, as in 'to be ready'.
+        deadline: on the monotonic clock; launch.startup_timeout_s is behind it.
+        check: called now and then; raises where waiting is in vain.
 
     Raises:
-        RunFailed: as `RoleProcess.result`.
+        RunFailed: a call failed, or did not end in time.
     """
+    started = time.monotonic()
     waiting = {call: process for process, call in calls}
     while waiting:
         left_s = max(0.1, deadline - time.monotonic())
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left_s, _CHECK_EVERY_S))
         check()
-        if ready or left_s <= _CHECK_EVERY_S:
-            call = ready[0] if ready else next(iter(waiting))
-            waiting.pop(call).result(call, what, deadline)
+        if ready:
+            process = waiting.pop(ready[0])
+            if why := outcome(ready[0]):
+                raise RunFailed(f"{process.name} failed: {why}; see {process.log}")
+        elif left_s <= _CHECK_EVERY_S:
+            process = next(iter(waiting.values()))
+            raise RunFailed(
+                f"waited {time.monotonic() - started:.0f} s for {process.name} {what} and gave up; see {process.log}, "
+                f"or raise {STARTUP_KEY}"
+            )
+    return [ray.get(call) for _, call in calls]
 
 
 def done(pending: object) -> bool:

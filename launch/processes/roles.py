@@ -45,20 +45,20 @@ def redirect_output(log: Path) -> None:
     faulthandler.enable()
 
 
-def interface(host: str | None, keys: ServiceKeys | None) -> str:
-    """The address that a service of a run binds; asked in its own process.
+def _address_here() -> str:
+    """Of this machine in the Ray cluster."""
+    import ray
 
-    Args:
-        host: an address; None for that of this machine in the Ray cluster.
-        keys: what its socket is locked with.
+    return str(ray.util.get_node_ip_address())
+
+
+def interface(host: str | None, keys: ServiceKeys | None) -> str:
+    """The address that a service of a run binds; None is that of this machine in the Ray cluster.
 
     Raises:
         RuntimeError: it could be reached from other machines, and is not locked.
     """
-    if host is None:
-        import ray
-
-        host = str(ray.util.get_node_ip_address())
+    host = host or _address_here()
     if keys is None and not is_loopback(host):
         raise RuntimeError(
             f"{host} can be reached from other machines, and launch.encryption = 'off' leaves the service open: "
@@ -92,9 +92,7 @@ class _Role:
 
     def whereabouts(self) -> tuple[str, int]:
         """The address of its host in the Ray cluster, and its process id there."""
-        import ray
-
-        return str(ray.util.get_node_ip_address()), os.getpid()
+        return _address_here(), os.getpid()
 
 
 class _ServiceRole(_Role):
@@ -152,15 +150,8 @@ class StageRole(_Role):
         redirect_output(log)
 
     def rendezvous(self, host: str | None) -> str:
-        """An address on this machine at which the stages can meet.
-
-        Args:
-            host: of this machine; None for its address in the Ray cluster.
-        """
-        if host is None:
-            import ray
-
-            host = ray.util.get_node_ip_address()
+        """A free address on this machine, by default as the Ray cluster knows it, at which the stages can meet."""
+        host = host or _address_here()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"

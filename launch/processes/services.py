@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from buffer.store import new_folders
 from common.run import RunFacts
 from launch.checks import Plan
 from launch.processes.placement import here, spawn
-from launch.processes.role_process import Restarts, RoleProcess, RunFailed, done, outcome
+from launch.processes.role_process import Check, Notify, Restarts, RoleProcess, RunFailed, done, outcome, results
 from launch.processes.roles import BufferRole, WeightsRole
 from launch.security import host_of_service
 
@@ -36,27 +36,14 @@ class Services(ABC):
     The role of each has the methods `bind`, which gives its address, `serve`, which ends with the process, and `stop`.
     """
 
-    def __init__(
-        self, plan: Plan, notify: Callable[[str, str], None], check: Callable[[], None] = lambda: None
-    ) -> None:
-        """Nothing is started yet.
-
-        Args:
-            plan: the checked config and the run's folder.
-            notify: called with (kind, text) whenever something worth an event happens.
-            check: raises where nothing can be started any more.
-        """
+    def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
         self._plan = plan
         self._notify = notify
         self._check = check
-        self._processes: list[RoleProcess] = []
+        self.processes: list[RoleProcess] = []
+        """By number, as the addresses."""
         self.addresses: list[str] = []
-        """By number; a service that is started again finds its port in its folder, and so keeps its address."""
-
-    @property
-    def processes(self) -> Sequence[RoleProcess]:
-        """By number."""
-        return self._processes
+        """A service that is started again finds its port in its folder, and so keeps its address."""
 
     def watch(self) -> None:
         """Start again what has ended.
@@ -65,7 +52,7 @@ class Services(ABC):
             RunFailed: it ended too often.
         """
         self._check()
-        for process in list(self._processes):
+        for process in list(self.processes):
             if not done(process.running):
                 continue
             who, why = self._who(process.number), outcome(process.running)
@@ -77,44 +64,42 @@ class Services(ABC):
 
     def ask_to_stop(self) -> list[Any]:
         """Let them end after the request at hand; the pending calls that end with them."""
-        there = [process for process in self._processes if process.handle is not None]
+        there = [process for process in self.processes if process.handle is not None]
         calls = [[process.handle.stop.remote(), process.running] for process in there]
         return [call for pair in calls for call in pair if call is not None]
 
     def kill(self) -> None:
         """End what is left."""
-        for process in self._processes:
+        for process in self.processes:
             if process.handle is not None:  # else it was about to be started again
                 ray.kill(process.handle, no_restart=True)
-        self._processes = []
-
-    # --- of each kind -------------------------------------------------------------------------------
+        self.processes = []
 
     @abstractmethod
     def _who(self, number: int) -> str:
         """A service, for people."""
 
     @abstractmethod
-    def _spawn(self, number: int, log: Path) -> Any:  # noqa: ANN401 -- a Ray handle
-        """Start its process, which finds the store and the port of an earlier one."""
-
-    # --- parts --------------------------------------------------------------------------------------
+    def _role(self, number: int) -> tuple[type, tuple[object, ...]]:
+        """The role that hosts it, and its arguments; it finds the store and the port of an earlier process."""
 
     @property
     def _logs(self) -> str:
-        return ", ".join(str(process.log) for process in self._processes)
+        return ", ".join(str(process.log) for process in self.processes)
 
-    def _serve(self, role: str, numbers: Sequence[int], deadline: float) -> None:
+    def _serve(self, name: str, numbers: Iterable[int], deadline: float) -> None:
         """Start those with these numbers, which follow the ones that are there; returns when they serve."""
-        limit = self._plan.config.launch.max_restarts
-        logs = [self._plan.folder.log(role, number) for number in numbers]
-        fresh = [
-            RoleProcess(role, number, self._spawn(number, log), log, Restarts(limit))
-            for number, log in zip(numbers, logs, strict=True)
-        ]
+        fresh = []
+        for number in numbers:
+            log, restarts = self._plan.folder.log(name, number), Restarts(self._plan.config.launch.max_restarts)
+            fresh.append(RoleProcess(name, number, self._spawn(number, log), log, restarts))
         for process in fresh:
             self.addresses.append(self._bind(process, deadline))
-            self._processes.append(process)
+            self.processes.append(process)
+
+    def _spawn(self, number: int, log: Path) -> Any:  # noqa: ANN401 -- a Ray handle
+        role, arguments = self._role(number)
+        return spawn(role, log, *arguments, on=here(), threads=1, concurrency=3)
 
     def _start_again(self, process: RoleProcess) -> None:
         """Until it serves; an attempt that fails counts as a restart."""
@@ -122,10 +107,9 @@ class Services(ABC):
             process.forget()
             process.restarts.count()
             process.handle = self._spawn(process.number, process.log)
+            deadline = time.monotonic() + self._plan.config.launch.startup_timeout_s
             try:
-                self.addresses[process.number] = self._bind(
-                    process, time.monotonic() + self._plan.config.launch.startup_timeout_s
-                )
+                self.addresses[process.number] = self._bind(process, deadline)
             except RunFailed as error:
                 self._check()
                 ray.kill(process.handle, no_restart=True)
@@ -137,23 +121,15 @@ class Services(ABC):
 
     def _bind(self, process: RoleProcess, deadline: float) -> str:
         """The address at which it begins to serve."""
-        pending = process.handle.bind.remote()
-        address = str(process.result(pending, "to open its store", deadline, self._check))
+        (address,) = results([(process, process.handle.bind.remote())], "to open its store", deadline, self._check)
         process.begin_work(process.handle.serve.remote())
-        return address
+        return str(address)
 
 
 class BufferServices(Services):
     """The buffer: one service per shard, and a client of all."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        facts: RunFacts,
-        notify: Callable[[str, str], None],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """As `Services`; `facts` are those of the run."""
+    def __init__(self, plan: Plan, facts: RunFacts, notify: Notify, check: Check = lambda: None) -> None:
         super().__init__(plan, notify, check)
         self._facts = facts
         self._config = plan.config.buffer
@@ -161,9 +137,6 @@ class BufferServices(Services):
 
     def start(self, deadline: float) -> None:
         """Start all services, and connect to them.
-
-        Args:
-            deadline: on the monotonic clock.
 
         Raises:
             RunFailed: one did not start or does not answer, or the folder has a buffer of other shards.
@@ -220,20 +193,13 @@ class BufferServices(Services):
     def _who(self, number: int) -> str:
         return "the buffer service" + (f" of shard {number}" if self._config.shards > 1 else "")
 
-    def _spawn(self, number: int, log: Path) -> Any:  # noqa: ANN401
+    def _role(self, number: int) -> tuple[type, tuple[object, ...]]:
         host = host_of_service(self._config.host, self._plan.config)
         port = self._config.port + number if self._config.port else 0
-        return spawn(
-            BufferRole,
-            log,
-            self._config.model_copy(update={"host": host, "port": port}),
-            self._facts.model_copy(update={"shard": number}),
-            new_folders(self._plan.folder.buffer, self._config.shards)[number],
-            self._plan.service_keys,
-            on=here(),
-            threads=1,
-            concurrency=3,
-        )
+        config = self._config.model_copy(update={"host": host, "port": port})
+        folder = new_folders(self._plan.folder.buffer, self._config.shards)[number]
+        facts = self._facts.model_copy(update={"shard": number})
+        return BufferRole, (config, facts, folder, self._plan.service_keys)
 
 
 class WeightServices(Services):
@@ -247,9 +213,6 @@ class WeightServices(Services):
     def start(self, deadline: float) -> None:
         """Start the service, if the run has one.
 
-        Args:
-            deadline: on the monotonic clock.
-
         Raises:
             RunFailed: it did not start.
         """
@@ -259,17 +222,7 @@ class WeightServices(Services):
     def _who(self, number: int) -> str:
         return "the weight service"
 
-    def _spawn(self, number: int, log: Path) -> Any:  # noqa: ANN401
-        config = self._plan.config.weight_sync
-        host = host_of_service(config.host, self._plan.config)
-        return spawn(
-            WeightsRole,
-            log,
-            config.model_copy(update={"host": host}),
-            self._plan.run_id,
-            self._plan.weights_folder,
-            self._plan.service_keys,
-            on=here(),
-            threads=1,
-            concurrency=3,
-        )
+    def _role(self, number: int) -> tuple[type, tuple[object, ...]]:
+        config, plan = self._plan.config.weight_sync, self._plan
+        config = config.model_copy(update={"host": host_of_service(config.host, plan.config)})
+        return WeightsRole, (config, plan.run_id, plan.weights_folder, plan.service_keys)

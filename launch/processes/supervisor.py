@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -23,7 +21,7 @@ from launch.processes.evaluation import EVALUATION_SHARE, Evaluation
 from launch.processes.learner_group import LearnerGroup
 from launch.processes.placement import PLACEMENT_S
 from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
-from launch.processes.role_process import SILENCE_S, RunFailed, all_results
+from launch.processes.role_process import Notify, RunFailed, results
 from launch.processes.services import BufferServices, WeightServices
 
 SERVICE_GOODBYE_S = 5.0
@@ -39,14 +37,7 @@ class Supervisor:
     (up to launch.max_restarts times in a row: services and actors singly, the learner as a whole), or given up.
     """
 
-    def __init__(self, plan: Plan, context: RunContext[Config], notify: Callable[[str, str], None]) -> None:
-        """Nothing is started yet.
-
-        Args:
-            plan: the checked config and the run's folder.
-            context: of the run, as `Plan.context` makes it.
-            notify: called with (kind, text) whenever something worth an event happens.
-        """
+    def __init__(self, plan: Plan, context: RunContext[Config], notify: Notify) -> None:
         self._plan = plan
         self._config = plan.config
         self._context = context
@@ -54,8 +45,8 @@ class Supervisor:
         self._ray: RayWatch | None = None
         self._buffer = BufferServices(plan, context.facts, notify, self._check_ray)
         self._weights = WeightServices(plan, notify, self._check_ray)
-        self._learner = LearnerGroup(plan, notify, self._watch_services)
-        self._actors = ActorPools(plan, notify, self._check_ray)
+        self.learner = LearnerGroup(plan, notify, self._watch_services)
+        self.actors = ActorPools(plan, notify, self._check_ray)
         self._drained = False
 
     # --- start ------------------------------------------------------------------------------------
@@ -68,34 +59,26 @@ class Supervisor:
         """
         config = self._config.launch
         self._ray = start_ray(self._config, namespace=f"leeway-{self._plan.run_id}")
-        self._learner.ask_for_places()
-        self._actors.ask_for_places()
+        self.learner.ask_for_places()
+        self.actors.ask_for_places()
         others_come = config.ray_address is not None
         limit_s = PLACEMENT_S if others_come else LOCAL_PLACEMENT_S
-        self._learner.wait_for_places(limit_s, others_come=others_come)
+        self.learner.wait_for_places(limit_s, others_come=others_come)
         deadline = time.monotonic() + config.startup_timeout_s
         self._weights.start(deadline)
         self._buffer.start(deadline)
-        context = replace(
-            self._context,
-            buffer_addresses=tuple(self._buffer.addresses),
-            weights_address=self._weights.address,
-        )
-        stages = self._learner.start(context, deadline)
-        calls = [*stages, *self._actors.start(context, limit_s, others_come=others_come)]
-        all_results(calls, "to be ready", deadline, self._check_ray)
+        addresses = tuple(self._buffer.addresses)
+        context = replace(self._context, buffer_addresses=addresses, weights_address=self._weights.address)
+        stages = self.learner.start(context, deadline)
+        calls = [*stages, *self.actors.start(context, limit_s, others_come=others_come)]
+        results(calls, "to be ready", deadline, self._check_ray)
 
     def begin(self) -> None:
         """Begin to learn and to generate."""
-        self._learner.begin()
-        self._actors.begin()
+        self.learner.begin()
+        self.actors.begin()
 
     def _check_ray(self) -> None:
-        """Ray lives.
-
-        Raises:
-            RunFailed: it does not; whatever waits for it waits in vain.
-        """
         if self._ray is not None:
             self._ray.check()
 
@@ -111,22 +94,19 @@ class Supervisor:
     # --- watch ------------------------------------------------------------------------------------
 
     def poll(self, patience_s: float = 0.2) -> PollResult:
-        """Ask every role for news and restart what died.
-
-        Args:
-            patience_s: how long to wait for one answer; a later one is taken at the next poll.
+        """Ask every role for news and restart what died; an answer that comes later is taken at the next poll.
 
         Raises:
             RunFailed: a role that the run cannot go on without is gone.
         """
         self._watch_services()
-        self._learner.watch()
-        news = self._learner.poll(patience_s)
+        self.learner.watch()
+        news = self.learner.poll(patience_s)
         if news.resumed_at is not None:
             self._drain_again()
-        working = self._actors.watch()
+        working = self.actors.watch()
         news.working = frozenset(actor_name(actor.number) for actor in working)
-        news.quarantined, news.wanted = tuple(self._actors.quarantined), dict(self._actors.wanted)
+        news.quarantined, news.wanted = tuple(self.actors.quarantined), dict(self.actors.wanted)
         news.processes = self.processes()
         for actor in working:
             report = actor.ask("report", patience_s, self._notify)
@@ -138,13 +118,8 @@ class Supervisor:
 
     def processes(self) -> tuple[ProcessStatus, ...]:
         """Buffer, weights, stages, actors, as they are now; waits for none of them."""
-        services = [*self._buffer.processes, *self._weights.processes]
-        actors = self._actors.actors
-        return (
-            *(each.facts() for each in services),
-            *self._learner.facts(),
-            *(each.facts() for each in actors),
-        )
+        services = [each.facts() for each in (*self._buffer.processes, *self._weights.processes)]
+        return (*services, *self.learner.facts(), *(each.facts() for each in self.actors.actors))
 
     def _check_task(self, actor: ActorProcess, report: ActorReport) -> None:
         if report.task_fingerprint != self._plan.task.fingerprint:
@@ -153,41 +128,12 @@ class Supervisor:
                 f"its files or its reasoning-gym differ from those here; see {actor.log}"
             )
 
-    def last_poll(self) -> list[PollResult]:
-        """What is left to tell once the learner is over: the answer still owed, and all since."""
-        return [self.poll(SILENCE_S), self.poll(SILENCE_S)]
-
-    def quarantine(self, name: str, why: str) -> None:
-        """Take an actor out of the run; see `ActorPools.quarantine`.
-
-        Raises:
-            RunFailed: no other actor is left.
-        """
-        self._actors.quarantine(name, why)
-
-    def scale(self, pool: str, count: int) -> str:
-        """Let a pool have another number of actors; see `ActorPools.scale`.
-
-        Raises:
-            ValueError: it cannot.
-        """
-        return self._actors.scale(pool, count)
-
     # --- evaluate, drain, end ---------------------------------------------------------------------
 
-    def learning_is_over(self) -> bool:
-        """True when every stage has returned from its last step."""
-        return self._learner.are_finished
-
     def evaluate(self, num_problems: int, min_version: PolicyVersion | None) -> Evaluation:
-        """Begin a held-out evaluation on the actors; training goes on where it can.
-
-        Args:
-            num_problems: how many held-out problems.
-            min_version: the version to evaluate at the earliest; None: whichever each actor has.
-        """
+        """Begin a held-out evaluation on the actors, of this version at the earliest; training goes on where it can."""
         return Evaluation(
-            self._actors.ready,
+            self.actors.ready,
             num_problems,
             min_version,
             EVALUATION_SHARE * self._config.learner.batch_timeout_s,
@@ -197,7 +143,7 @@ class Supervisor:
 
     def request_stop(self) -> None:
         """Ask the learner to end after the step at hand, with a checkpoint, and close admission."""
-        self._learner.request_stop()
+        self.learner.request_stop()
         self.drain()
 
     def drain(self) -> None:
@@ -216,7 +162,7 @@ class Supervisor:
 
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder; all stages take part."""
-        self._learner.export(folder)
+        self.learner.export(folder)
         self._drain_again()
 
     def stop(self) -> None:
@@ -236,17 +182,12 @@ class Supervisor:
             end_ray()  # it may have been stopped in the middle of its start
             return
         # the actors first: what they hand back goes to the services
-        self._actors.stop()
-        _wait_for(self._buffer.ask_to_stop() + self._weights.ask_to_stop(), SERVICE_GOODBYE_S)
-        self._learner.kill()
+        self.actors.stop()
+        if goodbyes := self._buffer.ask_to_stop() + self._weights.ask_to_stop():
+            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=SERVICE_GOODBYE_S)
+        self.learner.kill()
         self._buffer.kill()
         self._weights.kill()
         end_ray()
         if self._ray is not None:
             self._ray.close()
-
-
-def _wait_for(calls: list[Any], limit_s: float) -> None:
-    """Until they have ended, well or badly, but no longer than this."""
-    if calls:
-        ray.wait(calls, num_returns=len(calls), timeout=limit_s)

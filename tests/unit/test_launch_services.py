@@ -50,7 +50,7 @@ def weights(tmp_path, monkeypatch):
         return made[-1]
 
     def wait(calls, num_returns=1, timeout=None):
-        ready = [call for call in calls if not isinstance(call, Service) or call.has_ended]
+        ready = [call for call in calls if not isinstance(call, Service) or call.has_ended or call.cannot_bind]
         return ready, [call for call in calls if call not in ready]
 
     def get(call, timeout=None):

@@ -93,9 +93,9 @@ def run(tmp_path, monkeypatch):
     supervisor = Supervisor(
         plan, plan.context(tmp_path, plan.model, tmp_path), lambda kind, text: events.append((kind, text))
     )
-    supervisor._actors._actors = [worker(0, tmp_path, starting="a call")]
+    supervisor.actors.actors = [worker(0, tmp_path, starting="a call")]
     return SimpleNamespace(
-        supervisor=supervisor, admission=supervisor._buffer, learner=supervisor._learner, events=events
+        supervisor=supervisor, admission=supervisor._buffer, learner=supervisor.learner, events=events
     )
 
 
@@ -136,8 +136,8 @@ def two_actors(run, tmp_path, monkeypatch):
     """The run with two actors that work; `run.killed` are the handles of those that were killed."""
     run.killed = []
     monkeypatch.setattr(ray, "kill", lambda handle, no_restart: run.killed.append(handle))
-    run.pools = run.supervisor._actors
-    run.pools._actors = [worker(number, tmp_path, starting="a call", running="a call") for number in range(2)]
+    run.pools = run.supervisor.actors
+    run.pools.actors = [worker(number, tmp_path, starting="a call", running="a call") for number in range(2)]
     run.pools._next_number = 2
     return run
 
@@ -146,8 +146,8 @@ def test_an_actor_that_is_taken_out_is_killed_never_started_again_and_told(two_a
     supervisor = two_actors.supervisor
     assert supervisor.poll().working == {"actor-0", "actor-1"}
     for _ in range(2):
-        supervisor.quarantine("actor-1", "its weights are not the learner's")
-    assert two_actors.killed == [supervisor._actors._actors[1].handle]
+        supervisor.actors.quarantine("actor-1", "its weights are not the learner's")
+    assert two_actors.killed == [supervisor.actors.actors[1].handle]
     news = supervisor.poll()
     assert (news.working, news.quarantined) == ({"actor-0"}, ("actor-1",))
     assert [kind for kind, _ in two_actors.events] == ["quarantined"]
@@ -155,9 +155,9 @@ def test_an_actor_that_is_taken_out_is_killed_never_started_again_and_told(two_a
 
 
 def test_when_the_last_actor_is_taken_out_the_run_fails_with_the_reason(two_actors):
-    two_actors.supervisor.quarantine("actor-0", "of one thing")
+    two_actors.supervisor.actors.quarantine("actor-0", "of one thing")
     with pytest.raises(RunFailed, match=r"no actor is left: actor-1 was the last, .*: of another"):
-        two_actors.supervisor.quarantine("actor-1", "of another")
+        two_actors.supervisor.actors.quarantine("actor-1", "of another")
 
 
 def test_the_services_are_asked_to_stop_only_after_the_actorshave_ended_for_these_hand_back_what_they_hold(
@@ -165,7 +165,7 @@ def test_the_services_are_asked_to_stop_only_after_the_actorshave_ended_for_thes
 ):
     order: list[str] = []
     waits: list[list[str]] = []
-    for actor in two_actors.pools._actors:
+    for actor in two_actors.pools.actors:
         actor.handle.stop = SimpleNamespace(remote=lambda name=actor.name: order.append(name) or name)
     for service in ("_buffer", "_weights"):
         asked = getattr(two_actors.supervisor, service)
@@ -334,9 +334,9 @@ def test_services_are_watched_also_while_an_evaluation_is_all_that_goes_on(run, 
     watched: list[str] = []
     monkeypatch.setattr(run.supervisor._weights, "watch", lambda: watched.append("weights"))
     monkeypatch.setattr(run.admission, "watch", lambda: watched.append("buffers"))
-    actor = run.supervisor._actors.actors[0]
+    actor = run.supervisor.actors.actors[0]
     actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
-    run.supervisor._actors.ready = lambda: [actor]
+    run.supervisor.actors.ready = lambda: [actor]
     assert run.supervisor.evaluate(8, None).poll() is None
     assert watched == ["weights", "buffers"]
 

@@ -82,7 +82,7 @@ def never_done(tmp_path, monkeypatch):
 
         monkeypatch.setattr("launch.train.time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock.now_s))
         supervisor = MagicMock()
-        supervisor.learning_is_over.return_value = False
+        supervisor.learner.are_finished = False
         made = plan(tmp_path / "run", "--launch.shutdown_timeout_s", "90")
         made.folder.create(made.config)
         run = _Run(made, context(made).facts.contract, None, supervisor, MagicMock(), interrupts)
