@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+_LOCK_PAUSE_S = 0.05
 
 
 def sync(path: Path) -> None:
@@ -87,6 +91,20 @@ def private_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def try_lock(file: int | BinaryIO, *, shared: bool = False, limit_s: float = 0.0) -> bool:
+    """Lock a file or folder until it is closed, or this process ends; False where others hold it for so long."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return True
 
 
 def temporary_beside(path: Path) -> Path:

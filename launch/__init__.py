@@ -9,16 +9,15 @@ report      one page that shows a run, and a trace of it
 doctor      is this machine fit for a run?
 reward_check  tries reward functions before a run does
 
-config      Config: the sections of a run, composed from what each package owns
-load        TOML and command-line overrides to a Config, with errors that say what to type instead
+config      Config: the sections of a run, each of the package that owns it; read from TOML and overrides, with errors
+            that say what to type instead
 checks      what only the whole config can know, checked before any process starts
 pools       which workers a run has, and what each reserves
 
 run_folder  RunFolder: where everything of a run lies, and which command works on it; the folder of its weights
 model_folder  the model of a run as a Hugging Face folder: where it comes from, and how it leaves
 control     what is asked of a run while it lives
-security    modes of files, keys of sockets, and where services listen
-host        this machine: logs by which processes of runs are found, Ray's folders, who answers at an address
+host        this machine: modes of files, logs by which processes are found, Ray's folders, who answers at an address
 text        figures and texts for people, also of token ids
 errors      ConfigError, Interrupts and ExitStatus: how a command ends
 

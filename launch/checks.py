@@ -9,19 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from actors.tasks import TaskError, TaskFacts, check_task
+from actors.tasks import TaskFacts, check_task
+from buffer.config import BufferConfig
 from buffer.sharding.division import admission_shares
-from common.hf_folder import ModelFacts, ModelFolderError, check_model_folder
-from common.rpc.auth import ClientKeys, RunKeys, ServiceKeys
+from common.hf_folder import ModelFacts, check_model_folder
+from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys, is_loopback
 from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract
 from launch.config import Config
-from launch.errors import ConfigError
+from launch.errors import ConfigError, as_config_error
 from launch.host import CONNECT_S, answers
 from launch.pools import WorkerPool, actor_pools, serving_dtypes, stage_pools
 from launch.run_folder import RunFolder, already_there, check_weights_folder, check_writable
-from launch.security import run_keys
 from learner.decoders import FAMILIES
+from weight_sync.config import WeightSyncConfig
 
 _OF_RAY = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
 """Resources that every host has by Ray's own doing."""
@@ -56,14 +57,17 @@ class Plan:
         folder = self.config.weight_sync.folder
         return self.folder.weights if folder is None else Path(folder)
 
-    def context(self, model_path: Path, model: ModelFacts, serving_path: Path) -> RunContext[Config]:
-        """The description that every process of the run is handed; the addresses of its services come in later.
+    def host_of(self, section: BufferConfig | WeightSyncConfig) -> str | None:
+        """Where a service is to listen: the knob, else loopback; None on a cluster, where it knows its address."""
+        return self.host_here if section.host is None else section.host
 
-        Args:
-            model_path: the checkpoint to train.
-            model: facts of it.
-            serving_path: the folder that actors load, which is version 0.
-        """
+    @property
+    def host_here(self) -> str | None:
+        """Loopback; None on a cluster, where a process knows the address of its host."""
+        return LOOPBACK if self.config.launch.ray_address is None else None
+
+    def context(self, model_path: Path, model: ModelFacts, serving_path: Path) -> RunContext[Config]:
+        """The description that every process of the run is handed; the addresses of its services come in later."""
         config = self.config
         return RunContext(
             config=config,
@@ -131,24 +135,20 @@ def check(config: Config, root: Path, *, run_id: str | None = None) -> Plan:
         if os.path.exists(root):  # unlike Path.exists it takes a name that is too long for one that is not there
             raise ConfigError(already_there(root))
         check_writable(root, "run.dir")
-    try:
+    with as_config_error():
         config.learner.check_pipeline()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     _check_steps(config)
     _check_pools(config)
-    contract = _contract(config)
+    learner = config.learner
+    with as_config_error():
+        contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
     _check_sizes(config, contract)
     _check_weight_sync(config, is_new=run_id is None)
     _check_ray(config)
-    try:
+    with as_config_error("[task] "):
         task = check_task(config.task)
-    except TaskError as error:
-        raise ConfigError(f"[task] {error}") from None
-    try:
+    with as_config_error():
         admission_shares(task.num_train, config.buffer.shards, contract.capacity())
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if config.actors.eval_every and config.actors.eval_problems > task.num_heldout:
         raise ConfigError(
             f"actors.eval_problems = {config.actors.eval_problems}, but the task holds out {task.num_heldout} problems"
@@ -163,7 +163,33 @@ def check(config: Config, root: Path, *, run_id: str | None = None) -> Plan:
                 f"model.reference_path has a vocabulary of {reference.vocab_size} tokens and the model one of "
                 f"{model.vocab_size}: they must share a tokenizer"
             )
-    return Plan(config, RunFolder(root), model, task, run_id=run_id or uuid.uuid4().hex, keys=run_keys(config))
+    return Plan(config, RunFolder(root), model, task, run_id=run_id or uuid.uuid4().hex, keys=_keys(config))
+
+
+def _keys(config: Config) -> RunKeys | None:
+    """New keys for a run; None where its sockets are not locked.
+
+    Raises:
+        ConfigError: the knob would leave a socket open to other machines.
+    """
+    wanted, is_cluster = config.launch.encryption, config.launch.ray_address is not None
+    hosts = {"buffer.host": config.buffer.host}
+    if config.weight_sync.transport != "folder":
+        hosts["weight_sync.host"] = config.weight_sync.host
+    reached = [key for key, host in hosts.items() if (is_cluster if host is None else not is_loopback(host))]
+    if wanted == "off" and reached:
+        key = reached[0]
+        what = f"{key} = '{hosts[key]}'"
+        if hosts[key] is None:
+            what = f"{key} is unset, which on a cluster is its machine's address there, and"
+        remedy = "use 'auto'" if is_cluster else f"use 'auto', or leave {key} unset"
+        raise ConfigError(
+            f"launch.encryption = 'off', but {what} can be reached from other machines, which could then push samples "
+            f"or weights into the run: {remedy}"
+        )
+    if wanted == "off" or (wanted == "auto" and not reached and not is_cluster):
+        return None
+    return RunKeys.make()
 
 
 def check_prompts(plan: Plan) -> None:
@@ -175,20 +201,15 @@ def check_prompts(plan: Plan) -> None:
     config = plan.config
     if plan.model is None:
         return
-    try:
-        check_task(
-            config.task, model_folder=Path(str(config.model.path)), max_prompt_tokens=config.actors.max_prompt_tokens
-        )
-    except TaskError as error:
-        raise ConfigError(f"[task] {error}") from None
+    folder, longest = Path(str(config.model.path)), config.actors.max_prompt_tokens
+    with as_config_error("[task] "):
+        check_task(config.task, model_folder=folder, max_prompt_tokens=longest)
 
 
 def check_model(config: Config, path: Path, key: str) -> ModelFacts:
     """Check that a model folder is there and fits the config."""
-    try:
+    with as_config_error(f"{key}: "):
         model = check_model_folder(path)
-    except ModelFolderError as error:
-        raise ConfigError(f"{key}: {error}") from None
     if model.model_type not in FAMILIES:
         raise ConfigError(
             f"{key}: {path} is of type '{model.model_type}', and the learner trains {', '.join(FAMILIES)}"
@@ -230,19 +251,6 @@ def _pipeline(config: Config) -> str:
     replicas = f"{learner.num_replicas} replicas of " if learner.num_replicas > 1 else ""
     chunks = f" of {learner.num_chunks} chunks" if learner.num_chunks > 1 else ""
     return f"{replicas}{_count(learner.num_stages, 'stage')}{chunks}, schedule {learner.schedule}"
-
-
-def _contract(config: Config) -> StalenessContract:
-    """The staleness contract of the run.
-
-    Raises:
-        ConfigError: no sample could be used within the bound.
-    """
-    learner = config.learner
-    try:
-        return StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _check_layers(config: Config, path: Path, num_layers: int) -> None:

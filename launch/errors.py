@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
+from collections.abc import Iterator
 from enum import IntEnum
 from types import FrameType
 from typing import Any
@@ -11,6 +13,15 @@ from typing import Any
 
 class ConfigError(ValueError):
     """The config is wrong, or the run that was named; the text is one sentence that says where and what to do."""
+
+
+@contextlib.contextmanager
+def as_config_error(where: str = "") -> Iterator[None]:
+    """What the packages say of a wrong value is a `ConfigError`, with the place of it before."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{where}{error}") from None
 
 
 class ExitStatus(IntEnum):

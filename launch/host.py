@@ -1,7 +1,8 @@
-"""This machine as runs use it: the logs by which processes of runs are found, Ray's folders, and who answers where."""
+"""This machine as runs use it: modes of files, logs by which processes are found, Ray's folders, who answers where."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -9,7 +10,6 @@ import socket
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,23 @@ import psutil
 OBJECT_STORE_BYTES = 80 * 2**20
 """Only control passes through Ray, so its object store stays near the smallest that it accepts."""
 CONNECT_S = 3.0
+_OWNER_ONLY = 0o077
 _ROLE_LOG = re.compile(r"(buffer|weights|stage|actor)\.\d+\.log")
+
+
+def keep_files_private() -> None:
+    """From now on whatever this process writes, and those that it starts, is readable by its owner only."""
+    os.umask(_OWNER_ONLY)
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """The same for the length of a block."""
+    earlier = os.umask(_OWNER_ONLY)
+    try:
+        yield
+    finally:
+        os.umask(earlier)
 
 
 def configure_logging(file: Path | None = None) -> None:
@@ -88,15 +104,10 @@ def make_sessions_folder() -> Path:
 
 
 def answers(address: str, limit_s: float = CONNECT_S) -> bool:
-    """Does somebody listen there?
-
-    Args:
-        address: HOST:PORT, or ray://HOST:PORT.
-        limit_s: how long the connection may take.
-    """
+    """Does somebody listen at HOST:PORT, or ray://HOST:PORT, who takes a connection in this time?"""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        with closing(socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s)):
+        with contextlib.closing(socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s)):
             return True
     except (OSError, ValueError, OverflowError):
         return False

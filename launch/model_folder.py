@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.files import try_lock
 from launch.config import Config, ModelConfig, load_config
 from launch.errors import ConfigError
 from launch.run_folder import RunFolder
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from learner.export import ExportedModel
 
 RECIPE_TIMEOUT_S = 1800.0
-_LOOK_S = 0.2
 _DOWNLOAD = """
 import sys
 from huggingface_hub import snapshot_download
@@ -36,11 +34,7 @@ except Exception as error:  # of many kinds; each means that there is no model
 
 
 def fetch_model(model: ModelConfig, *, is_there: bool) -> Path:
-    """The folder of the model, made or downloaded where it has to be.
-
-    Args:
-        model: the section of the config.
-        is_there: model.path is, and was checked.
+    """The folder of the model, made or downloaded where it has to be; model.path may be there, and was checked then.
 
     Raises:
         ConfigError: it cannot be had; says why and what to try.
@@ -92,22 +86,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
         ConfigError: another command holds it for longer than a recipe may take.
     """
     descriptor = os.open(folder, os.O_RDONLY)
-    deadline, has_told = time.monotonic() + RECIPE_TIMEOUT_S, False
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"another command has made a model in {folder} for {RECIPE_TIMEOUT_S:g} s; end it, or give "
-                        "another model.path"
-                    ) from None
-                if not has_told:
-                    print(f"waiting for another command that makes a model in {folder}", flush=True)
-                has_told = True
-                time.sleep(_LOOK_S)
+        if not try_lock(descriptor):
+            print(f"waiting for another command that makes a model in {folder}", flush=True)
+            if not try_lock(descriptor, limit_s=RECIPE_TIMEOUT_S):
+                raise ConfigError(
+                    f"another command has made a model in {folder} for {RECIPE_TIMEOUT_S:g} s; end it, or give "
+                    "another model.path"
+                )
         yield
     finally:
         os.close(descriptor)
@@ -137,40 +123,25 @@ def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], 
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; give another folder, or remove it")
+    from learner.export import export_checkpoint  # with Transformers, which the command of a run needs not
+
     model_path = _model_folder(load_config(folder.config))
     for _ in range(_MAX_TRIES):
         wanted = _candidates(folder, step)
-        try:
-            return _first_whole(folder, wanted, model_path, out, say if step is None else None)
-        except DamagedCheckpoint as error:
-            if _candidates(folder, None) == wanted or step is not None:
-                raise ConfigError(f"{error}; {_others(folder, step)}") from None
+        for tried in wanted:
+            try:
+                return export_checkpoint(folder.checkpoints / f"step-{tried:08d}", model_path, out)
+            except DamagedCheckpoint as error:
+                damage = error
+            except ValueError as error:  # of another model
+                raise ConfigError(str(error)) from None
+            if tried != wanted[-1]:
+                say(f"{damage}; the checkpoint before it is used")
+        if step is not None or _candidates(folder, None) == wanted:
+            raise ConfigError(f"{damage}; {_others(folder, step)}")
     raise ConfigError(
         f"the checkpoints of {folder.root} are replaced faster than they can be read; raise learner.keep_checkpoints"
     )
-
-
-def _first_whole(
-    folder: RunFolder, steps: list[int], model_path: Path, out: Path, say: Callable[[str], object] | None
-) -> ExportedModel:
-    """Of these steps, newest first.
-
-    Raises:
-        DamagedCheckpoint: none is whole, or it is the only one that may be taken (`say` is None).
-        ConfigError: the checkpoint is of another model.
-    """
-    from learner.export import export_checkpoint  # with Transformers, which the command of a run needs not
-
-    for step in steps:
-        try:
-            return export_checkpoint(folder.checkpoints / f"step-{step:08d}", model_path, out)
-        except DamagedCheckpoint as error:
-            if say is None or step == steps[-1]:
-                raise
-            say(f"{error}; the checkpoint before it is used")
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    raise AssertionError("there is at least one step")
 
 
 def _candidates(folder: RunFolder, step: int | None) -> list[int]:

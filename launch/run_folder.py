@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from common.files import write_durably
+from common.files import try_lock, write_durably
 from launch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -148,29 +147,17 @@ def claimed(folder: RunFolder) -> Iterator[None]:
     """
     descriptor = os.open(folder.claim, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        _lock(descriptor, folder)
+        if not try_lock(descriptor, limit_s=_CLAIM_S):
+            owner = owner_of(folder)
+            raise ConfigError(
+                f"the command of the run {folder.root} still lives (process {owner}); wait for its end, or have it "
+                f"write a checkpoint and end: kill -INT {owner}"
+            )
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, folder: RunFolder) -> None:
-    deadline = time.monotonic() + _CLAIM_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                owner = owner_of(folder)
-                raise ConfigError(
-                    f"the command of the run {folder.root} still lives (process {owner}); wait for its end, or have it "
-                    f"write a checkpoint and end: kill -INT {owner}"
-                ) from None
-            time.sleep(0.05)
-        else:
-            return
 
 
 def owner_of(folder: RunFolder) -> int | None:
@@ -180,13 +167,12 @@ def owner_of(folder: RunFolder) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if try_lock(descriptor, shared=True):
+            return None
         said = os.read(descriptor, 32).strip()
         return int(said) if said.isdigit() else 0
     finally:
         os.close(descriptor)
-    return None
 
 
 def named_run(path: Path) -> Path:
@@ -244,7 +230,7 @@ def check_weights_folder(folder: Path) -> None:
 
     try:
         with contextlib.suppress(FileNotFoundError), (folder / WEIGHTS_CLAIM).open("rb") as file:
-            _lock_weights(file, folder, fcntl.LOCK_SH)
+            _lock_weights(file, folder, shared=True)
         newest = WeightStore(folder).newest()
     except OSError as error:
         raise ConfigError(f"{WEIGHTS_KEY} = '{folder}' cannot be read: {error}; choose another folder") from None
@@ -255,12 +241,8 @@ def check_weights_folder(folder: Path) -> None:
         )
 
 
-def claim_weights_folder(folder: Path, run: Path) -> IO[bytes]:
+def claim_weights_folder(folder: Path, run: Path) -> BinaryIO:
     """Make the folder and keep other runs out of it until the returned file is closed, or this process ends.
-
-    Args:
-        folder: where versions lie.
-        run: the run's folder, for whom it refuses.
 
     Raises:
         ConfigError: another run uses it, or it cannot be written.
@@ -272,7 +254,7 @@ def claim_weights_folder(folder: Path, run: Path) -> IO[bytes]:
     except OSError as error:
         raise ConfigError(f"{WEIGHTS_KEY} = '{folder}' cannot be written: {error}; choose another folder") from None
     try:
-        _lock_weights(claim, folder, fcntl.LOCK_EX)
+        _lock_weights(claim, folder)
     except ConfigError:
         claim.close()
         raise
@@ -291,11 +273,7 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """See that a folder could be made and written, leaving nothing behind.
-
-    Args:
-        folder: it, or the first of its parents that is there, is looked at.
-        key: of the config, for the error.
+    """See that a folder could be made and written, leaving nothing behind; `key` of the config says it.
 
     Raises:
         ConfigError: one sentence that names the key and what to try.
@@ -313,13 +291,11 @@ def check_writable(folder: Path, key: str) -> None:
         ) from None
 
 
-def _lock_weights(file: IO[bytes], folder: Path, how: int) -> None:
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
+def _lock_weights(file: BinaryIO, folder: Path, *, shared: bool = False) -> None:
+    if not try_lock(file, shared=shared):
         file.seek(0)
         who = file.read(4096).decode("utf-8", "replace").strip() or "another run"
         raise ConfigError(
             f"{WEIGHTS_KEY} = '{folder}' is in use by a run that is alive ({who}); choose another folder, or end that "
             "run"
-        ) from None
+        )

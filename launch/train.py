@@ -31,7 +31,7 @@ from launch.checks import Plan, check_model
 from launch.config import Config
 from launch.control import Control
 from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped
-from launch.host import configure_logging
+from launch.host import configure_logging, private_files
 from launch.model_folder import fetch_model
 from launch.observe.display import Display
 from launch.observe.history import History
@@ -46,7 +46,6 @@ from launch.processes.role_process import SILENCE_S, RunFailed
 from launch.processes.supervisor import Supervisor
 from launch.report.at_end import report_at_end
 from launch.run_folder import RunIdentity, claim_weights_folder, claimed
-from launch.security import private_files
 from learner.checkpoint_meta import newest_progress
 
 POLL_S = 0.5

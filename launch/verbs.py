@@ -64,8 +64,8 @@ def resume(parsed: argparse.Namespace) -> int:
 def scale(parsed: argparse.Namespace) -> int:
     """Ask the run's command for another number of actors, and print what it says."""
     from launch.control import Declined, NoAnswer, ask
+    from launch.host import private_files
     from launch.run_folder import open_run
-    from launch.security import private_files
 
     folder = open_run(parsed.run)
     if gone := _why_gone(folder):
@@ -195,10 +195,10 @@ def top(parsed: argparse.Namespace) -> int:
 
 def report(parsed: argparse.Namespace) -> int:
     """Write the page and say where it is."""
+    from launch.host import private_files
     from launch.report.data import collect
     from launch.report.page import write
     from launch.run_folder import open_run
-    from launch.security import private_files
 
     folders = [open_run(path) for path in (parsed.run, parsed.against) if path is not None]
     out = parsed.out or (folders[0].report if len(folders) == 1 else folders[0].root / f"report-{folders[1].name}.html")
@@ -219,9 +219,9 @@ def report(parsed: argparse.Namespace) -> int:
 
 def trace(parsed: argparse.Namespace) -> int:
     """Write the trace and say where it is."""
+    from launch.host import private_files
     from launch.observe.trace import finish
     from launch.run_folder import open_run
-    from launch.security import private_files
 
     folder = open_run(parsed.run)
     out = parsed.out or folder.root / "trace.json"

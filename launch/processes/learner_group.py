@@ -31,7 +31,6 @@ from launch.processes.role_process import (
     results,
 )
 from launch.processes.roles import StagePoll, StageRole
-from launch.security import host_of_service
 from learner.checkpoint_meta import TrainingProgress, newest_progress, steps_in
 from learner.config import LearnerSections
 from learner.coordinator import CoordinatorFailed
@@ -224,7 +223,7 @@ class LearnerGroup:
             handle = spawn(StageRole, log, on=on, threads=self._config.num_threads, concurrency=4)
             self._stages.append(RoleProcess("stage", rank, handle, log, self._restarts))
         first = self._stages[0]
-        self._enter(Phase.MEETING, [(first, first.handle.rendezvous.remote(host_of_service(None, self._plan.config)))])
+        self._enter(Phase.MEETING, [(first, first.handle.rendezvous.remote(self._plan.host_here))])
 
     def _check_place(self) -> None:
         """Ranks that are started again wait for a host in place of one that was lost, but not for ever."""

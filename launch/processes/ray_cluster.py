@@ -35,10 +35,7 @@ RAY_GOODBYE_S = 3.0
 
 
 def start_ray(config: Config, namespace: str) -> RayWatch:
-    """Start Ray here, or join the cluster at launch.ray_address.
-
-    Returns:
-        What sees that it died.
+    """Start Ray here, or join the cluster at launch.ray_address; returns what sees that it died.
 
     Raises:
         RunFailed: it does not start, or no cluster answers there.
@@ -96,7 +93,7 @@ def end_ray() -> None:
 
     Stopped in the middle of its start, Ray leaves agents behind that go on for a minute or two.
     """
-    family = [child for child in psutil.Process().children(recursive=True) if is_of_ray(child)]
+    family = [child for child in psutil.Process().children(recursive=True) if _is_of_ray(child)]
     ray.shutdown()
     _, alive = psutil.wait_procs(family, timeout=RAY_GOODBYE_S)
     for process in alive:
@@ -123,11 +120,7 @@ def was_abandoned() -> bool:
 
 
 def leave(status: int) -> None:
-    """End this process now where Ray was abandoned, for its hooks at exit wait for what is dead; all is closed before.
-
-    Args:
-        status: the exit status.
-    """
+    """End this process now where Ray was abandoned: its hooks at exit wait for what is dead, and all is closed."""
     if _abandoned:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -146,13 +139,7 @@ class RayWatch:
     """Watches what a run of this machine stands on."""
 
     def __init__(self, address: str, logs: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Ray is up.
-
-        Args:
-            address: of its control store, HOST:PORT.
-            logs: where Ray's own processes write.
-            clock: seconds, monotonic.
-        """
+        """Ray is up, with its control store at HOST:PORT, and its own processes write there."""
         host, _, port = address.rpartition(":")
         self._address = host.strip("[]"), int(port)
         self._logs = logs
@@ -239,7 +226,7 @@ def _name(process: psutil.Process) -> str | None:
 
 def _family() -> list[psutil.Process]:
     """Ray's own processes below this one, and all below them: the roles and their engines."""
-    own = [child for child in psutil.Process().children() if is_of_ray(child)]
+    own = [child for child in psutil.Process().children() if _is_of_ray(child)]
     return [*own, *(below for child in own for below in _below(child))]
 
 
@@ -257,20 +244,13 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def is_of_ray(process: psutil.Process) -> bool:
+def _is_of_ray(process: psutil.Process) -> bool:
     """Is it one of Ray's own, or a worker of it?"""
     try:
         command = process.cmdline()
     except psutil.Error:
         return False
-    if not command:
-        return False
-    return command[0].startswith("ray::") or any(map(_is_file_of_ray, command))
-
-
-def _is_file_of_ray(argument: str) -> bool:
-    """Does an argument name a program of Ray's, and not only hold its folder in a text of code?
-
-    Ray puts a folder of its own into the search path, and multiprocessing hands that path to its server as code.
-    """
-    return argument.startswith("/") and "site-packages/ray/" in argument
+    # an argument that begins with the folder names a program; in a text of code it is but the search path, into which
+    # Ray puts a folder of its own, and which multiprocessing hands to its server
+    programs = [each for each in command if each.startswith("/") and "site-packages/ray/" in each]
+    return bool(programs) or (bool(command) and command[0].startswith("ray::"))

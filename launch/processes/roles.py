@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from common.rpc.auth import is_loopback
-from launch.host import configure_logging
-from launch.security import keep_files_private
+from launch.host import configure_logging, keep_files_private
 
 if TYPE_CHECKING:  # each role imports what it hosts inside its own process only
     from actors.config import ActorSections

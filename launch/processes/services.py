@@ -25,7 +25,6 @@ from launch.checks import Plan
 from launch.processes.placement import here, spawn
 from launch.processes.role_process import Check, Notify, Restarts, RoleProcess, RunFailed, done, outcome, results
 from launch.processes.roles import BufferRole, WeightsRole
-from launch.security import host_of_service
 
 R = TypeVar("R")
 
@@ -194,9 +193,8 @@ class BufferServices(Services):
         return "the buffer service" + (f" of shard {number}" if self._config.shards > 1 else "")
 
     def _role(self, number: int) -> tuple[type, tuple[object, ...]]:
-        host = host_of_service(self._config.host, self._plan.config)
         port = self._config.port + number if self._config.port else 0
-        config = self._config.model_copy(update={"host": host, "port": port})
+        config = self._config.model_copy(update={"host": self._plan.host_of(self._config), "port": port})
         folder = new_folders(self._plan.folder.buffer, self._config.shards)[number]
         facts = self._facts.model_copy(update={"shard": number})
         return BufferRole, (config, facts, folder, self._plan.service_keys)
@@ -224,5 +222,5 @@ class WeightServices(Services):
 
     def _role(self, number: int) -> tuple[type, tuple[object, ...]]:
         config, plan = self._plan.config.weight_sync, self._plan
-        config = config.model_copy(update={"host": host_of_service(config.host, plan.config)})
+        config = config.model_copy(update={"host": plan.host_of(config)})
         return WeightsRole, (config, plan.run_id, plan.weights_folder, plan.service_keys)

@@ -10,8 +10,8 @@ import pytest
 from launch.checks import check
 from launch.config import load_config, to_toml
 from launch.errors import ConfigError
+from launch.host import private_files
 from launch.processes.roles import interface
-from launch.security import host_of_service, private_files
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 CLUSTER = ("--launch.ray_address", "10.0.0.1:6379")
@@ -28,7 +28,7 @@ def test_on_one_machine_sockets_are_on_loopback_and_not_locked(plan):
     made = plan()
     assert made.keys is None
     assert made.client_keys is made.service_keys is None
-    assert host_of_service(made.config.buffer.host, made.config) == "127.0.0.1"
+    assert made.host_of(made.config.buffer) == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_service_of_a_cluster_is_not_left_open_where_its_host_is_unset(plan, h
 
 def test_on_a_cluster_a_service_asks_for_its_address_and_refuses_to_open_it_unlocked(plan, monkeypatch):
     made = plan(*CLUSTER)
-    assert host_of_service(made.config.buffer.host, made.config) is None
+    assert made.host_of(made.config.buffer) is None
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.7")
     with pytest.raises(RuntimeError, match=r"^10.0.0.7 can be reached from other machines, and launch.encryption"):
         interface(None, None)
