@@ -1,0 +1,194 @@
+"""The verbs of `leeway` that look at a run, live or over: status, top, report, trace. None of them waits for torch."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.errors import ConfigError, ExitStatus, refuse
+from launch.verbs import arg, flag, of_run, verb
+
+if TYPE_CHECKING:
+    from launch.observe.status import StatusView
+
+_NEWEST_RUN = of_run("a run's folder, or its name within runs/; default: the newest", nargs="?")
+
+
+@verb(
+    "how a run does",
+    _NEWEST_RUN,
+    flag("--json", "all of status.json, with 'gone' and 'resuming'"),
+    epilog="Exit status: 0 it goes on or is done; 1 it failed, was stopped, or its command is gone; 2 no such run.",
+)
+def status(parsed: argparse.Namespace) -> int:
+    """Say how a run does: one that lives, one that is over, or one whose command is gone."""
+    import msgspec
+
+    from launch.observe.status import StatusError, find_run, look
+
+    try:
+        seen = look(find_run(parsed.run))
+    except StatusError as error:
+        return refuse(error, ExitStatus.WRONG_INPUT)
+    if parsed.json:
+        all_of_it = msgspec.to_builtins(seen.status, str_keys=True)
+        document = {**all_of_it, "gone": seen.gone, "resuming": seen.resuming}
+        print(msgspec.json.format(msgspec.json.encode(document)).decode())
+    else:
+        for line in _status_lines(seen):
+            print(line)
+    return ExitStatus.OK if seen.is_well else ExitStatus.FAILED
+
+
+def _status_lines(seen: StatusView) -> Iterator[str]:
+    from launch.observe.status import SILENT_S
+    from launch.observe.view import line
+    from launch.text import duration
+
+    status = seen.status
+    yield f"{status.run}  {status.folder}"
+    if seen.resuming:
+        yield f"{seen.resuming}; what follows is of before"
+    elif status.ended is not None:
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.ended.at_s))
+        yield f"ended at {moment} with exit status {status.ended.exit_status}: {status.ended.text}"
+    elif seen.gone:
+        yield seen.gone
+    else:
+        since = duration(seen.now_s - status.phase_since_s)
+        yield f"{status.phase}, for {since}; process {status.pid} on {status.host}"
+        silent_s = seen.now_s - (status.polled_s or status.written_s)
+        if silent_s > SILENT_S and status.polled_s is not None:
+            yield f"the figures are {silent_s:.0f} s old"
+    yield line(status).strip()
+    for pool in status.pools:
+        yield (
+            f"pool {pool.name}: {pool.working} of {pool.wanted} actors work, {pool.running} samples running, "
+            f"{pool.tokens_per_s:,.0f} tokens/s"
+        )
+    for actor in status.actors:
+        if actor.state.startswith("lost"):
+            yield f"{actor.name} is {actor.state}; see {actor.log}"
+    if status.buffer is not None:
+        ledger = status.buffer.ledger
+        yield (
+            f"buffer: {status.buffer.ready_groups} groups ready, {ledger.get('in_flight', 0)} samples in flight, "
+            f"{ledger.get('trained', 0)} trained, ledger gap {ledger.get('gap', 0)}"
+        )
+    for each in status.evaluations[-1:]:
+        yield f"accuracy at version {each.versions}: greedy {each.greedy}, sampled {each.sampled}"
+    for event in status.events[-3:]:
+        yield f"{time.strftime('%H:%M:%S', time.localtime(event.time_s))}  {event.text}"
+
+
+@verb(
+    "a live view of a run",
+    _NEWEST_RUN,
+    flag("--once", "print one view and end"),
+    epilog="Exit status: 0; 2 no such run.",
+)
+def top(parsed: argparse.Namespace) -> int:
+    """Show a run as it goes on: rates, lags, who waits for whom, the ledger, the last events.
+
+    It reads files only, so it may run beside the command, or after it. Keys: q quits, p pauses.
+    """
+    from rich.console import Console
+
+    from launch.observe.display import show
+    from launch.observe.status import StatusError, find_run, look
+    from launch.observe.view import View
+
+    console = Console(highlight=False, markup=False)
+    try:
+        folder = find_run(parsed.run)
+        seen = look(folder)
+    except StatusError as error:
+        return refuse(error, ExitStatus.WRONG_INPUT)
+    if parsed.once or not console.is_terminal:
+        console.print(View(seen.status, seen.now_s, gone=seen.gone, note=seen.resuming), end="")
+        return ExitStatus.OK
+
+    def view(is_paused: bool) -> View:
+        nonlocal seen
+        note = "paused"
+        if not is_paused:
+            try:
+                seen = look(folder)
+                note = seen.resuming
+            except StatusError:  # the folder is being removed, say; what was seen stays
+                note = "cannot be read any more"
+        return View(seen.status, seen.now_s, gone=seen.gone, note=note)
+
+    try:
+        show(view, console)
+    except KeyboardInterrupt:
+        return ExitStatus.OK
+    return ExitStatus.OK
+
+
+@verb(
+    "write one HTML page that shows a run, or two side by side",
+    of_run(),
+    arg("against", type=Path, nargs="?", metavar="RUN2", help="a run to compare it with"),
+    arg("--out", type=Path, metavar="FILE", help="default: report.html in RUN; of two runs, report-RUN2.html there"),
+)
+def report(parsed: argparse.Namespace) -> int:
+    """Write one HTML page that shows a run: curves, timeline, distributions, samples, ledger, config.
+
+    It needs nothing but itself. The run may be live, over or broken: the page says what is missing.
+    """
+    from launch.host import private_files
+    from launch.report.data import collect
+    from launch.report.page import write
+    from launch.run_folder import open_run
+
+    folders = [open_run(path) for path in (parsed.run, parsed.against) if path is not None]
+    out = parsed.out or (folders[0].report if len(folders) == 1 else folders[0].root / f"report-{folders[1].name}.html")
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder; give --out the name of a file, as in report.html")
+    with private_files():
+        runs = [collect(folder) for folder in folders]
+        try:
+            size = write(runs, out)
+        except OSError as error:
+            return refuse(f"{out} cannot be written: {error.strerror}; give another --out FILE")
+    for each in runs:
+        for sentence in each.missing:
+            print(f"{each.name}: {sentence}")
+    print(f"{out} ({size / 2**20:.1f} MiB)")
+    return ExitStatus.OK
+
+
+@verb(
+    "write the timeline of a run as a trace for ui.perfetto.dev",
+    of_run(),
+    arg("--out", type=Path, metavar="FILE", help="default: trace.json in RUN"),
+)
+def trace(parsed: argparse.Namespace) -> int:
+    """Write the timeline of a run, live or over, as a trace for ui.perfetto.dev or chrome://tracing."""
+    from launch.host import private_files
+    from launch.observe.trace import finish
+    from launch.run_folder import open_run
+
+    folder = open_run(parsed.run)
+    out = parsed.out or folder.root / "trace.json"
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder; give --out the name of a file, as in trace.json")
+    if not folder.timeline.is_file():
+        return refuse(
+            f"{folder.timeline} is not there: the run is of an older Leeway, or it ended before it began; a run that "
+            "is started now has one"
+        )
+    try:
+        with private_files():
+            num_spans, num_counters = finish(folder.timeline, out)
+    except (OSError, ValueError) as error:
+        return refuse(f"no trace: {error}")
+    print(
+        f"{out} ({out.stat().st_size / 2**20:.1f} MiB): {num_spans} spans, {num_counters} values of counters; "
+        "open it in ui.perfetto.dev"
+    )
+    return ExitStatus.OK
