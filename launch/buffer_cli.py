@@ -1,10 +1,4 @@
-"""`leeway buffer`: looks at the buffer of a run, live or over.
-
-    leeway buffer ls RUN                   groups; --quarantine: what failed validation
-    leeway buffer show RUN GROUP           one group; --record N, --quarantined N
-    leeway buffer verify RUN               every page, every checksum, every index, the ledger
-    leeway buffer export RUN OUT.parquet   the trajectories as a table
-    leeway buffer compact RUN              a smaller file; only where the run is over
+"""`leeway buffer`: looks at the buffer of a run, live or over. Its arguments are in `launch.cli`.
 
 Exit status: 0 done; 1 the store cannot be read, or part of it is damaged; 2 wrong arguments, or `verify`
 found a fault.
@@ -16,7 +10,7 @@ import argparse
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -106,17 +100,11 @@ def _ls(parsed: argparse.Namespace) -> int:
             for entry in islice(inspection.quarantined(), parsed.limit):
                 print(quarantine_line(entry))
             return _tell_damage(inspection.damaged, inspection.folder)
-        tally = Tally()
         print(GROUPS_HEAD)
-        for group in islice(_listed(inspection, parsed), parsed.limit):
-            tally.add(group)
-            print(group_line(group))
-        print(tally.line())
+        groups = inspection.groups(_selection(parsed), by=parsed.by, newest_first=parsed.reverse)
+        for line in listing(islice(groups, parsed.limit)):
+            print(line)
         return _tell_damage(inspection.damaged, inspection.folder)
-
-
-def _listed(inspection: Inspection, parsed: argparse.Namespace) -> Iterator[GroupView]:
-    return inspection.groups(_selection(parsed), by=parsed.by, newest_first=parsed.reverse)
 
 
 def _show(parsed: argparse.Namespace) -> int:
@@ -178,9 +166,8 @@ def _verify(parsed: argparse.Namespace) -> int:
 def _export(parsed: argparse.Namespace) -> int:
     with _open(parsed.run) as inspection:
         done, folder = export(inspection, _selection(parsed), parsed.out), inspection.folder
-    print(
-        f"{done.num_rows} trajectories of {done.num_groups} groups in {parsed.out} ({done.size_bytes / 2**20:.1f} MiB)"
-    )
+    size = f"{done.size_bytes / 2**20:.1f} MiB"
+    print(f"{done.num_rows} trajectories of {done.num_groups} groups in {parsed.out} ({size})")
     return _tell_damage(done.damaged, folder)
 
 
@@ -214,8 +201,7 @@ def headline(inspection: Inspection) -> str:
     )
 
 
-def group_line(group: GroupView) -> str:
-    """One line of `ls`."""
+def _group_line(group: GroupView) -> str:
     row = group.row
     version = "-" if group.oldest_version is None else str(group.oldest_version)
     return (
@@ -224,30 +210,20 @@ def group_line(group: GroupView) -> str:
     )
 
 
-class Tally:
-    """Adds up the groups that were listed."""
-
-    def __init__(self) -> None:
-        self._num_groups = 0
-        self._states: Counter[str] = Counter()
-        self._num_rewards = 0
-        self._reward_total = 0.0
-        self._num_tokens = 0
-
-    def add(self, group: GroupView) -> None:
-        """One more."""
+def listing(groups: Iterable[GroupView]) -> Iterator[str]:
+    """A line for each group, and one that adds them up."""
+    num_groups = num_tokens = num_rewards = 0
+    reward_total = 0.0
+    states: Counter[str] = Counter()
+    for group in groups:
         rewards = [reward for reward in group.row.rewards if reward is not None]
-        self._num_groups += 1
-        self._states.update(group.row.sample_states)
-        self._num_rewards += len(rewards)
-        self._reward_total += sum(rewards)
-        self._num_tokens += sum(group.lengths)
-
-    def line(self) -> str:
-        """The last line of `ls`."""
-        mean = self._reward_total / self._num_rewards if self._num_rewards else None
-        samples = f"{self._states.total()} samples" + (f" ({_states(self._states)})" if self._states else "")
-        return f"{self._num_groups} groups, {samples}, {self._num_tokens} tokens, mean reward {_number(mean)}"
+        num_groups, num_tokens = num_groups + 1, num_tokens + sum(group.lengths)
+        num_rewards, reward_total = num_rewards + len(rewards), reward_total + sum(rewards)
+        states.update(group.row.sample_states)
+        yield _group_line(group)
+    mean = reward_total / num_rewards if num_rewards else None
+    samples = f"{states.total()} samples" + (f" ({_states(states)})" if states else "")
+    yield f"{num_groups} groups, {samples}, {num_tokens} tokens, mean reward {_number(mean)}"
 
 
 def quarantine_line(entry: Quarantined) -> str:

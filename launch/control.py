@@ -28,15 +28,7 @@ class Declined(ValueError):
 
 
 def ask(folder: Path, question: Mapping[str, Any], timeout_s: float) -> str:
-    """Ask a run's command.
-
-    Args:
-        folder: `control/` of the run.
-        question: what `Control.answer` takes.
-        timeout_s: how long to wait.
-
-    Returns:
-        Its answer, a sentence.
+    """Ask a run's command, by the folder `control/` of the run; its answer is a sentence.
 
     Raises:
         Declined: it cannot do that, and says why.
@@ -79,11 +71,7 @@ class Control:
             stale.unlink(missing_ok=True)
 
     def answer(self, verbs: Mapping[str, Callable[[Mapping[str, Any]], str]]) -> None:
-        """Answer all that was asked since the last call.
-
-        Args:
-            verbs: what can be asked; each takes the question and gives a sentence, or raises ValueError with one.
-        """
+        """Answer all that was asked since the last call; each verb gives a sentence, or raises ValueError with one."""
         for asked in sorted(self._folder.glob("*.ask")):
             try:
                 question = json.loads(asked.read_bytes()[:_MAX_BYTES])

@@ -19,7 +19,7 @@ from buffer.offline.inspect import Inspection
 from buffer.store import DATA, is_served, shard_folders
 from launch.checks import Plan, check
 from launch.config import Config, load_config
-from launch.errors import ConfigError
+from launch.errors import ConfigError, as_config_error
 from launch.host import role_processes
 from launch.observe.history import History, repair
 from launch.run_folder import RunFolder
@@ -77,12 +77,7 @@ class Resumption:
 
 
 def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], None]) -> Resumption:
-    """Check that a run can be resumed; changes nothing yet but a last line that a crash cut off.
-
-    Args:
-        folder: of the run, which is claimed.
-        overrides: of its config, as `leeway train` takes them.
-        say: told for whom it waits.
+    """Check that a run, which is claimed, can be resumed; changes nothing yet but a last line that a crash cut off.
 
     Raises:
         ConfigError: one sentence, with what to do instead.
@@ -109,10 +104,8 @@ def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], Non
         )
     for sentence in repair(folder):
         say(sentence)
-    try:
+    with as_config_error():
         history = History.read(folder, ", ".join(f"{key} = {new!r} (was {old!r})" for key, old, new in changes))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     return Resumption(plan, history, step)
 
 
@@ -167,12 +160,6 @@ def wait_for_the_dead(
     folder: RunFolder, say: Callable[[str], None], *, limit_s: float = GOODBYE_S, pause_s: float = 0.2
 ) -> None:
     """Wait until no process of an earlier command lives: two learners, or two buffer services, must not meet.
-
-    Args:
-        folder: of the run.
-        say: told once whom it waits for.
-        limit_s: of the wait.
-        pause_s: between two looks.
 
     Raises:
         ConfigError: some are still there; says how to end them.

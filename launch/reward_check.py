@@ -12,11 +12,13 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import mean
+from typing import Any, NamedTuple
 
 from actors.rewards import RewardFailed, Scorer
 from actors.tasks import Problem, RewardFunction, Task
 from actors.tasks.config import FileTask, ReasoningGymTask
+from launch.text import shortened
 
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "reference", "completion")
 """Where a row usually has the right answer, in the order in which they are looked for."""
@@ -34,8 +36,7 @@ SLOW_SHARE = 0.25
 _SHOWN_CHARACTERS = 40
 
 
-@dataclass(frozen=True)
-class Completion:
+class Completion(NamedTuple):
     """One text that is scored."""
 
     kind: str
@@ -43,8 +44,7 @@ class Completion:
     text: str
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What one function said of one completion."""
 
     function: str
@@ -112,9 +112,9 @@ class RewardCheck:
                 f"the reward is {everything[0]:g} whatever the completion: it carries no signal, and nothing can be "
                 "learned from it"
             )
-        elif right and wrong and _mean(right) <= _mean(wrong):
+        elif right and wrong and mean(right) <= mean(wrong):
             yield (
-                f"right answers are rewarded {_mean(right):.3g} on average and wrong ones {_mean(wrong):.3g}: training "
+                f"right answers are rewarded {mean(right):.3g} on average and wrong ones {mean(wrong):.3g}: training "
                 "would not prefer the right ones"
             )
         if right and not any(value >= self.correct_at for value in right):
@@ -132,15 +132,7 @@ def check_rewards(
     given: Sequence[str],
     timeout_s: float,
 ) -> RewardCheck:
-    """Score completions of a few problems.
-
-    Args:
-        task: loaded as an actor loads it.
-        config: its section.
-        num_problems: how many, spread over the training prompts.
-        given: further completions, tried on each.
-        timeout_s: of one call.
-    """
+    """Score completions of a few problems, spread over the training prompts, and these `given` ones of each."""
     spread = max(1, len(task.train) // num_problems)
     problems = list(task.train[::spread][:num_problems])
     found = RewardCheck(problems, timeout_s, config.correct_at)
@@ -206,8 +198,7 @@ async def _score(
     started = time.perf_counter()
     reward, error = None, ""
     try:
-        scored = await scorer.score(problem, completion.text)
-        reward = scored.reward
+        reward = (await scorer.score(problem, completion.text)).reward
     except RewardFailed as failed:
         error = _where(failed)
     return Result(function.name, number, completion, reward, time.perf_counter() - started, error)
@@ -219,16 +210,12 @@ def _where(failed: RewardFailed) -> str:
     raised = call.__cause__ if call is not None else None
     text = str(call or failed)
     frames: list[Any] = traceback.extract_tb(raised.__traceback__) if raised is not None else []
-    own = [frame for frame in frames if "/actors/" not in frame.filename and "/asyncio/" not in frame.filename]
-    own = [frame for frame in own if "/concurrent/" not in frame.filename]
+    ours = ("/actors/", "/asyncio/", "/concurrent/")
+    own = [frame for frame in frames if not any(folder in frame.filename for folder in ours)]
     if not own or isinstance(raised, TimeoutError | asyncio.CancelledError):
         return text
     last = own[-1]
     return f"{text} ({last.filename}, line {last.lineno}: {last.line})"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def show(checked: RewardCheck) -> None:
@@ -239,23 +226,12 @@ def show(checked: RewardCheck) -> None:
 
     console = Console(highlight=False, markup=False)
     for number, problem in enumerate(checked.problems):
-        table = Table(title=Text(f"prompt: {_shortened(problem.text, 90)}"), title_justify="left")
+        table = Table(title=Text(f"prompt: {shortened(problem.text, 90)}"), title_justify="left")
         for name in ("completion", "text", "function", "reward", "ms", "error"):
             table.add_column(name, justify="right" if name in ("reward", "ms") else "left", overflow="fold")
-        for result in checked.results:
-            if result.problem == number:
-                table.add_row(*_cells(result))
+        for result in (each for each in checked.results if each.problem == number):
+            reward = "" if result.error else "None" if result.reward is None else f"{result.reward:.4g}"
+            text = shortened(result.completion.text, _SHOWN_CHARACTERS)
+            milliseconds = f"{1000 * result.took_s:.1f}"
+            table.add_row(result.completion.kind, text, result.function, reward, milliseconds, result.error)
         console.print(table)
-
-
-def _cells(result: Result) -> list[str]:
-    reward = "" if result.error else "None" if result.reward is None else f"{result.reward:.4g}"
-    text = _shortened(result.completion.text, _SHOWN_CHARACTERS)
-    milliseconds = f"{1000 * result.took_s:.1f}"
-    return [result.completion.kind, text, result.function, reward, milliseconds, result.error]
-
-
-def _shortened(text: str, most: int) -> str:
-    """At most so many characters, with what does not print escaped."""
-    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:most])
-    return f"{shown}..." if len(text) > most else shown
