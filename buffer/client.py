@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from buffer import protocol as p
 from buffer import schema
@@ -55,7 +56,7 @@ class Draw:
     waiting_for: str
     """Where not ready: what is missing and who owes it."""
     body: bytes
-    """The trajectories as an Arrow IPC stream, to hand on as it is; `decode_draw` reads it."""
+    """The trajectories as an Arrow IPC stream, to hand on as it is."""
     ledger: dict[str, int]
     """Counts of samples by the names of `buffer.ledger`, with 'gap', as the batch was drawn."""
     lengths: list[int]
@@ -64,18 +65,13 @@ class Draw:
     """How far the lengths trained so far are from those generated; see `buffer.lengths`."""
 
     @cached_property
-    def trajectories(self) -> list[Trajectory]:
-        """The trajectories, in the order of `group_ids`."""
-        return decode_draw(self.body)
+    def rows(self) -> pa.RecordBatch:
+        """The trajectories by the columns of `schema.SCHEMA`, in the order of `group_ids`; only where `ready`.
 
-
-def decode_draw(body: bytes | memoryview) -> list[Trajectory]:
-    """The trajectories of `Draw.body`; their arrays are read-only views into it.
-
-    Raises:
-        BadBody: the bytes are not the body of a draw.
-    """
-    return schema.decode(body) if len(body) else []
+        Raises:
+            BadBody: the bytes are not the body of a draw.
+        """
+        return schema.read_stream(self.body)
 
 
 class BufferClient:

@@ -19,9 +19,8 @@ import pyarrow as pa
 
 from buffer import rows
 from buffer.errors import BadBody
-from buffer.rows import INTEGERS, PART, SPAN, WALL_TIMES, flat_values, list_array
-from buffer.trajectory import SCHEMA_VERSION, Trajectory, VersionSpan
-from common.staleness import PolicyVersion
+from buffer.rows import INTEGERS, PART, SPAN, WALL_TIMES, list_array
+from buffer.trajectory import SCHEMA_VERSION, Trajectory
 
 _NULLABLE = ("reward", "reference_logprobs")
 
@@ -70,7 +69,6 @@ _RECORD_BATCH = 3
 _integers_of = attrgetter(*INTEGERS)
 _wall_times_of = attrgetter(*WALL_TIMES)
 _json_encoder = msgspec.json.Encoder()
-_json_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 def columns_size(trajectory: Trajectory) -> int:
@@ -214,43 +212,6 @@ def start_fault(body: bytes | memoryview) -> str:
         return "it does not begin as an Arrow stream does"
     size = int.from_bytes(body[4:8], "little")
     return f"its schema takes {size} bytes, at most {MAX_METADATA_BYTES} are read" if size > MAX_METADATA_BYTES else ""
-
-
-def decode(body: bytes | memoryview) -> list[Trajectory]:
-    """The trajectories of a message body.
-
-    Raises:
-        BadBody: see `read_stream`.
-    """
-    return from_batch(read_stream(body))
-
-
-def from_batch(batch: pa.RecordBatch) -> list[Trajectory]:
-    """The rows of a record batch; arrays are read-only views into it."""
-    column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
-    plain = {name: column[name].to_pylist() for name in (*INTEGERS, *WALL_TIMES, "actor", "finish_reason", "reward")}
-    tokens, token_bounds = flat_values(column["token_ids"])
-    logprobs, logprob_bounds = flat_values(column["logprobs"])
-    reference, reference_bounds = flat_values(column["reference_logprobs"])
-    has_reference = column["reference_logprobs"].is_valid().to_pylist()
-    spans = column["spans"].to_pylist()
-    parts = column["reward_parts"].to_pylist()
-    texts = column["columns"].to_pylist()
-    return [
-        Trajectory(
-            **{name: values[i] for name, values in plain.items()},
-            token_ids=tokens[token_bounds[i] : token_bounds[i + 1]],
-            logprobs=logprobs[logprob_bounds[i] : logprob_bounds[i + 1]],
-            spans=tuple(
-                VersionSpan(PolicyVersion(span["incarnation"], span["version"]), span["start"], span["end"])
-                for span in spans[i]
-            ),
-            reward_parts={part["name"]: part["value"] for part in parts[i]},
-            columns=_json_decoder.decode(texts[i]),
-            reference_logprobs=reference[reference_bounds[i] : reference_bounds[i + 1]] if has_reference[i] else None,
-        )
-        for i in range(batch.num_rows)
-    ]
 
 
 def join_rows(

@@ -41,11 +41,11 @@ def check_samples(batch: StepBatch, needs: Needs, record_ids: Sequence[int] | No
     try:
         check_inputs(batch.loss_inputs(leaves, leaves, unknown_T, batch.version), needs)
     except BadInputs as error:
-        row = batch.trajectories[error.sequence]
+        (row,) = batch.rows.slice(error.sequence, 1).to_pylist()
         record = "" if record_ids is None else f", record {record_ids[error.sequence]}"
         raise BadSample(
-            f"sample {row.sample_index} of group {row.group_id} (prompt {row.prompt_id}, actor '{row.actor}', reward "
-            f"{row.reward}{record}) cannot be trained on: {error.what}"
+            f"sample {row['sample_index']} of group {row['group_id']} (prompt {row['prompt_id']}, actor "
+            f"'{row['actor']}', reward {row['reward']}{record}) cannot be trained on: {error.what}"
         ) from None
 
 

@@ -1,19 +1,20 @@
-"""StepBatch: the trajectories of a draw as the flat arrays that a step computes with."""
+"""StepBatch: the trajectories of a draw as the flat arrays that a step computes with, straight from their columns."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from algorithms.base import LossInputs
-from buffer.trajectory import Trajectory
-from common.staleness import effective_version
+from buffer.rows import flat_values
+from common.staleness import PolicyVersion, effective_version
 from learner.packing import IntArray, PackedBatch, PackingRule, pack
 
 Lag0ByActor = dict[str, tuple[float, int]]
@@ -35,9 +36,11 @@ class Leaves:
         return Leaves(self.logprobs_T[where_T], None if self.values_T is None else self.values_T[where_T])
 
 
-def trainable(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Indices of the trajectories that have a reward; the others were counted as filtered."""
-    return [i for i, trajectory in enumerate(trajectories) if trajectory.reward is not None]
+COLUMNS = (
+    "group_id", "sample_index", "prompt_id", "prompt_length", "finished_s", "actor", "finish_reason", "token_ids",
+    "logprobs", "spans", "reward", "reference_logprobs",
+)  # fmt: skip
+"""What a step reads of a trajectory."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,15 @@ class StepBatch:
     T runs over the completion tokens of the B sequences, in order.
     """
 
-    trajectories: tuple[Trajectory, ...]
+    rows: pa.RecordBatch
+    """The sequences: `COLUMNS` of the buffer's schema."""
     packed: PackedBatch
     """Of all replicas."""
     rule: PackingRule
     version: int
     """The learner's, at which these tokens are trained."""
+    resumed_at: Mapping[int, int]
+    """For every incarnation of the learner, the version that it started from."""
     sequence_T: IntArray
     group_B: IntArray
     """0..num_groups-1, for each sequence."""
@@ -65,17 +71,11 @@ class StepBatch:
     single_version_B: npt.NDArray[np.bool_]
 
     @classmethod
-    def build(
-        cls,
-        trajectories: Sequence[Trajectory],
-        version: int,
-        resumed_at: Mapping[int, int],
-        rule: PackingRule,
-    ) -> StepBatch:
+    def build(cls, rows: pa.RecordBatch, version: int, resumed_at: Mapping[int, int], rule: PackingRule) -> StepBatch:
         """Flatten and pack.
 
         Args:
-            trajectories: all with a reward.
+            rows: of `buffer.schema.SCHEMA`; what the buffer draws has a reward.
             version: the learner's, at which these tokens are trained.
             resumed_at: for every incarnation, the version that it started from.
             rule: of the packing.
@@ -83,19 +83,24 @@ class StepBatch:
         Raises:
             ValueError: a sequence does not fit the budget, or there is none.
         """
-        sampled_T, counted_T = _versions(trajectories, resumed_at)
-        lengths = np.array([trajectory.num_completion_tokens for trajectory in trajectories], np.int64)
+        rows = rows.select(COLUMNS)
+        packed = _pack(rows, rule)
+        incarnation_S, version_S, start_S, end_S = map(np.asarray, rows.column("spans").flatten().flatten())
+        row_S = np.repeat(np.arange(rows.num_rows), rows.column("spans").value_lengths())
+        versions_of_rows = np.unique(np.stack([row_S, incarnation_S, version_S]), axis=1)
+        counted_T = np.repeat(counted_versions(rows, resumed_at), end_S - start_S)
         return cls(
-            trajectories=tuple(trajectories),
-            packed=pack_rows(trajectories, rule),
+            rows=rows,
+            packed=packed,
             rule=rule,
             version=version,
-            sequence_T=np.repeat(np.arange(len(trajectories)), lengths),
-            group_B=_group_numbers(trajectories),
-            prompt_B=np.array([trajectory.prompt_id for trajectory in trajectories], np.int64),
+            resumed_at=resumed_at,
+            sequence_T=np.repeat(np.arange(rows.num_rows), rows.column("logprobs").value_lengths()),
+            group_B=_group_numbers(rows),
+            prompt_B=np.array(rows.column("prompt_id")),
             counted_T=counted_T,
-            abandoned_T=counted_T < sampled_T,
-            single_version_B=np.array([len({span.version for span in t.spans}) == 1 for t in trajectories]),
+            abandoned_T=counted_T < np.repeat(version_S, end_S - start_S),
+            single_version_B=np.bincount(versions_of_rows[0], minlength=rows.num_rows) == 1,
         )
 
     def part(self, sequences: IntArray, version: int) -> StepBatch:
@@ -105,24 +110,15 @@ class StepBatch:
             sequences: their indices, ascending; whole groups.
             version: the learner's, at which they are trained.
         """
-        rows = [self.trajectories[i] for i in sequences]
-        where_T = self.tokens_of(sequences)
-        return replace(
-            self,
-            trajectories=tuple(rows),
-            packed=pack_rows(rows, self.rule),
-            version=version,
-            sequence_T=np.searchsorted(sequences, self.sequence_T[where_T]).astype(np.int64),
-            group_B=_numbered(self.group_B[sequences]),
-            prompt_B=self.prompt_B[sequences],
-            counted_T=self.counted_T[where_T],
-            abandoned_T=self.abandoned_T[where_T],
-            single_version_B=self.single_version_B[sequences],
-        )
+        return StepBatch.build(self.rows.take(sequences), version, self.resumed_at, self.rule)
+
+    def pack(self, sequences: IntArray) -> PackedBatch:
+        """Some of the sequences, packed by the same rule."""
+        return _pack(self.rows.take(sequences), self.rule)
 
     def tokens_of(self, sequences: IntArray) -> IntArray:
         """Where the completion tokens of these sequences stand in T, in order."""
-        is_chosen_B = np.zeros(len(self.trajectories), np.bool_)
+        is_chosen_B = np.zeros(self.rows.num_rows, np.bool_)
         is_chosen_B[sequences] = True
         return np.flatnonzero(is_chosen_B[self.sequence_T])
 
@@ -138,11 +134,11 @@ class StepBatch:
 
     def unscored(self) -> IntArray:
         """Indices of sequences that the reference model has not scored yet."""
-        return np.flatnonzero([trajectory.reference_logprobs is None for trajectory in self.trajectories])
+        return np.flatnonzero(self.rows.column("reference_logprobs").is_null())
 
     def bounds_T(self) -> IntArray:
         """Where each sequence's completion starts in T, and where the last ends (B + 1 values)."""
-        return np.searchsorted(self.sequence_T, np.arange(len(self.trajectories) + 1)).astype(np.int64)
+        return np.searchsorted(self.sequence_T, np.arange(self.rows.num_rows + 1)).astype(np.int64)
 
     def loss_inputs(self, leaves: Leaves, old: Leaves, reference_T: Tensor, step: int) -> LossInputs:
         """What the loss reads, with the log-probabilities and values of now as leaves to differentiate.
@@ -155,22 +151,22 @@ class StepBatch:
         """
         device, dtype = leaves.logprobs_T.device, leaves.logprobs_T.dtype
 
-        def floats(values: npt.NDArray[np.floating] | list[float]) -> Tensor:
-            return torch.tensor(np.asarray(values), dtype=dtype, device=device)
+        def floats(column: pa.Array) -> Tensor:
+            return torch.tensor(np.asarray(column), dtype=dtype, device=device)
 
         def integers(values: IntArray) -> Tensor:
             return torch.from_numpy(values).to(device)
 
-        rows = self.trajectories
+        column = self.rows.column
         return LossInputs(
             logprobs_T=leaves.logprobs_T.detach().clone().requires_grad_(),
             proximal_logprobs_T=old.logprobs_T.detach(),
-            behaviour_logprobs_T=floats(np.concatenate([row.logprobs for row in rows])),
+            behaviour_logprobs_T=floats(column("logprobs").flatten()),
             reference_logprobs_T=reference_T,
             sequence_T=integers(self.sequence_T),
             group_B=integers(self.group_B),
-            rewards_B=floats([row.reward if row.reward is not None else np.nan for row in rows]),
-            finished_B=torch.tensor([row.finish_reason == "stop" for row in rows], device=device),
+            rewards_B=floats(column("reward")),
+            finished_B=torch.tensor(np.asarray(column("finish_reason")) == "stop", device=device),
             num_groups=self.num_groups,
             step=step,
             prompt_B=integers(self.prompt_B),
@@ -189,13 +185,13 @@ def lag0_by_actor(batch: StepBatch, logprobs_T: Tensor) -> Lag0ByActor:
         batch: the draw.
         logprobs_T: the learner's, at the weights with which the step begins.
     """
-    sampled_T = np.concatenate([trajectory.logprobs for trajectory in batch.trajectories]).astype(np.float64)
+    sampled_T = np.asarray(batch.rows.column("logprobs").flatten(), np.float64)
+    actor_B = np.asarray(batch.rows.column("actor"))
     difference_T = np.abs(sampled_T - logprobs_T.detach().double().cpu().numpy())
     counts_T = (batch.lag_T == 0) & batch.single_version_B[batch.sequence_T] & np.isfinite(difference_T)
     found: Lag0ByActor = {}
-    for actor in sorted({trajectory.actor for trajectory in batch.trajectories}):
-        is_its_B = np.array([trajectory.actor == actor for trajectory in batch.trajectories])
-        where_T = counts_T & is_its_B[batch.sequence_T]
+    for actor in np.unique(actor_B):
+        where_T = counts_T & (actor_B == actor)[batch.sequence_T]
         if where_T.any():
             found[actor] = float(difference_T[where_T].mean()), int(where_T.sum())
     return found
@@ -209,7 +205,7 @@ def lag_by_actor(updates: Sequence[StepBatch]) -> LagByActor:
     """
     found: LagByActor = {}
     for batch in updates:
-        actors, actor_B = np.unique([trajectory.actor for trajectory in batch.trajectories], return_inverse=True)
+        actors, actor_B = np.unique(np.asarray(batch.rows.column("actor")), return_inverse=True)
         width = int(batch.lag_T.max(initial=0)) + 1
         counts = np.bincount(actor_B[batch.sequence_T] * width + batch.lag_T)
         for key in np.flatnonzero(counts):
@@ -218,32 +214,24 @@ def lag_by_actor(updates: Sequence[StepBatch]) -> LagByActor:
     return found
 
 
-def pack_rows(trajectories: Sequence[Trajectory], rule: PackingRule) -> PackedBatch:
-    """Pack trajectories by a rule; see `learner.packing.pack`."""
-    tokens = [trajectory.token_ids for trajectory in trajectories]
-    return pack(tokens, [trajectory.prompt_length for trajectory in trajectories], rule)
+def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> IntArray:
+    """The version that the tokens of each span count with, after restarts of the learner."""
+    incarnation_S, version_S, *_ = rows.column("spans").flatten().flatten()
+    sampled, which_S = np.unique(np.stack([incarnation_S, version_S]), axis=1, return_inverse=True)
+    counted = [effective_version(PolicyVersion(*each), resumed_at) for each in sampled.T.tolist()]
+    return np.array(counted, np.int64)[which_S.reshape(-1)]
 
 
-def _versions(trajectories: Sequence[Trajectory], resumed_at: Mapping[int, int]) -> tuple[IntArray, IntArray]:
-    """The version that sampled each completion token, and the one that it counts with."""
-    spans = [span for trajectory in trajectories for span in trajectory.spans]
-    lengths = np.array([span.end - span.start for span in spans], np.int64)
-    sampled = np.array([span.version.version for span in spans], np.int64)
-    counted = np.array([effective_version(span.version, resumed_at) for span in spans], np.int64)
-    return np.repeat(sampled, lengths), np.repeat(counted, lengths)
+def _pack(rows: pa.RecordBatch, rule: PackingRule) -> PackedBatch:
+    tokens, bounds = flat_values(rows.column("token_ids"))
+    return pack(np.split(tokens, bounds[1:-1]) if rows.num_rows else [], rows.column("prompt_length").to_pylist(), rule)
 
 
-def _group_numbers(trajectories: Sequence[Trajectory]) -> IntArray:
+def _group_numbers(rows: pa.RecordBatch) -> IntArray:
     """The group of each sequence, numbered from 0; a group that a draw with replacement names twice counts as two."""
     seen: Counter[tuple[int, int]] = Counter()
     keys = []
-    for trajectory in trajectories:
-        sample = (trajectory.group_id, trajectory.sample_index)
-        keys.append((trajectory.group_id, seen[sample]))
-        seen[sample] += 1
-    return _numbered(np.array(keys))
-
-
-def _numbered(keys: npt.NDArray[np.int64]) -> IntArray:
-    """Equal rows as equal numbers from 0, in the order of the keys."""
-    return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    for group_id, index in zip(*(rows.column(name).to_pylist() for name in ("group_id", "sample_index")), strict=True):
+        keys.append((group_id, seen[group_id, index]))
+        seen[group_id, index] += 1
+    return np.unique(np.array(keys), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from buffer.client import REQUEST_TIMEOUT_S, Draw
 from buffer.sharding.client import open_client
 from common.run import RunContext
-from common.staleness import PolicyVersion, effective_version
+from common.staleness import PolicyVersion
+from learner.batch import counted_versions
 from learner.config import LearnerSections
 from learner.mesh import MeshPlace
 
@@ -167,9 +168,8 @@ class Coordinator:
             StaleTokens: a token would be trained past it.
         """
         last_update = version + self._config.updates_per_step - 1
-        spans = (span for row in draw.trajectories if row.reward is not None for span in row.spans)
-        oldest = min((effective_version(span.version, self.resumed_at) for span in spans), default=last_update)
-        self._contract.check_trained(last_update, last_update - oldest)
+        oldest = counted_versions(draw.rows, self.resumed_at).min()
+        self._contract.check_trained(last_update, last_update - int(oldest))
 
     def settle(self, *, heartbeats: bool = True) -> None:
         """Wait until the service confirmed all reports; without heartbeats where the other stages do not listen."""

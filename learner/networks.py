@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.run import RunContext
-from learner.batch import Leaves, StepBatch, pack_rows
+from learner.batch import Leaves, StepBatch
 from learner.config import LearnerConfig, LearnerSections
 from learner.mesh import Mesh
 from learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_stage
@@ -238,10 +238,8 @@ class Reference:
         unscored = batch.unscored()
         new_T: Tensor | None = None
         if self._pipeline is not None and len(unscored):
-            subset = on_device
-            if len(unscored) < len(batch.trajectories):
-                packed = pack_rows([batch.trajectories[i] for i in unscored], batch.rule)
-                subset = self._networks.on_device(packed)
+            is_all = len(unscored) == batch.rows.num_rows
+            subset = on_device if is_all else self._networks.on_device(batch.pack(unscored))
             found = gather_tokens(self._pipeline.forward_only(subset), subset.packed, self._networks.mesh)
             new_T = None if found is None else found[0]
         if not self._networks.mesh.place.is_last:
@@ -260,13 +258,10 @@ class Reference:
     def _stored(self, batch: StepBatch) -> Tensor:
         """What earlier steps have scored, NaN elsewhere: [T]."""
         policy = self._networks.policy
-        known = [
-            np.full(row.num_completion_tokens, np.nan) if row.reference_logprobs is None else row.reference_logprobs
-            for row in batch.trajectories
-        ]
-        return torch.from_numpy(np.concatenate(known)).to(
-            policy.device, torch.promote_types(policy.dtype, torch.float32)
-        )
+        column = batch.rows.column("reference_logprobs")
+        known_T = np.full(len(batch.sequence_T), np.nan)
+        known_T[np.asarray(column.is_valid())[batch.sequence_T]] = column.flatten()
+        return torch.from_numpy(known_T).to(policy.device, torch.promote_types(policy.dtype, torch.float32))
 
 
 def chunk_loader(config: LearnerConfig, temperature: float, mesh: Mesh, device: torch.device) -> LoadChunks:

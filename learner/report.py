@@ -43,7 +43,7 @@ def lag_metrics(updates: Sequence[StepBatch], start: StepBatch, newest_published
     """
     lag_T = np.concatenate([batch.lag_T for batch in updates])
     first_B, last_B = (np.concatenate(ends) for ends in zip(*map(_ends, updates), strict=True))
-    waited_s = [started_s - trajectory.finished_s for trajectory in start.trajectories]
+    waited_s = started_s - np.asarray(start.rows.column("finished_s"))
     return {
         "lag/token_mean": float(lag_T.mean()),
         "lag/token_p50": float(np.percentile(lag_T, 50)),
@@ -63,14 +63,14 @@ def replay_metrics(start: StepBatch, ledger: Mapping[str, int]) -> Metrics:
     written_B = np.flatnonzero(bounds_T[1:] > bounds_T[:-1])
     age_G = np.zeros(start.num_groups, np.int64)
     np.maximum.at(age_G, start.group_B[written_B], start.lag_T[bounds_T[:-1][written_B]])
-    samples = {(trajectory.group_id, trajectory.sample_index) for trajectory in start.trajectories}
+    samples = set(zip(*(start.rows.column(name).to_pylist() for name in ("group_id", "sample_index")), strict=True))
     uses = ledger["uses"] - ledger["redone_uses"]
     return {
         "buffer/effective_uses": uses,
         "buffer/uses_per_sample": uses / ledger["trained"] if ledger["trained"] else None,
         "buffer/age_at_use": float(age_G.mean()),
         "buffer/on_policy_share": float((start.lag_T == 0).mean()) if len(start.lag_T) else None,
-        "buffer/unique_frac": len(samples) / len(start.trajectories),
+        "buffer/unique_frac": len(samples) / start.rows.num_rows,
     }
 
 
@@ -91,8 +91,7 @@ def step_report(
     fidelity: LengthFidelity,
 ) -> Report:
     """Everything to log of one step (from 1); the arguments as for `lag_metrics` and `replay_metrics`."""
-    rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.reward is not None]
-    lengths = [trajectory.num_completion_tokens for trajectory in batch.trajectories]
+    rewards = np.asarray(batch.rows.column("reward"))
     duration_s = times.finished_s - times.started_s
     trained = [update.batch for update in counted(result.updates)]
     return {
@@ -103,13 +102,13 @@ def step_report(
         "finished_s": times.finished_s,
         "reward/mean": float(np.mean(rewards)),
         "reward/std": float(np.std(rewards)),
-        "length/trained_mean": float(np.mean(lengths)),
+        "length/trained_mean": float(np.mean(np.diff(batch.bounds_T()))),
         "length/fidelity_ks": fidelity.ks,
         "length/p95_ratio": fidelity.p95_ratio,
-        "batch/trajectories": len(batch.trajectories),
+        "batch/trajectories": batch.rows.num_rows,
         "batch/groups": batch.num_groups,
         "batch/tokens": batch.packed.num_tokens,
-        "batch/completion_tokens": int(sum(lengths)),
+        "batch/completion_tokens": len(batch.sequence_T),
         "batch/micro_batches": batch.packed.num_micro_batches // batch.rule.num_replicas,
         "batch/empty_micro_batches": batch.packed.num_empty,
         "batch/pack_efficiency": batch.packed.efficiency,

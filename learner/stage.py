@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from buffer.client import Draw, decode_draw
+from buffer.client import Draw
 from buffer.errors import BufferError
+from buffer.schema import read_stream
 from common.hf_folder import complete_folder, model_identity
 from common.run import RunContext
 from common.staleness import PolicyVersion, StaleTokens
 from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_samples
-from learner.batch import StepBatch, trainable
+from learner.batch import StepBatch
 from learner.checkpoint import CheckpointFailed, Checkpoints
 from learner.checkpoint_meta import TrainingProgress
 from learner.config import LearnerSections
@@ -286,13 +287,12 @@ class Stage:
             self._save()
 
     def _batch(self, draw: Draw | bytes) -> tuple[StepBatch, list[int] | None]:
-        """The samples to train, and on the coordinator their records."""
-        rows = decode_draw(draw) if isinstance(draw, bytes) else draw.trajectories
-        chosen = trainable(rows)
+        """The samples of a draw, and on the coordinator their records."""
+        rows = read_stream(draw) if isinstance(draw, bytes) else draw.rows
         # lags are the coordinator's to report; no other stage knows where earlier incarnations ended
         resumed_at = self._coordinator.resumed_at if self._coordinator is not None else {}
-        batch = StepBatch.build([rows[i] for i in chosen], self._progress.version, resumed_at, self._packing)
-        return batch, None if isinstance(draw, bytes) else [draw.record_ids[i] for i in chosen]
+        batch = StepBatch.build(rows, self._progress.version, resumed_at, self._packing)
+        return batch, None if isinstance(draw, bytes) else draw.record_ids
 
     def _publish_if_due(self, version: int) -> float:
         """Every version counts, also those between the updates of a step: what waits makes the actors staler.

@@ -222,7 +222,7 @@ class _Part:
     @property
     def is_whole(self) -> bool:
         """Is it all of the draw?"""
-        return len(self.batch.trajectories) == len(self.draw.batch.trajectories)
+        return self.batch.rows.num_rows == self.draw.batch.rows.num_rows
 
     def found(self, leaves: Leaves | None) -> None:
         """Take the leaves of the first pass over a whole draw as those of its start."""
@@ -254,7 +254,7 @@ class _Draw:
         where_T = torch.from_numpy(self.batch.tokens_of(sequences)).to(self._applied_T.device)
         old = None if self.old is None else self.old.of(where_T)
         reference_T = None if self._reference_T is None else self._reference_T[where_T]
-        if len(sequences) == len(self.batch.trajectories):
+        if len(sequences) == self.batch.rows.num_rows:
             return _Part(self, replace(self.batch, version=version), self._on_device, where_T, reference_T, old)
         batch = self.batch.part(sequences, version)
         return _Part(self, batch, self._networks.on_device(batch.packed), where_T, reference_T, old)

@@ -21,6 +21,7 @@ from buffer.store import Store
 from buffer.trajectory import Trajectory, VersionSpan
 from common.run import RunFacts
 from common.staleness import PolicyVersion
+from tests.trajectories import decode
 
 M = TypeVar("M", bound=p.Message)
 
@@ -113,7 +114,7 @@ class InProcessBuffer:
             lambda tx: self.core.try_draw(tx, request) or self.core.draw_timed_out(tx, request)
         )
         assert isinstance(reply, p.DrawReply)
-        return reply, schema.decode(body) if body else []
+        return reply, decode(body) if body else []
 
     def finish(self, step: int, version: int, *, incarnation: int = 0, skipped: bool = False) -> None:
         """Finish a step, which led to `version`."""

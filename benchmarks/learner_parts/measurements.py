@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ from benchmarks.learner_parts.sides import (
 from benchmarks.learner_parts.spot import Figures, Spot
 from benchmarks.lib.learner import ALGORITHM, GROUP_SIZE, TEMPERATURE, Learner
 from benchmarks.lib.rounds import median_ratio
+from buffer.schema import to_batch
+from buffer.trajectory import Trajectory
 from learner.attention import IMPLEMENTATION
 from learner.batch import StepBatch
 from learner.logprobs import LogitRule, token_logprobs
@@ -286,9 +288,11 @@ def smollm2(spot: Spot, *, path: str, quick: bool) -> Figures:
     """
     num_micro_batches = 2 if quick else SMOLLM2_MICRO_BATCHES
     rows = trajectories(_smollm2_lengths(num_micro_batches), AutoConfig.from_pretrained(path).vocab_size, seed=5)
-    batch = StepBatch.build(rows, 0, {0: 0}, PackingRule(SMOLLM2_BUDGET, min_micro_batches=num_micro_batches))
+    batch = StepBatch.build(
+        to_batch(rows, "benchmark"), 0, {0: 0}, PackingRule(SMOLLM2_BUDGET, min_micro_batches=num_micro_batches)
+    )
     assert batch.packed.num_micro_batches == num_micro_batches, batch.packed.num_micro_batches
-    steps = _smollm2_ours(spot, Path(path), batch) if spot.world == 0 else _smollm2_plain(spot, Path(path), batch)
+    steps = _smollm2_ours(spot, Path(path), batch) if spot.world == 0 else _smollm2_plain(spot, Path(path), batch, rows)
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     norms: dict[str, float] = {}
 
@@ -322,11 +326,13 @@ def _smollm2_ours(spot: Spot, folder: Path, batch: StepBatch) -> dict[str, Calla
     return {"one_pass": lambda: learner.step(batch), "two_pass": lambda: learner.step(batch, one_pass=False)}
 
 
-def _smollm2_plain(spot: Spot, folder: Path, batch: StepBatch) -> dict[str, Callable[[], float]]:
+def _smollm2_plain(
+    spot: Spot, folder: Path, batch: StepBatch, rows: Sequence[Trajectory]
+) -> dict[str, Callable[[], float]]:
     torch.set_num_threads(PLAIN_THREADS)
     config = configured(spot.mesh(), precision="bfloat16")
     loop = PlainLoop(folder, ALGORITHM, config, attention=IMPLEMENTATION)
-    batches = packed(batch, DeviceBatch(batch.packed, torch.device("cpu")), TEMPERATURE)
+    batches = packed(batch.packed, rows, DeviceBatch(batch.packed, torch.device("cpu")), TEMPERATURE)
     return {"plain": lambda: loop.step(batches)}
 
 

@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from benchmarks.lib.learner import sample
 from buffer.trajectory import Trajectory
-from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.model import DeviceBatch
 from learner.optimizer import ADAM_EPS
+from learner.packing import PackedBatch
 
 MEDIAN, SIGMA, LONGEST, TOKEN_BUDGET = 200, 1.0, 2048, 4096
 PROMPT = 64
@@ -172,17 +172,19 @@ def padded(rows: Sequence[Trajectory], batch_size: int, temperature: float) -> l
     return batches
 
 
-def packed(batch: StepBatch, on_device: DeviceBatch, temperature: float) -> list[PlainBatch]:
+def packed(
+    batch: PackedBatch, rows: Sequence[Trajectory], on_device: DeviceBatch, temperature: float
+) -> list[PlainBatch]:
     """The learner's micro-batches; needs a model with the learner's attention."""
-    advantages = _rloo(batch.trajectories)
+    advantages = _rloo(rows)
     batches = []
-    for m, members in enumerate(batch.packed.members):
-        chosen = [batch.trajectories[i] for i in members]
+    for m, members in enumerate(batch.members):
+        chosen = [rows[i] for i in members]
         batches.append(
             PlainBatch(
                 _packed_logprobs(on_device, m, temperature),
                 *_told(chosen, [advantages[i] for i in members]),
-                int(batch.packed.bounds[m][-1]),
+                int(batch.bounds[m][-1]),
             )
         )
     return batches

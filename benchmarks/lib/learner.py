@@ -12,6 +12,7 @@ import torch
 
 from algorithms.base import AlgorithmSection
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from buffer.schema import to_batch
 from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
 from learner.batch import StepBatch
@@ -90,7 +91,7 @@ class Learner:
             min_micro_batches=max(least, min_micro_batches),
             multiple=multiple,
         )
-        return StepBatch.build(rows, 0, {0: 0}, rule)
+        return StepBatch.build(to_batch(rows, "benchmark"), 0, {0: 0}, rule)
 
     def step(self, batch: StepBatch, version: int = 0, *, one_pass: bool = True) -> float:
         """One step on top of a version, in one pass or in two. Returns the gradient norm before clipping."""

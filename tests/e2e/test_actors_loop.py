@@ -18,6 +18,7 @@ from buffer.service import BufferService
 from common.hf_folder import check_model_folder, prepare_serving_model
 from common.staleness import PolicyVersion
 from tests.run_context import run_context, run_facts
+from tests.trajectories import decode
 from weight_sync.config import WeightSyncConfig
 from weight_sync.publisher import Publisher
 from weight_sync.store import WeightStore
@@ -75,7 +76,7 @@ async def reply(future):
 async def drawn(learner, step, version):
     draw = await asyncio.wait_for(reply(learner.draw(step, version, 0, GROUPS_PER_STEP, 20.0)), 30)
     assert draw.ready, draw.waiting_for
-    return draw.trajectories
+    return decode(draw.body)
 
 
 async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_closes(context):

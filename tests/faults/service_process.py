@@ -30,6 +30,7 @@ from common.rpc.auth import ClientKeys
 from common.run import RunFacts
 from common.staleness import StalenessConfig
 from tests.in_process_buffer import make_trajectory
+from tests.trajectories import decode, from_batch
 from tests.world.waiting import LIMIT_S, wait_until
 
 FACTS = RunFacts(
@@ -283,7 +284,7 @@ class Load:
             if not batch.ready:
                 continue
             step += 1
-            for row in batch.trajectories:
+            for row in decode(batch.body):
                 assert np.array_equal(
                     row.token_ids, sample_tokens((row.group_id, row.sample_index), len(row.token_ids))
                 )
@@ -335,7 +336,7 @@ class Kept:
             for index, record in enumerate(group.records):
                 if record == NO_RECORD:
                     continue
-                (row,) = schema.from_batch(schema.join_rows([tx.records.require(record)], [None]))
+                (row,) = from_batch(schema.join_rows([tx.records.require(record)], [None]))
                 if (row.group_id, row.sample_index) != (group_id, index) or not np.array_equal(
                     row.token_ids, sample_tokens((group_id, index), len(row.token_ids))
                 ):

@@ -17,6 +17,7 @@ from buffer.store import Store
 from tests.faults.results import as_text, pick
 from tests.faults.service_process import FACTS, Kept, Load, Service, sample_tokens
 from tests.full import FULL
+from tests.trajectories import decode
 from tests.world.waiting import wait_until
 
 UNCHECKED = ("-m", "tests.faults.careless_service", "without_checksums")
@@ -85,7 +86,7 @@ def draw_all(service, connect_to) -> Counter:
         batch = load.learner.draw(step, step - 1, load.incarnation, MANY_STEPS.groups_per_step, 0.5).result(60)
         if not batch.ready:
             break
-        for row in batch.trajectories:
+        for row in decode(batch.body):
             intact = np.array_equal(row.token_ids, sample_tokens((row.group_id, row.sample_index), len(row.token_ids)))
             served["intact" if intact else "damaged"] += 1
         load.learner.step_finished(step, step).result(60)

@@ -20,6 +20,7 @@ from common.rpc.messages import Envelope
 from tests.faults import bombs, malformed
 from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, sample
+from tests.trajectories import decode
 from tests.world.waiting import bound, wait_until
 
 ENDLESS = MANY.model_copy(update={"groups_per_step": 40_000})
@@ -243,8 +244,8 @@ def test_a_trajectory_that_cannot_be_is_quarantined_with_its_reason_and_never_dr
     assert status.failed_by_reason == {f"quarantined: {reason}": len(kinds) for reason, kinds in IMPOSSIBLE.items()}
     assert status.ledger["gap"] == 0
     draw = learner.draw(1, 0, 0, FACTS.groups_per_step, 5.0).result(60)
-    assert len(draw.trajectories) == 3 * FACTS.groups_per_step
-    assert all(np.isfinite(row.reward) and (row.logprobs <= 0).all() for row in draw.trajectories)
+    assert len(decode(draw.body)) == 3 * FACTS.groups_per_step
+    assert all(np.isfinite(row.reward) and (row.logprobs <= 0).all() for row in decode(draw.body))
     service.stop()
     assert Kept.read(service.folder).report["faults"] == []
     show(f"{len(results)} of {len(results)} kinds quarantined with their reason, the rest of each group was drawn")
@@ -259,8 +260,8 @@ def test_control_without_validation_the_learner_draws_what_cannot_be(start_run, 
             client.push(replace(sample(lease, index), logprobs=np.full(4, np.nan, np.float32)))
     draw = learner.draw(1, 0, 0, FACTS.groups_per_step, 10.0).result(60)
     assert draw.ready
-    assert all(np.isnan(row.logprobs).all() for row in draw.trajectories)
-    show(f"the learner was handed {len(draw.trajectories)} trajectories of NaN")
+    assert all(np.isnan(row.logprobs).all() for row in decode(draw.body))
+    show(f"the learner was handed {len(decode(draw.body))} trajectories of NaN")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from buffer.errors import BufferUnavailable
 from buffer.sharding.client import PATIENCE_S, open_client
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
 from tests.faults.service_process import CONFIG, FACTS, Kept, Service, sample, sample_tokens
+from tests.trajectories import decode
 from tests.world.waiting import bound, wait_until
 
 RUN = FACTS.model_copy(update={"staleness": StalenessConfig(max_lag=4)})
@@ -88,7 +89,7 @@ class ShardedRun:
             if self.errors:
                 raise self.errors[0]
             assert time.monotonic() < deadline, batch.waiting_for
-        for row in batch.trajectories:
+        for row in decode(batch.body):
             key = row.group_id, row.sample_index
             assert np.array_equal(row.token_ids, sample_tokens(key, len(row.token_ids)))
             assert self.step - effective_version(row.oldest_version, self.resumed_at) <= 4

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
-from buffer.client import decode_draw
 from common.staleness import PolicyVersion
 from launch.observe.metrics import METRICS
 from learner.report import NO_METRICS
 from tests.faults.learner_run import LearnerRun, MadeUpActor
+from tests.trajectories import decode
 from weight_sync.store import WeightStore
 
 
@@ -151,6 +151,6 @@ def test_a_reward_that_the_loss_cannot_use_stops_every_stage_with_the_name_of_th
     kept = run.folder / "bad_batches" / "step-1.arrow"
     assert str(kept) in said[0]
     sample, group = map(int, re.search(r"sample (\d) of group (\d+) ", said[0]).groups())
-    named = [row for row in decode_draw(kept.read_bytes()) if (row.group_id, row.sample_index) == (group, sample)]
+    named = [row for row in decode(kept.read_bytes()) if (row.group_id, row.sample_index) == (group, sample)]
     assert len(named) == 1
     assert named[0].reward > 1e38

@@ -175,9 +175,10 @@ def gradients_of_plain(model: PreTrainedModel, algorithm: AlgorithmConfig) -> di
     head = torch.nn.Linear(SHAPE["hidden_size"], 1, dtype=torch.float64)
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
-    batch = build(make_rows(0), 0, 300)
+    rows = make_rows(0)
+    batch = build(rows, 0, 300)
     logprobs, values = [], []
-    for row in batch.trajectories:
+    for row in rows:
         tokens = torch.from_numpy(row.token_ids).long()
         out = model(tokens[None], output_hidden_states=True)
         predicting = slice(row.prompt_length - 1, -1)

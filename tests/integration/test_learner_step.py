@@ -119,19 +119,21 @@ class Unsplit:
     def train(self) -> None:
         config, version = self.case.config, 0
         for step in range(NUM_STEPS):
-            batch = build(make_rows(step), version)
+            rows = make_rows(step)
+            batch = build(rows, version)
             with torch.no_grad():
-                old = self.leaves(batch.trajectories)
+                old = self.leaves(rows)
                 # scores are rounded to what the buffer stores
-                reference_T = self.leaves(batch.trajectories, self.reference).logprobs_T.float().double()
+                reference_T = self.leaves(rows, self.reference).logprobs_T.float().double()
             plan = minibatches(batch.group_B, config.num_minibatches, config.num_epochs, (SEED, step))
             for number, sequences in enumerate(plan):
                 where_T = torch.from_numpy(batch.tokens_of(sequences))
-                self._update(batch.part(sequences, version), old.of(where_T), reference_T[where_T], (step, number))
+                part, chosen = batch.part(sequences, version), [rows[i] for i in sequences]
+                self._update(part, chosen, old.of(where_T), reference_T[where_T], (step, number))
                 version += 1
 
-    def _update(self, part, old, reference_T, where) -> None:
-        leaves = self.leaves(part.trajectories)
+    def _update(self, part, rows, old, reference_T, where) -> None:
+        leaves = self.leaves(rows)
         inputs = part.loss_inputs(leaves, old, reference_T, part.version)
         # put the model's graph back in place of the leaves
         graph = {"logprobs_T": leaves.logprobs_T, "values_T": leaves.values_T}

@@ -18,6 +18,7 @@ from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
 from tests.in_process_buffer import make_trajectory
 from tests.in_process_shards import InProcessShard, Shard
+from tests.trajectories import decode
 
 PATIENCE_S = 0.05
 LONG_S = 20.0
@@ -176,7 +177,7 @@ class ScheduledShards(RuleBasedStateMachine):
             group % len(self.shards) for group in batch.group_ids
         )
         assert batch.ledger["gap"] == 0
-        for record, row in zip(batch.record_ids, batch.trajectories, strict=True):
+        for record, row in zip(batch.record_ids, decode(batch.body), strict=True):
             oldest = effective_version(row.oldest_version, self.resumed_at)
             assert self.version + self.facts.updates_per_step - 1 - oldest <= self.max_lag
             assert self.drawn.setdefault(record, step) == step or self.learner_restarted

@@ -26,6 +26,7 @@ from common.staleness import StalenessContract
 from tests.simulation.actor import Sample
 from tests.simulation.knobs import LEASE_TIMEOUT_S, Knobs
 from tests.simulation.witness import Key
+from tests.trajectories import decode
 
 RUN = "simulated"
 _TOKENS = np.arange(6, dtype=np.int32)
@@ -147,7 +148,7 @@ class CoreBuffer:
         reply, body = answer
         assert isinstance(reply, p.DrawReply)
         groups: dict[int, list[Key]] = {group_id: [] for group_id in reply.group_ids}
-        for row in schema.decode(body):
+        for row in decode(body):
             groups[row.group_id].append(Key(row.actor, row.epoch, row.seq))
         return list(groups.values())
 

@@ -52,7 +52,7 @@ def test_the_learner_and_both_plain_loops_train_one_loss(tmp_path, group):
     padded = sides.PlainLoop(path, learner_step.ALGORITHM, config)
     assert padded.step(sides.padded(rows, 16, learner_step.TEMPERATURE)) == pytest.approx(norm, rel=1e-5)
     packed = sides.PlainLoop(path, learner_step.ALGORITHM, config, attention=IMPLEMENTATION)
-    batches = sides.packed(batch, DeviceBatch(batch.packed, torch.device("cpu")), learner_step.TEMPERATURE)
+    batches = sides.packed(batch.packed, rows, DeviceBatch(batch.packed, torch.device("cpu")), learner_step.TEMPERATURE)
     assert packed.step(batches) == pytest.approx(norm, rel=1e-5)
     assert learner.step(batch, one_pass=False) == pytest.approx(norm, rel=1e-5)
 

@@ -14,6 +14,7 @@ from buffer.trajectory import VersionSpan
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
 from tests.in_process_buffer import make_trajectory
+from tests.trajectories import decode, from_batch
 
 FACTS = RunFacts(
     run_id="r",
@@ -42,7 +43,7 @@ def test_every_field_survives_the_wire():
         reference_logprobs=np.array([-1, -2, -3, -4], np.float32),
         seq=2**40,
     )
-    for sent, got in zip([row(), rich], schema.decode(schema.encode([row(), rich], "r")), strict=True):
+    for sent, got in zip([row(), rich], decode(schema.encode([row(), rich], "r")), strict=True):
         for field in dataclasses.fields(sent):
             before, after = getattr(sent, field.name), getattr(got, field.name)
             if isinstance(before, np.ndarray):
@@ -56,7 +57,7 @@ def test_records_are_joined_with_the_scores_written_since():
     batch = schema.to_batch([row(seq=1), row(seq=2)], "r")
     score = np.array([-1, -2, -3, -4], np.float32)
     first, second = rows.encode(batch)
-    joined = schema.from_batch(schema.join_rows([second, first], [score, None]))
+    joined = from_batch(schema.join_rows([second, first], [score, None]))
     assert [each.seq for each in joined] == [2, 1]
     np.testing.assert_array_equal(joined[0].reference_logprobs, score)
     assert joined[1].reference_logprobs is None
@@ -69,22 +70,22 @@ def test_a_compressed_body_is_refused_before_it_expands(codec):
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
         writer.write_batch(batch)
     with pytest.raises(BadBody, match="compressed"):
-        schema.decode(sink.getvalue().to_pybytes())
+        decode(sink.getvalue().to_pybytes())
 
 
 def test_another_schema_nulls_and_garbage_are_refused():
     batch = schema.to_batch([row()], "r")
     older = batch.replace_schema_metadata({"schema_version": "0"})
     with pytest.raises(BadBody, match="schema_version"):
-        schema.decode(schema.write_stream(older))
+        decode(schema.write_stream(older))
     tokens = pa.array([[1, None, 2]], pa.list_(pa.int32()))
     index = batch.schema.get_field_index("token_ids")
     with pytest.raises(BadBody, match="token_ids"):
-        schema.decode(schema.write_stream(batch.set_column(index, batch.schema.field(index), tokens)))
+        decode(schema.write_stream(batch.set_column(index, batch.schema.field(index), tokens)))
     good = schema.encode([row()], "r")
     for garbage in (b"", b"x" * 100, good[: len(good) // 2]):
         with pytest.raises(BadBody):
-            schema.decode(garbage)
+            decode(garbage)
 
 
 def test_mutated_bodies_are_read_or_refused_but_never_crash():
@@ -142,12 +143,12 @@ def test_a_body_that_declares_its_compression_as_arrow_0_17_did_is_refused_too()
     read = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(forged)), schema.SCHEMA)
     assert "x" * 100_000 in read.column("columns")[0].as_py(), "what Arrow would expand"
     with pytest.raises(BadBody, match="compressed"):
-        schema.decode(first + forged)
+        decode(first + forged)
 
 
 def test_a_body_may_have_any_number_of_rows_unless_its_reader_sets_a_limit():
     body = schema.encode([row()] * 10_000, "r")
-    assert len(schema.decode(body)) == 10_000
+    assert len(decode(body)) == 10_000
     scores = schema.encode_scores(range(10_000), [np.zeros(1, np.float32)] * 10_000)
     assert schema.read_stream(scores, schema.SCORES).num_rows == 10_000
     with pytest.raises(BadBody, match="10000 rows in one message; at most 4096"):

@@ -8,7 +8,7 @@ import pytest
 
 from buffer import outbox
 from buffer import service as service_module
-from buffer.client import BufferClient, decode_draw
+from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable, StoreError
 from buffer.outbox import _size_bytes
@@ -17,6 +17,7 @@ from buffer.service import BufferService
 from common.run import RunFacts
 from common.staleness import StalenessConfig
 from tests.in_process_buffer import make_trajectory
+from tests.trajectories import decode
 from tests.world.waiting import LIMIT_S
 
 FACTS = RunFacts(
@@ -73,15 +74,15 @@ def test_a_waiting_draw_holds_up_nobody_and_is_answered_as_soon_as_it_is_ready(c
     assert {future.result(60).outcome for future in pushed} == {"committed"}
     batch = draw.result(LIMIT_S)
     assert batch.ready
-    assert [row.group_id for row in batch.trajectories] == [g for g in batch.group_ids for _ in range(4)]
-    assert [row.seq for row in decode_draw(batch.body)] == [row.seq for row in batch.trajectories]
+    assert [row.group_id for row in decode(batch.body)] == [g for g in batch.group_ids for _ in range(4)]
+    assert batch.rows.column("group_id").to_pylist() == [row.group_id for row in decode(batch.body)]
 
 
 def test_a_draw_that_is_not_ready_in_time_names_who_owes_it(connect, learner):
     lease = connect().lease(1).result(60).leases[0]
     batch = learner.draw(1, 0, 0, 2, wait_s=0.1).result(60)
     assert not batch.ready
-    assert batch.trajectories == []
+    assert batch.body == b""
     assert f"samples [0, 1, 2, 3] from actor-0 (lease {lease.lease_id})" in batch.waiting_for
 
 
@@ -128,12 +129,12 @@ def test_a_step_far_larger_than_a_message_is_drawn_and_its_scores_are_written_ba
             row.token_ids[:] = 1
         assert {pushed.result(60).outcome for pushed in [actor.push(row) for row in rows]} == {"committed"}
         draw = learner.draw(1, 0, 0, 1, wait_s=5.0).result(60)
-        assert (draw.ready, len(draw.trajectories)) == (True, 32)
+        assert (draw.ready, len(decode(draw.body))) == (True, 32)
         assert len(draw.body) > 7 * 2**20
         scores = [np.full(32_000, -index, np.float32) for index in range(32)]
         learner.write_scores(draw.record_ids, scores).result(60)
         learner.write_scores([], []).result(60)
-        again = learner.draw(1, 0, 0, 1, wait_s=5.0).result(60).trajectories
+        again = decode(learner.draw(1, 0, 0, 1, wait_s=5.0).result(60).body)
         assert [row.reference_logprobs[-1] for row in again] == [-index for index in range(32)]
         with pytest.raises(ValueError, match="exceeds the 1 MiB that the buffer takes in one"):
             learner.write_scores([1], [np.zeros(300_000, np.float32)])

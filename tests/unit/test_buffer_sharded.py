@@ -18,6 +18,7 @@ from buffer.service import BufferService
 from buffer.sharding.client import ShardedClient, open_client
 from buffer.sharding.shards import Shard
 from tests.in_process_buffer import make_trajectory
+from tests.trajectories import decode
 from tests.unit.buffer_rules import facts
 from tests.world.waiting import wait_until
 
@@ -147,13 +148,13 @@ def test_a_step_is_one_batch_in_the_order_of_the_shards_and_scores_find_their_re
     shards = [record % 3 for record in batch.record_ids]
     assert shards == sorted(shards)
     assert set(shards) == {0, 1, 2}
-    assert [row.group_id for row in batch.trajectories] == [group for group in batch.group_ids for _ in range(2)]
-    assert batch.lengths == [len(row.token_ids) for row in batch.trajectories]
+    assert [row.group_id for row in decode(batch.body)] == [group for group in batch.group_ids for _ in range(2)]
+    assert batch.lengths == [len(row.token_ids) for row in decode(batch.body)]
     assert batch.ledger["drawn"] == 12
     scores = [np.full(4, -record, np.float32) for record in batch.record_ids]
     learner.write_scores(batch.record_ids, scores).result(60)
     again = learner.draw(1, 0, 0, 6, 2.0).result(60)
-    assert [row.reference_logprobs[0] for row in again.trajectories] == [-record for record in batch.record_ids]
+    assert [row.reference_logprobs[0] for row in decode(again.body)] == [-record for record in batch.record_ids]
     learner.step_finished(1, 1).result(60)
     assert learner.status().result(60).ledger["trained"] == 12
 

@@ -8,6 +8,7 @@ from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.service import BufferService
 from tests.in_process_buffer import make_trajectory
+from tests.trajectories import decode
 from tests.unit.buffer_rules import Actor, facts, train
 
 PROMPT = 3
@@ -153,6 +154,6 @@ def test_a_service_that_is_started_with_a_smaller_limit_serves_only_what_fits_it
     learner.published(incarnation, 0).result(60)
     draw = learner.draw(1, 0, incarnation, 1, wait_s=5.0).result(60)
     assert draw.group_ids == [short.group_id]
-    assert [len(row.token_ids) for row in draw.trajectories] == [8, 8]
+    assert [len(row.token_ids) for row in decode(draw.body)] == [8, 8]
     assert draw.ledger["filtered_too_long"] == draw.ledger["filtered"] == 2
     assert draw.ledger["gap"] == 0

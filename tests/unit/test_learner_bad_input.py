@@ -38,7 +38,7 @@ def test_a_reward_that_is_not_finite_in_float32_is_an_error_that_names_the_traje
 
 @pytest.mark.parametrize("logprob", [np.nan, -np.inf])
 def test_a_missing_behaviour_log_probability_is_an_error_only_where_the_loss_weighs_by_it(logprob):
-    logprobs = batch().trajectories[7].logprobs.copy()
+    logprobs = make_rows(0)[7].logprobs
     logprobs[-1] = logprob
     with pytest.raises(BadSample, match=r"sample 1 of group 2 .* this loss reads it"):
         check_samples(batch(logprobs=logprobs), PPO, RECORDS)

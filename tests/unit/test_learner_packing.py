@@ -9,10 +9,11 @@ import torch
 
 from buffer.ledger import Ledger
 from buffer.lengths import LengthFidelity
+from buffer.schema import to_batch
 from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
 from launch.observe.metrics import METRICS
-from learner.batch import StepBatch, trainable
+from learner.batch import StepBatch
 from learner.mesh import MeshPlace
 from learner.model import DeviceBatch
 from learner.networks import Reference
@@ -128,12 +129,12 @@ def trajectory(spans, **changes) -> Trajectory:
 
 
 def of_lengths(*samples):
-    """Trajectories of (group, all tokens) or (group, all tokens, reward)."""
+    """Trajectories of (group, all tokens)."""
     seen = {}
     rows = []
-    for group, length, *reward in samples:
+    for group, length in samples:
         index = seen[group] = seen.get(group, -1) + 1
-        fields = {"group_id": group, "sample_index": index, "reward": reward[0] if reward else 1.0}
+        fields = {"group_id": group, "sample_index": index}
         rows.append(trajectory([((0, 0), 0, length - 2)], **fields))
     return rows
 
@@ -142,7 +143,7 @@ def test_a_group_that_is_drawn_twice_counts_as_two():
     spans = [((0, 0), 0, 3)]
     once = [trajectory(spans, group_id=4, sample_index=0), trajectory(spans, group_id=4, sample_index=1)]
     other = [trajectory(spans, group_id=2, sample_index=0), trajectory(spans, group_id=2, sample_index=1)]
-    batch = StepBatch.build([*once, *other, *once], 0, {0: 0}, RULE)
+    batch = StepBatch.build(to_batch([*once, *other, *once], "run"), 0, {0: 0}, RULE)
     assert batch.num_groups == 3
     assert batch.group_B.tolist() == [1, 1, 0, 0, 2, 2]
 
@@ -151,7 +152,7 @@ def test_lags_count_from_the_checkpoint_that_a_restart_resumed_from():
     # incarnation 0 reached version 9, and incarnation 1 resumed from its checkpoint at version 6
     abandoned = trajectory([((0, 8), 0, 3)])
     crossing = trajectory([((0, 5), 0, 1), ((1, 7), 1, 3)], group_id=4)
-    batch = StepBatch.build([abandoned, crossing], 8, {0: 0, 1: 6}, RULE)
+    batch = StepBatch.build(to_batch([abandoned, crossing], "run"), 8, {0: 0, 1: 6}, RULE)
     assert batch.lag_T.tolist() == [2, 2, 2, 3, 1, 1]
     assert batch.group_B.tolist() == [0, 1]
     assert batch.single_version_B.tolist() == [True, False]
@@ -167,7 +168,7 @@ def test_lags_count_from_the_checkpoint_that_a_restart_resumed_from():
 def test_a_part_of_a_batch_keeps_what_is_known_of_its_tokens_and_its_packing_rule():
     rows = of_lengths((0, 5), (0, 6), (1, 4), (1, 9))
     rule = PackingRule(16, num_replicas=2, min_micro_batches=2)
-    whole = StepBatch.build(rows, 3, {0: 0}, rule)
+    whole = StepBatch.build(to_batch(rows, "run"), 3, {0: 0}, rule)
     part = whole.part(np.array([2, 3]), version=4)
     assert part.tokens_of(np.array([1])).tolist() == [2, 3, 4, 5, 6, 7, 8]
     assert whole.tokens_of(np.array([0, 3])).tolist() == [0, 1, 2, 9, 10, 11, 12, 13, 14, 15]
@@ -175,10 +176,6 @@ def test_a_part_of_a_batch_keeps_what_is_known_of_its_tokens_and_its_packing_rul
     assert part.lag_T.tolist() == [4] * 9
     assert part.packed.num_micro_batches == 4
     assert part.packed.num_tokens == 13
-
-
-def test_samples_without_a_reward_are_not_trained():
-    assert trainable(of_lengths((0, 5), (0, 5, None), (0, 6))) == [0, 2]
 
 
 # --- scoring and report ---------------------------------------------------------------------------
@@ -210,15 +207,15 @@ def test_the_reference_scores_only_what_no_earlier_step_has_scored():
     ]
     rows[1] = replace(rows[1], reference_logprobs=np.full(4, -0.5, np.float32))
     pipeline = Echo()
-    reference_T, scores = score(StepBatch.build(rows, 0, {0: 0}, PackingRule(8)), pipeline)
+    reference_T, scores = score(StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, PackingRule(8)), pipeline)
     assert pipeline.num_tokens == [9]
     assert reference_T.tolist() == [-2, -3, -4, -0.5, -0.5, -0.5, -0.5, -22, -23]
     assert {i: values.tolist() for i, values in scores.items()} == {0: [-2, -3, -4], 2: [-22, -23]}
 
     known = [replace(row, reference_logprobs=np.zeros(row.num_completion_tokens, np.float32)) for row in rows]
-    assert score(StepBatch.build(known, 0, {0: 0}, PackingRule(8)), pipeline)[1] == {}
+    assert score(StepBatch.build(to_batch(known, "run"), 0, {0: 0}, PackingRule(8)), pipeline)[1] == {}
     assert pipeline.num_tokens == [9]
-    assert score(StepBatch.build(rows, 0, {0: 0}, PackingRule(8)), None)[0].isnan().sum() == 5
+    assert score(StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, PackingRule(8)), None)[0].isnan().sum() == 5
 
 
 class Third(Echo):
@@ -231,9 +228,9 @@ class Third(Echo):
 def test_a_step_that_is_taken_again_reads_the_scores_of_the_first_time_in_any_precision():
     rows, rule = of_lengths((0, 5), (0, 6)), PackingRule(8)
     rows = [replace(row, token_ids=np.arange(len(row.token_ids), dtype=np.int32)) for row in rows]
-    first_T, scores = score(StepBatch.build(rows, 0, {0: 0}, rule), Third())
+    first_T, scores = score(StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, rule), Third())
     stored = [replace(row, reference_logprobs=scores[i]) for i, row in enumerate(rows)]
-    again_T, _ = score(StepBatch.build(stored, 0, {0: 0}, rule), None)
+    again_T, _ = score(StepBatch.build(to_batch(stored, "run"), 0, {0: 0}, rule), None)
     assert first_T.dtype == again_T.dtype == torch.float64
     assert torch.equal(first_T, again_T)
     assert -1 / 3 not in again_T.tolist()
@@ -243,7 +240,7 @@ def test_a_step_reports_how_old_and_how_often_used_its_samples_are():
     spans = [((0, 1), 0, 2), ((0, 4), 2, 6)]
     twice = [trajectory(spans, group_id=4, sample_index=0), trajectory(spans, group_id=4, sample_index=1)]
     fresh = [trajectory([((0, 5), 0, 4)], group_id=2, sample_index=0)]
-    batch = StepBatch.build([*twice, *fresh, *twice], 5, {0: 0}, RULE)
+    batch = StepBatch.build(to_batch([*twice, *fresh, *twice], "run"), 5, {0: 0}, RULE)
     found = replay_metrics(batch, {"uses": 24, "redone_uses": 4, "trained": 10})
     assert found == {
         "buffer/effective_uses": 20,
@@ -257,7 +254,7 @@ def test_a_step_reports_how_old_and_how_often_used_its_samples_are():
 
 def test_a_step_reports_how_its_draw_was_packed_and_shared():
     rule = PackingRule(16, num_replicas=2, min_micro_batches=2)
-    batch = StepBatch.build(of_lengths((0, 12), (0, 10), (1, 14)), 3, {0: 0}, rule)
+    batch = StepBatch.build(to_batch(of_lengths((0, 12), (0, 10), (1, 14)), "run"), 3, {0: 0}, rule)
     taken = Update(batch, UpdateResult(False, False, (1.0,), 1e-5, 1.0), {})
     ledger = {**Ledger(filtered=5, filtered_too_long=4).counts(), "quarantined": 0, "gap": 0}
     report = step_report(

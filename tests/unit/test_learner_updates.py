@@ -67,7 +67,8 @@ def test_the_order_of_minibatches_changes_with_run_step_and_epoch():
 
 
 def test_a_part_of_a_draw_holds_the_same_samples_with_the_lag_of_its_own_version():
-    batch = build(make_rows(0), version=3)
+    rows = make_rows(0)
+    batch = build(rows, version=3)
     sequences = np.flatnonzero(np.isin(batch.group_B, [1, 3]))
     part = batch.part(sequences, version=5)
     assert part.num_groups == 2
@@ -75,9 +76,7 @@ def test_a_part_of_a_draw_holds_the_same_samples_with_the_lag_of_its_own_version
     assert part.prompt_B.tolist() == [1, 1, 1, 3, 3, 3]
     assert set(part.lag_T.tolist()) == {5}
     where_T = batch.tokens_of(sequences)
-    expected = np.concatenate(
-        [batch.trajectories[i].token_ids[batch.trajectories[i].prompt_length :] for i in sequences]
-    )
+    expected = np.concatenate([rows[i].token_ids[rows[i].prompt_length :] for i in sequences])
     assert len(where_T) == len(expected)
     np.testing.assert_array_equal(part.packed.tokens_ML.reshape(-1)[part.packed.output_T + 1], expected)
     np.testing.assert_array_equal(sequences[part.sequence_T], batch.sequence_T[where_T])

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from algorithms.registry import AlgorithmConfig
+from buffer.schema import to_batch
 from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
 from learner.batch import StepBatch
@@ -107,7 +108,7 @@ def make_networks(
 
 
 def build(rows: list[Trajectory], version: int = 0, token_budget: int = TOKEN_BUDGET, **rule: int) -> StepBatch:
-    return StepBatch.build(rows, version, {0: 0}, PackingRule(token_budget, **rule))
+    return StepBatch.build(to_batch(rows, "run"), version, {0: 0}, PackingRule(token_budget, **rule))
 
 
 @contextmanager

@@ -1,0 +1,123 @@
+"""The batch of a step, made from Arrow columns, equals to the bit what trajectories one by one would make."""
+
+from collections import Counter
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from buffer.schema import encode, read_stream
+from buffer.trajectory import Trajectory, VersionSpan
+from common.staleness import PolicyVersion, effective_version
+from learner.batch import Leaves, StepBatch, lag0_by_actor, lag_by_actor
+from learner.packing import PackingRule, pack
+
+RULE = PackingRule(64, num_replicas=2, min_micro_batches=2)
+RESUMED_AT = {0: 0, 1: 4, 2: 3}
+VERSION = 9
+
+
+def random_rows(seed: int) -> list[Trajectory]:
+    """Groups of three, some drawn twice; one to four versions each; some with scores."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for group in random.permutation(12):
+        for index in range(3):
+            prompt, length = int(random.integers(1, 9)), int(random.integers(1, 40))
+            cuts = sorted({0, length, *random.integers(1, length + 1, 3).tolist()})
+            versions = sorted((int(random.integers(3)), int(random.integers(VERSION))) for _ in cuts[1:])
+            rows.append(
+                Trajectory(
+                    lease_id=1,
+                    attempt=1,
+                    group_id=int(group) + 1,
+                    sample_index=index,
+                    prompt_id=int(group) % 5,
+                    token_ids=random.integers(0, 1000, prompt + length).astype(np.int32),
+                    prompt_length=prompt,
+                    logprobs=-random.random(length).astype(np.float32),
+                    spans=tuple(
+                        VersionSpan(PolicyVersion(*version), start, end)
+                        for version, start, end in zip(versions, cuts, cuts[1:], strict=False)
+                    ),
+                    reward=float(random.normal()),
+                    finish_reason=str(random.choice(["stop", "length"])),
+                    columns={"answer": "42"},
+                    reference_logprobs=-random.random(length).astype(np.float32) if random.random() < 0.5 else None,
+                    actor=f"actor-{random.integers(3)}",
+                )
+            )
+    return rows + rows[6:12]
+
+
+class OneByOne:
+    """The same figures, trajectory by trajectory."""
+
+    def __init__(self, rows: list[Trajectory]) -> None:
+        self.rows = rows
+        self.spans = [span for row in rows for span in row.spans]
+        lengths = [row.num_completion_tokens for row in rows]
+        seen, keys = Counter(), []
+        for row in rows:
+            keys.append((row.group_id, seen[row.group_id, row.sample_index]))
+            seen[row.group_id, row.sample_index] += 1
+        sampled_T = self._of_tokens(span.version.version for span in self.spans)
+        self.counted_T = self._of_tokens(effective_version(span.version, RESUMED_AT) for span in self.spans)
+        self.abandoned_T = self.counted_T < sampled_T
+        self.sequence_T = np.repeat(np.arange(len(rows)), lengths)
+        self.group_B = np.array([sorted(set(keys)).index(key) for key in keys])
+        self.prompt_B = np.array([row.prompt_id for row in rows])
+        self.single_version_B = np.array([len({span.version for span in row.spans}) == 1 for row in rows])
+        self.packed = pack([row.token_ids for row in rows], [row.prompt_length for row in rows], RULE)
+        self.logprobs_T = np.concatenate([row.logprobs for row in rows])
+        self.actor_T = np.repeat([row.actor for row in rows], lengths)
+
+    def _of_tokens(self, values) -> np.ndarray:
+        return np.repeat(np.array(list(values), np.int64), [span.end - span.start for span in self.spans])
+
+
+def equal(one: object, other: object) -> bool:
+    """To the bit, kind of number included; tuples and dataclasses part by part."""
+    if isinstance(other, np.ndarray | torch.Tensor):
+        return one.dtype == other.dtype and np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
+    if isinstance(other, tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return all(equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(other))
+
+
+def check_same(batch: StepBatch, wanted: OneByOne, version: int) -> None:
+    """Compare all that a step reads."""
+    for name in ("sequence_T", "group_B", "prompt_B", "counted_T", "abandoned_T", "single_version_B", "packed"):
+        assert equal(getattr(batch, name), getattr(wanted, name)), name
+    assert batch.unscored().tolist() == [i for i, row in enumerate(wanted.rows) if row.reference_logprobs is None]
+    leaves = Leaves(torch.zeros(len(wanted.logprobs_T), dtype=torch.float64))
+    inputs = batch.loss_inputs(leaves, leaves, leaves.logprobs_T, 1)
+    assert equal(inputs.behaviour_logprobs_T, torch.tensor(wanted.logprobs_T).double())
+    assert equal(inputs.rewards_B, torch.tensor([row.reward for row in wanted.rows], dtype=torch.float64))
+    assert inputs.finished_B.tolist() == [row.finish_reason == "stop" for row in wanted.rows]
+
+    lag_T = version - wanted.counted_T
+    mismatch_T = np.abs(wanted.logprobs_T.astype(np.float64))
+    fresh_T = (lag_T == 0) & wanted.single_version_B[wanted.sequence_T]
+    by_actor = {actor: wanted.actor_T == actor for actor in sorted(set(wanted.actor_T.tolist()))}
+    assert lag_by_actor([batch]) == {actor: Counter(lag_T[where_T].tolist()) for actor, where_T in by_actor.items()}
+    assert lag0_by_actor(batch, leaves.logprobs_T) == {
+        actor: (mismatch_T[where_T & fresh_T].mean(), (where_T & fresh_T).sum())
+        for actor, where_T in by_actor.items()
+        if (where_T & fresh_T).any()
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_columns_make_the_batch_that_trajectories_would_and_so_do_parts_of_it(seed):
+    rows = random_rows(seed)
+    batch = StepBatch.build(read_stream(encode(rows, "run")), VERSION, RESUMED_AT, RULE)
+    wanted = OneByOne(rows)
+    check_same(batch, wanted, VERSION)
+
+    random = np.random.default_rng([seed, 1])
+    sequences = np.flatnonzero(np.isin(batch.group_B, random.permutation(batch.num_groups)[:5]))
+    part = OneByOne([rows[i] for i in sequences])
+    check_same(batch.part(sequences, VERSION + 1), part, VERSION + 1)
+    assert equal(batch.pack(sequences), part.packed)
