@@ -1,6 +1,7 @@
 """Shared by all tests: one thread per process, no network, no W&B."""
 
 import os
+import sys
 
 import pytest
 
@@ -17,6 +18,28 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: for the full run alone, `make full`")
     config.addinivalue_line("markers", "process: starts a process of ours; `make unit` leaves it out")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def procedural_tasks_are_checked_once():
+    """Most configs that are checked here have the task of the demo, whose thousands of problems are made for it."""
+    checks = sys.modules.get("launch.checks")  # imported with the tests that need it, and slow to
+    if checks is None:
+        yield
+        return
+    check, known = checks.check_task, {}
+
+    def check_once(config, **options):
+        if config.type != "reasoning_gym" or options:
+            return check(config, **options)
+        key = config.model_dump_json()
+        if key not in known:
+            known[key] = check(config)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checks, "check_task", check_once)
+        yield
 
 
 def pytest_runtest_setup(item):

@@ -85,7 +85,7 @@ def test_a_model_that_the_hub_does_not_give_is_a_sentence_with_the_reason(monkey
         fetch_model(ModelConfig(hub="no/such-model"), is_there=False)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
 def test_a_signal_in_the_recipe_ends_it_too_and_leaves_nothing(tmp_path, number):
     recipe = tmp_path / "recipe.py"
     recipe.write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
