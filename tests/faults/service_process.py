@@ -29,8 +29,8 @@ from buffer.trajectory import Trajectory
 from common.rpc.auth import ClientKeys
 from common.run import RunFacts
 from common.staleness import StalenessConfig
-from tests.in_process_buffer import make_trajectory
 from tests.trajectories import decode, from_batch
+from tests.world.buffer import make_trajectory
 from tests.world.waiting import LIMIT_S, wait_until
 
 FACTS = RunFacts(

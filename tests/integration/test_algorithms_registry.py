@@ -99,7 +99,7 @@ def learn_with_the_fourth_algorithm(folder: Path) -> dict:
     from launch.errors import ConfigError
     from learner.config import LearnerConfig
     from learner.step import TrainStep
-    from tests.unit.two_pass import SEED, alone, build, make_models, make_networks, make_rows
+    from tests.world.learner import SEED, alone, build, make_models, make_networks, make_rows
 
     algorithm = load_config(folder / "run.toml").algorithm
     try:

@@ -25,7 +25,7 @@ from learner.mesh import Mesh
 from learner.networks import Networks
 from learner.pipeline import micro_batches_asked
 from learner.step import TrainStep
-from tests.unit.two_pass import SEED, TEMPERATURE, VOCABULARY, build, make_networks, make_rows, run_ranks
+from tests.world.learner import SEED, TEMPERATURE, VOCABULARY, build, make_networks, make_rows, run_ranks
 
 NUM_LAYERS = 8
 SHAPE = {

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from learner.checkpoint import Checkpoints, TrainingProgress
 from learner.mesh import Mesh, MeshPlace
 from tests.unit.test_learner_checkpoints import CONFIG, CRITIC_MODEL, make_model, take_step
-from tests.unit.two_pass import alone, make_networks, run_ranks, weights_of
+from tests.world.learner import alone, make_networks, run_ranks, weights_of
 
 SHAPES = [(2, 2), (1, 4), (1, 2)]
 """(replicas, stages) of the processes; the first writes what all, and this process alone, read."""

@@ -15,7 +15,7 @@ from learner.config import LearnerConfig
 from learner.mesh import Agreement, Mesh, StageLost, tells_of_loss
 from learner.stage import Stage
 from tests.run_context import run_context
-from tests.unit.two_pass import run_ranks
+from tests.world.learner import run_ranks
 
 STARTUP_S = 250.0
 DUPLICATE = """NCCL error in: NCCLUtils.cpp, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5

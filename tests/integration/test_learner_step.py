@@ -15,7 +15,7 @@ from learner.batch import Leaves
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.step import _Clock, minibatches
-from tests.unit.two_pass import (
+from tests.world.learner import (
     NUM_STEPS,
     SEED,
     TEMPERATURE,

@@ -12,7 +12,7 @@ from buffer import protocol as p
 from buffer.config import BufferConfig
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
-from tests.in_process_buffer import InProcessBuffer, make_trajectory
+from tests.world.buffer import InProcessBuffer, make_trajectory
 
 NAMES = ("a", "b")
 

@@ -19,7 +19,7 @@ from buffer.offline.verify import verify
 from buffer.sum_tree import FANOUT, SumTree
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
-from tests.in_process_buffer import InProcessBuffer, make_trajectory
+from tests.world.buffer import InProcessBuffer, make_trajectory
 
 SAMPLERS = ("fifo", "uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share")
 GROUPS_PER_STEP = 2

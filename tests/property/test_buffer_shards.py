@@ -16,9 +16,9 @@ from buffer.sharding.client import ShardedClient
 from buffer.sharding.division import Supply, admission_shares, apportion, divide_step, owned_prompts
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
-from tests.in_process_buffer import make_trajectory
-from tests.in_process_shards import InProcessShard, Shard
 from tests.trajectories import decode
+from tests.world.buffer import make_trajectory
+from tests.world.shards import InProcessShard, Shard
 
 PATIENCE_S = 0.05
 LONG_S = 20.0

@@ -9,16 +9,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import lmdb
 import numpy as np
 
 from buffer import protocol as p
-from buffer import schema
 from buffer.config import BufferConfig
-from buffer.core import BufferCore, OpenedPushes
 from buffer.groups import live_gap
-from buffer.offline.verify import verify
 from buffer.trajectory import Trajectory, VersionSpan
 from buffer.transaction import TABLES, Transaction
 from common.run import RunFacts
@@ -27,6 +25,9 @@ from tests.simulation.actor import Sample
 from tests.simulation.knobs import LEASE_TIMEOUT_S, Knobs
 from tests.simulation.witness import Key
 from tests.trajectories import decode
+from tests.world.buffer import InProcessBuffer
+
+T = TypeVar("T")
 
 RUN = "simulated"
 _TOKENS = np.arange(6, dtype=np.int32)
@@ -57,92 +58,79 @@ class Environment:
         self._folder.cleanup()
 
 
+class Turns:
+    """What a store is to the rules: each call is a turn, within the one transaction of a seed."""
+
+    def __init__(self, env: Environment) -> None:
+        self._env = env
+        self._txn = env.begin()
+        self.tx = env.turn(self._txn)
+
+    def write(self, change: Callable[[Transaction], T]) -> T:
+        """Let the next turn change what it likes; it sees what the last one wrote and nothing else."""
+        self.tx.flush()
+        self.tx = self._env.turn(self._txn)
+        return change(self.tx)
+
+    read = write
+
+    def close(self) -> None:
+        """A service that ends leaves what it wrote."""
+
+    def abort(self) -> None:
+        """Forget everything."""
+        self._txn.abort()
+
+
 class CoreBuffer:
     """The rules of the buffer service."""
 
     def __init__(self, knobs: Knobs, contract: StalenessContract, clock: Callable[[], float], env: Environment) -> None:
-        staleness = contract.config
-        self._clock, self._env = clock, env
-        self._facts = RunFacts(
+        facts = RunFacts(
             run_id=RUN, seed=1, num_prompts=7, group_size=knobs.group_size, groups_per_step=knobs.groups_per_step,
-            updates_per_step=knobs.updates_per_step, vocab_size=16, max_tokens=16, staleness=staleness,
+            updates_per_step=knobs.updates_per_step, vocab_size=16, max_tokens=16, staleness=contract.config,
         )  # fmt: skip
-        self._config = BufferConfig(
+        config = BufferConfig(
             capacity_trajectories=64 * contract.capacity() * knobs.group_size,
             max_attempts=1_000_000,
             lease_timeout_s=LEASE_TIMEOUT_S,
         )
-        self._txn = env.begin()
-        self._tx = env.turn(self._txn)
-        self._core = BufferCore(self._config, self._facts, clock)
-
-    def close(self) -> None:
-        """Forget everything."""
-        self._txn.abort()
-
-    def _turn(self) -> Transaction:
-        """The next transaction, which sees what the last one wrote and nothing else."""
-        self._tx.flush()
-        self._tx = self._env.turn(self._txn)
-        return self._tx
+        self._turns = Turns(env)
+        self._buffer = InProcessBuffer(Path(), facts, config, open_store=lambda: self._turns, clock=clock)
+        self.expire, self.restart, self.faults = self._buffer.expire, self._buffer.restart, self._buffer.faults
+        self.published = lambda incarnation, version: self._buffer.publish(version, incarnation)
+        self.close = self._turns.abort
 
     def hello(self, name: str, session: str) -> int:
         """Open an epoch; said twice, it is one."""
-        message = p.Hello("actor", name, session)
-        first = self._core.handle(self._turn(), message, b"")[0]
-        again = self._core.handle(self._turn(), message, b"")[0]
-        assert isinstance(first, p.Welcome)
+        first, again = (self._buffer.hello(name, session) for _ in range(2))
         assert first == again
         return first.epoch
 
     def lease(self, name: str, epoch: int, number: int, room: int) -> p.LeaseGrant:
         """Grant leases."""
-        reply = self._core.handle(self._turn(), p.LeaseRequest(name, epoch, number, room), b"")[0]
-        assert isinstance(reply, p.LeaseGrant)
-        return reply
+        return self._buffer.ask(p.LeaseRequest(name, epoch, number, room), p.LeaseGrant)
 
     def push(self, sample: Sample) -> str:
         """Settle one sample."""
-        body = schema.encode([_trajectory(sample)], RUN)
-        message = p.Push(sample.key.actor, sample.key.epoch)
-        reply = self._core.push(self._turn(), OpenedPushes([(message, body)]))[0]
-        assert isinstance(reply, p.PushReply), reply
-        return reply.results[0].outcome
+        return self._buffer.push([_trajectory(sample)])[0]
 
     def give_up(self, name: str, epoch: int, lease: p.Lease, index: int) -> None:
         """A sample will not come."""
-        message = p.GiveUp(name, epoch, lease.lease_id, lease.attempt, [index], "simulated")
-        self._core.handle(self._turn(), message, b"")
+        self._buffer.answer(p.GiveUp(name, epoch, lease.lease_id, lease.attempt, [index], "simulated"))
 
     def renew(self, name: str, epoch: int, lease_ids: list[int]) -> list[int]:
         """Extend leases; those that are lost."""
-        reply = self._core.handle(self._turn(), p.Renew(name, epoch, lease_ids), b"")[0]
-        assert isinstance(reply, p.RenewReply)
-        return reply.lost
-
-    def expire(self) -> None:
-        """Lose the leases whose time is over."""
-        self._core.leases.expire_due(self._turn())
-
-    def restart(self) -> None:
-        """What a new service process finds."""
-        self._core = BufferCore(self._config, self._facts, self._clock)
-        self._core.leases.restart(self._turn())
+        return self._buffer.ask(p.Renew(name, epoch, lease_ids), p.RenewReply).lost
 
     def begin(self, session: str, version: int, step: int) -> int:
         """A learner starts."""
-        reply = self._core.handle(self._turn(), p.BeginIncarnation(session, version, step), b"")[0]
-        assert isinstance(reply, p.IncarnationReply)
-        return reply.incarnation
-
-    def published(self, incarnation: int, version: int) -> None:
-        """Weights can be pulled."""
-        self._core.handle(self._turn(), p.Published(incarnation, version), b"")
+        return self._buffer.ask(p.BeginIncarnation(session, version, step), p.IncarnationReply).incarnation
 
     def draw(self, step: int, version: int, incarnation: int) -> list[list[Key]] | None:
         """The samples of each group of the step; None where it must wait."""
-        request = p.DrawRequest(step, version, incarnation, self._facts.groups_per_step, 0.0)
-        answer = self._core.try_draw(self._turn(), request)
+        num_groups = self._buffer.facts.groups_per_step
+        answer = self._buffer.answer(p.DrawRequest(step, version, incarnation, num_groups, 0.0))
         if answer is None:
             return None
         reply, body = answer
@@ -154,27 +142,24 @@ class CoreBuffer:
 
     def finish(self, step: int, version: int, incarnation: int, skipped: bool) -> None:
         """A step is done."""
-        self._core.handle(self._turn(), p.StepFinished(step, version, incarnation, skipped), b"")
+        self._buffer.finish(step, version, incarnation=incarnation, skipped=skipped)
 
     def durable(self, step: int, incarnation: int) -> None:
         """Uses up to the step are final."""
-        self._core.handle(self._turn(), p.CheckpointDurable(step, incarnation), b"")
+        self._buffer.answer(p.CheckpointDurable(step, incarnation))
 
     def counts(self) -> tuple[int, int, int, int]:
         """The ledger's gap, samples committed, samples dropped, and groups outstanding."""
-        tx = self._tx
-        ledger = tx.state.ledger
-        return ledger.gap + live_gap(tx), ledger.committed, ledger.dropped_stale, self._core.leases.outstanding(tx)
-
-    def faults(self) -> list[str]:
-        """What `verify` finds wrong in the whole store."""
-        found: list[str] = verify(self._turn())["faults"]
-        return found
+        tx = self._turns.tx
+        ledger, leases = tx.state.ledger, self._buffer.core.leases
+        return ledger.gap + live_gap(tx), ledger.committed, ledger.dropped_stale, leases.outstanding(tx)
 
     def waiting_for(self) -> str:
         """What the buffer holds, for a trace."""
-        tx = self._turn()
-        admission = self._core.leases.closed_because(tx) or "open"
+        return self._turns.read(self._held)
+
+    def _held(self, tx: Transaction) -> str:
+        admission = self._buffer.core.leases.closed_because(tx) or "open"
         return (
             f"version {tx.state.version}, published {tx.state.published}, ready {list(tx.ready_groups.all_keys())}, "
             f"open {list(tx.open_groups.all_keys())}, drawn {tx.state.pending_draws}, admission: {admission}"

@@ -292,7 +292,7 @@ class World:
             learner.commit()
         learner.ask()
         while learner.batch:
-            learner.step()
+            learner.update()
         for actor in self.actors:
             actor.pull()
             actor.ask()

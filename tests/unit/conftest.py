@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from buffer import client
-from tests.in_process_buffer import InProcessBuffer
-from tests.unit.buffer_rules import facts
+from tests.world.buffer import InProcessBuffer, facts
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,7 @@ from actors.report import ActorReport, WeightUpdate
 from launch.observe.status import PollResult, ProcessStatus
 from launch.observe.trace import Trace
 from launch.run_folder import RunFolder
-from tests.in_process_buffer import InProcessBuffer
-from tests.unit.buffer_rules import Actor, facts
+from tests.world.buffer import Actor, InProcessBuffer, facts
 
 START_S = 1_800_000_000.0
 NASTY = '<script>document.title="owned"</script>'

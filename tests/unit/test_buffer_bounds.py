@@ -9,8 +9,7 @@ import pytest
 from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
-from tests.in_process_buffer import InProcessBuffer
-from tests.unit.buffer_rules import Actor, facts, generate
+from tests.world.buffer import Actor, InProcessBuffer, facts, generate
 
 LARGEST = 2**53
 

@@ -7,7 +7,7 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
-from tests.unit.buffer_rules import Actor, generate, train
+from tests.world.buffer import Actor, generate, train
 
 
 def flip(buffer, table, key, at=20):

@@ -7,7 +7,7 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.errors import BufferRefused
 from common.staleness import PolicyVersion
-from tests.unit.buffer_rules import Actor, run_steps
+from tests.world.buffer import Actor, run_steps
 
 
 def test_a_draw_asked_again_returns_the_same_records_also_after_a_restart(make):

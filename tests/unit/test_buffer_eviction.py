@@ -5,7 +5,7 @@ from buffer import protocol as p
 from buffer.catalogue import find, sortable_float
 from buffer.config import BufferConfig
 from common.staleness import PolicyVersion
-from tests.unit.buffer_rules import Actor, generate, train
+from tests.world.buffer import Actor, generate, train
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192, "num_prompts": 100}
 

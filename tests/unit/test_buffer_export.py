@@ -20,8 +20,7 @@ from buffer.offline.inspect import Inspection, Selection
 from buffer.offline.verify import verify
 from buffer.rows import SPAN
 from buffer.store import Store, own
-from tests.in_process_buffer import InProcessBuffer
-from tests.unit.buffer_rules import Actor, facts
+from tests.world.buffer import Actor, InProcessBuffer, facts
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from buffer import protocol as p
 from buffer.ingest import MAX_BEHIND, known_versions
 from common.staleness import PolicyVersion
-from tests.unit.buffer_rules import Actor, generate, run_steps, train
+from tests.world.buffer import Actor, generate, run_steps, train
 
 ONE_BY_ONE = {"max_lag": 2, "max_actor_lag": 0, "groups_per_step": 1, "num_prompts": 50}
 

@@ -7,8 +7,7 @@ from buffer.config import BufferConfig
 from buffer.eligible import EligibleIndex
 from buffer.groups import Groups
 from buffer.transaction import Table
-from tests.in_process_buffer import InProcessBuffer
-from tests.unit.buffer_rules import Actor, facts
+from tests.world.buffer import Actor, InProcessBuffer, facts
 
 
 @pytest.fixture

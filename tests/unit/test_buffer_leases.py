@@ -7,7 +7,7 @@ import pytest
 from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
-from tests.unit.buffer_rules import Actor
+from tests.world.buffer import Actor
 
 
 def test_a_sample_goes_from_lease_to_trained(make):

@@ -17,7 +17,7 @@ from buffer.lengths import (
     ks_distance,
 )
 from common.staleness import PolicyVersion
-from tests.unit.buffer_rules import Actor, generate, train
+from tests.world.buffer import Actor, generate, train
 
 LONG = {"vocab_size": 8192, "max_tokens": 8192, "num_prompts": 500}
 

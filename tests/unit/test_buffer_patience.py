@@ -14,8 +14,7 @@ from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable, StoreFull
 from buffer.service import BufferService
 from common.rpc.client import Patience, RpcClient, RpcErrors, _Call
-from tests.in_process_buffer import make_trajectory
-from tests.unit.buffer_rules import Actor, facts
+from tests.world.buffer import Actor, facts, make_trajectory
 from tests.world.waiting import wait_until
 
 CONFIG = BufferConfig(give_up_after_s=60.0)

@@ -5,7 +5,7 @@ from collections import Counter
 from buffer import draws
 from buffer.config import BufferConfig
 from common.staleness import PolicyVersion
-from tests.unit.buffer_rules import Actor, generate, train
+from tests.world.buffer import Actor, generate, train
 
 LONG = {"vocab_size": 8192, "max_tokens": 8192, "num_prompts": 500, "group_size": 1}
 PACKS = {"pack_tokens": 4096}

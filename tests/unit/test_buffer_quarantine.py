@@ -9,7 +9,7 @@ from buffer import rows, schema
 from buffer.ingest import MAX_QUARANTINED_BYTES
 from buffer.offline.inspect import Quarantined, read_row
 from launch.buffer_cli import quarantine_line, quarantined_in_full
-from tests.in_process_buffer import make_trajectory
+from tests.world.buffer import make_trajectory
 
 LEASE = p.Lease(1, 1, 1, 0, [0, 1, 2, 3], 0, 60.0)
 NO_ROW = "  no row can be read from it; its first bytes:"

@@ -6,7 +6,7 @@ from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
 from common.staleness import PolicyVersion
-from tests.unit.buffer_rules import Actor, generate, run_steps, train
+from tests.world.buffer import Actor, generate, run_steps, train
 
 
 def resumed(buffer, actor, steps, incarnation=1):

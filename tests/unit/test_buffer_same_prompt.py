@@ -10,8 +10,7 @@ from buffer import eligible
 from buffer.config import BufferConfig
 from buffer.errors import StoreError
 from common.staleness import PolicyVersion
-from tests.in_process_buffer import InProcessBuffer
-from tests.unit.buffer_rules import Actor, facts, generate, train
+from tests.world.buffer import Actor, InProcessBuffer, facts, generate, train
 
 
 def started(make, settings, **changes):

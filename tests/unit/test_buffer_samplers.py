@@ -14,8 +14,7 @@ from buffer.errors import StoreError
 from buffer.samplers import systematic_shares
 from buffer.sum_tree import FANOUT, SumTree
 from common.staleness import PolicyVersion
-from tests.in_process_buffer import InProcessBuffer
-from tests.unit.buffer_rules import Actor, facts, generate, train
+from tests.world.buffer import Actor, InProcessBuffer, facts, generate, train
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192}
 PACKS = {"pack_tokens": 512}

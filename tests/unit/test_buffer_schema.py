@@ -13,8 +13,8 @@ from buffer.ingest import KnownVersions, faults
 from buffer.trajectory import VersionSpan
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
-from tests.in_process_buffer import make_trajectory
 from tests.trajectories import decode, from_batch
+from tests.world.buffer import make_trajectory
 
 FACTS = RunFacts(
     run_id="r",

@@ -16,8 +16,8 @@ from buffer.protocol import Lease
 from buffer.service import BufferService
 from common.run import RunFacts
 from common.staleness import StalenessConfig
-from tests.in_process_buffer import make_trajectory
 from tests.trajectories import decode
+from tests.world.buffer import make_trajectory
 from tests.world.waiting import LIMIT_S
 
 FACTS = RunFacts(

@@ -17,9 +17,8 @@ from buffer.errors import BufferRefused, BufferUnavailable
 from buffer.service import BufferService
 from buffer.sharding.client import ShardedClient, open_client
 from buffer.sharding.shards import Shard
-from tests.in_process_buffer import make_trajectory
 from tests.trajectories import decode
-from tests.unit.buffer_rules import facts
+from tests.world.buffer import facts, make_trajectory
 from tests.world.waiting import wait_until
 
 CONFIG = BufferConfig(give_up_after_s=60.0, shards=3)

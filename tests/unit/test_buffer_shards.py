@@ -17,8 +17,7 @@ from buffer.sharding.division import (
 )
 from buffer.store import Store, new_folders
 from common.staleness import PolicyVersion, StalenessConfig, StalenessContract
-from tests.in_process_buffer import InProcessBuffer
-from tests.unit.buffer_rules import Actor, facts
+from tests.world.buffer import Actor, InProcessBuffer, facts
 
 
 def supply(num_eligible, due=(), still_open=(), capacity=100):

@@ -16,8 +16,7 @@ from buffer.errors import BufferRefused, StoreError
 from buffer.store import Store
 from buffer.tables import Identity
 from buffer.transaction import Table
-from tests.in_process_buffer import InProcessBuffer
-from tests.unit.buffer_rules import Actor, facts
+from tests.world.buffer import Actor, InProcessBuffer, facts
 
 
 def test_a_damaged_record_is_noticed_and_its_group_replaced(make, tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from buffer.config import BufferConfig
 from buffer.samplers import OnPolicyShare, ReadyGroup
 from common.staleness import PolicyVersion
-from tests.unit.buffer_rules import Actor, generate, train
+from tests.world.buffer import Actor, generate, train
 
 REWARDS = {"low": 0.0, "middle": 0.5, "high": 1.0}
 TEMPERATURE = 0.5

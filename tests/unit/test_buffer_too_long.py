@@ -7,9 +7,8 @@ import pytest
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.service import BufferService
-from tests.in_process_buffer import make_trajectory
 from tests.trajectories import decode
-from tests.unit.buffer_rules import Actor, facts, train
+from tests.world.buffer import Actor, facts, make_trajectory, train
 
 PROMPT = 3
 """Tokens of every prompt of `make_trajectory`."""

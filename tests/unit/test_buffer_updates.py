@@ -8,8 +8,7 @@ from buffer.core import BufferCore
 from buffer.errors import BufferRefused, StoreError
 from buffer.store import Store
 from common.staleness import PolicyVersion
-from tests.in_process_buffer import InProcessBuffer
-from tests.unit.buffer_rules import Actor, facts, generate
+from tests.world.buffer import Actor, InProcessBuffer, facts, generate
 
 
 def started(make, **changes):

@@ -13,8 +13,7 @@ from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.ingest import set_aside
 from buffer.offline import inspect as inspecting
-from tests.in_process_buffer import InProcessBuffer, make_trajectory
-from tests.unit.buffer_rules import Actor, facts
+from tests.world.buffer import Actor, InProcessBuffer, facts, make_trajectory
 
 
 @pytest.fixture

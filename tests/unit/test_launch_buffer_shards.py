@@ -7,9 +7,8 @@ import pytest
 
 from buffer import protocol as p
 from buffer.offline.inspect import Inspection, Selection
-from tests.in_process_buffer import InProcessBuffer, make_trajectory
-from tests.unit.buffer_rules import facts
 from tests.unit.test_launch_buffer_cli import columns, damage
+from tests.world.buffer import InProcessBuffer, facts, make_trajectory
 
 
 @pytest.fixture

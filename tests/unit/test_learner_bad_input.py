@@ -11,7 +11,7 @@ from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_s
 from learner.batch import StepBatch
 from learner.optimizer import UpdateResult
 from learner.step import StepResult, Update
-from tests.unit.two_pass import build, make_rows
+from tests.world.learner import build, make_rows
 
 BALANCE, PPO = TrajectoryBalanceConfig(corrections=[]).needs, OffPolicyPPOConfig().needs
 RECORDS = list(range(100, 112))

@@ -20,7 +20,7 @@ from learner.mesh import Mesh, MeshPlace
 from learner.networks import Networks
 from learner.optimizer import UpdateDecision
 from learner.pipeline import micro_batches_asked
-from tests.unit.two_pass import alone, build, make_networks, make_rows, weights_of
+from tests.world.learner import alone, build, make_networks, make_rows, weights_of
 
 SHAPE = {
     "vocab_size": 40,

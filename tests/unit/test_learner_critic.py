@@ -9,7 +9,7 @@ from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.model import DeviceBatch, load_stage
 from learner.step import TrainStep
-from tests.unit.two_pass import TEMPERATURE, alone, build, make_models, make_networks, make_rows, weights_of
+from tests.world.learner import TEMPERATURE, alone, build, make_models, make_networks, make_rows, weights_of
 
 CPU = torch.device("cpu")
 

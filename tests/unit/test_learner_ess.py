@@ -8,7 +8,7 @@ from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from learner.config import LearnerConfig
 from learner.step import TrainStep
-from tests.unit.two_pass import alone, build, make_models, make_networks, make_rows, weights_of
+from tests.world.learner import alone, build, make_models, make_networks, make_rows, weights_of
 
 RATE = 1e-2
 BUDGET = 0.9

@@ -20,7 +20,7 @@ from tests.unit.test_learner_checkpoints import (
     save,
     take_step,
 )
-from tests.unit.two_pass import alone
+from tests.world.learner import alone
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from buffer.trajectory import VersionSpan
 from common.staleness import PolicyVersion
 from learner.batch import lag0_by_actor, lag_by_actor
-from tests.unit.two_pass import build, make_rows
+from tests.world.learner import build, make_rows
 
 VERSION = 3
 

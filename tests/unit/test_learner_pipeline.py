@@ -17,7 +17,7 @@ from learner.mesh import Mesh
 from learner.model import DeviceBatch
 from learner.networks import Networks
 from learner.pipeline import OutOfMemory, Pipeline
-from tests.unit.two_pass import alone, build, make_models, make_networks, make_rows, run_ranks
+from tests.world.learner import alone, build, make_models, make_networks, make_rows, run_ranks
 
 SCHEDULES = {
     "one chunk": LearnerConfig(schedule="1f1b"),

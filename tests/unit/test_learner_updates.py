@@ -16,7 +16,7 @@ from learner.mesh import Mesh
 from learner.optimizer import learning_rate
 from learner.report import lag_metrics
 from learner.step import TrainStep, counted, minibatches
-from tests.unit.two_pass import SEED, alone, build, make_models, make_networks, make_rows, run_ranks, weights_of
+from tests.world.learner import SEED, alone, build, make_models, make_networks, make_rows, run_ranks, weights_of
 
 HEAD = OffPolicyPPOConfig(baseline="critic", critic="head", kl_beta=0.1)
 MODEL = OffPolicyPPOConfig(baseline="critic", critic="model")

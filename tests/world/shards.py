@@ -4,6 +4,8 @@ What answers are the real rules over a real store. While the shard is down reque
 answered in order when it is back: what `common.rpc.client` does by sending them again.
 """
 
+from __future__ import annotations
+
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
@@ -11,10 +13,9 @@ from dataclasses import replace
 from buffer import protocol as p
 from buffer import schema
 from buffer.client import Draw
-from buffer.core import OpenedPushes
 from buffer.errors import BufferRefused
 from common.rpc.client import settle
-from tests.in_process_buffer import InProcessBuffer
+from tests.world.buffer import InProcessBuffer
 
 
 class Shard:
@@ -69,33 +70,16 @@ class Shard:
             is_done = True
             for entry in list(self._waiting):
                 message, body, read, future = entry
-                answer = self._answer(message, body)
-                if answer is None:
-                    continue
+                try:
+                    answer = self.buffer.answer(message, body)
+                    if answer is None:
+                        continue
+                    result = read(answer)
+                except BufferRefused as error:
+                    result = error
                 self._waiting.remove(entry)
-                if isinstance(answer, BufferRefused):
-                    settle(future, answer)
-                else:
-                    settle(future, read(answer))
+                settle(future, result)
                 is_done = is_done and isinstance(message, p.DrawRequest)
-
-    def _answer(self, message, body):
-        refused = []
-
-        def answer(tx):
-            core = self.buffer.core
-            try:
-                if isinstance(message, p.DrawRequest):
-                    return core.try_draw(tx, message)
-                if isinstance(message, p.Push):
-                    return core.push(tx, OpenedPushes([(message, body)]))[0], b""
-                return core.handle(tx, message, body)
-            except BufferRefused as error:
-                refused.append(error)
-                return None
-
-        answered = self.buffer.store.write(answer)
-        return refused[0] if refused else answered
 
 
 class InProcessShard:

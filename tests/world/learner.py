@@ -1,5 +1,7 @@
 """What the tests of the learner's step share: tiny models, made-up trajectories, and ranks as processes."""
 
+from __future__ import annotations
+
 import importlib
 import multiprocessing
 import os
@@ -36,7 +38,7 @@ SEED = 5
 _FORKS = multiprocessing.get_context("forkserver")
 # a rank starts in a tenth of a second, for what it needs is imported already; all tests have one such server, so that
 # those of tests/faults take their ranks from it too
-_FORKS.set_forkserver_preload(["tests.unit.two_pass", "tests.faults.learner_stage_process"])
+_FORKS.set_forkserver_preload(["tests.world.learner", "tests.faults.learner_stage_process"])
 
 
 @dataclass(frozen=True)

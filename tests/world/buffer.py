@@ -1,11 +1,13 @@
-"""InProcessBuffer: the buffer's rules over a real store, without sockets, under a clock of the caller's.
+"""The buffer in this process, and who works with it.
 
-What answers is what the service runs; only the wire is left out.
+InProcessBuffer  the buffer's rules over a store, without sockets, under a clock of the caller's: what answers is what
+                 the service runs, and only the wire is left out
+Actor            generates what it is told to
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from buffer.store import Store
 from buffer.trajectory import Trajectory, VersionSpan
 from common.run import RunFacts
 from common.staleness import PolicyVersion
+from tests.run_context import run_facts
 from tests.trajectories import decode
 
 M = TypeVar("M", bound=p.Message)
@@ -29,19 +32,29 @@ M = TypeVar("M", bound=p.Message)
 class InProcessBuffer:
     """One client's view of a buffer; every call is one transaction."""
 
-    def __init__(self, folder: Path, facts: RunFacts, config: BufferConfig | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        facts: RunFacts,
+        config: BufferConfig | None = None,
+        *,
+        open_store: Callable[[], Any] | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.folder = folder
         self.facts = facts
         self.config = config or BufferConfig()
         self.now_s = 0.0
-        """The clock. Move it as you like; `expire` acts on it."""
+        """The clock, where no other is given. Move it as you like; `expire` acts on it."""
+        # a map so small that it has to grow is part of what is tested
+        self._open_store = open_store or (lambda: Store(folder, facts, first_map_size=2**18))
+        self._clock = clock or (lambda: self.now_s)
         self._requests = 0
         self._open()
 
     def _open(self) -> None:
-        # A map so small that it has to grow is part of what is tested.
-        self.store = Store(self.folder, self.facts, first_map_size=2**18)
-        self.core = BufferCore(self.config, self.facts, lambda: self.now_s)
+        self.store = self._open_store()
+        self.core = BufferCore(self.config, self.facts, self._clock)
         self.store.read(self.core.leases.restart)
 
     def restart(self) -> None:
@@ -53,28 +66,41 @@ class InProcessBuffer:
         """Give the folder back."""
         self.store.close()
 
+    def answer(self, message: p.Request, body: bytes = b"") -> tuple[p.Reply, Any] | None:
+        """The reply to a request and its body, as the service gives them; None to a draw that is not ready.
+
+        Raises:
+            BufferRefused: the request was refused. What it changed before stays, as in the service's transaction.
+        """
+        refused: list[BufferRefused] = []
+
+        def answered(tx: Any) -> tuple[p.Reply, Any] | None:
+            try:
+                if isinstance(message, p.Push):
+                    return self.core.push(tx, OpenedPushes([(message, body)]))[0], b""
+                if isinstance(message, p.DrawRequest):
+                    return self.core.try_draw(tx, message)
+                return self.core.handle(tx, message, body)
+            except BufferRefused as error:
+                refused.append(error)
+                return None
+
+        found: tuple[p.Reply, Any] | None = self.store.write(answered)
+        if refused:
+            raise refused[0]
+        return found
+
     def ask(self, message: p.Request, kind: type[M], body: bytes = b"") -> M:
         """The reply to a request, which must be of this kind.
 
         Raises:
             BufferRefused: the request was refused.
         """
-        refused: list[BufferRefused] = []
-
-        def answer(tx: Any) -> p.Reply | None:
-            try:
-                if isinstance(message, p.Push):
-                    return self.core.push(tx, OpenedPushes([(message, body)]))[0]
-                return self.core.handle(tx, message, body)[0]
-            except BufferRefused as error:
-                refused.append(error)
-                return None
-
-        reply = self.store.write(answer)
+        answered = self.answer(message, body)
+        assert answered is not None
+        reply = answered[0]
         if isinstance(reply, p.Refused):
             raise BufferRefused(reply.reason)
-        if refused:
-            raise refused[0]
         assert isinstance(reply, kind)
         return reply
 
@@ -167,3 +193,65 @@ def make_trajectory(
         started_s=1.0,
         finished_s=2.0,
     )
+
+
+def facts(**changes):
+    return run_facts(**{"run_id": "r", "seed": 7, "num_prompts": 10, "group_size": 2, **changes})
+
+
+class Actor:
+    """Generates what it is told to, with sequence numbers of its own."""
+
+    def __init__(self, buffer, name="actor-0", session="1"):
+        self.buffer, self.name, self.seq = buffer, name, 0
+        self.epoch = buffer.hello(name, session).epoch
+
+    def lease(self, max_groups=100):
+        return self.buffer.lease(self.name, max_groups, epoch=self.epoch)
+
+    def rows(self, lease, indices=None, **fields):
+        rows = []
+        for index in lease.sample_indices if indices is None else indices:
+            rows.append(make_trajectory(lease, index, seq=self.seq, actor=self.name, epoch=self.epoch, **fields))
+            self.seq += 1
+        return rows
+
+    def work(self, lease, indices=None, **fields):
+        return self.buffer.push(self.rows(lease, indices, **fields))
+
+
+def run_steps(buffer, actor, steps):
+    drawn = {}
+    for step in steps:
+        for lease in actor.lease():
+            actor.work(lease)
+        reply, _ = buffer.draw(step, step - 1)
+        assert reply.ready
+        drawn[step] = reply.record_ids
+        buffer.finish(step, step)
+        buffer.publish(step)
+    return drawn
+
+
+def generate(buffer, actor, num_groups, rewards=(1.0,), tokens=4, version=None):
+    """Complete groups, each of these rewards (the last one repeated) and this length; their ids."""
+    done = []
+    while len(done) < num_groups:
+        leases = actor.lease(num_groups - len(done))
+        assert leases, "admission is closed"
+        for lease in leases:
+            for index in lease.sample_indices:
+                reward = rewards[min(index, len(rewards) - 1)]
+                actor.work(lease, [index], reward=reward, num_completion_tokens=tokens, version=version)
+            done.append(lease.group_id)
+    return done
+
+
+def train(buffer, step, *, incarnation=0, publish=True):
+    """One whole step at version step - 1; the reply to its draw."""
+    reply, _ = buffer.draw(step, step - 1, incarnation=incarnation)
+    assert reply.ready, reply.waiting_for
+    buffer.finish(step, step, incarnation=incarnation)
+    if publish:
+        buffer.publish(step, incarnation)
+    return reply
