@@ -27,11 +27,6 @@ def missing() -> str:
     return "" if os.access(_ROOT, os.W_OK) else "needs root"
 
 
-def is_killed_first() -> None:
-    """Let the kernel kill this process before any other of its group; to be spared instead would need a privilege."""
-    Path("/proc/self/oom_score_adj").write_text("1000")
-
-
 class MemoryLimit:
     """Processes that together may have so much memory, the cache of their files included; who needs more is killed."""
 
@@ -41,6 +36,14 @@ class MemoryLimit:
         self._folder.mkdir()
         self.processes = self._folder / "cgroup.procs"
         """Whoever writes its process id here is under the limit from its next allocation on."""
+
+    def enter(self) -> None:
+        """Of the process that calls it: come under the limit, and be killed before any other of the group.
+
+        To be spared instead would need a privilege.
+        """
+        self.processes.write_text("0")
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
     def leave(self, room_bytes: int | None) -> None:
         """From now on so much more may be used than is used now, and cannot be taken back; None for no limit."""
@@ -59,7 +62,7 @@ class MemoryLimit:
 
     @contextlib.contextmanager
     def crowd(self) -> Iterator[None]:
-        """Meanwhile somebody else in the group takes all that is left; who `is_killed_first` is killed for it, not he.
+        """Meanwhile somebody else in the group takes all that is left; who came by `enter` is killed for it, not he.
 
         Without him a process at its limit may live on for long, while the kernel takes its files' cache back and back.
         """

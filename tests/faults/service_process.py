@@ -65,6 +65,7 @@ class Service:
         entry: Sequence[str] = ("-m", "buffer"),
         environment: dict[str, str] | None = None,
         log: Path | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
         """Start it.
 
@@ -75,8 +76,9 @@ class Service:
             entry: what Python is to run: the package, or a script that patches it first.
             environment: variables beside those of the test.
             log: where its stderr goes; by default a file beside the folder.
+            before: what the process does first.
         """
-        self.folder, self.facts, self.config = folder, facts, config
+        self.folder, self.facts, self.config, self._before = folder, facts, config, before
         self._entry, self._environment = list(entry), environment or {}
         self._log = log or folder.with_name(folder.name + ".log")
         self.start()
@@ -103,6 +105,7 @@ class Service:
                 stderr=log,
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
+                preexec_fn=self._before,
             )
 
     def command(self) -> list[str]:

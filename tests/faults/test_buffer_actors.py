@@ -16,7 +16,7 @@ from tests.world.waiting import bound, wait_until
 MIB = 2**20
 LEASE_TIMEOUT_S = 2.0
 SHORT_LEASES = CONFIG.model_copy(update={"lease_timeout_s": LEASE_TIMEOUT_S, "max_attempts": 100})
-SMALL_CREDIT = ("-m", "tests.tuned_service", f"buffer.service.INBOX_BYTES={8 * MIB}")
+SMALL_CREDIT = ("-m", "tests.world.service", f"buffer.service.INBOX_BYTES={8 * MIB}")
 """4 MiB for each of two actors."""
 GROWTH_LIMIT = 64 * MIB
 LONG_LEASES = CONFIG.model_copy(update={"lease_timeout_s": 3600.0})
@@ -142,7 +142,7 @@ def test_every_message_of_an_actor_that_was_replaced_while_it_slept_is_fenced(st
 def test_control_without_epochs_a_replacement_is_told_that_trajectories_are_stored_which_are_not(
     start_run, start_actor, show
 ):
-    service = start_run(entry=("-m", "tests.faults.unprotected_service", "epochs"))
+    service = start_run(entry=("-m", "tests.world.service", "without_epochs"))
     zombie, replacement, _ = replace_a_stopped_actor(start_actor, service, "actor-0")
     zombie.wait_for("committed", 8)
     acknowledged = zombie.acknowledged | replacement.acknowledged

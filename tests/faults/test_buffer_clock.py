@@ -105,7 +105,7 @@ def test_leases_last_as_long_as_they_should_whatever_the_wall_clock_does(start_s
 
 @pytest.mark.fault(22, "deadlines on the wall clock", control=True, **needs_faketime)
 def test_control_on_the_wall_clock_a_jump_ends_every_lease(start_service, clock, join, show):
-    entry = ("-m", "tests.faults.unprotected_service", "monotonic_time")
+    entry = ("-m", "tests.world.service", "without_monotonic_time")
     service = start_service(config=SHORT_LEASES, environment=clock.environment, entry=entry)
     load = join(service)
     (client,) = load.actors

@@ -20,7 +20,7 @@ from tests.full import FULL
 from tests.trajectories import decode
 from tests.world.waiting import wait_until
 
-UNCHECKED = ("-m", "tests.faults.careless_service", "without_checksums")
+UNCHECKED = ("-m", "tests.world.service", "without_checksums")
 MANY_STEPS = FACTS.model_copy(update={"groups_per_step": 128})
 """2,048 samples in 512 groups wait for 4 steps."""
 NUM_SAMPLES = 2048

@@ -13,9 +13,9 @@ from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, sample, sett
 from tests.faults.strace import COMMIT_CALLS, Strace
 from tests.world.waiting import bound, hold_still, wait_until
 
-DEAF = ("-m", "tests.faults.careless_service", "without_regard_for_errors")
-SMALL_MAP = ("-m", "tests.faults.careless_service", "with_small_map")
-SMALL_MAP_THAT_STAYS = ("-m", "tests.faults.careless_service", "with_small_map_that_stays")
+DEAF = ("-m", "tests.world.service", "without_regard_for_errors")
+SMALL_MAP = ("-m", "tests.world.service", "with_small_map")
+SMALL_MAP_THAT_STAYS = ("-m", "tests.world.service", "with_small_map_that_stays")
 MANY_MORE = FACTS.model_copy(update={"groups_per_step": 32_768})
 """Leases for half a million samples."""
 

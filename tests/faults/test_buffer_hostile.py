@@ -24,7 +24,8 @@ from tests.trajectories import decode
 from tests.world.waiting import bound, wait_until
 
 ENDLESS = MANY.model_copy(update={"groups_per_step": 40_000})
-UNPROTECTED = ("-m", "tests.faults.unprotected_service")
+UNVALIDATED = ("-m", "tests.world.service", "without_validation")
+UNLIMITED = ("-m", "tests.world.service", "without_size_limits")
 BAD_PER_S = 100
 LONGEST_HANG_S = bound(1.0)
 LAST = 2**52
@@ -180,7 +181,7 @@ def test_good_traffic_hardly_slows_beside_malformed_messages(start_service, load
 def test_control_without_validation_damaged_trajectories_are_stored_or_the_service_dies(
     start_service, load_on, join, raw_socket, show
 ):
-    service = start_service(facts=MANY, entry=(*UNPROTECTED, "validation"))
+    service = start_service(facts=MANY, entry=UNVALIDATED)
     load_on(service, num_actors=0, draws=False)
     client = join(service, malformed.NAME)
     socket, replies, num_sent = raw_socket(service), [], 0
@@ -253,7 +254,7 @@ def test_a_trajectory_that_cannot_be_is_quarantined_with_its_reason_and_never_dr
 
 @pytest.mark.fault(25, "no validation", control=True)
 def test_control_without_validation_the_learner_draws_what_cannot_be(start_run, join, show):
-    service, learner = start_run(entry=(*UNPROTECTED, "validation"))
+    service, learner = start_run(entry=UNVALIDATED)
     client = join(service, "actor-0")
     for lease in client.lease(FACTS.groups_per_step).result(60).leases:
         for index in lease.sample_indices:
@@ -353,7 +354,7 @@ def test_bombs_neither_stop_the_service_nor_fill_its_memory(start_service, join,
 
 @pytest.mark.fault(24, "no limits of size", control=True, full=True)
 def test_control_without_limits_bombs_fill_the_memory(start_service, join, raw_socket, show):
-    service = start_service(entry=(*UNPROTECTED, "size_limits"))
+    service = start_service(entry=UNLIMITED)
     epoch = join(service, "bomber").epoch
     before, virtual = memory_mib(service, "VmHWM"), memory_mib(service, "VmSize")
     with bombs.announce_a_large_frame(service.address):

@@ -34,8 +34,8 @@ def start_limited(start_service, limit):
     """`start_limited(constants)`: a service whose memory counts from its start on; there is no limit yet."""
 
     def start(*constants):
-        entry = ("-m", "tests.faults.limited_service", str(limit.processes), *constants)
-        return start_service(facts=MANY, config=CONFIG, entry=entry)
+        entry = ("-m", "tests.world.service", *constants)
+        return start_service(facts=MANY, config=CONFIG, entry=entry, before=limit.enter)
 
     return start
 

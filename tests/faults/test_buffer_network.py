@@ -27,8 +27,8 @@ MIB = 2**20
 CUT_S = 7.0
 NOTICED_S, RESUMED_S, RECONNECTED_S = 2.5, 1.0, 3.0
 LINK_MBIT_PER_S = 10.0
-UNPROTECTED = ("-m", "tests.faults.unprotected_service")
-SMALL_INBOX = ("-m", "tests.tuned_service", f"buffer.service.INBOX_BYTES={32 * MIB}")
+COUNTS_TWICE = ("-m", "tests.world.service", "without_deduplication")
+SMALL_INBOX = ("-m", "tests.world.service", f"buffer.service.INBOX_BYTES={32 * MIB}")
 needs_link = {"tools": netns.TOOLS, "root": True, "full": True}
 
 
@@ -281,7 +281,7 @@ def test_the_same_set_is_stored_where_messages_are_delayed_reordered_and_duplica
 @pytest.mark.fault(20, "no de-duplication", control=True, full=True)
 def test_control_without_deduplication_the_ledger_breaks_or_the_service_dies(start_service, load_through_proxy, show):
     impatient = CONFIG.model_copy(update={"give_up_after_s": 3.0})
-    service = start_service(facts=MANY, config=impatient, entry=(*UNPROTECTED, "deduplication"))
+    service = start_service(facts=MANY, config=impatient, entry=COUNTS_TWICE)
     load, _ = load_through_proxy(service, draws=False)
     with contextlib.suppress(BufferUnavailable):
         load.wait_for(400)

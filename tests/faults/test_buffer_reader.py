@@ -14,7 +14,7 @@ from tests.faults.service_process import CONFIG, Kept
 from tests.full import FULL
 from tests.world.waiting import bound, wait_until
 
-UNWATCHED = ("-m", "tests.faults.careless_service", "without_reader_watch")
+UNWATCHED = ("-m", "tests.world.service", "without_reader_watch")
 LIVE_TRAJECTORIES = pick(400, 2000)
 TOKENS = 4000
 SMALL_STORE = CONFIG.model_copy(update={"capacity_trajectories": LIVE_TRAJECTORIES})

@@ -1,21 +1,40 @@
-"""The buffer service without one of its protections against kills and disks, or with a small first map.
+"""The buffer service, changed: without one of its protections, with a small first map, or with other constants.
 
-`python -m tests.faults.careless_service NAME ...`, then the arguments of `python -m buffer`. The positive
-controls of rows 1 to 9 of the fault matrix run it.
+`python -m tests.world.service CHANGE ...`, then the arguments of `python -m buffer`. A change is the name of a function
+here, or MODULE.NAME=NUMBER. The positive controls of the fault matrix run it, and tests that need a constant small or
+out of the way.
 """
 
+import contextlib
+import importlib
 import sys
 import time
 from types import SimpleNamespace
 from unittest import mock
 
 import lmdb
+import pyarrow as pa
+import zmq
 
 from buffer import __main__ as program
-from buffer import store
+from buffer import ingest, schema, store
+from buffer.errors import BadBody
+from buffer.ingest import Ingest
+from buffer.leases import Leases
+from buffer.service import BufferService
 from buffer.store import Store
 from buffer.transaction import Table
 from buffer.upkeep import ReaderWatch
+
+
+def tuned(where, number):
+    """A constant has another value."""
+    module, _, name = where.rpartition(".")
+    owner = importlib.import_module(module)
+    return mock.patch.object(owner, name, type(getattr(owner, name))(float(number)))
+
+
+# --- on the disk ----------------------------------------------------------------------------------
 
 
 def with_small_map():
@@ -48,6 +67,75 @@ def without_reader_watch():
 def without_checksums():
     """Values are taken as they are read: 8 bytes of checksum, then the value."""
     return mock.patch.object(Table, "_checked", lambda self, key, value: value[8:])
+
+
+# --- on the wire ----------------------------------------------------------------------------------
+
+
+def without_epochs():
+    """A new process of a name is taken for the old one."""
+    open_epoch = Leases.hello
+
+    def hello(self, tx, message):
+        actor = tx.actors.get(message.name)
+        return open_epoch(self, tx, message) if actor is None else actor
+
+    return mock.patch.object(Leases, "hello", hello)
+
+
+def without_monotonic_time():
+    """Deadlines are kept on the wall clock."""
+    begin = BufferService.__init__
+
+    def init(self, *arguments):
+        begin(self, *arguments, clock=time.time)
+
+    return mock.patch.object(BufferService, "__init__", init)
+
+
+def without_deduplication():
+    """Every arrival of a trajectory counts as its first."""
+
+    def claimed(self, tx, actor, row, touched):
+        group = touched.get(row.group_id) or tx.groups.get(row.group_id)
+        return touched.setdefault(row.group_id, group)
+
+    patches = contextlib.ExitStack()
+    patches.enter_context(mock.patch.object(Ingest, "_is_first", return_value=True))
+    patches.enter_context(mock.patch.object(Ingest, "_claimed", claimed))
+    return patches
+
+
+def without_validation():
+    """What Arrow can open is believed."""
+
+    def read_stream(body, expected=schema.SCHEMA, *, max_rows=None):
+        try:
+            return pa.ipc.open_stream(pa.py_buffer(body)).read_next_batch()
+        except (pa.ArrowException, OSError, StopIteration) as error:
+            raise BadBody("body", str(error)) from error
+
+    patches = contextlib.ExitStack()
+    patches.enter_context(mock.patch.object(schema, "read_stream", read_stream))
+    patches.enter_context(mock.patch.object(ingest, "faults", return_value={}))
+    return patches
+
+
+def without_size_limits():
+    """Messages may be as large as they like, and expand."""
+
+    class Limitless(zmq.Socket):
+        def setsockopt(self, option, value):
+            if option != zmq.MAXMSGSIZE:
+                super().setsockopt(option, value)
+
+    patches = contextlib.ExitStack()
+    patches.enter_context(mock.patch.object(zmq.Context, "_socket_class", Limitless))
+    patches.enter_context(mock.patch.object(schema, "is_compressed", return_value=False))
+    return patches
+
+
+# --- an LMDB that is not what it should be --------------------------------------------------------
 
 
 def _environment(wrap):
@@ -135,6 +223,8 @@ class _DeafCommit:
 
 
 if __name__ == "__main__":
-    change = globals()[sys.argv.pop(1)]
-    with change():
+    with contextlib.ExitStack() as changes:
+        while not sys.argv[1].startswith("--"):
+            change, is_constant, number = sys.argv.pop(1).partition("=")
+            changes.enter_context(tuned(change, number) if is_constant else globals()[change]())
         sys.exit(program.main())
