@@ -36,14 +36,12 @@ class MemoryLimit:
         self._folder.mkdir()
         self.processes = self._folder / "cgroup.procs"
         """Whoever writes its process id here is under the limit from its next allocation on."""
-
-    def enter(self) -> None:
-        """Of the process that calls it: come under the limit, and be killed before any other of the group.
+        enter = f"echo 0 >{self.processes}; echo 1000 >/proc/self/oom_score_adj"
+        self.prefix = ["sh", "-c", f'{enter}; exec "$0" "$@"']
+        """Put before a command to run it under the limit, and have it killed before any other of the group.
 
         To be spared instead would need a privilege.
         """
-        self.processes.write_text("0")
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
     def leave(self, room_bytes: int | None) -> None:
         """From now on so much more may be used than is used now, and cannot be taken back; None for no limit."""
@@ -62,7 +60,7 @@ class MemoryLimit:
 
     @contextlib.contextmanager
     def crowd(self) -> Iterator[None]:
-        """Meanwhile somebody else in the group takes all that is left; who came by `enter` is killed for it, not he.
+        """Meanwhile somebody else in the group takes all that is left; who came by `prefix` is killed for it, not he.
 
         Without him a process at its limit may live on for long, while the kernel takes its files' cache back and back.
         """

@@ -65,7 +65,7 @@ class Service:
         entry: Sequence[str] = ("-m", "buffer"),
         environment: dict[str, str] | None = None,
         log: Path | None = None,
-        before: Callable[[], None] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         """Start it.
 
@@ -76,9 +76,9 @@ class Service:
             entry: what Python is to run: the package, or a script that patches it first.
             environment: variables beside those of the test.
             log: where its stderr goes; by default a file beside the folder.
-            before: what the process does first.
+            prefix: put before the command.
         """
-        self.folder, self.facts, self.config, self._before = folder, facts, config, before
+        self.folder, self.facts, self.config, self._prefix = folder, facts, config, prefix
         self._entry, self._environment = list(entry), environment or {}
         self._log = log or folder.with_name(folder.name + ".log")
         self.start()
@@ -100,12 +100,11 @@ class Service:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("a") as log:
             self.process = subprocess.Popen(
-                self.command(),
+                [*self._prefix, *self.command()],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
-                preexec_fn=self._before,
             )
 
     def command(self) -> list[str]:

@@ -35,7 +35,7 @@ def start_limited(start_service, limit):
 
     def start(*constants):
         entry = ("-m", "tests.world.service", *constants)
-        return start_service(facts=MANY, config=CONFIG, entry=entry, before=limit.enter)
+        return start_service(facts=MANY, config=CONFIG, entry=entry, prefix=limit.prefix)
 
     return start
 

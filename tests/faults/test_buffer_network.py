@@ -43,14 +43,9 @@ def link():
 @pytest.fixture
 def far_service(link, tmp_path, monkeypatch):
     """A service at the far end of the link, with the clients' default patience."""
-
     monkeypatch.setattr(client_module, "REQUEST_TIMEOUT_S", 10.0)
-
-    class FarService(Service):
-        def command(self):
-            return [*link.prefix, *super().command()]
-
-    running = FarService(tmp_path / "buffer", MANY, BufferConfig(host=link.far), entry=SMALL_INBOX)
+    config = BufferConfig(host=link.far)
+    running = Service(tmp_path / "buffer", MANY, config, entry=SMALL_INBOX, prefix=link.prefix)
     yield running
     running.close()
 
