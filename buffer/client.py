@@ -126,7 +126,6 @@ class BufferClient:
             patience=Patience(resend_s=REQUEST_TIMEOUT_S, give_up_s=config.give_up_after_s, heartbeat_s=heartbeat_s),
             errors=RpcErrors(lambda _, text: BufferRefused(text), BufferUnavailable),
             keys=keys,
-            is_bulk=lambda message: isinstance(message, p.Push),
             pump=self._outbox.pump,
             ended=self._outbox.fail,
         )

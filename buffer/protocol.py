@@ -6,7 +6,7 @@ service can recognise it.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -50,6 +50,8 @@ class LeaseRequest(Message, frozen=True):
 
 class Push(Message, frozen=True):
     """Completed trajectories; the body is an Arrow IPC stream of them."""
+
+    is_bulk: ClassVar[bool] = True
 
     actor: str
     epoch: Count

@@ -23,11 +23,9 @@ def sync(path: Path) -> None:
 
 
 def replace_durably(temporary: Path, path: Path) -> None:
-    """Sync a temporary file or folder and give it its name, durably.
+    """Sync a temporary file or folder beside `path` and give it that name, durably; a file there is replaced at once.
 
-    Args:
-        temporary: beside `path`, completely written; of a folder only its list of names is synced.
-        path: the name; a file of that name is replaced at once.
+    Of a folder only its list of names is synced.
     """
     sync(temporary)
     temporary.replace(path)
@@ -44,13 +42,8 @@ def write_durably(path: Path, data: bytes) -> None:
 def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: int = 0) -> None:
     """Write a file that no process ever sees in part, whichever is killed.
 
-    Not synced: after a power cut its content may be another. For what carries a checksum and can be made again.
-
-    Args:
-        path: the name that it gets once it is whole.
-        buffers: its content, in order.
-        size_bytes: of all of it, where that is known: ext4 then writes three times as fast, and a full disk shows
-            before the first byte.
+    Not synced: after a power cut its content may be another. For what carries a checksum and can be made again. Where
+    the size of all is known ext4 writes three times as fast, and a full disk shows before the first byte.
 
     Raises:
         OSError: the disk is full or not writable; nothing is left behind.
@@ -74,10 +67,7 @@ def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: i
 def private_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write that only its owner can read, and that gets its name at the end of the block.
 
-    Not synced, as with `write_whole`.
-
-    Args:
-        path: the name; a file of that name is replaced at once, or stays where the block fails.
+    A file of that name is replaced at once, or stays where the block fails. Not synced, as with `write_whole`.
 
     Raises:
         OSError: the disk is full or not writable; nothing is left behind.

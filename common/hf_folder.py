@@ -189,10 +189,7 @@ def pack_header(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def parse_header(data: memoryview) -> tuple[int, dict[str, StoredTensor]]:
-    """Read the header of a whole safetensors file.
-
-    Returns:
-        Where the data start, and what the header says of each tensor.
+    """Read the header of a whole safetensors file: where the data start, and what it says of each tensor.
 
     Raises:
         ValueError: it is no safetensors file, or is cut short.
@@ -324,11 +321,7 @@ def shard_name(number: int, num_shards: int) -> str:
 def complete_folder(folder: Path, model_path: Path, num_shards: int, dtype: str) -> None:
     """Complete an exported folder once every shard is written: index, config and tokenizer files.
 
-    Args:
-        folder: where the shards are.
-        model_path: the checkpoint that training started from; all but its weights is copied.
-        num_shards: how many there are.
-        dtype: of the exported weights, for example 'float32'.
+    All but the weights is copied from the checkpoint that training started from; dtype is, for example, 'float32'.
     """
     for file in sorted(model_path.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.stat().st_size <= _LARGEST_COPY_BYTES:
@@ -341,14 +334,9 @@ def complete_folder(folder: Path, model_path: Path, num_shards: int, dtype: str)
 
 
 def prepare_serving_model(model_path: Path, out_folder: Path) -> Path:
-    """The folder that actors serve: `model_path` itself, or an untied copy where its head is tied.
+    """The folder that actors serve: `model_path` itself, or where its head is tied an untied copy in `out_folder`.
 
-    Args:
-        model_path: a Hugging Face checkpoint.
-        out_folder: where the copy goes; one that is complete already is used as it is.
-
-    Returns:
-        `model_path` or `out_folder`.
+    A copy that is complete already is used as it is.
 
     Raises:
         ModelFolderError: the checkpoint is incomplete, or its embedding cannot be found.

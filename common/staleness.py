@@ -27,6 +27,8 @@ from typing import Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Unbounded = Literal["unbounded"]
+UNBOUNDED_STEPS = 4
+"""Where `max_lag` is unbounded, as many steps' groups may be outstanding: enough that no step waits for the next."""
 
 T = TypeVar("T")
 
@@ -61,11 +63,7 @@ def effective_version(sampled: PolicyVersion, resumed_at: Mapping[int, int]) -> 
     """The version u that a token counts with after learner restarts.
 
     A restart resumes from a checkpoint and abandons every later version, so a token of an
-    earlier incarnation counts at most as the version that each later incarnation resumed from.
-
-    Args:
-        sampled: the version that sampled the token.
-        resumed_at: for every incarnation, the version that it started from.
+    earlier incarnation counts at most as the version that each later incarnation resumed from, by `resumed_at`.
     """
     later = (start for incarnation, start in resumed_at.items() if incarnation > sampled.incarnation)
     return min(sampled.version, min(later, default=sampled.version))
@@ -139,10 +137,7 @@ class StalenessContract:
     """
 
     def __init__(self, config: StalenessConfig, groups_per_step: int, updates_per_step: int = 1) -> None:
-        """Args:
-            config: the knobs.
-            groups_per_step: G, how many groups one step consumes.
-            updates_per_step: M, the optimizer steps that a step takes on its groups: minibatches times epochs.
+        """Of a learner whose steps consume G groups, and take M optimizer steps on them: minibatches times epochs.
 
         Raises:
             ValueError: no group, however fresh, could be used within the bound.
@@ -171,15 +166,11 @@ class StalenessContract:
 
     # --- admission --------------------------------------------------------------------------------
 
-    def capacity(self, unbounded_steps: int = 4) -> int:
-        """How many groups may be outstanding at once: in flight, waiting, or drawn for an unfinished step.
-
-        Args:
-            unbounded_steps: how many steps' groups to allow where `max_lag` is unbounded.
-        """
+    def capacity(self) -> int:
+        """How many groups may be outstanding at once: in flight, waiting, or drawn for an unfinished step."""
         bound = self.bound()
         if bound is None:
-            return unbounded_steps * self.groups_per_step
+            return UNBOUNDED_STEPS * self.groups_per_step
         room = bound - self.actor_lag - (self.config.publish_every - 1) + 1
         return room // self.updates_per_step * self.groups_per_step
 
@@ -215,20 +206,13 @@ class StalenessContract:
     # --- use --------------------------------------------------------------------------------------
 
     def select(self, groups: Iterable[tuple[int, T]], version: int) -> list[T]:
-        """Those groups that the step which begins at `version` may use.
-
-        Args:
-            groups: each as the version of its oldest token, and what it is called.
-            version: at which the step begins; the bound is checked for its last update.
-        """
+        """Those groups, each with the version of its oldest token, that the step which begins at `version` may use."""
         return [group for oldest, group in groups if self.usable(oldest, version)]
 
     def evict(self, oldest_first: Iterable[tuple[int, T]], version: int) -> Iterator[T]:
         """Those groups that neither the step which begins at `version` nor any later one may use.
 
-        Args:
-            oldest_first: as in `select`, in order of age; it is read no further than to the first usable one.
-            version: at which the step begins.
+        They are as in `select`, in order of age, and read no further than to the first usable one.
         """
         for oldest, group in oldest_first:
             if self.usable(oldest, version):
@@ -254,10 +238,9 @@ class StalenessContract:
         return bound is None or version + self.updates_per_step - 1 - oldest <= bound
 
     def steps_left(self, oldest: int, version: int) -> int | None:
-        """How many steps after the one that begins at `version` could still use the group.
+        """How many steps after the one that begins at `version` could still use the group, if no update is skipped.
 
-        Returns:
-            The number, if no update is skipped; negative where not even that step may use it; None without a bound.
+        Negative where not even that step may use it; None without a bound.
         """
         bound = self.bound()
         if bound is None:
@@ -288,11 +271,7 @@ class StalenessContract:
         return served.version >= min(min_version, newest.version) and not self.is_behind(served, newest)
 
     def check_trained(self, version: int, lag: int) -> None:
-        """The learner's last look, before an update trains.
-
-        Args:
-            version: at which the update begins.
-            lag: the greatest lag of a token that it trains, in versions.
+        """The learner's last look, before the update that begins at `version` trains tokens of at most this lag.
 
         Raises:
             StaleTokens: the lag is above `max_lag`.
@@ -316,11 +295,8 @@ def held_back(chosen: Iterable[int], left: Iterable[int], still_open: Iterable[i
     Args:
         chosen: of the complete groups that the step would use, how many later steps could (`steps_left`).
         left: the same of the complete groups that it would not use.
-        still_open: the same of the groups that are not complete.
+        still_open: the same of the groups that are not complete; the result are places in it.
         groups_per_step: G.
-
-    Returns:
-        Places in `still_open`.
     """
     still_open = list(still_open)
     others = sorted(due for due in (*left, *still_open) if due >= 0)

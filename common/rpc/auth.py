@@ -49,8 +49,7 @@ class Key:
     __slots__ = ("_characters",)
 
     def __init__(self, characters: bytes) -> None:
-        """Args:
-        characters: 40 of Z85, as zmq takes them.
+        """From 40 characters of Z85, as zmq takes them.
 
         Raises:
             ValueError: it is no key; the text does not show it.
@@ -64,11 +63,7 @@ class Key:
         return self._characters
 
     def is_same(self, raw: bytes) -> bool:
-        """Is it this key?
-
-        Args:
-            raw: 32 bytes, as the handshake has it.
-        """
+        """Is it this key? The handshake has 32 bytes of it."""
         return hmac.compare_digest(z85.decode(self._characters), raw)
 
     def __repr__(self) -> str:
@@ -148,14 +143,7 @@ class Doorkeeper:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start; before the socket binds. Its context must have no other ZAP handler.
-
-        Args:
-            service: the socket, not bound yet.
-            keys: of the run.
-            who: the service, for its log.
-            clock: monotonic, in seconds.
-        """
+        """Start, before the socket binds; its context must have no other ZAP handler. The log names the service so."""
         self._keys = keys
         self._who = who
         self._clock = clock
@@ -305,8 +293,6 @@ def _peer_of(descriptor: int) -> str:
     except OSError:  # it is no socket any more, and the copy is still ours
         os.close(copy)
         return ""
-    with connection:
-        try:
-            return str(connection.getpeername()[0]) if connection.family in _INTERNET else ""
-        except OSError:
-            return ""
+    with connection, contextlib.suppress(OSError):
+        return str(connection.getpeername()[0]) if connection.family in _INTERNET else ""
+    return ""

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -99,16 +99,6 @@ class _Call:
         return type(self.message).__name__
 
 
-@dataclass(eq=False)
-class _Inbox:
-    """What other threads hand to the IO thread."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    calls: deque[_Call] = field(default_factory=deque)
-    closing_at: float | None = None
-    ended: bool = False
-
-
 class RpcClient:
     """Requests in, futures out. For any thread."""
 
@@ -122,21 +112,19 @@ class RpcClient:
         patience: Patience,
         errors: RpcErrors,
         keys: ClientKeys | None = None,
-        is_bulk: Callable[[Message], bool] = lambda _: False,
         pump: Callable[[], float | None] = lambda: None,
         ended: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Start the IO thread.
+        """Start the IO thread of a client of the service at tcp://HOST:PORT, which refuses other runs.
 
         Args:
             protocol: of the service.
-            address: of the service, tcp://HOST:PORT.
-            run_id: of the run; the service refuses others.
+            address: of the service.
+            run_id: of the run.
             name: of the caller, for the name of the thread.
             patience: how long to wait.
             errors: what futures fail with.
             keys: of the run's clients; None where the service takes everybody.
-            is_bulk: says which requests have no order among the others and go behind them.
             pump: called by the IO thread in every round; may submit, and returns in how many seconds it wants to be
                 called again (None: when woken).
             ended: called once by the IO thread when it ends, whatever ends it.
@@ -147,10 +135,12 @@ class RpcClient:
         self._patience = patience
         self._errors = errors
         self._keys = keys
-        self._is_bulk = is_bulk
         self._pump = pump
         self._ended = ended
-        self._inbox = _Inbox()
+        self._lock = threading.Lock()
+        self._submitted: deque[_Call] = deque()
+        """By any thread, under the lock; the IO thread alone has them in `_calls`."""
+        self._closing_at: float | None = None
         self._calls: dict[int, _Call] = {}
         # not from 1: an answer to an earlier process with this connection must fit no question of this one
         self._numbers = itertools.count(secrets.randbits(48))
@@ -160,6 +150,8 @@ class RpcClient:
         self._patience_factor = 1
         self._who = f"the {protocol.service} at {address}"
         self.num_connects = 0
+        self.has_ended = False
+        """Nothing can be sent any more."""
         self._thread = threading.Thread(target=self._run, name=f"{name} to {protocol.service}", daemon=True)
         self._thread.start()
 
@@ -167,11 +159,6 @@ class RpcClient:
     def heard_at(self) -> float:
         """When the service last said anything, on the monotonic clock."""
         return self._answered_at
-
-    @property
-    def has_ended(self) -> bool:
-        """Nothing can be sent any more."""
-        return self._inbox.ended
 
     def submit(
         self,
@@ -196,14 +183,14 @@ class RpcClient:
         """
         future: Future[Answer] = Future()
         now = time.monotonic()
-        with self._inbox.lock:
-            if self._inbox.ended or (self._inbox.closing_at is not None and not closing):
+        with self._lock:
+            if self.has_ended or (self._closing_at is not None and not closing):
                 raise self._errors.unavailable(f"the client of {self._who} is closed")
             number = next(self._numbers)
             header = self._protocol.encode(number, message, body, run_id=self._run_id)
             frames = [header, *([body] if len(body) else [])]
             gives_up_at = now + self._patience.give_up_s * (1 + num_before) + wait_s
-            self._inbox.calls.append(_Call(number, message, frames, future, wait_s, now, gives_up_at))
+            self._submitted.append(_Call(number, message, frames, future, wait_s, now, gives_up_at))
         self.wake()
         return future
 
@@ -212,28 +199,19 @@ class RpcClient:
         return self.submit(message, body).result(_MAX_WORK_S + self._patience.give_up_s + _END_S)
 
     def stream(self, asks: Iterable[Ask], *, window: int) -> Iterator[tuple[Ask, Answer]]:
-        """Ask many things, `window` of them at once; the answers come in the order of the questions.
-
-        Args:
-            asks: the questions; taken as there is room for them.
-            window: how many may be unanswered.
-        """
+        """Ask many things, of which `window` may be unanswered; the answers come in the order of the questions."""
         sent: deque[tuple[Ask, Future[Answer]]] = deque()
         questions = iter(asks)
-        is_asking = True
         try:
-            while is_asking or sent:
-                while is_asking and len(sent) < window:
-                    ask = next(questions, None)
-                    if ask is None:
-                        is_asking = False
-                        break
+            while True:
+                for ask in itertools.islice(questions, window - len(sent)):
                     sent.append((ask, self.submit(ask.message, ask.body, num_before=len(sent))))
-                if sent:
-                    ask, future = sent[0]
-                    answer = future.result(_MAX_WORK_S + (1 + window) * self._patience.give_up_s + _END_S)
-                    sent.popleft()
-                    yield ask, answer
+                if not sent:
+                    return
+                ask, future = sent[0]
+                answer = future.result(_MAX_WORK_S + (1 + window) * self._patience.give_up_s + _END_S)
+                sent.popleft()
+                yield ask, answer
         finally:
             for _, future in sent:
                 future.cancel()
@@ -244,10 +222,10 @@ class RpcClient:
 
     def close(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for what is outstanding, fail the rest, and end the thread. May be called twice."""
-        with self._inbox.lock:
-            if self._inbox.ended:
+        with self._lock:
+            if self.has_ended:
                 return
-            self._inbox.closing_at = time.monotonic() + timeout_s
+            self._closing_at = time.monotonic() + timeout_s
         self.wake()
         self._thread.join(timeout_s + _END_S)
         if self._thread.is_alive():
@@ -258,26 +236,26 @@ class RpcClient:
     # --- the IO thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        socket, monitor = self._open()
+        self._open()
         try:
             while True:
-                closing_at = self._inbox.closing_at
+                closing_at = self._closing_at
                 wake_in_s = self._pump()
                 self._take()
                 now = time.monotonic()
                 if closing_at is not None and (not self._calls or now >= closing_at):
                     return
                 if self._expire(now):
-                    socket.close()
-                    monitor.close()
-                    socket, monitor = self._open()
-                has_unsent = self._send_due(socket, now)
-                self._wait(socket, monitor, has_unsent, _TICK_S if wake_in_s is None else min(_TICK_S, wake_in_s))
+                    self._socket.close()
+                    self._monitor.close()
+                    self._open()
+                has_unsent = self._send_due(now)
+                self._wait(has_unsent, _TICK_S if wake_in_s is None else min(_TICK_S, wake_in_s))
         finally:
-            self._end(socket, monitor)
+            self._end()
 
-    def _open(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        socket = self._context.socket(zmq.DEALER)
+    def _open(self) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IMMEDIATE, 1),
@@ -290,20 +268,18 @@ class RpcClient:
             (zmq.HEARTBEAT_IVL, int(self._patience.heartbeat_s * 250)),
             (zmq.HEARTBEAT_TIMEOUT, int(self._patience.heartbeat_s * 1000)),
         ):
-            socket.setsockopt(option, value)
+            self._socket.setsockopt(option, value)
         if self._keys is not None:
-            self._keys.lock(socket)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        socket.connect(self.address)
+            self._keys.lock(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self.address)
         self._heard_at = time.monotonic()
         self.num_connects += 1
-        return socket, monitor
 
     def _take(self) -> None:
-        with self._inbox.lock:
-            while self._inbox.calls:
-                call = self._inbox.calls.popleft()
-                self._calls[call.request_id] = call
+        with self._lock:
+            self._calls |= {call.request_id: call for call in self._submitted}
+            self._submitted.clear()
 
     def _expire(self, now: float) -> bool:
         """Fail what waited too long, mark what is to be sent again; True where the connection seems dead."""
@@ -319,16 +295,20 @@ class RpcClient:
         if dead:
             log.info("no word from %s; connecting anew", self._who)
             self._patience_factor = min(2 * self._patience_factor, _MAX_PATIENCE_FACTOR)
-            for call in self._calls.values():
-                call.sent_at = None
+            self._send_all_again()
         return dead
+
+    def _send_all_again(self) -> None:
+        """Over a new connection: what was sent over an older one may be lost."""
+        for call in self._calls.values():
+            call.sent_at = None
 
     def _patience_s(self, call: _Call) -> float:
         """How long to wait for the answer: longer where others are answered, for a slow link loses nothing."""
         is_alive = call.sent_at is not None and self._heard_at > call.sent_at
         return self._patience.resend_s * max(self._patience_factor, _BUSY_FACTOR if is_alive else 1) + call.wait_s
 
-    def _send_due(self, socket: zmq.Socket[bytes], now: float) -> bool:
+    def _send_due(self, now: float) -> bool:
         """Send what waits, bulk last; True where the socket would not take all of it.
 
         The socket takes a few messages only, so that a short request does not wait behind all bulk on a slow link.
@@ -336,41 +316,38 @@ class RpcClient:
         due = []
         held_back = False
         for call in self._calls.values():
-            is_bulk = self._is_bulk(call.message)
+            is_bulk = call.message.is_bulk
             if call.sent_at is None and call.not_before > now:
                 # Asked to wait: what was said after it must not overtake it. Bulk has no order.
                 held_back = held_back or not is_bulk
             elif call.sent_at is None and (is_bulk or not held_back):
                 due.append(call)
-        for call in sorted(due, key=lambda call: self._is_bulk(call.message)):
+        for call in sorted(due, key=lambda call: call.message.is_bulk):
             try:
-                socket.send_multipart(call.frames, zmq.NOBLOCK, copy=False)
+                self._socket.send_multipart(call.frames, zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
             call.sent_at = now
         return False
 
-    def _wait(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], has_unsent: bool, wait_s: float) -> None:
+    def _wait(self, has_unsent: bool, wait_s: float) -> None:
         poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if has_unsent else 0))
-        poller.register(monitor, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if has_unsent else 0))
+        poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._wake.fd, zmq.POLLIN)
         if any(call.not_before > time.monotonic() for call in self._calls.values()):
             wait_s = min(wait_s, _RETRY_S)
         ready = dict(poller.poll(max(0, int(min(wait_s, self._patience.resend_s / 2) * 1000))))
         if self._wake.fd in ready:
             self._wake.clear()
-        if monitor in ready:
-            event = recv_monitor_message(monitor)["event"]
-            if event == zmq.EVENT_DISCONNECTED:
+        if self._monitor in ready:
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
                 log.warning("no word from %s; connecting anew", self._who)
             else:
-                # A new connection: what was sent on an older one may be lost.
-                for call in self._calls.values():
-                    call.sent_at = None
+                self._send_all_again()
         while True:
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             self._heard_at = self._answered_at = time.monotonic()
@@ -418,9 +395,9 @@ class RpcClient:
         if call.num_damaged < _MAX_DAMAGED:
             call.sent_at = None
             return
+        del self._calls[call.request_id]
         text = f"{self._who}: {call.name} was damaged on its way {call.num_damaged} times ({what}). "
         text += "Something between the machines changes bytes"
-        del self._calls[call.request_id]
         settle(call.future, self._errors.refused(Refused(what, DAMAGED), text))
 
     def _try_later(self, call: _Call, reason: str) -> None:
@@ -437,15 +414,15 @@ class RpcClient:
         text = f"{self._who} {why}. Is its process alive? Its log is in the run folder"
         settle(call.future, self._errors.unavailable(text))
 
-    def _end(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-        with self._inbox.lock:
-            self._inbox.ended = True
+    def _end(self) -> None:
+        with self._lock:
+            self.has_ended = True
         self._take()
         for call in list(self._calls.values()):
             self._fail(call, f"had not answered {call.name} when the client was closed")
         self._ended(self._errors.unavailable(f"the client of {self._who} was closed"))
-        monitor.close()
-        socket.close()
+        self._monitor.close()
+        self._socket.close()
         self._context.term()
         self._wake.close()
 

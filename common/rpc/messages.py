@@ -11,7 +11,7 @@ first. It is safe to send any request again: each names what it is about, so the
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import xxhash
@@ -26,6 +26,9 @@ M = TypeVar("M")
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all requests and replies. The tag is the name of the class."""
+
+    is_bulk: ClassVar[bool] = False
+    """Has it no order among the others, and goes behind them?"""
 
 
 class Done(Message, frozen=True):
@@ -67,20 +70,15 @@ class Protocol:
     """The messages of one kind of service."""
 
     def __init__(self, service: str, version: int, requests: Any, replies: Any, *, max_header_bytes: int) -> None:  # noqa: ANN401 -- unions of structs
-        """Describe them.
-
-        Args:
-            service: its name in sentences, as in "buffer service".
-            version: counted up when messages change.
-            requests: the union of what may be asked.
-            replies: the union of what it answers; `Done`, `Working` and `Refused` are always of it.
-            max_header_bytes: a longer header of a request is not looked at.
-        """
+        """Describe them by the unions of what may be asked, and of what is answered beside what every service does."""
         self.service = service
+        """Its name in sentences, as in "buffer service"."""
         self.version = version
+        """Counted up when messages change."""
         self.requests = requests
         self.replies = replies | Done | Working | Refused
         self.max_header_bytes = max_header_bytes
+        """A longer header of a request is not looked at."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Envelope[self.requests | self.replies])  # type: ignore[name-defined]
 
@@ -90,11 +88,7 @@ class Protocol:
         return sealed(self._encoder.encode(envelope))
 
     def decode(self, header: bytes | memoryview, *, max_bytes: int | None = None) -> Envelope[Any]:
-        """Read a header frame.
-
-        Args:
-            header: the frame.
-            max_bytes: a longer one is not looked at; None for any.
+        """Read a header frame; a longer one than `max_bytes` is not looked at.
 
         Raises:
             msgspec.DecodeError: the frame is damaged or no known message; it is never guessed at.

@@ -105,16 +105,13 @@ class RpcServer:
             self._socket.setsockopt(option, value)
 
     def bind(self, host: str | None, port: int, remembered: Path, *, section: str) -> str:
-        """Bind; a port that was just given up is waited for.
+        """Bind; a port that was just given up is waited for. Returns the address for clients.
 
         Args:
             host: interface, "0.0.0.0" or "*" for all; None: loopback.
             port: 0 takes the port that the last service of the folder had, or a free one.
             remembered: the file in which that port is kept.
             section: of the config, for the error.
-
-        Returns:
-            The address for clients.
 
         Raises:
             CannotBind: says to what and why, and what to try.
@@ -194,12 +191,7 @@ class RpcServer:
     def answer(
         self, identity: bytes, request_id: int, reply: Message, body: bytes | memoryview = b""
     ) -> zmq.ZMQError | None:
-        """Answer a client.
-
-        Returns:
-            Why it could not be delivered: the client is gone or does not read. It will ask again. None where it was
-            sent.
-        """
+        """Answer a client. It may be gone, or not read: then it will ask again, and this returns why; else None."""
         header = self._protocol.encode(request_id, reply, body, run_id=self._run_id)
         try:
             self._socket.send_multipart([identity, header, *([body] if len(body) else [])], zmq.NOBLOCK, copy=False)
