@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Unbounded = Literal["unbounded"]
 UNBOUNDED_STEPS = 4
-"""Where `max_lag` is unbounded, as many steps' groups may be outstanding: enough that no step waits for the next."""
+"""Where `max_lag` is unbounded, so many steps' groups may be outstanding: actors work ahead, but not without end."""
 
 T = TypeVar("T")
 

@@ -10,27 +10,25 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
-import sys
 import time
 import traceback
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from safetensors import SafetensorError
 
 from actors.evaluate import EvalResult
 from buffer.protocol import Status
+from common.files import write_whole
 from common.hf_folder import ModelFolderError, prepare_serving_model
 from common.run import RunContext
 from common.staleness import PolicyVersion, StalenessContract
 from launch.checks import Plan, check_model
 from launch.config import Config
 from launch.control import Control
-from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped
+from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped, refuse
 from launch.host import configure_logging, private_files
 from launch.model_folder import fetch_model
 from launch.observe.display import Display
@@ -58,22 +56,16 @@ _NOT_WRITTEN = _FULL | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 def train(plan: Plan, earlier: History | None = None) -> ExitStatus:
     """Run a plan to its end; no process is left behind whatever happens.
 
-    Args:
-        plan: checked.
-        earlier: of a run that is gone on with, whose folder the caller has claimed; None: of a new one.
+    `earlier` is of a run that is resumed, whose folder the caller has claimed.
     """
     try:
         status = _train(plan, earlier)
     except OSError as error:
         if error.errno not in _NOT_WRITTEN:
             raise
-        status = ExitStatus.FAILED
+        root = plan.folder.root
         hint = "free some space, then go on" if error.errno in _FULL else "once it can be written, go on"
-        print(
-            f"leeway: the run folder {plan.folder.root} cannot be written: {error.strerror}; {hint}: leeway resume "
-            f"{plan.folder.root}",
-            file=sys.stderr,
-        )
+        status = refuse(f"the run folder {root} cannot be written: {error.strerror}; {hint}: leeway resume {root}")
     except BaseException:
         if was_abandoned():
             traceback.print_exc()
@@ -91,22 +83,18 @@ def _train(plan: Plan, earlier: History | None) -> ExitStatus:
             ready = _prepare(plan, earlier, stack)
         except (ConfigError, ModelFolderError) as error:
             interrupts.end()  # from here on signals are only counted
-            print(f"leeway: {error}", file=sys.stderr)
-            return ExitStatus.WRONG_INPUT
+            return refuse(error, ExitStatus.WRONG_INPUT)
         except (OSError, SafetensorError) as error:  # a full disk, mostly
             interrupts.end()
-            print(f"leeway: the run folder {plan.folder.root} cannot be prepared: {error}", file=sys.stderr)
-            return ExitStatus.WRONG_INPUT
+            return refuse(f"the run folder {plan.folder.root} cannot be prepared: {error}", ExitStatus.WRONG_INPUT)
         except Stopped:
             interrupts.end()
-            print("leeway: stopped before anything was started", file=sys.stderr)
-            return ExitStatus.INTERRUPTED
+            return refuse("stopped before anything was started", ExitStatus.INTERRUPTED)
         try:
             return _follow(plan, earlier, ready, interrupts, stack, started)
         except Stopped:  # before the run could hear of it
             interrupts.end()
-            print(f"leeway: stopped; what there is lies in {plan.folder.root}", file=sys.stderr)
-            return ExitStatus.INTERRUPTED
+            return refuse(f"stopped; what there is lies in {plan.folder.root}", ExitStatus.INTERRUPTED)
 
 
 class _Ready(NamedTuple):
@@ -223,56 +211,51 @@ def _open_folder(plan: Plan, earlier: History | None, stack: ExitStack) -> None:
         half_made.pop_all()
 
 
+@dataclass
 class _Run:
     """One run, from version 0 to the summary."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        contract: StalenessContract,
-        earlier: History | None,
-        supervisor: Supervisor,
-        sinks: Sinks,
-        interrupts: Interrupts,
-    ) -> None:
-        self._plan = plan
-        self._config = plan.config
-        self._earlier = earlier
-        self._supervisor = supervisor
-        self._sinks = sinks
-        self._observer = sinks.observer
-        self._interrupts = interrupts
-        self._control = Control(plan.folder.control)
-        self._tripwires = Tripwires(plan.config, contract)
+    plan: Plan
+    contract: StalenessContract
+    earlier: History | None
+    supervisor: Supervisor
+    sinks: Sinks
+    interrupts: Interrupts
+
+    def __post_init__(self) -> None:
+        self._config = self.plan.config
+        self._observer = self.sinks.observer
+        self._control = Control(self.plan.folder.control)
+        self._tripwires = Tripwires(self.plan.config, self.contract)
         self._evaluation: Evaluation | None = None
         self._evaluated_at = 0
         self._alarms: frozenset[str] = frozenset()
         """What was complained about and still holds."""
 
     def go(self) -> ExitStatus:
-        self._sinks.phase("starting Ray, the buffer, the stages and the actors (about half a minute)")
-        self._supervisor.start()
-        self._interrupts.go_on()
-        if self._earlier is not None:
-            self._take_up(self._earlier)
+        self.sinks.phase("starting Ray, the buffer, the stages and the actors (about half a minute)")
+        self.supervisor.start()
+        self.interrupts.go_on()
+        if self.earlier is not None:
+            self._take_up(self.earlier)
         before = self._first_evaluation()
-        self._interrupts.go_on()
+        self.interrupts.go_on()
         if self._tripwires.foreseen:
-            self._sinks.event("unweighted", self._tripwires.foreseen)
-        self._sinks.phase("training")
-        self._supervisor.begin()
+            self.sinks.event("unweighted", self._tripwires.foreseen)
+        self.sinks.phase("training")
+        self.supervisor.begin()
         interrupted = self._train()
-        self._supervisor.drain()
-        self._sinks.phase("exporting the model")
+        self.supervisor.drain()
+        self.sinks.phase("exporting the model")
         # that of an earlier command may have other shards; it stays until now, should this one not come so far
-        shutil.rmtree(self._plan.folder.export, ignore_errors=True)
-        self._supervisor.export(self._plan.folder.export)
-        self._digest(self._supervisor.poll())  # a restart in the export counts too
+        shutil.rmtree(self.plan.folder.export, ignore_errors=True)
+        self.supervisor.export(self.plan.folder.export)
+        self._digest(self.supervisor.poll())  # a restart in the export counts too
         after = None
         if not interrupted:
-            final = PolicyVersion(*self._supervisor.status().newest)
-            self._sinks.phase(f"evaluating version {final}")
-            after = self._evaluated(self._evaluate(self._plan.task.num_heldout, final).wait())
+            final = PolicyVersion(*self.supervisor.status().newest)
+            self.sinks.phase(f"evaluating version {final}")
+            after = self._evaluated(self._evaluate(self.plan.task.num_heldout, final).wait())
         self._finish(before, after)
         status = ExitStatus.INTERRUPTED if interrupted else ExitStatus.OK
         self._observer.end("interrupted, and ended with a checkpoint" if interrupted else "done", status)
@@ -280,62 +263,59 @@ class _Run:
 
     def _take_up(self, earlier: History) -> None:
         """Count on from where the learner stands, which is its newest checkpoint that is whole."""
-        reached = newest_progress(self._plan.folder.checkpoints)
+        reached = newest_progress(self.plan.folder.checkpoints)
         step, version = (reached.step, reached.version) if reached is not None else (0, 0)
         self._observer.take_up(earlier.rows, step, version, earlier.wall_s)
         every = self._config.actors.eval_every
         self._evaluated_at = version - version % every if every else version
         start = f"the checkpoint of step {step}" if reached is not None else "the model, for there is no checkpoint"
         changes = f"; changed: {earlier.changes}" if earlier.changes else ""
-        self._sinks.event("resumed", f"the run goes on from {start}{changes}")
+        self.sinks.event("resumed", f"the run goes on from {start}{changes}")
 
     def _first_evaluation(self) -> Accuracy:
-        if self._earlier is not None and self._earlier.before is not None:
-            return self._earlier.before
-        version = PolicyVersion(*self._supervisor.status().newest)
-        self._sinks.phase(f"evaluating version {version.version}")
-        return self._evaluated(self._evaluate(self._plan.task.num_heldout, version).wait())
+        if self.earlier is not None and self.earlier.before is not None:
+            return self.earlier.before
+        version = PolicyVersion(*self.supervisor.status().newest)
+        self.sinks.phase(f"evaluating version {version.version}")
+        return self._evaluated(self._evaluate(self.plan.task.num_heldout, version).wait())
 
     def _train(self) -> bool:
         """Watch until the learner is done; returns whether that was because of an interrupt."""
         asked_at: float | None = None
         limit_s = self._config.launch.shutdown_timeout_s
-        self._interrupts.training = True
-        while not self._supervisor.learner.are_finished:
+        self.interrupts.training = True
+        while not self.supervisor.learner.are_finished:
             time.sleep(POLL_S)
-            self._digest(self._supervisor.poll())
-            if self._interrupts.count and asked_at is None:
+            self._digest(self.supervisor.poll())
+            if self.interrupts.count and asked_at is None:
                 asked_at = time.monotonic()
-                self._sinks.event("interrupt", "finishing the step and writing a checkpoint; once more stops now")
-                self._supervisor.request_stop()
+                self.sinks.event("interrupt", "finishing the step and writing a checkpoint; once more stops now")
+                self.supervisor.request_stop()
             if asked_at is not None and time.monotonic() - asked_at > limit_s:
                 raise RunFailed(
                     f"the learner did not finish its step within launch.shutdown_timeout_s = {limit_s:g} s of the "
-                    f"interrupt; the newest checkpoint is in {self._plan.folder.checkpoints}"
+                    f"interrupt; the newest checkpoint is in {self.plan.folder.checkpoints}"
                 )
-            self._control.answer({"scale": self._scale})
+            self._control.answer({"scale": lambda asked: self.supervisor.actors.scale(asked["pool"], asked["count"])})
             self._evaluate_now_and_then()
-        self._interrupts.training = False
+        self.interrupts.training = False
         for _ in range(2):  # the answer still owed, and all since
-            self._digest(self._supervisor.poll(SILENCE_S))
+            self._digest(self.supervisor.poll(SILENCE_S))
         if self._evaluation is not None and asked_at is None:
-            self._sinks.tracker.metrics(self._evaluated(self._evaluation.wait()).row(), self._observer.status.step)
+            self.sinks.tracker.metrics(self._evaluated(self._evaluation.wait()).row(), self._observer.status.step)
         return asked_at is not None
 
     def _digest(self, news: PollResult) -> None:
         rows = self._observer.take_in(news)
-        self._sinks.trace.take_in(news, rows)
+        self.sinks.trace.take_in(news, rows)
         for row in rows:
-            self._sinks.tracker.step(row, row["step"])
+            self.sinks.tracker.step(row, row["step"])
         trips = self._tripwires.look(news, evaluating=self._evaluation is not None)
         self._observer.status.tripped = [trip.text for trip in self._tripwires.standing]
-        self._sinks.display.update(self._observer.polled())
+        self.sinks.display.update(self._observer.polled())
         self._warn_of_buffer(news.status)
         for trip in trips:
             self._act(trip)
-
-    def _scale(self, question: Mapping[str, Any]) -> str:
-        return self._supervisor.actors.scale(str(question["pool"]), int(question["count"]))
 
     def _act(self, trip: Trip) -> None:
         """Tell what tripped, and do what the knob says.
@@ -343,9 +323,9 @@ class _Run:
         Raises:
             RunFailed: it says that the run stops, or no actor is left.
         """
-        self._sinks.event(trip.kind, trip.text, who=trip.who, action=trip.action)
+        self.sinks.event(trip.kind, trip.text, who=trip.who, action=trip.action)
         if trip.action == "quarantine":
-            self._supervisor.actors.quarantine(trip.who, trip.text)
+            self.supervisor.actors.quarantine(trip.who, trip.text)
         if trip.action == "stop":
             raise RunFailed(f"{trip.text} (launch.on_{trip.kind} = 'stop')")
 
@@ -364,7 +344,7 @@ class _Run:
         }
         for kind, text in alarms.items():
             if text and kind not in self._alarms:
-                self._sinks.event(kind, text)
+                self.sinks.event(kind, text)
             self._alarms = self._alarms | {kind} if text else self._alarms - {kind}
 
     def _evaluate_now_and_then(self) -> None:
@@ -373,7 +353,7 @@ class _Run:
             results = self._evaluation.poll()
             if results is not None:
                 self._evaluation = None
-                self._sinks.tracker.metrics(self._evaluated(results).row(), self._observer.status.step)
+                self.sinks.tracker.metrics(self._evaluated(results).row(), self._observer.status.step)
             return
         every, version = self._config.actors.eval_every, self._observer.status.version
         learner = self._config.learner
@@ -382,22 +362,19 @@ class _Run:
             self._evaluation = self._evaluate(self._config.actors.eval_problems, None)
 
     def _evaluate(self, num_problems: int, version: PolicyVersion | None) -> Evaluation:
-        self._sinks.trace.evaluating()
-        return self._supervisor.evaluate(num_problems, version)
+        self.sinks.trace.evaluating()
+        return self.supervisor.evaluate(num_problems, version)
 
     def _evaluated(self, results: list[EvalResult]) -> Accuracy:
         accuracy = accuracy_of(results)
         self._observer.evaluated(accuracy)
-        self._sinks.trace.evaluated(accuracy.versions)
-        self._sinks.event("evaluated", accuracy.describe(), **accuracy.row())
+        self.sinks.trace.evaluated(accuracy.versions)
+        self.sinks.event("evaluated", accuracy.describe(), **accuracy.row())
         return accuracy
 
     def _finish(self, before: Accuracy, after: Accuracy | None) -> None:
-        status = self._supervisor.status()
+        status = self.supervisor.status()
         values = self._observer.summary(before, after, status)
-        text = json.dumps(values, indent=2)
-        temporary = self._plan.folder.summary.with_suffix(".tmp")
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, self._plan.folder.summary)
-        self._sinks.tracker.summary(values)
-        self._sinks.display.finish(before, after, values)
+        write_whole(self.plan.folder.summary, [f"{json.dumps(values, indent=2)}\n".encode()])
+        self.sinks.tracker.summary(values)
+        self.sinks.display.finish(before, after, values)
