@@ -48,19 +48,13 @@ def write_whole(path: Path, buffers: Iterable[bytes | memoryview], size_bytes: i
     Raises:
         OSError: the disk is full or not writable; nothing is left behind.
     """
-    temporary = temporary_beside(path)
-    try:
-        with temporary.open("wb", buffering=0) as file:
-            if size_bytes:
-                os.posix_fallocate(file.fileno(), 0, size_bytes)
-            for buffer in buffers:
-                rest = memoryview(buffer).cast("B")
-                while len(rest):
-                    rest = rest[file.write(rest) :]
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with _whole_file(path, 0o666) as descriptor:
+        if size_bytes:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        for buffer in buffers:
+            rest = memoryview(buffer).cast("B")
+            while len(rest):
+                rest = rest[os.write(descriptor, rest) :]
 
 
 @contextlib.contextmanager
@@ -72,11 +66,19 @@ def private_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: the disk is full or not writable; nothing is left behind.
     """
+    with _whole_file(path, 0o600) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _whole_file(path: Path, mode: int) -> Iterator[int]:
     temporary = temporary_beside(path)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

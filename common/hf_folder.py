@@ -75,23 +75,8 @@ class ModelFacts:
 # --- config.json --------------------------------------------------------------------------------------
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder.
-
-    Raises:
-        ModelFolderError: there is none, or it is no JSON object.
-    """
-    return _read_object(folder / CONFIG_NAME)
-
-
-def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the config.json of a folder."""
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def ties_head(config: Mapping[str, Any]) -> bool:
-    """Does a model of this config.json share the embedding's weights with its head? As Transformers takes it."""
-    return bool(config.get("tie_word_embeddings", _model_type(config).startswith(_TIED_UNLESS_SAID)))
 
 
 def model_identity(folder: Path) -> str:
@@ -100,7 +85,7 @@ def model_identity(folder: Path) -> str:
     Raises:
         ModelFolderError: there is no config.json, or it is no JSON object.
     """
-    config = read_config(folder)
+    config = _read_object(folder / CONFIG_NAME)
     telling = {key: value for key, value in config.items() if key not in _NAMES_ONLY}
     digest = hashlib.sha256(json.dumps(telling, sort_keys=True).encode()).hexdigest()
     return f"{config.get('model_type', 'model')}-{digest[:12]}"
@@ -114,7 +99,7 @@ def check_model_folder(path: Path) -> ModelFacts:
     """
     if not path.is_dir():
         raise ModelFolderError(f"model {path}: no such folder; give the path of a Hugging Face checkpoint on disk")
-    config = read_config(path)
+    config = _read_object(path / CONFIG_NAME)
     if not tensors_by_file(path):
         raise ModelFolderError(
             f"model {path}: holds no *.safetensors file; convert it with "
@@ -132,7 +117,7 @@ def check_model_folder(path: Path) -> ModelFacts:
     return ModelFacts(
         vocab_size=_integer(path, config, "vocab_size"),
         num_layers=_integer(path, config, "num_hidden_layers"),
-        tied=ties_head(config),
+        tied=bool(config.get("tie_word_embeddings", _model_type(config).startswith(_TIED_UNLESS_SAID))),
         model_type=_model_type(config),
         eos_token_ids=eos_token_ids,
         max_position=_integer(path, config, "max_position_embeddings"),
@@ -326,9 +311,9 @@ def complete_folder(folder: Path, model_path: Path, num_shards: int, dtype: str)
     for file in sorted(model_path.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.stat().st_size <= _LARGEST_COPY_BYTES:
             shutil.copyfile(file, folder / file.name)
-    config = read_config(model_path)
+    config = _read_object(model_path / CONFIG_NAME)
     config.pop("torch_dtype", None)
-    write_config(folder, config | {"dtype": dtype})
+    _write_config(folder, config | {"dtype": dtype})
     if num_shards > 1:
         _write_index(folder, [folder / shard_name(number, num_shards) for number in range(num_shards)])
 
@@ -353,7 +338,7 @@ def prepare_serving_model(model_path: Path, out_folder: Path) -> Path:
         # readers prefer this name to the index, and would not find the head
         (temporary / SINGLE_NAME).rename(temporary / _BODY_NAME)
     _add_head(temporary)
-    write_config(temporary, read_config(temporary) | {"tie_word_embeddings": False, UNTIED_MARK: True})
+    _write_config(temporary, _read_object(temporary / CONFIG_NAME) | {"tie_word_embeddings": False, UNTIED_MARK: True})
     temporary.replace(out_folder)
     return out_folder
 

@@ -123,10 +123,7 @@ class Plan:
 def check(config: Config, root: Path, *, run_id: str | None = None) -> Plan:
     """Check a config against itself, its files and the model.
 
-    Args:
-        config: of the run.
-        root: its folder.
-        run_id: of a run that is gone on with in its folder; None: of a new one, whose folder is not there yet.
+    The run of a `run_id` is resumed in its folder, `root`; any other is new, and its folder is not there yet.
 
     Raises:
         ConfigError: one sentence that names the key, the reason and what to try.
