@@ -241,27 +241,24 @@ def check_weights_folder(folder: Path) -> None:
         )
 
 
-def claim_weights_folder(folder: Path, run: Path) -> BinaryIO:
-    """Make the folder and keep other runs out of it until the returned file is closed, or this process ends.
+@contextlib.contextmanager
+def claimed_weights(folder: Path, run: Path) -> Iterator[None]:
+    """Make the folder and keep other runs out of it for the length of a block, or until this process ends.
 
     Raises:
         ConfigError: another run uses it, or it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # closed by the caller: the claim lives as long as the file is open
         claim = (folder / WEIGHTS_CLAIM).open("a+b")
     except OSError as error:
         raise ConfigError(f"{WEIGHTS_KEY} = '{folder}' cannot be written: {error}; choose another folder") from None
-    try:
+    with claim:
         _lock_weights(claim, folder)
-    except ConfigError:
-        claim.close()
-        raise
-    claim.truncate(0)
-    claim.write(f"{run}, process {os.getpid()}\n".encode())
-    claim.flush()
-    return claim
+        claim.truncate(0)
+        claim.write(f"{run}, process {os.getpid()}\n".encode())
+        claim.flush()
+        yield
 
 
 def nearest_existing(folder: Path) -> Path:

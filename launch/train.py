@@ -43,7 +43,7 @@ from launch.processes.ray_cluster import leave, was_abandoned
 from launch.processes.role_process import SILENCE_S, RunFailed
 from launch.processes.supervisor import Supervisor
 from launch.report.at_end import report_at_end
-from launch.run_folder import RunIdentity, claim_weights_folder, claimed
+from launch.run_folder import RunIdentity, claimed, claimed_weights
 from learner.checkpoint_meta import newest_progress
 
 POLL_S = 0.5
@@ -116,7 +116,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         stack.enter_context(private_files())
         check_wandb(config.tracking)  # starts a process that writes files too
         if config.weight_sync.folder is not None:
-            stack.callback(claim_weights_folder(plan.weights_folder, folder.root).close)
+            stack.enter_context(claimed_weights(plan.weights_folder, folder.root))
         _open_folder(plan, earlier, stack)
         if earlier is None:
             half_made.callback(shutil.rmtree, folder.root, ignore_errors=True)

@@ -9,7 +9,7 @@ import pytest
 
 from launch.cli import main
 from launch.errors import ConfigError, ExitStatus
-from launch.run_folder import claim_weights_folder
+from launch.run_folder import claimed_weights
 
 OK, WRONG_INPUT = ExitStatus.OK, ExitStatus.WRONG_INPUT
 
@@ -194,12 +194,15 @@ def test_a_weights_folder_of_a_run_that_is_alive_is_refused_and_free_again_after
         tmp_path / "weights",
         ["--run.dir", tmp_path / "runs", "--weight_sync.folder", tmp_path / "weights"],
     )
-    with claim_weights_folder(folder, tmp_path / "runs" / "first"):
+    with claimed_weights(folder, tmp_path / "runs" / "first"):
         status, error = run(capsys, DEMO, *overrides)
         assert (status, error.count("\n")) == (WRONG_INPUT, 1)
         assert f"in use by a run that is alive ({tmp_path}/runs/first, process {os.getpid()})" in error
-        with pytest.raises(ConfigError, match="in use by a run that is alive"):
-            claim_weights_folder(folder, tmp_path / "second")
+        with (
+            pytest.raises(ConfigError, match="in use by a run that is alive"),
+            claimed_weights(folder, tmp_path / "second"),
+        ):
+            pytest.fail("two runs have it")
     assert run(capsys, DEMO, *overrides, "--dry-run") == (OK, "")
 
 
