@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -221,8 +221,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     tree = _read(path)
     _resolve_paths(tree, path.parent)
     for key, text in _pairs(overrides):
-        patch: Tree = {}
-        _set(patch, key.split("."), _value(text))
+        patch = _value(text)
+        for part in reversed(key.split(".")):
+            patch = {part: patch}
         _resolve_paths(patch, Path.cwd())
         _merge(tree, patch, origin=f"--{key}")
     try:
@@ -240,14 +241,9 @@ def to_toml(config: Config) -> str:
     for section, values in tree.items():
         tables = {f"pools.{name}": pool for name, pool in values.items()} if section == "pools" else {section: values}
         for name, table in tables.items():
-            lines += [f"[{name}]", *_table(table), ""]
+            keys = [f"{key} = {_literal(value)}" for key, value in table.items() if value is not None]
+            lines += [f"[{name}]", *keys, ""]
     return "\n".join(lines)
-
-
-def _table(values: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in values.items():
-        if value is not None:
-            yield f"{key} = {_literal(value)}"
 
 
 def _literal(value: Any) -> str:  # noqa: ANN401 -- any TOML value
@@ -297,12 +293,6 @@ def _value(text: str) -> Any:  # noqa: ANN401 -- any TOML value
         return text
 
 
-def _set(tree: Tree, keys: list[str], value: object) -> None:
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[keys[-1]] = value
-
-
 def _merge(tree: Tree, patch: Tree, origin: str) -> None:
     for key, value in patch.items():
         if isinstance(value, dict) and isinstance(tree.get(key), dict):
@@ -314,23 +304,25 @@ def _merge(tree: Tree, patch: Tree, origin: str) -> None:
 
 
 def _resolve_paths(tree: Tree, base: Path) -> None:
-    for dotted in (*PATH_KEYS, *WRITTEN_KEYS):
+    for dotted in (*PATH_KEYS, *WRITTEN_KEYS, REWARDS_KEY):
         section, key = dotted.split(".")
         table = tree.get(section)
-        if isinstance(table, dict) and isinstance(table.get(key), str):
-            beside = Path.cwd() if dotted in WRITTEN_KEYS else base
-            table[key] = str((beside / Path(table[key]).expanduser()).resolve())
-    section, key = REWARDS_KEY.split(".")
-    table = tree.get(section)
-    if isinstance(table, dict) and isinstance(table.get(key), list):
-        table[key] = [_resolve_reward(entry, base) for entry in table[key]]
+        value = table.get(key) if isinstance(table, dict) else None
+        if dotted == REWARDS_KEY and isinstance(value, list):
+            tree[section][key] = [_resolve_reward(entry, base) for entry in value]
+        elif dotted != REWARDS_KEY and isinstance(value, str):
+            tree[section][key] = _absolute(value, Path.cwd() if dotted in WRITTEN_KEYS else base)
 
 
 def _resolve_reward(entry: object, base: Path) -> object:
     if not isinstance(entry, str) or ":" not in entry:
         return entry
     file, _, function = entry.rpartition(":")
-    return f"{(base / Path(file).expanduser()).resolve()}:{function}"
+    return f"{_absolute(file, base)}:{function}"
+
+
+def _absolute(path: str, base: Path) -> str:
+    return str((base / Path(path).expanduser()).resolve())
 
 
 def _explain(error: ValidationError, path: Path) -> str:

@@ -10,8 +10,8 @@ import socket
 import stat
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -50,8 +50,7 @@ def configure_logging(file: Path | None = None) -> None:
     )
 
 
-@dataclass(frozen=True)
-class FoundProcess:
+class FoundProcess(NamedTuple):
     """A process that writes into the log of a role."""
 
     run: Path

@@ -53,16 +53,18 @@ def actor_pools(config: Config) -> list[ActorPool]:
     Raises:
         ConfigError: `[actors]` says another number of actors.
     """
+    common = config.actors
     sections = {name: section for name, section in config.pools.items() if section.role == "actors"}
     if not sections:
-        return [
-            ActorPool(
-                "actors", config.actors.num_actors, _bundle(config.actors.cpus, config.actors.gpus), config.actors
-            )
-        ]
-    pools = [_actor_pool(name, section, config.actors) for name, section in sections.items()]
-    total, said = sum(pool.count for pool in pools), config.actors.num_actors
-    if "num_actors" in config.actors.model_fields_set and said != total:
+        return [ActorPool("actors", common.num_actors, _bundle(common.cpus, common.gpus), common)]
+    pools = []
+    for name, section in sections.items():
+        own = {key: value for key in POOL_OVERRIDES if (value := getattr(section, key)) is not None}
+        count = section.count or 1
+        actors = common.model_copy(update={**own, "num_actors": count})
+        pools.append(ActorPool(name, count, _bundle(actors.cpus, actors.gpus, resource_of(name, section)), actors))
+    total, said = sum(pool.count for pool in pools), common.num_actors
+    if "num_actors" in common.model_fields_set and said != total:
         raise ConfigError(
             f"actors.num_actors = {said}, and the pools of actors hold {total} ({', '.join(sections)}): leave the "
             "first out, and give each pool its count"
@@ -113,13 +115,6 @@ def resources_of(config: Config) -> Iterator[str]:
     for name, section in config.pools.items():
         if resource := resource_of(name, section):
             yield resource
-
-
-def _actor_pool(name: str, section: PoolConfig, common: ActorsConfig) -> ActorPool:
-    own = {key: value for key in POOL_OVERRIDES if (value := getattr(section, key)) is not None}
-    count = section.count or 1
-    config = common.model_copy(update={**own, "num_actors": count})
-    return ActorPool(name, count, _bundle(config.cpus, config.gpus, resource_of(name, section)), config)
 
 
 def _bundle(cpus: float, gpus: float, resource: str = "") -> Bundle:

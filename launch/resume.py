@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from buffer.errors import StoreError
 from buffer.offline.inspect import Inspection
@@ -60,8 +59,7 @@ FIXED = {
 """Sections and keys that must be as they were, and why."""
 
 
-@dataclass(frozen=True)
-class Resumption:
+class Resumption(NamedTuple):
     """A run that can be resumed."""
 
     plan: Plan

@@ -57,7 +57,7 @@ def interface(host: str | None, keys: ServiceKeys | None) -> str:
     Raises:
         RuntimeError: it could be reached from other machines, and is not locked.
     """
-    host = host or _address_here()
+    host = _address_here() if host is None else host
     if keys is None and not is_loopback(host):
         raise RuntimeError(
             f"{host} can be reached from other machines, and launch.encryption = 'off' leaves the service open: "
@@ -150,7 +150,7 @@ class StageRole(_Role):
 
     def rendezvous(self, host: str | None) -> str:
         """A free address on this machine, by default as the Ray cluster knows it, at which the stages can meet."""
-        host = host or _address_here()
+        host = _address_here() if host is None else host
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
