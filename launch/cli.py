@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch.errors import ConfigError, ExitStatus, as_config_error, refuse
 from launch.looking import report, status, top, trace
-from launch.verbs import Entry, Verb, arg, count, flag, group, integer, of_run, one_of, verb
+from launch.verbs import Verb, arg, flag, of_run, verb
 
 if TYPE_CHECKING:
     from launch.run_folder import RunFolder
@@ -38,7 +38,23 @@ MAX_COUNT = 1024
 """An actor is a process with an engine: more of them in one pool is a slip of the hand."""
 PHASES = ("open", "ready", "drawn", "closed")
 INDEXES = ("prompt", "version", "reward", "length")
+_MAX_INTEGER = 2**63 - 1
 _CTRL_C = "Ctrl-C once: finish the step, write a checkpoint, end. Twice: stop now."
+
+
+def _integer(text: str, least: int = 0) -> int:
+    """A number of the size that the store's keys have."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not least <= number <= _MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is no whole number from {least} to {_MAX_INTEGER}")
+    return number
+
+
+def _count(text: str) -> int:
+    return _integer(text, least=1)
 
 
 def _num_actors(text: str) -> int:
@@ -207,7 +223,7 @@ def doctor(parsed: argparse.Namespace) -> int:
 @verb(
     "try a task's reward functions on right, wrong and odd answers",
     _CONFIG,
-    arg("--num", type=count, default=4, metavar="N", help="how many problems (default: 4)"),
+    arg("--num", type=_count, default=4, metavar="N", help="how many problems (default: 4)"),
     arg("--completion", action="append", default=[], metavar="TEXT", help="score this too; may be given several times"),
     takes_overrides=True,
 )
@@ -235,66 +251,55 @@ def check_reward(parsed: argparse.Namespace) -> int:
     return ExitStatus.FAILED if found else ExitStatus.OK
 
 
+BUFFER_VERBS = {
+    "ls": "list the groups of samples",
+    "show": "show a group and its samples, with their text where the run has a tokenizer",
+    "verify": "prove every page, checksum and index, and recount the ledger",
+    "export": "write the stored trajectories as a Parquet file",
+    "compact": "rewrite the file without its free pages; the run must be over",
+}
+
+
 def _buffer(parsed: argparse.Namespace) -> int:
     from launch.buffer_cli import run
 
     return run(parsed)
 
 
-_BUFFER = of_run("a run's folder, its buffer/, or its name within runs/")
-_SELECTION = group(
-    "which groups",
-    arg("--prompt", type=integer, metavar="N", help="of this prompt"),
-    one_of(
-        arg("--version", type=integer, metavar="V", help="whose oldest token is of policy version V"),
-        arg("--since-version", type=integer, metavar="V", help="whose oldest token is of version V or newer"),
-    ),
-    arg("--min-reward", type=float, metavar="R", help="whose mean reward is at least R"),
-    arg("--max-length", type=integer, metavar="N", help="none of whose samples has more tokens than N"),
-    arg("--phase", choices=PHASES, help="in this phase of their life"),
-)
+def _add_buffer(parsers: Any) -> None:  # noqa: ANN401 -- as in `Verb`
+    buffer = parsers.add_parser("buffer", help="look at, verify, export or compact the replay buffer of a run")
+    parts = buffer.add_subparsers(dest="buffer_verb", required=True, metavar="VERB")
+    added = {}
+    for name, text in BUFFER_VERBS.items():
+        added[name] = parser = parts.add_parser(name, help=text, description=f"{text.capitalize()}.")
+        where = "a run's folder, its buffer/, or its name within runs/"
+        parser.add_argument("run", type=Path, metavar="RUN", help=where)
+        parser.set_defaults(run_verb=_buffer, takes_overrides=False)
+    ls, show, export = added["ls"], added["show"], added["export"]
+    ls.add_argument("--by", choices=INDEXES, help="complete groups only, in the order of this index")
+    ls.add_argument("--reverse", action="store_true", help="descending order of --by")
+    ls.add_argument("--limit", type=_count, metavar="N", help="the first N only")
+    ls.add_argument("--quarantine", action="store_true", help="list what failed validation instead, with its reason")
+    what = show.add_mutually_exclusive_group(required=True)
+    what.add_argument("group", nargs="?", type=_count, metavar="GROUP", help="the group's id")
+    what.add_argument("--record", type=_count, metavar="N", help="one stored trajectory, in full")
+    what.add_argument("--quarantined", type=_count, metavar="N", help="one quarantined row or message")
+    show.add_argument("--shard", type=_integer, metavar="S", help="whose --quarantined is meant; default: the first")
+    export.add_argument("out", type=Path, metavar="OUT.parquet")
+    for parser in (ls, export):
+        which = parser.add_argument_group("which groups")
+        which.add_argument("--prompt", type=_integer, metavar="N", help="of this prompt")
+        version = which.add_mutually_exclusive_group()
+        version.add_argument("--version", type=_integer, metavar="V", help="whose oldest token is of policy version V")
+        of_later = "whose oldest token is of version V or newer"
+        version.add_argument("--since-version", type=_integer, metavar="V", help=of_later)
+        which.add_argument("--min-reward", type=float, metavar="R", help="whose mean reward is at least R")
+        of_short = "none of whose samples has more tokens than N"
+        which.add_argument("--max-length", type=_integer, metavar="N", help=of_short)
+        which.add_argument("--phase", choices=PHASES, help="in this phase of their life")
 
 
-def _part(name: str, text: str, *entries: Entry) -> Verb:
-    return Verb(name, text, _buffer, (_BUFFER, *entries), description=f"{text.capitalize()}.")
-
-
-BUFFER = Verb(
-    "buffer",
-    "look at, verify, export or compact the replay buffer of a run",
-    None,
-    parts=(
-        _part(
-            "ls",
-            "list the groups of samples",
-            _SELECTION,
-            arg("--by", choices=INDEXES, help="complete groups only, in the order of this index"),
-            flag("--reverse", "descending order of --by"),
-            arg("--limit", type=count, metavar="N", help="the first N only"),
-            flag("--quarantine", "list what failed validation instead, with its reason"),
-        ),
-        _part(
-            "show",
-            "show a group and its samples, with their text where the run has a tokenizer",
-            one_of(
-                arg("group", nargs="?", type=count, metavar="GROUP", help="the group's id"),
-                arg("--record", type=count, metavar="N", help="one stored trajectory, in full"),
-                arg("--quarantined", type=count, metavar="N", help="one quarantined row or message"),
-                required=True,
-            ),
-            arg("--shard", type=integer, metavar="S", help="whose --quarantined is meant; default: the first"),
-        ),
-        _part("verify", "prove every page, checksum and index, and recount the ledger"),
-        _part(
-            "export",
-            "write the stored trajectories as a Parquet file",
-            arg("out", type=Path, metavar="OUT.parquet"),
-            _SELECTION,
-        ),
-        _part("compact", "rewrite the file without its free pages; the run must be over"),
-    ),
-)
-VERBS = (train, resume, scale, status, top, report, trace, export, doctor, check_reward, BUFFER)
+VERBS = (train, resume, scale, status, top, report, trace, export, doctor, check_reward, Verb("buffer", _add_buffer))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
