@@ -55,7 +55,7 @@ def batches(draw, dtypes=DTYPES) -> LossInputs:
     return interleaved(inputs, draw(st.integers(0, 9)))[0] if draw(st.booleans()) else inputs
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batches())
 def test_losses_gradients_and_metrics_are_finite(inputs):
     lag_T = torch.arange(inputs.logprobs_T.numel()) % 2
@@ -76,7 +76,7 @@ def test_losses_gradients_and_metrics_are_finite(inputs):
                 assert 0 <= decision.lr_scale <= 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batches(st.just(torch.float32)))
 def test_equal_rewards_in_float32_move_no_policy_at_all(inputs):
     """Neither the rounding of a mean nor the floor of a standard deviation may pass for a preference."""

@@ -47,7 +47,7 @@ def splits(draw):
     return inputs, tokens, part_B, Model(seed)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(splits())
 def test_any_split_into_micro_batches_has_the_gradient_of_the_whole_batch(split):
     inputs, (previous_T, token_T), part_B, model = split

@@ -253,6 +253,5 @@ TestScheduledBuffer = ScheduledBuffer.TestCase
 TestScheduledBuffer.settings = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )

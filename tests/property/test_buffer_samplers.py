@@ -250,7 +250,6 @@ TestReplay = Replay.TestCase
 TestReplay.settings = settings(
     max_examples=40,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 
@@ -262,7 +261,7 @@ ITEMS = st.one_of(st.integers(0, 5), st.integers(0, 3 * FANOUT), st.integers(0, 
 CHANGES = st.lists(st.tuples(ITEMS, st.one_of(st.none(), st.floats(-1e6, 1e6))), max_size=12)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 @given(turns=st.lists(CHANGES, max_size=8))
 def test_a_sum_tree_equals_a_plain_dict(turns):
     folder = Path(tempfile.mkdtemp(prefix="buffer-tree-"))

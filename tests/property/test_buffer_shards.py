@@ -264,7 +264,6 @@ TestScheduledShards = ScheduledShards.TestCase
 TestScheduledShards.settings = settings(
     max_examples=30,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 

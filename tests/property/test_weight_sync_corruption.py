@@ -49,7 +49,7 @@ def spoil(path: Path, position: float, value: int, *, cut: bool) -> None:
     path.write_bytes(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     name=st.sampled_from([*(file_name(0, dtype) for dtype in DTYPES), MANIFEST_NAME]),
     dtype=st.sampled_from(DTYPES),
@@ -71,7 +71,7 @@ def test_a_changed_byte_never_becomes_a_changed_weight(
         assert same(pulled, {key: tensor.to(getattr(torch, dtype)) for key, tensor in TENSORS.items()})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     in_parent=st.booleans(),
     dtype=st.sampled_from(DTYPES),

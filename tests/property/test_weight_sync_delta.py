@@ -37,7 +37,7 @@ def pairs(draw):
     return (old ^ change).data, old.data, item_bytes
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(pairs())
 def test_what_was_encoded_is_what_is_decoded(pair):
     new, old, item_bytes = pair
@@ -47,7 +47,7 @@ def test_what_was_encoded_is_what_is_decoded(pair):
     assert len(blob) <= len(new)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(pairs(), st.integers(0, 2**32 - 1))
 def test_a_wrong_base_never_gives_the_right_tensor(pair, seed: int):
     new, old, item_bytes = pair
@@ -59,7 +59,7 @@ def test_a_wrong_base_never_gives_the_right_tensor(pair, seed: int):
     assert checksum_of(decode_delta(encoding, memoryview(blob), memoryview(wrong), item_bytes)) != checksum_of(new)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(pairs(), st.floats(0, 1, exclude_max=True), st.integers(1, 255), st.booleans())
 def test_a_cut_or_changed_blob_is_refused_or_gives_as_many_bytes(pair, position: float, flip: int, cut):
     new, old, item_bytes = pair
@@ -81,7 +81,7 @@ def test_a_cut_or_changed_blob_is_refused_or_gives_as_many_bytes(pair, position:
     assert len(found) == len(new)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.binary(max_size=200), st.sampled_from(["same", "xor", "raw"]), ITEM_BYTES, st.integers(0, 300))
 def test_any_blob_is_refused_or_gives_as_many_bytes_as_the_parent(blob, encoding, item_bytes, size):
     old = bytes(size)
