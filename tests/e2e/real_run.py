@@ -51,7 +51,7 @@ def command_of(process: psutil.Process) -> str:
         return ""
 
 
-def wait_for_end(processes: list[psutil.Process], timeout_s: float) -> list[str]:
+def wait_for_end(processes: list[psutil.Process], timeout_s: float = 60.0) -> list[str]:
     """Names of those that still run after the timeout."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [process.name() for process in alive if process.status() != psutil.STATUS_ZOMBIE]

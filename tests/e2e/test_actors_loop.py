@@ -74,7 +74,7 @@ async def reply(future):
 
 
 async def drawn(learner, step, version):
-    draw = await asyncio.wait_for(reply(learner.draw(step, version, 0, GROUPS_PER_STEP, 20.0)), 30)
+    draw = await asyncio.wait_for(reply(learner.draw(step, version, 0, GROUPS_PER_STEP, 100.0)), 120)
     assert draw.ready, draw.waiting_for
     return decode(draw.body)
 
@@ -102,7 +102,7 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
     tensors = {name: tensor * 0 for name, tensor in load_file(MODEL / "model.safetensors").items()}
     publisher.publish(PolicyVersion(0, 1), tensors)
     await asyncio.to_thread(publisher.close)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while actor.report().version != (0, 1):
             await asyncio.sleep(0.01)
     # what is leased from here on, for step 3, is generated under the new weights
@@ -122,7 +122,7 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
     assert before.greedy.num_correct > after.greedy.num_correct == 0
 
     await reply(learner.drain())
-    await asyncio.wait_for(running, 30)
+    await asyncio.wait_for(running, 120)
     report = actor.report()
     status = await reply(learner.status())
     await actor.stop()

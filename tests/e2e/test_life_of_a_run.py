@@ -33,7 +33,7 @@ from tests.files import json_rows
 from tests.ports import free_port
 from tests.terminal import Terminal
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 COLLECTIVE_TIMEOUT_S = 12
 ENDLESS = (
@@ -171,7 +171,7 @@ def look_at(run: Life, tmp_path, request) -> None:
     assert max(map(int, document["lags"]["first"])) <= document["max_lag"]
     assert document["buffer"]["ledger"]["gap"] == 0
 
-    with urllib.request.urlopen(f"http://127.0.0.1:{run.prometheus_port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{run.prometheus_port}/metrics", timeout=60) as answer:
         served = answer.read().decode()
     assert 'leeway_actor_tokens_per_s{actor="actor-1",pool="first"}' in served
     assert "\nleeway_lag_token_max " in served
@@ -230,7 +230,7 @@ def test_a_stage_that_dies_or_hangs_is_started_again_with_the_others_while_all_e
     hung.suspend()
     run.wait_for("their second restart", lambda: run.steps()[-1]["restarts"] == 2)
     assert all(other.is_running() for other in others), "somebody else was started again"
-    assert wait_for_end([killed, hung], timeout_s=10) == [], "a process that was replaced is left behind"
+    assert wait_for_end([killed, hung]) == [], "a process that was replaced is left behind"
     restarts = [each["text"] for each in run.events("restart") if each["text"].startswith("stage")]
     assert re.match(r"stage\.[01] died .* all stages are started again from the checkpoint of step", restarts[0])
     assert re.match(rf"stage\.[01] did not answer the others .* = {COLLECTIVE_TIMEOUT_S} s", restarts[1])
@@ -242,9 +242,9 @@ def test_a_stage_that_dies_or_hangs_is_started_again_with_the_others_while_all_e
 def test_one_interrupt_ends_it_with_a_checkpoint_and_without_a_process(run: Life):
     family = descendants(run.process)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does it: every process gets the signal
-    output, _ = run.process.communicate(timeout=120)
+    output, _ = run.process.communicate(timeout=240)
     assert run.process.returncode == 130, output
-    assert wait_for_end(family, timeout_s=10) == []
+    assert wait_for_end(family) == []
     assert_ended_in_order(run.folder)
     assert "refused strangers" in (run.folder / "logs" / "buffer.0.log").read_text()
     assert [path for path in run.engine_sockets if path.exists()] == []
@@ -259,11 +259,11 @@ def test_killed_with_its_command_it_is_gone_and_says_how_to_go_on(run: Life, req
     family = descendants(run.process)
     assert any("EngineCore" in command_of(each) for each in family)
     run.process.kill()
-    run.process.communicate(timeout=30)
+    run.process.communicate(timeout=240)
     terminal.wait_for(lambda grid: "is gone since" in grid.lines[0])
     terminal.press("q")
     assert terminal.end() == 0
-    assert wait_for_end(family, timeout_s=60) == []
+    assert wait_for_end(family) == []
     asked = leeway("status", run.folder)
     assert asked.returncode == 1
     assert f"nothing runs; `leeway resume {run.folder}` goes on" in asked.stdout

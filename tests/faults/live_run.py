@@ -95,7 +95,7 @@ class LiveRun:
             self.process.send_signal(signal.SIGTERM)
         output, _ = self.process.communicate(timeout=limit_s)
         assert self.process.returncode == (ExitStatus.INTERRUPTED if now else ExitStatus.OK), output
-        assert wait_for_end(family, timeout_s=10) == []
+        assert wait_for_end(family) == []
         return json.loads((self.folder / "summary.json").read_text())
 
     # --- what is done to it -----------------------------------------------------------------------
@@ -147,8 +147,8 @@ class LiveRun:
         if self.process.poll() is None:
             family = descendants(self.process)
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.communicate(timeout=10)
-            wait_for_end(family, timeout_s=15)
+            self.process.communicate(timeout=60)
+            wait_for_end(family)
         if self.process.stdout is not None:
             self.process.stdout.close()
 

@@ -100,7 +100,7 @@ def test_a_run_whose_ray_is_killed_ends_within_a_minute_and_says_so(start_run, s
     (why,) = [line for line in output.splitlines() if line.startswith("leeway: ")]
     assert re.search(rf"Ray's .* process {victim.pid}\) died, .*; see .*/logs/", why), output
     assert "Traceback" not in output
-    assert wait_for_end(family, timeout_s=15) == []
+    assert wait_for_end(family) == []
     show(f"{who}: ended after {ended_s:.0f} s: '{why.removeprefix('leeway: ').split(', and')[0]}'")
 
 
