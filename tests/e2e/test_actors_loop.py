@@ -17,8 +17,8 @@ from buffer.config import BufferConfig
 from buffer.service import BufferService
 from common.hf_folder import check_model_folder, prepare_serving_model
 from common.staleness import PolicyVersion
-from tests.run_context import run_context, run_facts
 from tests.trajectories import decode
+from tests.world.run_context import run_context, run_facts
 from weight_sync.config import WeightSyncConfig
 from weight_sync.publisher import Publisher
 from weight_sync.store import WeightStore

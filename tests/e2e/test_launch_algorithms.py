@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors import safe_open
 
-from tests.e2e.real_run import start
+from tests.world.live_run import start
 
 pytestmark = pytest.mark.full  # what each loss has of its own is held by the unit tests
 

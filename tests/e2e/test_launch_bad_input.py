@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.real_run import ROOT, command_of, descendants, start, wait_for_end, wait_for_steps
 from tests.faults.disks import Mounts, fill
-from tests.ports import free_port
+from tests.world.live_run import ROOT, command_of, descendants, start, wait_for_end, wait_for_steps
+from tests.world.ports import free_port
 
 LIMIT_S = 280
 RAY = Path(sys.executable).with_name("ray")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.e2e.real_run import assert_ended_in_order, command_of, descendants, start, wait_for_end, wait_for_steps
+from tests.world.live_run import assert_ended_in_order, command_of, descendants, start, wait_for_end, wait_for_steps
 
 
 def test_an_interrupt_while_starting_ends_at_once_and_without_processes(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.e2e.real_run import ROOT, start
+from tests.world.live_run import ROOT, start
 
 pytestmark = pytest.mark.full
 

@@ -6,7 +6,7 @@ import pytest
 
 from buffer.offline.inspect import Inspection
 from buffer.offline.verify import verify
-from tests.e2e.real_run import command_of, descendants, start, wait_for_steps
+from tests.world.live_run import command_of, descendants, start, wait_for_steps
 
 
 @pytest.mark.full

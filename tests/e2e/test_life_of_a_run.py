@@ -27,11 +27,10 @@ from safetensors.torch import load_file
 from buffer import protocol as p
 from buffer.store import PORT
 from launch.observe.trace import read
-from tests.e2e.real_run import ROOT, assert_ended_in_order, command_of, descendants, wait_for_end
-from tests.faults.live_run import LiveRun
-from tests.files import json_rows
-from tests.ports import free_port
-from tests.terminal import Terminal
+from tests.world.files import json_rows
+from tests.world.live_run import ROOT, LiveRun, assert_ended_in_order, command_of, descendants, wait_for_end
+from tests.world.ports import free_port
+from tests.world.terminal import Terminal
 
 pytestmark = pytest.mark.timeout(1200)
 

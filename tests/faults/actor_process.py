@@ -26,7 +26,7 @@ from buffer.config import BufferConfig
 from buffer.errors import BufferError, BufferRefused
 from buffer.outbox import Outbox
 from tests.faults.service_process import Key, sample
-from tests.files import whole_lines
+from tests.world.files import whole_lines
 from tests.world.waiting import LIMIT_S, wait_until
 
 _NEVER = threading.Event()

@@ -25,10 +25,10 @@ from buffer.trajectory import Trajectory, VersionSpan
 from common.run import RunFacts
 from common.staleness import PolicyVersion
 from tests.faults.learner_stage_process import run_rank
-from tests.files import json_rows
-from tests.ports import free_port
-from tests.run_context import run_facts
 from tests.world.buffer import InProcessBuffer
+from tests.world.files import json_rows
+from tests.world.ports import free_port
+from tests.world.run_context import run_facts
 
 ROOT = Path(__file__).parents[2]
 GROUP_SIZE, GROUPS_PER_STEP, VOCABULARY = 4, 3, 32

@@ -19,7 +19,7 @@ from learner import stage as stage_file
 from learner.checkpoint import TrainingState
 from learner.config import LearnerConfig
 from learner.stage import Stage
-from tests.run_context import run_context, run_facts
+from tests.world.run_context import run_context, run_facts
 from weight_sync.config import WeightSyncConfig
 from weight_sync.store import WeightStore
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.e2e.real_run import command_of, descendants, wait_for_end
-from tests.faults.live_run import LiveRun
+from tests.world.live_run import LiveRun, command_of, descendants, wait_for_end
 
 pytestmark = pytest.mark.timeout(900)
 

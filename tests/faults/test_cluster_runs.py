@@ -17,7 +17,7 @@ from tests.faults import hosts as machines
 from tests.faults import results
 from tests.faults.cluster import Cluster, end
 from tests.faults.cluster_page import Outcome, Page
-from tests.files import json_rows
+from tests.world.files import json_rows
 
 pytestmark = [pytest.mark.timeout(1500)]
 HEAD, EXACT, FAST = range(3)

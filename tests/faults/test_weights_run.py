@@ -13,7 +13,7 @@ from common.staleness import PolicyVersion
 from launch.observe.tripwires import BEHIND_AFTER_S
 from tests.faults import results
 from tests.faults.disks import fill
-from tests.faults.live_run import GROUP_SIZE, GROUPS_PER_STEP, LiveRun
+from tests.world.live_run import GROUP_SIZE, GROUPS_PER_STEP, LiveRun
 from weight_sync.manifest import Manifest
 from weight_sync.store import WeightStore
 

@@ -14,8 +14,8 @@ from learner import mesh, stage
 from learner.config import LearnerConfig
 from learner.mesh import Agreement, Mesh, StageLost, tells_of_loss
 from learner.stage import Stage
-from tests.run_context import run_context
 from tests.world.learner import run_ranks
+from tests.world.run_context import run_context
 
 STARTUP_S = 250.0
 DUPLICATE = """NCCL error in: NCCLUtils.cpp, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5

@@ -23,7 +23,7 @@ from actors.tasks.config import ReasoningGymTask
 from buffer.protocol import Lease, LeaseGrant, RenewReply, RowResult
 from buffer.trajectory import VersionSpan
 from common.staleness import PolicyVersion
-from tests.run_context import run_context, run_facts
+from tests.world.run_context import run_context, run_facts
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt
 

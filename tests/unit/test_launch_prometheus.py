@@ -14,7 +14,7 @@ from launch.errors import ConfigError
 from launch.observe import sinks
 from launch.observe.sinks import Exporter
 from launch.observe.status import read_status
-from tests.ports import free_port
+from tests.world.ports import free_port
 
 RECORDED = Path(__file__).parents[1] / "data" / "status" / "training.json"
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"

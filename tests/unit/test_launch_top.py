@@ -13,7 +13,7 @@ import pytest
 from launch.observe.status import RunStatus, read_status, write_status
 from launch.observe.view import MARK, View, lag_rows
 from launch.run_folder import RunFolder
-from tests.terminal import ALTERNATE_SCREEN, CURSOR, Terminal
+from tests.world.terminal import ALTERNATE_SCREEN, CURSOR, Terminal
 
 RECORDED = Path(__file__).parents[1] / "data" / "status"
 """Of real runs of the demo: in training with two pools, and done."""

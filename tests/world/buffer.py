@@ -23,8 +23,8 @@ from buffer.store import Store
 from buffer.trajectory import Trajectory, VersionSpan
 from common.run import RunFacts
 from common.staleness import PolicyVersion
-from tests.run_context import run_facts
 from tests.trajectories import decode
+from tests.world.run_context import run_facts
 
 M = TypeVar("M", bound=p.Message)
 

@@ -30,7 +30,7 @@ from learner.networks import Networks, Reference, build_networks, build_referenc
 from learner.packing import PackingRule
 from learner.pipeline import micro_batches_asked
 from learner.step import TrainStep
-from tests.run_context import run_context, run_facts
+from tests.world.run_context import run_context, run_facts
 
 VOCABULARY, TEMPERATURE, TOKEN_BUDGET, NUM_STEPS = 40, 0.8, 48, 2
 SEED = 5

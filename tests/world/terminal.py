@@ -1,5 +1,7 @@
 """A pseudo-terminal with a child in it, and what its screen shows: enough of a terminal for what rich writes."""
 
+from __future__ import annotations
+
 import codecs
 import fcntl
 import os

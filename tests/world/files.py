@@ -1,5 +1,7 @@
 """What tests read while another process still writes it."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any

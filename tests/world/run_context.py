@@ -1,5 +1,7 @@
 """The description of a run as a test makes it: only what the test is about need be said."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,5 +1,7 @@
 """Ports for a test to give to a process that does not choose its own."""
 
+from __future__ import annotations
+
 import random
 import socket
 
