@@ -1,25 +1,28 @@
-"""OAPL: regression of the log ratio to the policy that sampled on the optimal advantage.
+"""OAPL: regression of the log ratio to the policy that sampled on the advantage.
 
 Objective:
-    V(x)    = beta_value * log( 1/K * sum_j exp(r_j / beta_value) )
     delta_j = beta * log(pi / mu)(y_j|x) - (r_j - V(x))
     L       = mean over prompts and j of delta_j^2
-    On data of one policy mu, and with beta_value = beta and K large, its minimum is pi(y|x) proportional to
-    mu(y|x) * exp(r / beta): the policy that maximises the reward less beta times the KL to mu. V is then its log Z.
+    V(x)    = the mean reward of the prompt's other samples; or, with a `beta_value` as in the paper,
+              beta_value * log( 1/K * sum_j exp(r_j / beta_value) )
+    On data of one policy mu the gradient vanishes where pi(y|x) is proportional to mu(y|x) * exp(r / beta): the policy
+    that maximises the reward less beta times the KL to mu. With weights pi / mu that holds for any V, as a baseline
+    does in REINFORCE; without it needs V = beta * log Z, which is beta_value = beta and a large K.
 
 Estimator:
-    grad L = 2 * beta / K * sum_j delta_j * grad log pi(y_j|x) per prompt. Prompts weigh the same, also where samples
-    failed and their groups are smaller. V is estimated from the group, so with a small K it is biased.
+    grad L = 2 * beta / K * sum_j delta_j * sum_t w_t * grad log pi_t per prompt, with the weights w of `corrections`.
+    Prompts weigh the same, also where samples failed and their groups are smaller.
 
 Where the off-policy correction enters:
-    The anchor is the policy that sampled, whichever version that was: data of any age define their own target, and no
-    weight is needed to be right about it. `corrections` weigh the gradient all the same, which matters under delay.
+    The anchor is the policy that sampled, whichever version that was: data of any age define their own target.
+    `corrections` weigh the gradient, which matters under delay; and so does V: the log of a mean of exponentials
+    lies near the greatest reward, so nearly every sample would be pushed down, stale ones too.
 
 What we left out:
     The reference: nothing pulls towards it, and the optimum of a whole run is the best completion, not a tilted policy.
 
 References:
-    OAPL, arXiv 2602.19362; the estimate of V: A*-PO, arXiv 2505.20686.
+    OAPL, arXiv 2602.19362; its estimate of V: A*-PO, arXiv 2505.20686; the mean of the others: RLOO, arXiv 2402.14740.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from torch import Tensor
 
 from algorithms.base import Algorithm, LossInputs, LossOutput, Needs
 from algorithms.corrections import WeighedSection, weigh_gradient
+from algorithms.off_policy_ppo import group_advantages
 
 
 class OAPLConfig(WeighedSection):
@@ -41,7 +45,9 @@ class OAPLConfig(WeighedSection):
     type: Literal["oapl"] = "oapl"
     beta: PositiveFloat = Field(default=0.1, description="Strength of the pull towards the policy that sampled.")
     beta_value: PositiveFloat | None = Field(
-        default=None, description="Temperature of the estimate of V from a group's rewards. Unset: beta."
+        default=None,
+        description="Temperature of V, the log-mean-exp of a group's rewards. "
+        "Unset: V is the mean reward of the group's other samples, which needs corrections; the paper's is beta.",
     )
 
     @property
@@ -64,19 +70,26 @@ def oapl(config: OAPLConfig, inputs: LossInputs) -> LossOutput:
     """
     inputs, weights_T, shares = weigh_gradient(config.compared(inputs), config.corrections)
     log_rho_B = inputs.sum_per_sequence(inputs.logprobs_T - inputs.behaviour_logprobs_T)
-    value_B = optimal_value(inputs, config.beta_value or config.beta)
-    delta_B = config.beta * log_rho_B - (inputs.rewards_B - value_B)
+    advantage_B = advantages(config, inputs)
+    delta_B = config.beta * log_rho_B - advantage_B
     loss = (delta_B.square() / inputs.group_size_B).sum() / inputs.num_groups
     return LossOutput(
         loss,
         {
             "oapl/delta_abs": float(delta_B.detach().abs().mean()) / config.beta,
-            "oapl/value": float(value_B.mean()),
+            "oapl/value": float((inputs.rewards_B - advantage_B).mean()),
             "oapl/kl_behaviour": float(log_rho_B.detach().mean()),
             **shares,
         },
         weights_T,
     )
+
+
+def advantages(config: OAPLConfig, inputs: LossInputs) -> Tensor:
+    """The reward of each sequence less V: B."""
+    if config.beta_value is None:
+        return group_advantages(inputs, inputs.rewards_B, "rloo")
+    return inputs.rewards_B - optimal_value(inputs, config.beta_value)
 
 
 def optimal_value(inputs: LossInputs, beta: float) -> Tensor:

@@ -127,8 +127,9 @@ ROWS = (
     _candidate("off_policy_ppo, raw weights", *NONE),
     _candidate("off_policy_ppo, proximal = behaviour", "--algorithm.proximal", "behaviour"),
     _ships("oapl"),
+    _candidate("oapl, V as log-mean-exp at beta", "--algorithm.beta_value", "0.1"),
     _unweighted("oapl"),
-    _candidate("oapl, no weights, beta 1", "--algorithm.beta", "1.0", *NONE),
+    _candidate("oapl, no weights, both betas 1", "--algorithm.beta", "1.0", "--algorithm.beta_value", "1.0", *NONE),
 )
 
 

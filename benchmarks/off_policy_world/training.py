@@ -63,7 +63,6 @@ class Row:
     config: AlgorithmSection
     learning_rate: float
     ess: EssRule | None = None
-    group_size: int = GROUP_SIZE
 
 
 def _ppo(name: str, learning_rate: float, ess: EssRule | None = None, **keys: Any) -> Row:  # noqa: ANN401
@@ -82,8 +81,8 @@ ROWS = (
     # beta is another thing here: it sets the margin of a pair to 1 / (2 * beta)
     _dpo("+ipo", 1e-3, beta=0.1, variant="ipo"),
     Row("oapl", OAPLConfig(beta=BETA), 1e-2),
-    Row("oapl+unweighted", OAPLConfig(beta=BETA, corrections=()), 1e-2),
-    Row("oapl+groups_of_64", OAPLConfig(beta=BETA), 1e-2, group_size=64),
+    Row("oapl+log_mean_exp", OAPLConfig(beta=BETA, beta_value=BETA), 1e-2),
+    Row("oapl+unweighted", OAPLConfig(beta=BETA, beta_value=BETA, corrections=()), 1e-2),
     _ppo("", 1e-2),
     _ppo("+unbounded", 1e-2, corrections=[]),
     _ppo("+naive", 1e-2, proximal="behaviour"),
@@ -144,7 +143,7 @@ def train(world: World, row: Row, lag: Lag, seed: int, num_draws: int) -> Outcom
         with torch.no_grad():
             proximal_PC, old_values_PN = policy()
         behaviour_PC = reference_PC if lag == "first" else behaviour(lag, proximal_PC, past)
-        prompts_G, sequences_GK = sample(behaviour_PC, row.group_size, random)
+        prompts_G, sequences_GK = sample(behaviour_PC, random)
         draw = Draw(prompts_G, sequences_GK, behaviour_PC, proximal_PC, reference_PC, old_values_PN)
         for _ in range(NUM_EPOCHS):
             for groups in torch.randperm(prompts_G.numel(), generator=random).chunk(NUM_MINIBATCHES):
@@ -168,11 +167,11 @@ def behaviour(lag: Lag, present_PC: Tensor, past: deque[Tensor]) -> Tensor:
     return past[-num_back] if num_back else present_PC
 
 
-def sample(behaviour_PC: Tensor, group_size: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+def sample(behaviour_PC: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
     """Completions from the behaviour policy, as many groups for each prompt: G prompts and G, K completions."""
     share_PS = of_sequences(behaviour_PC).exp()
     drawn = torch.multinomial(share_PS, SAMPLES_PER_DRAW // NUM_PROMPTS, replacement=True, generator=random)
-    sequences_GK = drawn.view(-1, group_size)
+    sequences_GK = drawn.view(-1, GROUP_SIZE)
     return torch.arange(NUM_PROMPTS).repeat_interleave(len(sequences_GK) // NUM_PROMPTS), sequences_GK
 
 
@@ -180,9 +179,8 @@ def loss_inputs(
     world: World, draw: Draw, groups: Tensor, choices_PC: Tensor, values_PN: Tensor, step: int
 ) -> LossInputs:
     """The minibatch of some groups of a draw, as a loss reads it; `choices_PC` and `values_PN` are the leaves."""
-    group_size = draw.sequences_GK.shape[1]
     sequence_B = draw.sequences_GK[groups].flatten()
-    prompt_B = draw.prompts_G[groups].repeat_interleave(group_size)
+    prompt_B = draw.prompts_G[groups].repeat_interleave(GROUP_SIZE)
     num_sequences = sequence_B.numel()
     choice_T = (prompt_B[:, None] * NUM_CHOICES + CHOICES_SL[sequence_B]).flatten()
     node_T = (prompt_B[:, None] * NUM_NODES + NODES_SL[sequence_B]).flatten()
@@ -192,7 +190,7 @@ def loss_inputs(
         behaviour_logprobs_T=draw.behaviour_PC.flatten()[choice_T],
         reference_logprobs_T=draw.reference_PC.flatten()[choice_T],
         sequence_T=torch.arange(num_sequences).repeat_interleave(LENGTH),
-        group_B=torch.arange(groups.numel()).repeat_interleave(group_size),
+        group_B=torch.arange(groups.numel()).repeat_interleave(GROUP_SIZE),
         rewards_B=world.rewards_PS[prompt_B, sequence_B],
         finished_B=torch.ones(num_sequences, dtype=torch.bool),
         num_groups=groups.numel(),

@@ -22,7 +22,7 @@ def small_world():
 
 
 def draw_from(behaviour_PC, small_world):
-    prompts_G, sequences_GK = training.sample(behaviour_PC, GROUP_SIZE, torch.Generator().manual_seed(0))
+    prompts_G, sequences_GK = training.sample(behaviour_PC, torch.Generator().manual_seed(0))
     with torch.no_grad():
         reference_PC, values_PN = small_world.reference()
     return training.Draw(prompts_G, sequences_GK, behaviour_PC, 2 * reference_PC, reference_PC, values_PN)
@@ -117,7 +117,7 @@ def test_samples_come_from_the_behaviour_policy(small_world):
     random = torch.Generator().manual_seed(0)
     counts_PS = torch.zeros(world.NUM_PROMPTS, world.NUM_SEQUENCES, dtype=torch.float64)
     for _ in range(200):
-        prompts_G, sequences_GK = training.sample(choices_PC.detach(), GROUP_SIZE, random)
+        prompts_G, sequences_GK = training.sample(choices_PC.detach(), random)
         flat = prompts_G[:, None] * world.NUM_SEQUENCES + sequences_GK
         counts_PS += torch.bincount(flat.flatten(), minlength=counts_PS.numel()).view_as(counts_PS)
     share_PS = world.sequence_logprobs(small_world.reference).exp()
