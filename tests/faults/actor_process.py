@@ -117,7 +117,7 @@ class ActorProcess:
         """End it as a crash would, whatever state it is in."""
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(15)
+        self.process.wait(60)
 
 
 class _BoundlessOutbox(Outbox):

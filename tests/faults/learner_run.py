@@ -126,7 +126,7 @@ class MadeUpActor:
 
     def __exit__(self, *_):
         self._stop.set()
-        self._thread.join(20)
+        self._thread.join(60)
         self._client.close()
 
     def _run(self) -> None:
@@ -307,7 +307,7 @@ class LearnerRun:
         for rank in self.ranks:
             rank.kill()
         for rank in self.ranks:
-            rank.wait(30)
+            rank.wait(60)
 
     def ledger(self) -> dict[str, int]:
         """The buffer's counts."""
@@ -321,7 +321,7 @@ class LearnerRun:
     def close(self) -> None:
         self.kill()
         self._stop.set()
-        self._thread.join(20)
+        self._thread.join(60)
 
 
 def load_checkpoint(path: Path) -> dict[str, torch.Tensor]:

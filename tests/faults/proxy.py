@@ -40,7 +40,7 @@ class Proxy:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(60)
         for socket in (self._front, *self._backs.values()):
             socket.close()
         self._context.term()

@@ -83,7 +83,7 @@ class Service:
         self._log = log or folder.with_name(folder.name + ".log")
         self.start()
 
-    def start(self, timeout_s: float = 30.0) -> None:
+    def start(self, timeout_s: float = LIMIT_S) -> None:
         """Start the process anew and wait for its address."""
         self.launch()
         # A reader of its own: a pipe cannot be waited for with a limit.
@@ -141,7 +141,7 @@ class Service:
         self.process.terminate()
         assert self.wait() == 0, self.log[-3000:]
 
-    def wait(self, timeout_s: float = 15.0) -> int:
+    def wait(self, timeout_s: float = LIMIT_S) -> int:
         """Wait for its end; the exit code."""
         code = self.process.wait(timeout_s)
         self.process.stdout.close()
@@ -151,7 +151,7 @@ class Service:
         """End it whatever state it is in."""
         if self.is_alive:
             self.process.kill()
-        self.process.wait(15)
+        self.process.wait(LIMIT_S)
         self.process.stdout.close()
 
     def memory_bytes(self) -> int:
@@ -256,7 +256,7 @@ class Load:
             client.close(0.1)
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(30)
+                thread.join(60)
 
     def wait_for(self, num_answers: int, timeout_s: float = LIMIT_S) -> None:
         """Wait until so many more pushes are answered."""

@@ -31,7 +31,7 @@ class Strace:
         """Detach; the process goes on."""
         if self._process.poll() is None:
             self._process.terminate()
-        self._process.wait(15)
+        self._process.wait(60)
         self._process.stderr.close()
 
     def wait(self, timeout_s: float) -> None:

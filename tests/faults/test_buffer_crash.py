@@ -132,7 +132,7 @@ def dies(command: list[str], folder) -> bool:
                 os.kill(int((folder / "owner.lock").read_text()), signal.SIGKILL)
             except ProcessLookupError:
                 died = True
-        process.wait(15)
+        process.wait(60)
     return died
 
 
@@ -152,8 +152,8 @@ def kill_at(service, call: str, number: int, log) -> None:
     """Kill the service as it enters the so-many-th of these calls."""
     strace = Strace(service.pid, log, trace=COMMIT_CALLS, inject=f"{call}:signal=SIGKILL:when={number}")
     try:
-        assert service.wait(30) == -signal.SIGKILL
-        strace.wait(15)
+        assert service.wait(60) == -signal.SIGKILL
+        strace.wait(60)
     finally:
         strace.close()
     assert strace.last_call == call

@@ -30,7 +30,7 @@ def test_after_a_failed_write_nothing_is_acknowledged_and_the_service_ends(
     load.wait_for(100)
     strace = Strace(service.pid, tmp_path / "strace", trace=COMMIT_CALLS, inject=f"{call}:error=EIO:when=20+")
     try:
-        assert service.wait(30) == 1
+        assert service.wait(60) == 1
     finally:
         strace.close()
     failed_at_s = strace.injected_at_s[0] - time.time() + time.monotonic()
@@ -208,7 +208,7 @@ def test_a_full_map_grows_and_nothing_is_lost(start_service, load_on, show):
 def test_a_service_whose_map_cannot_grow_ends(start_service, load_on, show):
     service = start_service(facts=MANY, entry=SMALL_MAP_THAT_STAYS)
     load = load_on(service, facts=MANY, draws=False, num_completion_tokens=1024)
-    code = service.wait(30)
+    code = service.wait(60)
     settle()
     num_then = len(load.outcomes)
     settle(1.0)

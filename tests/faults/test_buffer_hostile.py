@@ -170,7 +170,7 @@ def test_good_traffic_hardly_slows_beside_malformed_messages(start_service, load
             rates[is_bad].append((len(load.outcomes) - before) / 2.0)
     finally:
         sender.kill()
-        sender.wait(10)
+        sender.wait(60)
     load.end()
     ratio = statistics.median(bad / good for bad, good in zip(rates[True], rates[False], strict=True))
     assert ratio >= 0.9

@@ -37,7 +37,7 @@ def start_reader():
     yield start
     for reader in started:
         reader.kill()
-        reader.wait(10)
+        reader.wait(60)
         reader.stdout.close()
 
 
@@ -72,7 +72,7 @@ def test_a_pinned_reader_is_named_and_the_file_stays_below_twice_its_data(start_
     time.sleep(pick(1, 5))
     largest, held_s = file_bytes(service), time.monotonic() - began
     reader.kill()
-    reader.wait(10)
+    reader.wait(60)
     freed_at_s, num_then = time.monotonic(), len(load.outcomes)
     load.wait_for(10)
     resumed_s = load.outcomes.times_s[num_then] - freed_at_s

@@ -131,7 +131,7 @@ class ShardedRun:
             client.close(0.5)
         for actor in self._actors:
             if actor.ident is not None:
-                actor.join(30)
+                actor.join(60)
         for service in self.services:
             service.close()
 

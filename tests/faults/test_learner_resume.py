@@ -16,6 +16,7 @@ from tests.faults.disks import fill
 from tests.faults.learner_run import LearnerRun, MadeUpActor, record
 from tests.faults.results import as_text, pick
 from tests.full import FULL
+from tests.world.waiting import bound
 
 NUM_STEPS = 12
 BALANCE = "trajectory balance"
@@ -123,7 +124,7 @@ def kill_at_random(run: LearnerRun, chance: random.Random) -> str:
     for rank in {"all": run.ranks, "the coordinator": run.ranks[1:], "another rank": run.ranks[:1]}[victim]:
         rank.kill()
     for rank in run.ranks:
-        assert rank.wait(30) is not None, f"rank {rank.number} stayed; {run.logs()}"
+        assert rank.wait(60) is not None, f"rank {rank.number} stayed; {run.logs()}"
     return victim
 
 
@@ -240,7 +241,7 @@ def seconds_to_leave(run: LearnerRun, victim: int) -> float:
     run.ranks[victim].kill()
     killed_s = time.monotonic()
     for rank in run.ranks:
-        code = rank.wait(killed_s + LEAVE_WITHIN_S - time.monotonic())
+        code = rank.wait(killed_s + bound(LEAVE_WITHIN_S) - time.monotonic())
         assert code, f"rank {rank.number} ended with {code}; {run.logs()}"
     return time.monotonic() - killed_s
 

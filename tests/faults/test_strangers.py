@@ -153,7 +153,7 @@ class LockedWeights:
     def _end(self) -> None:
         self._stop.set()
         if self._thread.ident is not None:
-            self._thread.join(30)
+            self._thread.join(60)
 
     @property
     def log(self) -> str:
@@ -162,7 +162,7 @@ class LockedWeights:
     def close(self) -> None:
         self._end()
         self._process.kill()
-        self._process.wait(15)
+        self._process.wait(60)
         self._process.stdout.close()
 
 
@@ -263,7 +263,7 @@ def test_slow_sockets_are_cut_off_and_good_traffic_goes_on(name, start_locked, s
             most = max(most, process.num_fds())
     finally:
         sender.kill()
-        sender.wait(10)
+        sender.wait(60)
         sender.stdout.close()
     wait_until(lambda: process.num_fds() < at_rest + 20, "the descriptors to be given back")
     assert most <= at_rest + 2 * NUM_SLOW

@@ -47,7 +47,7 @@ class Reader:
 
     def close(self) -> None:
         self._end.set()
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _run(self) -> None:
         puller = Puller.of_folder(self._folder, DTYPE)

@@ -66,7 +66,7 @@ class Process:
     def kill(self) -> None:
         """SIGKILL, now."""
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
         self.process.stdout.close()
 
     def wait(self, timeout_s: float = 60.0) -> int:
