@@ -84,6 +84,16 @@ class Life(LiveRun):
         """What is known of each, by name."""
         return {each["name"]: each for each in json.loads((self.folder / "status.json").read_text())["actors"]}
 
+    def wait_for_movers(self, what: str, look) -> None:
+        """As `wait_for`, of actors that come and go, which are let through before the others."""
+
+        def looked() -> bool:
+            self.hurry("actor", 1)
+            self.hurry("actor", 2)
+            return bool(look())
+
+        self.wait_for(what, looked, every_s=0.5)
+
     def of_last(self) -> dict[int, dict]:
         """The row that counts of every step."""
         return {row["step"]: row for row in self.steps()}
@@ -154,11 +164,6 @@ def test_it_is_its_owners_alone_and_a_stranger_is_not_answered(run: Life):
 
 
 def test_it_is_seen_from_outside(run: Life, tmp_path, request):
-    with run.yielding():
-        look_at(run, tmp_path, request)
-
-
-def look_at(run: Life, tmp_path, request) -> None:
     asked = leeway("status", run.folder, "--json")
     assert asked.returncode == 0, asked.stderr
     document = json.loads(asked.stdout)
@@ -194,14 +199,13 @@ def look_at(run: Life, tmp_path, request) -> None:
 def test_actors_come_and_go(run: Life):
     more = leeway("scale", run.folder, "--pool", "first", "--count", 3)
     assert (more.returncode, more.stdout) == (0, "pool 'first' had 2 actors and is to have 3\n"), more.stderr
-    with run.yielding():
-        run.wait_for("its samples", lambda: run.actors().get("actor-2", {}).get("acknowledged"))
+    run.wait_for_movers("its samples", lambda: run.actors().get("actor-2", {}).get("acknowledged"))
     assert leeway("scale", run.folder, "--pool", "first", "--count", 1).returncode == 0
     for count, pool, why in ((0, "first", "keep 1"), (2, "second", "no pool 'second'")):
         refused = leeway("scale", run.folder, "--pool", pool, "--count", count)
         assert refused.returncode == 2
         assert why in refused.stderr
-    run.wait_for("two to leave", lambda: run.actors().keys() == {"actor-0"})
+    run.wait_for_movers("two to leave", lambda: run.actors().keys() == {"actor-0"})
     assert run.actors()["actor-0"]["state"] == "working"
     assert len(run.events("left")) == 2
     run.wait_for_steps(3)
