@@ -145,6 +145,7 @@ def test_the_page_is_written_only_where_it_is_asked_for(tmp_path, monkeypatch, c
     assert "a page shows all sweeps" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_a_run_that_fails_says_what_it_printed_last(tmp_path):
     prints = ["sh", "-c", "seq 30; exit 3"]
     with pytest.raises(MeasurementFailed, match=r"^run ended with status 3; it said last:\n    11\n") as failed:

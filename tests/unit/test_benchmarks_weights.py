@@ -87,6 +87,7 @@ def test_a_completion_is_rewarded_by_how_close_its_first_number_is():
     assert training.closeness("none", 30) == 0.0
 
 
+@pytest.mark.process
 def test_a_call_that_raises_names_role_and_reason():
     with (
         Peer("copying") as peer,
@@ -95,6 +96,7 @@ def test_a_call_that_raises_names_role_and_reason():
         peer.call("rates", no_such=1)
 
 
+@pytest.mark.process
 def test_a_call_that_takes_too_long_is_over_and_its_process_too():
     with (
         pytest.raises(MeasurementFailed, match=r"took longer than 0\.01 s for 'rates'"),
@@ -104,6 +106,7 @@ def test_a_call_that_takes_too_long_is_over_and_its_process_too():
     assert not psutil.pid_exists(peer.pid)
 
 
+@pytest.mark.process
 def test_a_peer_ends_when_nobody_holds_its_pipe_any_more():
     peer = Peer("copying")
     process = psutil.Process(peer.pid)

@@ -86,6 +86,7 @@ def test_a_store_is_verified_by_another_process_while_it_is_written_and_afterwar
     buffer._open()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("version", [2, 4])
 def test_a_store_of_another_schema_version_is_neither_continued_nor_read(tmp_path, version):
     Store(tmp_path, facts()).close()
