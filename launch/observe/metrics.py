@@ -72,7 +72,7 @@ METRICS: dict[str, str] = {
     "tb/log_z": "Mean VarGrad estimate of log Z.",
     "tb/kl_reference": "mean(log pi - log pi_ref) per sequence.",
     "oapl/delta_abs": "Mean |delta| / beta of OAPL, nats: distance from the draw's own optimum.",
-    "oapl/value": "Mean estimate of the optimal value V of OAPL.",
+    "oapl/value": "Mean of V, what a reward is held against in OAPL.",
     "oapl/kl_behaviour": "mean(log pi - log mu) per sequence.",
     "dpo/accuracy": "Share of pairs whose better sample has the greater implicit reward.",
     "dpo/margin": "Mean difference of implicit rewards.",
