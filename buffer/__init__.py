@@ -4,8 +4,7 @@ Read it from the outside in. Imports point from each part to those below it.
 
 The processes
     client      BufferClient: what actors and the learner talk through (`outbox` collects trajectories)
-    service     BufferService: the one process that owns a store (`upkeep` syncs, watches readers and scrubs;
-                `process` is about its own)
+    service     BufferService: the one process that owns a store (`upkeep` syncs, watches readers and scrubs)
     sharding    several services behind one client, and how prompts and steps are divided among them
     offline     tools that look at a store, live or over, export, compact or verify it
 What is said
@@ -16,7 +15,7 @@ The rules, each in the given transaction
     leases      which prompts are out with which actor, and when they are issued again
     ingest      what becomes of pushed trajectories, row by row, and what a row must satisfy
     draws       which groups train at which step, recorded and idempotent; `steps`: the learner's life
-    samplers    which of the groups that are `eligible` a step takes
+    samplers    which of the groups that are ready a step takes
     groups      the life of a group of samples, and which groups leave a store that is full
     lengths     what was generated against what is trained
     ledger      where every issued sample is, and the identities that must hold
@@ -24,7 +23,6 @@ The store
     store       Store: the LMDB environment of a folder (`pages` checks its file)
     transaction tables within a transaction, sealed by checksums; `tables`: what their rows are
     rows        a trajectory on disk
-    catalogue   complete groups by prompt, version, reward and length
-    sum_tree    draws by weight in logarithmic time
+    index       GroupIndex: in memory, the groups by what the rules look for
 trajectory, config and errors are what all of them speak of.
 """

@@ -10,8 +10,10 @@ recounts the ledger, and reports as JSON.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -20,10 +22,11 @@ from pathlib import Path
 from buffer.config import BufferConfig
 from buffer.errors import BufferError
 from buffer.offline.verify import check_store
-from buffer.process import end_with_parent, keep_memory
-from buffer.service import BufferService
+from buffer.service import BufferService, keep_memory
 from buffer.store import Store
 from common.run import RunFacts
+
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -62,11 +65,32 @@ def _serve(service: BufferService, parent: int | None) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    end_with_parent(stop, parent)
+    _end_with_parent(stop, parent)
     keep_memory()
     print(service.bind(), flush=True)
     service.serve(stop)
     return 0
+
+
+def _end_with_parent(stop: threading.Event, expected: int | None) -> None:
+    """Have the kernel send SIGTERM when the parent dies; elsewhere than on Linux, look for it.
+
+    The parent tells its process id: without it, one that died while this process was starting goes unnoticed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    parent = os.getppid() if expected is None else expected
+    if os.getppid() != parent:
+        stop.set()
+    if sys.platform == "linux":
+        return
+
+    def watch() -> None:
+        while not stop.wait(1.0):
+            if os.getppid() != parent:
+                stop.set()
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

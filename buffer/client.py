@@ -14,10 +14,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -26,7 +26,6 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable
-from buffer.lengths import LengthFidelity
 from buffer.outbox import Outbox, checked, message_room, num_fitting
 from buffer.trajectory import Trajectory
 from common.rpc.auth import ClientKeys
@@ -44,25 +43,11 @@ R = TypeVar("R")
 M = TypeVar("M", bound=Message)
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(p.DrawReply, frozen=True, dict=True):
     """The batch of a step."""
 
-    ready: bool
-    step: int
-    group_ids: list[int]
-    record_ids: list[int]
-    """One per trajectory."""
-    waiting_for: str
-    """Where not ready: what is missing and who owes it."""
-    body: bytes
+    body: bytes = b""
     """The trajectories as an Arrow IPC stream, to hand on as it is."""
-    ledger: dict[str, int]
-    """Counts of samples by the names of `buffer.ledger`, with 'gap', as the batch was drawn."""
-    lengths: list[int]
-    """Tokens of each trajectory, prompt included."""
-    fidelity: LengthFidelity
-    """How far the lengths trained so far are from those generated; see `buffer.lengths`."""
 
     @cached_property
     def rows(self) -> pa.RecordBatch:
@@ -217,13 +202,7 @@ class BufferClient:
     # --- the learner ------------------------------------------------------------------------------
 
     def begin_incarnation(self, version: int, step: int, *, at_least: int = 0) -> Future[p.IncarnationReply]:
-        """Start to learn at `version`, having finished `step` steps; the same client may say it again.
-
-        Args:
-            version: optimizer steps taken.
-            step: steps finished.
-            at_least: the incarnation's number, or a lower one.
-        """
+        """Start to learn at `version`, having finished `step` steps; the same client may say it again."""
 
         def begun(answer: Answer) -> p.IncarnationReply:
             reply = _expect(answer, p.IncarnationReply)
@@ -245,30 +224,10 @@ class BufferClient:
         wait_s: float,
         plan: Mapping[int, int] | None = None,
     ) -> Future[Draw]:
-        """Ask for the batch of step `step`, or for a part of it.
-
-        Args:
-            step: counted from 1.
-            version: at which it begins.
-            incarnation: of the learner.
-            num_groups: how many groups to draw.
-            wait_s: answered within so long, ready or not.
-            plan: of several shards, how many groups each of them gives.
-        """
+        """Ask for the batch of a step, or for a part of it; answered within `wait_s`, ready or not."""
 
         def drawn(answer: Answer) -> Draw:
-            reply = _expect(answer, p.DrawReply)
-            return Draw(
-                ready=reply.ready,
-                step=reply.step,
-                group_ids=reply.group_ids,
-                record_ids=reply.record_ids,
-                waiting_for=reply.waiting_for,
-                body=bytes(answer.body),
-                ledger=reply.ledger,
-                lengths=reply.lengths,
-                fidelity=reply.fidelity,
-            )
+            return Draw(**msgspec.structs.asdict(_expect(answer, p.DrawReply)), body=bytes(answer.body))
 
         request = p.DrawRequest(step, version, incarnation, num_groups, wait_s, dict(plan or {}))
         return self._then(self._transport.submit(request, wait_s=wait_s), drawn)
@@ -295,14 +254,7 @@ class BufferClient:
     def step_finished(
         self, step: int, version: int, skipped: bool = False, *, took_part: bool = True
     ) -> Future[p.Done]:
-        """Say that step `step` is done and the learner is now at `version`.
-
-        Args:
-            step: counted from 1.
-            version: optimizer steps taken.
-            skipped: none of its updates was applied.
-            took_part: this service gave groups to it.
-        """
+        """Say that step `step` (from 1) is done and the learner is now at `version`; see `protocol.StepFinished`."""
         return self._ask(p.StepFinished(step, version, self._incarnation, skipped, took_part), p.Done)
 
     def published(self, incarnation: int, version: int) -> Future[p.Done]:
@@ -380,12 +332,7 @@ def _expect(answer: Answer, kind: type[M]) -> M:
 
 
 def last_of(futures: Sequence[Future[R]], of_none: R) -> Future[R]:
-    """A future with the result of the last of these to complete, or the error of the first to fail.
-
-    Args:
-        futures: each completed by whoever owns it.
-        of_none: the result where there are none.
-    """
+    """A future with the result of the last of these to complete (`of_none` without any), or the first error."""
     joined: Future[R] = Future()
     lock = threading.Lock()
     num_missing = len(futures)

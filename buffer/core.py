@@ -6,8 +6,8 @@ it under a virtual clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,44 +18,17 @@ from buffer import schema
 from buffer.config import BufferConfig
 from buffer.draws import Draws
 from buffer.errors import BadBody, BufferRefused, CorruptRecord, StoreError
-from buffer.groups import Groups, checked_counts
+from buffer.groups import Groups
 from buffer.ingest import Ingest, Pushes, set_aside
 from buffer.leases import Leases
-from buffer.rows import Record, flat_values
-from buffer.sharding.division import of_shard, share_of
+from buffer.rows import flat_values, num_completion_tokens
+from buffer.sharding.division import capacity_of
 from buffer.steps import Steps
 from buffer.tables import DrawRecord
 from buffer.transaction import Transaction
 from common.run import RunFacts
 
-MAX_PUSHED_ROWS = 4096
-"""More trajectories in one push are refused: a turn of the service must stay short."""
-
 Answer = tuple[p.Reply, bytes | memoryview]
-
-
-class Unreadable(NamedTuple):
-    """A message body that holds no trajectories."""
-
-    error: BadBody
-    body: bytes | memoryview
-
-
-class OpenedPushes:
-    """Pushes that were read before any transaction, as far as they can be."""
-
-    def __init__(self, pushes: Sequence[tuple[p.Push, bytes]] | Sequence[tuple[p.Push, memoryview]]) -> None:
-        self.unreadable: list[Unreadable | None] = []
-        """For each message why it cannot be read, or None."""
-        messages, batches = [], []
-        for message, body in pushes:
-            try:
-                batches.append(schema.read_stream(body, max_rows=MAX_PUSHED_ROWS))
-                messages.append(message)
-                self.unreadable.append(None)
-            except BadBody as error:
-                self.unreadable.append(Unreadable(error, body))
-        self.readable = Pushes(messages, batches) if messages else None
 
 
 class BufferCore:
@@ -74,21 +47,38 @@ class BufferCore:
             contract = facts.contract
         except ValueError as error:
             raise StoreError(str(error)) from None
-        share = share_of(facts, contract)
-        config = of_shard(config, share)
-        need = (share.capacity + min(facts.groups_per_step, share.capacity)) * facts.group_size
+        capacity = capacity_of(facts, contract)
+        part = capacity / contract.capacity()
+        trajectories = max(1, round(config.capacity_trajectories * part))
+        limits = {"capacity_trajectories": trajectories, "capacity_gib": config.capacity_gib * part}
+        config = config.model_copy(update=limits)
+        need = (capacity + min(facts.groups_per_step, capacity)) * facts.group_size
         if config.capacity_trajectories < need:
-            part = f", which is shard {facts.shard}'s part," if facts.num_shards > 1 else ""
+            whose = f", which is shard {facts.shard}'s part," if facts.num_shards > 1 else ""
             raise StoreError(
-                f"[buffer] capacity_trajectories = {config.capacity_trajectories}{part} is below the {need} that the "
+                f"[buffer] capacity_trajectories = {config.capacity_trajectories}{whose} is below the {need} that the "
                 "staleness bound lets be outstanding: raise it, or lower max_lag, groups_per_step or group_size"
             )
         self.facts = facts
-        self.groups = Groups(config, facts.group_size, num_kept=share.capacity)
-        self.leases = Leases(config, facts, contract, share, self.groups, clock)
+        self.groups = Groups(config, facts.group_size, num_kept=capacity)
+        self.leases = Leases(config, facts, contract, capacity, self.groups, clock)
         self.ingest = Ingest(facts, self.groups, self.leases)
         self.steps = Steps(contract, self.groups)
-        self.draws = Draws(facts, contract, share, self.groups, self.leases, self.steps)
+        self.draws = Draws(facts, contract, capacity, self.groups, self.leases, self.steps)
+        self._answers: dict[type, Callable[[Transaction, Any], p.Reply | None]] = {
+            p.Hello: self._hello,
+            p.LeaseRequest: self.leases.grant,
+            p.Renew: self.leases.renew,
+            p.GiveUp: self.leases.give_up,
+            p.BeginIncarnation: self.steps.begin,
+            p.Published: self.steps.published,
+            p.StepFinished: self.steps.finish,
+            p.CheckpointDurable: self.steps.durable,
+            p.PlanRequest: self.draws.offer,
+            p.StatusRequest: self._status,
+            p.Drain: self._drain,
+        }
+        """What answers each request, or None where it was only done."""
 
     def handle(self, tx: Transaction, message: p.Request, body: bytes | memoryview) -> Answer:
         """Answer any request but a push, for which see `push`, and a draw, which may have to wait.
@@ -97,53 +87,18 @@ class BufferCore:
             BufferRefused: the request cannot be served; nothing was changed but the quarantine.
         """
         self.groups.prepare(tx)
-        match message:
-            case p.LeaseRequest():
-                return self.leases.grant(tx, message), b""
-            case p.Renew():
-                return self.leases.renew(tx, message), b""
-            case p.Hello():
-                return self._hello(tx, message), b""
-            case p.BeginIncarnation():
-                return self.steps.begin(tx, message), b""
-            case p.PlanRequest():
-                return self.draws.offer(tx, message), b""
-            case p.StatusRequest():
-                return self._status(tx), b""
-        self._note(tx, message, body)
-        return p.Done(), b""
+        if isinstance(message, p.WriteScores):
+            self._write_scores(tx, self._read(tx, body, schema.SCORES))
+            return p.Done(), b""
+        answer = self._answers.get(type(message))
+        if answer is None:
+            raise BufferRefused(f"{type(message).__name__} is no request that the buffer answers")
+        return answer(tx, message) or p.Done(), b""
 
-    def push(self, tx: Transaction, opened: OpenedPushes) -> list[p.PushReply | p.Refused]:
-        """Answer pushes, in order; many of one turn cost little more than one."""
+    def push(self, tx: Transaction, pushes: Pushes) -> list[p.PushReply | p.Refused]:
+        """Answer pushes, in order."""
         self.groups.prepare(tx)
-        outcomes = iter([] if opened.readable is None else self.ingest.push(tx, opened.readable))
-        replies: list[p.PushReply | p.Refused] = []
-        for unreadable in opened.unreadable:
-            if unreadable is not None:
-                set_aside(tx, unreadable.error.category, unreadable.body, matches_lease=False)
-                replies.append(p.Refused(f"the message was quarantined: {unreadable.error}"))
-            else:
-                outcome = next(outcomes)
-                replies.append(p.PushReply(outcome) if isinstance(outcome, list) else p.Refused(str(outcome)))
-        return replies
-
-    def _note(self, tx: Transaction, message: p.Request, body: bytes | memoryview) -> None:
-        """The requests whose answer is only that they were done."""
-        match message:
-            case p.GiveUp():
-                self.leases.give_up(tx, message)
-            case p.WriteScores():
-                self._write_scores(tx, self._read(tx, body, schema.SCORES))
-            case p.StepFinished():
-                self.steps.finish(tx, message)
-            case p.Published():
-                self.steps.published(tx, message)
-            case p.CheckpointDurable():
-                self.steps.durable(tx, message)
-            case p.Drain():
-                tx.state.draining = True
-            case _:
-                raise BufferRefused(f"{type(message).__name__} is no request that the buffer answers")
+        return self.ingest.push(tx, pushes)
 
     def try_draw(self, tx: Transaction, request: p.DrawRequest) -> Answer | None:
         """The reply to a draw; None where it must wait."""
@@ -156,7 +111,7 @@ class BufferCore:
             draw.step,
             draw.group_ids,
             draw.record_ids,
-            ledger=checked_counts(tx),
+            ledger=self.groups.checked_counts(tx),
             lengths=draw.lengths,
             fidelity=tx.state.fidelity.now,
         )
@@ -217,7 +172,7 @@ class BufferCore:
             score = np.ascontiguousarray(values[bounds[i] : bounds[i + 1]], np.float32)
             if row is None:
                 raise BufferRefused(f"record {record} is not in the buffer: it was never drawn, or was evicted")
-            if len(score) != (num_tokens := Record(row).num_completion_tokens) or not np.isfinite(score).all():
+            if len(score) != (num_tokens := num_completion_tokens(row)) or not np.isfinite(score).all():
                 raise BufferRefused(
                     f"record {record} needs {num_tokens} finite reference log-probabilities, got {len(score)}"
                 )
@@ -225,14 +180,17 @@ class BufferCore:
         for record, payload in scores.items():
             tx.scores.put(payload, record)
 
-    def _status(self, tx: Transaction) -> p.Status:
+    def _drain(self, tx: Transaction, _message: p.Drain) -> None:
+        tx.state.draining = True
+
+    def _status(self, tx: Transaction, _message: p.StatusRequest) -> p.Status:
         state = tx.state
         ledger = state.ledger
         return p.Status(
-            ledger=checked_counts(tx),
+            ledger=self.groups.checked_counts(tx),
             quarantined_by_reason=ledger.quarantined_by_reason,
             failed_by_reason=ledger.failed_by_reason,
-            num_ready_groups=tx.ready_groups.count,
+            num_ready_groups=len(self.groups.index.ready),
             num_drawn_groups=sum(state.pending_draws.values()),
             newest=state.newest,
             version=state.version,

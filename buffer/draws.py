@@ -15,15 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from buffer.eligible import Eligible
 from buffer.errors import BufferRefused, CorruptRecord
-from buffer.groups import Groups, checked_counts
+from buffer.groups import Groups
+from buffer.index import ReadyGroup
 from buffer.ingest import MAX_BEHIND
 from buffer.leases import Leases
 from buffer.lengths import NUM_BUCKETS, Fidelity, bucket_of
 from buffer.protocol import DrawRequest, PlanReply, PlanRequest
-from buffer.samplers import ReadyGroup
-from buffer.sharding.division import Share
 from buffer.steps import Steps
 from buffer.tables import DrawRecord, Group, StoreState
 from buffer.transaction import Transaction
@@ -47,7 +45,7 @@ class Draws:
         self,
         facts: RunFacts,
         contract: StalenessContract,
-        share: Share,
+        capacity: int,
         groups: Groups,
         leases: Leases,
         steps: Steps,
@@ -59,7 +57,7 @@ class Draws:
         self._steps = steps
         self._waits = contract.config.on_stale == "wait"
         """Only then are the open groups looked at."""
-        self._share = share
+        self._capacity = capacity
 
     def draw(self, tx: Transaction, request: DrawRequest) -> DrawRecord | None:
         """The groups of a step; None where the step must wait.
@@ -99,21 +97,22 @@ class Draws:
         if request.step > tx.state.step and not tx.draws.has(request.step):
             self._steps.release_from(tx, request.step)  # what is offered is drawn anew, as in `draw`
         self._drop_stale(tx, request.version)
-        oldest_first = islice(Eligible(tx, self._groups.max_uses).in_order(), self._contract.capacity())
+        ready = self._groups.index.ready
+        oldest_first = ready[: self._contract.capacity()]
         return PlanReply(
-            num_eligible=tx.ready_groups.count,
-            capacity=self._share.capacity,
+            num_eligible=len(ready),
+            capacity=self._capacity,
             due=dict(Counter(self._left(oldest_first, request.version))),
             open_due=dict(Counter(self._left(self._open(tx) if self._waits else (), request.version))),
             waits=self._waits,
             waiting_for=self._owed(tx),
-            ledger=checked_counts(tx),
+            ledger=self._groups.checked_counts(tx),
             fidelity=tx.state.fidelity.now,
         )
 
     def waiting_for(self, tx: Transaction, request: DrawRequest) -> str:
         """What the step still lacks, and who owes it."""
-        ready = tx.ready_groups.count
+        ready = len(self._groups.index.ready)
         text = f"step {request.step} has {min(ready, request.num_groups)} of {request.num_groups} groups"
         chosen = self._choose(tx, request) if self._waits else []
         held = [] if len(chosen) < request.num_groups else self._held_back_by(tx, chosen, request.version)
@@ -129,11 +128,12 @@ class Draws:
     def _owed(self, tx: Transaction) -> str:
         """Who owes groups, and whether more may be leased."""
         owed = []
-        for (group_id,) in islice(tx.open_groups.all_keys(), MAX_NAMED):
+        still_open = self._groups.index.open
+        for group_id in still_open[:MAX_NAMED]:
             group = tx.groups.require(group_id)
             owner = f"{group.actor} (lease {group.lease_id})" if group.lease_id else "nobody: it waits for an actor"
             owed.append(f"group {group_id}, samples {group.missing()} from {owner}")
-        text = f"owed: {_some(owed, tx.open_groups.count)}; " if owed else ""
+        text = f"owed: {_some(owed, len(still_open))}; " if owed else ""
         closed = self._leases.closed_because(tx)
         return text + (f"no new leases: {closed}" if closed else "new leases wait for an actor to ask")
 
@@ -202,16 +202,16 @@ class Draws:
     def _choose(self, tx: Transaction, request: DrawRequest) -> list[int]:
         """What the sampler takes for the step; fewer groups than asked for where not enough are ready."""
         config, num = self._groups.config, request.num_groups
-        if tx.ready_groups.count < num:
+        if len(self._groups.index.ready) < num:
             return []
         seeds = [self._facts.seed & 0xFFFFFFFF, request.step, request.incarnation, self._facts.shard]
         random = np.random.default_rng(seeds)
-        sampler, candidates = self._groups.index.sampler, Eligible(tx, self._groups.max_uses)
+        sampler, candidates = self._groups.sampler, self._groups.index
         if not config.chooses_by_length:
             return sampler.choose(candidates, num, random)
         # Groups that no later step could use go first, so that no choice by length lets them starve. What was
         # used before may go: under replay the sampler decides who is used again.
-        lost = self._contract.evict(candidates.in_order(), self._contract.latest_version(request.version, 1))
+        lost = self._contract.evict(candidates.ready, self._contract.latest_version(request.version, 1))
         due = list(islice((group_id for group_id in lost if not tx.groups.require(group_id).uses), num))
         num -= len(due)
         # The sampler's choice comes first in the pool, then what it would choose beside that: a sampler that does not
@@ -255,8 +255,8 @@ class Draws:
         return draw
 
     def _drop_stale(self, tx: Transaction, version: int) -> None:
-        """Drop the ready groups that are past the bound at this version; the index has them first."""
-        for group_id in list(self._contract.evict(Eligible(tx, self._groups.max_uses).in_order(), version)):
+        """Drop the ready groups that are past the bound at this version; they come first."""
+        for group_id in list(self._contract.evict(self._groups.index.ready, version)):
             self._groups.drop_ready(tx, tx.groups.require(group_id), "dropped_stale")
 
     def _held_back_by(self, tx: Transaction, chosen: Sequence[int], version: int) -> list[int]:
@@ -267,7 +267,7 @@ class Draws:
         if not self._waits:
             return []
         drawn = set(chosen)
-        ready = list(Eligible(tx, self._groups.max_uses).in_order())
+        ready = self._groups.index.ready
         still_open = list(self._open(tx))
         held_back = self._contract.held_back(
             self._left([key for key in ready if key.group_id in drawn], version),
@@ -278,7 +278,7 @@ class Draws:
 
     def _open(self, tx: Transaction) -> Iterator[ReadyGroup]:
         """The groups that are not complete."""
-        for (group_id,) in tx.open_groups.all_keys():
+        for group_id in self._groups.index.open:
             yield ReadyGroup(tx.groups.require(group_id).oldest_effective(tx.state), group_id)
 
     def _left(self, groups: Iterable[ReadyGroup], version: int) -> list[int]:
@@ -359,12 +359,7 @@ def well_packed(
 ) -> list[Offer]:
     """`chosen` with some offers swapped for spare ones of the same length bucket, so that all pack better.
 
-    Args:
-        fixed: offers that are in the step in any case.
-        chosen: offers that may be swapped; as many are returned.
-        spare: what they may be swapped for.
-        budget: tokens of a micro-batch.
-        random: proposes the swaps.
+    The `fixed` ones are in the step in any case. `budget` is the tokens of a micro-batch.
     """
     chosen, spare = list(chosen), list(spare)
     if not chosen or not spare:

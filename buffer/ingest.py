@@ -12,7 +12,6 @@ Good rows of a message pass whatever the others are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
@@ -22,16 +21,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from buffer import rows as records
-from buffer.errors import BufferRefused
-from buffer.groups import Committed, Groups
+from buffer import schema
+from buffer.errors import BadBody, BufferRefused
+from buffer.groups import Groups
 from buffer.leases import Leases, is_name
-from buffer.protocol import Push, RowResult
+from buffer.protocol import Push, PushReply, Refused, RowResult
 from buffer.rows import flat_values, list_bounds
-from buffer.schema import MAX_REWARD_PARTS
 from buffer.tables import Actor, Group, StoreState
 from buffer.transaction import Transaction
 from common.run import RunFacts
 
+MAX_PUSHED_ROWS = 4096
+"""More trajectories in one push are refused: a turn of the service must stay short."""
 MAX_QUARANTINED = 1024
 """How many quarantined rows and messages are kept to look at; the oldest go first."""
 MAX_QUARANTINED_BYTES = 64 * 2**10
@@ -59,18 +60,15 @@ def set_aside(tx: Transaction, reason: str, data: bytes | memoryview, *, matches
     state.next_quarantine += 1
 
 
-def known_versions(state: StoreState, *, updates_per_step: int = 1, may_be_behind: bool = False) -> KnownVersions:
-    """Which versions actors can have sampled from: of every incarnation those up to its newest.
+def known_versions(state: StoreState, *, updates_per_step: int = 1, may_be_behind: bool = False) -> Mapping[int, int]:
+    """The newest version of every incarnation that actors can have sampled from.
 
-    Args:
-        state: of the store.
-        updates_per_step: how many versions the learner makes in a step, at most.
-        may_be_behind: the learner continues without this service while it is down.
+    It `may_be_behind` where the learner continues without this service while it is down.
     """
     missed = MAX_BEHIND * updates_per_step if may_be_behind else 0
     newest = {number: start.newest + missed for number, start in enumerate(state.incarnations)}
     newest[state.incarnation] = state.newest_possible(updates_per_step) + missed
-    return KnownVersions(newest)
+    return newest
 
 
 class Pushes:
@@ -79,12 +77,19 @@ class Pushes:
     They are joined, because validating and encoding many rows costs little more than a few.
     """
 
-    def __init__(self, messages: Sequence[Push], batches: Sequence[pa.RecordBatch]) -> None:
-        """Join at least one message, each with its validated record batch."""
-        self.messages = messages
-        self.num_rows = [batch.num_rows for batch in batches]
-        self.batch = pa.concat_batches(batches)
-        self.rows = list(_rows(self.batch))
+    def __init__(self, pushes: Sequence[tuple[Push, bytes | memoryview]]) -> None:
+        """Read the bodies, as far as they can be."""
+        self.opened: list[tuple[Push, bytes | memoryview, int | BadBody]] = []
+        """Each with the number of its rows, or why it cannot be read."""
+        batches = []
+        for message, body in pushes:
+            try:
+                batches.append(schema.read_stream(body, max_rows=MAX_PUSHED_ROWS))
+                self.opened.append((message, body, batches[-1].num_rows))
+            except BadBody as error:
+                self.opened.append((message, body, error))
+        self.batch = pa.concat_batches(batches) if batches else None
+        self.rows = [] if self.batch is None else list(_rows(self.batch))
 
 
 class Ingest:
@@ -95,25 +100,25 @@ class Ingest:
         self._groups = groups
         self._leases = leases
 
-    def push(self, tx: Transaction, pushes: Pushes) -> list[list[RowResult] | BufferRefused]:
-        """Settle every row of some messages, in order.
-
-        Returns:
-            For each message what became of its rows; a refusal where its sender is unknown.
-        """
+    def push(self, tx: Transaction, pushes: Pushes) -> list[PushReply | Refused]:
+        """Settle every row of some messages, in order; many of one turn cost little more than one."""
         facts = self._facts
         known = known_versions(tx.state, updates_per_step=facts.updates_per_step, may_be_behind=facts.num_shards > 1)
-        bad = faults(pushes.batch, facts, known)
+        bad = {} if pushes.batch is None else faults(pushes.batch, facts, known)
         every = enumerate(pushes.rows)
-        outcomes: list[list[RowResult] | BufferRefused] = []
-        for message, num_rows in zip(pushes.messages, pushes.num_rows, strict=True):
-            mine = list(islice(every, num_rows))
+        replies: list[PushReply | Refused] = []
+        for message, body, opened in pushes.opened:
+            if isinstance(opened, BadBody):
+                set_aside(tx, opened.category, body, matches_lease=False)
+                replies.append(Refused(f"the message was quarantined: {opened}"))
+                continue
+            mine = list(islice(every, opened))
             try:
-                outcomes.append(self._push_one(tx, message, mine, bad))
+                replies.append(PushReply(self._push_one(tx, message, mine, bad)))
             except BufferRefused as refusal:
-                outcomes.append(refusal)
+                replies.append(Refused(str(refusal)))
         self._groups.evict(tx)
-        return outcomes
+        return replies
 
     def _push_one(
         self, tx: Transaction, message: Push, rows: list[tuple[int, _Row]], bad: dict[int, str]
@@ -161,8 +166,9 @@ class Ingest:
         record = self._facts.global_id(tx.state.next_record)
         tx.state.next_record += 1
         tx.records.append(row.data, record)
-        sample = Committed(record, row.reward, row.num_tokens, row.num_completion_tokens, row.oldest)
-        self._groups.commit(tx, group, row.sample_index, sample)
+        self._groups.commit(
+            tx, group, row.sample_index, record, row.reward, (row.num_tokens, row.num_completion_tokens), row.oldest
+        )
         return RowResult(row.seq, "committed")
 
     def _claimed(self, tx: Transaction, actor: Actor, row: _Row, touched: dict[int, Group]) -> Group | None:
@@ -238,18 +244,7 @@ def _rows(batch: pa.RecordBatch) -> Iterator[_Row]:
     return map(_Row, *plain, *lengths, oldest, records.encode(batch))
 
 
-@dataclass(frozen=True)
-class KnownVersions:
-    """Which policy versions can exist."""
-
-    newest_by_incarnation: Mapping[int, int]
-
-    def newest(self, incarnation: int) -> int:
-        """The newest version that can have sampled a token; -1 where there was no such incarnation."""
-        return self.newest_by_incarnation.get(incarnation, -1)
-
-
-def faults(batch: pa.RecordBatch, facts: RunFacts, known: KnownVersions) -> dict[int, str]:
+def faults(batch: pa.RecordBatch, facts: RunFacts, known: Mapping[int, int]) -> dict[int, str]:
     """The rows that must not be stored, each with the first reason found, in a few fixed words.
 
     Each check costs one pass over the flat values of a message; rows are looked at one by one only
@@ -289,7 +284,7 @@ def faults(batch: pa.RecordBatch, facts: RunFacts, known: KnownVersions) -> dict
     blame(_too_large(column["reward"]), "reward out of range")
     parts, part_bounds = column["reward_parts"], list_bounds(column["reward_parts"])
     part_values = parts.flatten().field(1)
-    blame(np.diff(part_bounds) > MAX_REWARD_PARTS, "too many reward parts")
+    blame(np.diff(part_bounds) > schema.MAX_REWARD_PARTS, "too many reward parts")
     blame(_rows_of(_not_finite(part_values), part_bounds), "reward part not finite")
     blame(_rows_of(_too_large(part_values), part_bounds), "reward part out of range")
     blame(~np.isfinite(column["started_s"].to_numpy()) | ~np.isfinite(column["finished_s"].to_numpy()), "wall time")
@@ -345,7 +340,7 @@ def _is_json_object(text: str) -> bool:
 
 
 def _span_faults(
-    column: pa.Array, num_completion: npt.NDArray[np.int64], known: KnownVersions
+    column: pa.Array, num_completion: npt.NDArray[np.int64], known: Mapping[int, int]
 ) -> list[tuple[npt.NDArray[np.bool_], str]]:
     """Spans must cover the completion without gap, and their versions must exist and never fall."""
     bounds = list_bounds(column)
@@ -360,7 +355,7 @@ def _span_faults(
         (np.roll(incarnation, 1) == incarnation) & (np.roll(version, 1) > version)
     )
     numbers, which = np.unique(incarnation, return_inverse=True)
-    newest = np.array([known.newest(int(number)) for number in numbers], np.int64)[which] if len(start) else version
+    newest = np.array([known.get(int(number), -1) for number in numbers], np.int64)[which] if len(start) else version
     last_end = np.zeros(num_rows, np.int64)
     last_end[row_of] = end  # later spans of a row overwrite earlier ones
 

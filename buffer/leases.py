@@ -7,9 +7,9 @@ granted nothing: when that is forgotten, a late copy of one may be granted a lea
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
 from buffer.groups import Groups
 from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Renew, RenewReply
-from buffer.sharding.division import Share, owned_prompts
+from buffer.sharding.division import owned_prompts
 from buffer.tables import Actor, Group
 from buffer.transaction import Transaction
 from common.run import RunFacts
@@ -37,7 +37,7 @@ class Leases:
         config: BufferConfig,
         facts: RunFacts,
         contract: StalenessContract,
-        share: Share,
+        capacity: int,
         groups: Groups,
         clock: Callable[[], float],
     ) -> None:
@@ -46,16 +46,17 @@ class Leases:
         self._contract = contract
         self._groups = groups
         self._clock = clock
-        self._share = share
+        self._capacity = capacity
         self._prompts = owned_prompts(facts)
-        self._deadlines = _Deadlines()
-        """Lease -> when it expires. An entry whose lease is closed is swept when it is due."""
+        self._deadlines: dict[int, float] = {}
+        """Lease -> when it expires, in that order, for all have the same time. One that is closed is swept when due."""
         self._granted_none: dict[str, tuple[int, int]] = {}
         """Actor -> the epoch and number of its last request that was granted nothing."""
 
     def restart(self, tx: Transaction) -> None:
         """After the service started: every open lease gets its full time again."""
-        for (lease_id,) in tx.leases.all_keys():
+        self._groups.index.load(tx)
+        for lease_id in self._groups.index.leases:
             self._extend(lease_id)
 
     def hello(self, tx: Transaction, message: Hello) -> Actor:
@@ -80,10 +81,9 @@ class Leases:
             # a late copy: what it would fence is alive
             raise BufferRefused(f"'{message.name}' was replaced by a newer process (epoch {actor.epoch})")
         else:
-            for (lease_id,), group_id in list(tx.leases.all_items()):
+            for group_id in sorted(self._groups.index.leases.values()):
                 group = tx.groups.require(group_id)
                 if group.actor == message.name:
-                    assert group.lease_id == lease_id
                     self._groups.lose_lease(tx, group, "fenced")
             tx.seen.delete_texts(message.name)
             replaced = [*actor.replaced, actor.session][-_NUM_REPLACED:]
@@ -133,7 +133,7 @@ class Leases:
         """Extend the deadlines of leases that are still the actor's; name the others."""
         lost = []
         for lease_id in request.lease_ids:
-            group_id = tx.leases.get(lease_id) if lease_id > 0 else None
+            group_id = self._groups.index.leases.get(lease_id)
             group = None if group_id is None else tx.groups.require(group_id)
             if group is None or (group.actor, group.epoch) != (request.actor, request.epoch):
                 lost.append(lease_id)
@@ -143,7 +143,7 @@ class Leases:
 
     def give_up(self, tx: Transaction, request: GiveUp) -> None:
         """Samples of a lease will not come. What is no longer missing is left alone: it is safe to say twice."""
-        group_id = tx.leases.get(request.lease_id) if request.lease_id > 0 else None
+        group_id = self._groups.index.leases.get(request.lease_id)
         if group_id is None:
             return
         group = tx.groups.require(group_id)
@@ -157,17 +157,17 @@ class Leases:
         """Lose the leases whose time is over."""
         self._groups.prepare(tx)
         now = self._clock()
-        for lease_id in self._deadlines.due(now):
-            group_id = tx.leases.get(lease_id)
+        for lease_id in list(takewhile(lambda each: self._deadlines[each] <= now, self._deadlines)):
+            group_id = self._groups.index.leases.get(lease_id)
             if group_id is None:
                 # Closed, perhaps in this very turn. Should that fail, `restart` gives every open lease a new deadline.
-                self._deadlines.drop(lease_id)
+                del self._deadlines[lease_id]
                 continue
             self._groups.lose_lease(tx, tx.groups.require(group_id), "lease expired")
 
     def due_in_s(self) -> float | None:
         """Seconds until the next lease is due; None without leases."""
-        next_at = self._deadlines.next_at
+        next_at = next(iter(self._deadlines.values()), None)
         return None if next_at is None else max(0.0, next_at - self._clock())
 
     def outstanding(self, tx: Transaction) -> int:
@@ -176,10 +176,9 @@ class Leases:
         Under replay without an age bound waiting groups do not count: actors run free, and eviction
         bounds the store.
         """
-        state = tx.state
         runs_free = self._config.replays and self._contract.bound() is None
-        waiting = 0 if runs_free else tx.ready_groups.count - state.num_reusable
-        return tx.open_groups.count + waiting + sum(state.pending_draws.values())
+        waiting = 0 if runs_free else self._groups.index.num_unused
+        return len(self._groups.index.open) + waiting + sum(tx.state.pending_draws.values())
 
     def closed_because(self, tx: Transaction) -> str:
         """Why no new group may be leased now; '' where one may."""
@@ -190,11 +189,11 @@ class Leases:
             return "no learner has started"
         if state.published is None:
             return "the learner has not published weights"
-        if not self._share.capacity:
+        if not self._capacity:
             return f"no prompt belongs to shard {self._facts.shard} of {self._facts.num_shards}"
         return self._contract.admit(
             self.outstanding(tx),
-            self._share.capacity,
+            self._capacity,
             version=state.version,
             published=state.effective(state.published),
         )
@@ -202,9 +201,8 @@ class Leases:
     def _next_group(self, tx: Transaction) -> Group | None:
         if tx.state.draining or tx.state.published is None:
             return None
-        # One at a time: the caller takes it off the table, and a list of all for each would cost the square.
-        while (first := next(tx.unleased_groups.all_keys(), None)) is not None:
-            group = tx.groups.require(*first)
+        while self._groups.index.unleased:
+            group = tx.groups.require(self._groups.index.unleased[0])
             if not self._is_doomed(tx, group):
                 return group
             self._drop_open(tx, group)
@@ -214,7 +212,6 @@ class Leases:
         group_id = self._facts.global_id(tx.state.next_group)
         group = Group.new(group_id, prompt_id, self._facts.group_size, failures)
         tx.state.next_group += 1
-        tx.open_groups.put(b"", group.group_id)
         return group
 
     def _is_doomed(self, tx: Transaction, group: Group) -> bool:
@@ -226,8 +223,6 @@ class Leases:
         """Drop a group that has no lease: its missing samples were counted as failed when it lost the last one."""
         for index in group.missing():
             group.sample_states[index] = "failed"
-        tx.unleased_groups.delete(group.group_id)
-        self._groups.complete(tx, group)
         self._groups.close(tx, group, "dropped_stale")
         self._groups.return_prompt(tx, group, failures=group.failures)
 
@@ -250,8 +245,6 @@ class Leases:
         group.issued += len(missing)
         state.next_lease += 1
         state.ledger.issue(len(missing))
-        tx.leases.put(group.group_id, group.lease_id)
-        tx.unleased_groups.delete(group.group_id)
         self._groups.save(tx, group)
         self._extend(group.lease_id)
         return Lease(
@@ -265,7 +258,8 @@ class Leases:
         )
 
     def _extend(self, lease_id: int) -> None:
-        self._deadlines.set(lease_id, self._clock() + self._config.lease_timeout_s)
+        self._deadlines.pop(lease_id, None)
+        self._deadlines[lease_id] = self._clock() + self._config.lease_timeout_s
 
 
 def is_name(text: str) -> bool:
@@ -277,40 +271,3 @@ def is_name(text: str) -> bool:
 def _order(seed: int, epoch: int, num_prompts: int) -> npt.NDArray[np.int64]:
     """The order of prompts in one epoch of the data: the same after every restart."""
     return np.random.default_rng([seed & 0xFFFFFFFF, epoch]).permutation(num_prompts)
-
-
-class _Deadlines:
-    """Which key is due when. Setting, dropping and taking one cost the logarithm of their number."""
-
-    def __init__(self) -> None:
-        self._due_at: dict[int, float] = {}
-        self._heap: list[tuple[float, int]] = []
-        """May hold entries that were replaced or dropped; they are passed over when they come up."""
-
-    def set(self, key: int, due_at: float) -> None:
-        """The key is due then, and at no other time."""
-        self._due_at[key] = due_at
-        heapq.heappush(self._heap, (due_at, key))
-        if len(self._heap) > 2 * len(self._due_at) + 64:
-            self._heap = [(at, each) for each, at in self._due_at.items()]
-            heapq.heapify(self._heap)
-
-    def drop(self, key: int) -> None:
-        """The key is never due."""
-        self._due_at.pop(key, None)
-
-    @property
-    def next_at(self) -> float | None:
-        """When the next key is due; None without keys."""
-        while self._heap and self._due_at.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
-    def due(self, now: float) -> list[int]:
-        """The keys that are due; they stay until they are dropped or set anew."""
-        found = []
-        while (at := self.next_at) is not None and at <= now:
-            found.append(heapq.heappop(self._heap)[1])
-        for key in found:
-            heapq.heappush(self._heap, (self._due_at[key], key))
-        return found

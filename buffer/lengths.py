@@ -124,12 +124,7 @@ class Fidelity(msgspec.Struct):
 
 
 def quantile(shares: Sequence[float], share: float) -> float:
-    """The length in tokens below which this share of the completions lies, interpolated within its bucket.
-
-    Args:
-        shares: of each bucket; their sum is 1.
-        share: from 0 to 1.
-    """
+    """The length in tokens below which this share of the completions lies, interpolated within its bucket."""
     below = 0.0
     for bucket, part in enumerate(shares):
         if part and below + part >= share:

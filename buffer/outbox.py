@@ -38,12 +38,7 @@ class Outbox:
     """Takes trajectories from any thread; the IO thread of the transport sends them."""
 
     def __init__(self, name: str, run_id: str, config: BufferConfig, transport: Callable[[], RpcClient]) -> None:
-        """Args:
-        name: of the client.
-        run_id: of all trajectories.
-        config: the `[buffer]` section.
-        transport: gives the client's transport, which is made after the outbox that it pumps.
-        """
+        """Start empty; `transport` gives the client's, which is made after the outbox that it pumps."""
         self._name = name
         self._run_id = run_id
         self._config = config

@@ -241,13 +241,13 @@ class PlanReply(Message, frozen=True):
     open_due: dict[int, int]
     """The same of groups that are not complete, where a step must wait for them (on_stale = "wait"); negative
     where they are past the bound."""
-    waits: bool
+    waits: bool = False
     """on_stale is "wait"."""
-    waiting_for: str
+    waiting_for: str = ""
     """Who owes it groups."""
-    ledger: dict[str, int]
+    ledger: dict[str, int] = msgspec.field(default_factory=dict)
     """As in `DrawReply`."""
-    fidelity: LengthFidelity
+    fidelity: LengthFidelity = LengthFidelity()
     """As in `DrawReply`."""
 
 

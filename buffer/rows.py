@@ -132,36 +132,9 @@ def decode(records: Sequence[bytes | memoryview]) -> dict[str, pa.Array]:
     }
 
 
-class Record:
-    """A view of one record, which copies nothing; where the bytes lie in LMDB's map, valid within the transaction."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = data
-        self._header = np.frombuffer(data, HEADER, 1)[0]
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """Length of the completion."""
-        return int(self._header["num_logprobs"])
-
-    @property
-    def token_ids(self) -> npt.NDArray[np.int32]:
-        """Prompt, then completion."""
-        return self._section("token_ids", np.int32)
-
-    @property
-    def logprobs(self) -> npt.NDArray[np.float32]:
-        """Behaviour log-probabilities of the completion."""
-        return self._section("logprobs", np.float32)
-
-    def _section(self, wanted: str, kind: type[np.generic]) -> npt.NDArray[Any]:
-        start = HEADER.itemsize
-        for name, size in _SECTIONS:
-            count = int(self._header[f"num_{name}"])
-            if name == wanted:
-                return np.frombuffer(self._data, kind, count, start)
-            start += count * size
-        raise KeyError(wanted)
+def num_completion_tokens(record: bytes | memoryview) -> int:
+    """Length of the completion in a record."""
+    return int(np.frombuffer(record, HEADER, 1)["num_logprobs"][0])
 
 
 def list_array(

@@ -1,11 +1,10 @@
 """Samplers: which of the eligible groups enter a step.
 
-A sampler is a frozen object with one method that chooses. It sees the eligible groups through `Candidates`,
-whose methods are look-ups in an index, so that no sampler reads them all; and all its chance comes from
-the generator it is given, so that a draw can be repeated.
+A sampler is a frozen object with one method that chooses. It sees the eligible groups in the index, reads no row, and
+all its chance comes from the generator it is given, so that a draw can be repeated.
 
     Fifo            the oldest tokens first
-    Weighted        by chance, in proportion to a weight: Uniform, RewardSoftmax or Prioritised
+    Weighted        by chance, in proportion to a weight: `uniform`, `reward_softmax` or `prioritised`
     LengthBalanced  from every length in proportion to how many there are, oldest first within it
     OnPolicyShare   a share of the newest tokens, the rest by another sampler
     SamePrompt      what another sampler takes, each with other groups of its prompt
@@ -15,96 +14,35 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from buffer.config import BufferConfig
+from buffer.index import GroupIndex, Weight
 from buffer.tables import Group
 
 EPSILON = 0.01
-"""Of `Prioritised`: a group whose rewards are all the same keeps a chance, a hundredth of one whose spread is 1."""
+"""Of `prioritised`: a group whose rewards are all the same keeps a chance, a hundredth of one whose spread is 1."""
 NOTHING: frozenset[int] = frozenset()
 _FINENESS = 2**32
 """Into how many parts `systematic_shares` divides the distance of two marks."""
 
 
-class ReadyGroup(NamedTuple):
-    """A group that may be drawn."""
-
-    oldest: int
-    """Version that its oldest token counts with."""
-    group_id: int
-
-
-class WeightedPicker(Protocol):
-    """Draws groups by weight; `buffer.sum_tree.Picker`."""
-
-    def pick(self, random: np.random.Generator) -> int | None:
-        """A group; None where none is left."""
-        ...
-
-    def take_out(self, item: int) -> None:
-        """Never draw this group again."""
-        ...
-
-
-class Candidates(Protocol):
-    """The eligible groups of one transaction; `buffer.eligible.Eligible` offers them."""
-
-    def in_order(self, *, newest_first: bool = False) -> Iterator[ReadyGroup]:
-        """By the version of their oldest token."""
-        ...
-
-    def picker(self) -> WeightedPicker:
-        """To draw by the sampler's own weights."""
-        ...
-
-    def strata(self) -> Mapping[int, int]:
-        """How many there are in each length bucket."""
-        ...
-
-    def stratum(self, bucket: int) -> Iterator[int]:
-        """The groups of one bucket, oldest first."""
-        ...
-
-    def bucket(self, group_id: int) -> int:
-        """The length bucket of a group."""
-        ...
-
-    def uses_left(self, group_id: int) -> float:
-        """How many more times the group may be used."""
-        ...
-
-    def of_same_prompt(self, group_id: int) -> Iterator[int]:
-        """The other eligible groups of its prompt, those leased last first."""
-        ...
-
-
 class Sampler(Protocol):
     """Chooses groups for a step."""
 
-    @property
-    def weight(self) -> Weight | None:
-        """What the sum tree holds for this sampler; None where it needs none."""
-        ...
-
-    @property
-    def needs_strata(self) -> bool:
-        """Does it ask for strata?"""
-        ...
-
     def choose(
-        self, candidates: Candidates, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
+        self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
     ) -> list[int]:
         """Up to `num_groups` group ids; fewer where there are no more.
 
         Args:
-            candidates: groups within the age bound.
+            candidates: whose ready groups are within the age bound.
             num_groups: how many to choose.
             random: the only source of chance.
             taken: groups that another sampler has chosen already.
@@ -112,65 +50,32 @@ class Sampler(Protocol):
         ...
 
 
-class Weight(Protocol):
-    """A group's weight in a draw by chance."""
-
-    def log_weight(self, group: Group, oldest: int) -> float:
-        """Its logarithm, up to a constant; fixed for as long as the group waits.
-
-        Args:
-            group: complete, so with its rewards.
-            oldest: the version that its oldest token counts with.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Uniform:
+def uniform(_group: Group, _oldest: int) -> float:
     """Every group alike."""
-
-    def log_weight(self, group: Group, oldest: int) -> float:
-        """0."""
-        return 0.0
+    return 0.0
 
 
-@dataclass(frozen=True)
-class RewardSoftmax:
-    """exp(mean reward / temperature)."""
-
-    temperature: float
-
-    def log_weight(self, group: Group, oldest: int) -> float:
-        """Mean reward over temperature; a group whose rewards are unknown counts as 0."""
-        return (group.mean_reward or 0.0) / self.temperature
+def reward_softmax(temperature: float) -> Weight:
+    """exp(mean reward / temperature); a group whose rewards are unknown counts as one of reward 0."""
+    return lambda group, _: (group.mean_reward or 0.0) / temperature
 
 
-@dataclass(frozen=True)
-class Prioritised:
+def prioritised(alpha: float, tau: float) -> Weight:
     """(spread of the rewards + `EPSILON`)^alpha * exp(-age / tau), age in versions.
 
     A group whose samples all have the same reward teaches little: its advantages are 0. Every group's
     age grows alike, so the ratio of two weights never changes, and exp(oldest / tau) stands for
     exp(-age / tau) at every version.
     """
-
-    alpha: float
-    tau: float
-
-    def log_weight(self, group: Group, oldest: int) -> float:
-        """The logarithm of priority^alpha * exp(oldest / tau)."""
-        return self.alpha * math.log(group.reward_spread + EPSILON) + oldest / self.tau
+    return lambda group, oldest: alpha * math.log(group.reward_spread + EPSILON) + oldest / tau
 
 
 @dataclass(frozen=True)
 class Fifo:
     """Oldest tokens first."""
 
-    weight: ClassVar[None] = None
-    needs_strata: ClassVar[bool] = False
-
     def choose(
-        self, candidates: Candidates, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
+        self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
     ) -> list[int]:
         """The first `num_groups`."""
         return _first(num_groups, (key.group_id for key in candidates.in_order()), taken)
@@ -180,12 +85,10 @@ class Fifo:
 class Weighted:
     """By chance, in proportion to weight; a group that was drawn is out, or stays in for the same step."""
 
-    weight: Weight
     with_replacement: bool
-    needs_strata: ClassVar[bool] = False
 
     def choose(
-        self, candidates: Candidates, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
+        self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
     ) -> list[int]:
         """One after another."""
         picker = candidates.picker()
@@ -209,20 +112,16 @@ class LengthBalanced:
     average, so that a bucket of one in a thousand gets its turn too.
     """
 
-    weight: ClassVar[None] = None
-    needs_strata: ClassVar[bool] = True
-
     def choose(
-        self, candidates: Candidates, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
+        self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
     ) -> list[int]:
         """The buckets' shares, the shortest first."""
-        counts = dict(candidates.strata())
-        for group_id in taken:
-            counts[candidates.bucket(group_id)] -= 1
-        chosen: list[int] = []
-        for bucket, share in systematic_shares(counts, num_groups, float(random.random())).items():
-            chosen += _first(share, candidates.stratum(bucket), taken)
-        return chosen
+        strata = {
+            bucket: [group_id for group_id in ids if group_id not in taken]
+            for bucket, ids in candidates.strata().items()
+        }
+        shares = systematic_shares({b: len(ids) for b, ids in strata.items()}, num_groups, float(random.random()))
+        return [group_id for bucket, share in shares.items() for group_id in strata[bucket][:share]]
 
 
 @dataclass(frozen=True)
@@ -236,18 +135,8 @@ class OnPolicyShare:
     share: float
     rest: Sampler
 
-    @property
-    def weight(self) -> Weight | None:
-        """That of the other sampler."""
-        return self.rest.weight
-
-    @property
-    def needs_strata(self) -> bool:
-        """Does the other sampler?"""
-        return self.rest.needs_strata
-
     def choose(
-        self, candidates: Candidates, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
+        self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
     ) -> list[int]:
         """The newest and the rest, in an order of chance: the first few of them have the same shares."""
         num_newest = min(num_groups, math.floor(self.share * num_groups + random.random()))
@@ -266,36 +155,39 @@ class SamePrompt:
     sampler: Sampler
     num_others: int
     """The most others of a prompt that follow each group that the sampler takes."""
-    needs_strata: ClassVar[bool] = False
-
-    @property
-    def weight(self) -> Weight | None:
-        """That of the other sampler."""
-        return self.sampler.weight
 
     def choose(
-        self, candidates: Candidates, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
+        self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
     ) -> list[int]:
         """The sampler's choices in their order, each with the others of its prompt."""
+        same_prompt = candidates.same_prompt()
         chosen: dict[int, None] = {}
         for group_id in self.sampler.choose(candidates, num_groups, random, taken):
             if group_id in chosen:
                 continue  # it came as another of its prompt, and brings none
             chosen[group_id] = None
-            free = (each for each in candidates.of_same_prompt(group_id) if each not in taken and each not in chosen)
+            free = (each for each in same_prompt(group_id) if each not in taken and each not in chosen)
             chosen.update(dict.fromkeys(islice(free, self.num_others)))
             if len(chosen) >= num_groups:
                 break
         return list(chosen)[:num_groups]
 
 
-def build(config: BufferConfig) -> Sampler:
-    """The sampler that the configuration names."""
+def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
+    """The sampler that the configuration names, and the weight that it draws by."""
+    name = config.replay_sampler if config.sampler == "on_policy_share" else config.sampler
+    weights = {
+        "uniform": uniform,
+        "reward_softmax": reward_softmax(config.reward_temperature),
+        "prioritised": prioritised(config.priority_alpha, config.age_tau),
+    }
+    in_order: dict[str, Sampler] = {"fifo": Fifo(), "length_balanced": LengthBalanced()}
+    sampler = in_order.get(name) or Weighted(config.with_replacement)
     if config.sampler == "on_policy_share":
-        sampler: Sampler = OnPolicyShare(config.on_policy_share, _simple(config.replay_sampler, config))
-    else:
-        sampler = _simple(config.sampler, config)
-    return SamePrompt(sampler, config.groups_per_prompt - 1) if config.groups_per_prompt > 1 else sampler
+        sampler = OnPolicyShare(config.on_policy_share, sampler)
+    if config.groups_per_prompt > 1:
+        sampler = SamePrompt(sampler, config.groups_per_prompt - 1)
+    return sampler, weights.get(name)
 
 
 def systematic_shares(counts: Mapping[int, int], num: int, start: float) -> dict[int, int]:
@@ -319,23 +211,6 @@ def systematic_shares(counts: Mapping[int, int], num: int, start: float) -> dict
         shares[stratum] = passed - marks
         marks = passed
     return shares
-
-
-def _simple(name: str, config: BufferConfig) -> Sampler:
-    match name:
-        case "fifo":
-            return Fifo()
-        case "length_balanced":
-            return LengthBalanced()
-        case "uniform":
-            weight: Weight = Uniform()
-        case "reward_softmax":
-            weight = RewardSoftmax(config.reward_temperature)
-        case "prioritised":
-            weight = Prioritised(config.priority_alpha, config.age_tau)
-        case _:
-            raise AssertionError(f"the configuration lets no sampler '{name}' pass")
-    return Weighted(weight, config.with_replacement)
 
 
 def _first(num: int, ids: Iterable[int], taken: AbstractSet[int]) -> list[int]:

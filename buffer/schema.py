@@ -88,12 +88,7 @@ class Sender(NamedTuple):
 
 
 def to_batch(trajectories: Sequence[Trajectory], run_id: str, sender: Sender | None = None) -> pa.RecordBatch:
-    """Trajectories as one Arrow record batch of `SCHEMA`.
-
-    Args:
-        trajectories: one per row.
-        run_id: of all of them.
-        sender: replaces `actor`, `epoch` and `seq` of the trajectories.
+    """Trajectories as one Arrow record batch of `SCHEMA`; a sender replaces their `actor`, `epoch` and `seq`.
 
     Raises:
         TypeError: `columns` holds something that JSON cannot.
@@ -164,11 +159,6 @@ def read_stream(
     The order matters: a compressed body is refused by its metadata, before anything expands; the
     schema is compared before the columns are touched; offsets and UTF-8 are validated before use.
 
-    Args:
-        body: the message body.
-        expected: its schema, metadata included.
-        max_rows: refuse more; unset: any number, as in a draw, which is as large as its step.
-
     Raises:
         BadBody: it is not one uncompressed record batch of exactly this schema, or has too many rows.
     """
@@ -217,12 +207,7 @@ def start_fault(body: bytes | memoryview) -> str:
 def join_rows(
     records: Sequence[bytes | memoryview], scores: Sequence[npt.NDArray[np.float32] | None]
 ) -> pa.RecordBatch:
-    """Records from disk as one record batch, with the reference log-probabilities that were written since.
-
-    Args:
-        records: one or more.
-        scores: for each record its reference log-probabilities, one per completion token, or None.
-    """
+    """Records from disk as one record batch, with the reference log-probabilities that were written since, or None."""
     columns = rows.decode(records)
     batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
     if all(score is None for score in scores):

@@ -6,6 +6,8 @@ sends the replies after its commit: under load many acknowledgements share one f
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import threading
 import time
@@ -14,14 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import pyarrow as pa
 
 from buffer import protocol as p
 from buffer.config import MAX_MESSAGE_MIB, BufferConfig
-from buffer.core import Answer, BufferCore, OpenedPushes
-from buffer.errors import BufferRefused, StoreError, StoreFull
-from buffer.ingest import set_aside
+from buffer.core import Answer, BufferCore
+from buffer.errors import BufferRefused, CorruptRecord, StoreError, StoreFull
+from buffer.ingest import Pushes, set_aside
 from buffer.schema import start_fault
-from buffer.store import PORT, Store
+from buffer.store import PORT, RESTORE, Store
 from buffer.transaction import Transaction
 from buffer.upkeep import Upkeep
 from common.rpc.auth import ServiceKeys
@@ -45,6 +48,8 @@ _FULL_PAUSE_S = 1.0
 
 
 _FORGET_S = 60.0
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of mallopt(3): free bytes above which memory is given back; size from which a block is mapped on its own."""
 _MAX_CREDIT_ROWS = 3072
 _MIN_CREDIT_ROWS = 64
 _MIN_CREDIT_BYTES = 2**20
@@ -54,7 +59,7 @@ class _Pushed(NamedTuple):
     """Pushes that arrived one after the other."""
 
     requests: list[Request]
-    opened: OpenedPushes
+    opened: Pushes
 
 
 Arrival = Request | _Pushed | Malformed | Unserved
@@ -79,6 +84,21 @@ class _Outgoing(NamedTuple):
 _Answers = tuple[list[_Outgoing], dict[tuple[bytes, int], _Parked]]
 
 
+def keep_memory() -> None:
+    """Spare a busy service what is sensible elsewhere: looking for cycles, and giving memory back after every turn.
+
+    A turn makes some ten thousand small objects and some buffers of megabytes. All of them are gone
+    after it, none in a cycle, and the next turn needs the same again.
+    """
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+    pa.set_memory_pool(pa.system_memory_pool())
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        libc.mallopt(_M_MMAP_THRESHOLD, 64 * 2**20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
+
+
 class BufferService:
     """Serves one run's buffer from one folder."""
 
@@ -91,14 +111,7 @@ class BufferService:
         keys: ServiceKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the store.
-
-        Args:
-            config: the `[buffer]` section.
-            facts: of the run.
-            folder: of the store.
-            keys: only the holders of the run's client key are let in; None: everybody who reaches the socket.
-            clock: monotonic, in seconds.
+        """Open the store. With keys only the holders of the run's client key are let in, else who reaches the socket.
 
         Raises:
             StoreError: see `Store`; or the configuration contradicts itself.
@@ -107,7 +120,11 @@ class BufferService:
         self._clock = clock
         self._core = BufferCore(config, facts, clock)
         self._store = Store(folder, facts, durability=config.durability)
-        self._store.read(self._core.leases.restart)
+        try:
+            self._store.read(self._core.leases.restart)
+        except CorruptRecord as error:
+            self._store.close()
+            raise StoreError(f"the buffer in {folder} cannot be served: {error}. {RESTORE.capitalize()}") from error
         self._upkeep = Upkeep(config, self._store, clock)
         self._credits = Credits(INBOX_BYTES)
         self._folder = folder
@@ -198,7 +215,7 @@ class BufferService:
                 break
             messages.append(frames)
             size += sum(map(len, frames))
-        return opened(map(self._rpc.open, messages), self._upkeep.pushes_wait_for)
+        return opened(map(self._rpc.open, messages), self._upkeep.watch.pushes_wait_for)
 
     def _answer(self, tx: Transaction, arrivals: list[Arrival]) -> _Answers:
         """All replies of one turn. May run twice where the store grows, so it changes nothing but `tx`."""
@@ -210,8 +227,10 @@ class BufferService:
                     for request, reply in zip(requests, self._core.push(tx, pushes), strict=True):
                         complete = self._completed(request.message, reply)
                         outbox.append(_Outgoing(request.identity, request.request_id, complete, b""))
-                case Request():
-                    self._answer_one(tx, arrival, outbox, parked)
+                case Request(identity, request_id, message, _):
+                    answer = self._answer_one(tx, arrival, parked)
+                    if answer is not None:
+                        outbox.append(_Outgoing(identity, request_id, self._completed(message, answer[0]), answer[1]))
                 case Malformed(identity, request_id, reason, data, refused):
                     set_aside(tx, reason, data, matches_lease=False)
                     if refused is not None:
@@ -229,26 +248,22 @@ class BufferService:
                 outbox.append(_Outgoing(waiting.identity, waiting.request_id, *answer))
         return outbox, parked
 
-    def _answer_one(
-        self, tx: Transaction, asked: Request, outbox: list[_Outgoing], parked: dict[tuple[bytes, int], _Parked]
-    ) -> None:
+    def _answer_one(self, tx: Transaction, asked: Request, parked: dict[tuple[bytes, int], _Parked]) -> Answer | None:
+        """The answer to any request but a push; None to a draw, which waits among those parked."""
         identity, request_id, message, body = asked
-        if isinstance(message, p.DrawRequest):
-            if len(parked) >= _MAX_PARKED:
-                refused = p.Refused(f"{len(parked)} draws wait already: one learner draws from a buffer")
-                outbox.append(_Outgoing(identity, request_id, refused, b""))
-                return
-            for key, earlier in list(parked.items()):
-                if (earlier.request.step, earlier.request.incarnation) == (message.step, message.incarnation):
-                    del parked[key]  # asked over a connection that is gone
-            deadline = self._clock() + min(max(message.wait_s, 0.0), 3600.0)
-            parked[identity, request_id] = _Parked(identity, request_id, message, deadline)
-            return
-        try:
-            reply, reply_body = self._core.handle(tx, message, body)
-        except BufferRefused as error:
-            reply, reply_body = p.Refused(str(error)), b""
-        outbox.append(_Outgoing(identity, request_id, self._completed(message, reply), reply_body))
+        if not isinstance(message, p.DrawRequest):
+            try:
+                return self._core.handle(tx, message, body)
+            except BufferRefused as error:
+                return p.Refused(str(error)), b""
+        if len(parked) >= _MAX_PARKED:
+            return p.Refused(f"{len(parked)} draws wait already: one learner draws from a buffer"), b""
+        for key, earlier in list(parked.items()):
+            if (earlier.request.step, earlier.request.incarnation) == (message.step, message.incarnation):
+                del parked[key]  # asked over a connection that is gone
+        deadline = self._clock() + min(max(message.wait_s, 0.0), 3600.0)
+        parked[identity, request_id] = _Parked(identity, request_id, message, deadline)
+        return None
 
     def _completed(self, message: p.Request, reply: p.Reply) -> p.Reply:
         """The reply with what the core does not know: the store's file, and how many clients there are."""
@@ -258,7 +273,7 @@ class BufferService:
             case p.Hello(role="actor"), p.Welcome():
                 return msgspec.structs.replace(reply, credit=self._credits.grant(message.name, self._clock()))
             case _, p.Status():
-                size, damaged = self._store.size_bytes, self._upkeep.num_damaged
+                size, damaged = self._store.size_bytes, self._upkeep.scrub.num_damaged
                 return msgspec.structs.replace(reply, size_bytes=size, num_damaged=damaged)
         return reply
 
@@ -278,9 +293,7 @@ class Credits:
     """Divides the memory that the service has for messages on their way into the store."""
 
     def __init__(self, budget_bytes: int) -> None:
-        """Args:
-        budget_bytes: what all clients together may have sent without an acknowledgement.
-        """
+        """Divide what all clients together may have sent without an acknowledgement."""
         self._budget_bytes = budget_bytes
         self._heard_at: dict[str, float] = {}
 
@@ -301,18 +314,13 @@ class Credits:
 
 
 def opened(messages: Iterable[Request | Malformed | Unserved], pushes_wait_for: str) -> list[Arrival]:
-    """Messages in order, pushes that follow one another together.
-
-    Args:
-        messages: as they were received.
-        pushes_wait_for: why no trajectory is taken in now; '' where they are.
-    """
+    """Messages in order, pushes that follow one another together; `pushes_wait_for` says why none is taken in now."""
     arrivals: list[Arrival] = []
     pushes: list[Request] = []
 
     def join() -> None:
         if pushes:
-            arrivals.append(_Pushed(list(pushes), OpenedPushes([(push.message, push.body) for push in pushes])))
+            arrivals.append(_Pushed(list(pushes), Pushes([(push.message, push.body) for push in pushes])))
             pushes.clear()
 
     for arrival in messages:

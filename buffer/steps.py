@@ -15,7 +15,6 @@ from collections import Counter
 
 from msgspec.structs import replace
 
-from buffer import catalogue
 from buffer.errors import BufferRefused
 from buffer.groups import Groups
 from buffer.ingest import MAX_BEHIND
@@ -174,22 +173,19 @@ class Steps:
     def _abandon(self, tx: Transaction, message: BeginIncarnation) -> None:
         """Open the incarnation. Tokens of abandoned versions now count as older than they were."""
         state = tx.state
-        changed = self._groups.index.above(tx, message.version)
-        for group in changed:
-            self._groups.index.remove(tx, group)
+        index = self._groups.index
+        changed = [each.group_id for each in index.ready if each.oldest > message.version]
         if state.incarnations:
             newest = state.newest_possible(self._contract.updates_per_step)
             state.incarnations[-1] = replace(state.incarnations[-1], newest=newest)
         state.incarnations.append(Incarnation(message.session, message.version, message.step))
-        for group in changed:
-            self._groups.index.add(tx, group)
-        # No index holds an open group by its age.
-        for (group_id,) in tx.open_groups.all_keys():
+        for group_id in changed:
+            index.update(tx, tx.groups.require(group_id))
+        for group_id in index.open:  # which the index does not hold by age
             group = tx.groups.require(group_id)
             if group.min_version > message.version:
                 group.min_version = message.version
                 tx.groups.put(group, group_id)
-        catalogue.resume(tx, message.version)
 
     def _resume(self, tx: Transaction, message: BeginIncarnation) -> None:
         """Settle the recorded draws: those in the checkpoint are done, later ones are to be redone."""

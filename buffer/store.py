@@ -206,10 +206,7 @@ class Store:
         """
         while True:
             try:
-                with self._env.begin(write=True, buffers=True) as txn:
-                    tx = Transaction(txn, self._dbs, page_size=self._page_size, caches=True)
-                    result = change(tx)
-                    tx.flush()
+                return self._write_once(change)
             except lmdb.MapFullError:
                 grown = self._env.info()["map_size"] * 2
                 log.info("the map of %s is full; growing it to %d MiB", self.folder, grown // 2**20)
@@ -223,8 +220,20 @@ class Store:
                     f"writing to the buffer in {self.folder} failed ({error}); nothing of this turn was acknowledged. "
                     "Check the disk, then start the service again"
                 ) from error
-            else:
-                return result
+
+    def _write_once(self, change: Callable[[Transaction], T]) -> T:
+        undo: list[Callable[[], None]] = []
+        try:
+            with self._env.begin(write=True, buffers=True) as txn:
+                tx = Transaction(txn, self._dbs, page_size=self._page_size, caches=True)
+                undo = tx.undo
+                result = change(tx)
+                tx.flush()
+        except BaseException:
+            for take_back in reversed(undo):
+                take_back()
+            raise
+        return result
 
     def _is_full(self, error: lmdb.Error) -> bool:
         """Did the disk have no room? LMDB calls a write that was cut short an input/output error."""

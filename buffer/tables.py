@@ -52,12 +52,6 @@ class StoreState(msgspec.Struct):
     incarnations: list[Incarnation] = []
     pending_draws: dict[int, int] = {}
     """For every step drawn but not finished in this incarnation, how many groups it holds."""
-    indexed_for: str = ""
-    """The settings of `buffer.eligible` that the indexes were built for; '' before the first change of a new store."""
-    num_reusable: int = 0
-    """How many ready groups were used before."""
-    strata: dict[int, int] = {}
-    """How many ready groups each length bucket of the table `strata` has."""
     fidelity: Fidelity = msgspec.field(default_factory=Fidelity)
     cursor: int = 0
     """How many prompts were taken from the data's order so far."""
@@ -149,8 +143,6 @@ class Group(msgspec.Struct):
     once, as it was done last."""
     held: int = 0
     """How many recorded draws name the group, finished or not; while any does, its records stay."""
-    rank_class: int = -1
-    """Its class in the order of eviction; -1 where it has no place there."""
 
     @classmethod
     def new(cls, group_id: int, prompt_id: int, size: int, failures: int) -> Group:
@@ -165,6 +157,11 @@ class Group(msgspec.Struct):
             completion_lengths=[0] * size,
             failures=failures,
         )
+
+    @property
+    def is_stored(self) -> bool:
+        """Has it samples that are still there?"""
+        return any(record != NO_RECORD for record in self.records)
 
     def missing(self) -> list[int]:
         """The samples that are neither committed nor given up."""

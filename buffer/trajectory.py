@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from common.staleness import PolicyVersion
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,3 @@ class Trajectory:
     def num_completion_tokens(self) -> int:
         """Length of the completion."""
         return len(self.token_ids) - self.prompt_length
-
-    @property
-    def oldest_version(self) -> PolicyVersion:
-        """Version of the first token: versions only grow within a trajectory."""
-        return self.spans[0].version

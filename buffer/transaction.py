@@ -23,31 +23,20 @@ V = TypeVar("V")
 TABLES: dict[str, Any] = {
     "meta": bytes,
     "groups": Group,
-    "leases": int,
-    "open_groups": None,
-    "unleased_groups": None,
-    "ready_groups": None,
     "returned_prompts": ReturnedPrompt,
     "draws": DrawRecord,
     "actors": Actor,
     "seen": bytes,
     "records": bytes,
     "scores": bytes,
-    "eviction_order": None,
-    "catalogue": None,
-    "weights": bytes,
-    "strata": None,
     "quarantine": bytes,
 }
-"""Name and kind of every table; None: an index, which is nothing but keys. `verify` derives those anew."""
+"""Name and kind of every table."""
 
 _SEAL = struct.Struct("<Q")
 _INTEGERS = [struct.Struct(f">{number}Q") for number in range(8)]
 _encoder = msgspec.msgpack.Encoder()
-_DECODERS: dict[str, Any] = {
-    name: msgspec.msgpack.Decoder(kind) for name, kind in TABLES.items() if kind not in (None, bytes)
-}
-_CACHED = frozenset(name for name, kind in TABLES.items() if kind not in (None, bytes, int))
+_DECODERS: dict[str, Any] = {name: msgspec.msgpack.Decoder(kind) for name, kind in TABLES.items() if kind is not bytes}
 _state_decoder = msgspec.msgpack.Decoder(StoreState)
 
 
@@ -81,8 +70,7 @@ class Table(Generic[V]):
         self._txn = txn
         self._db = db
         self._decoder = _DECODERS.get(name)
-        self._has_values = TABLES[name] is not None
-        self._caches = caches and name in _CACHED
+        self._caches = caches and self._decoder is not None
         self._rows: dict[bytes, V] = {}
         self._unwritten: dict[bytes, V] = {}
 
@@ -149,26 +137,21 @@ class Table(Generic[V]):
         stat = self._txn.stat(self._db)
         return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
 
-    def all_keys(self, *first: int, reverse: bool = False) -> Iterator[tuple[int, ...]]:
-        """Keys made of integers, in order. The table must not change while they are read.
-
-        Args:
-            first: begin at the first key at or above this one (reverse: at the last one below or at it).
-            reverse: descending.
-        """
-        for packed, _ in self._scan(first, reverse=reverse, values=False):
+    def all_keys(self, first: int = 0) -> Iterator[tuple[int, ...]]:
+        """Integer keys, ascending from `first`. The table must not change while they are read."""
+        for packed, _ in self._scan(first, values=False):
             yield self._unpack(packed)
 
-    def all_items(self, *first: int) -> Iterator[tuple[tuple[int, ...], V]]:
-        """Integer keys and their values, ascending from `first`. The table must not change while they are read."""
-        for packed, value in self._scan(first, reverse=False, values=True):
+    def all_items(self) -> Iterator[tuple[tuple[int, ...], V]]:
+        """Integer keys and their values, ascending. The table must not change while they are read."""
+        for packed, value in self._scan(values=True):
             key = bytes(packed)
             cached = self._rows.get(key)
             yield self._unpack(key), self._open(self._checked(key, value)) if cached is None else cached
 
     def damaged(self) -> Iterator[str]:
         """One sentence for every value that does not match its checksum."""
-        for packed, value in self._scan((), reverse=False, values=True):
+        for packed, value in self._scan(values=True):
             try:
                 self._checked(bytes(packed), value)
             except CorruptRecord as error:
@@ -183,7 +166,7 @@ class Table(Generic[V]):
 
     def count_texts(self) -> Counter[str]:
         """How many keys have each text as their first part. Reads all of them."""
-        keys = (bytes(packed) for packed, _ in self._scan((), reverse=False, values=False))
+        keys = (bytes(packed) for packed, _ in self._scan(values=False))
         return Counter(key.partition(b"\0")[0].decode("utf-8", "replace") for key in keys)
 
     def flush(self) -> None:
@@ -193,21 +176,15 @@ class Table(Generic[V]):
                 self._write(packed, self._unwritten[packed])
             self._unwritten.clear()
 
-    def _scan(self, first: tuple[int, ...], *, reverse: bool, values: bool) -> Iterator[tuple[Any, Any]]:
+    def _scan(self, first: int = 0, *, values: bool) -> Iterator[tuple[Any, Any]]:
         self.flush()
         cursor = self._txn.cursor(db=self._db)
-        if first:
-            wanted = _pack(first)
-            found = cursor.set_range(wanted)
-            if reverse and (not found or bytes(cursor.key()) != wanted):
-                found = cursor.prev() if found else cursor.last()
-            if not found:
-                return
-        step = cursor.iterprev if reverse else cursor.iternext
+        if first and not cursor.set_range(_pack((first,))):
+            return
         if values:
-            yield from step(keys=True, values=True)
+            yield from cursor.iternext(keys=True, values=True)
         else:
-            yield from ((packed, None) for packed in step(keys=True, values=False))
+            yield from ((packed, None) for packed in cursor.iternext(keys=True, values=False))
 
     def _unpack(self, packed: bytes | memoryview) -> tuple[int, ...]:
         if len(packed) % 8:
@@ -227,8 +204,6 @@ class Table(Generic[V]):
         return None if value is None else self._checked(packed, value)
 
     def _checked(self, key: bytes, value: memoryview) -> memoryview:
-        if not self._has_values:
-            return value
         payload = value[_SEAL.size :]
         if len(value) < _SEAL.size or _SEAL.unpack_from(value)[0] != _digest(key, payload):
             raise CorruptRecord(
@@ -242,9 +217,6 @@ class Table(Generic[V]):
         return opened
 
     def _write(self, packed: bytes, value: V, *, append: bool = False) -> None:
-        if not self._has_values:
-            self._txn.put(packed, b"", db=self._db)
-            return
         payload = value if self._decoder is None else _encoder.encode(value)
         assert isinstance(payload, bytes)
         self._txn.put(packed, _SEAL.pack(_digest(packed, payload)) + payload, append=append, db=self._db)
@@ -256,47 +228,32 @@ class Table(Generic[V]):
 class Transaction:
     """All tables and the state record, changed together or not at all."""
 
+    meta: Table[bytes]
+    groups: Table[Group]
+    returned_prompts: Table[ReturnedPrompt]
+    draws: Table[DrawRecord]
+    """By step."""
+    actors: Table[Actor]
+    seen: Table[bytes]
+    """(actor, epoch, seq) at or above the actor's low-water mark."""
+    records: Table[bytes]
+    scores: Table[bytes]
+    """record -> float32 reference log-probabilities."""
+    quarantine: Table[bytes]
+
     def __init__(self, txn: lmdb.Transaction, dbs: dict[str, lmdb._Database], *, page_size: int, caches: bool) -> None:
         self._page_size = page_size
-        self._tables: dict[str, Table[Any]] = {name: Table(name, txn, dbs[name], caches=caches) for name in TABLES}
-        tables: dict[str, Any] = self._tables
-        self.meta: Table[bytes] = tables["meta"]
-        self.groups: Table[Group] = tables["groups"]
-        self.leases: Table[int] = tables["leases"]
-        """Open leases: lease -> group."""
-        self.open_groups: Table[bytes] = tables["open_groups"]
-        self.unleased_groups: Table[bytes] = tables["unleased_groups"]
-        """Open groups whose missing samples are to be issued again."""
-        self.ready_groups: Table[bytes] = tables["ready_groups"]
-        """(version of the oldest token, group): in the order of age."""
-        self.returned_prompts: Table[ReturnedPrompt] = tables["returned_prompts"]
-        self.draws: Table[DrawRecord] = tables["draws"]
-        """By step."""
-        self.actors: Table[Actor] = tables["actors"]
-        self.seen: Table[bytes] = tables["seen"]
-        """(actor, epoch, seq) at or above the actor's low-water mark."""
-        self.records: Table[bytes] = tables["records"]
-        self.scores: Table[bytes] = tables["scores"]
-        """record -> float32 reference log-probabilities."""
-        self.eviction_order: Table[bytes] = tables["eviction_order"]
-        """(class, rank, group): complete groups that no recorded draw needs, the first to go first."""
-        self.catalogue: Table[bytes] = tables["catalogue"]
-        """(index, value, group): complete groups by prompt, version, reward and length; see `buffer.catalogue`."""
-        self.weights: Table[bytes] = tables["weights"]
-        """(level, node): the sum tree over the groups that may be drawn; see `buffer.sum_tree`."""
-        self.strata: Table[bytes] = tables["strata"]
-        """(length bucket, version of the oldest token, group): those groups by length."""
-        self.quarantine: Table[bytes] = tables["quarantine"]
-        self.before_flush: list[Callable[[], None]] = []
-        """Called once, before the rows are written: for what else is kept in memory during the transaction."""
+        self._tables: list[Table[Any]] = [Table(name, txn, dbs[name], caches=caches) for name in TABLES]
+        for name, table in zip(TABLES, self._tables, strict=True):
+            setattr(self, name, table)
+        self.undo: list[Callable[[], None]] = []
+        """What takes back, last first, the changes of memory that go with rows of this transaction."""
         self._read = self.meta.get("state")
         self.state: StoreState = StoreState() if self._read is None else _state_decoder.decode(self._read)
 
     def flush(self) -> None:
         """Write what is kept in memory; belongs right before the commit."""
-        for write in self.before_flush:
-            write()
-        for table in self._tables.values():
+        for table in self._tables:
             table.flush()
         encoded = _encoder.encode(self.state)
         if encoded != self._read:
@@ -304,10 +261,10 @@ class Transaction:
 
     def damaged(self) -> Iterator[str]:
         """One sentence for every value of any table that does not match its checksum. Reads everything."""
-        for table in self._tables.values():
+        for table in self._tables:
             yield from table.damaged()
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the file that hold rows; what is beyond them is free to be used again."""
-        return self._page_size * sum(table.num_pages for table in self._tables.values())
+        return self._page_size * sum(table.num_pages for table in self._tables)

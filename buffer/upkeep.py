@@ -39,23 +39,13 @@ class Upkeep:
         self._clock = clock
         self._sync_every_s = SYNC_EVERY_S if config.durability == "interval" else None
         self._synced_at = clock()
-        self._watch = ReaderWatch(store, clock)
-        self._scrub = Scrub(store, clock=clock)
+        self.watch = ReaderWatch(store, clock)
+        self.scrub = Scrub(store, clock)
 
     @property
     def due_in_s(self) -> float:
         """In how many seconds `run` wants to be called again."""
         return _WATCH_EVERY_S if self._sync_every_s is None else min(_WATCH_EVERY_S, self._sync_every_s)
-
-    @property
-    def pushes_wait_for(self) -> str:
-        """Why no trajectory may be taken in now; '' where it may."""
-        return self._watch.pushes_wait_for
-
-    @property
-    def num_damaged(self) -> int:
-        """How many records the last scrub found damaged."""
-        return self._scrub.num_damaged
 
     def run(self) -> None:
         """Do what is due.
@@ -68,8 +58,8 @@ class Upkeep:
             self._store.sync()
             self._synced_at = self._clock()
         try:
-            self._watch.run()
-            self._scrub.run()
+            self.watch.run()
+            self.scrub.run()
         except StoreBusy as busy:
             log.warning("%s", busy)
 
@@ -93,6 +83,7 @@ class ReaderWatch:
         self._limit_bytes = 0
         """How large the file may become while somebody reads."""
         self.pushes_wait_for = ""
+        """Why no trajectory may be taken in now; '' where it may."""
 
     def run(self) -> None:
         """Look at the reader table a few times a second, and at the size of the file in every turn while it matters."""
@@ -137,13 +128,14 @@ class ReaderWatch:
 class Scrub:
     """Reads every record again and again, slowly, so that damage is found while there are copies elsewhere."""
 
-    def __init__(self, store: Store, *, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
         self._next = 0
         self._resume_at = clock()
         self._found: set[int] = set()
         self.num_damaged = 0
+        """How many records the last pass found damaged."""
 
     def run(self) -> None:
         """Read the next few records, where it is time."""

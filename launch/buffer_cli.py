@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def _selection(parsed: argparse.Namespace) -> Selection:
     )
 
 
-def _open(path: Path) -> Inspection:
+def _open(path: Path) -> AbstractContextManager[Inspection]:
     return Inspection.open(named_run(path))
 
 
@@ -157,7 +158,7 @@ def _verify(parsed: argparse.Namespace) -> int:
     for fault in faults:
         print(f"FAULT    {fault}")
     found = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else "no fault"
-    print(f"{sums['records']} records, every index and the ledger checked: {found}")
+    print(f"{sums['records']} records, their groups and the ledger checked: {found}")
     if faults:
         refuse(f"{inspection.folder} is damaged: {RESTORE}")
     return FAULTS if faults else ExitStatus.OK

@@ -30,7 +30,7 @@ from benchmarks.buffer_peers.workload import (
 )
 from benchmarks.lib.processes import command_of
 from buffer import schema
-from buffer.ingest import KnownVersions, faults
+from buffer.ingest import faults
 
 RECORDS_PER_COMMIT = 256
 NUM_SAMPLED_BATCHES = 100
@@ -67,7 +67,7 @@ def measure_raw_zmq(work: Workload, folder: Path) -> Figures:
 
 def receive(data_address: str, reply_address: str) -> None:
     """The receiving process: validate until an empty message, then say how many rows were good."""
-    facts, known = facts_for(1), KnownVersions({0: 0})
+    facts, known = facts_for(1), {0: 0}
     num_rows = 0
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as reply:
         pull.connect(data_address)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from buffer.errors import StoreError
 from buffer.offline.inspect import GroupView, Inspection, Sample, Selection
 from buffer.rows import list_bounds
 from buffer.schema import SCHEMA, join_rows
-from buffer.tables import StoreState, Use
+from buffer.tables import StoreState
 from common.files import sync
 from common.staleness import PolicyVersion, effective_version
 
@@ -58,12 +60,7 @@ class ParquetExport(NamedTuple):
 
 
 def export(inspection: Inspection, wanted: Selection, path: Path) -> ParquetExport:
-    """Write the stored trajectories of the groups wanted.
-
-    Args:
-        inspection: of the store, which may be live.
-        wanted: which groups.
-        path: of the Parquet file; replaced where it is there already.
+    """Write the stored trajectories of the groups wanted as a Parquet file; one of that name is replaced.
 
     Raises:
         StoreError: the file cannot be written, or the store cannot be read.
@@ -97,12 +94,7 @@ def export(inspection: Inspection, wanted: Selection, path: Path) -> ParquetExpo
 
 
 def version_bounds(spans: pa.Array, starts: Sequence[dict[int, int]]) -> tuple[list[int], list[int]]:
-    """Versions that the first and the last token of each row count with.
-
-    Args:
-        spans: column of `SCHEMA`.
-        starts: per row, the version that each incarnation of the learner started from.
-    """
+    """Versions that the first and the last token of each row count with, by the `starts` of the incarnations for it."""
     values, bounds = spans.flatten(), list_bounds(spans)
     incarnations = values.field("incarnation").to_numpy()
     versions = values.field("version").to_numpy()
@@ -147,8 +139,14 @@ def _state_columns(
     of_samples = [group.row.sample_states[sample.sample_index] for group, sample in rows]
     groups = [group.row for group, _ in rows]
     uses = [row.trained_at[-1] if state == "trained" else None for row, state in zip(groups, of_samples, strict=True)]
-    restarts = _Restarts(states)
-    starts = [restarts.until(group.shard, use) for (group, _), use in zip(rows, uses, strict=True)]
+
+    @cache
+    def started(shard: int, last: float) -> dict[int, int]:
+        """From which version each incarnation started; later ones than the one that trained do not change a lag."""
+        return {number: version for number, version in states[shard].resumed_at.items() if number <= last}
+
+    lasts = [inf if use is None else use.incarnation for use in uses]
+    starts = [started(group.shard, last) for (group, _), last in zip(rows, lasts, strict=True)]
     oldest, newest = version_bounds(spans, starts)
     return {
         "shard": [group.shard for group, _ in rows],
@@ -163,19 +161,3 @@ def _state_columns(
         "trained_version": [None if use is None else use.version for use in uses],
         "lag": [None if use is None else use.version - first for use, first in zip(uses, oldest, strict=True)],
     }
-
-
-class _Restarts:
-    """From which version each incarnation of the learner started, as far as it was known at a use."""
-
-    def __init__(self, states: Mapping[int, StoreState]) -> None:
-        self._states = states
-        self._known: dict[tuple[int, int | None], dict[int, int]] = {}
-
-    def until(self, shard: int, use: Use | None) -> dict[int, int]:
-        """Those up to the incarnation that trained: later ones do not change what lag a token had."""
-        key = shard, None if use is None else use.incarnation
-        if key not in self._known:
-            started = self._states[shard].resumed_at
-            self._known[key] = {i: version for i, version in started.items() if use is None or i <= use.incarnation}
-        return self._known[key]

@@ -7,22 +7,19 @@ is seen as it was when its turn came, and one that is made or evicted meanwhile 
 
 from __future__ import annotations
 
-import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from math import inf
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import pyarrow as pa
 
 from buffer import rows
-from buffer.catalogue import Index, find
 from buffer.errors import CorruptRecord, StoreError
 from buffer.schema import SCHEMA, join_rows
 from buffer.store import RESTORE, Store, buffer_folder, shard_folders
@@ -31,6 +28,8 @@ from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import Transaction
 
 T = TypeVar("T")
+
+Order = Literal["prompt", "version", "reward", "length"]
 
 READ_S = 0.1
 """How long one transaction reads before it ends and the next one resumes."""
@@ -62,18 +61,6 @@ class Selection:
             and _within(max(group.lengths, default=None), None, self.max_length)
         )
 
-    def bounds(self, by: Index) -> tuple[float | None, float | None]:
-        """What the selection says of an index: least and greatest value."""
-        match by:
-            case "prompt":
-                return self.prompt_id, self.prompt_id
-            case "version":
-                return self.since_version, self.until_version
-            case "reward":
-                return self.min_reward, None
-            case "length":
-                return None, self.max_length  # no mean is above the greatest
-
 
 class Sample(NamedTuple):
     """One stored sample of a group."""
@@ -102,8 +89,8 @@ class GroupView:
         """Tokens of the committed samples."""
         return [length for length in self.row.lengths if length]
 
-    def value(self, by: Index) -> float | None:
-        """What the catalogue sorts the group by."""
+    def value(self, by: Order) -> float | None:
+        """What the group is listed by: its prompt, the version of its oldest token, its mean reward or mean length."""
         match by:
             case "prompt":
                 return self.row.prompt_id
@@ -139,7 +126,7 @@ class Totals(NamedTuple):
 
 @dataclass
 class Inspection:
-    """The stores of one buffer folder, open for reading; a context manager."""
+    """The stores of one buffer folder, open for reading."""
 
     folder: Path
     stores: list[Store]
@@ -147,8 +134,9 @@ class Inspection:
     """What could not be read because it does not match its checksum, one sentence each; some may be there twice."""
 
     @classmethod
-    def open(cls, path: Path) -> Inspection:
-        """Open the buffer of a run folder, or of a buffer folder.
+    @contextmanager
+    def open(cls, path: Path) -> Iterator[Inspection]:
+        """The buffer of a run folder, or of a buffer folder, open while it is looked at.
 
         Raises:
             StoreError: there is none, it cannot be read, or one of its shards is missing.
@@ -160,36 +148,24 @@ class Inspection:
                 with _naming(shard):
                     stores.append(Store(shard, None))
             _refuse_gaps(folder, stores)
-        except BaseException:
+            yield cls(folder, stores)
+        finally:
             for store in stores:
                 store.close()
-            raise
-        return cls(folder, stores)
-
-    def __enter__(self) -> Inspection:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the stores."""
-        for store in self.stores:
-            store.close()
 
     def totals(self) -> Totals:
         """Figures of the whole folder."""
-        ledger: dict[str, int] = {}
-        reasons: dict[str, int] = {}
+        ledger: Counter[str] = Counter()
+        reasons: Counter[str] = Counter()
         version = num_groups = num_records = 0
         for store in self.stores:
             state, groups, records = look_at(store, lambda tx: (tx.state, tx.groups.count, tx.records.count))
             version = max(version, state.version)
             num_groups, num_records = num_groups + groups, num_records + records
-            _add(ledger, state.ledger.counts())
-            _add(reasons, state.ledger.quarantined_by_reason)
+            ledger.update(state.ledger.counts())
+            reasons.update(state.ledger.quarantined_by_reason)
         size = sum(store.size_bytes for store in self.stores)
-        return Totals(version, num_groups, num_records, size, ledger, reasons)
+        return Totals(version, num_groups, num_records, size, dict(ledger), dict(reasons))
 
     def states(self) -> dict[int, StoreState]:
         """The state record of each shard."""
@@ -199,27 +175,30 @@ class Inspection:
         self,
         wanted: Selection,
         *,
-        by: Index | None = None,
+        by: Order | None = None,
         newest_first: bool = False,
         with_samples: bool = False,
     ) -> Iterator[GroupView]:
-        """The groups wanted: shard by shard, or where they are in the order of an index, all shards together.
+        """The groups wanted: shard by shard by their ids, or all shards together in the order of a value.
 
         Args:
             wanted: which ones.
-            by: complete groups only, in the order of this index; None: all, by their ids.
+            by: complete groups that have this value, in its order; None: all.
             newest_first: descending order of `by`.
             with_samples: read the stored samples too.
         """
         readers = [_Reader(store, wanted, with_samples, self.damaged) for store in self.stores]
         if by is None:
-            return chain.from_iterable(reader.by_id() for reader in readers)
-
-        def place(group: GroupView) -> tuple[float, int]:
-            value = group.value(by)
-            return -inf if value is None else value, group.row.group_id
-
-        return heapq.merge(*[reader.in_order(by, newest_first) for reader in readers], key=place, reverse=newest_first)
+            return chain.from_iterable(reader.all() for reader in readers)
+        places = [
+            (value, group.row.group_id, reader)
+            for reader in readers
+            for group in reader.all(with_samples=False)
+            if group.row.phase != "open" and group.row.is_stored and (value := group.value(by)) is not None
+        ]
+        places.sort(key=lambda place: place[:2], reverse=newest_first)
+        found = (reader.one(group_id) for _, group_id, reader in places)
+        return (group for group in found if group is not None)
 
     def group(self, group_id: int) -> GroupView | None:
         """One group with its samples, whichever shard has it; None where there is none."""
@@ -244,12 +223,14 @@ class Inspection:
     def quarantined(self) -> Iterator[Quarantined]:
         """What is set aside, oldest first. The service keeps the last few only; `totals` counts all."""
         for store in self.stores:
-            following: int | None = 0
-            while following is not None:
-                some = partial(_some_quarantined, first=following, damaged=self.damaged, folder=store.folder)
-                found, following = look_at(store, some)
-                for number, value in found:
-                    yield _quarantined(store, number, value)
+            for (number,) in look_at(store, lambda tx: list(tx.quarantine.all_keys())):
+                try:
+                    entry = self.quarantined_at(store.facts.shard, number)
+                except CorruptRecord as error:
+                    self.damaged.append(f"quarantined {number}: {error}")
+                    continue
+                if entry is not None:  # else it has made room meanwhile
+                    yield entry
 
     def quarantined_at(self, shard: int, number: int) -> Quarantined | None:
         """What a shard set aside under this number; None where it is not there.
@@ -260,7 +241,8 @@ class Inspection:
         for store in self.stores:
             if store.facts.shard == shard:
                 value = look_at(store, lambda tx: tx.quarantine.get(number))
-                return None if value is None else _quarantined(store, number, value)
+                reason, _, data = (value or b"").partition(b"\n")
+                return None if value is None else Quarantined(shard, number, reason.decode("utf-8", "replace"), data)
         return None
 
 
@@ -278,9 +260,6 @@ def read_row(data: bytes) -> dict[str, Any] | None:
     """The row that was set aside; None where the bytes are no whole row, such as the beginning of a message.
 
     Its values may be whatever they like.
-
-    Args:
-        data: of a `Quarantined`.
     """
     if int.from_bytes(data[:4], "little") != SCHEMA_VERSION:
         return None
@@ -305,54 +284,31 @@ class _Reader:
         self._damaged = damaged
         """Takes a sentence for each value that does not match its checksum."""
 
-    def in_order(self, by: Index, newest_first: bool) -> Iterator[GroupView]:
-        """The complete groups wanted, in the order of an index."""
-        low, high = self._wanted.bounds(by)
-        return self._walk(look_at(self._store, lambda tx: list(find(tx, by, low, high, newest_first))))
-
-    def by_id(self) -> Iterator[GroupView]:
-        """The groups wanted, by their ids. Where an index can narrow them down, only those are looked at."""
-        narrow: tuple[Index, ...] = ("prompt", "version")
-        by = next((by for by in narrow if self._wanted.bounds(by) != (None, None)), None)
-        if by is None:
-            return self._walk(None)
-
-        def ids(tx: Transaction) -> list[int]:
-            still_open = [group_id for (group_id,) in tx.open_groups.all_keys()]  # not in the catalogue yet
-            return sorted({*find(tx, by, *self._wanted.bounds(by)), *still_open})
-
-        return self._walk(look_at(self._store, ids))
+    def all(self, *, with_samples: bool = True) -> Iterator[GroupView]:
+        """The groups wanted, by their ids."""
+        position: int | None = 0
+        while position is not None:
+            found, position = look_at(self._store, partial(self._some, first=position, with_samples=with_samples))
+            yield from found
 
     def one(self, group_id: int) -> GroupView | None:
         """The group of this id, if it is there and wanted."""
         return look_at(self._store, lambda tx: self._view(tx, group_id))
 
-    def _walk(self, ids: Sequence[int] | None) -> Iterator[GroupView]:
-        """The wanted ones among the groups of these ids, or among all (None)."""
-        position: int | None = 0
-        while position is not None:
-            found, position = look_at(self._store, partial(self._some, ids=ids, position=position))
-            yield from found
-
-    def _some(self, tx: Transaction, ids: Sequence[int] | None, position: int) -> tuple[list[GroupView], int | None]:
-        """What one transaction reads, and where the next one goes on: an id, or a place in `ids`; None: at the end."""
+    def _some(self, tx: Transaction, first: int, with_samples: bool) -> tuple[list[GroupView], int | None]:
+        """What one transaction reads, and the id where the next one goes on; None: at the end."""
         deadline = time.monotonic() + READ_S
         found: list[GroupView] = []
         size = 0
-        places = (
-            ((group_id, group_id + 1) for (group_id,) in tx.groups.all_keys(position))
-            if ids is None
-            else ((ids[place], place + 1) for place in range(position, len(ids)))
-        )
-        for group_id, following in places:
-            if (view := self._view(tx, group_id)) is not None:
+        for (group_id,) in tx.groups.all_keys(first):
+            if (view := self._view(tx, group_id, with_samples=with_samples)) is not None:
                 found.append(view)
                 size += sum(len(sample.record) for sample in view.samples)
             if size >= READ_BYTES or time.monotonic() >= deadline:
-                return found, following
+                return found, group_id + 1
         return found, None
 
-    def _view(self, tx: Transaction, group_id: int) -> GroupView | None:
+    def _view(self, tx: Transaction, group_id: int, *, with_samples: bool = True) -> GroupView | None:
         try:
             group = tx.groups.get(group_id)
         except CorruptRecord as error:
@@ -364,7 +320,7 @@ class _Reader:
         view = GroupView(self._store.facts.shard, group, oldest)
         if not self._wanted.accepts(view):
             return None
-        return replace(view, samples=self._samples(tx, group)) if self._with_samples else view
+        return replace(view, samples=self._samples(tx, group)) if self._with_samples and with_samples else view
 
     def _samples(self, tx: Transaction, group: Group) -> list[Sample]:
         samples = []
@@ -379,29 +335,6 @@ class _Reader:
         return samples
 
 
-def _some_quarantined(
-    tx: Transaction, first: int, damaged: list[str], folder: Path
-) -> tuple[list[tuple[int, bytes]], int | None]:
-    found: list[tuple[int, bytes]] = []
-    size = 0
-    for (number,) in tx.quarantine.all_keys(first):
-        try:
-            value = tx.quarantine.require(number)
-        except CorruptRecord as error:
-            damaged.append(_sentence(f"quarantined {number}", error, folder))
-            continue
-        found.append((number, value))
-        size += len(value)
-        if size >= READ_BYTES:
-            return found, number + 1
-    return found, None
-
-
-def _quarantined(store: Store, number: int, value: bytes) -> Quarantined:
-    reason, _, data = value.partition(b"\n")
-    return Quarantined(store.facts.shard, number, reason.decode("utf-8", "replace"), data)
-
-
 def _refuse_gaps(folder: Path, stores: Sequence[Store]) -> None:
     """A listing without one of the shards would look whole. A shard's own folder may be looked at alone."""
     first = stores[0]
@@ -411,11 +344,6 @@ def _refuse_gaps(folder: Path, stores: Sequence[Store]) -> None:
             f"the buffer in {folder} has {first.facts.num_shards} shards, and shard-{min(missing)} is missing: restore "
             f"it from a copy. Those that are there can be looked at one by one, as {first.folder}"
         )
-
-
-def _add(total: dict[str, int], more: dict[str, int]) -> None:
-    for name, count in more.items():
-        total[name] = total.get(name, 0) + count
 
 
 def _within(value: float | None, low: float | None, high: float | None) -> bool:

@@ -23,7 +23,7 @@ from buffer import schema
 from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
-from buffer.sharding.division import Supply, divide_step, must_wait
+from buffer.sharding.division import divide_step, must_wait
 from buffer.sharding.shards import Request, Shard, Shards, sum_of
 from buffer.trajectory import Trajectory
 from common.rpc.auth import ClientKeys
@@ -58,16 +58,7 @@ def open_client(
     config: BufferConfig,
     keys: ClientKeys | None = None,
 ) -> BufferClient | ShardedClient:
-    """A client of a buffer of one or several shards.
-
-    Args:
-        addresses: of the services, in the order of their shards.
-        run_id: see `BufferClient`.
-        role: see `BufferClient`.
-        name: see `BufferClient`; the same for all shards.
-        config: the `[buffer]` section.
-        keys: see `BufferClient`.
-    """
+    """A `BufferClient`, or one of several shards where there are several addresses, in the order of their shards."""
     clients = [
         BufferClient(
             address,
@@ -90,13 +81,7 @@ class ShardedClient:
     def __init__(
         self, clients: Sequence[BufferClient], config: BufferConfig, *, patience_s: float = PATIENCE_S
     ) -> None:
-        """Start the thread in which the conversations with the shards interleave.
-
-        Args:
-            clients: of the shards, in their order; they are closed with this one.
-            config: the `[buffer]` section.
-            patience_s: a shard that leaves something unanswered for so long is silent.
-        """
+        """Start the thread in which the conversations with the shards interleave; their clients are closed with it."""
         self._config = config
         self._patience_s = patience_s
         self._shards = Shards([Shard(client, patience_s) for client in clients], patience_s)
@@ -157,7 +142,7 @@ class ShardedClient:
         """Hand in a trajectory to the shard of its prompt. Does not block: what a shard has no credit for waits."""
         if self._is_closed:
             raise BufferUnavailable(_CLOSED)
-        return self._shards.owner(trajectory.lease_id).overflow.push(trajectory, self._loop)
+        return self._shards.owner(trajectory.lease_id).push(trajectory, self._loop)
 
     def has_room(self, _trajectory: Trajectory) -> bool:
         """`push` always returns at once."""
@@ -336,11 +321,6 @@ class JointDraws:
     """
 
     def __init__(self, shards: Shards) -> None:
-        """Nothing is divided yet.
-
-        Args:
-            shards: all of them.
-        """
         self._shards = shards
         self._plans: dict[int, Plan] = {}
         """Step -> how it is divided; of the last steps."""
@@ -399,16 +379,12 @@ class JointDraws:
         )
         for number, offer in offers.items():
             self._shards[number].hear(offer.ledger, offer.fidelity)
-        supplies = {
-            number: Supply(offer.num_eligible, offer.capacity, offer.due, offer.open_due)
-            for number, offer in offers.items()
-        }
         waits = any(offer.waits for offer in offers.values())
         is_whole = len(offers) == len(self._shards)
-        plan = divide_step(num_groups, supplies, in_order=waits)
-        if plan and not (waits and (not is_whole or must_wait(plan, num_groups, supplies))):
+        plan = divide_step(num_groups, offers, in_order=waits)
+        if plan and not (waits and (not is_whole or must_wait(plan, num_groups, offers))):
             return plan, ""
-        num_ready = sum(supply.num_eligible for supply in supplies.values())
+        num_ready = sum(offer.num_eligible for offer in offers.values())
         lacks = [f"shard {number} has {offer.num_eligible}, {offer.waiting_for}" for number, offer in offers.items()]
         lacks += [f"shard {each.number}: {_lacks(each)}" for each in self._shards if each.number not in offers]
         return {}, f"step {step} has {min(num_ready, num_groups)} of {num_groups} groups; {'; '.join(lacks)}"

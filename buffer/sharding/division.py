@@ -9,35 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from buffer.config import BufferConfig
 from buffer.errors import StoreError
+from buffer.protocol import PlanReply
 from common.run import RunFacts
 from common.staleness import StalenessContract, held_back
-
-
-class Share(NamedTuple):
-    """What one shard has of the whole buffer."""
-
-    capacity: int
-    """How many of its groups may be outstanding at once; the shares of all shards add up to the contract's capacity."""
-    num_shares: int
-    """Capacity of the whole buffer, of which `capacity` is a part."""
-
-
-class Supply(NamedTuple):
-    """What a shard could give to a step; the fields of `protocol.PlanReply`."""
-
-    num_eligible: int
-    capacity: int
-    due: Mapping[int, int]
-    """Steps -> how many eligible groups can be used at most that many steps later."""
-    open_due: Mapping[int, int]
 
 
 def shard_of(prompt_id: int, num_shards: int) -> int:
@@ -53,11 +33,6 @@ def owned_prompts(facts: RunFacts) -> npt.NDArray[np.int64]:
 def admission_shares(num_prompts: int, num_shards: int, capacity: int) -> list[int]:
     """How many groups of each shard may be outstanding, in proportion to the prompts that it owns.
 
-    Args:
-        num_prompts: of the training set.
-        num_shards: into how many shards they are divided.
-        capacity: what the staleness contract lets be outstanding in all.
-
     Raises:
         ValueError: some shard would get nothing, so that its prompts would never be trained on.
     """
@@ -71,25 +46,16 @@ def admission_shares(num_prompts: int, num_shards: int, capacity: int) -> list[i
     return apportion(capacity, owned, given=[int(count > 0) for count in owned])
 
 
-def share_of(facts: RunFacts, contract: StalenessContract) -> Share:
-    """The share of this shard.
+def capacity_of(facts: RunFacts, contract: StalenessContract) -> int:
+    """How many groups of this shard may be outstanding; the capacities of all shards add up to the contract's.
 
     Raises:
         StoreError: there are more shards than groups that may be outstanding.
     """
-    capacity = contract.capacity()
     try:
-        shares = admission_shares(facts.num_prompts, facts.num_shards, capacity)
+        return admission_shares(facts.num_prompts, facts.num_shards, contract.capacity())[facts.shard]
     except ValueError as error:
         raise StoreError(str(error)) from None
-    return Share(shares[facts.shard], capacity)
-
-
-def of_shard(config: BufferConfig, share: Share) -> BufferConfig:
-    """The configuration with this shard's part of what is meant for the whole buffer."""
-    part = share.capacity / share.num_shares
-    trajectories = max(1, round(config.capacity_trajectories * part))
-    return config.model_copy(update={"capacity_trajectories": trajectories, "capacity_gib": config.capacity_gib * part})
 
 
 def apportion(
@@ -120,16 +86,12 @@ def apportion(
     return shares
 
 
-def divide_step(num_groups: int, supplies: Mapping[int, Supply], *, in_order: bool) -> dict[int, int]:
+def divide_step(num_groups: int, supplies: Mapping[int, PlanReply], *, in_order: bool) -> dict[int, int]:
     """How many groups of a step each shard gives; nothing where there are too few.
 
     In proportion to what is eligible in each. But as many groups as the later steps could not use any
     more in time are taken first, so that a shard which was down for a while does not lose its old ones.
-
-    Args:
-        num_groups: of the step.
-        supplies: by shard.
-        in_order: take the groups that are due first, whatever shard has them.
+    With `in_order` the groups that are due first are taken, whatever shard has them.
     """
     shards = sorted(supplies)
     eligible = [supplies[shard].num_eligible for shard in shards]
@@ -146,7 +108,7 @@ def divide_step(num_groups: int, supplies: Mapping[int, Supply], *, in_order: bo
     return {shard: num for shard, num in zip(shards, given, strict=True) if num}
 
 
-def must_wait(plan: Mapping[int, int], num_groups: int, supplies: Mapping[int, Supply]) -> bool:
+def must_wait(plan: Mapping[int, int], num_groups: int, supplies: Mapping[int, PlanReply]) -> bool:
     """Must a step wait for groups that are not complete (on_stale = "wait")? Decided over all shards' groups."""
     drawn: list[int] = []
     left: list[int] = []

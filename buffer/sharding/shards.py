@@ -34,7 +34,9 @@ class Shard:
         """The shard is silent once something is unanswered for `patience_s`."""
         self.client = client
         self.number = client.shard
-        self.overflow = Overflow(client)
+        self._waiting: deque[tuple[Trajectory, Future[p.RowResult]]] = deque()
+        """Trajectories that the shard has no credit for yet, so that their sender need not wait. There are at most as
+        many as were leased from the shard."""
         self.is_connected = False
         self.status: p.Status | None = None
         """As it was last known."""
@@ -95,10 +97,7 @@ class Shard:
     def ask_one(self, kind: str, request: Request[R], *, even_late: bool = False) -> asyncio.Task[R]:
         """Make a request, unless one of its kind is not answered yet: then that one.
 
-        Args:
-            kind: of the request.
-            request: what to ask.
-            even_late: an answer that came when its caller had gone is not asked for again, but `taken`.
+        With `even_late` an answer that came when its caller had gone is not asked for again, but `taken`.
         """
         task = self._single.get(kind)
         if task is None or (task.done() and not even_late):
@@ -108,6 +107,30 @@ class Shard:
     def taken(self, kind: str) -> None:
         """The answer to `ask_one` was seen."""
         self._single.pop(kind, None)
+
+    def push(self, trajectory: Trajectory, loop: asyncio.AbstractEventLoop) -> Future[p.RowResult]:
+        """Push now or, from the thread of this loop, once there is credit. For any thread; never blocks."""
+        if not self._waiting and self.client.has_room(trajectory):
+            return self.client.push(trajectory)
+        future: Future[p.RowResult] = Future()
+        self._waiting.append((trajectory, future))
+        if len(self._waiting) == 1:
+            asyncio.run_coroutine_threadsafe(self._push_waiting(), loop)
+        return future
+
+    async def _push_waiting(self) -> None:
+        try:
+            while self._waiting:
+                trajectory, future = self._waiting[0]
+                if not self.client.has_room(trajectory):
+                    await asyncio.sleep(_CREDIT_POLL_S)
+                    continue
+                self.client.push(trajectory).add_done_callback(partial(_pass_on, future))
+                self._waiting.popleft()
+        except (asyncio.CancelledError, BufferUnavailable):
+            while self._waiting:
+                closed = BufferUnavailable(f"the client of {self.client.address} was closed")
+                settle(self._waiting.popleft()[1], closed)
 
     async def draw(self, step: int, version: int, incarnation: int, plan: dict[int, int], wait_s: float) -> Draw:
         """This shard's part of a step, however long it takes."""
@@ -148,47 +171,6 @@ class Shard:
         del self._unanswered[task]
         if not task.cancelled():
             task.exception()  # its caller gets it; here it is only marked as seen
-
-
-class Overflow:
-    """Trajectories that a shard has no credit for yet: they wait here, so that their sender does not.
-
-    There are at most as many as were leased from the shard.
-    """
-
-    def __init__(self, client: BufferClient) -> None:
-        """Nothing waits.
-
-        Args:
-            client: of the shard.
-        """
-        self._client = client
-        self._waiting: deque[tuple[Trajectory, Future[p.RowResult]]] = deque()
-
-    def push(self, trajectory: Trajectory, loop: asyncio.AbstractEventLoop) -> Future[p.RowResult]:
-        """Push now or, from the thread of this loop, once there is credit. For any thread; never blocks."""
-        if not self._waiting and self._client.has_room(trajectory):
-            return self._client.push(trajectory)
-        future: Future[p.RowResult] = Future()
-        self._waiting.append((trajectory, future))
-        if len(self._waiting) == 1:
-            asyncio.run_coroutine_threadsafe(self._drain(), loop)
-        return future
-
-    async def _drain(self) -> None:
-        try:
-            while self._waiting:
-                trajectory, future = self._waiting[0]
-                if not self._client.has_room(trajectory):
-                    await asyncio.sleep(_CREDIT_POLL_S)
-                    continue
-                self._client.push(trajectory).add_done_callback(partial(_pass_on, future))
-                self._waiting.popleft()
-        except (asyncio.CancelledError, BufferUnavailable):
-            while self._waiting:
-                settle(
-                    self._waiting.popleft()[1], BufferUnavailable(f"the client of {self._client.address} was closed")
-                )
 
 
 class Shards(list[Shard]):
@@ -245,18 +227,15 @@ def _pass_on(future: Future[R], answered: Future[R]) -> None:
 
 def sum_of(parts: Sequence[p.Status], silent: list[int]) -> p.Status:
     """The status of all shards together."""
+    tables = ("ledger", "quarantined_by_reason", "failed_by_reason")
+    counts = ("num_ready_groups", "num_drawn_groups", "num_records", "size_bytes", "num_damaged")
+    sums: dict[str, Any] = {name: _added([getattr(part, name) for part in parts]) for name in tables}
+    sums |= {name: sum(getattr(part, name) for part in parts) for name in counts}
     return p.Status(
-        ledger=_added([part.ledger for part in parts]),
-        quarantined_by_reason=_added([part.quarantined_by_reason for part in parts]),
-        failed_by_reason=_added([part.failed_by_reason for part in parts]),
-        num_ready_groups=sum(part.num_ready_groups for part in parts),
-        num_drawn_groups=sum(part.num_drawn_groups for part in parts),
+        **sums,
         newest=max(part.newest for part in parts),
         version=max(part.version for part in parts),
-        num_records=sum(part.num_records for part in parts),
-        size_bytes=sum(part.size_bytes for part in parts),
         draining=any(part.draining for part in parts),
-        num_damaged=sum(part.num_damaged for part in parts),
         fidelity=LengthFidelity.worst(part.fidelity for part in parts),
         fidelity_alarm=any(part.fidelity_alarm for part in parts),
         silent_shards=silent,

@@ -121,8 +121,7 @@ class BufferRole(_ServiceRole):
         self, log: Path, config: BufferConfig, facts: RunFacts, folder: Path, keys: ServiceKeys | None
     ) -> None:
         redirect_output(log)
-        from buffer.process import keep_memory
-        from buffer.service import BufferService
+        from buffer.service import BufferService, keep_memory
 
         keep_memory()
         host = interface(config.host, keys)

@@ -111,7 +111,7 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
     await drawn(learner, 2, 1)
     await reply(learner.step_finished(2, 2))
     late = await drawn(learner, 3, 2)
-    assert {one.oldest_version for one in late} == {PolicyVersion(0, 1)}
+    assert {one.spans[0].version for one in late} == {PolicyVersion(0, 1)}
     # a model of zeros is uniform over its vocabulary, which only the new weights can be
     uniform = -np.log(check_model_folder(MODEL).vocab_size)
     assert np.concatenate([one.logprobs for one in late]) == pytest.approx(uniform, abs=1e-3)

@@ -92,7 +92,7 @@ class ShardedRun:
         for row in decode(batch.body):
             key = row.group_id, row.sample_index
             assert np.array_equal(row.token_ids, sample_tokens(key, len(row.token_ids)))
-            assert self.step - effective_version(row.oldest_version, self.resumed_at) <= 4
+            assert self.step - effective_version(row.spans[0].version, self.resumed_at) <= 4
         return batch
 
     def shards_of(self, step: int) -> set[int]:

@@ -157,7 +157,7 @@ class ScheduledBuffer(RuleBasedStateMachine):
         self.drawn = True
         groups = {}
         for record, row in zip(reply.record_ids, rows, strict=True):
-            oldest = effective_version(row.oldest_version, self.resumed_at)
+            oldest = effective_version(row.spans[0].version, self.resumed_at)
             assert self.version + self.updates_per_step - 1 - oldest <= self.max_lag
             assert self.used_at.setdefault(record, self.step + 1) == self.step + 1 or self.learner_restarted
             assert row.reward is not None

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.sharding.client import ShardedClient
-from buffer.sharding.division import Supply, admission_shares, apportion, divide_step, owned_prompts
+from buffer.sharding.division import admission_shares, apportion, divide_step, owned_prompts
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
 from tests.trajectories import decode
@@ -178,7 +178,7 @@ class ScheduledShards(RuleBasedStateMachine):
         )
         assert batch.ledger["gap"] == 0
         for record, row in zip(batch.record_ids, decode(batch.body), strict=True):
-            oldest = effective_version(row.oldest_version, self.resumed_at)
+            oldest = effective_version(row.spans[0].version, self.resumed_at)
             assert self.version + self.facts.updates_per_step - 1 - oldest <= self.max_lag
             assert self.drawn.setdefault(record, step) == step or self.learner_restarted
         self.batch = batch.record_ids
@@ -309,7 +309,7 @@ def test_under_wait_no_step_leaves_an_open_group_of_any_shard_behind(schedule, u
 supplies = st.dictionaries(
     st.integers(0, 5),
     st.builds(
-        lambda due, more, capacity: Supply(len(due) + more, capacity, {at: due.count(at) for at in due}, {}),
+        lambda due, more, capacity: p.PlanReply(len(due) + more, capacity, {at: due.count(at) for at in due}, {}),
         st.lists(st.integers(0, 4), max_size=8),
         st.integers(0, 5),
         st.integers(1, 10),

@@ -16,7 +16,6 @@ import numpy as np
 
 from buffer import protocol as p
 from buffer.config import BufferConfig
-from buffer.groups import live_gap
 from buffer.trajectory import Trajectory, VersionSpan
 from buffer.transaction import TABLES, Transaction
 from common.run import RunFacts
@@ -150,19 +149,20 @@ class CoreBuffer:
 
     def counts(self) -> tuple[int, int, int, int]:
         """The ledger's gap, samples committed, samples dropped, and groups outstanding."""
-        tx = self._turns.tx
-        ledger, leases = tx.state.ledger, self._buffer.core.leases
-        return ledger.gap + live_gap(tx), ledger.committed, ledger.dropped_stale, leases.outstanding(tx)
+        tx, core = self._turns.tx, self._buffer.core
+        gap, ledger = core.groups.checked_counts(tx)["gap"], tx.state.ledger
+        return gap, ledger.committed, ledger.dropped_stale, core.leases.outstanding(tx)
 
     def waiting_for(self) -> str:
         """What the buffer holds, for a trace."""
         return self._turns.read(self._held)
 
     def _held(self, tx: Transaction) -> str:
+        index = self._buffer.core.groups.index
         admission = self._buffer.core.leases.closed_because(tx) or "open"
         return (
-            f"version {tx.state.version}, published {tx.state.published}, ready {list(tx.ready_groups.all_keys())}, "
-            f"open {list(tx.open_groups.all_keys())}, drawn {tx.state.pending_draws}, admission: {admission}"
+            f"version {tx.state.version}, published {tx.state.published}, ready {index.ready}, "
+            f"open {index.open}, drawn {tx.state.pending_draws}, admission: {admission}"
         )
 
 

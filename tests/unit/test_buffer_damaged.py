@@ -6,7 +6,9 @@ import pytest
 from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
-from buffer.errors import BufferRefused
+from buffer.errors import BufferRefused, StoreError
+from buffer.service import BufferService
+from buffer.store import Store
 from tests.world.buffer import Actor, generate, train
 
 
@@ -66,6 +68,19 @@ def test_a_trained_step_that_is_damaged_since_is_redone_with_other_groups(make):
     ledger = buffer.status().ledger
     assert (ledger["trained"], ledger["uses"], ledger["redone_uses"]) == (4, 4, 0)
     put_back(buffer, first.record_ids[1], kept)
+
+
+def test_a_store_with_a_damaged_group_is_refused_by_the_service_that_would_not_know_where_it_stands(make):
+    buffer = make(groups_per_step=1)
+    actor = Actor(buffer)
+    buffer.begin()
+    generate(buffer, actor, 2)
+    kept = flip(buffer, "groups", 1)
+    buffer.store.close()
+    with pytest.raises(StoreError, match=f"{buffer.folder} cannot be served: .*'groups'.* checksum.* Restore it"):
+        BufferService(buffer.config, buffer.facts, buffer.folder)
+    buffer.store = Store(buffer.folder, buffer.facts)
+    buffer.store.write(lambda tx: tx.groups.put(kept, 1))
 
 
 def test_damaged_scores_are_deleted_and_written_anew(make):

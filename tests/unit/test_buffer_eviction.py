@@ -1,9 +1,9 @@
-"""Eviction by capacity and by sampler, and the catalogue of what is there."""
+"""Eviction by capacity and by sampler, and the listing of what is there."""
 
 from buffer import config as config_module
 from buffer import protocol as p
-from buffer.catalogue import find, sortable_float
 from buffer.config import BufferConfig
+from buffer.offline.inspect import Inspection, Selection
 from common.staleness import PolicyVersion
 from tests.world.buffer import Actor, generate, train
 
@@ -21,8 +21,9 @@ def stored(buffer):
     return buffer.store.read(lambda tx: {group for (group,) in tx.groups.all_keys()})
 
 
-def found(buffer, by, low=None, high=None, **order):
-    return buffer.store.read(lambda tx: list(find(tx, by, low, high, **order)))
+def found(buffer, by, newest_first=False, **limits):
+    groups = Inspection(buffer.folder, [buffer.store]).groups(Selection(**limits), by=by, newest_first=newest_first)
+    return [group.row.group_id for group in groups]
 
 
 # --- eviction ---------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def test_eviction_takes_every_trace_of_a_group(make):
     assert (ledger["evicted_unused"], ledger["waiting"]) == (40, 20)
 
 
-# --- catalogue --------------------------------------------------------------------------------------
+# --- listing ----------------------------------------------------------------------------------------
 
 
 def test_groups_are_found_by_prompt_version_reward_and_length(make):
@@ -115,20 +116,15 @@ def test_groups_are_found_by_prompt_version_reward_and_length(make):
         train(buffer, number + 1)
     buffer.lease(actor.name, 1)
     assert found(buffer, "version") == groups
-    assert found(buffer, "version", 1, 2) == groups[1:3]
-    assert found(buffer, "version", 1, 2, newest_first=True) == [groups[2], groups[1]]
+    assert found(buffer, "version", since_version=1, until_version=2) == groups[1:3]
+    assert found(buffer, "version", True, since_version=1, until_version=2) == [groups[2], groups[1]]
     assert found(buffer, "reward") == [groups[1], groups[3], groups[0], groups[2]]
-    assert found(buffer, "reward", -1.0, 0.0) == [groups[1], groups[3]]
-    assert found(buffer, "reward", 0.1, newest_first=True) == [groups[2], groups[0]]
-    assert found(buffer, "length", 12.5, 23) == [groups[0], groups[3]]
-    assert found(buffer, "length", high=8) == [groups[2]]
-    assert found(buffer, "length", 9, 8) == []
-    for by in ("prompt", "version"):
-        for below in (-1, -0.5, float("-inf")):
-            assert found(buffer, by, high=below) == found(buffer, by, below, below) == []
-        assert found(buffer, by, -1) == found(buffer, by, float("-inf"), float("inf")) == found(buffer, by)
+    assert found(buffer, "reward", True, min_reward=0.1) == [groups[2], groups[0]]
+    assert found(buffer, "length") == [groups[2], groups[0], groups[3], groups[1]]
+    assert found(buffer, "length", max_length=23) == [groups[2], groups[0], groups[3]]
+    assert found(buffer, "version", until_version=-1) == []
     prompts = buffer.store.read(lambda tx: {g: group.prompt_id for (g,), group in tx.groups.all_items()})
-    assert found(buffer, "prompt", prompts[groups[2]], prompts[groups[2]]) == [groups[2]]
+    assert found(buffer, "prompt", prompt_id=prompts[groups[2]]) == [groups[2]]
     assert found(buffer, "prompt", newest_first=True) == sorted(groups, key=prompts.get, reverse=True)
 
 
@@ -139,14 +135,6 @@ def test_after_a_restart_of_the_learner_groups_are_found_by_the_version_they_cou
         groups += generate(buffer, actor, 1, version=PolicyVersion(0, number))
         train(buffer, number + 1)
     buffer.begin(2, 2, session="restarted")
-    assert found(buffer, "version", 2, 2) == groups[2:]
-    assert found(buffer, "version", 3) == []
+    assert found(buffer, "version", since_version=2, until_version=2) == groups[2:]
+    assert found(buffer, "version", since_version=3) == []
     assert buffer.faults() == []
-
-
-def test_sortable_floats_sort_as_the_numbers_do():
-    numbers = [float("-inf"), -1e300, -2.5, -1e-310, 0.0, 1e-310, 3.0, 1e300, float("inf")]
-    keys = [sortable_float(number) for number in numbers]
-    assert keys == sorted(set(keys))
-    assert (min(keys) >= 0, max(keys) < 2**64) == (True, True)
-    assert sortable_float(-0.0) == sortable_float(0.0)

@@ -1,11 +1,9 @@
-"""What `verify` sees beyond the indexes of groups, and when the indexes are built anew."""
+"""What `verify` sees beyond the ledger, and what requests cost where many leases are out."""
 
 import pytest
 
 from buffer import protocol as p
 from buffer.config import BufferConfig
-from buffer.eligible import EligibleIndex
-from buffer.groups import Groups
 from buffer.transaction import Table
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
@@ -40,7 +38,11 @@ def change(table, field, make_other, *key):
 @pytest.mark.parametrize(
     ("damage", "fault"),
     [
-        (lambda tx: tx.leases.put(999, 3), "lease 3 leads to group 999, but group 3"),
+        (change("groups", "lease_id", lambda _: 4, 3), "lease 4 of group 4 is closed, or that of group 3"),
+        (change("groups", "lease_id", lambda _: 9, 1), "lease 9 of group 1 is closed"),
+        (change("groups", "held", lambda held: held + 1, 1), "group 1 counts 2 recorded and 1 unfinished draws"),
+        (lambda tx: tx.draws.delete(1), "group 1 counts 1 recorded and 1 unfinished draws, there are 0"),
+        (lambda tx: tx.records.delete(1), "record 1 of group 1 is missing"),
         (change("actors", "num_seen_above", lambda count: count + 5, "actor-0"), "'actor-0' counts 6 sequence numbers"),
         (lambda tx: tx.seen.delete_texts("actor-0"), "'actor-0' counts 1 sequence numbers"),
         (lambda tx: tx.seen.put(b"", "nobody", 1, 7), "'nobody' counts 0 sequence numbers"),
@@ -57,43 +59,6 @@ def test_verify_names_what_disagrees(busy, damage, fault):
     assert any(fault in found for found in busy.faults()), busy.faults()
 
 
-def settings_of(**knobs):
-    return EligibleIndex(BufferConfig(**knobs)).settings
-
-
-@pytest.mark.parametrize(
-    ("sampler", "idle", "used"),
-    [
-        ("fifo", {"reward_temperature": 2.0, "age_tau": 2.0}, {"eviction": "lowest_reward"}),
-        ("uniform", {"reward_temperature": 2.0, "on_policy_share": 0.9}, {"max_uses": 3}),
-        ("reward_softmax", {"priority_alpha": 2.0}, {"reward_temperature": 2.0}),
-        ("prioritised", {"reward_temperature": 2.0, "replay_sampler": "fifo"}, {"age_tau": 2.0}),
-        ("prioritised", {}, {"priority_alpha": 2.0}),
-        ("length_balanced", {"priority_alpha": 2.0}, {"sampler": "fifo"}),
-        ("on_policy_share", {"on_policy_share": 0.9, "age_tau": 2.0}, {"replay_sampler": "prioritised"}),
-    ],
-)
-def test_only_a_knob_of_the_sampler_in_use_changes_what_indexes_are_built_for(sampler, idle, used):
-    knobs = {"sampler": sampler, "max_uses": 2}
-    assert settings_of(**{**knobs, **idle}) == settings_of(**knobs) != settings_of(**{**knobs, **used})
-
-
-def test_a_store_is_not_indexed_anew_for_a_knob_that_no_index_depends_on(make, monkeypatch):
-    rebuilt = []
-    monkeypatch.setattr(Groups, "rebuild", lambda groups, tx, last: rebuilt.append(last))
-    buffer = make(BufferConfig(sampler="on_policy_share", on_policy_share=0.5))
-    buffer.begin()
-    for knobs in ({"on_policy_share": 0.6}, {"on_policy_share": 0.6, "reward_temperature": 2.0}):
-        buffer.config = BufferConfig(sampler="on_policy_share", **knobs)
-        buffer.restart()
-        buffer.status()
-    assert rebuilt == []
-    buffer.config = BufferConfig(sampler="on_policy_share", replay_sampler="reward_softmax")
-    buffer.restart()
-    buffer.status()
-    assert len(rebuilt) == 1
-
-
 def test_lost_leases_are_issued_again_in_time_that_grows_with_their_number(make, monkeypatch):
     """Every key that a transaction reads is counted: a list of all leases for each one would be 512^2 / 2."""
     buffer = make(groups_per_step=128, max_lag="unbounded", num_prompts=1000)
@@ -104,9 +69,9 @@ def test_lost_leases_are_issued_again_in_time_that_grows_with_their_number(make,
     num_read = 0
     scan = Table._scan
 
-    def counted(table, start, **how):
+    def counted(table, *start, **how):
         nonlocal num_read
-        for each in scan(table, start, **how):
+        for each in scan(table, *start, **how):
             num_read += 1
             yield each
 

@@ -184,7 +184,7 @@ def test_groups_at_their_last_chance_enter_the_step_whatever_their_length(make):
         for lease in actor.lease(2):
             actor.work(lease, num_completion_tokens=10, version=PolicyVersion(0, step))
     ledger = buffer.status().ledger
-    left = buffer.store.read(lambda tx: [key for key in tx.ready_groups.all_keys() if key[0] == 0])
+    left = [key for key in buffer.core.groups.index.ready if key.oldest == 0]
     assert len(left) == 2
     assert set(train(buffer, 4).group_ids) == {group for _, group in left}
     assert ledger["dropped_stale"] == buffer.status().ledger["dropped_stale"] == 0

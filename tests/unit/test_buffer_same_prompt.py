@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 from pydantic import ValidationError
 
-from buffer import eligible
 from buffer.config import BufferConfig
 from buffer.errors import StoreError
 from common.staleness import PolicyVersion
@@ -106,14 +105,6 @@ def test_mates_keep_the_use_limit_and_the_age_bound(make):
         uses.update(reply.group_ids)
         assert all(step - 1 - oldest_of[group] <= 6 for group in reply.group_ids)
     assert max(uses.values()) == 2
-
-
-def test_no_more_than_a_bounded_number_of_a_prompts_groups_is_looked_at(make, monkeypatch):
-    monkeypatch.setattr(eligible, "MAX_SAME_PROMPT", 3)
-    buffer, actor = started(make, BufferConfig(groups_per_prompt=9, max_uses=2), groups_per_step=6, num_prompts=1)
-    groups = generate(buffer, actor, 6)
-    others = buffer.store.read(lambda tx: list(eligible.Eligible(tx, 2).of_same_prompt(groups[0])))
-    assert others == groups[:2:-1]
 
 
 @pytest.mark.parametrize("sampler", ["fifo", "uniform", "reward_softmax", "prioritised", "on_policy_share"])

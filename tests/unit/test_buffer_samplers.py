@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from buffer import protocol as p
 from buffer import samplers
 from buffer.config import BufferConfig
 from buffer.errors import StoreError
+from buffer.index import Picker
 from buffer.samplers import systematic_shares
-from buffer.sum_tree import FANOUT, SumTree
 from common.staleness import PolicyVersion
-from tests.world.buffer import Actor, InProcessBuffer, facts, generate, train
+from tests.world.buffer import Actor, InProcessBuffer, facts, generate, index_faults, train
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192}
 PACKS = {"pack_tokens": 512}
@@ -252,42 +251,27 @@ def test_under_bounded_replay_used_groups_make_room_for_new_ones(make):
     assert actor.lease(1) == [], "these wait for their first use"
     for step in range(1, 10):
         train(buffer, step)
-    assert len(actor.lease(100)) == buffer.store.read(lambda tx: tx.state.num_reusable) > 0
+    assert len(actor.lease(100)) == most - buffer.core.groups.index.num_unused > 0
     assert buffer.status().num_ready_groups == most
 
 
 # --- indexes ----------------------------------------------------------------------------------------
 
 
-def test_a_sum_tree_draws_in_proportion_grows_with_its_ids_and_shrinks_to_nothing(tmp_path):
-    buffer = InProcessBuffer(tmp_path, facts())
-    weights = {3: 0.0, FANOUT + 1: math.log(3), FANOUT**2 + 5: math.log(4), 3 * FANOUT**3: -1e9}
-    for item, weight in weights.items():
-        buffer.store.write(lambda tx, item=item, weight=weight: SumTree.of(tx).set(item, weight))
-
-    def draw(tx):
-        assert dict(SumTree.of(tx).items()) == weights
-        picker, random = SumTree.of(tx).picker(), np.random.default_rng(0)
-        counts = Counter(picker.pick(random) for _ in range(4000))
-        assert_near(counts, {3: 1 / 8, FANOUT + 1: 3 / 8, FANOUT**2 + 5: 4 / 8}, 4000)
-        assert counts.keys() == set(weights) - {3 * FANOUT**3}
-        for item in (3, FANOUT + 1, FANOUT**2 + 5):
-            picker.take_out(item)
-        assert picker.pick(random) == 3 * FANOUT**3, "however small its share was"
-        picker.take_out(3 * FANOUT**3)
-        assert picker.pick(random) is None
-        assert SumTree.of(tx).faults() == []
-
-    buffer.store.write(draw)
-
-    def empty(tx):
-        for item in weights:
-            SumTree.of(tx).discard(item)
-
-    buffer.store.write(empty)
-    assert buffer.store.read(lambda tx: tx.weights.count) == 0
-    assert buffer.store.read(lambda tx: SumTree.of(tx).picker().pick(np.random.default_rng(0))) is None
-    buffer.close()
+def test_a_picker_draws_in_proportion_and_to_the_last_item_however_small_its_share():
+    weights = {3: 0.0, 4: math.log(3), 9: math.log(4), 70: -1e9}
+    picker, random = Picker(list(weights), list(weights.values())), np.random.default_rng(0)
+    counts = Counter(picker.pick(random) for _ in range(4000))
+    assert_near(counts, {3: 1 / 8, 4: 3 / 8, 9: 4 / 8}, 4000)
+    assert counts.keys() == set(weights) - {70}
+    picker.take_out(4)
+    assert_near(Counter(picker.pick(random) for _ in range(4000)), {3: 1 / 5, 9: 4 / 5}, 4000)
+    for item in (3, 9):
+        picker.take_out(item)
+    assert picker.pick(random) == 70
+    picker.take_out(70)
+    assert picker.pick(random) is None
+    assert Picker([], []).pick(random) is None
 
 
 def test_another_sampler_finds_the_groups_of_the_last_one(make):
@@ -306,46 +290,29 @@ def test_another_sampler_finds_the_groups_of_the_last_one(make):
     assert buffer.store.read(lambda tx: {g.phase for _, g in tx.groups.all_items() if g.uses}) == {"closed"}
 
 
-def test_verify_names_every_index_that_differs_from_the_groups(make):
-    buffer, actor = started(make, BufferConfig(sampler="length_balanced", max_uses=2), groups_per_step=1)
-    weighted, worker = started(make, config("uniform"), groups_per_step=1)
-    for each, hand in ((buffer, actor), (weighted, worker)):
-        generate(each, hand, 3)
-        hand.lease(1)
-        train(each, 1)
-        each.ask(p.CheckpointDurable(1, 0), p.Done)
-        each.draw(2, 1)
-        assert each.faults() == []
+def test_what_a_transaction_changes_in_the_index_is_put_back_where_it_is_not_committed(make):
+    buffer, actor = started(make, BufferConfig(sampler="uniform", max_uses=2), max_lag=50)
+    generate(buffer, actor, 6)
+    open_lease = actor.lease(1)[0]
+    train(buffer, 1)
+    before = buffer.core.groups.index.ready.copy()
 
-    def without_first(name):
-        def change(tx):
-            table = getattr(tx, name)
-            key = next(table.all_keys())
-            value = table.get(*key)
-            table.delete(*key)
-            return key, value
+    def everything(tx):
+        ready = list(buffer.core.groups.index.ready)
+        buffer.core.groups.drop_ready(tx, tx.groups.require(ready[0].group_id), "evicted_unused")
+        buffer.core.groups.hold(tx, tx.groups.require(ready[1].group_id))
+        buffer.core.groups.lose_lease(tx, tx.groups.require(open_lease.group_id), "lease expired")
+        buffer.core.groups.config = buffer.core.groups.config.model_copy(update={"capacity_trajectories": 1})
+        buffer.core.groups.evict(tx)
+        assert index_faults(buffer.core, tx) == []
+        assert buffer.core.groups.index.ready != before
+        raise ZeroDivisionError
 
-        return change
-
-    for owner, name in (
-        *((buffer, name) for name in ("ready_groups", "open_groups", "leases", "catalogue", "strata")),
-        *((weighted, name) for name in ("eviction_order", "weights", "draws", "records")),
-    ):
-        key, value = owner.store.write(without_first(name))
-        assert owner.faults(), name
-        owner.store.write(lambda tx, name=name, key=key, value=value: getattr(tx, name).put(value, *key))
-        assert owner.faults() == [], name
-
-    def add_to(name, change):
-        def apply(tx):
-            setattr(tx.state, name, change(getattr(tx.state, name)))
-
-        return apply
-
-    for owner, name in ((buffer, "num_reusable"), (weighted, "num_reusable")):
-        owner.store.write(add_to(name, lambda count: count + 1))
-        assert "used before" in owner.faults()[0]
-        owner.store.write(add_to(name, lambda count: count - 1))
+    with pytest.raises(ZeroDivisionError):
+        buffer.store.write(everything)
+    assert buffer.core.groups.index.ready == before
+    assert buffer.core.groups.index.leases == {open_lease.lease_id: open_lease.group_id}
+    assert buffer.faults() == []
 
 
 # --- settings ---------------------------------------------------------------------------------------

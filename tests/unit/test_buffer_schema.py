@@ -9,7 +9,7 @@ import pytest
 from buffer import protocol as p
 from buffer import rows, schema
 from buffer.errors import BadBody
-from buffer.ingest import KnownVersions, faults
+from buffer.ingest import faults
 from buffer.trajectory import VersionSpan
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
@@ -27,7 +27,7 @@ FACTS = RunFacts(
     staleness=StalenessConfig(),
 )
 LEASE = p.Lease(1, 1, 1, 3, [0, 1, 2, 3], 0, 60.0)
-KNOWN = KnownVersions({0: 5})
+KNOWN = {0: 5}
 
 
 def row(**changes):
@@ -212,7 +212,7 @@ def test_a_body_is_one_batch_in_todays_framing_and_its_metadata_is_small():
         schema.read_stream(arrow_stream(batch, batch))
     with pytest.raises(BadBody, match="does not begin"):
         schema.read_stream(arrow_stream(batch, use_legacy_format=True))
-    stuffed = schema.SCHEMA.with_metadata({"schema_version": "3", "x": "y" * 2**17})
+    stuffed = schema.SCHEMA.with_metadata({"schema_version": "4", "x": "y" * 2**17})
     with pytest.raises(BadBody, match="its schema takes"):
         schema.read_stream(arrow_stream(batch.replace_schema_metadata(stuffed.metadata), schema=stuffed))
 

@@ -7,7 +7,6 @@ from buffer.config import BufferConfig
 from buffer.core import BufferCore
 from buffer.errors import BufferRefused, StoreError
 from buffer.sharding.division import (
-    Supply,
     admission_shares,
     apportion,
     divide_step,
@@ -22,7 +21,7 @@ from tests.world.buffer import Actor, InProcessBuffer, facts
 
 def supply(num_eligible, due=(), still_open=(), capacity=100):
     count = {at: list(due).count(at) for at in due}
-    return Supply(num_eligible, capacity, count, {at: list(still_open).count(at) for at in still_open})
+    return p.PlanReply(num_eligible, capacity, count, {at: list(still_open).count(at) for at in still_open})
 
 
 @pytest.fixture

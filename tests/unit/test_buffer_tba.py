@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.config import BufferConfig
-from buffer.samplers import OnPolicyShare, ReadyGroup
+from buffer.index import ReadyGroup
+from buffer.samplers import OnPolicyShare
 from common.staleness import PolicyVersion
 from tests.world.buffer import Actor, generate, train
 
@@ -29,8 +30,6 @@ class Plain:
 
 class OldestOfTheRest:
     """A sampler for the rest that can be told from the newest."""
-
-    weight, needs_strata = None, False
 
     def choose(self, candidates, num_groups, random, taken=frozenset()):
         return [key.group_id for key in candidates.in_order() if key.group_id not in taken][:num_groups]

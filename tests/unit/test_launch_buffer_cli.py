@@ -62,7 +62,7 @@ def save_tokenizer(folder):
 def test_ls_lists_every_group_and_adds_them_up(run, leeway):
     status, lines, _ = leeway("ls", run)
     assert status == 0
-    assert "run r, schema version 3, learner at version 1: 8 groups, 15 trajectories" in lines[0]
+    assert "run r, schema version 4, learner at version 1: 8 groups, 15 trajectories" in lines[0]
     assert columns(lines, 2) == ["closed"] * 2 + ["ready"] * 5 + ["closed"]
     assert columns(lines, 3)[:7] == [f"{number / 4:.3f}" for number in range(7)]
     assert lines[3].endswith("2 trained")
@@ -156,10 +156,10 @@ def test_bytes_in_quarantine_that_are_no_row_are_shown_as_bytes(tmp_path, leeway
 
 def test_verify_says_what_it_checked_and_finds_damage(run, leeway):
     status, lines, _ = leeway("verify", run)
-    assert (status, lines[-1]) == (0, "15 records, every index and the ledger checked: no fault")
+    assert (status, lines[-1]) == (0, "15 records, their groups and the ledger checked: no fault")
     damage(run / "buffer", "records", 3)
     status, lines, _ = leeway("verify", run)
-    assert (status, lines[-1]) == (2, "15 records, every index and the ledger checked: 1 fault")
+    assert (status, lines[-1]) == (2, "15 records, their groups and the ledger checked: 1 fault")
     assert lines[-2].startswith("FAULT ")
     status, _, said = leeway("export", run, run / "out.parquet")
     assert (status, said.startswith("leeway: left out: record 3 of group 2: ")) == (1, True)

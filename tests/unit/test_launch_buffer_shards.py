@@ -71,7 +71,7 @@ def test_an_export_holds_every_shard_and_says_which(run, leeway):
 
 def test_verify_adds_the_shards_up_and_names_the_one_with_a_fault(run, leeway):
     status, lines, _ = leeway("verify", run)
-    assert (status, lines[-1]) == (0, "16 records, every index and the ledger checked: no fault")
+    assert (status, lines[-1]) == (0, "16 records, their groups and the ledger checked: no fault")
     assert "trained 4" in lines[1]
     damage(run / "buffer" / "shard-1", "records", 5)
     status, lines, said = leeway("verify", run)

@@ -14,13 +14,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from buffer import protocol as p
-from buffer import schema
+from buffer import samplers, schema
 from buffer.config import BufferConfig
-from buffer.core import BufferCore, OpenedPushes
+from buffer.core import BufferCore
 from buffer.errors import BufferRefused
+from buffer.index import GroupIndex
+from buffer.ingest import Pushes
 from buffer.offline.verify import verify
 from buffer.store import Store
 from buffer.trajectory import Trajectory, VersionSpan
+from buffer.transaction import Transaction
 from common.run import RunFacts
 from common.staleness import PolicyVersion
 from tests.trajectories import decode
@@ -77,7 +80,7 @@ class InProcessBuffer:
         def answered(tx: Any) -> tuple[p.Reply, Any] | None:
             try:
                 if isinstance(message, p.Push):
-                    return self.core.push(tx, OpenedPushes([(message, body)]))[0], b""
+                    return self.core.push(tx, Pushes([(message, body)]))[0], b""
                 if isinstance(message, p.DrawRequest):
                     return self.core.try_draw(tx, message)
                 return self.core.handle(tx, message, body)
@@ -155,9 +158,22 @@ class InProcessBuffer:
         return self.ask(p.StatusRequest(), p.Status)
 
     def faults(self) -> list[str]:
-        """What `verify` finds wrong."""
+        """What `verify` finds wrong, and where the index in memory differs from the rows."""
         found: list[str] = self.store.read(verify)["faults"]
-        return found
+        return found + self.store.read(lambda tx: index_faults(self.core, tx))
+
+
+def index_faults(core: BufferCore, tx: Transaction) -> list[str]:
+    """In what the index of a core differs from one that is derived anew."""
+    mine, anew = core.groups.index, GroupIndex(core.groups.config, samplers.build(core.groups.config)[1])
+    mine.load(tx)
+    anew.load(tx)
+    names = ("_places", "open", "unleased", "leases", "ready", "num_unused", "first_to_go")
+    return [
+        f"the index has {name} = {getattr(mine, name)}, the rows say {getattr(anew, name)}"
+        for name in names
+        if getattr(mine, name) != getattr(anew, name)
+    ]
 
 
 def make_trajectory(

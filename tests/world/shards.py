@@ -10,6 +10,8 @@ import threading
 from concurrent.futures import Future
 from dataclasses import replace
 
+import msgspec
+
 from buffer import protocol as p
 from buffer import schema
 from buffer.client import Draw
@@ -146,10 +148,7 @@ class InProcessShard:
     def draw(self, step, version, incarnation, num_groups, wait_s, plan=None):
         def drawn(answer):
             reply, body = answer
-            return Draw(
-                reply.ready, reply.step, reply.group_ids, reply.record_ids, reply.waiting_for, bytes(body),
-                reply.ledger, reply.lengths, reply.fidelity,
-            )  # fmt: skip
+            return Draw(**msgspec.structs.asdict(reply), body=bytes(body))
 
         return self._ask(p.DrawRequest(step, version, incarnation, num_groups, wait_s, dict(plan or {})), drawn)
 

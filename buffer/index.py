@@ -1,0 +1,236 @@
+"""GroupIndex: where groups are looked up, derived from their rows when a store is opened and kept in memory since.
+
+None of it is stored, so none of it can contradict the store. What a transaction changes here is put back where it is
+not committed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from buffer.config import BufferConfig
+from buffer.lengths import bucket_of
+from buffer.tables import Group, StoreState
+from buffer.transaction import Transaction
+
+LOG_WEIGHT_LIMIT = 1e12
+"""Log-weights are clamped to this, so that their differences stay finite."""
+CLOSED, ELIGIBLE = 0, 1
+"""Classes in the order of eviction: closed groups go first, and under replay then those that could be drawn again."""
+
+Weight = Callable[[Group, int], float]
+"""The logarithm of a complete group's weight in a draw by chance, up to a constant, from its row and the version that
+its oldest token counts with; fixed for as long as the group waits."""
+
+
+class ReadyGroup(NamedTuple):
+    """A group that may be drawn."""
+
+    oldest: int
+    """Version that its oldest token counts with."""
+    group_id: int
+
+
+class Evictable(NamedTuple):
+    """A complete group that no recorded draw needs."""
+
+    kind: int
+    """`CLOSED` or `ELIGIBLE`."""
+    rank: tuple[float, float]
+    """Its place within the class, by the knob `eviction`."""
+    group_id: int
+
+
+class Place(NamedTuple):
+    """All that a group is looked up by."""
+
+    is_open: bool = False
+    lease_id: int = 0
+    evictable: Evictable | None = None
+    ready: ReadyGroup | None = None
+    prompt_id: int = 0
+    """From here on: of ready groups alone."""
+    uses: int = 0
+    bucket: int = 0
+    """Of its mean completion."""
+    log_weight: float = 0.0
+
+
+class GroupIndex:
+    """The groups of a store by what the rules ask for; samplers choose among those that are ready."""
+
+    def __init__(self, config: BufferConfig, weight: Weight | None) -> None:
+        """Be empty until `load`; `weight` is the sampler's, None where it draws without chance."""
+        self._replays = config.replays
+        self._by_reward = config.eviction == "lowest_reward"
+        self.max_uses = float("inf") if config.max_uses == "unlimited" else float(config.max_uses)
+        self._weight = weight
+        self._is_loaded = False
+        self._places: dict[int, Place] = {}
+        self._eviction: list[Evictable] = []
+        """A heap; may hold entries that are over, which are passed over when they come up."""
+        self.open: list[int] = []
+        """Groups that are not complete, ascending."""
+        self.unleased: list[int] = []
+        """Those of them whose missing samples are to be issued again."""
+        self.leases: dict[int, int] = {}
+        """Open leases: lease -> group."""
+        self.ready: list[ReadyGroup] = []
+        """Those that may be drawn, in the order of age."""
+        self.num_unused = 0
+        """How many of them no step has used."""
+
+    def load(self, tx: Transaction) -> None:
+        """Derive it from the rows, where that was not done; belongs before the first change of a transaction."""
+        if not self._is_loaded:
+            for _, group in tx.groups.all_items():
+                self._move(group.group_id, None, self._place_of(group, tx.state))
+            self._is_loaded = True
+
+    def update(self, tx: Transaction, group: Group) -> None:
+        """Follow a change of the group, or of the version that it counts with."""
+        old, new = self._places.get(group.group_id), self._place_of(group, tx.state)
+        if new != old:
+            self._move(group.group_id, old, new)
+            tx.undo.append(partial(self._move, group.group_id, new, old))
+
+    @property
+    def first_to_go(self) -> Evictable | None:
+        """The group that eviction takes next; None where none may go."""
+        while self._eviction:
+            place = self._places.get(self._eviction[0].group_id)
+            if place is not None and place.evictable == self._eviction[0]:
+                return self._eviction[0]
+            heapq.heappop(self._eviction)
+        return None
+
+    # --- what samplers ask ------------------------------------------------------------------------
+
+    def in_order(self, *, newest_first: bool = False) -> Iterator[ReadyGroup]:
+        """The ready groups by the version of their oldest token."""
+        return reversed(self.ready) if newest_first else iter(self.ready)
+
+    def picker(self) -> Picker:
+        """To draw by the sampler's weights."""
+        group_ids = [group_id for _, group_id in self.ready]
+        return Picker(group_ids, [self._places[group_id].log_weight for group_id in group_ids])
+
+    def strata(self) -> Mapping[int, list[int]]:
+        """The groups of each length bucket, oldest first."""
+        return self._ready_by(lambda place: place.bucket)
+
+    def same_prompt(self) -> Callable[[int], Sequence[int]]:
+        """A function that gives the ready groups of a group's prompt, those leased last first."""
+        by_prompt = self._ready_by(lambda place: place.prompt_id)
+        return lambda group_id: sorted(by_prompt[self._places[group_id].prompt_id], reverse=True)
+
+    def uses_left(self, group_id: int) -> float:
+        """How many more times the group may be used."""
+        return self.max_uses - self._places[group_id].uses
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _ready_by(self, key: Callable[[Place], int]) -> Mapping[int, list[int]]:
+        found: defaultdict[int, list[int]] = defaultdict(list)
+        for _, group_id in self.ready:
+            found[key(self._places[group_id])].append(group_id)
+        return found
+
+    def _place_of(self, group: Group, state: StoreState) -> Place | None:
+        """None where nothing of the group is left."""
+        if group.phase == "open":
+            return Place(is_open=True, lease_id=group.lease_id)
+        is_closed = group.phase == "closed"
+        if is_closed and not group.is_stored:
+            return None
+        evictable = None
+        if group.is_stored and not group.held and (is_closed or (group.phase == "ready" and self._replays)):
+            evictable = Evictable(CLOSED if is_closed else ELIGIBLE, self._rank(group), group.group_id)
+        if group.phase != "ready":
+            return Place(evictable=evictable)
+        oldest = group.oldest_effective(state)
+        return Place(
+            evictable=evictable,
+            ready=ReadyGroup(oldest, group.group_id),
+            prompt_id=group.prompt_id,
+            uses=group.uses,
+            bucket=bucket_of(group.mean_completion),
+            log_weight=0.0 if self._weight is None else self._weight(group, oldest),
+        )
+
+    def _rank(self, group: Group) -> tuple[float, float]:
+        if self._by_reward:
+            return (-float("inf") if group.mean_reward is None else group.mean_reward), 0
+        return group.oldest or (0, 0)
+
+    def _move(self, group_id: int, old: Place | None, new: Place | None) -> None:
+        for place, change, sign in ((old, _take_out, -1), (new, insort, 1)):
+            if place is None:
+                continue
+            if place.is_open:
+                change(self.open, group_id)
+                if not place.lease_id:
+                    change(self.unleased, group_id)
+            if place.ready is not None:
+                change(self.ready, place.ready)
+                self.num_unused += sign * (not place.uses)
+        if old is not None:
+            self.leases.pop(old.lease_id, None)
+        if new is None:
+            del self._places[group_id]
+            return
+        self._places[group_id] = new
+        if new.lease_id:
+            self.leases[new.lease_id] = group_id
+        if new.evictable is not None and (old is None or old.evictable != new.evictable):
+            heapq.heappush(self._eviction, new.evictable)
+            if len(self._eviction) > 2 * len(self._places) + 64:
+                self._eviction = [each.evictable for each in self._places.values() if each.evictable is not None]
+                heapq.heapify(self._eviction)
+
+
+def _take_out(keys: list[Any], key: object) -> None:
+    del keys[bisect_left(keys, key)]
+
+
+class Picker:
+    """Draws items with chances in proportion to their weights.
+
+    Weights are logarithms, because a softmax of rewards or an age sampler spans more than a float64 holds.
+    """
+
+    def __init__(self, items: Sequence[int], log_weights: Sequence[float]) -> None:
+        """Draw among different items, each with its log-weight."""
+        self._items: npt.NDArray[np.int64] = np.array(items, np.int64)
+        self._logs = np.array(log_weights, np.float64).clip(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)
+        self._out: set[int] = set()
+        self._sum()
+
+    def pick(self, random: np.random.Generator) -> int | None:
+        """An item; None where none is left."""
+        while len(self._items):
+            slot = int(np.searchsorted(self._sums, random.random() * self._sums[-1], side="right"))
+            if slot == len(self._items):  # the product was rounded up to the sum
+                slot = int(self._logs.argmax())
+            if (item := int(self._items[slot])) not in self._out:
+                return item
+            # What is out is drawn in vain, and not again: the chances of the others to each other stay as they are.
+            stays = ~np.isin(self._items, list(self._out))
+            self._items, self._logs = self._items[stays], self._logs[stays]
+            self._sum()
+        return None
+
+    def take_out(self, item: int) -> None:
+        """Never draw this item again."""
+        self._out.add(item)
+
+    def _sum(self) -> None:
+        self._sums = np.exp(self._logs - self._logs.max(initial=-np.inf)).cumsum()
