@@ -17,10 +17,10 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,22 +30,18 @@ from actors.engine_setup import EngineSockets, engine_args, set_environment
 from buffer.trajectory import VersionSpan
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
-from weight_sync.puller import StagedVersion
+from weight_sync.store import StagedVersion
+from weight_sync.vllm_engine import REFUSED
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
 
-from weight_sync.vllm_engine import REFUSED
+R = TypeVar("R")
 
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from weight_sync.puller import StagedVersion
-
+_LOOK_EVERY_S = 0.2
+_VERIFY_POLL_S = 0.01
 _STOP_TIMEOUT_S = 10.0
 
 
@@ -341,12 +337,6 @@ def _completion(output: CompletionOutput) -> Generation:
         spans=spans,
         finish_reason=output.finish_reason,
     )
-
-
-R = TypeVar("R")
-
-_LOOK_EVERY_S = 0.2
-_VERIFY_POLL_S = 0.01
 
 
 class EngineGone(RuntimeError):

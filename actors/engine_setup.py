@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.config import ActorsConfig
-from weight_sync.vllm_engine import BACKEND, OWNER_ENV, WORKER_CALLS
-
-if TYPE_CHECKING:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-import asyncio
-import contextlib
-import itertools
-import tempfile
-from typing import TYPE_CHECKING
-
 from actors.threads import DaemonThreads
 from weight_sync.errors import TransferFailed
 from weight_sync.host_folder import HostFolder
+from weight_sync.vllm_engine import BACKEND, OWNER_ENV, WORKER_CALLS
 
 if TYPE_CHECKING:
     import zmq
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
 _READY_TIMEOUT_S = 300
 _CPU_BLOCK_TOKENS = 128

@@ -21,7 +21,8 @@ from weight_sync.errors import TransferFailed, WeightsError
 
 if TYPE_CHECKING:
     from actors.engine import Engine, UpdateTiming
-    from weight_sync.puller import Puller, StagedVersion
+    from weight_sync.puller import Puller
+    from weight_sync.store import StagedVersion
 
 _log = logging.getLogger(__name__)
 

@@ -42,9 +42,9 @@ from learner.packing import CostModel, PackingRule
 from learner.pipeline import micro_batches_asked
 from learner.report import Report, StepTimes, step_report
 from learner.step import TrainStep
+from weight_sync.client import open_sink
 from weight_sync.errors import PublishFailed
 from weight_sync.publisher import Publisher
-from weight_sync.sinks import open_sink
 
 logger = logging.getLogger(__name__)
 

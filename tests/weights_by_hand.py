@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 
 from common.staleness import PolicyVersion
-from weight_sync.client import WeightClient
+from weight_sync.client import WeightClient, open_sink
 from weight_sync.config import WeightSyncConfig
 from weight_sync.delta import encode_delta
 from weight_sync.manifest import (
@@ -23,10 +23,9 @@ from weight_sync.manifest import (
     delta_name,
     file_name,
 )
-from weight_sync.puller import Puller, StagedVersion, open_puller
+from weight_sync.puller import Puller, open_puller
 from weight_sync.service import WeightService
-from weight_sync.sinks import PartSink, UploadSink, open_sink
-from weight_sync.store import WeightStore
+from weight_sync.store import StagedVersion, WeightStore
 from weight_sync.tensor_file import ITEM_BYTES, header_of
 
 RUN = "test-run"
@@ -88,7 +87,7 @@ def make_part(
 
 
 def publish(
-    sink: PartSink | Path,
+    sink: WeightStore | WeightClient | Path,
     version: int,
     dtypes: tuple[str, ...] = ("float32",),
     *,
@@ -179,9 +178,9 @@ class Machine:
         self.end()
 
 
-def upload_sink(machine: Machine, name: str = "stage-0") -> UploadSink:
+def upload_sink(machine: Machine, name: str = "stage-0") -> WeightClient:
     sink = open_sink(machine.config, folder=machine.folder, address=machine.address, run_id=RUN, name=name)
-    assert isinstance(sink, UploadSink)
+    assert isinstance(sink, WeightClient)
     machine.keep(sink)
     return sink
 

@@ -11,7 +11,6 @@ store        WeightStore: the folder of published versions; a version exists onc
 
 publisher    Publisher: the learner's side, one per pipeline stage
 parts        HostCopy, PartMaker: a stage's tensors in host memory, and the files made of them
-sinks        PartSink: where a publisher puts its part: a WeightStore; or UploadSink: the service
 
 service      WeightService: the process that holds the store for those who do not see its folder
 service_store  ServedVersions: what it reads for others just now; UploadReceiver: what it is being sent

@@ -1,12 +1,13 @@
 """WeightClient: asks the weight service for versions, and hands it parts. Blocks; every wait is bounded.
 
-`sees_folder` says which way weights take between a process and the store: through its folder, or over the network.
+`sees_folder` says which way weights take between a process and the store: through its folder, or over the network;
+`open_sink` opens that way for a stage.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,8 +18,8 @@ from common.staleness import PolicyVersion
 from weight_sync import protocol as p
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt
-from weight_sync.manifest import Manifest
-from weight_sync.store import read_manifest, store_id_of
+from weight_sync.manifest import Manifest, Part, decode, delta_name, encode
+from weight_sync.store import Buffers, WeightStore, read_manifest, store_id_of
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ Kind = TypeVar("Kind", bound=Message)
 
 
 class WeightClient:
-    """Talks to the weight service of a run. For any thread."""
+    """Talks to the weight service of a run. For any thread. Stages write to it as to a `WeightStore`."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class WeightClient:
             keys: of the run's clients; None where the service takes everybody.
         """
         timeout_s = min(timeout_s, _TIMEOUT_S)
-        self.address = address
+        self.address = self.place = address
         self.name = name
         self._chunk_bytes = min(chunk_bytes or CHUNK_BYTES, p.MAX_CHUNK_BYTES)
         self._window = window
@@ -105,9 +106,10 @@ class WeightClient:
         document = bytes(self._document(p.ManifestRequest(str(version))))
         return read_manifest(document, version, f"the manifest from {self.address}"), document
 
-    def newest_document(self) -> bytes:
-        """The manifest of the newest version, unchecked; empty before the first."""
-        return bytes(self._document(p.ManifestRequest("")))
+    def newest_manifest(self) -> Manifest | None:
+        """The manifest of the newest version; None before the first."""
+        document = self._document(p.ManifestRequest(""))
+        return decode(document, Manifest, f"the newest manifest from {self.address}") if document else None
 
     def read(
         self,
@@ -144,11 +146,8 @@ class WeightClient:
                 )
             write(answer.body)
 
-    def write(self, version: PolicyVersion, file: str, buffers: Sequence[bytes | memoryview]) -> int:
-        """Upload a file, from where an earlier upload of it ended.
-
-        Returns:
-            How many bytes were sent.
+    def write(self, version: PolicyVersion, file: str, buffers: Buffers) -> int:
+        """Upload a file, from where an earlier upload of it ended; how many bytes were sent.
 
         Raises:
             PublishFailed: the version is older than the newest.
@@ -186,18 +185,51 @@ class WeightClient:
         """
         self._ask(p.PartDone(), Done, document)
 
-    def part_document(self, version: PolicyVersion, rank: int) -> bytes:
-        """What a stage contributed, unchecked; empty until it has."""
-        return bytes(self._document(p.PartRequest(str(version), rank)))
+    def part(self, version: PolicyVersion, rank: int) -> Part | None:
+        """What a stage contributed; None until it has."""
+        document = self._document(p.PartRequest(str(version), rank))
+        return decode(document, Part, f"part {rank} of version {version} from {self.address}") if document else None
 
-    def commit(self, document: bytes, keep_versions: int) -> None:
-        """Make a version exist.
+    def wants_deltas(self) -> bool:
+        """Always: what is uploaded crosses the network too."""
+        return True
+
+    def write_part(self, part: Part, files: Mapping[str, Buffers]) -> None:
+        """Upload the files of a part, then its document. Of a file that has a delta the service makes the whole one.
+
+        What was uploaded before a failure is not sent again.
 
         Raises:
-            PublishFailed: it is not newer than the newest.
-            WeightsCorrupt, OSError, TransferFailed: as `part_done`.
+            OSError: the service's disk has no space, or is not writable (`errno` says which).
+            TransferFailed: the service does not answer, or has found a file changed: try again.
+            PublishFailed: the version is older than the newest.
         """
-        self._ask(p.CommitRequest(keep_versions), Done, document)
+        document = encode(part)
+        version = PolicyVersion.parse(part.version)
+        wholes = {entry.file for entry in part.tensors}
+        smaller = {delta_name(name) if delta_name(name) in files else name for name in wholes}
+        try:
+            self._upload(version, files, smaller)
+            try:
+                self.part_done(document)
+            except p.WholeFilesNeeded as error:
+                log.info("version %s is uploaded whole: %s", version, error)
+                self._upload(version, files, files.keys())
+                self.part_done(document)
+        except (WeightsCorrupt, p.WholeFilesNeeded) as error:
+            # the service has removed what it found changed
+            raise TransferFailed(f"part {part.rank} of version {version} has to be uploaded again: {error}") from error
+
+    def commit(self, manifest: Manifest, keep_versions: int) -> None:
+        """Make a version whose parts are all written exist; as `WeightStore.commit`.
+
+        Raises:
+            TransferFailed: as `write_part`.
+        """
+        try:
+            self._ask(p.CommitRequest(keep_versions), Done, encode(manifest))
+        except WeightsCorrupt as error:
+            raise TransferFailed(f"version {manifest.policy} cannot be committed yet: {error}") from error
 
     def close(self) -> None:
         """Let go of the connection. May be called twice."""
@@ -209,6 +241,11 @@ class WeightClient:
 
     def _document(self, message: p.ManifestRequest | p.PartRequest) -> memoryview:
         return self._ask(message, p.Document)[1]
+
+    def _upload(self, version: PolicyVersion, files: Mapping[str, Buffers], names: Collection[str]) -> None:
+        for name, buffers in files.items():
+            if name in names:
+                self.write(version, name, buffers)
 
     def _pieces(
         self, version: PolicyVersion, file: str, views: Sequence[memoryview], start: int, total: int
@@ -281,3 +318,12 @@ def sees_folder(
     if not is_same:
         log.info("%s: %s is not before us; weights are taken from %s", name, served.folder, address)
     return is_same
+
+
+def open_sink(
+    config: WeightSyncConfig, *, folder: Path, address: str, run_id: str, name: str, keys: ClientKeys | None = None
+) -> WeightStore | WeightClient:
+    """Where a stage puts its parts; as `sees_folder`."""
+    if sees_folder(config, folder=folder, address=address, run_id=run_id, name=name, keys=keys):
+        return WeightStore(folder)
+    return WeightClient(address, run_id, name, timeout_s=config.publish_timeout_s, keys=keys)

@@ -25,10 +25,11 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from common.staleness import PolicyVersion
+from weight_sync.client import WeightClient
 from weight_sync.errors import PublishFailed, TransferFailed, WeightsCorrupt, WeightsGone
 from weight_sync.manifest import Manifest, Part, build_manifest
 from weight_sync.parts import HostCopy, PartMaker
-from weight_sync.sinks import PartSink
+from weight_sync.store import WeightStore
 from weight_sync.tensors import DTYPES
 
 NUM_COPIES = 2
@@ -48,6 +49,8 @@ _WARN_EVERY_S = 60.0
 
 _log = logging.getLogger(__name__)
 
+Sink = WeightStore | WeightClient
+"""Where parts go: the store's folder, or the service of one that is not seen. Every call is bounded."""
 OnCommitted = Callable[[PolicyVersion], None]
 Result = TypeVar("Result")
 
@@ -69,7 +72,7 @@ class Publisher:
 
     def __init__(
         self,
-        sink: PartSink,
+        sink: Sink,
         rank: int,
         num_stages: int,
         dtypes: Sequence[str],

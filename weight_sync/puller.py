@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Protocol
 
 from common.rpc.auth import ClientKeys
 from common.staleness import PolicyVersion
@@ -20,7 +18,7 @@ from weight_sync.errors import TransferFailed, WeightsCorrupt
 from weight_sync.host_folder import folder_for
 from weight_sync.manifest import Manifest
 from weight_sync.staging import HostStaging
-from weight_sync.store import WeightStore
+from weight_sync.store import StagedVersion, WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -32,56 +30,10 @@ _PATIENCE = 0.25
 not waited for any longer."""
 
 
-class StagedVersion:
-    """A version on this machine that is kept from removal until this is closed. Use it as a context manager."""
-
-    def __init__(self, folder: Path, manifest: Manifest, dtype: str, lock: IO[bytes]) -> None:
-        """Take over the read lock of a version in a folder that is laid out as a weight store."""
-        self.folder = folder
-        self.manifest = manifest
-        self.dtype = dtype
-        self._lock = lock
-
-    @property
-    def version(self) -> PolicyVersion:
-        """Which version is staged."""
-        return self.manifest.policy
-
-    def close(self) -> None:
-        """Let retention have the version. May be called twice."""
-        self._lock.close()
-
-    def __enter__(self) -> StagedVersion:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class _Source(Protocol):
-    """Where versions come from."""
-
-    place: str
-
-    def newest(self) -> PolicyVersion | None: ...
-
-    def take(self, version: PolicyVersion, dtype: str) -> tuple[Path, Manifest, IO[bytes]]:
-        """Folder, manifest and read lock of a version all of whose files are there."""
-        ...
-
-    def distrust(self, version: PolicyVersion, dtype: str) -> None:
-        """Do not take it for granted that a version is still as it was fetched."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Puller:
     """Looks for newer versions and stages them. Used by one thread at a time."""
 
-    def __init__(self, source: _Source, dtype: str) -> None:
+    def __init__(self, source: WeightStore | _NetworkSource, dtype: str) -> None:
         """See `open_puller` and `of_folder`."""
         self._source = source
         self._dtype = dtype
@@ -136,15 +88,15 @@ class Puller:
                 f"version {version} is older than {last.policy}, which was fetched from {self._source.place} before; "
                 "a version that was replaced is never served again"
             )
-        folder, manifest, lock = self._source.take(version, self._dtype)
-        if last is not None and manifest.fingerprint != last.fingerprint:
-            lock.close()
+        staged = self._source.take(version, self._dtype)
+        if last is not None and staged.manifest.fingerprint != last.fingerprint:
+            staged.close()
             raise WeightsCorrupt(
                 f"version {version} in {self._source.place} is of another architecture than {last.policy}: "
                 "names, dtypes or shapes of its tensors differ"
             )
-        self._fetched = manifest
-        return StagedVersion(folder, manifest, self._dtype, lock)
+        self._fetched = staged.manifest
+        return staged
 
     def distrust(self, staged: StagedVersion) -> None:
         """An engine has read a version against its checksums and refused it: the next `fetch` of it reads all anew.
@@ -197,7 +149,7 @@ class _NetworkSource:
     def newest(self) -> PolicyVersion | None:
         return self._client.newest()
 
-    def take(self, version: PolicyVersion, dtype: str) -> tuple[Path, Manifest, IO[bytes]]:
+    def take(self, version: PolicyVersion, dtype: str) -> StagedVersion:
         manifest, document = self._client.manifest(version)
         manifest.files_of(dtype)
         if self._staging is not None and not self._staging.is_there():
@@ -209,7 +161,7 @@ class _NetworkSource:
             folder = folder_for(self._run_id, self._store_id, self._config.staging_dir, needed)
             self._staging = HostStaging(folder, who=self._name, patience_s=self._config.update_timeout_s * _PATIENCE)
         lock = self._staging.stage(self._client, manifest, document, dtype)
-        return self._staging.store.folder, manifest, lock
+        return StagedVersion(self._staging.store.folder, manifest, dtype, lock)
 
     def distrust(self, version: PolicyVersion, dtype: str) -> None:
         if self._staging is not None:

@@ -52,10 +52,32 @@ Buffers = Sequence[bytes | memoryview]
 """The content of a file, in order."""
 
 
+class StagedVersion:
+    """A version on this machine that is kept from removal until this is closed. Use it as a context manager."""
+
+    def __init__(self, folder: Path, manifest: Manifest, dtype: str, lock: IO[bytes]) -> None:
+        """Take over the read lock of a version in a folder that is laid out as a weight store."""
+        self.folder = folder
+        self.manifest = manifest
+        self.dtype = dtype
+        self.version = manifest.policy
+        self._lock = lock
+
+    def close(self) -> None:
+        """Let retention have the version. May be called twice."""
+        self._lock.close()
+
+    def __enter__(self) -> StagedVersion:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class WeightStore:
     """Reads and commits versions. Any number of readers, on any machine that mounts the folder; one committer.
 
-    It is a `sinks.PartSink` for the stages, and a source for the actors, that see its folder.
+    Stages that see its folder write to it, and actors read from it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -172,8 +194,8 @@ class WeightStore:
             raise WeightsGone(f"version {version} is not in {self.folder}; retention has removed it")
         return lock
 
-    def take(self, version: PolicyVersion, dtype: str) -> tuple[Path, Manifest, IO[bytes]]:
-        """Folder, manifest and read lock of a version for an actor; as `manifest` and `lock_for_reading`."""
+    def take(self, version: PolicyVersion, dtype: str) -> StagedVersion:
+        """A version for an actor; as `manifest` and `lock_for_reading`."""
         lock = self.lock_for_reading(version)
         try:
             manifest = self.manifest(version)
@@ -181,7 +203,7 @@ class WeightStore:
         except BaseException:
             lock.close()
             raise
-        return self.folder, manifest, lock
+        return StagedVersion(self.folder, manifest, dtype, lock)
 
     def distrust(self, version: PolicyVersion, dtype: str) -> None:
         """The store's own files have no other source, and engines read all of them every time."""

@@ -9,7 +9,6 @@ import math
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 from common.hf_folder import StoredTensor, pack_header, parse_header
 from weight_sync.errors import WeightsCorrupt
@@ -72,7 +71,5 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

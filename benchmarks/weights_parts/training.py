@@ -29,10 +29,10 @@ from common.staleness import PolicyVersion
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
+from weight_sync.client import open_sink
 from weight_sync.config import WeightSyncConfig
 from weight_sync.delta import decode_delta, encode_delta
 from weight_sync.publisher import Publisher
-from weight_sync.sinks import open_sink
 from weight_sync.tensors import host_bytes
 
 NEW_TOKENS = 24

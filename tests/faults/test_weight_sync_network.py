@@ -18,10 +18,9 @@ from weight_sync import staging as staging_file
 from weight_sync.client import WeightClient
 from weight_sync.errors import TransferFailed
 from weight_sync.manifest import Manifest, file_name
-from weight_sync.puller import Puller, StagedVersion, open_puller
-from weight_sync.sinks import UploadSink
+from weight_sync.puller import Puller, open_puller
 from weight_sync.staging import HostStaging
-from weight_sync.store import WeightStore
+from weight_sync.store import StagedVersion, WeightStore
 
 WHOLE = file_name(0, "float32")
 WINDOW_BYTES = WINDOW * CHUNK_BYTES
@@ -240,7 +239,7 @@ def test_a_stage_killed_in_its_upload_leaves_no_version_and_the_next_learner_goe
         again = sum(received) - total
     with Puller.of_folder(folder, "float32").fetch(v(0)) as staged:
         assert_holds(staged, 0, **SIZE)
-    sink = UploadSink(service.said, RUN, "stage-0", config("unused"))
+    sink = WeightClient(service.said, RUN, "stage-0", chunk_bytes=CHUNK_BYTES)
     publish(sink, 1, incarnation=1, deltas=True, **SIZE)
     sink.close()
     with Puller.of_folder(folder, "float32").fetch(v(1, 1)) as staged:

@@ -16,10 +16,10 @@ from common.staleness import PolicyVersion
 from tests.faults.proxy import Proxy
 from tests.weights_by_hand import RUN, assert_holds, publish
 from weight_sync import client
+from weight_sync.client import WeightClient
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import open_puller
 from weight_sync.service import WeightService
-from weight_sync.sinks import UploadSink
 
 ROOT = Path(__file__).parents[2]
 CHUNK_BYTES = 2**14
@@ -128,7 +128,7 @@ def _pull(address: str, staging_dir: str, version: str, name: str) -> None:
 
 
 def _publish(address: str, incarnation: str) -> None:
-    sink = UploadSink(address, RUN, "stage-0", config("unused"))
+    sink = WeightClient(address, RUN, "stage-0", chunk_bytes=CHUNK_BYTES)
     print("connected", flush=True)
     publish(sink, 0, incarnation=int(incarnation), **SIZE)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.weights_by_hand import RUN, Machine, assert_holds, damage, publish, upload_sink, v
+from weight_sync.client import WeightClient, open_sink
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
 from weight_sync.manifest import delta_name, file_name
 from weight_sync.puller import Puller, open_puller
-from weight_sync.sinks import UploadSink, open_sink
 from weight_sync.store import WeightStore
 
 WHOLE = file_name(0, "float32")
@@ -219,7 +219,7 @@ def test_the_transport_is_the_folder_where_it_is_seen_and_the_network_elsewhere(
     assert not elsewhere.exists()
     WeightStore(tmp_path / "another")
     assert str(machine.staging_dir) in place(tmp_path / "another")
-    for folder, kind in ((machine.folder, WeightStore), (elsewhere, UploadSink)):
+    for folder, kind in ((machine.folder, WeightStore), (elsewhere, WeightClient)):
         sink = open_sink(config, folder=folder, address=machine.address, run_id=RUN, name="stage-0")
         machine.keep(sink)
         assert type(sink) is kind

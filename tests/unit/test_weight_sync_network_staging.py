@@ -17,8 +17,8 @@ from weight_sync import host_folder
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
 from weight_sync.host_folder import HostFolder, folder_for, lock_within, try_lock
 from weight_sync.manifest import MANIFEST_NAME, build_manifest, file_name
-from weight_sync.puller import Puller, StagedVersion
-from weight_sync.store import WeightStore
+from weight_sync.puller import Puller
+from weight_sync.store import StagedVersion, WeightStore
 
 WHOLE = file_name(0, "float32")
 
