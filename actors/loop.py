@@ -188,6 +188,11 @@ class ActorLoop:
         await self._follower.update()
         self._waiting = "not running yet"
 
+    @property
+    def _started(self) -> Parts:
+        assert self._parts is not None, "start() comes first"
+        return self._parts
+
     async def run(self) -> None:
         """Make samples until the buffer is drained or `stop` is called.
 
@@ -227,10 +232,10 @@ class ActorLoop:
             ValueError: the request does not fit the task.
             PolicyTimeout: the version asked for did not arrive in time.
         """
-        assert self._parts is not None, "start() comes first"
+        heldout = self._started.task.heldout
         self._evaluating += 1
         try:
-            return await self._evaluator.evaluate(request, self._parts.task.heldout)
+            return await self._evaluator.evaluate(request, heldout)
         finally:
             self._evaluating -= 1
 
@@ -309,8 +314,7 @@ class ActorLoop:
 
     async def _lease_groups(self) -> None:
         """Lease whenever a group fits, until the buffer drains."""
-        assert self._parts is not None
-        client = self._parts.client
+        client = self._started.client
         pause_s = _LEASE_POLL_S[0]
         while True:
             self._room_changed.clear()
@@ -332,8 +336,7 @@ class ActorLoop:
             pause_s = min(2 * pause_s, _LEASE_POLL_S[1])
 
     def _take(self, lease: Lease) -> None:
-        assert self._parts is not None
-        problem = self._parts.task.prompt(lease.prompt_id)
+        problem = self._started.task.prompt(lease.prompt_id)
         held = _HeldLease(lease, problem, set(lease.sample_indices), self._clock() + lease.timeout_s / 3)
         self._held[lease.lease_id] = held
         self._leased.set()
@@ -345,8 +348,7 @@ class ActorLoop:
 
     async def _renew_leases(self) -> None:
         """Renew each lease at every third of its timeout; what the buffer took back is cancelled."""
-        assert self._parts is not None
-        client = self._parts.client
+        client = self._started.client
         while True:
             next_s = min((held.renew_at_s for held in self._held.values()), default=None)
             self._leased.clear()
@@ -378,8 +380,7 @@ class ActorLoop:
     # --- samples ----------------------------------------------------------------------------------
 
     async def _make_sample(self, held: _HeldLease, index: int) -> None:
-        assert self._parts is not None
-        client = self._parts.client
+        client = self._started.client
         counts = self._maker.counts
         try:
             try:

@@ -69,17 +69,6 @@ class Weighing:
     metrics: dict[str, float | None] = field(default_factory=dict)
 
 
-class WeightCorrection(Protocol):
-    """Bounds or masks importance weights."""
-
-    def apply(self, inputs: LossInputs, log_rho_T: Tensor, weighing: Weighing) -> Weighing:
-        """The weighing after this correction, with the share of tokens that it changed among its metrics.
-
-        `log_rho_T` is log pi_prox / mu, clamped and constant.
-        """
-        ...
-
-
 class TokenTIS(_Correction):
     """Truncates the weight of each token."""
 

@@ -30,7 +30,6 @@ Gradient = Callable[[Tensor, Tensor], Tensor]
 """(which of the T tokens, their log-probabilities) -> dL / d(log-probability) of them, in float32 or wider."""
 Scores = dict[int, npt.NDArray[np.float32]]
 """Log-probabilities of a completion's tokens, by index of the trajectory in the batch."""
-LoadChunks = Callable[[Path, Heads], list[StageModule]]
 
 
 @dataclass(frozen=True)
@@ -264,51 +263,48 @@ class Reference:
         return torch.from_numpy(known_T).to(policy.device, torch.promote_types(policy.dtype, torch.float32))
 
 
-def chunk_loader(config: LearnerConfig, temperature: float, mesh: Mesh, device: torch.device) -> LoadChunks:
-    """A function that loads this rank's chunks of a checkpoint folder with the given heads.
-
-    Stage p of P holds the chunks p, p + P, p + 2P, ... of P * learner.num_chunks.
-    """
+def load_chunks(
+    path: Path, heads: Heads, config: LearnerConfig, temperature: float, mesh: Mesh, device: torch.device
+) -> list[StageModule]:
+    """This rank's chunks of a checkpoint folder: stage p of P has p, p + P, p + 2P, ... of P * learner.num_chunks."""
     num_stages, stage = mesh.place.num_stages, mesh.place.stage
-    dtype = torch.float64 if config.precision == "float64" else torch.float32
-
-    def load(path: Path, heads: Heads) -> list[StageModule]:
-        chunks = [
-            load_stage(
-                path,
-                chunk * num_stages + stage,
-                num_stages * config.num_chunks,
-                temperature=temperature,
-                device=device,
-                dtype=dtype,
-                heads=heads,
-                layers_per_chunk=config.layers_per_chunk,
-                activation_checkpointing=config.activation_checkpointing,
-            )
-            for chunk in range(config.num_chunks)
-        ]
-        for chunk in chunks:
-            chunk.autocast_dtype = torch.bfloat16 if config.precision == "bfloat16" else None
-        return chunks
-
-    return load
+    chunks = [
+        load_stage(
+            path,
+            chunk * num_stages + stage,
+            num_stages * config.num_chunks,
+            temperature=temperature,
+            device=device,
+            dtype=torch.float64 if config.precision == "float64" else torch.float32,
+            heads=heads,
+            layers_per_chunk=config.layers_per_chunk,
+            activation_checkpointing=config.activation_checkpointing,
+        )
+        for chunk in range(config.num_chunks)
+    ]
+    for chunk in chunks:
+        chunk.autocast_dtype = torch.bfloat16 if config.precision == "bfloat16" else None
+    return chunks
 
 
 def build_networks(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Networks:
     """The policy, and a critic where the algorithm needs one; all ranks call it together."""
     config, kind = context.config.learner, context.config.algorithm.needs.critic
-    load = chunk_loader(config, context.temperature, mesh, device)
-    policy = Network.build(load(context.model_path, "token_and_value" if kind == "head" else "token"), config, mesh)
-    critic = Network.build(load(context.model_path, "value"), config, mesh) if kind == "model" else None
-    return Networks(policy, critic, config, mesh)
+
+    def build(heads: Heads) -> Network:
+        chunks = load_chunks(context.model_path, heads, config, context.temperature, mesh, device)
+        return Network.build(chunks, config, mesh)
+
+    policy = build("token_and_value" if kind == "head" else "token")
+    return Networks(policy, build("value") if kind == "model" else None, config, mesh)
 
 
 def build_reference(context: RunContext[LearnerSections], networks: Networks) -> Reference:
     """The frozen reference, split like the policy, where the algorithm needs one."""
-    config, mesh = context.config.learner, networks.mesh
+    config, mesh, device = context.config.learner, networks.mesh, networks.policy.device
     if not context.config.algorithm.needs.reference:
         return Reference(None, networks)
-    chunks = chunk_loader(config, context.temperature, mesh, networks.policy.device)(context.reference_path, "token")
+    chunks = load_chunks(context.reference_path, "token", config, context.temperature, mesh, device)
     for chunk in chunks:
         chunk.requires_grad_(False)
         if config.reference_offload != "none":

@@ -7,7 +7,6 @@ would make it infer shapes anew. Shapes are given, never inferred, so nothing is
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -76,7 +75,7 @@ class Pipeline:
         self.modules = tuple(modules)
         self._mesh = mesh
         self._schedule_name = schedule
-        self._schedules: OrderedDict[ScheduleKey, _Built] = OrderedDict()
+        self._schedules: dict[ScheduleKey, _Built] = {}
         self._coefficients: Coefficients | None = None
 
     @torch.no_grad()
@@ -150,23 +149,17 @@ class Pipeline:
         return (outputs * self._coefficients(int(micro_batch), outputs.detach())).sum()
 
     def _built(self, key: ScheduleKey) -> _Built:
-        built = self._schedules.get(key)
-        if built is None:
-            self._make_room(self._buffer_bytes(key))
-            built = self._schedules[key] = self._build(*key)
-        self._schedules.move_to_end(key)
-        return built
+        if key not in self._schedules:
+            if sum(map(self._buffer_bytes, (*self._schedules, key))) > KEPT_BYTES:
+                self._schedules.clear()
+            self._schedules[key] = self._build(*key)
+        return self._schedules[key]
 
     def _tidy(self, key: ScheduleKey) -> None:
         """After a pass: the other pipelines of this rank need the memory in theirs."""
         self._schedules[key].clear()
         if self._buffer_bytes(key) > KEPT_BYTES:
             del self._schedules[key]
-
-    def _make_room(self, size_bytes: int) -> None:
-        """Drop schedules, the longest unused first, until with so much more they are small."""
-        while self._schedules and sum(map(self._buffer_bytes, self._schedules)) + size_bytes > KEPT_BYTES:
-            self._schedules.popitem(last=False)
 
     def _buffer_bytes(self, key: ScheduleKey) -> int:
         """Of states received on the way out, and of gradients on the way back.

@@ -2,12 +2,14 @@
 
 import contextlib
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 
+from common.rpc.server import Malformed, Unserved
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient, open_sink
 from weight_sync.config import WeightSyncConfig
@@ -23,6 +25,7 @@ from weight_sync.manifest import (
     delta_name,
     file_name,
 )
+from weight_sync.protocol import Chunk, ReadRequest
 from weight_sync.puller import Puller, open_puller
 from weight_sync.service import WeightService
 from weight_sync.store import StagedVersion, WeightStore
@@ -121,6 +124,26 @@ def assert_holds(staged: StagedVersion, version: int, dtype: str = "float32", **
     assert found == expected
 
 
+class CountingService(WeightService):
+    """Counts the messages that it takes, by name, and the bytes that it sends, by version and file."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.requests: Counter[str] = Counter()
+        self.sent: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def _take(self, arrival) -> None:
+        if not isinstance(arrival, Unserved):
+            self.requests["Damaged" if isinstance(arrival, Malformed) else type(arrival.message).__name__] += 1
+        super()._take(arrival)
+
+    def _answer(self, request):
+        answer = super()._answer(request)
+        if isinstance(asked := request.message, ReadRequest) and isinstance(answer[0], Chunk):
+            self.sent[asked.version][asked.file] += len(answer[1])
+        return answer
+
+
 class Machine:
     """A weight service in a thread, and clients that do not see its folder. Closed with the test."""
 
@@ -137,7 +160,7 @@ class Machine:
 
     def start(self, **options: object) -> None:
         """Start the service, on the port that it had."""
-        self.service = WeightService(self.config, RUN, self.folder, **options)
+        self.service = CountingService(self.config, RUN, self.folder, **options)
         self.address = self.service.bind()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self.service.serve, args=(self._stop,), daemon=True)
@@ -171,7 +194,7 @@ class Machine:
         self._stack.callback(closing.close)
 
     def read_bytes(self) -> Mapping[str, Mapping[str, int]]:
-        return self.service.stats()["read_bytes"]
+        return self.service.sent
 
     def close(self) -> None:
         self._stack.close()

@@ -29,8 +29,8 @@ from weight_sync.tensor_file import ITEM_BYTES, TensorFile, header_of
 BLOCK_BYTES = 2**20
 """Of a tensor; small enough to stay in a core's cache. A multiple of the size of every value."""
 _HEADER = struct.Struct("<BII")
-_ZERO, _PLAIN, _PACKED, _PLACES = range(4)
-"""A plane: nothing but zeros; as it is; compressed; distances of the places that are not zero, then their values."""
+_ZERO, _PACKED, _PLACES = 0, 2, 3
+"""A plane: nothing but zeros; compressed; distances of the places that are not zero, then their values."""
 _PLACES_BELOW = 0.25
 """Share of bytes that are not zero, from which on naming their places costs more than compressing all."""
 _FAR = 255
@@ -150,8 +150,6 @@ def _encode_plane(plane: Bytes) -> bytes:
     if count < _PLACES_BELOW * len(plane):
         kind, plane, count = _PLACES, *_places_of(plane, np.flatnonzero(changed))
     packed = _codec().compress(plane, asbytes=True)
-    if kind == _PACKED and len(packed) >= len(plane):
-        return _HEADER.pack(_PLAIN, 0, len(plane)) + plane.tobytes()
     return _HEADER.pack(kind, count, len(packed)) + packed
 
 
@@ -179,9 +177,6 @@ def _decode_plane(blob: memoryview, offset: int, out: Bytes) -> int:
     _must(len(content) == size, "it ends too soon")
     if kind == _ZERO:
         _must(size == 0, "a plane of zeros has content")
-    elif kind == _PLAIN:
-        _must(size == len(out), f"a plane of {size} bytes instead of {len(out)}")
-        out[:] = np.frombuffer(content, np.uint8)
     elif kind == _PACKED:
         out[:] = _unpacked(content, len(out))
     elif kind == _PLACES:

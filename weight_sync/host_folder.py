@@ -7,6 +7,7 @@ process held.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -112,21 +113,9 @@ def _join(path: Path) -> IO[bytes] | None:
                 f"{path} is not a folder that this user alone may write; weights are not taken from it. Remove it, or "
                 "set [weight_sync] staging_dir"
             ) from None
-    users_path = path / _USERS_NAME
-    try:
-        # closed by the caller
-        users = users_path.open("ab", buffering=0)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(users, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        users.close()
-        return None
-    if not is_at(users, users_path):
-        users.close()
-        return None
-    return users
+    with contextlib.suppress(FileNotFoundError):
+        return try_lock(path / _USERS_NAME, shared=True)
+    return None
 
 
 def _remove_if_alone(path: Path, users: IO[bytes]) -> None:
@@ -218,12 +207,12 @@ def is_at(file: IO[bytes], path: Path) -> bool:
     return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-def try_lock(path: Path) -> IO[bytes] | None:
-    """The lock, or None where somebody else holds it."""
+def try_lock(path: Path, *, shared: bool = False) -> IO[bytes] | None:
+    """The lock, or None where somebody else holds it, and it is not shared."""
     # closed by the caller: the lock lives as long as the file is open
     file = path.open("ab", buffering=0)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         return None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -85,7 +84,6 @@ class WeightService:
         self._uploads = UploadReceiver(self._store)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weight-uploads")
         self._jobs: dict[tuple[str, int], _Job] = {}
-        self._requests: Counter[str] = Counter()
         self._complain_at = 0.0
         # messages that go out lie in a memory map
         self._rpc = RpcServer(
@@ -122,15 +120,6 @@ class WeightService:
                 self._send(job.identity, job.request_id, _outcome(job.future.exception()))
         self._served.expire()
 
-    def stats(self) -> dict[str, dict[str, int] | dict[str, dict[str, int]]]:
-        """What was asked so far.
-
-        Returns:
-            "requests": name of a request -> how many; 'Damaged' ones are none of ours. "read_bytes": version -> file
-            -> bytes sent, of the versions that were read last.
-        """
-        return {"requests": dict(self._requests), "read_bytes": self._served.read_bytes()}
-
     def close(self) -> None:
         """Give the address and the folder back. May be called twice."""
         if not self._rpc.is_closed:
@@ -141,12 +130,10 @@ class WeightService:
     def _take(self, arrival: Request | Malformed | Unserved) -> None:
         match arrival:
             case Request():
-                self._requests[type(arrival.message).__name__] += 1
                 answer = self._answer(arrival)
                 if answer is not None:
                     self._send(arrival.identity, arrival.request_id, answer)
             case Malformed(identity, request_id, reason, _, reply):
-                self._requests["Damaged"] += 1
                 now = self._clock()
                 if now >= self._complain_at:
                     self._complain_at = now + _COMPLAIN_EVERY_S

@@ -42,8 +42,6 @@ LINGER_S = 2.0
 """A reader that is through may still ask for a piece again that was lost."""
 MAX_OLD = 4
 _NOTE_EVERY_S = 1.0
-_NUM_COUNTED = 64
-"""Versions of which it is remembered how much was sent."""
 
 
 @dataclass
@@ -63,6 +61,7 @@ class _Served:
     """Of each dtype the file that is read last, whole or as its changes."""
     was_read: bool = False
     """Somebody got through."""
+    sent_bytes: int = 0
     maps: dict[str, memoryview] = field(default_factory=dict)
     readers: dict[bytes, _Reader] = field(default_factory=dict)
 
@@ -84,7 +83,6 @@ class ServedVersions:
         self._expires_s = expires_s
         self._clock = clock
         self._served: dict[PolicyVersion, _Served] = {}
-        self._sent: dict[PolicyVersion, dict[str, int]] = {}
         self._note_at = self._expire_at = clock()
 
     def document(self, version: PolicyVersion, reader: bytes = b"") -> bytes:
@@ -119,7 +117,7 @@ class ServedVersions:
         state.has_read = True
         state.is_through = file in served.last_files and offset + size == total
         served.was_read |= state.is_through
-        self._count(version, file, size)
+        served.sent_bytes += size
         return data[offset : offset + size], total
 
     def note_reader(self) -> None:
@@ -148,10 +146,6 @@ class ServedVersions:
                 self._let_go(version)
         self._cap()
 
-    def read_bytes(self) -> dict[str, dict[str, int]]:
-        """Version -> file -> bytes sent, counting what was sent twice; of the versions that were read last."""
-        return {str(version): dict(files) for version, files in self._sent.items()}
-
     def close(self) -> None:
         """Let go of all."""
         for version in list(self._served):
@@ -170,12 +164,6 @@ class ServedVersions:
         for version in old[: max(0, len(old) - MAX_OLD)]:
             log.warning("version %s is left to retention: more than %d old versions are read", version, MAX_OLD)
             self._let_go(version)
-
-    def _count(self, version: PolicyVersion, file: str, size: int) -> None:
-        files = self._sent.setdefault(version, {})
-        files[file] = files.get(file, 0) + size
-        if len(self._sent) > _NUM_COUNTED:
-            del self._sent[next(iter(self._sent))]
 
     def _of(self, version: PolicyVersion, reader: bytes) -> _Served:
         now = self._clock()
@@ -206,10 +194,10 @@ class ServedVersions:
         return data
 
     def _let_go(self, version: PolicyVersion) -> None:
-        sent = self._sent.get(version, {})
-        log.info("version %s: %.1f MiB of %d files were sent", version, sum(sent.values()) / 2**20, len(sent))
+        served = self._served.pop(version)
+        log.info("version %s: %.1f MiB of %d files were sent", version, served.sent_bytes / 2**20, len(served.maps))
         # the maps end with the last message that is on its way
-        self._served.pop(version).lock.close()
+        served.lock.close()
 
 
 def _last_files(manifest: Manifest) -> frozenset[str]:
@@ -227,17 +215,12 @@ class UploadReceiver:
     def status(self, version: PolicyVersion, file: str, total_bytes: int) -> int:
         """How many bytes of a file are there, from its start."""
         whole, partial = self._paths(version, file, total_bytes)
-        for path in (partial, whole):
-            size = _size(path)
-            if size is not None and (path == partial or size == total_bytes):
-                return min(size, total_bytes)
-        return 0
+        if (size := _size(partial)) is not None:
+            return min(size, total_bytes)
+        return total_bytes if _size(whole) == total_bytes else 0
 
     def write(self, version: PolicyVersion, file: str, offset: int, total_bytes: int, data: memoryview) -> int:
-        """Write bytes that follow on those that are there, or lie among them; others are left out.
-
-        Returns:
-            As `status`, afterwards.
+        """Write bytes that follow on those that are there, or lie among them; others are left out. `status` afterwards.
 
         Raises:
             PublishFailed: the version is older than the newest.

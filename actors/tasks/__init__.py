@@ -58,7 +58,7 @@ def load_task(config: ReasoningGymTask | FileTask) -> Task:
     return Task(split.train, split.heldout, rewards)
 
 
-def _problems(config: ReasoningGymTask | FileTask) -> tuple[Split[Problem], list[str]]:
+def _problems(config: ReasoningGymTask | FileTask) -> tuple[Split, list[str]]:
     # Both adapters import libraries that a process which only reads the configuration need not load.
     if isinstance(config, ReasoningGymTask):
         from actors.tasks.gym import COLUMNS, gym_problems

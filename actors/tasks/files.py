@@ -12,7 +12,7 @@ from actors.tasks.prompts import Split, Template, normalised
 from actors.tasks.task import Problem, TaskError, among_known, json_safe
 
 
-def file_problems(config: FileTask) -> tuple[Split[Problem], list[str]]:
+def file_problems(config: FileTask) -> tuple[Split, list[str]]:
     """Read and split the file: the two halves, and the names of the columns.
 
     Raises:
@@ -22,7 +22,7 @@ def file_problems(config: FileTask) -> tuple[Split[Problem], list[str]]:
         raise TaskError("task.rewards is empty: a file of prompts needs at least one FILE.py:FUNCTION to score answers")
     template = Template(config.template)
     num_heldout = MOST_HELDOUT if config.num_heldout is None else config.num_heldout
-    split: Split[Problem] = Split(config.heldout_share, config.num_train, num_heldout)
+    split = Split(config.heldout_share, config.num_train, num_heldout)
     columns: list[str] = []
     if config.heldout_path:
         # Held-out rows come first, so that a question in both files is held out and not trained on.
@@ -88,7 +88,7 @@ def _json_row(line: str, where: str) -> Mapping[str, Any]:
     return row
 
 
-def _check_sizes(config: FileTask, split: Split[Problem]) -> None:
+def _check_sizes(config: FileTask, split: Split) -> None:
     halves = (
         ("train", "training", len(split.train), config.num_train, "Add rows, or lower heldout_share"),
         ("heldout", "held-out", len(split.heldout), config.num_heldout, "Raise heldout_share, or name a heldout_path"),

@@ -23,7 +23,7 @@ COLUMNS = ("question", "answer", "metadata")
 _PATIENCE_ITEMS = 1000
 
 
-def gym_problems(config: ReasoningGymTask) -> Split[Problem]:
+def gym_problems(config: ReasoningGymTask) -> Split:
     """Stream the dataset until both halves are full.
 
     Raises:
@@ -31,7 +31,7 @@ def gym_problems(config: ReasoningGymTask) -> Split[Problem]:
     """
     dataset = _dataset(config)
     template = Template(config.template)
-    split: Split[Problem] = Split(config.heldout_share, config.num_train, config.num_heldout)
+    split = Split(config.heldout_share, config.num_train, config.num_heldout)
     # The stream yields a held-out question with probability heldout_share, so even an endless
     # dataset needs that many items on average; ten times as many are allowed for repetitions.
     need = max(config.num_train / (1 - config.heldout_share), config.num_heldout / config.heldout_share)
@@ -103,7 +103,7 @@ def _item(dataset: ProceduralDataset, index: int, name: str) -> dict[str, Any]:
     return item
 
 
-def _too_few(config: ReasoningGymTask, split: Split[Problem], num_tried: int) -> str:
+def _too_few(config: ReasoningGymTask, split: Split, num_tried: int) -> str:
     return (
         f"dataset {config.name} has only {split.num_distinct} distinct questions in {num_tried} items: "
         f"{len(split.train)} of task.num_train = {config.num_train} and {len(split.heldout)} of task.num_heldout = "

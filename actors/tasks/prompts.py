@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from string import Formatter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from actors.tasks.task import TaskError, among_known
+from actors.tasks.task import Problem, TaskError, among_known
 
 _FIELD = re.compile(r"(?P<column>[^.\[\]]+)(?P<keys>(?:\[[^\]]+\])*)")
 _KEY = re.compile(r"\[([^\]]+)\]")
@@ -87,9 +87,6 @@ class Template:
             raise TaskError(f"task.template {self.text!r} at {where}: {error}") from error
 
 
-P = TypeVar("P")
-
-
 def normalised(text: str) -> str:
     """The text without white space and without case: what makes two questions the same."""
     return "".join(text.split()).casefold()
@@ -104,14 +101,14 @@ def held_out(question: str, share: float) -> bool:
     return value / 2**64 < share
 
 
-class Split(Generic[P]):
+class Split:
     """Collects distinct problems into a training and a held-out half until both have as many as asked."""
 
     def __init__(self, share: float, num_train: int | None, num_heldout: int | None) -> None:
         """Start with two empty halves; a number of None keeps all."""
         self.share = share
-        self.train: list[P] = []
-        self.heldout: list[P] = []
+        self.train: list[Problem] = []
+        self.heldout: list[Problem] = []
         self._num_train = num_train
         self._num_heldout = num_heldout
         self._seen: set[str] = set()
@@ -134,7 +131,7 @@ class Split(Generic[P]):
         self._seen.add(key)
         return True
 
-    def room_for(self, question: str) -> list[P] | None:
+    def room_for(self, question: str) -> list[Problem] | None:
         """The half that this question belongs to, or None where that half is complete."""
         if held_out(question, self.share):
             return None if len(self.heldout) == self._num_heldout else self.heldout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from common.rpc.server import Request
 from common.staleness import PolicyVersion
 from weight_sync import delta, manifest, store
 from weight_sync.client import WeightClient
 from weight_sync.config import WeightSyncConfig
+from weight_sync.protocol import ReadRequest
 from weight_sync.puller import open_puller
-from weight_sync.service import WeightService
+from weight_sync.service import Answer, WeightService
 
 RUN_ID = "benchmark"
 END_WITHIN_S = 10.0
@@ -25,12 +28,27 @@ WAIT_S = 60.0
 NUM_COPIED_BYTES = 256 * 2**20
 
 
+class CountingService(WeightService):
+    """Counts the bytes that it sends of each version."""
+
+    def __init__(self, config: WeightSyncConfig, run_id: str, folder: Path) -> None:
+        """Nothing is sent yet."""
+        super().__init__(config, run_id, folder)
+        self.sent_bytes: Counter[str] = Counter()
+
+    def _answer(self, request: Request) -> Answer | None:
+        answer = super()._answer(request)
+        if isinstance(request.message, ReadRequest) and answer is not None:
+            self.sent_bytes[request.message.version] += len(answer[1])
+        return answer
+
+
 class Service:
     """The weight service of a folder, in a process of its own as in a run; it serves until told to end."""
 
     def __init__(self, *, folder: str) -> None:
         """Bind a free port of loopback and serve a weight store."""
-        self._service = WeightService(WeightSyncConfig(), RUN_ID, Path(folder))
+        self._service = CountingService(WeightSyncConfig(), RUN_ID, Path(folder))
         self._address = self._service.bind()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._service.serve, args=(self._stop,), name="service", daemon=True)
@@ -40,9 +58,9 @@ class Service:
         """For clients."""
         return self._address
 
-    def stats(self) -> dict[str, Any]:
-        """As `WeightService.stats`."""
-        return self._service.stats()
+    def sent_bytes(self) -> dict[str, int]:
+        """Of the files of each version."""
+        return dict(self._service.sent_bytes)
 
     def close(self) -> None:
         """Stop serving."""

@@ -295,7 +295,7 @@ def receiver(
 
 def sent_bytes(service: Peer, version: int) -> int:
     """What the service has sent of a version's files so far."""
-    return sum(service.call("stats")["read_bytes"].get(f"0.{version}", {}).values())
+    return service.call("sent_bytes").get(f"0.{version}", 0)
 
 
 NUM_PULLERS = 16

@@ -29,9 +29,9 @@ def machine(tmp_path: Path):
 def test_a_stage_elsewhere_uploads_changes_alone_and_the_service_makes_them_whole(machine: Machine):
     sink = upload_sink(machine)
     publish(sink, 0, BOTH)
-    sent_whole = machine.service.stats()["requests"]["WriteRequest"]
+    sent_whole = machine.service.requests["WriteRequest"]
     publish(sink, 1, BOTH, deltas=True)
-    assert machine.service.stats()["requests"]["WriteRequest"] - sent_whole == 2 < sent_whole
+    assert machine.service.requests["WriteRequest"] - sent_whole == 2 < sent_whole
     for dtype in BOTH:
         with Puller.of_folder(machine.folder, dtype).fetch(v(1)) as staged:
             assert_holds(staged, 1, dtype)
@@ -58,10 +58,10 @@ def test_only_files_that_have_changes_are_uploaded_as_such(machine: Machine):
         tensors=(*smaller.tensors, *(entry for entry in part.tensors if entry.dtype == "bfloat16")),
         files=(*smaller.files, *(file for file in part.files if "bfloat16" in file.name)),
     )
-    sent = machine.service.stats()["requests"]["WriteRequest"]
+    sent = machine.service.requests["WriteRequest"]
     sink.write_part(part, {**files, **changes})
     num_chunks = -(-sum(map(len, files[file_name(0, "bfloat16")])) // 2**14)
-    assert machine.service.stats()["requests"]["WriteRequest"] - sent == num_chunks + 1
+    assert machine.service.requests["WriteRequest"] - sent == num_chunks + 1
     sink.commit(build_manifest(v(1), [part], sink.newest_manifest(), 0.0), 3)
     for dtype in BOTH:
         with Puller.of_folder(machine.folder, dtype).fetch(v(1)) as staged:
@@ -140,11 +140,11 @@ def test_an_upload_goes_on_where_the_service_was_killed(machine: Machine):
     (folder / f".{WHOLE}.{total}.upload").write_bytes(b"".join(files[WHOLE])[: total - 1000])
     sink = upload_sink(machine)
     sink.write_part(part, files)
-    assert machine.service.stats()["requests"]["WriteRequest"] == 1
+    assert machine.service.requests["WriteRequest"] == 1
     sink.commit(build_manifest(v(0), [part], None, 0.0), 3)
     sink.write_part(part, files)
     sink.commit(build_manifest(v(0), [part], sink.newest_manifest(), 1.0), 3)
-    assert machine.service.stats()["requests"]["WriteRequest"] == 1
+    assert machine.service.requests["WriteRequest"] == 1
     with machine.puller().fetch(v(0)) as staged:
         assert_holds(staged, 0)
 
