@@ -324,7 +324,8 @@ def prepare_serving_model(model_path: Path, out_folder: Path) -> Path:
     A copy that is complete already is used as it is.
 
     Raises:
-        ModelFolderError: the checkpoint is incomplete, or its embedding cannot be found.
+        ModelFolderError: the checkpoint is incomplete, its embedding cannot be found, or it is tied and holds another
+            head all the same.
         OSError: the copy cannot be written.
     """
     if not check_model_folder(model_path).tied:
@@ -337,26 +338,48 @@ def prepare_serving_model(model_path: Path, out_folder: Path) -> Path:
     if (temporary / SINGLE_NAME).exists():
         # readers prefer this name to the index, and would not find the head
         (temporary / SINGLE_NAME).rename(temporary / _BODY_NAME)
-    _add_head(temporary)
+    try:
+        _add_head(temporary)
+    except ModelFolderError as error:
+        shutil.rmtree(temporary)
+        raise ModelFolderError(f"model {model_path}: {error}") from None
     _write_config(temporary, _read_object(temporary / CONFIG_NAME) | {"tie_word_embeddings": False, UNTIED_MARK: True})
     temporary.replace(out_folder)
     return out_folder
 
 
 def _add_head(folder: Path) -> None:
-    """Write the embedding once more, as the head, in a file of its own."""
+    """Write the embedding once more, as the head, in a file of its own, unless the checkpoint holds that as well.
+
+    Raises:
+        ModelFolderError: it holds another head, which engines would serve and the learner would not train.
+    """
     files = tensors_by_file(folder)
     where = {name: path for path, tensors in files.items() for name in tensors}
-    if HEAD in where:
-        return
     embedding = embedding_of(where)
-    with where[embedding].open("rb") as source, (folder / _HEAD_FILE).open("wb") as out:
+    stored, content = _tensor_in(where[embedding], embedding)
+    if HEAD in where:
+        head, head_content = _tensor_in(where[HEAD], HEAD)
+        if (head.code, head.shape) != (stored.code, stored.shape) or head_content != content:
+            raise ModelFolderError(
+                f"{CONFIG_NAME} ties the head to the embedding, but {where[HEAD].name} holds another {HEAD} than "
+                f"{embedding}: engines would serve it, and the learner trains the embedding alone. Set "
+                "tie_word_embeddings = false if the head is meant, or take the tensor out of the checkpoint"
+            )
+    else:
+        with (folder / _HEAD_FILE).open("wb") as out:
+            out.write(pack_header({HEAD: stored._replace(start=0, end=stored.end - stored.start)}))
+            out.write(content)
+    _write_index(folder, sorted({*files, where.get(HEAD, folder / _HEAD_FILE)}))
+
+
+def _tensor_in(path: Path, name: str) -> tuple[StoredTensor, memoryview]:
+    """What the header says of a tensor, and its bytes, from a memory map."""
+    with path.open("rb") as source:
         mapped = memoryview(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ))
-        start, tensors = parse_header(mapped)
-        found = tensors[embedding]
-        out.write(pack_header({HEAD: found._replace(start=0, end=found.end - found.start)}))
-        out.write(mapped[start + found.start : start + found.end])
-    _write_index(folder, [*files, folder / _HEAD_FILE])
+    start, tensors = parse_header(mapped)
+    found = tensors[name]
+    return found, mapped[start + found.start : start + found.end]
 
 
 def _write_index(folder: Path, files: Iterable[Path]) -> None:

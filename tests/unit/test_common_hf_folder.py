@@ -152,3 +152,26 @@ def test_a_copied_head_is_the_embedding_byte_for_byte(tmp_path: Path):
     model.save_pretrained(tmp_path / "model")
     served = prepare_serving_model(tmp_path / "model", tmp_path / "served")
     assert torch.equal(load_file(served / "lm_head.safetensors")[HEAD], model.model.embed_tokens.weight)
+
+
+def add_head(folder: Path, scale: float) -> None:
+    """Store a head in a tied checkpoint besides."""
+    tensors = load_file(folder / "model.safetensors")
+    head = scale * tensors["model.embed_tokens.weight"]
+    save_file({**tensors, HEAD: head}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_tied_checkpoint_that_holds_another_head_is_refused(tmp_path: Path):
+    checkpoint(tmp_path / "model", tied=True)
+    add_head(tmp_path / "model", scale=2.0)
+    with pytest.raises(ModelFolderError, match=r"ties the head.*model.safetensors holds another lm_head.weight"):
+        prepare_serving_model(tmp_path / "model", tmp_path / "served")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_tied_checkpoint_that_holds_its_embedding_as_the_head_too_is_served(tmp_path: Path):
+    model = checkpoint(tmp_path / "model", tied=True)
+    add_head(tmp_path / "model", scale=1.0)
+    served = prepare_serving_model(tmp_path / "model", tmp_path / "served")
+    untied = LlamaForCausalLM.from_pretrained(served).eval()
+    assert torch.equal(untied.lm_head.weight, model.model.embed_tokens.weight)
