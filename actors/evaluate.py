@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from actors.engine import EngineDead
 from actors.rewards import RewardFailed, Scorer
-from actors.sample import Decoder, sample_seed
+from actors.sample import sample_seed
 from actors.tasks import Problem
+from actors.tasks.task import PromptCodec
 from actors.weights import ActorError, WeightFollower
 from common.staleness import PolicyVersion
 
@@ -79,7 +80,7 @@ class Evaluator:
         engine: Engine,
         follower: WeightFollower,
         scorer: Scorer,
-        decoder: Decoder,
+        decoder: PromptCodec,
     ) -> None:
         """Wire the parts.
 

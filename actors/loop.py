@@ -25,7 +25,7 @@ from actors.engine import Engine
 from actors.evaluate import EvalRequest, EvalResult, Evaluator
 from actors.report import ActorReport, actor_name
 from actors.rewards import Scorer
-from actors.sample import Decoder, SampleFailed, SampleMaker
+from actors.sample import SampleFailed, SampleMaker
 from actors.tasks import Problem, Task, load_task
 from actors.tasks.task import PromptCodec
 from actors.threads import DaemonThreads
@@ -61,7 +61,7 @@ class Parts:
 
     task: Task
     """With encoded prompts."""
-    decoder: Decoder
+    decoder: PromptCodec
     engine: Engine
     puller: Puller
     client: BufferClient | ShardedClient

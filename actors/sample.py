@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from actors.engine import EngineDead
 from actors.report import BusyClock, Counts
 from actors.rewards import RewardFailed, Scorer
 from actors.tasks import Problem
+from actors.tasks.task import PromptCodec
 from actors.weights import ActorError, WeightFollower
 from buffer.protocol import Lease
 from buffer.trajectory import Trajectory
@@ -28,14 +29,6 @@ _log = logging.getLogger(__name__)
 
 class SampleFailed(Exception):
     """This sample will not come. Its text is the reason that the ledger counts by."""
-
-
-class Decoder(Protocol):
-    """Turns token ids of a completion into text."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Text without special tokens."""
-        ...
 
 
 def sample_seed(run_seed: int, group_id: int, sample_index: int, attempt: int) -> int:
@@ -54,7 +47,7 @@ class SampleMaker:
         engine: Engine,
         follower: WeightFollower,
         scorer: Scorer,
-        decoder: Decoder,
+        decoder: PromptCodec,
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:

@@ -230,7 +230,11 @@ class WeightFollower:
                     self._open = True
                     self._notify()
         except TimeoutError as error:
-            raise self._too_long(version, "applied") from error
+            raise PolicyTimeout(
+                f"{self._name}: policy {version} was not applied within weight_sync.update_timeout_s = "
+                f"{self._config.update_timeout_s:g} s (the engine serves {self.version}). "
+                "Look at the load of this machine and the speed of the weights folder, or raise the bound"
+            ) from error
         except UpdateRefused as error:
             self._puller.distrust(staged)
             self._keep_old(version, error)
@@ -329,13 +333,6 @@ class WeightFollower:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _too_long(self, version: PolicyVersion | None, what: str) -> PolicyTimeout:
-        return PolicyTimeout(
-            f"{self._name}: policy {version} was not {what} within weight_sync.update_timeout_s = "
-            f"{self._config.update_timeout_s:g} s (the engine serves {self.version}). "
-            "Look at the load of this machine and the speed of the weights folder, or raise the bound"
-        )
 
     def _never_came(self, wanted: str) -> PolicyTimeout:
         refused = f"; refused last: {self.refused}" if self.refused else ""

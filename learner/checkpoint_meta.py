@@ -6,10 +6,9 @@ import json
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import xxhash
 
 logger = logging.getLogger(__name__)
@@ -26,8 +25,7 @@ class DamagedCheckpoint(ValueError):
     """A file of a checkpoint is not what was written; the text names it."""
 
 
-@dataclass(frozen=True)
-class TrainingProgress:
+class TrainingProgress(msgspec.Struct, frozen=True):
     """Where training stands."""
 
     step: int
@@ -38,12 +36,11 @@ class TrainingProgress:
     """Of the learner that wrote the checkpoint."""
     drops_in_a_row: int = 0
     """Steps up to this one that dropped updates for their small effective sample size; see learner.step."""
-    non_finite_steps: tuple[int, ...] = ()
+    non_finite_steps: tuple[int, ...] = msgspec.field(default=(), name="sick_steps")
     """Steps in a row without a finite loss or gradient, as learner.bad_batches counts them."""
 
 
-@dataclass(frozen=True)
-class Seal:
+class Seal(msgspec.Struct, frozen=True):
     """What is known of a file."""
 
     size_bytes: int
@@ -65,8 +62,7 @@ class Seal:
         return cls(size_bytes, digest.hexdigest())
 
 
-@dataclass(frozen=True)
-class CheckpointMeta:
+class CheckpointMeta(msgspec.Struct, frozen=True):
     """All that a checkpoint says of itself."""
 
     progress: TrainingProgress
@@ -78,14 +74,15 @@ class CheckpointMeta:
     files: dict[str, Seal]
     """By name, without this one."""
 
-    def encode(self) -> bytes:
-        """The document; its last key seals all before."""
-        document = asdict(self)
-        document["progress"]["sick_steps"] = document["progress"].pop("non_finite_steps")  # the key of the format
-        return f"{json.dumps({**document, 'xxh3': _seal(document)})}\n".encode()
+    xxh3: str = ""
+    """Seals all before."""
 
-    @classmethod
-    def read(cls, folder: Path) -> CheckpointMeta:
+    def encode(self) -> bytes:
+        """The document, sealed."""
+        return json.dumps(msgspec.to_builtins(self) | {"xxh3": self._seal()}).encode() + b"\n"
+
+    @staticmethod
+    def read(folder: Path) -> CheckpointMeta:
         """Read a checkpoint's document.
 
         Raises:
@@ -93,17 +90,17 @@ class CheckpointMeta:
         """
         path = folder / META_NAME
         try:
-            document: dict[str, Any] = json.loads(path.read_bytes())
-            whole = document.pop("xxh3") == _seal(document)
-            progress = document.pop("progress")
-            progress["non_finite_steps"] = tuple(progress.pop("sick_steps"))
-            files = {name: Seal(**seal) for name, seal in document.pop("files").items()}
-            meta = cls(progress=TrainingProgress(**progress), files=files, **document)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            meta = _DECODER.decode(path.read_bytes())
+        except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-        if not whole:
+        if meta.xxh3 != meta._seal():
             raise DamagedCheckpoint(f"{path} does not have the checksum that it was written with")
         return meta
+
+    def _seal(self) -> str:
+        document = msgspec.to_builtins(self)
+        del document["xxh3"]
+        return xxhash.xxh3_64_hexdigest(json.dumps(document, sort_keys=True).encode())
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
         """Compare these files of a checkpoint with their seals.
@@ -123,6 +120,10 @@ class CheckpointMeta:
                 )
             if found.xxh3 != told.xxh3:
                 raise DamagedCheckpoint(f"{folder / name} does not have the checksum that it was written with")
+
+
+# made here, for msgspec is not safe against threads that each use a type for the first time
+_DECODER = msgspec.json.Decoder(CheckpointMeta)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -147,7 +148,3 @@ def newest_progress(folder: Path) -> TrainingProgress | None:
         except DamagedCheckpoint as error:
             logger.warning("%s; the checkpoint before it counts", error)
     return None
-
-
-def _seal(document: dict[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(document, sort_keys=True).encode())

@@ -14,12 +14,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from transformers import AutoConfig
 
 from buffer.client import Draw
@@ -206,7 +206,7 @@ class Stage:
             self._coordinator.begin(self._progress.version, self._progress.step)
             incarnation += self._coordinator.incarnation
         dist.broadcast(incarnation, src=self._place.coordinator)
-        self._progress = replace(self._progress, incarnation=int(incarnation))
+        self._progress = structs.replace(self._progress, incarnation=int(incarnation))
 
     # --- the loop -----------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class Stage:
             dist.barrier()  # who raises first ends the others, and the draw must be on disk by then
             raise BadSample(f"step {step}: {error}. The draw is kept in {self._bad_batches.path(step)}") from None
         result = self._train_step.run(batch, step - 1, self._publish_if_due)
-        self._progress = replace(self._progress, step=step, version=result.version)
+        self._progress = structs.replace(self._progress, step=step, version=result.version)
         times = StepTimes(asked_s, started_s, time.time())
         if self._coordinator is not None and isinstance(draw, Draw):
             if result.new_scores and record_ids is not None:
@@ -334,7 +334,7 @@ class Stage:
         """Begin to write a checkpoint; training goes on meanwhile."""
         if self._saved_step == self._progress.step:
             return
-        self._progress = replace(
+        self._progress = structs.replace(
             self._progress,
             drops_in_a_row=self._train_step.evaluator.drops_in_a_row,
             non_finite_steps=tuple(self._bad_batches.non_finite_steps),
