@@ -45,20 +45,10 @@ class ActorsConfig(BaseModel):
 
 
 class ActorSections(Protocol):
-    """What an actor reads of the config of a run."""
+    """What an actor reads of the config of a run; how old weights may be, the contract of the run says."""
 
-    @property
-    def actors(self) -> ActorsConfig:
-        """As it is for the actor's pool."""
-
-    @property
-    def task(self) -> TaskConfig:
-        """Prompts and rewards."""
-
-    @property
-    def buffer(self) -> BufferConfig:
-        """How long the buffer is waited for."""
-
-    @property
-    def weight_sync(self) -> WeightSyncConfig:
-        """How weights come; how old they may be, the contract of the run says."""
+    actors: ActorsConfig
+    """As it is for the actor's pool."""
+    task: TaskConfig
+    buffer: BufferConfig
+    weight_sync: WeightSyncConfig

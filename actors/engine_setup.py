@@ -143,7 +143,6 @@ class EngineSockets:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 await thread.run(context.term)
-        thread.close()
         self.remove()
 
     def remove(self) -> None:

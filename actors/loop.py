@@ -107,8 +107,6 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
         await threads.run(client.close)
         await threads.run(puller.close)
         raise
-    finally:
-        threads.close()
     return Parts(task, codec, engine, puller, client)
 
 
@@ -250,7 +248,6 @@ class ActorLoop:
                 await self._hand_back(parts.client)
         self._held.clear()
         self._scorer.close()
-        self._follower.close()
         # side by side: a buffer that no longer answers must not keep the staged weights of this machine
         closer = DaemonThreads(f"{self._name}-close", max_threads=2)
         closing = [closer.submit(parts.client.close), closer.submit(parts.puller.close)]

@@ -127,7 +127,6 @@ class _Lane:
             one.value.cancel()
         for task in self._tasks:
             task.cancel()
-        self._threads.close()
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -18,22 +18,18 @@ class ThreadsExhausted(RuntimeError):
 
 
 class DaemonThreads:
-    """A pool whose threads never keep a process from ending.
+    """Runs each call in a thread of its own, which never keeps a process from ending.
 
-    `ThreadPoolExecutor` joins its threads at exit, so one call that blocks would block shutdown.
-    A call that is given up on (its caller stopped waiting) keeps its thread until it returns;
-    the pool starts others meanwhile, up to its limit.
+    `ThreadPoolExecutor` joins its threads at exit, so one call that blocks would block shutdown. A call that is given
+    up on (its caller stopped waiting) keeps its thread until it returns; others start meanwhile, up to the limit.
     """
 
     def __init__(self, name: str, max_threads: int) -> None:
-        """Start empty; at most `max_threads` are busy, abandoned ones included."""
+        """At most `max_threads` run at a time, abandoned ones included; their names begin with `name`."""
         self.name = name
         self.max_threads = max_threads
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._num_idle = 0
-        self._num_alive = 0
-        self._is_closed = False
+        self._num_running = 0
 
     def submit(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run a call in a thread.
@@ -43,55 +39,33 @@ class DaemonThreads:
         """
         future: Future[R] = Future()
         with self._lock:
-            # An idle thread is reserved here, so that a queued job always has a thread of its own.
-            if self._num_idle:
-                self._num_idle -= 1
-            elif self._num_alive < self.max_threads:
-                self._num_alive += 1
-                name = f"{self.name}-{self._num_alive}"
-                threading.Thread(target=self._work, name=name, daemon=True).start()
-            else:
+            if self._num_running >= self.max_threads:
                 raise ThreadsExhausted(f"{self.max_threads} calls of {self.name} are still running")
-        self._jobs.put((future, lambda: function(*args, **kwargs)))
+            self._num_running += 1
+        call = functools.partial(function, *args, **kwargs)
+        threading.Thread(target=self._run, args=(future, call), name=f"{self.name}-call", daemon=True).start()
         return future
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a call in a thread and wait for it; cancelling the wait abandons the call."""
         return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
 
-    def close(self) -> None:
-        """Let idle threads end; busy ones end with their calls or with the process."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._num_idle = self._num_idle, 0
-            self._num_alive -= idle
-        for _ in range(idle):
-            self._jobs.put(None)
+    def _run(self, future: Future[R], call: Callable[[], R]) -> None:
+        if not future.set_running_or_notify_cancel():
+            self._end()
+            return
+        try:
+            result = call()
+        except BaseException as error:  # belongs to the caller that waits for the future
+            self._end()
+            # SystemExit of a user's function must not end the event loop; StopIteration fits into no future of it
+            is_carried = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            future.set_exception(error if is_carried else RuntimeError(f"raised {type(error).__name__}: {error}"))
+        else:
+            self._end()
+            future.set_result(result)
 
-    def _work(self) -> None:
-        goes_on = True
-        while goes_on and (job := self._jobs.get()) is not None:
-            future, call = job
-            if not future.set_running_or_notify_cancel():
-                goes_on = self._rest()
-                continue
-            try:
-                result = call()
-            except BaseException as error:  # belongs to the caller that waits for the future
-                goes_on = self._rest()
-                # SystemExit of a user's function must not end the event loop; StopIteration fits into no future of it
-                is_carried = isinstance(error, Exception) and not isinstance(error, StopIteration)
-                raised = error if is_carried else RuntimeError(f"raised {type(error).__name__}: {error}")
-                future.set_exception(raised)
-            else:
-                goes_on = self._rest()
-                future.set_result(result)
-
-    def _rest(self) -> bool:
-        """Be idle; false where the pool is closed, so that the thread is to end."""
+    def _end(self) -> None:
+        """Make room for another before the caller hears of this one."""
         with self._lock:
-            if self._is_closed:
-                self._num_alive -= 1
-            else:
-                self._num_idle += 1
-            return not self._is_closed
+            self._num_running -= 1

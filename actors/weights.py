@@ -323,10 +323,6 @@ class WeightFollower:
                 self._open = True
                 self._notify()
 
-    def close(self) -> None:
-        """Let the fetching threads end."""
-        self._threads.close()
-
     def _may_start(self, min_version: int) -> bool:
         return self._open and self._contract.may_start(self.version, self._newest, min_version)
 

@@ -141,20 +141,9 @@ class LearnerConfig(BaseModel):
 
 
 class LearnerSections(Protocol):
-    """What the learner reads of the config of a run."""
+    """What the learner reads of the config of a run; how old a sample may be, the contract of the run says."""
 
-    @property
-    def learner(self) -> LearnerConfig:
-        """Pipeline, batch, updates, optimizer, checkpoints."""
-
-    @property
-    def algorithm(self) -> AlgorithmConfig:
-        """The loss."""
-
-    @property
-    def buffer(self) -> BufferConfig:
-        """How long the buffer is waited for."""
-
-    @property
-    def weight_sync(self) -> WeightSyncConfig:
-        """How weights are published; how old a sample may be, the contract of the run says."""
+    learner: LearnerConfig
+    algorithm: AlgorithmConfig
+    buffer: BufferConfig
+    weight_sync: WeightSyncConfig

@@ -12,14 +12,13 @@ one chunk, or several that an interleaved schedule takes in turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-import itertools
-from collections.abc import Sequence
 
 
 @dataclass(frozen=True)

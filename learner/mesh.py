@@ -37,6 +37,13 @@ class MeshPlace:
     num_replicas: int = 1
     """R, pipelines that train the same weights on shares of each batch."""
 
+    def __post_init__(self) -> None:
+        """Refuse a rank that is not of the mesh, with a ValueError."""
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(
+                f"rank {self.rank} is not one of 0..{self.num_ranks - 1} ({self.num_replicas} x {self.num_stages})"
+            )
+
     @property
     def num_ranks(self) -> int:
         """R * P."""
@@ -76,17 +83,6 @@ class MeshPlace:
     def name(self) -> str:
         """For people."""
         return f"stage {self.stage}" + (f" of replica {self.replica}" if self.num_replicas > 1 else "")
-
-    def check(self) -> None:
-        """Refuse a rank that is not of the mesh.
-
-        Raises:
-            ValueError: it is not.
-        """
-        if not 0 <= self.rank < self.num_ranks:
-            raise ValueError(
-                f"rank {self.rank} is not one of 0..{self.num_ranks - 1} ({self.num_replicas} x {self.num_stages})"
-            )
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,6 @@ class Stage:
         self._context = context
         self._config = config = context.config.learner
         self._place = MeshPlace(rank, config.num_stages, config.num_replicas)
-        self._place.check()
         self._rendezvous = rendezvous
         self._contract = context.facts.contract
         self._device = torch.device("cpu")

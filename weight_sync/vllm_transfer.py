@@ -1,6 +1,6 @@
 """vLLM's side of an update: verify a version in the store, then load all of it. Imported by vLLM alone.
 
-    begin_verification   while the engine generates: a thread reads every tensor against its checksum
+    Verification         while the engine generates: a thread reads every tensor against its checksum
     update_weights       while it is paused: load what was verified, from the memory map that the thread has read
 
 So a pause is one engine step and the reload. A version that nobody had verified before is verified in the pause.
@@ -98,21 +98,14 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    _verification: Verification | None = None
+    verification: Verification | None = None
+    """Of the version that will be loaded next."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
         """Nothing to start: `receive_weights` touches the model only after all of the version is verified."""
-
-    def begin_verification(self, info: UpdateInfo) -> None:
-        """Start to verify a version; returns at once."""
-        self._verification = Verification(info, self.model_config)
-
-    def verification(self) -> str | None:
-        """As `Verification.refusal`, of the one begun last."""
-        return None if self._verification is None else self._verification.refusal()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load a version, verified before or now.
@@ -121,7 +114,7 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             RuntimeError: with `REFUSED` in its text: the version is not in the store, not as published, or not
                 of this model; the model is unchanged.
         """
-        begun, self._verification = self._verification, None
+        begun, self.verification = self.verification, None
         if begun is not None and begun.info == update_info and begun.refusal() == "":
             tensors = begun.tensors()
         else:
@@ -138,7 +131,7 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Let go of what was verified and never loaded."""
-        self._verification = None
+        self.verification = None
 
 
 class WorkerCalls:
@@ -147,12 +140,14 @@ class WorkerCalls:
     weight_transfer_engine: Any
 
     def begin_weight_verification(self, update_info: Mapping[str, str]) -> None:
-        """As `StoreWeightTransfer.begin_verification`."""
-        self.weight_transfer_engine.begin_verification(UpdateInfo(**update_info))
+        """Start to verify a version; returns at once."""
+        engine = self.weight_transfer_engine
+        engine.verification = Verification(UpdateInfo(**update_info), engine.model_config)
 
     def weight_verification(self) -> str | None:
-        """As `StoreWeightTransfer.verification`."""
-        return self.weight_transfer_engine.verification()
+        """As `Verification.refusal`, of the one begun last."""
+        verification = self.weight_transfer_engine.verification
+        return None if verification is None else verification.refusal()
 
 
 def fitting_tensors(info: UpdateInfo, model_config: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401

@@ -64,7 +64,6 @@ def examine(
         except Exception as error:  # a check that is at a loss says so, and the others go on
             text = str(error).splitlines()[0] if str(error) else "no reason given"
             yield from problem(name, f"could not be looked at: {type(error).__name__}: {text}", "see to that first")
-    threads.close()
 
 
 def show(findings: Sequence[Finding]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from actors.rewards import RewardFailed, Scored, Scorer
 from actors.tasks import Problem, RewardFunction
-from actors.threads import DaemonThreads
+from actors.threads import DaemonThreads, ThreadsExhausted
 
 PROBLEM = Problem("q", "q", {}, {})
 
@@ -167,12 +167,14 @@ async def test_a_function_that_always_blocks_runs_out_of_threads_instead_of_star
     released.set()
 
 
-async def test_a_thread_that_is_busy_when_its_pool_is_closed_ends_with_its_call():
-    released, threads = threading.Event(), DaemonThreads("busy", 2)
+async def test_a_thread_ends_with_its_call_and_makes_room_for_another():
+    released, threads = threading.Event(), DaemonThreads("busy", 1)
     call = threads.submit(released.wait, 20)
-    (thread,) = [one for one in threading.enumerate() if one.name == "busy-1"]
-    threads.close()
+    (thread,) = [one for one in threading.enumerate() if one.name.startswith("busy")]
+    with pytest.raises(ThreadsExhausted, match="1 calls of busy"):
+        threads.submit(released.wait)
     released.set()
     assert call.result(60)
+    assert threads.submit(released.wait).result(60)
     await asyncio.to_thread(thread.join, 60)
     assert not thread.is_alive()
