@@ -132,10 +132,11 @@ class WriteStatus(Message, frozen=True):
     """So many are there, from the start: go on behind them."""
 
 
-Request = (
-    StoreRequest | NewestRequest | ManifestRequest | ReadRequest | WriteStatusRequest | WriteRequest | PartDone
-    | PartRequest | CommitRequest
-)  # fmt: skip
+Question = (
+    StoreRequest | NewestRequest | ManifestRequest | ReadRequest | WriteStatusRequest | WriteRequest | PartRequest
+)
+"""What is answered at once."""
+Request = Question | PartDone | CommitRequest
 Reply = StoreFacts | Newest | Document | Chunk | WriteStatus
 
 PROTOCOL = Protocol("weight service", 2, Request, Reply, max_header_bytes=64 * 2**10)

@@ -145,23 +145,18 @@ class WeightService:
 
     def _answer(self, request: Request) -> Answer | None:
         """The answer, or None where the worker will give it."""
-        message, body = request.message, request.body
         try:
-            match message:
+            match request.message:
                 case p.PartDone():
                     return self._start(request, self._uploads.finish_part)
                 case p.CommitRequest(keep_versions=keep):
                     return self._start(request, lambda data: self._uploads.commit(data, keep))
-                case p.WriteStatusRequest() | p.WriteRequest() | p.PartRequest():
-                    return self._take_in(message, body)
-                case _:
-                    return self._hand_out(request.identity, message)
+                case message:
+                    return self._answer_now(request.identity, message, request.body)
         except (WeightsError, OSError, ValueError) as error:
             return p.refusal_of(error), b""
 
-    def _hand_out(
-        self, identity: bytes, message: p.StoreRequest | p.NewestRequest | p.ManifestRequest | p.ReadRequest
-    ) -> Answer:
+    def _answer_now(self, identity: bytes, message: p.Question, body: memoryview) -> Answer:
         match message:
             case p.StoreRequest(name=name):
                 log.info("%s says hello", name)
@@ -173,22 +168,18 @@ class WeightService:
             case p.ManifestRequest(version=""):
                 newest = self._store.newest()
                 return p.Document(), b"" if newest is None else self._store.manifest_bytes(newest)
-            case p.ManifestRequest(version=version):
+            case p.ManifestRequest(version):
                 return p.Document(), self._served.document(p.version_of(version), identity)
             case p.ReadRequest(version, file, offset, size):
                 data, total = self._served.read(p.version_of(version), file, offset, size, identity)
                 self._served.note_reader()
                 return p.Chunk(total), data
-
-    def _take_in(self, message: p.WriteStatusRequest | p.WriteRequest | p.PartRequest, body: memoryview) -> Answer:
-        version = p.version_of(message.version)
-        match message:
-            case p.WriteStatusRequest(_, file, total):
-                return p.WriteStatus(self._uploads.status(version, file, total)), b""
-            case p.WriteRequest(_, file, offset, total):
-                return p.WriteStatus(self._uploads.write(version, file, offset, total, body)), b""
-            case p.PartRequest(_, rank):
-                return p.Document(), self._uploads.part(version, rank)
+            case p.WriteStatusRequest(version, file, total):
+                return p.WriteStatus(self._uploads.status(p.version_of(version), file, total)), b""
+            case p.WriteRequest(version, file, offset, total):
+                return p.WriteStatus(self._uploads.write(p.version_of(version), file, offset, total, body)), b""
+            case p.PartRequest(version, rank):
+                return p.Document(), self._uploads.part(p.version_of(version), rank)
 
     def _start(self, request: Request, work: Callable[[memoryview], None]) -> Answer | None:
         """Have the worker do it, once however often it is asked."""
