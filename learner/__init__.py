@@ -8,8 +8,7 @@ batch        StepBatch: a draw, or a part of it, as the flat arrays that a step 
 packing      best-fit packing of whole sequences into micro-batches of one shape, by what they cost
 step         TrainStep: a step trains one draw in one or several updates, in two passes or in one
              LossEvaluator: the loss of an update, its gradient, and whether and how it is taken
-bad_batches  BadBatches: what could not be trained, and when a run has diverged
-report       the metrics of a step, by name
+report       the metrics of a step, by name; BadBatches: what could not be trained, and when a run has diverged
 
 networks     Networks: the policy, and a critic that is a head of it or a model of its own; Reference: the frozen model
 decoders     the supported families, what their layers cost, and which of them a stage owns

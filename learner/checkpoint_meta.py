@@ -37,7 +37,7 @@ class TrainingProgress(msgspec.Struct, frozen=True):
     drops_in_a_row: int = 0
     """Steps up to this one that dropped updates for their small effective sample size; see learner.step."""
     non_finite_steps: tuple[int, ...] = msgspec.field(default=(), name="sick_steps")
-    """Steps in a row without a finite loss or gradient, as learner.bad_batches counts them."""
+    """Steps in a row without a finite loss or gradient, as learner.report counts them."""
 
 
 class Seal(msgspec.Struct, frozen=True):

@@ -28,7 +28,6 @@ from buffer.schema import read_stream
 from common.hf_folder import complete_folder, model_identity
 from common.run import RunContext
 from common.staleness import PolicyVersion, StaleTokens
-from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_samples
 from learner.batch import StepBatch
 from learner.checkpoint import CheckpointFailed, Checkpoints
 from learner.checkpoint_meta import TrainingProgress
@@ -40,7 +39,7 @@ from learner.mesh import Agreement, Mesh, MeshPlace, StageLost, join_group, tell
 from learner.networks import build_networks, build_reference
 from learner.packing import CostModel, PackingRule
 from learner.pipeline import micro_batches_asked
-from learner.report import Report, StepTimes, step_report
+from learner.report import BadBatches, BadSample, Report, StepTimes, TrainingDiverged, check_samples, step_report
 from learner.step import TrainStep
 from weight_sync.client import open_sink
 from weight_sync.errors import PublishFailed

@@ -8,7 +8,6 @@ process held.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -18,8 +17,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
+from common.files import try_lock
 from weight_sync.errors import TransferFailed
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class HostFolder:
                 f"{path} cannot be used to keep fetched weights ({error}). Set [weight_sync] staging_dir to a folder "
                 "of this machine that can be written"
             ) from error
-        self._users: IO[bytes] = users
+        self._users: BinaryIO = users
 
     def is_there(self) -> bool:
         """Is it still the folder that was joined? Others remove such folders: tmpfiles, or systemd's RemoveIPC."""
@@ -99,7 +99,7 @@ def folder_for(run_id: str, store_id: str, staging_dir: str | None, needed_bytes
     return Path(tempfile.gettempdir()) / name
 
 
-def _join(path: Path) -> IO[bytes] | None:
+def _join(path: Path) -> BinaryIO | None:
     """Hold the users' lock; None where the folder is just being removed."""
     try:
         path.mkdir(mode=0o700)
@@ -114,16 +114,12 @@ def _join(path: Path) -> IO[bytes] | None:
                 "set [weight_sync] staging_dir"
             ) from None
     with contextlib.suppress(FileNotFoundError):
-        return try_lock(path / _USERS_NAME, shared=True)
+        return locked(path / _USERS_NAME, shared=True)
     return None
 
 
-def _remove_if_alone(path: Path, users: IO[bytes]) -> None:
-    try:
-        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    if not is_at(users, path / _USERS_NAME):
+def _remove_if_alone(path: Path, users: BinaryIO) -> None:
+    if not try_lock(users) or not is_at(users, path / _USERS_NAME):
         return
     # first the name: who joins from here on makes a folder of its own, of which nothing is removed
     dead = path.with_name(f".{path.name}.{os.getpid()}{_DEAD}")
@@ -164,7 +160,7 @@ def lock_within(
     progress: Callable[[], int] = lambda: 0,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
-) -> IO[bytes]:
+) -> BinaryIO:
     """Wait for a lock that one process holds at a time; closing the file, or the end of the process, gives it back.
 
     Args:
@@ -181,7 +177,7 @@ def lock_within(
     """
     seen, moved_at = progress(), clock()
     while True:
-        lock = try_lock(path)
+        lock = locked(path)
         if lock is not None:
             lock.truncate(0)
             lock.write(f"{who} (process {os.getpid()})".encode())
@@ -197,7 +193,7 @@ def lock_within(
         pause(_POLL_S)
 
 
-def is_at(file: IO[bytes], path: Path) -> bool:
+def is_at(file: BinaryIO, path: Path) -> bool:
     """Is the open file still the one of that name?"""
     try:
         found = path.stat()
@@ -207,19 +203,15 @@ def is_at(file: IO[bytes], path: Path) -> bool:
     return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-def try_lock(path: Path, *, shared: bool = False) -> IO[bytes] | None:
-    """The lock, or None where somebody else holds it, and it is not shared."""
+def locked(path: Path, *, shared: bool = False) -> BinaryIO | None:
+    """The file, made if missing, under a lock until it is closed; None where somebody else holds it."""
     # closed by the caller: the lock lives as long as the file is open
     file = path.open("ab", buffering=0)
-    try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    if not is_at(file, path):  # removed by its last holder between open and lock
-        file.close()
-        return None
-    return file
+    # or else its last holder has removed it between open and lock
+    if try_lock(file, shared=shared) and is_at(file, path):
+        return file
+    file.close()
+    return None
 
 
 def _holder(path: Path) -> str:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from common.files import write_whole
 from common.staleness import PolicyVersion
@@ -55,7 +55,7 @@ class _Reader:
 class _Served:
     document: bytes
     manifest: Manifest
-    lock: IO[bytes]
+    lock: BinaryIO
     asked_at: float
     last_files: frozenset[str]
     """Of each dtype the file that is read last, whole or as its changes."""

@@ -23,14 +23,14 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from common.files import write_whole
 from common.staleness import PolicyVersion
 from weight_sync.client import WeightClient
 from weight_sync.delta import rebuild_file
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
-from weight_sync.host_folder import HostFolder, is_at, lock_within, try_lock
+from weight_sync.host_folder import HostFolder, is_at, lock_within, locked
 from weight_sync.manifest import MANIFEST_NAME, Manifest, TensorEntry, delta_name
 from weight_sync.store import READERS_LOCK, WeightStore, checked, remove_unless_read
 from weight_sync.tensor_file import TensorFile
@@ -86,7 +86,7 @@ class HostStaging:
         self._clock = clock
         self._pause = pause
 
-    def stage(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str) -> IO[bytes]:
+    def stage(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str) -> BinaryIO:
         """Have a version here, in one dtype, every tensor checked; closing the lock returned lets it go again.
 
         `document` is the manifest as the service gave it.
@@ -128,7 +128,7 @@ class HostStaging:
         """Leave the folder; the last one removes it. May be called twice."""
         self._folder.close()
 
-    def _stage(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str) -> IO[bytes]:
+    def _stage(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str) -> BinaryIO:
         for older, older_document in self._way_to(client, manifest, dtype):
             with self._fetching(older.policy) as held:
                 if not self._is_staged(older, dtype) and not self._fill(client, older, older_document, dtype, held):
@@ -153,12 +153,12 @@ class HostStaging:
             "folder of this machine with room for three versions"
         )
 
-    def _get_on(self, held: IO[bytes], version: PolicyVersion) -> None:
+    def _get_on(self, held: BinaryIO, version: PolicyVersion) -> None:
         """Show those that wait for the version that this process is not stopped; refuse if it was taken for it."""
         self._refuse_if_ousted(held, version)
         os.utime(held.fileno())
 
-    def _refuse_if_ousted(self, held: IO[bytes], version: PolicyVersion) -> None:
+    def _refuse_if_ousted(self, held: BinaryIO, version: PolicyVersion) -> None:
         if not is_at(held, self._locks / str(version)):
             if not self.is_there():
                 raise FileNotFoundError(errno.ENOENT, "No such folder any more", str(self.store.folder))
@@ -167,7 +167,7 @@ class HostStaging:
                 f"{self._patience_s:g} s, and another process fetches it now. Ask again for what that one has"
             )
 
-    def _fetching(self, version: PolicyVersion) -> IO[bytes]:
+    def _fetching(self, version: PolicyVersion) -> BinaryIO:
         """Be the one that fetches a version, also in the place of a process that does not get on with it."""
         folder, path = self.store.version_folder(version), self._locks / str(version)
         for is_last in (False, False, True):
@@ -180,7 +180,7 @@ class HostStaging:
                 self._oust(path, waited_for, folder, error)
         raise AssertionError("unreachable")
 
-    def _lock(self, path: Path, progress: Callable[[], int]) -> IO[bytes]:
+    def _lock(self, path: Path, progress: Callable[[], int]) -> BinaryIO:
         return lock_within(
             path,
             self._patience_s,
@@ -258,7 +258,7 @@ class HostStaging:
             )
         return _marker(self.store, manifest.policy, dtype).exists()
 
-    def _fill(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str, held: IO[bytes]) -> bool:
+    def _fill(self, client: WeightClient, manifest: Manifest, document: bytes, dtype: str, held: BinaryIO) -> bool:
         """Make the files from the parent's; False where whole ones are needed. The version's lock is held."""
         folder = self.store.version_folder(manifest.policy)
         folder.mkdir(exist_ok=True)
@@ -275,7 +275,7 @@ class HostStaging:
         self._admit(manifest, document, dtype, held)
         return True
 
-    def _admit(self, manifest: Manifest, document: bytes, dtype: str, held: IO[bytes]) -> None:
+    def _admit(self, manifest: Manifest, document: bytes, dtype: str, held: BinaryIO) -> None:
         """All files of a dtype are here and checked."""
         self._refuse_if_ousted(held, manifest.policy)
         folder = self.store.version_folder(manifest.policy)
@@ -301,7 +301,7 @@ class HostStaging:
                 continue
             if version in keep or version >= up_to:
                 continue
-            lock = try_lock(self._locks / path.name)
+            lock = locked(self._locks / path.name)
             if lock is None:
                 continue
             with lock:

@@ -18,16 +18,15 @@ killed at any moment leaves whole files only.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
-from common.files import temporary_beside, write_whole
+from common.files import temporary_beside, try_lock, write_whole
 from common.staleness import PolicyVersion
 from weight_sync.errors import PublishFailed, WeightsCorrupt, WeightsGone
 from weight_sync.manifest import (
@@ -55,7 +54,7 @@ Buffers = Sequence[bytes | memoryview]
 class StagedVersion:
     """A version on this machine that is kept from removal until this is closed. Use it as a context manager."""
 
-    def __init__(self, folder: Path, manifest: Manifest, dtype: str, lock: IO[bytes]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, dtype: str, lock: BinaryIO) -> None:
         """Take over the read lock of a version in a folder that is laid out as a weight store."""
         self.folder = folder
         self.manifest = manifest
@@ -171,7 +170,7 @@ class WeightStore:
             for entry in entries:
                 yield entry, checked(file, entry)
 
-    def lock_for_reading(self, version: PolicyVersion) -> IO[bytes]:
+    def lock_for_reading(self, version: PolicyVersion) -> BinaryIO:
         """Keep retention from removing a version until the returned file is closed (or its process dies).
 
         Raises:
@@ -183,11 +182,9 @@ class WeightStore:
             lock = (folder / READERS_LOCK).open("rb")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise WeightsGone(f"version {version} is not in {self.folder}; retention may have removed it") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(lock, shared=True):
             lock.close()
-            raise WeightsGone(f"version {version} is being removed from {self.folder} by retention") from error
+            raise WeightsGone(f"version {version} is being removed from {self.folder} by retention")
         # between open and lock retention may have come first
         if not (folder / MANIFEST_NAME).exists():
             lock.close()
@@ -346,8 +343,8 @@ def checked(file: TensorFile, entry: TensorEntry) -> memoryview:
 
 def remove_unless_read(folder: Path) -> None:
     """Remove a version's folder, unless somebody reads the version or it is gone already."""
-    with contextlib.suppress(FileNotFoundError, BlockingIOError), (folder / READERS_LOCK).open("r+b") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # first the manifest: a reader that comes from here on finds no version
-        (folder / MANIFEST_NAME).unlink()
-        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError), (folder / READERS_LOCK).open("r+b") as lock:
+        if try_lock(lock):
+            # first the manifest: a reader that comes from here on finds no version
+            (folder / MANIFEST_NAME).unlink()
+            shutil.rmtree(folder, ignore_errors=True)

@@ -7,9 +7,9 @@ import pytest
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from learner.bad_batches import BadBatches, BadSample, TrainingDiverged, check_samples
 from learner.batch import StepBatch
 from learner.optimizer import UpdateResult
+from learner.report import BadBatches, BadSample, TrainingDiverged, check_samples
 from learner.step import StepResult, Update
 from tests.world.learner import build, make_rows
 

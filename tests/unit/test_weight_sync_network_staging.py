@@ -15,7 +15,7 @@ import pytest
 from tests.weights_by_hand import Machine, assert_holds, damage, make_part, publish, v, weights
 from weight_sync import host_folder
 from weight_sync.errors import TransferFailed, WeightsCorrupt, WeightsGone
-from weight_sync.host_folder import HostFolder, folder_for, lock_within, try_lock
+from weight_sync.host_folder import HostFolder, folder_for, lock_within, locked
 from weight_sync.manifest import MANIFEST_NAME, build_manifest, file_name
 from weight_sync.puller import Puller
 from weight_sync.store import StagedVersion, WeightStore
@@ -153,7 +153,7 @@ def test_who_gets_on_is_waited_for_longer(tmp_path: Path):
         if now[0] > 50:
             holder.close()
 
-    holder = try_lock(tmp_path / "lock")
+    holder = locked(tmp_path / "lock")
     assert holder is not None
     lock_within(
         tmp_path / "lock", 2.0, who="b", what="x", progress=lambda: int(now[0]), clock=lambda: now[0], pause=pause
@@ -170,9 +170,9 @@ def test_a_lock_whose_file_its_holder_removed_just_then_is_taken_anew(tmp_path: 
         next(removals, lambda: None)()
         real(file, operation)
 
-    monkeypatch.setattr("weight_sync.host_folder.fcntl.flock", flock)
+    monkeypatch.setattr("common.files.fcntl.flock", flock)
     with lock_within(path, 0.2, who="b", what="x"):
-        assert try_lock(path) is None
+        assert locked(path) is None
 
 
 def test_another_version_does_not_wait_for_one_whose_fetcher_is_stopped(machine: Machine):
