@@ -5,9 +5,8 @@ engine_setup  its arguments and environment; EngineSockets: where vLLM's own soc
 tasks     Task: prompts and a reward; from reasoning-gym by name, or from files
 rewards   Scorer: TRL's function shape; a failure is counted, never scored 0
 weights   WeightFollower: pulls newer weights in flight, and says when a request may start; ActorError
-sample    SampleMaker: one sample from a prompt to a scored trajectory
+sample    SampleMaker: one sample from a prompt to a scored trajectory; held-out accuracy at one version
 loop      ActorLoop: lease, make samples, push, renew; what it works with, and how that is started
-evaluate  Evaluator: held-out accuracy at one version, outside the ledger
 report    ActorReport: what an actor tells the launcher
 threads   DaemonThreads: for calls that may block for ever
 """

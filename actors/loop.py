@@ -22,10 +22,9 @@ from typing import Any, TypeVar
 
 from actors.config import ActorSections
 from actors.engine import Engine
-from actors.evaluate import EvalRequest, EvalResult, Evaluator
 from actors.report import ActorReport, actor_name
 from actors.rewards import Scorer
-from actors.sample import SampleFailed, SampleMaker
+from actors.sample import EvalRequest, EvalResult, SampleFailed, SampleMaker
 from actors.tasks import Problem, Task, load_task
 from actors.tasks.task import PromptCodec
 from actors.threads import DaemonThreads
@@ -180,9 +179,9 @@ class ActorLoop:
         self._follower = WeightFollower(
             self._name, parts.engine, parts.puller, sections.weight_sync, facts.contract, clock=self._clock
         )
-        common = (parts.engine, self._follower, self._scorer, parts.decoder)
-        self._maker = SampleMaker(facts.seed, config, *common)
-        self._evaluator = Evaluator(facts.seed, config, sections.task.correct_at, *common)
+        self._maker = SampleMaker(
+            facts.seed, config, sections.task.correct_at, parts.engine, self._follower, self._scorer, parts.decoder
+        )
         await self._follower.update()
         self._waiting = "not running yet"
 
@@ -233,7 +232,7 @@ class ActorLoop:
         heldout = self._started.task.heldout
         self._evaluating += 1
         try:
-            return await self._evaluator.evaluate(request, heldout)
+            return await self._maker.evaluate(request, heldout)
         finally:
             self._evaluating -= 1
 

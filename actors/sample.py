@@ -1,18 +1,18 @@
-"""SampleMaker: one sample from a prompt to a scored trajectory."""
+"""Single answers to prompts: samples to train on, and answers to held-out problems, outside the ledger."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from actors.config import ActorsConfig
-from actors.engine import EngineDead
+from actors.engine import Engine, EngineDead, Generation
 from actors.report import BusyClock, Counts
 from actors.rewards import RewardFailed, Scorer
 from actors.tasks import Problem
@@ -20,11 +20,55 @@ from actors.tasks.task import PromptCodec
 from actors.weights import ActorError, WeightFollower
 from buffer.protocol import Lease
 from buffer.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from actors.engine import Engine, Generation
+from common.staleness import PolicyVersion
 
 _log = logging.getLogger(__name__)
+
+SAMPLED_TEMPERATURE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRequest:
+    """Evaluate every `num_shards`-th of the first `num_problems` held-out problems, from `shard` on."""
+
+    num_problems: int
+    shard: int = 0
+    num_shards: int = 1
+    min_version: PolicyVersion | None = None
+    """Wait for this version or a newer one; None takes what the engine serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalCounts:
+    """One answer per problem. Shards add up, field by field."""
+
+    num_correct: int = 0
+    num_scored: int = 0
+    num_failed: int = 0
+    """Generation or a reward function failed, or none applied: neither right nor wrong."""
+
+    def __add__(self, other: EvalCounts) -> EvalCounts:
+        return EvalCounts(
+            self.num_correct + other.num_correct,
+            self.num_scored + other.num_scored,
+            self.num_failed + other.num_failed,
+        )
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of correct among scored answers; None where none was scored."""
+        return self.num_correct / self.num_scored if self.num_scored else None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """What one actor found for its shard."""
+
+    version: PolicyVersion
+    num_problems: int
+    greedy: EvalCounts
+    sampled: EvalCounts
+    """One answer per problem at temperature 1."""
 
 
 class SampleFailed(Exception):
@@ -38,29 +82,30 @@ def sample_seed(run_seed: int, group_id: int, sample_index: int, attempt: int) -
 
 
 class SampleMaker:
-    """Generates and scores single samples, at most `max_running_samples` of them in the engine at once."""
+    """Generates and scores single answers, at most `max_running_samples` of a kind in the engine at once."""
 
     def __init__(
         self,
         run_seed: int,
         config: ActorsConfig,
+        correct_at: float,
         engine: Engine,
         follower: WeightFollower,
         scorer: Scorer,
         decoder: PromptCodec,
-        *,
-        wall: Callable[[], float] = time.time,
     ) -> None:
-        """Wire the parts; `config` bounds number and time."""
+        """Wire the parts; `config` bounds number and time, `correct_at` is the least reward of a correct answer."""
         self._run_seed = run_seed
         self._config = config
+        self._correct_at = correct_at
         self._engine = engine
         self._follower = follower
         self._scorer = scorer
         self._decoder = decoder
-        self._wall = wall
         self._slots = asyncio.Semaphore(config.max_running_samples)
-        self.busy = BusyClock(wall)
+        # its own, for samples hold theirs while an evaluation keeps them waiting
+        self._evaluation_slots = asyncio.Semaphore(config.max_running_samples)
+        self.busy = BusyClock()
         self.counts = Counts()
 
     async def make(self, lease: Lease, problem: Problem, sample_index: int) -> Trajectory:
@@ -73,13 +118,13 @@ class SampleMaker:
         """
         async with self._slots:
             await self._follower.admit(lease.min_version)
-            started_s = self._wall()
+            started_s = time.time()
             self.busy.enter()
             try:
                 completion = await self._generate(lease, problem, sample_index)
             finally:
                 self.busy.leave()
-        finished_s = self._wall()
+        finished_s = time.time()
         self.counts.num_samples += 1
         self.counts.num_tokens += len(completion.token_ids)
         text = self._decoder.decode(completion.token_ids.tolist())
@@ -121,3 +166,47 @@ class SampleMaker:
                 lease.prompt_id, lease.group_id, sample_index, why, error,
             )  # fmt: skip
             raise SampleFailed(f"generation failed: {why}") from error
+
+    async def evaluate(self, request: EvalRequest, heldout: Sequence[Problem]) -> EvalResult:
+        """Answer one shard of the held-out problems with the engine that also trains, while its weights are held.
+
+        The seeds of the sampled answers are the same at every evaluation of a run.
+
+        Raises:
+            ValueError: the request names more problems than there are, or a shard that does not exist.
+            PolicyTimeout: `min_version` did not arrive in time.
+        """
+        if not 1 <= request.num_problems <= len(heldout):
+            raise ValueError(
+                f"an evaluation of {request.num_problems} problems: the task holds {len(heldout)} out; "
+                "lower actors.eval_problems or raise task.num_heldout"
+            )
+        if not 0 <= request.shard < request.num_shards:
+            raise ValueError(f"evaluation shard {request.shard} does not exist: there are {request.num_shards}")
+        if request.min_version is not None:
+            await self._follower.catch_up(request.min_version)
+        indices = range(request.shard, request.num_problems, request.num_shards)
+        async with self._follower.held() as version:
+            answers = [self._answer(heldout[index], index, temperature) for temperature in (0.0, SAMPLED_TEMPERATURE)
+                       for index in indices]  # fmt: skip
+            counts = await asyncio.gather(*answers)
+        greedy = sum(counts[: len(indices)], EvalCounts())
+        sampled = sum(counts[len(indices) :], EvalCounts())
+        return EvalResult(version, len(indices), greedy, sampled)
+
+    async def _answer(self, problem: Problem, index: int, temperature: float) -> EvalCounts:
+        try:
+            async with self._evaluation_slots, asyncio.timeout(self._config.generate_timeout_s):
+                seed = sample_seed(self._run_seed, -1, index, 0) if temperature else None
+                completion = await self._engine.generate(problem.token_ids, temperature=temperature, seed=seed)
+            scored = await self._scorer.score(problem, self._decoder.decode(completion.token_ids.tolist()))
+        except (ActorError, EngineDead):
+            raise
+        except RewardFailed:  # logged where it failed
+            return EvalCounts(num_failed=1)
+        except Exception as error:  # one problem that the engine refuses must not lose the others
+            _log.error("evaluation of held-out problem %d failed: %s: %s", index, type(error).__name__, error)
+            return EvalCounts(num_failed=1)
+        if scored.reward is None:
+            return EvalCounts(num_failed=1)
+        return EvalCounts(int(scored.reward >= self._correct_at), 1)

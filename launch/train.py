@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError
 
-from actors.evaluate import EvalResult
+from actors.sample import EvalResult
 from buffer.protocol import Status
 from common.files import write_whole
 from common.hf_folder import ModelFolderError, prepare_serving_model

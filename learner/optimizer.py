@@ -58,6 +58,7 @@ class UpdateResult:
     non_finite: bool
     """A non-finite loss or gradient somewhere."""
     dropped: bool
+    """Not taken, though loss and gradient were finite."""
     grad_norms: tuple[float, ...]
     """Of each optimizer over all its stages, before clipping."""
     learning_rate: float
@@ -215,9 +216,10 @@ def update_together(
     dist.all_reduce(total)
     num_non_finite, num_dropping, lr_scale, *squares = total.tolist()
     norms = tuple(math.sqrt(square) if square >= 0 else math.nan for square in squares)
+    non_finite = num_non_finite > 0 or not all(math.isfinite(norm) for norm in norms)
     result = UpdateResult(
-        non_finite=num_non_finite > 0 or not all(math.isfinite(norm) for norm in norms),
-        dropped=num_dropping > 0,
+        non_finite=non_finite,
+        dropped=num_dropping > 0 and not non_finite,
         grad_norms=norms,
         learning_rate=rate * lr_scale,
         lr_scale=lr_scale,

@@ -417,19 +417,14 @@ def mean_metrics(updates: Sequence[Update], *, acts_on_ess: bool) -> Metrics:
         means[name] = sum(v * w for v, w in known) / sum(w for _, w in known) if known else None
     means["updates/taken"] = sum(update.result.taken for update in updates)
     means["updates/skipped"] = sum(update.result.non_finite for update in updates)
-    means["ess/dropped"] = sum(_dropped(update) for update in updates) if acts_on_ess else None
+    means["ess/dropped"] = sum(update.result.dropped for update in updates) if acts_on_ess else None
     return means
 
 
 def _row(update: Update, *, acts_on_ess: bool) -> Metrics:
     result = update.result
     row: Metrics = {**update.metrics, "lr": result.learning_rate}
-    norms: list[float | None] = [None if _dropped(update) else norm for norm in result.grad_norms]
+    norms: list[float | None] = [None if result.dropped else norm for norm in result.grad_norms]
     row |= dict(zip(("grad_norm", "critic/grad_norm"), norms, strict=False))
     row["ess/lr_scale"] = result.lr_scale if acts_on_ess and result.taken else None
     return row
-
-
-def _dropped(update: Update) -> bool:
-    """Was it dropped, though loss and gradient were finite?"""
-    return update.result.dropped and not update.result.non_finite

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from actors.evaluate import EvalCounts, EvalResult
 from actors.report import ActorReport, actor_name
+from actors.sample import EvalCounts, EvalResult
 from buffer.protocol import Status
 from common.staleness import PolicyVersion
 from launch.checks import Plan

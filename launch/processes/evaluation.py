@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.evaluate import EvalRequest, EvalResult
+from actors.sample import EvalRequest, EvalResult
 from common.staleness import PolicyVersion
 from launch.processes.actor_pools import ActorProcess
 from launch.processes.role_process import Check, RunFailed, done, reason

@@ -21,8 +21,8 @@ from launch.host import configure_logging, keep_files_private
 
 if TYPE_CHECKING:  # each role imports what it hosts inside its own process only
     from actors.config import ActorSections
-    from actors.evaluate import EvalRequest, EvalResult
     from actors.report import ActorReport
+    from actors.sample import EvalRequest, EvalResult
     from buffer.config import BufferConfig
     from common.rpc.auth import ServiceKeys
     from common.run import RunContext, RunFacts

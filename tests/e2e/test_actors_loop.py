@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from actors.config import ActorsConfig
-from actors.evaluate import EvalRequest
 from actors.loop import ActorLoop
+from actors.sample import EvalRequest
 from actors.tasks.config import ReasoningGymTask
 from buffer.client import BufferClient
 from buffer.config import BufferConfig

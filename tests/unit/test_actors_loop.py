@@ -8,8 +8,8 @@ from concurrent.futures import Future
 import pytest
 
 from actors.engine import EngineDead
-from actors.evaluate import EvalRequest
 from actors.loop import ActorFenced
+from actors.sample import EvalRequest
 from actors.weights import ActorError
 from common.staleness import PolicyVersion
 from tests.unit.fake_actor import FakeBuffer, FakeEngine, FakeStore, K, make_actor, run_to_end, until
