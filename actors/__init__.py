@@ -8,5 +8,4 @@ weights   WeightFollower: pulls newer weights in flight, and says when a request
 sample    SampleMaker: one sample from a prompt to a scored trajectory; held-out accuracy at one version
 loop      ActorLoop: lease, make samples, push, renew; what it works with, and how that is started
 report    ActorReport: what an actor tells the launcher
-threads   DaemonThreads: for calls that may block for ever
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.config import ActorsConfig
-from actors.threads import DaemonThreads
+from common.threads import DaemonThreads
 from weight_sync.errors import TransferFailed
 from weight_sync.host_folder import HostFolder
 from weight_sync.vllm_engine import BACKEND, OWNER_ENV, WORKER_CALLS

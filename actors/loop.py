@@ -27,7 +27,6 @@ from actors.rewards import Scorer
 from actors.sample import EvalRequest, EvalResult, SampleFailed, SampleMaker
 from actors.tasks import Problem, Task, load_task
 from actors.tasks.task import PromptCodec
-from actors.threads import DaemonThreads
 from actors.weights import ActorError, WeightFollower
 from buffer.client import BufferClient
 from buffer.protocol import Lease, RowResult
@@ -35,6 +34,7 @@ from buffer.sharding.client import ShardedClient, open_client
 from buffer.trajectory import Trajectory
 from common.run import RunContext
 from common.staleness import PolicyVersion
+from common.threads import DaemonThreads
 from weight_sync.puller import Puller, open_puller
 
 _log = logging.getLogger(__name__)
@@ -385,7 +385,7 @@ class ActorLoop:
                 del held.tasks[index]
             self._account(await self._push(client, trajectory), held.lease, index)
         except SampleFailed as failure:
-            counts.failure(str(failure))
+            counts.failed[str(failure)] += 1
             await _settled(client.give_up(held.lease, [index], str(failure)))
         self._settle(held, index)
 
@@ -408,7 +408,7 @@ class ActorLoop:
             )
         if result.outcome == "quarantined":
             _log.error("the buffer quarantined group %d, sample %d: %s", lease.group_id, index, result.reason)
-        self._maker.counts.outcome(result.outcome)
+        self._maker.counts.outcomes[result.outcome] += 1
 
     def _settle(self, held: _HeldLease, index: int) -> None:
         held.open.discard(index)

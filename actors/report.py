@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -72,17 +72,11 @@ class Counts:
 
     num_samples: int = 0
     num_tokens: int = 0
-    outcomes: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, int] = field(default_factory=dict)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Of pushed trajectories."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """Samples given up, by reason."""
     num_leases_lost: int = 0
-
-    def outcome(self, name: str) -> None:
-        """One more trajectory with this outcome."""
-        self.outcomes[name] = self.outcomes.get(name, 0) + 1
-
-    def failure(self, reason: str, num_samples: int = 1) -> None:
-        """More samples given up for this reason."""
-        self.failed[reason] = self.failed.get(reason, 0) + num_samples
 
 
 class BusyClock:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from actors.tasks.task import Problem, RewardFunction, Scores
-from actors.threads import DaemonThreads, ThreadsExhausted
+from common.threads import DaemonThreads, ThreadsExhausted
 
 _log = logging.getLogger(__name__)
 

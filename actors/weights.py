@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from actors.engine import UpdateRefused
 from actors.report import WeightUpdate
-from actors.threads import DaemonThreads
 from common.staleness import PolicyVersion, StalenessContract
+from common.threads import DaemonThreads
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsError
 

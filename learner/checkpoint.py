@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import threading
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from common.files import replace_durably, sync, write_durably
+from common.threads import DaemonThreads
 from learner.checkpoint_meta import META_NAME, CheckpointMeta, Seal, TrainingProgress, steps_in
 from learner.mesh import Agreement, Disagreement, Mesh, first_line
 from learner.networks import Network, Networks
@@ -81,6 +81,8 @@ class Checkpoints:
         self._model = model
         self._state = TrainingState(mesh.place.rank)
         self._ranks = Agreement(mesh.place.rank, timeout_s)
+        # its threads do not keep a process that ends on an error waiting for a disk
+        self._writer = DaemonThreads("checkpoint", max_threads=1)
         self._under_way: tuple[int, Future[None]] | None = None
         self._oldest = -1
         self._released: int | None = None
@@ -103,14 +105,7 @@ class Checkpoints:
             CheckpointFailed: the one under way.
         """
         self.wait()
-        tensors = self._state.take(networks)
-        done: Future[None] = Future()
-        self._under_way = (progress.step, done)
-        # a daemon, for a process that ends on an error must not wait for a disk
-        writer = threading.Thread(
-            target=self._write_and_tell, args=(tensors, progress, done), name="checkpoint", daemon=True
-        )
-        writer.start()
+        self._under_way = (progress.step, self._writer.submit(self._write, self._state.take(networks), progress))
 
     def released(self) -> int | None:
         """On the coordinator: the step of the oldest checkpoint kept, if it has changed since the last call; else None.
@@ -143,8 +138,13 @@ class Checkpoints:
                 "Raise checkpoint_timeout_s, or write to a faster disk"
             ) from None
         self._under_way = None
+        if isinstance(failed, Disagreement):
+            raise CheckpointFailed(str(failed))
         if failed is not None:
-            raise failed
+            raise CheckpointFailed(
+                f"rank {self._place.rank}: the checkpoint {self._path(step)} was not finished, because "
+                f"another rank died or did not answer: {first_line(failed)}"
+            ) from failed
         if self._place.is_coordinator and (oldest := self.steps()[0]) != self._oldest:
             self._oldest = self._released = oldest
 
@@ -156,21 +156,6 @@ class Checkpoints:
         """
         self.wait()
         self._ranks.close()
-
-    def _write_and_tell(self, tensors: dict[str, Tensor], progress: TrainingProgress, done: Future[None]) -> None:
-        try:
-            self._write(tensors, progress)
-        except Disagreement as error:
-            done.set_exception(CheckpointFailed(str(error)))
-        except Exception as error:  # whatever it is, the training thread is to raise it
-            failed = CheckpointFailed(
-                f"rank {self._place.rank}: the checkpoint {self._path(progress.step)} was not finished, because "
-                f"another rank died or did not answer: {first_line(error)}"
-            )
-            failed.__cause__ = error
-            done.set_exception(failed)
-        else:
-            done.set_result(None)
 
     def _write(self, tensors: dict[str, Tensor], progress: TrainingProgress) -> None:
         final, temporary = self._path(progress.step), self._temporary(progress.step)

@@ -9,9 +9,7 @@ So a pause is one engine step and the reload. A version that nobody had verified
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from common.hf_folder import HEAD, UNTIED_MARK, embedding_of, tensors_in
 from common.staleness import PolicyVersion
+from common.threads import DaemonThreads
 from weight_sync.errors import WeightsError
 from weight_sync.store import WeightStore
 from weight_sync.tensors import read_tensors
@@ -62,9 +61,7 @@ class Verification:
     def __init__(self, info: UpdateInfo, model_config: Any) -> None:  # noqa: ANN401 -- vLLM's types are unknown here
         """Start reading a version, which has to fit the model of vLLM's `model_config`."""
         self.info = info
-        self._found: Future[dict[str, torch.Tensor]] = Future()
-        thread = threading.Thread(target=self._run, args=(model_config,), name="weights-verification", daemon=True)
-        thread.start()
+        self._found = DaemonThreads("weights-verification", max_threads=1).submit(fitting_tensors, info, model_config)
 
     def refusal(self) -> str | None:
         """Why the version cannot be loaded: '' where it can, None as long as it is being read."""
@@ -80,12 +77,6 @@ class Verification:
     def tensors(self) -> dict[str, torch.Tensor]:
         """What was verified; only after `refusal` was ''."""
         return self._found.result(timeout=0)
-
-    def _run(self, model_config: Any) -> None:  # noqa: ANN401
-        try:
-            self._found.set_result(fitting_tensors(self.info, model_config))
-        except Exception as error:  # belongs to the caller of `refusal`
-            self._found.set_exception(error)
 
 
 class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):

@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Literal
 
-from actors.threads import DaemonThreads
+from common.threads import DaemonThreads
 
 State = Literal["ok", "warning", "problem"]
 LIMIT_S = 28.0

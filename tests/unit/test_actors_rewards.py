@@ -9,7 +9,7 @@ import pytest
 
 from actors.rewards import RewardFailed, Scored, Scorer
 from actors.tasks import Problem, RewardFunction
-from actors.threads import DaemonThreads, ThreadsExhausted
+from common.threads import DaemonThreads, ThreadsExhausted
 
 PROBLEM = Problem("q", "q", {}, {})
 
