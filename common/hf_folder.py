@@ -332,45 +332,49 @@ def prepare_serving_model(model_path: Path, out_folder: Path) -> Path:
         return model_path
     if (out_folder / CONFIG_NAME).exists():
         return out_folder
+    _refuse_another_head(model_path)
     temporary = out_folder.with_name(f".{out_folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(model_path, temporary)
     if (temporary / SINGLE_NAME).exists():
         # readers prefer this name to the index, and would not find the head
         (temporary / SINGLE_NAME).rename(temporary / _BODY_NAME)
-    try:
-        _add_head(temporary)
-    except ModelFolderError as error:
-        shutil.rmtree(temporary)
-        raise ModelFolderError(f"model {model_path}: {error}") from None
+    _add_head(temporary)
     _write_config(temporary, _read_object(temporary / CONFIG_NAME) | {"tie_word_embeddings": False, UNTIED_MARK: True})
     temporary.replace(out_folder)
     return out_folder
 
 
-def _add_head(folder: Path) -> None:
-    """Write the embedding once more, as the head, in a file of its own, unless the checkpoint holds that as well.
-
-    Raises:
-        ModelFolderError: it holds another head, which engines would serve and the learner would not train.
-    """
-    files = tensors_by_file(folder)
-    where = {name: path for path, tensors in files.items() for name in tensors}
+def _refuse_another_head(folder: Path) -> None:
+    """A tied checkpoint may hold its embedding once more as the head, and no other head."""
+    where = _file_of_stored(folder)
+    if HEAD not in where:
+        return
     embedding = embedding_of(where)
     stored, content = _tensor_in(where[embedding], embedding)
-    if HEAD in where:
-        head, head_content = _tensor_in(where[HEAD], HEAD)
-        if (head.code, head.shape) != (stored.code, stored.shape) or head_content != content:
-            raise ModelFolderError(
-                f"{CONFIG_NAME} ties the head to the embedding, but {where[HEAD].name} holds another {HEAD} than "
-                f"{embedding}: engines would serve it, and the learner trains the embedding alone. Set "
-                "tie_word_embeddings = false if the head is meant, or take the tensor out of the checkpoint"
-            )
-    else:
+    head, head_content = _tensor_in(where[HEAD], HEAD)
+    if (head.code, head.shape) != (stored.code, stored.shape) or head_content != content:
+        raise ModelFolderError(
+            f"{folder / CONFIG_NAME} ties the head to the embedding, but {where[HEAD]} holds another {HEAD} than "
+            f"{embedding}: engines would serve it, and the learner trains the embedding alone. Set "
+            "tie_word_embeddings = false if the head is meant, or take the tensor out of the checkpoint"
+        )
+
+
+def _add_head(folder: Path) -> None:
+    """Write the embedding once more, as the head, in a file of its own, unless it is there."""
+    where = _file_of_stored(folder)
+    if HEAD not in where:
+        embedding = embedding_of(where)
+        stored, content = _tensor_in(where[embedding], embedding)
         with (folder / _HEAD_FILE).open("wb") as out:
             out.write(pack_header({HEAD: stored._replace(start=0, end=stored.end - stored.start)}))
             out.write(content)
-    _write_index(folder, sorted({*files, where.get(HEAD, folder / _HEAD_FILE)}))
+    _write_index(folder, sorted(folder.glob("*.safetensors")))
+
+
+def _file_of_stored(folder: Path) -> dict[str, Path]:
+    return {name: path for path, tensors in tensors_by_file(folder).items() for name in tensors}
 
 
 def _tensor_in(path: Path, name: str) -> tuple[StoredTensor, memoryview]:
