@@ -321,11 +321,7 @@ class Engine:
 
 
 def _completion(output: CompletionOutput) -> Generation:
-    """Read vLLM's output.
-
-    Raises:
-        RequestRefused: the request ended neither by an end-of-sequence token nor by length.
-    """
+    """Read vLLM's output; RequestRefused if it ended neither by an end-of-sequence token nor by length."""
     if output.finish_reason not in ("stop", "length"):
         raise RequestRefused(f"a request ended with '{output.finish_reason}' after {len(output.token_ids)} tokens")
     spans = tuple(
@@ -344,12 +340,9 @@ class EngineGone(RuntimeError):
 
 
 async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
-    """Do something with an engine for as long as its process lives.
+    """Do something with an engine for as long as its process lives, or raise EngineGone.
 
     Of an engine that died vLLM fails the requests, but calls to its workers it leaves waiting.
-
-    Raises:
-        EngineGone: it died.
     """
     task = asyncio.ensure_future(work)
     try:

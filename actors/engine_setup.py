@@ -46,11 +46,7 @@ def set_environment(config: ActorsConfig) -> None:
 
 
 def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngineArgs:
-    """The arguments of one engine.
-
-    Raises:
-        ValueError: it could only run on a GPU, and has none.
-    """
+    """The arguments of one engine; ValueError if it could only run on a GPU, and has none."""
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -117,11 +113,7 @@ class EngineSockets:
     """
 
     def __init__(self) -> None:
-        """Make it, and name it in the environment, which the engine's processes inherit.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Make it, or raise OSError, and name it in the environment, which the engine's processes inherit."""
         name = f"leeway-{os.geteuid()}-vllm-{os.getpid()}-{next(_numbers)}"
         path = Path(tempfile.gettempdir()) / name
         if len(os.fsencode(path)) + _NAME_BYTES > _MAX_PATH_BYTES:

@@ -228,11 +228,7 @@ def _resolve(future: asyncio.Future[float | None], value: float | None) -> None:
 
 
 def _checked(values: object, num_samples: int) -> list[float | None]:
-    """Exactly one finite number or None per sample.
-
-    Raises:
-        _CallFailed: anything else.
-    """
+    """Exactly one finite number or None per sample; anything else is a _CallFailed."""
     if hasattr(values, "tolist"):  # numpy arrays and torch tensors
         values = values.tolist()
     if not isinstance(values, list | tuple):

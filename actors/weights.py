@@ -136,11 +136,7 @@ class WeightFollower:
         return updates
 
     async def run(self) -> None:
-        """Follow the store until cancelled.
-
-        Raises:
-            PolicyTimeout: an update took longer than its bound.
-        """
+        """Follow the store until cancelled; PolicyTimeout as `update`."""
         while True:
             self._poll_now.clear()
             await self.update()
@@ -189,8 +185,7 @@ class WeightFollower:
     async def _ask(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the puller in a thread, which may take long, and one call at a time.
 
-        Raises:
-            TransferFailed: it took longer than the bound, or a call that did has not ended yet.
+        TransferFailed if it took longer than the bound, or a call that did has not ended yet.
         """
         bound_s = self._config.update_timeout_s
         if self._asked is not None and not self._asked.done():
@@ -280,8 +275,7 @@ class WeightFollower:
     async def catch_up(self, at_least: PolicyVersion) -> None:
         """Wait until the engine serves `at_least` or newer, whether or not `run` is running.
 
-        Raises:
-            PolicyTimeout: that version did not arrive within `update_timeout_s`.
+        PolicyTimeout if that version did not arrive within `update_timeout_s`.
         """
         give_up_at_s = self._clock() + self._config.update_timeout_s
         await self.update()

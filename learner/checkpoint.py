@@ -99,11 +99,7 @@ class Checkpoints:
     # --- write ----------------------------------------------------------------------------------------
 
     def save(self, networks: Networks, progress: TrainingProgress) -> None:
-        """Begin to write a checkpoint, once the one under way is done; the state is copied when this returns.
-
-        Raises:
-            CheckpointFailed: the one under way.
-        """
+        """Begin to write a checkpoint, after a `wait` for the one under way; the state is copied when this returns."""
         self.wait()
         self._under_way = (progress.step, self._writer.submit(self._write, self._state.take(networks), progress))
 
@@ -121,11 +117,7 @@ class Checkpoints:
         return released
 
     def wait(self) -> None:
-        """Wait until nothing is under way, at most `timeout_s`.
-
-        Raises:
-            CheckpointFailed: the one under way could not be written, or was not in time.
-        """
+        """Wait until nothing is under way; CheckpointFailed if that was not written, or not in `timeout_s`."""
         if self._under_way is None:
             return
         step, done = self._under_way
@@ -149,11 +141,7 @@ class Checkpoints:
             self._oldest = self._released = oldest
 
     def close(self) -> None:
-        """Wait for what is under way, and part from the other ranks.
-
-        Raises:
-            CheckpointFailed: as `wait`.
-        """
+        """Wait for what is under way, as `wait`, and part from the other ranks."""
         self.wait()
         self._ranks.close()
 
@@ -258,11 +246,7 @@ class Checkpoints:
         return meta, {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
     def _check_fit(self, path: Path, meta: CheckpointMeta, stored: Stored, own: Mapping[str, Tensor]) -> None:
-        """Does each tensor of the model have its own in the checkpoint, and none is left over?
-
-        Raises:
-            CheckpointMismatch: names the first that has not. All ranks raise it.
-        """
+        """Raise CheckpointMismatch, on all ranks, if a tensor of the model or of the checkpoint has no counterpart."""
         problem = _first_misfit(stored, own)
         names = sorted(stored)
         wanted = torch.tensor([name in own or is_of_a_rank(name) for name in names], dtype=torch.uint8)

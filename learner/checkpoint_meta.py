@@ -49,11 +49,7 @@ class Seal(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, path: Path) -> Seal:
-        """Read a file.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Read a file."""
         digest, size_bytes = xxhash.xxh3_64(), 0
         with path.open("rb") as file:
             while chunk := file.read(_READ_BYTES):
@@ -83,11 +79,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
 
     @staticmethod
     def read(folder: Path) -> CheckpointMeta:
-        """Read a checkpoint's document.
-
-        Raises:
-            DamagedCheckpoint: it is not what was written.
-        """
+        """Read a checkpoint's document; DamagedCheckpoint if it is not what was written."""
         path = folder / META_NAME
         try:
             meta = _DECODER.decode(path.read_bytes())
@@ -103,11 +95,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
         return xxhash.xxh3_64_hexdigest(json.dumps(document, sort_keys=True).encode())
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
-        """Compare these files of a checkpoint with their seals.
-
-        Raises:
-            DamagedCheckpoint: the first that differs.
-        """
+        """Compare these files of a checkpoint with their seals; DamagedCheckpoint names the first that differs."""
         for name in names:
             told = self.files[name]
             try:
@@ -127,21 +115,13 @@ _DECODER = msgspec.json.Decoder(CheckpointMeta)
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a run's folder of them, ascending.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Steps of the complete checkpoints in a run's folder of them, which has to be readable, ascending."""
     found = (_COMPLETE.fullmatch(path.name) for path in folder.iterdir() if (path / META_NAME).exists())
     return sorted(int(match[1]) for match in found if match)
 
 
 def newest_progress(folder: Path) -> TrainingProgress | None:
-    """Where training stood at the newest checkpoint whose document is what was written; None where there is none.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Where training stood at the newest checkpoint whose document is what was written; None where there is none."""
     for step in reversed(steps_in(folder)):
         try:
             return CheckpointMeta.read(folder / f"step-{step:08d}").progress

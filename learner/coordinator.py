@@ -162,11 +162,7 @@ class Coordinator:
         return None
 
     def check_age(self, draw: Draw, version: int) -> None:
-        """A last look at the staleness bound, before anything is trained: it holds for the last update of the step.
-
-        Raises:
-            StaleTokens: a token would be trained past it.
-        """
+        """A last look before anything is trained: StaleTokens if the last update of the step were past the bound."""
         last_update = version + self._config.updates_per_step - 1
         oldest = counted_versions(draw.rows, self.resumed_at).min()
         self._contract.check_trained(last_update, last_update - int(oldest))

@@ -199,11 +199,7 @@ class Agreement:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def say(self, text: str) -> list[str]:
-        """What each rank has to say, in order; this returns once all have spoken.
-
-        Raises:
-            RuntimeError: a rank died or was silent for too long.
-        """
+        """What each rank has to say, in order, once all have; RuntimeError if one died or was silent for too long."""
         said = text.encode()[:_SAID_BYTES].ljust(_SAID_BYTES, b"\0")
         row = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         rows = [torch.zeros_like(row) for _ in range(dist.get_world_size(self.group))]

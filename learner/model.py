@@ -358,12 +358,7 @@ def _compute_buffers(whole: PreTrainedModel) -> None:
 
 
 def _check_names(folder: Path, known: Iterable[str]) -> None:
-    """Refuse a checkpoint with weights that its model has no place for: left out, they would make another model of it.
-
-    Raises:
-        FileNotFoundError: the folder has no safetensors checkpoint.
-        ModelFolderError: there are others than the known ones.
-    """
+    """Refuse a checkpoint with weights that its model has no place for: without them it would be another."""
     found = {name for name in file_of_each_tensor(folder) if not name.endswith(_COMPUTED_SUFFIX)}
     strange = sorted(found - set(known))
     if strange:

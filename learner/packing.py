@@ -143,9 +143,7 @@ class PackedBatch:
 
 
 def best_fit(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Assign sequences to bins: longest first, each into the fullest bin that still takes it.
-
-    Per bin, the indices of its sequences are returned.
+    """Assign sequences to bins, longest first, each into the fullest that still takes it: their indices per bin.
 
     Raises:
         ValueError: a sequence is longer than the budget; names it.
@@ -221,11 +219,7 @@ def longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def plan(lengths: Sequence[int], rule: PackingRule) -> list[list[int]]:
-    """Which sequences each micro-batch takes, replica by replica.
-
-    Raises:
-        ValueError: a sequence is longer than the budget; names it.
-    """
+    """Which sequences each micro-batch takes, replica by replica; errors as `best_fit`."""
     cost_B = rule.cost.of(lengths)
     fewest = best_fit(lengths, rule.token_budget)
     num_bins = rule.num_micro_batches(len(fewest))

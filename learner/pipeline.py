@@ -88,12 +88,9 @@ class Pipeline:
         return self._run(batch, train=False)
 
     def train(self, batch: DeviceBatch, coefficients: Coefficients | None) -> Tensor | None:
-        """Add the gradient of sum(coefficients * outputs) to the parameters' gradients; the outputs as `forward_only`.
+        """Add the gradient of sum(coefficients * outputs) to the parameters' gradients; the rest as `forward_only`.
 
         Coefficients are asked for each micro-batch on the last stage, and not read on the others.
-
-        Raises:
-            OutOfMemory: as `forward_only`.
         """
         self._coefficients = coefficients
         try:

@@ -87,11 +87,7 @@ class WeightClient:
         return self._ask(p.StoreRequest(self.name), p.StoreFacts)[0]
 
     def newest(self) -> PolicyVersion | None:
-        """The newest committed version, or None before the first.
-
-        Raises:
-            TransferFailed: the service does not answer.
-        """
+        """The newest committed version, or None before the first."""
         text = self._ask(p.NewestRequest(), p.Newest)[0].version
         return p.version_of(text) if text else None
 
@@ -147,13 +143,7 @@ class WeightClient:
             write(answer.body)
 
     def write(self, version: PolicyVersion, file: str, buffers: Buffers) -> int:
-        """Upload a file, from where an earlier upload of it ended; how many bytes were sent.
-
-        Raises:
-            PublishFailed: the version is older than the newest.
-            OSError: the service's disk is full or not writable.
-            TransferFailed: the service fell silent.
-        """
+        """Upload a file, from where an earlier upload of it ended; how many bytes were sent. Errors as `write_part`."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         total = sum(len(view) for view in views)
         status = self._ask(p.WriteStatusRequest(str(version), file, total), p.WriteStatus)[0]
@@ -181,7 +171,6 @@ class WeightClient:
         Raises:
             WholeFilesNeeded: the deltas do not serve.
             WeightsCorrupt: a file did not come as it was sent; it has to be sent again.
-            PublishFailed, OSError, TransferFailed: as `write`.
         """
         self._ask(p.PartDone(), Done, document)
 
@@ -221,11 +210,7 @@ class WeightClient:
             raise TransferFailed(f"part {part.rank} of version {version} has to be uploaded again: {error}") from error
 
     def commit(self, manifest: Manifest, keep_versions: int) -> None:
-        """Make a version whose parts are all written exist; as `WeightStore.commit`.
-
-        Raises:
-            TransferFailed: as `write_part`.
-        """
+        """Make a version whose parts are all written exist; as `WeightStore.commit`, and `write_part`."""
         try:
             self._ask(p.CommitRequest(keep_versions), Done, encode(manifest))
         except WeightsCorrupt as error:

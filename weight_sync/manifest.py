@@ -124,11 +124,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(dict.fromkeys(entry.dtype for entry in self.tensors))
 
     def variant(self, dtype: str) -> tuple[TensorEntry, ...]:
-        """The tensors in one dtype.
-
-        Raises:
-            WeightsCorrupt: the version was not published in it.
-        """
+        """The tensors in one dtype; WeightsCorrupt if the version was not published in it."""
         found = tuple(entry for entry in self.tensors if entry.dtype == dtype)
         if not found:
             raise WeightsCorrupt(
@@ -138,22 +134,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
     def size_of(self, file: str) -> int:
-        """Bytes of one of its files.
-
-        Raises:
-            WeightsCorrupt: the manifest names no such file.
-        """
+        """Bytes of one of its files; WeightsCorrupt if the manifest names no such file."""
         for entry in self.files:
             if entry.name == file:
                 return entry.size_bytes
         raise WeightsCorrupt(f"version {self.policy}: the manifest names no file {file}")
 
     def files_of(self, dtype: str) -> dict[str, list[TensorEntry]]:
-        """The whole files of a variant, and the tensors in each.
-
-        Raises:
-            WeightsCorrupt: the version was not published in it.
-        """
+        """The whole files of a variant, and the tensors in each; WeightsCorrupt as `variant`."""
         return by_file(self.variant(dtype))
 
     def whole_bytes(self, dtype: str) -> int:
@@ -209,12 +197,9 @@ def checksum_of(data: bytes | memoryview) -> str:
 def build_manifest(
     version: PolicyVersion, parts: Sequence[Part], parent: Manifest | None, created_s: float
 ) -> Manifest:
-    """Assemble the manifest of a version from all its parts.
+    """Assemble the manifest of a version from all its parts; PublishFailed if two hold a tensor of the same name.
 
     A part whose deltas are against another version than the parent is taken without them.
-
-    Raises:
-        PublishFailed: two parts hold a tensor of the same name.
     """
     parts = [_without_foreign_delta(part, parent) for part in parts]
     ordered = tuple(sorted((e for part in parts for e in part.tensors), key=lambda e: (e.dtype, e.name)))

@@ -49,11 +49,7 @@ class HostCopy:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], dtypes: Sequence[str]) -> HostCopy:
-        """Room for these tensors.
-
-        Raises:
-            ValueError: a tensor does not hold floating-point values.
-        """
+        """Room for these tensors; ValueError if one does not hold floating-point values."""
         places: list[TensorSlot] = []
         start = 0
         for name in sorted(tensors):
@@ -71,8 +67,7 @@ class HostCopy:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors, rounded to every dtype; they may change once this returns.
 
-        Raises:
-            ValueError: they are not those that there is room for.
+        ValueError if they are not those that there is room for.
         """
         if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != {p.name: p.shape for p in self.places}:
             raise ValueError("these are other tensors than before: a publisher publishes one architecture")

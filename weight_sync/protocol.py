@@ -180,11 +180,7 @@ def version_of(text: str) -> PolicyVersion:
 
 
 def upload_name(file: str) -> str:
-    """A name under which a stage may upload: never one with a folder in it, nor that of a document.
-
-    Raises:
-        ValueError: it is another.
-    """
+    """A name under which a stage may upload, or ValueError: never with a folder in it, nor that of a document."""
     if FILE_NAME.fullmatch(file) is None:
         raise ValueError(f"'{file}' is no name of a part's file, as part-0.bfloat16.safetensors is")
     return file

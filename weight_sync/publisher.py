@@ -196,11 +196,7 @@ class Publisher:
             self._wait(lambda: self._unfinished == 0, timeout_s, f"for stage {self._rank} to finish publishing")
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Finish what is queued and stop the thread. May be called twice.
-
-        Raises:
-            PublishFailed: a version failed, or it took longer than `timeout_s`.
-        """
+        """Finish what is queued, as `flush`, and stop the thread. May be called twice."""
         try:
             self.flush(timeout_s)
         finally:

@@ -67,12 +67,8 @@ class WeightService:
             run_id: clients of another run are refused.
             folder: of the weight store; created if missing.
             keys: only the holders of the run's client key are let in; None: everybody who reaches the socket.
-            read_expires_s: retention gets a version so long after the last request of a reader that has not got
-                through; `served` says how many versions readers keep.
+            read_expires_s: retention gets a version so long after the last request of a reader that is not through.
             clock: monotonic, in seconds.
-
-        Raises:
-            OSError: the folder cannot be made or written.
         """
         self._config = config
         self._clock = clock

@@ -86,12 +86,7 @@ class ServedVersions:
         self._note_at = self._expire_at = clock()
 
     def document(self, version: PolicyVersion, reader: bytes = b"") -> bytes:
-        """The manifest of a version as it was written; the version is kept for this reader from now on.
-
-        Raises:
-            WeightsGone: it is not in the store.
-            WeightsCorrupt: its manifest was changed.
-        """
+        """The manifest of a version as it was written, which is kept for this reader from now on; errors as `read`."""
         return self._of(version, reader).document
 
     def read(
@@ -103,7 +98,7 @@ class ServedVersions:
 
         Raises:
             WeightsGone: the version is not in the store.
-            WeightsCorrupt: the manifest names no such file, or the file is cut.
+            WeightsCorrupt: its manifest was changed or names no such file, or the file is cut.
             ValueError: the file has no such bytes.
         """
         served = self._of(version, reader)
@@ -220,12 +215,7 @@ class UploadReceiver:
         return total_bytes if _size(whole) == total_bytes else 0
 
     def write(self, version: PolicyVersion, file: str, offset: int, total_bytes: int, data: memoryview) -> int:
-        """Write bytes that follow on those that are there, or lie among them; others are left out. `status` afterwards.
-
-        Raises:
-            PublishFailed: the version is older than the newest.
-            OSError: the disk is full or not writable.
-        """
+        """Write bytes that follow on those that are there, or lie among them, and no others; `status` afterwards."""
         if offset + len(data) > total_bytes:
             raise ValueError(f"{file}: {offset + len(data)} bytes of {total_bytes}")
         have = self.status(version, file, total_bytes)

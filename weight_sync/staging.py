@@ -242,11 +242,7 @@ class HostStaging:
         return self.store.version_folder(parent) if is_parent else None
 
     def _is_staged(self, manifest: Manifest, dtype: str) -> bool:
-        """Is it here?
-
-        Raises:
-            WeightsCorrupt: another version of the same name is here.
-        """
+        """Is it here? WeightsCorrupt if another version of the same name is."""
         try:
             here = self.store.manifest(manifest.policy)
         except (WeightsGone, WeightsCorrupt):

@@ -113,11 +113,7 @@ class WeightStore:
             return next(reversed(self.committed()), None)
 
     def newest_manifest(self) -> Manifest | None:
-        """The manifest of the newest version; None before the first.
-
-        Raises:
-            WeightsGone, WeightsCorrupt: as `manifest`.
-        """
+        """The manifest of the newest version, as `manifest`; None before the first."""
         newest = self.newest()
         return None if newest is None else self.manifest(newest)
 
@@ -126,11 +122,7 @@ class WeightStore:
         return sorted(version for version, folder in self._folders() if (folder / MANIFEST_NAME).exists())
 
     def manifest_bytes(self, version: PolicyVersion) -> bytes:
-        """The manifest of a version as it was written, unchecked.
-
-        Raises:
-            WeightsGone: the version does not exist.
-        """
+        """The manifest of a version as it was written, unchecked; WeightsGone if there is none."""
         path = self.version_folder(version) / MANIFEST_NAME
         try:
             return path.read_bytes()
@@ -138,20 +130,11 @@ class WeightStore:
             raise WeightsGone(f"version {version} is not in {self.folder}: {path.name} is missing") from error
 
     def manifest(self, version: PolicyVersion) -> Manifest:
-        """The manifest of a version.
-
-        Raises:
-            WeightsGone: the version does not exist.
-            WeightsCorrupt: its manifest was changed, or belongs to another version.
-        """
+        """The manifest of a version; WeightsGone if there is none, WeightsCorrupt if it was changed or is another's."""
         return read_manifest(self.manifest_bytes(version), version, str(self.version_folder(version) / MANIFEST_NAME))
 
     def part(self, version: PolicyVersion, rank: int) -> Part | None:
-        """What a stage contributed to a version; None until it has.
-
-        Raises:
-            WeightsCorrupt: its document was changed.
-        """
+        """What a stage contributed to a version, None until it has; WeightsCorrupt if its document was changed."""
         path = self.version_folder(version) / part_name(rank)
         try:
             return decode(path.read_bytes(), Part, path)
@@ -159,11 +142,7 @@ class WeightStore:
             return None
 
     def tensors(self, manifest: Manifest, dtype: str) -> Iterator[tuple[TensorEntry, memoryview]]:
-        """The bytes of every tensor of a variant, memory-mapped and checked before they are handed out.
-
-        Raises:
-            WeightsCorrupt: names the file and the tensor that is not as published.
-        """
+        """The bytes of every tensor of a variant, memory-mapped, and `checked` before they are handed out."""
         folder = self.version_folder(manifest.policy)
         for name, entries in manifest.files_of(dtype).items():
             file = TensorFile(folder / name)
@@ -173,8 +152,7 @@ class WeightStore:
     def lock_for_reading(self, version: PolicyVersion) -> BinaryIO:
         """Keep retention from removing a version until the returned file is closed (or its process dies).
 
-        Raises:
-            WeightsGone: the version does not exist, or is being removed right now.
+        WeightsGone if the version does not exist, or is being removed right now.
         """
         folder = self.version_folder(version)
         try:
@@ -214,9 +192,6 @@ class WeightStore:
         What learners of earlier incarnations never finished is removed: it may be as large as a version, nobody reads
         it, and on a folder with room for one more version it would keep this one out. The other stages of this
         incarnation write side by side, and what they have begun stays.
-
-        Raises:
-            OSError: it cannot be made.
         """
         folder = self.version_folder(version)
         if not folder.exists():
@@ -227,22 +202,14 @@ class WeightStore:
         return folder
 
     def write_part(self, part: Part, files: Mapping[str, Buffers]) -> None:
-        """Write the files of a part, then its document.
-
-        Raises:
-            OSError: no space, or not writable.
-        """
+        """Write the files of a part, then its document; OSError if there is no space, or it is not writable."""
         folder = self.begin(PolicyVersion.parse(part.version))
         for name, buffers in files.items():
             write_whole(folder / name, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
         write_whole(folder / part_name(part.rank), [encode(part)])
 
     def refuse_old(self, version: PolicyVersion) -> None:
-        """A version must be newer than the newest.
-
-        Raises:
-            PublishFailed: it is not.
-        """
+        """PublishFailed if a version is not newer than the newest."""
         newest = self.newest()
         if newest is not None and version <= newest:
             raise PublishFailed(
@@ -296,11 +263,7 @@ class WeightStore:
 
 
 def store_id_of(folder: Path) -> str | None:
-    """The name of the store in a folder, without making anything; None where there is none.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """The name of the store in a folder, None where there is none; OSError if it cannot be read."""
     try:
         return (folder / _STORE_NAME).read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
@@ -308,11 +271,7 @@ def store_id_of(folder: Path) -> str | None:
 
 
 def read_manifest(data: bytes | memoryview, version: PolicyVersion, source: str) -> Manifest:
-    """Read and check the manifest of a version.
-
-    Raises:
-        WeightsCorrupt: it was changed, or belongs to another version.
-    """
+    """Read the manifest of a version; WeightsCorrupt if it was changed, or belongs to another version."""
     manifest = decode(data, Manifest, source)
     if manifest.policy != version:
         raise WeightsCorrupt(f"{source}: describes version {manifest.policy}, not {version}")
@@ -320,11 +279,7 @@ def read_manifest(data: bytes | memoryview, version: PolicyVersion, source: str)
 
 
 def checked(file: TensorFile, entry: TensorEntry) -> memoryview:
-    """The bytes of a tensor, if they are as published.
-
-    Raises:
-        WeightsCorrupt: names the file and the tensor that is not.
-    """
+    """The bytes of a tensor if they are as published; WeightsCorrupt names the file and the tensor that is not."""
     view = file.view(entry.name)
     stored = file.tensors[entry.name]
     if (stored.code, stored.shape) != (CODES[entry.dtype], entry.shape):

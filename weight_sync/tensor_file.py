@@ -34,11 +34,7 @@ class TensorFile:
     """A mapped safetensors file. Views of it stay valid after it is closed, as long as somebody holds them."""
 
     def __init__(self, path: Path) -> None:
-        """Map a file and read its header.
-
-        Raises:
-            WeightsCorrupt: it is missing, cut, or no safetensors file.
-        """
+        """Map a file and read its header; WeightsCorrupt if it is missing, cut, or no safetensors file."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -54,11 +50,7 @@ class TensorFile:
             raise WeightsCorrupt(f"{self.path}: not a readable safetensors file: {error}") from error
 
     def view(self, name: str) -> memoryview:
-        """The bytes of a tensor, read-only.
-
-        Raises:
-            WeightsCorrupt: the file has no such tensor.
-        """
+        """The bytes of a tensor, read-only; WeightsCorrupt if the file has no such tensor."""
         facts = self.tensors.get(name)
         if facts is None:
             raise WeightsCorrupt(f"{self.path}: tensor '{name}' of the manifest is missing")

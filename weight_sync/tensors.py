@@ -35,11 +35,7 @@ def tensor_of(entry: TensorEntry, data: memoryview) -> Tensor:
 
 
 def read_tensors(store: WeightStore, manifest: Manifest, dtype: str) -> dict[str, Tensor]:
-    """All tensors of a variant as views of the store's files, every one checked.
-
-    Raises:
-        WeightsCorrupt: names the file and the tensor that is not as published.
-    """
+    """All tensors of a variant as views of the store's files, every one checked as in `WeightStore.tensors`."""
     return {entry.name: tensor_of(entry, data) for entry, data in store.tensors(manifest, dtype)}
 
 

@@ -43,11 +43,7 @@ def check_task(
 
 
 def load_task(config: ReasoningGymTask | FileTask) -> Task:
-    """The task itself, its prompts not yet encoded (see `Task.encoded`).
-
-    Raises:
-        TaskError: as `check_task`, and where importing a reward file fails.
-    """
+    """The task itself, its prompts not yet encoded; TaskError as `check_task`, and where a reward file fails."""
     split, columns = _problems(config)
     rewards = load_functions(config.rewards, columns)
     if not rewards:

@@ -26,11 +26,7 @@ _ALWAYS = ("prompts", "completions")
 
 
 def parse_reference(reference: str) -> tuple[Path, str]:
-    """Split `FILE.py:FUNCTION`.
-
-    Raises:
-        TaskError: it has another form, or there is no such file.
-    """
+    """Split `FILE.py:FUNCTION`; TaskError if it has another form, or there is no such file."""
     file, _, function = reference.rpartition(":")
     if not file or not function.isidentifier():
         raise TaskError(f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION")
@@ -93,11 +89,7 @@ def _check_arguments(reference: str, required: Sequence[str], columns: Collectio
 
 
 def load_functions(references: Sequence[str], columns: Collection[str]) -> tuple[RewardFunction, ...]:
-    """Import the files and wrap their functions.
-
-    Raises:
-        TaskError: as `check_functions`, and where importing a file fails.
-    """
+    """Import the files and wrap their functions; TaskError as `check_functions`, and where an import fails."""
     check_functions(references, columns)
     return tuple(_load(reference, columns) for reference in references)
 

@@ -59,8 +59,7 @@ class Template:
     def __init__(self, text: str) -> None:
         """Parse a template, for example "{metadata[expression]:compact}=".
 
-        Raises:
-            TaskError: the braces do not pair, or the text names no column at all.
+        TaskError if the braces do not pair, or the text names no column at all.
         """
         self.text = text
         self._formatter = _Columns()
@@ -78,8 +77,7 @@ class Template:
     def render(self, item: Mapping[str, Any], where: str) -> str:
         """The prompt of one item; `where` (file and row, or dataset and index) is for the error.
 
-        Raises:
-            TaskError: the item lacks a column, or its value does not take the format.
+        TaskError if the item lacks a column, or its value does not take the format.
         """
         try:
             return self._formatter.vformat(self.text, (), item)
