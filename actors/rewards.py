@@ -56,13 +56,7 @@ class Scorer:
     """Scores one completion at a time; those that complete together share a call."""
 
     def __init__(self, functions: Sequence[RewardFunction], *, retries: int = RETRIES, timeout_s: float) -> None:
-        """Prepare one lane for each of at least one function.
-
-        Args:
-            functions: what rewards.
-            retries: how often a failed call is tried again for each of its samples.
-            timeout_s: a call that takes longer has failed.
-        """
+        """Prepare one lane per function; a call that takes longer than `timeout_s` has failed."""
         assert functions, "a task has at least one reward function"
         self._lanes = [_Lane(function, retries, timeout_s) for function in functions]
 

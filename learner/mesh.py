@@ -127,14 +127,9 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def join_group(rendezvous: str, device: torch.device, *, rank: int, num_ranks: int, timeout: timedelta) -> None:
-    """Join the process group; all ranks are in this call at the same time.
+    """Join the process group at tcp://HOST:PORT, an address of the machine of rank 0; all ranks do so at the same time.
 
-    Args:
-        rendezvous: tcp://HOST:PORT, an address of the machine of rank 0.
-        device: where this rank computes; tensors there are exchanged by NCCL, all others by gloo.
-        rank: of this process.
-        num_ranks: of the group.
-        timeout: of the rendezvous and of every collective after it.
+    Tensors on `device` are exchanged by NCCL, all others by gloo. The timeout is that of every collective too.
 
     Raises:
         dist.DistStoreError: not all came in time.

@@ -70,14 +70,9 @@ class StageModule(nn.Module):
         heads: Heads = "token",
         activation_checkpointing: bool = False,
     ) -> None:
-        """Take this stage's share out of a whole decoder of a known family, usually on the meta device.
+        """Take this stage's share out of a whole decoder (`ForCausalLM`) of a known family, usually on the meta device.
 
-        Args:
-            whole: the decoder, a `ForCausalLM`.
-            share: which layers are this stage's.
-            rule: from hidden states to log-probabilities.
-            heads: what the last stage ends in.
-            activation_checkpointing: keep each layer's input alone, and compute the rest again in the backward pass.
+        With `activation_checkpointing` each layer's input is kept, and the rest computed again in the backward pass.
         """
         super().__init__()
         body: Any = whole.model
@@ -302,12 +297,12 @@ def load_stage(
     layers_per_chunk: Sequence[int] | None = None,
     activation_checkpointing: bool = False,
 ) -> StageModule:
-    """Build chunk `index` of `total` and read its own tensors, and no others, from a Hugging Face folder.
+    """Build chunk `index` of the `total` of a pipeline, and read its own tensors, and no others, from a checkpoint.
 
     Args:
-        model_path: the folder.
+        model_path: a Hugging Face folder.
         index: which chunk, 0..total - 1.
-        total: chunks of the whole pipeline: num_stages * num_chunks.
+        total: num_stages * num_chunks.
         temperature: of sampling.
         device: where it computes.
         dtype: of the weights, whatever the checkpoint's is.

@@ -86,13 +86,8 @@ class StageOptimizer:
     ) -> None:
         """Create AdamW: matrices decay, vectors do not.
 
-        Args:
-            parameters: by the names of the whole model; none on a stage that holds nothing of a value head.
-            config: learning rates, betas, decay and clipping.
-            mesh: with whom gradients are summed.
-            device: of the stage.
-            of_critic: does the critic's learning rate hold?
-            tied: are embedding and LM head, where both are among the parameters of a replica, one tensor?
+        Parameters go by the names of the whole model; a stage may hold none of a value head. `tied`: embedding and
+        LM head are one tensor, where a replica has both.
         """
         self.parameters = dict(parameters)
         self.device = device

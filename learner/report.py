@@ -48,11 +48,8 @@ class StepTimes:
 def lag_metrics(updates: Sequence[StepBatch], start: StepBatch, newest_published: int, started_s: float) -> Metrics:
     """The lags of design and metric reference, over the tokens and trajectories that were trained.
 
-    Args:
-        updates: what each update trained, at its own version; a sample counts once for each.
-        start: the draw, at the version that the step began with.
-        newest_published: the newest version that could be pulled then.
-        started_s: wall time of the step.
+    Updates are at their own versions, and a sample counts once for each; `start` is the draw, at the version that the
+    step began with. `newest_published` could be pulled then.
     """
     lag_T = np.concatenate([batch.lag_T for batch in updates])
     first_B, last_B = (np.concatenate(ends) for ends in zip(*map(_ends, updates), strict=True))

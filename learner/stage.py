@@ -52,12 +52,7 @@ class Stage:
     """One stage of the learner."""
 
     def __init__(self, context: RunContext[LearnerSections], rank: int, rendezvous: str) -> None:
-        """Nothing is loaded before `setup`.
-
-        Args:
-            context: of the run.
-            rank: 0 .. num_replicas * num_stages - 1; see learner.mesh.
-            rendezvous: tcp://HOST:PORT, free on the host of rank 0.
+        """Nothing is loaded before `setup`. The rendezvous, tcp://HOST:PORT, is free on the host of rank 0.
 
         Raises:
             ValueError: there is no such rank.

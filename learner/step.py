@@ -99,12 +99,9 @@ class TrainStep:
         self.evaluator = LossEvaluator(algorithm, config)
 
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:
-        """Take one step.
+        """Take step `step`, counted from 0, with the same batch, at the version that it begins with, on all ranks.
 
-        Args:
-            batch: the same on all ranks, at the version that the step begins with.
-            step: 0-based number of the step, for the learning-rate schedule and the order of minibatches.
-            between_updates: called with the version before every update but the first.
+        `between_updates` is called with the version before every update but the first.
         """
         clock = _Clock(self._networks.policy.device)
         self.evaluator.begin_step()

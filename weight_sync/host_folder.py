@@ -82,13 +82,10 @@ class HostFolder:
 
 
 def folder_for(run_id: str, store_id: str, staging_dir: str | None, needed_bytes: int) -> Path:
-    """Where this machine keeps the versions of a store.
+    """Where this machine keeps the versions of a store, at most so many bytes of them at a time.
 
-    Args:
-        run_id: of the run.
-        store_id: of the store: a run that was begun anew under its old name has another one.
-        staging_dir: the knob; None for memory, or the temporary folder where that is too small.
-        needed_bytes: what is going to lie there at most.
+    A run that was begun anew under its old name has another store. Without a `staging_dir` they lie in memory, or in
+    the temporary folder where that is too small.
     """
     name = f"leeway-{os.geteuid()}-{re.sub('[^A-Za-z0-9.-]', '_', run_id)[:80]}-{store_id[:12]}"
     if staging_dir is not None:
@@ -163,17 +160,11 @@ def lock_within(
 ) -> BinaryIO:
     """Wait for a lock that one process holds at a time; closing the file, or the end of the process, gives it back.
 
-    Args:
-        path: of the lock's file, which says who holds it; made if missing. Its holder may remove it.
-        patience_s: give up when the holder makes no progress for so long.
-        who: a name for this process, for those that wait for it.
-        what: what the lock is for, for the error.
-        progress: a number that changes while the holder gets on.
-        clock: monotonic, in seconds.
-        pause: sleeps, in seconds.
+    The file, which is made if missing, and which its holder may remove, says `who` holds it. It is given up on when
+    `progress`, a number that changes while the holder gets on, stays the same for `patience_s`.
 
     Raises:
-        TransferFailed: names the holder.
+        TransferFailed: names the holder, and `what` the lock is for.
     """
     seen, moved_at = progress(), clock()
     while True:

@@ -120,11 +120,7 @@ def open_puller(
     dtype: str,
     keys: ClientKeys | None = None,
 ) -> Puller:
-    """Take versions in `dtype` from the store's folder where it is seen, else from the service; as `sees_folder`.
-
-    Raises:
-        TransferFailed: as there; or the folder cannot be read.
-    """
+    """Take versions in `dtype` from the store's folder where it is seen, else from the service; as `sees_folder`."""
     if sees_folder(config, folder=folder, address=address, run_id=run_id, name=name, keys=keys):
         return Puller.of_folder(folder, dtype, who=name)
     return Puller(_NetworkSource(config, address, run_id, name, keys), dtype)

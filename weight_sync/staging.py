@@ -65,14 +65,9 @@ class HostStaging:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Join the users of a folder of `host_folder.folder_for`.
+        """Join the users of a folder of `host_folder.folder_for`; those that wait for this process know it as `who`.
 
-        Args:
-            folder: that.
-            who: a name for this process, for those that wait for it.
-            patience_s: how long to wait for another process that fetches and does not get on, before this one does.
-            clock: monotonic, in seconds.
-            pause: sleeps, in seconds.
+        Another process that fetches and does not get on is waited for `patience_s`, before this one does.
 
         Raises:
             TransferFailed: the folder cannot be used.
