@@ -8,8 +8,8 @@ trajectory_balance  VarGrad trajectory balance (TBA)
 online_dpo          best-against-worst preference loss
 oapl                regression of log(pi / mu) on the optimal advantage
 off_policy_ppo      decoupled PPO, over the advantages of RLOO, GRPO or GAE
-corrections         importance weights with truncations and masks, of objectives or of gradients; clipped surrogates
-diagnostics         how far the data are from the policy; EssRule: what to do with an update whose data say too little
+corrections         importance weights with truncations and masks, of objectives or of gradients; clipped surrogates;
+                    how far the data are from the policy; EssRule: what to do with an update whose data say too little
 
 This package imports torch and nothing of ours: it knows no pipeline, no buffer and no version.
 """

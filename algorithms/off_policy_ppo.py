@@ -50,6 +50,7 @@ from algorithms.corrections import (
     AnySurrogate,
     AnyWeight,
     Corrections,
+    Metrics,
     TokenClip,
     TokenTIS,
     check_corrections,
@@ -57,8 +58,6 @@ from algorithms.corrections import (
     importance_weights,
     surrogate_of,
 )
-
-Metrics = dict[str, float | None]
 
 CLIP = 0.2
 """Where the ratio is clipped, below and above, unless a run says otherwise."""

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from algorithms.diagnostics import EssAction
+from algorithms.corrections import EssAction
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
 from weight_sync.config import WeightSyncConfig

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from algorithms.diagnostics import EssDecision
+from algorithms.corrections import EssDecision
 from common.hf_folder import HEAD
 from learner.config import LearnerConfig
 from learner.mesh import Mesh

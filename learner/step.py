@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from algorithms.base import LossInputs, LossOutput
-from algorithms.diagnostics import EssDecision, EssRule, off_policy_metrics
+from algorithms.corrections import EssDecision, EssRule, off_policy_metrics
 from algorithms.registry import AlgorithmConfig, loss_for
 from learner.batch import Lag0ByActor, Leaves, StepBatch, lag0_by_actor
 from learner.config import LearnerConfig

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from algorithms.base import AlgorithmSection, LossInputs
-from algorithms.diagnostics import EssRule, off_policy_metrics
+from algorithms.corrections import EssRule, off_policy_metrics
 from algorithms.oapl import OAPLConfig
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig

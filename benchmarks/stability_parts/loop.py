@@ -19,7 +19,7 @@ from actors.tasks.config import ReasoningGymTask
 from actors.tasks.gym import gym_problems, gym_scorer
 from actors.tasks.task import Problem
 from algorithms.base import LossInputs
-from algorithms.diagnostics import EssRule, off_policy_metrics
+from algorithms.corrections import EssRule, off_policy_metrics
 from algorithms.registry import loss_for
 from benchmarks.lib.machine import ROOT
 from launch.config import Config, load_config

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from algorithms.base import LossInputs
-from algorithms.diagnostics import EssRule, off_policy_metrics
+from algorithms.corrections import EssRule, off_policy_metrics
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.registry import loss_for
 from tests.unit.loss_batches import CONFIGS, GROUP_CONFIGS, interleaved

@@ -6,8 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.corrections import SequenceTIS, TokenTIS, importance_weights
-from algorithms.diagnostics import EssDecision, EssRule, effective_sample_share, off_policy_metrics
+from algorithms.corrections import (
+    EssDecision,
+    EssRule,
+    SequenceTIS,
+    TokenTIS,
+    effective_sample_share,
+    importance_weights,
+    off_policy_metrics,
+)
 from tests.unit.loss_batches import make_inputs, sums
 
 NUM_TOKENS = 22
