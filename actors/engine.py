@@ -2,11 +2,6 @@
 
 With `engine_setup`, all of `actors` that knows vLLM's API. The engine runs in processes of its own, which end
 with the process that started it, however that ends.
-
-    EngineError
-      EngineDead      the engine's process is gone or can no longer be trusted: start another
-      RequestRefused  this request cannot be generated; others can
-      UpdateRefused   new weights were not as published; the engine serves the old ones on
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""What can go wrong with published weights.
-
-WeightsError
-  WeightsCorrupt   what was read is not what was published
-  WeightsGone      the version is not in the store, or no longer
-  TransferFailed   the weight service did not answer, or refused
-  PublishFailed    a version could not be published
-"""
+"""What can go wrong with published weights."""
 
 from __future__ import annotations
 
