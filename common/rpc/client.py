@@ -117,17 +117,8 @@ class RpcClient:
     ) -> None:
         """Start the IO thread of a client of the service at tcp://HOST:PORT, which refuses other runs.
 
-        Args:
-            protocol: of the service.
-            address: of the service.
-            run_id: of the run.
-            name: of the caller, for the name of the thread.
-            patience: how long to wait.
-            errors: what futures fail with.
-            keys: of the run's clients; None where the service takes everybody.
-            pump: called by the IO thread in every round; may submit, and returns in how many seconds it wants to be
-                called again (None: when woken).
-            ended: called once by the IO thread when it ends, whatever ends it.
+        The thread calls `pump` in every round, which may submit, and returns in how many seconds it wants to be called
+        again (None: when woken); and once, whatever ends it, `ended`. Without `keys` the service takes everybody.
         """
         self.address = address
         self._protocol = protocol
@@ -149,7 +140,6 @@ class RpcClient:
         self._heard_at = self._answered_at = time.monotonic()
         self._patience_factor = 1
         self._who = f"the {protocol.service} at {address}"
-        self.num_connects = 0
         self.has_ended = False
         """Nothing can be sent any more."""
         self._thread = threading.Thread(target=self._run, name=f"{name} to {protocol.service}", daemon=True)
@@ -274,7 +264,6 @@ class RpcClient:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(self.address)
         self._heard_at = time.monotonic()
-        self.num_connects += 1
 
     def _take(self) -> None:
         with self._lock:

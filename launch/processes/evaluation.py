@@ -43,15 +43,9 @@ class Evaluation:
         max_retries: int,
         check: Check = lambda: None,
     ) -> None:
-        """Start it.
+        """Start it on the actors that `ready_actors` gives, at least one, at `min_version` or whichever each has.
 
-        Args:
-            ready_actors: gives at least one, or raises RunFailed.
-            num_problems: how many held-out problems.
-            min_version: the version to evaluate at the earliest; None: whichever each actor has.
-            timeout_s: bound of the whole evaluation.
-            max_retries: how many shards may be done again; those of actors that are leaving do not count.
-            check: see there.
+        So many shards may be done again, beside those of actors that are leaving.
         """
         self._ready_actors = ready_actors
         self._deadline = time.monotonic() + timeout_s

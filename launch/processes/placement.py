@@ -114,16 +114,11 @@ def _amounts(free: Mapping[str, float], total: Mapping[str, float]) -> str:
 
 
 def spawn(role: type, log: Path, *arguments: object, on: Reservation, threads: int, concurrency: int) -> Any:  # noqa: ANN401 -- a Ray handle
-    """Start a role in a process of its own.
+    """Start a role in a process of its own, whose log it takes first, and everything that the process prints.
 
-    Args:
-        role: the class, whose arguments are the log, where the process writes everything it prints, and `arguments`.
-        log: see there.
-        arguments: see there.
-        on: what it reserves, and on which host.
-        threads: compute threads; set in the environment, because libraries read it when they load.
-        concurrency: how many calls may run at the same time.
+    So many of its calls may run at the same time.
     """
+    # compute threads are set in the environment, because libraries read it when they load
     environment = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),

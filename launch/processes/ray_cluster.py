@@ -216,11 +216,15 @@ class RayWatch:
                 )
 
 
+def _command(process: psutil.Process) -> list[str]:
+    """Empty where it is gone."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
 def _name(process: psutil.Process) -> str | None:
-    try:
-        program = Path((process.cmdline() or [""])[0]).name
-    except psutil.Error:
-        return None
+    program = Path((_command(process) or [""])[0]).name
     return program if program in _NAMES else None
 
 
@@ -231,25 +235,20 @@ def _family() -> list[psutil.Process]:
 
 
 def _lives(process: psutil.Process) -> bool:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+    return []
 
 
 def _is_of_ray(process: psutil.Process) -> bool:
     """Is it one of Ray's own, or a worker of it?"""
-    try:
-        command = process.cmdline()
-    except psutil.Error:
-        return False
+    command = _command(process)
     # an argument that begins with the folder names a program; in a text of code it is but the search path, into which
     # Ray puts a folder of its own, and which multiprocessing hands to its server
     programs = [each for each in command if each.startswith("/") and "site-packages/ray/" in each]
