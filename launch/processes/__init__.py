@@ -5,8 +5,8 @@ learner_group  LearnerGroup: the processes of the learner, started again as a wh
 actor_pools    ActorPools: the actors of all pools, which come and go singly
 services       BufferServices, WeightServices: what serves at an address, started again there where it ends
 evaluation     Evaluation: held-out problems spread over the actors
-roles          the Ray actors that host buffer, weights, stages and actors, one process and one log each
-role_process   RoleProcess: one process as the supervisor sees it; Restarts: how often it is started again
+role_process   Role: what a process hosts; RoleProcess: one as the supervisor sees it; Restarts: how often it is started
+               again
 placement      PlacementGroup, Reservation: on which hosts, with a bound on every wait; spawn: a process there
 ray_cluster    Ray started or joined, RayWatch: sees that Ray's own processes died; and ended
 reaper         ends what a killed command leaves behind; a program of its own

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError
 
 from actors.config import ActorSections
-from actors.report import actor_name
+from actors.sample import EvalRequest, EvalResult
+from actors.report import ActorReport, actor_name
 from common.run import RunContext
 from launch.checks import Plan
 from launch.config import Config
@@ -22,6 +25,7 @@ from launch.processes.role_process import (
     Check,
     Notify,
     Restarts,
+    Role,
     RoleProcess,
     RunFailed,
     done,
@@ -29,10 +33,42 @@ from launch.processes.role_process import (
     outcome,
     reason,
 )
-from launch.processes.roles import ActorRole
 
 GOODBYE_S = 15.0
 """How long actors may take to end by themselves before they are killed."""
+
+
+class ActorRole(Role):
+    """Hosts one actor and its engine. Its calls are coroutines, so that they interleave."""
+
+    def __init__(self, log: Path, context: RunContext[ActorSections], number: int, pool: str) -> None:
+        super().__init__(log)
+        from actors.loop import ActorLoop
+
+        self._loop = ActorLoop(context, number, pool)
+        self._work: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the engine and meet the buffer service."""
+        await self._loop.start()
+
+    async def run(self) -> None:
+        """Generate until the run drains. Who calls again, because the way here was cut, waits for the same work."""
+        if self._work is None:
+            self._work = asyncio.create_task(self._loop.run())
+        await asyncio.shield(self._work)
+
+    async def report(self) -> ActorReport:
+        """What happened since the last call."""
+        return self._loop.report()
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        """Held-out accuracy of a share of the problems at one version."""
+        return await self._loop.evaluate(request)
+
+    async def stop(self) -> None:
+        """End the engine."""
+        await self._loop.stop()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,24 +24,72 @@ from launch.processes.role_process import (
     Check,
     Notify,
     Restarts,
+    Role,
     RoleProcess,
     RunFailed,
+    address_here,
     done,
     failure,
     reason,
     results,
 )
-from launch.processes.roles import StagePoll, StageRole
 from learner.checkpoint_meta import TrainingProgress, newest_progress, steps_in
 from learner.config import LearnerSections
 from learner.coordinator import CoordinatorFailed
 from learner.mesh import StageLost
+from learner.report import Report
 
 GRACE_S = 3.0
 """After the first stage has failed, how long the others may take to say why, or to be seen dead: the first to
 notice a death is often a neighbour, which knows of a closed connection only."""
 RESCUE_S = 1.0
 """How long a learner that is about to be killed may take to hand over the reports of its last steps."""
+
+
+@dataclass(frozen=True)
+class StagePoll:
+    """What a stage has to tell."""
+
+    reports: list[Report]
+    """Of the steps since the last question."""
+    waiting_for: str
+    """Whom training waits for now; empty while it computes."""
+    publishing: str
+    """What keeps published weights from being on disk; empty where nothing does."""
+
+
+class StageRole(Role):
+    """Hosts one pipeline stage."""
+
+    def rendezvous(self, host: str | None) -> str:
+        """A free address on this machine, by default as the Ray cluster knows it, at which the stages can meet."""
+        host = address_here() if host is None else host
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def setup(self, context: RunContext[LearnerSections], rank: int, rendezvous: str) -> None:
+        """Build the stage; every stage must be in this call at the same time."""
+        from learner.stage import Stage
+
+        self._stage = Stage(context, rank, rendezvous)
+        self._stage.setup()
+
+    def run(self) -> None:
+        """Train until the last step or `request_stop`."""
+        self._stage.run()
+
+    def poll(self) -> StagePoll:
+        """What happened since the last call."""
+        return StagePoll(self._stage.poll(), self._stage.waiting_for, self._stage.publishing)
+
+    def request_stop(self) -> None:
+        """End `run` after the step at hand, with a checkpoint."""
+        self._stage.request_stop()
+
+    def export(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder; every stage must be in this call at the same time."""
+        self._stage.export(folder)
 
 
 class Phase(Enum):

@@ -6,15 +6,17 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray.util.placement_group import PlacementGroup as RayPlacementGroup
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from launch.pools import Bundle
 from launch.processes.role_process import RunFailed
+
+if TYPE_CHECKING:  # as in `services`
+    from launch.pools import Bundle
 
 PLACEMENT_S = 60.0
 """How long a worker waits on a cluster for a host that has what it asks for; to join takes a host a few seconds."""

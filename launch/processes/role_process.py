@@ -1,7 +1,15 @@
-"""A role's process as the supervisor sees it, and the calls to it that may fail."""
+"""A role, which hosts a part of a run in a process of its own, that process as the supervisor sees it, and calls to it.
+
+Role         in its process
+RoleProcess  what the supervisor has of it; Restarts: how often it is started again
+results      of calls that may fail, or may not end
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from launch.host import configure_logging, keep_files_private
 from launch.observe.status import ProcessStatus
 
 STARTUP_KEY = "launch.startup_timeout_s"
@@ -64,6 +73,35 @@ class Restarts:
         """It is started again."""
         self.total, self._in_a_row = self.total + 1, self.in_a_row + 1
         self.working_since_s = None
+
+
+class Role:
+    """What a process hosts: the thinnest possible shell, of which Ray makes an actor, with one log.
+
+    Ray places the process, carries a few calls, and ends it with the run; data and weights never pass through it. Each
+    role imports what it hosts in its own process only.
+    """
+
+    def __init__(self, log: Path) -> None:
+        """Send everything this process prints, also from C, to its log; what it writes is its owner's alone."""
+        keep_files_private()
+        log.parent.mkdir(parents=True, exist_ok=True)  # another host need not see the run's folder
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        configure_logging()
+        faulthandler.enable()
+
+    def whereabouts(self) -> tuple[str, int]:
+        """The address of its host in the Ray cluster, and its process id there."""
+        return address_here(), os.getpid()
+
+
+def address_here() -> str:
+    """Of this machine in the Ray cluster."""
+    return str(ray.util.get_node_ip_address())
 
 
 @dataclass

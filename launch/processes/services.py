@@ -7,12 +7,13 @@ WeightServices  the weight service, which holds the published versions and outli
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
 
@@ -20,13 +21,100 @@ from buffer.client import BufferClient
 from buffer.errors import BufferError, StoreError
 from buffer.sharding.client import ShardedClient, open_client
 from buffer.store import new_folders
+from common.rpc.auth import ServiceKeys, is_loopback
 from common.run import RunFacts
-from launch.checks import Plan
 from launch.processes.placement import here, spawn
-from launch.processes.role_process import Check, Notify, Restarts, RoleProcess, RunFailed, done, outcome, results
-from launch.processes.roles import BufferRole, WeightsRole
+from launch.processes.role_process import (
+    Check,
+    Notify,
+    Restarts,
+    Role,
+    RoleProcess,
+    RunFailed,
+    address_here,
+    done,
+    outcome,
+    results,
+)
+
+if TYPE_CHECKING:  # the process of a service, which imports this for its role, loads nothing that computes
+    from buffer.config import BufferConfig
+    from launch.checks import Plan
+    from weight_sync.config import WeightSyncConfig
 
 R = TypeVar("R")
+
+
+def interface(host: str | None, keys: ServiceKeys | None) -> str:
+    """The address that a service of a run binds; None is that of this machine in the Ray cluster.
+
+    Raises:
+        RuntimeError: it could be reached from other machines, and is not locked.
+    """
+    host = address_here() if host is None else host
+    if keys is None and not is_loopback(host):
+        raise RuntimeError(
+            f"{host} can be reached from other machines, and launch.encryption = 'off' leaves the service open: "
+            "use 'auto'"
+        )
+    return host
+
+
+class _Service(Protocol):
+    """What serves at an address."""
+
+    def bind(self) -> str: ...
+
+    def serve(self, stop: threading.Event) -> None: ...
+
+
+class _ServiceRole(Role):
+    """Hosts a service."""
+
+    _service: _Service
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(log)
+        self._stop = threading.Event()
+
+    def bind(self) -> str:
+        """Open the store and the socket; returns the address."""
+        return self._service.bind()
+
+    def serve(self) -> None:
+        """Serve until `stop`."""
+        self._service.serve(self._stop)
+
+    def stop(self) -> None:
+        """End `serve` after the request at hand."""
+        self._stop.set()
+
+
+class BufferRole(_ServiceRole):
+    """Hosts the buffer service."""
+
+    def __init__(
+        self, log: Path, config: BufferConfig, facts: RunFacts, folder: Path, keys: ServiceKeys | None
+    ) -> None:
+        super().__init__(log)
+        from buffer.service import BufferService, keep_memory
+
+        keep_memory()
+        host = interface(config.host, keys)
+        self._service = BufferService(config.model_copy(update={"host": host}), facts, folder, keys=keys)
+
+
+class WeightsRole(_ServiceRole):
+    """Hosts the weight service. It moves bytes, and loads nothing that computes."""
+
+    def __init__(
+        self, log: Path, config: WeightSyncConfig, run_id: str, folder: Path, keys: ServiceKeys | None
+    ) -> None:
+        super().__init__(log)
+        from weight_sync.service import WeightService
+
+        host = interface(config.host, keys)
+        self._service = WeightService(config.model_copy(update={"host": host}), run_id, folder, keys=keys)
 
 
 class Services(ABC):

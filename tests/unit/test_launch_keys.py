@@ -11,7 +11,7 @@ from launch.checks import check
 from launch.config import load_config, to_toml
 from launch.errors import ConfigError
 from launch.host import private_files
-from launch.processes.roles import interface
+from launch.processes.services import interface
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 CLUSTER = ("--launch.ray_address", "10.0.0.1:6379")

@@ -156,6 +156,8 @@ def test_where_all_weights_travel_through_the_folder_there_is_no_service(weights
 @pytest.mark.parametrize("module", ["weight_sync.service", "buffer.service"])
 def test_a_service_is_light(module):
     heavy = ("torch", "vllm", "transformers", "safetensors")
-    program = f"import sys, launch.processes.roles, {module}; print([name for name in {heavy} if name in sys.modules])"
+    program = (
+        f"import sys, launch.processes.services, {module}; print([name for name in {heavy} if name in sys.modules])"
+    )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "[]"

@@ -5,9 +5,8 @@ import re
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from launch.processes.learner_group import GRACE_S
+from launch.processes.learner_group import GRACE_S, StagePoll
 from launch.processes.role_process import RunFailed
-from launch.processes.roles import StagePoll
 from learner.checkpoint_meta import META_NAME, TrainingProgress, newest_progress, steps_in
 from learner.coordinator import CoordinatorFailed
 from tests.unit.fake_stages import Learner, Rank, lost, raised, write_checkpoint
