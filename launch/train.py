@@ -15,7 +15,6 @@ import time
 import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from safetensors import SafetensorError
 
@@ -97,12 +96,7 @@ def _train(plan: Plan, earlier: History | None) -> ExitStatus:
             return refuse(f"stopped; what there is lies in {plan.folder.root}", ExitStatus.INTERRUPTED)
 
 
-class _Ready(NamedTuple):
-    """What a run needs before its first process."""
-
-    context: RunContext[Config]
-    exporter: Exporter
-    tracker: Tracker
+_Ready = tuple[RunContext[Config], Exporter, Tracker]
 
 
 def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
@@ -123,7 +117,7 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         tracker = stack.enter_context(Tracker(config, folder, plan.run_id, earlier.last_step if earlier else 0))
         serving_path = prepare_serving_model(model_path, folder.serving)
         half_made.pop_all()
-    return _Ready(plan.context(model_path, model, serving_path), exporter, tracker)
+    return plan.context(model_path, model, serving_path), exporter, tracker
 
 
 @dataclass(frozen=True)
@@ -161,9 +155,9 @@ def _follow(
     plan: Plan, earlier: History | None, ready: _Ready, interrupts: Interrupts, stack: ExitStack, started: float
 ) -> ExitStatus:
     """Start the processes of the run, and follow it to its end."""
-    config, folder, tracker = plan.config, plan.folder, ready.tracker
+    folder, (context, exporter, tracker) = plan.folder, ready
     configure_logging(folder.log("launch", 0))
-    display = stack.enter_context(Display(config, folder))
+    display = stack.enter_context(Display(plan.config, folder))
     stack.callback(report_at_end, folder, tracker.event, display.last_line)
     trace = stack.enter_context(Trace(folder.timeline))
     observer = Observer(
@@ -171,16 +165,16 @@ def _follow(
         started_s=started,
         look=lambda: supervisor.processes(),
         on_quiet=display.update,
-        on_news=ready.exporter.show,
+        on_news=exporter.show,
     )
     sinks = Sinks(tracker, display, trace, observer)
     stack.push(interrupts)  # until the last process has ended a signal must not cut that off; then it is as usual
-    supervisor = Supervisor(plan, ready.context, sinks.event)
+    supervisor = Supervisor(plan, context, sinks.event)
     stack.callback(supervisor.stop)
     stack.enter_context(observer)  # after the supervisor, for it looks at its processes
     stack.callback(interrupts.end)
     try:
-        return _Run(plan, ready.context.facts.contract, earlier, supervisor, sinks, interrupts).go()
+        return _Run(plan, context.facts.contract, earlier, supervisor, sinks, interrupts).go()
     except RunFailed as error:
         sinks.fail(str(error))
         return ExitStatus.FAILED
