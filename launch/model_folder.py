@@ -109,13 +109,9 @@ _MAX_TRIES = 5
 
 
 def export(folder: RunFolder, out: Path, step: int | None, say: Callable[[str], object]) -> ExportedModel:
-    """Write a checkpoint of a run as a Hugging Face folder.
+    """Write the checkpoint of a step of a run as a Hugging Face folder, by default the newest that is whole.
 
-    Args:
-        folder: of the run.
-        out: the folder to make.
-        step: of the checkpoint; None: the newest that is whole.
-        say: told of a damaged checkpoint that is passed over.
+    `say` is told of damaged ones that are passed over.
 
     Raises:
         ConfigError: one sentence, with what to try.
