@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from actors.tasks import TaskFacts, check_task
+from actors.tasks import TaskError, TaskFacts, check_task
 from buffer.config import BufferConfig
 from buffer.sharding.division import admission_shares
-from common.hf_folder import ModelFacts, check_model_folder
+from common.hf_folder import ModelFacts, ModelFolderError, check_model_folder
 from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys, is_loopback
 from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract
@@ -142,7 +142,7 @@ def check(config: Config, root: Path, *, run_id: str | None = None) -> Plan:
     _check_sizes(config, contract)
     _check_weight_sync(config, is_new=run_id is None)
     _check_ray(config)
-    with as_config_error("[task] "):
+    with as_config_error("[task] ", TaskError):
         task = check_task(config.task)
     with as_config_error():
         admission_shares(task.num_train, config.buffer.shards, contract.capacity())
@@ -199,13 +199,13 @@ def check_prompts(plan: Plan) -> None:
     if plan.model is None:
         return
     folder, longest = Path(str(config.model.path)), config.actors.max_prompt_tokens
-    with as_config_error("[task] "):
+    with as_config_error("[task] ", TaskError):
         check_task(config.task, model_folder=folder, max_prompt_tokens=longest)
 
 
 def check_model(config: Config, path: Path, key: str) -> ModelFacts:
     """Check that a model folder is there and fits the config."""
-    with as_config_error(f"{key}: "):
+    with as_config_error(f"{key}: ", ModelFolderError):
         model = check_model_folder(path)
     if model.model_type not in FAMILIES:
         raise ConfigError(

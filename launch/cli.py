@@ -233,12 +233,12 @@ def check_reward(parsed: argparse.Namespace) -> int:
     They score right, wrong, empty, odd and very long answers to a few of its problems. Starts no engine and no Ray.
     Exit status 1: something is wrong.
     """
-    from actors.tasks import load_task
+    from actors.tasks import TaskError, load_task
     from launch.config import load_config
     from launch.reward_check import check_rewards, show
 
     config = load_config(parsed.config, parsed.overrides)
-    with as_config_error("[task] "):
+    with as_config_error("[task] ", TaskError):
         task = load_task(config.task)
     limit_s = config.actors.reward_timeout_s
     checked = check_rewards(task, config.task, num_problems=parsed.num, given=parsed.completion, timeout_s=limit_s)

@@ -16,11 +16,11 @@ class ConfigError(ValueError):
 
 
 @contextlib.contextmanager
-def as_config_error(where: str = "") -> Iterator[None]:
+def as_config_error(where: str = "", kind: type[ValueError] = ValueError) -> Iterator[None]:
     """What the packages say of a wrong value is a `ConfigError`, with the place of it before."""
     try:
         yield
-    except ValueError as error:
+    except kind as error:
         raise ConfigError(f"{where}{error}") from None
 
 
