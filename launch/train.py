@@ -111,9 +111,15 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         check_wandb(config.tracking)  # starts a process that writes files too
         if config.weight_sync.folder is not None:
             stack.enter_context(claimed_weights(plan.weights_folder, folder.root))
-        _open_folder(plan, earlier, stack)
         if earlier is None:
-            half_made.callback(shutil.rmtree, folder.root, ignore_errors=True)
+            folder.create(config)
+            half_made.callback(shutil.rmtree, folder.root, ignore_errors=True)  # it would be in the next try's way
+            stack.enter_context(claimed(folder))
+        else:
+            folder.update(config)
+        starts = (*(earlier.identity.started_s if earlier else ()), round(time.time(), 3))
+        fingerprint = plan.task.fingerprint
+        folder.write_identity(RunIdentity(run_id=plan.run_id, task_fingerprint=fingerprint, started_s=starts))
         tracker = stack.enter_context(Tracker(config, folder, plan.run_id, earlier.last_step if earlier else 0))
         serving_path = prepare_serving_model(model_path, folder.serving)
         half_made.pop_all()
@@ -184,25 +190,6 @@ def _follow(
         observer.end("stopped", ExitStatus.INTERRUPTED)
         display.fail(f"stopped; what was trained lies in {folder.root}")
         return ExitStatus.INTERRUPTED
-
-
-def _open_folder(plan: Plan, earlier: History | None, stack: ExitStack) -> None:
-    """Make the folder of a new run, which this command keeps claimed; or write how one is gone on with."""
-    folder = plan.folder
-    with ExitStack() as half_made:
-        if earlier is None:
-            folder.create(plan.config)
-            half_made.callback(shutil.rmtree, folder.root, ignore_errors=True)  # it would be in the next try's way
-            stack.enter_context(claimed(folder))
-        else:
-            folder.update(plan.config)
-        starts = earlier.identity.started_s if earlier else ()
-        folder.write_identity(
-            RunIdentity(
-                run_id=plan.run_id, task_fingerprint=plan.task.fingerprint, started_s=(*starts, round(time.time(), 3))
-            )
-        )
-        half_made.pop_all()
 
 
 @dataclass
