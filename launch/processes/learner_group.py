@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
@@ -37,7 +37,9 @@ from learner.checkpoint_meta import TrainingProgress, newest_progress, steps_in
 from learner.config import LearnerSections
 from learner.coordinator import CoordinatorFailed
 from learner.mesh import StageLost
-from learner.report import Report
+
+if TYPE_CHECKING:  # with Transformers, which the command of a run needs not
+    from learner.report import Report
 
 GRACE_S = 3.0
 """After the first stage has failed, how long the others may take to say why, or to be seen dead: the first to
