@@ -12,8 +12,8 @@ import ray
 from ray.exceptions import ActorUnavailableError
 
 from actors.config import ActorSections
-from actors.sample import EvalRequest, EvalResult
 from actors.report import ActorReport, actor_name
+from actors.sample import EvalRequest, EvalResult
 from common.run import RunContext
 from launch.checks import Plan
 from launch.config import Config
