@@ -2,8 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest
-# Each worker takes half of the files and, once it is through, what the other has left. Runs with engines, and what
-# writes the table of the faults, go without it.
+# Each worker takes half of the tests in their order, and then half of what the other has left. Runs with engines, whose
+# tests share them, and the faults whose times are measured go one by one.
 TWO_AT_A_TIME := -n 2 --dist worksteal
 # Small tensors on few cores: one thread per process, or the processes fight.
 export OMP_NUM_THREADS ?= 1
