@@ -10,19 +10,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from actors.engine import UpdateRefused
+from actors.engine import Engine, UpdateRefused, UpdateTiming
 from actors.report import WeightUpdate
 from common.staleness import PolicyVersion, StalenessContract
 from common.threads import DaemonThreads
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsError
-
-if TYPE_CHECKING:
-    from actors.engine import Engine, UpdateTiming
-    from weight_sync.puller import Puller
-    from weight_sync.store import StagedVersion
+from weight_sync.puller import Puller
+from weight_sync.store import StagedVersion
 
 _log = logging.getLogger(__name__)
 

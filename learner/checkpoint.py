@@ -64,12 +64,8 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, mesh: Mesh, timeout_s: float, model: str = "") -> None:
         """Look after a folder, the same for all ranks; what a crash left behind in it is removed.
 
-        Args:
-            folder: of the checkpoints; created where missing.
-            keep: how many complete checkpoints stay.
-            mesh: of the run.
-            timeout_s: a checkpoint that takes longer to write or to read has failed.
-            model: `model_identity` of what is trained; '' to go by the tensors alone.
+        So many complete checkpoints stay. One that takes longer than `timeout_s` to write or to read has failed. The
+        model is the `model_identity` of what is trained; '' to go by the tensors alone.
 
         Raises:
             CheckpointFailed: a rank cannot write there. All ranks raise it.

@@ -51,17 +51,10 @@ class WeightClient:
         silence_s: float = _SILENCE_S,
         keys: ClientKeys | None = None,
     ) -> None:
-        """Connect to tcp://HOST:PORT.
+        """Connect to tcp://HOST:PORT; log and errors say `name`. Without keys the service takes everybody.
 
-        Args:
-            address: of the service.
-            run_id: of the run.
-            name: of the caller, for the service's log and for errors.
-            timeout_s: fail where a question is not answered for so long, or for 30 s.
-            chunk_bytes: size of a message of weights; None: `CHUNK_BYTES`.
-            window: chunks on their way at once.
-            silence_s: ask again after so long without an answer.
-            keys: of the run's clients; None where the service takes everybody.
+        A question that is not answered is asked again after `silence_s`, and fails after `timeout_s`, or 30 s. Of
+        weights `window` chunks of `chunk_bytes` (None: `CHUNK_BYTES`) are on their way at once.
         """
         timeout_s = min(timeout_s, _TIMEOUT_S)
         self.address = self.place = address
@@ -273,15 +266,9 @@ def loopback_hint(address: str) -> str:
 def sees_folder(
     config: WeightSyncConfig, *, folder: Path, address: str, run_id: str, name: str, keys: ClientKeys | None = None
 ) -> bool:
-    """Does this process take the store's folder (True), or the service?
+    """Does this process take the store's folder, as it is seen from here (True), or the service ("" where none runs)?
 
-    Args:
-        config: of the run; `transport` decides.
-        folder: where the store would lie, seen from here.
-        address: of the service; "" where none runs.
-        run_id: of the run.
-        name: of this process.
-        keys: of the run's clients; None where the service takes everybody.
+    `transport` decides; 'auto' takes the folder where it holds the store that the service has.
 
     Raises:
         TransferFailed: there is no service to ask; or it does not answer, or is another run's.

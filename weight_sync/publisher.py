@@ -83,18 +83,10 @@ class Publisher:
         parts_timeout_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the thread that writes.
+        """Start the thread that writes for one of the stages; the last one commits. The sink is closed here.
 
-        Args:
-            sink: where parts go; closed by this publisher.
-            rank: this stage, 0..num_stages-1; the last one commits.
-            num_stages: how many parts make a version.
-            dtypes: in which every version is published, as "bfloat16".
-            keep_versions: how many versions stay in the store.
-            full_every: versions from one without a delta to the next; 1: there are no deltas.
-            timeout_s: how long a version that cannot be written is tried again, and how long `publish` waits for it.
-            parts_timeout_s: how long the last stage waits for the next part of another stage.
-            clock: monotonic seconds.
+        Every `full_every`-th version has no delta; with 1 none has. A version that cannot be written is tried again,
+        and `publish` waits for it, for `timeout_s`; the last stage waits `parts_timeout_s` for another's part.
 
         Raises:
             ValueError: no such stage, or weights cannot be published in such a dtype.

@@ -60,15 +60,10 @@ class WeightService:
         read_expires_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the store.
+        """Open the store in a folder, which is created if missing. Clients of another run are refused.
 
-        Args:
-            config: of the run.
-            run_id: clients of another run are refused.
-            folder: of the weight store; created if missing.
-            keys: only the holders of the run's client key are let in; None: everybody who reaches the socket.
-            read_expires_s: retention gets a version so long after the last request of a reader that is not through.
-            clock: monotonic, in seconds.
+        With keys, only the holders of the run's client key are let in. Retention gets a version `read_expires_s` after
+        the last request of a reader that is not through.
         """
         self._config = config
         self._clock = clock
