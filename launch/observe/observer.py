@@ -99,7 +99,6 @@ class Observer:
         self._lag0: dict[str, float] = {}
         """Of each actor: mean absolute log-probability difference of its newest tokens at lag 0."""
         self._lag0_of_pool: dict[str, float] = {}
-        self._largest_gap = 0
         self._num_restarts, self._restarts_before = 0, 0
         """Of the learner: under this command, and under those that worked on the run before it."""
         self._trained_tokens = 0
@@ -200,7 +199,7 @@ class Observer:
             rows = list(self._rows(news))
             self._trained.update(now, self._trained_tokens)
             if known.status is not None:
-                self._largest_gap = max(self._largest_gap, abs(known.status.ledger["gap"]))
+                status.ledger_gap = max(status.ledger_gap, abs(known.status.ledger["gap"]))
             return rows
 
     def summary(self, before: Accuracy, after: Accuracy | None, buffer: Status) -> dict[str, Any]:
@@ -225,7 +224,7 @@ class Observer:
             "max_lag": status.max_lag,
             "overlap_frac": self._overlap.fraction(),
             "overlap_frac_by_actor": self._overlap.fraction_by_actor(),
-            "ledger_gap": max(self._largest_gap, abs(buffer.ledger["gap"])),
+            "ledger_gap": max(status.ledger_gap, abs(buffer.ledger["gap"])),
             "ledger": buffer.ledger,
             "fidelity_ks": buffer.fidelity.ks,
             "damaged_records": buffer.num_damaged,
@@ -275,7 +274,7 @@ class Observer:
         self.totals.add(int(row["step"]), num_tokens, row["lag/token_mean"] or 0.0, lags)
         if num_tokens:
             self.status.lag_max = max(self.status.lag_max, int(row["lag/token_max"]))
-        self._largest_gap = max(self._largest_gap, abs(int(row["buffer/ledger_gap"])))
+        self.status.ledger_gap = max(self.status.ledger_gap, abs(int(row["buffer/ledger_gap"])))
         return num_tokens
 
     def _by_pool(self, lag_by_actor: Mapping[str, Mapping[int, int]]) -> Lags:
@@ -404,6 +403,7 @@ class Observer:
             groups_per_step=self._config.learner.groups_per_step,
             ledger=dict(status.ledger),
             failed_by_reason=dict(status.failed_by_reason),
+            quarantined_by_reason=dict(status.quarantined_by_reason),
             fidelity_ks=status.fidelity.ks,
             is_draining=status.draining,
             silent_shards=list(status.silent_shards),
@@ -432,7 +432,7 @@ class Observer:
 
     def _write(self) -> RunStatus:
         self._describe()
-        self.status.written_s = self._wall()
+        self.status.written_s, self.status.wall_s = self._wall(), round(self._clock() - self._started_s, 1)
         status = copy.copy(self.status)  # a screen may show it while the next poll is taken in
         try:
             write_status(self._path, status)

@@ -130,6 +130,7 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     ledger: dict[str, int]
     """Counts of samples, with 'gap': 0, or a bug."""
     failed_by_reason: dict[str, int]
+    quarantined_by_reason: dict[str, int] = {}
     fidelity_ks: float
     is_draining: bool
     silent_shards: list[int]
@@ -156,6 +157,12 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
             num_problems=int(event.get("eval/num_problems") or 0),
             num_failed=int(event.get("eval/num_failed") or 0),
         )
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest version that was evaluated; 0 where it is not known."""
+        numbers = [each.rpartition(".")[2] for each in self.versions.split(", ")]
+        return max((int(number) for number in numbers if number.isdigit()), default=0)
 
     def row(self) -> dict[str, Any]:
         """As metrics."""
@@ -205,6 +212,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     """Name of the machine that it runs on."""
     started_s: float
     written_s: float = 0.0
+    wall_s: float = 0.0
+    """Seconds that commands worked on the run, this one and those before it."""
     polled_s: float | None = None
     """When the roles were last asked for news; the file is written on while they are not."""
     phase: str = ""
@@ -225,6 +234,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     """Of the newest step that had tokens of lag 0."""
     overlap_frac: float | None = None
     generated_tokens_per_s: float = 0.0
+    ledger_gap: int = 0
+    """The largest so far: 0, or a bug."""
     learner: LearnerStatus = LearnerStatus()
     evaluations: list[Accuracy] = []
     pools: list[PoolStatus] = []

@@ -17,33 +17,21 @@ LIMIT_S = 60.0
 
 
 def report_at_end(folder: RunFolder, event: Callable[[str, str], None], say: Callable[[str], None]) -> None:
-    """Write the page of a run that is over, and say where it is, or why there is none. Never raises.
-
-    Args:
-        folder: of the run.
-        event: called with (kind, text) where there is none.
-        say: called with the last line of the run.
-    """
-    if why := _why_not(folder):
-        text = f"no report: {why}; `leeway report {folder.root}` tries again"
-        event("report", text)
-        say(text)
-    else:
-        say(f"report: {folder.report}")
-
-
-def _why_not(folder: RunFolder) -> str:
-    """Write it; returns why there is none, or nothing."""
+    """Write the page of a run that is over, and say where it is; why there is none is an event too. Never raises."""
     command = [sys.executable, "-m", "launch.cli", "report", str(folder.root), "--out", str(folder.report)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        said = done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"]
+        why = said[-1].removeprefix("leeway: ") if done.returncode else ""
     except subprocess.TimeoutExpired:
-        return f"it was not written within {LIMIT_S:g} s"
+        why = f"it was not written within {LIMIT_S:g} s"
     except OSError as error:
-        return f"its process does not start: {error}"
+        why = f"its process does not start: {error}"
     except KeyboardInterrupt:
-        return "interrupted"
-    if not done.returncode:
-        return ""
-    said = done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"]
-    return said[-1].removeprefix("leeway: ")
+        why = "interrupted"
+    if not why:
+        say(f"report: {folder.report}")
+        return
+    text = f"no report: {why}; `leeway report {folder.root}` tries again"
+    event("report", text)
+    say(text)

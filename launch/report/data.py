@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import msgspec
 
 from buffer.errors import BufferError
-from launch.observe.metrics import POOL_PREFIX
-from launch.observe.status import Accuracy
+from launch.observe.status import Accuracy, StatusError, StatusView, look
 from launch.report.samples import BufferData, read_buffer
 from launch.report.svg import Point
 from launch.report.timeline import Timeline, read_timeline
-from launch.run_folder import RunFolder, owner_of
+from launch.run_folder import RunFolder
 
 FIRST_EVENTS, LAST_EVENTS = 60, 240
 """That are shown of a run with more."""
 BUFFER_LIMIT_S = 12.0
+"""How long to look at a buffer, which may hold millions of groups."""
 MAX_EVENT_TEXT = 1200
 """Characters of an event on the page."""
 MAX_BUCKETS = 300
 """Of one curve; each shows its least and its greatest value."""
-CURVES = (
-    *("reward/mean", "loss", "grad_norm", "length/trained_mean", "lag/token_mean", "lag/token_max"),
-    *("mismatch/lag0_abs", "mismatch/k3", "off_policy/ess_token", "off_policy/ess_sequence"),
-    *("perf/generated_tokens_per_s", "perf/trained_tokens_per_s", "buffer/ledger_gap"),
-    *("time/weight_pause", "time/wait_for_policy"),
-)
-"""Metrics that the page draws or sums up, beside those of pools and of `TIMES`."""
-TIMES = ("wait_for_batch", "reference", "forward", "loss", "backward", "optimizer", "publish")
-"""What a step's time is spent on."""
-OTHER = "other"
+TIMES = {
+    "wait_for_batch": "waiting for a batch",
+    "reference": "reference model",
+    "forward": "forward",
+    "loss": "loss",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "publish": "copying weights",
+    "other": "other",
+}
+"""What a learner's time is spent on. Of a step "other" is what the metrics between do not name."""
 TOKENS = "batch/completion_tokens"
 
 
@@ -87,12 +87,8 @@ def thinned(points: Sequence[Point], most: int = MAX_BUCKETS) -> list[Point]:
     found: list[Point] = []
     for start in range(0, len(points), width):
         bucket = points[start : start + width]
-        found += sorted({min(bucket, key=_height), max(bucket, key=_height)})
+        found += sorted({min(bucket, key=lambda point: point[1]), max(bucket, key=lambda point: point[1])})
     return found
-
-
-def _height(point: Point) -> float:
-    return point[1]
 
 
 @dataclass
@@ -101,26 +97,19 @@ class Metrics:
 
     series: dict[str, Series] = field(default_factory=dict)
     """By metric, over steps."""
-    last: dict[str, Any] = field(default_factory=dict)
-    """The newest row of a step."""
     num_steps: int = 0
-    version: int = 0
 
-    def take_in(self, row: dict[str, Any]) -> None:
+    def take_in(self, row: Mapping[str, Any]) -> None:
         """One row of a step; a step that is taken again counts as it was taken last."""
         step = row["step"]
         if step <= self.num_steps:
             for series in self.series.values():
                 series.go_back(step)
-        self.num_steps, self.version, self.last = step, row.get("version", self.version), row
-        wanted = (*CURVES, *(f"time/{name}" for name in TIMES), *(name for name in row if name.startswith(POOL_PREFIX)))
-        values = {name: value for name in wanted if _is_finite(value := row.get(name))}
-        if _is_finite(whole := row.get("time/step")):
-            values[OTHER] = max(0.0, whole - math.fsum(values.get(f"time/{name}", 0.0) for name in TIMES[1:]))
-        if _is_finite(tokens := row.get(TOKENS)) and not row.get("skipped"):
-            values[TOKENS] = tokens
-        for name, value in values.items():
-            self.series.setdefault(name, Series()).add(step, value)
+        self.num_steps = step
+        for name, value in row.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if is_number and not (name == TOKENS and row.get("skipped")):
+                self.series.setdefault(name, Series()).add(step, value)
 
     def of(self, name: str) -> list[Point]:
         """A curve; empty where the run has none."""
@@ -130,31 +119,21 @@ class Metrics:
         """Over all steps; None where there is none."""
         return self.series[name].mean if name in self.series else None
 
+    def total(self, name: str) -> float:
+        """Over all steps."""
+        return self.series[name].total if name in self.series else 0.0
+
     @property
     def trained_tokens(self) -> int:
         """Completion tokens of the steps whose rows are there."""
-        return int(self.series[TOKENS].total) if TOKENS in self.series else 0
+        return int(self.total(TOKENS))
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What the learner's time was spent on: by `TIMES` and "other"."""
-        names = {**{f"time/{name}": name for name in TIMES}, OTHER: OTHER}
-        return {name: self.series[key].total for key, name in names.items() if key in self.series}
-
-
-def _is_finite(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _json_lines(path: Path, torn: list[int]) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; the numbers of lines that cannot be read go to `torn`."""
-    decode = msgspec.json.Decoder(dict[str, Any]).decode
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield decode(line)
-            except msgspec.MsgspecError:
-                torn.append(number)
+        """What the learner's time was spent on, by `TIMES`."""
+        seconds = {name: self.total(f"time/{name}") for name in TIMES}
+        in_steps = math.fsum(seconds.values()) - seconds["wait_for_batch"]
+        return {**seconds, "other": max(0.0, self.total("time/step") - in_steps)}
 
 
 @dataclass
@@ -166,7 +145,6 @@ class Events:
     evaluations: list[Accuracy] = field(default_factory=list)
     failed: str = ""
     """Why the run failed, where it said so."""
-    interrupted: bool = False
 
 
 @dataclass
@@ -179,29 +157,27 @@ class RunData:
     """The resolved config, as TOML has it."""
     metrics: Metrics = field(default_factory=Metrics)
     events: Events = field(default_factory=Events)
-    summary: Mapping[str, Any] | None = None
+    seen: StatusView | None = None
     timeline: Timeline | None = None
     buffer: BufferData | None = None
-    exit_status: int | None = None
-    """Of the command that worked on the run last; None while it lives, or where it was killed."""
-    is_live: bool = False
-    """A command works on it now."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, a sentence each."""
 
     @property
+    def exit_status(self) -> int | None:
+        """Of the command that worked on the run last; None while it lives, or where it was killed."""
+        ended = self.seen.status.ended if self.seen is not None and not self.seen.resuming else None
+        return ended.exit_status if ended is not None else None
+
+    @property
     def ended(self) -> str:
         """How the run ended, in a word or two."""
-        known = {0: "finished", 1: "failed", 130: "interrupted"}
         if self.exit_status is not None:
+            known = {0: "finished", 1: "failed", 130: "interrupted"}
             return known.get(self.exit_status, f"ended with {self.exit_status}")
-        if self.is_live:
+        if self.seen is not None and not self.seen.gone:
             return "running"
-        if self.events.failed:
-            return "failed"
-        if self.summary is None:
-            return "no end recorded"
-        return "interrupted" if self.summary.get("accuracy_after") is None and self.events.interrupted else "finished"
+        return "failed" if self.events.failed else "no end recorded"
 
     @property
     def num_steps(self) -> int:
@@ -215,9 +191,9 @@ class RunData:
 
     @property
     def ledger(self) -> Mapping[str, int] | None:
-        """Of the summary, else of the buffer as it lies there."""
-        if self.summary is not None and isinstance(self.summary.get("ledger"), dict):
-            return dict(self.summary["ledger"])
+        """As the command that ended left it, else of the buffer as it lies there."""
+        if self.exit_status is not None and self.seen is not None and self.seen.status.buffer is not None:
+            return self.seen.status.buffer.ledger
         return self.buffer.ledger if self.buffer is not None else None
 
     def knob(self, dotted: str) -> Any:  # noqa: ANN401 -- any TOML value
@@ -228,36 +204,31 @@ class RunData:
         return value
 
 
-def collect(folder: RunFolder, *, buffer_limit_s: float = BUFFER_LIMIT_S) -> RunData:
-    """Read what there is of a run. Nothing that is missing, torn or damaged is an error: `missing` names it.
+# --- read ---------------------------------------------------------------------------------------------
 
-    Args:
-        folder: of the run; it may be live.
-        buffer_limit_s: how long to look at the buffer, which may hold millions of groups.
+
+def collect(folder: RunFolder) -> RunData:
+    """Read what there is of a run, which may be live.
+
+    Nothing that is missing, torn or damaged is an error: `missing` names it.
     """
     run = RunData(folder.name, folder.root)
-    for read in (_read_config, _read_metrics, _read_events, _read_summary, _read_end, _read_timeline):
+    for read in (_read_config, _read_metrics, _read_events, _read_status, _read_timeline, _read_buffer):
         try:
             read(folder, run)
+        except FileNotFoundError as error:
+            name = Path(str(error.filename)).name
+            run.missing.append(f"{name} is not there{_CONSEQUENCES.get(name, '')}.")
+        except StatusError as error:
+            run.missing.append(f"How the run does or ended is not known: {error}.")
+        except BufferError as error:
+            run.missing.append(f"The buffer cannot be read, so there are no samples and no distributions: {error}.")
         except (OSError, ValueError) as error:
-            run.missing.append(_why_not(error, folder))
-    try:
-        run.buffer = read_buffer(folder.root, buffer_limit_s)
-    except (BufferError, OSError, ValueError) as error:
-        run.missing.append(f"The buffer cannot be read, so there are no samples and no distributions: {error}.")
-    else:
-        _tell_of_buffer(run, run.buffer)
+            run.missing.append(f"Part of {folder.root} cannot be read: {error}.")
     return run
 
 
-def _why_not(error: OSError | ValueError, folder: RunFolder) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"{Path(str(error.filename)).name} is not there{_CONSEQUENCES.get(Path(str(error.filename)).name, '')}."
-    return f"Part of {folder.root} cannot be read: {error}."
-
-
 _CONSEQUENCES = {
-    "summary.json": ": the run has not ended, or it failed or was killed before it could write it",
     "metrics.jsonl": ", so there are no curves",
     "events.jsonl": ", so there are no events and no accuracies",
     "timeline.json": ": the run is of an older Leeway, or it ended before it began",
@@ -265,38 +236,51 @@ _CONSEQUENCES = {
 }
 
 
+def _json_lines(path: Path, run: RunData) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; of lines that cannot be read it is said how many there are."""
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    num_torn = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                yield decode(line)
+            except msgspec.MsgspecError:
+                num_torn += 1
+    if num_torn:
+        run.missing.append(f"{num_torn} line{'s' * (num_torn > 1)} of {path.name} could not be read and left out.")
+
+
 def _read_config(folder: RunFolder, run: RunData) -> None:
     run.config = tomllib.loads(folder.config.read_text(encoding="utf-8"))
 
 
 def _read_metrics(folder: RunFolder, run: RunData) -> None:
-    torn: list[int] = []
-    for row in _json_lines(folder.metrics, torn):
+    for row in _json_lines(folder.metrics, run):
         # rows of an evaluation have a step too, and no version of the learner
         if isinstance(row.get("step"), int) and isinstance(row.get("version"), int):
             run.metrics.take_in(row)
-    if torn:
-        run.missing.append(f"{_lines(len(torn))} of metrics.jsonl could not be read and left out.")
     if not run.metrics.num_steps:
         run.missing.append("metrics.jsonl has no step yet, so there are no curves.")
 
 
-def _read_summary(folder: RunFolder, run: RunData) -> None:
-    run.summary = _read_object(folder.summary)
+def _read_events(folder: RunFolder, run: RunData) -> None:
+    found, events = run.events, list(_json_lines(folder.events, run))
+    for event in events:
+        kind = event.get("kind")
+        if kind in ("failed", "resumed"):  # what ended a run that is resumed is over
+            found.failed = str(event.get("text", "")) if kind == "failed" else ""
+        if kind == "evaluated":
+            found.evaluations.append(Accuracy.of_event(event))
+    found.num_left_out = max(0, len(events) - FIRST_EVENTS - LAST_EVENTS)
+    found.shown = events[:FIRST_EVENTS] + events[FIRST_EVENTS + found.num_left_out :]
+    for event in found.shown:
+        text = str(event.get("text", ""))
+        if len(text) > MAX_EVENT_TEXT:
+            event["text"] = f"{text[:MAX_EVENT_TEXT]} ... and {len(text) - MAX_EVENT_TEXT:,} more characters"
 
 
-def _read_end(folder: RunFolder, run: RunData) -> None:
-    if folder.status.is_file():  # a run of an older Leeway has none, and its summary says enough
-        ended = _read_object(folder.status).get("ended")
-        run.exit_status = ended.get("exit_status") if isinstance(ended, dict) else None
-        run.is_live = run.exit_status is None and owner_of(folder) is not None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError(f"{path.name} holds no object")  # noqa: TRY004 -- as of what is no JSON
-    return found
+def _read_status(folder: RunFolder, run: RunData) -> None:
+    run.seen = look(folder)
 
 
 def _read_timeline(folder: RunFolder, run: RunData) -> None:
@@ -305,57 +289,12 @@ def _read_timeline(folder: RunFolder, run: RunData) -> None:
         run.missing.append("timeline.json is empty, so there is no timeline.")
 
 
-def _read_events(folder: RunFolder, run: RunData) -> None:
-    torn: list[int] = []
-    events = list(_json_lines(folder.events, torn))
-    for event in events:
-        _note(run.events, event)
-    run.events.num_left_out = max(0, len(events) - FIRST_EVENTS - LAST_EVENTS)
-    run.events.shown = events[:FIRST_EVENTS] + events[FIRST_EVENTS + run.events.num_left_out :]
-    for event in run.events.shown:
-        text = str(event.get("text", ""))
-        if len(text) > MAX_EVENT_TEXT:
-            event["text"] = f"{text[:MAX_EVENT_TEXT]} ... and {len(text) - MAX_EVENT_TEXT:,} more characters"
-    if torn:
-        run.missing.append(f"{_lines(len(torn))} of events.jsonl could not be read and left out.")
-
-
-def _note(events: Events, event: Mapping[str, Any]) -> None:
-    kind, text = event.get("kind"), str(event.get("text", ""))
-    if kind == "resumed":  # what ended it before is over
-        events.failed, events.interrupted = "", False
-    if kind == "failed":
-        events.failed = text
-    if kind == "interrupt":
-        events.interrupted = True
-    if kind == "evaluated":
-        events.evaluations.append(Accuracy.of_event(event))
-
-
-def version_of(accuracy: Accuracy) -> int:
-    """Number of the newest version that was evaluated; 0 where it is not known."""
-    numbers = [each.rpartition(".")[2] for each in accuracy.versions.split(", ")]
-    return max((int(number) for number in numbers if number.isdigit()), default=0)
-
-
-def _tell_of_buffer(run: RunData, buffer: BufferData) -> None:
-    if buffer.num_looked_at < buffer.num_groups and buffer.num_looked_at:
+def _read_buffer(folder: RunFolder, run: RunData) -> None:
+    buffer = run.buffer = read_buffer(folder.root, BUFFER_LIMIT_S)
+    if 0 < buffer.num_looked_at < buffer.num_groups:
         run.missing.append(
             f"Of {buffer.num_groups:,} groups in the buffer the first {buffer.num_looked_at:,} were looked at: "
             "there was no time for more."
         )
     if buffer.damaged:
         run.missing.append(f"{buffer.damaged[0]}. `leeway buffer verify {run.root}` names all that is damaged.")
-
-
-def _lines(number: int) -> str:
-    return f"{number} line{'s' * (number > 1)}"
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The keys of a config with their values, as text."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and (not prefix or prefix.startswith("pools.")):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value, ensure_ascii=False, default=str)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from common.files import private_file
 from launch.observe.metrics import METRICS, POOL_PREFIX
+from launch.observe.status import RunStatus
 from launch.report import charts
-from launch.report.data import RunData, Series, flat
+from launch.report.data import RunData
 from launch.report.svg import DASH, short
 from launch.report.timeline import ActorSums, overview, window
+from launch.text import printable
 
 IDENTITY_KEYS = ("run.name", "run.dir")
 """Of the config: differ between any two runs and say nothing."""
-LEDGER = ("issued", "in_flight", "committed", "failed", "waiting", "drawn", "trained", "dropped_stale", "filtered")
+LEDGER = (
+    *("issued", "in_flight", "committed", "failed", "waiting", "drawn", "trained", "dropped_stale", "filtered"),
+    "evicted_unused",
+)
 DRAWN = "In a step that is not finished."
 MAX_REASONS, MAX_REASON = 40, 300
 """Why samples failed: how many on the page, and characters of each."""
@@ -30,22 +36,17 @@ OUTSIDE = ("duplicates", "late", "fenced", "quarantined_outside")
 # --- the page -----------------------------------------------------------------------------------------
 
 
-def render(runs: Sequence[RunData], *, now_s: float | None = None) -> str:
-    """The page as text.
-
-    Args:
-        runs: one, or two to compare.
-        now_s: wall clock; for tests.
-    """
+def render(runs: Sequence[RunData]) -> str:
+    """The page as text: of one run, or of two to compare."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"clock": _clock, "number": _three_digits}
+    environment.filters |= {"clock": _clock, "number": _three_digits, "printable": printable}
     return environment.from_string(_resource("page.html")).render(
         runs=runs,
         verdicts=[_verdict(run) for run in runs],
         css=Markup(_resource("page.css")),
         js=Markup(_resource("page.js")),
         tiles=[tiles(run) for run in runs],
-        curves=[*charts.curves(runs), charts.queue(runs)],
+        curves=charts.curves(runs),
         timelines=[(run, window(run.timeline), overview(run.timeline)) for run in runs if run.timeline],
         distributions=charts.distributions(runs),
         samples=[(run, run.buffer.trajectories) for run in runs if run.buffer is not None],
@@ -55,7 +56,7 @@ def render(runs: Sequence[RunData], *, now_s: float | None = None) -> str:
         reasons=[(run, reasons(run)) for run in runs],
         differences=differences(runs),
         sections=[(run, list(sections(run))) for run in runs],
-        made=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time.time() if now_s is None else now_s)),
+        made=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )
 
 
@@ -102,8 +103,7 @@ def _three_digits(value: object) -> str:
 # --- figures and tables -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """A headline figure."""
 
     name: str
@@ -115,113 +115,78 @@ class Tile:
 
 def tiles(run: RunData) -> list[Tile]:
     """The headline figures of a run; a dash where one is not known."""
-    summary = run.summary or {}
-    metrics = run.metrics
+    metrics, timeline = run.metrics, run.timeline
+    status = run.seen.status if run.seen is not None else None
+    generated, trained = (metrics.mean(f"perf/{what}_tokens_per_s") for what in ("generated", "trained"))
+    busy, pauses = (timeline.share("busy_s"), timeline.share("pause_s")) if timeline is not None else (None, None)
+    took = f" in {_duration(status.wall_s)}" if status is not None and status.wall_s else ""
+    exit_status = f"; exit status {run.exit_status}" if run.exit_status is not None else ""
     return [
-        _accuracy(run, "greedy", "accuracy_before", "accuracy_after"),
-        _accuracy(run, "sampled", "accuracy_before_sampled", "accuracy_after_sampled"),
-        _reward(metrics.series.get("reward/mean")),
+        _accuracy(run, "greedy"),
+        _accuracy(run, "sampled"),
+        _reward(run),
+        Tile("Tokens per second", _number(generated), f"generated; {_number(trained)} trained"),
+        _lag(status),
+        Tile("Overlap", _percent(status.overlap_frac if status else None), "of step time, actors generated"),
+        Tile("Learner waits", _percent(_waiting(metrics.seconds)), "of its time, for a batch"),
+        Tile("Actors generate", _percent(busy), f"of the training time; {_percent(pauses)} paused for weights"),
+        _gap(status),
         Tile(
-            "Tokens per second",
-            _number(metrics.mean("perf/generated_tokens_per_s")),
-            f"generated; {_number(metrics.mean('perf/trained_tokens_per_s'))} trained",
+            "End",
+            run.ended,
+            f"{run.num_steps:,} steps{took}{exit_status}",
+            {"finished": "good", "failed": "bad"}.get(run.ended, ""),
         ),
-        _lag(run, summary),
-        Tile("Overlap", _percent(_overlap(run)), "of step time, actors generated"),
-        Tile("Learner waits", _percent(_waiting(run)), "of its time, for a batch"),
-        _actors(run),
-        _gap(run),
-        _end(run, summary),
     ]
 
 
-def _accuracy(run: RunData, which: str, before_key: str, after_key: str) -> Tile:
-    summary, evaluations = run.summary or {}, run.events.evaluations
-    before, after = summary.get(before_key), summary.get(after_key)
-    values = [each.greedy if which == "greedy" else each.sampled for each in evaluations]
-    if before is None and values:
-        before = values[0]
-    if after is None and len(values) > 1:
-        after = values[-1]
-    name = f"Accuracy, {which}"
+def _accuracy(run: RunData, which: str) -> Tile:
+    name, evaluations = f"Accuracy, {which}", run.events.evaluations
+    before, *others = [getattr(each, which) for each in evaluations] or [None]
+    after = others[-1] if others else None
     if before is None:
         return Tile(name, DASH, "not evaluated")
     if after is None:
         return Tile(name, f"{before:.3f}", "before training; not evaluated since")
-    num = summary.get("num_heldout") or evaluations[0].num_problems
-    return Tile(name, f"{before:.3f} → {after:.3f}", f"{after - before:+.3f} on {num:,} held-out problems")
+    held_out = f"{evaluations[-1].num_problems:,} held-out problems"
+    return Tile(name, f"{before:.3f} → {after:.3f}", f"{after - before:+.3f} on {held_out}")
 
 
-def _reward(series: Series | None) -> Tile:
+def _reward(run: RunData) -> Tile:
+    series = run.metrics.series.get("reward/mean")
     means = series.mean_at_ends(0.1) if series is not None else None
     if means is None:
         return Tile("Reward", DASH, "no step")
-    first, last = means
-    return Tile("Reward", f"{first:.3f} → {last:.3f}", "mean of the first and the last tenth of steps")
+    return Tile("Reward", f"{means[0]:.3f} → {means[1]:.3f}", "mean of the first and the last tenth of steps")
 
 
-def _lag(run: RunData, summary: Mapping[str, object]) -> Tile:
-    mean, highest, bound = summary.get("lag_mean"), summary.get("lag_max"), run.knob("weight_sync.max_lag")
-    if not isinstance(mean, int | float):
-        mean = run.metrics.mean("lag/token_mean")
-    if not isinstance(highest, int | float):
-        points = run.metrics.of("lag/token_max")
-        highest = max((y for _, y in points), default=None)
-    if mean is None or highest is None:
+def _lag(status: RunStatus | None) -> Tile:
+    if status is None or status.lag_mean is None:
         return Tile("Lag", DASH, "no step")
-    is_over = isinstance(bound, int) and highest > bound
-    of_bound = f" of {bound} allowed" if isinstance(bound, int) else ""
-    return Tile("Lag, mean", f"{mean:.2f}", f"versions; greatest {highest:g}{of_bound}", "bad" if is_over else "")
+    bound = status.max_lag if isinstance(status.max_lag, int) else None
+    is_over = bound is not None and status.lag_max > bound
+    detail = f"versions; greatest {status.lag_max}" + (f" of {bound} allowed" if bound is not None else "")
+    return Tile("Lag, mean", f"{status.lag_mean:.2f}", detail, "bad" if is_over else "")
 
 
-def _overlap(run: RunData) -> float | None:
-    share = (run.summary or {}).get("overlap_frac", run.metrics.last.get("overlap/frac"))
-    return float(share) if isinstance(share, int | float) else None
-
-
-def _waiting(run: RunData) -> float | None:
-    seconds = run.metrics.seconds
-    total = sum(seconds.values())
-    return seconds.get("wait_for_batch", 0.0) / total if total else None
-
-
-def _actors(run: RunData) -> Tile:
-    timeline = run.timeline
-    if timeline is None or timeline.busy_share is None:
-        return Tile("Actors generate", DASH, "no timeline")
-    pauses = f"; {_percent(timeline.pause_share)} paused for weights" if timeline.pause_share is not None else ""
-    return Tile("Actors generate", _percent(timeline.busy_share), f"of the training time{pauses}")
-
-
-def _gap(run: RunData) -> Tile:
-    gap = (run.summary or {}).get("ledger_gap")
-    if gap is None:
-        points = run.metrics.of("buffer/ledger_gap")
-        gap = max((abs(y) for _, y in points), default=None)
-    if gap is None:
+def _gap(status: RunStatus | None) -> Tile:
+    if status is None or not status.step:
         return Tile("Ledger gap", DASH, "no step")
-    return Tile("Ledger gap", f"{gap:g}", "samples unaccounted for", "good" if not gap else "bad")
+    return Tile("Ledger gap", str(status.ledger_gap), "samples unaccounted for", "bad" if status.ledger_gap else "good")
 
 
-def _end(run: RunData, summary: Mapping[str, object]) -> Tile:
-    wall_s, steps = summary.get("wall_s"), run.num_steps
-    took = f" in {duration(wall_s)}" if isinstance(wall_s, int | float) else ""
-    tone = {"finished": "good", "failed": "bad"}.get(run.ended, "")
-    status = f"; exit status {run.exit_status}" if run.exit_status is not None else ""
-    return Tile("End", run.ended, f"{steps:,} steps{took}{status}", tone)
+def _waiting(seconds: Mapping[str, float]) -> float | None:
+    total = sum(seconds.values())
+    return seconds["wait_for_batch"] / total if total else None
 
 
-def duration(seconds: float) -> str:
-    """For people."""
+def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-@dataclass(frozen=True)
-class PoolRow:
+class PoolRow(NamedTuple):
     """Of a pool, or of one of its actors."""
 
     name: str
@@ -283,23 +248,22 @@ def ledger_rows(runs: Sequence[RunData]) -> list[tuple[str, str, list[str]]]:
     ledgers = [run.ledger for run in runs]
     if all(ledger is None for ledger in ledgers):
         return []
-
-    def counts(name: str) -> list[str]:
-        return [DASH if ledger is None or name not in ledger else f"{ledger[name]:,}" for ledger in ledgers]
-
-    inside = [(name, METRICS.get(f"buffer/{name}", DRAWN), counts(name)) for name in (*LEDGER, "evicted_unused")]
-    return inside + [(name, "Outside the ledger.", counts(name)) for name in OUTSIDE]
+    meanings = {name: METRICS.get(f"buffer/{name}", DRAWN) for name in LEDGER}
+    meanings |= dict.fromkeys(OUTSIDE, "Outside the ledger.")
+    return [
+        (name, text, [DASH if not ledger or name not in ledger else f"{ledger[name]:,}" for ledger in ledgers])
+        for name, text in meanings.items()
+    ]
 
 
 def reasons(run: RunData) -> list[tuple[str, int]]:
     """Why samples failed or were quarantined, the most frequent first."""
-    summary = run.summary or {}
-    found: list[tuple[str, int]] = []
-    for key, prefix in (("failed_by_reason", ""), ("quarantined_by_reason", "quarantined: ")):
-        by_reason = summary.get(key)
-        if isinstance(by_reason, Mapping):
-            found += [(f"{prefix}{reason}"[:MAX_REASON], count) for reason, count in by_reason.items()]
-    return sorted(found, key=lambda each: -each[1])[:MAX_REASONS]
+    buffer = run.seen.status.buffer if run.seen is not None else None
+    if buffer is None:
+        return []
+    found = [(reason, count) for reason, count in buffer.failed_by_reason.items()]
+    found += [(f"quarantined: {reason}", count) for reason, count in buffer.quarantined_by_reason.items()]
+    return sorted(((reason[:MAX_REASON], count) for reason, count in found), key=lambda each: -each[1])[:MAX_REASONS]
 
 
 def differences(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
@@ -313,6 +277,15 @@ def differences(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
         for key in keys
         if first.get(key) != second.get(key) and key not in IDENTITY_KEYS
     ]
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The keys of a config with their values, as text."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and (not prefix or prefix.startswith("pools.")):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value, ensure_ascii=False, default=str)
 
 
 def sections(run: RunData) -> Iterator[tuple[str, list[tuple[str, str]]]]:

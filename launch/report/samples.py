@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from buffer.errors import BufferError
-from buffer.lengths import NUM_BUCKETS, bounds_of
+from buffer.lengths import NUM_BUCKETS, LengthCounts, bounds_of
 from launch.text import TextOf, printable
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ MAX_TEXT = 4000
 NUM_GROUPS_READ = 240
 """Evenly spread over the buffer, for the distribution of lags."""
 MAX_LAG_SHOWN = 64
+NUM_NEWEST = 4096
+"""Samples among which a typical one is looked for."""
 
 KINDS = ("best reward", "worst reward", "longest", "typical", "most off-policy", "shortest")
 
@@ -41,25 +44,32 @@ class ShownSample:
     """Why it is shown."""
     group_id: int
     sample_index: int
-    prompt_id: int
     record_id: int
-    actor: str
+    row: Mapping[str, Any]
+    """As it is stored, by the names of `buffer.schema`."""
     state: str
-    reward: float | None
-    parts: tuple[tuple[str, float | None], ...]
-    versions: tuple[str, ...]
-    """That sampled it, in order."""
     lag: int | None
     """Versions between its oldest token and its last use; None where it was not trained."""
     step: int | None
     """That used it last."""
-    num_tokens: int
-    """Of the completion."""
-    finish_reason: str
     prompt: str | None
     """None where the run has no tokenizer."""
     completion: str | None
-    mean_logprob: float | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the completion."""
+        return len(self.row["logprobs"])
+
+    @property
+    def mean_logprob(self) -> float | None:
+        """Of a token."""
+        return fmean(self.row["logprobs"]) if self.row["logprobs"] else None
+
+    @property
+    def versions(self) -> list[str]:
+        """That sampled it, in order."""
+        return list(dict.fromkeys(f"{span['incarnation']}.{span['version']}" for span in self.row["spans"]))
 
 
 @dataclass
@@ -83,12 +93,7 @@ class BufferData:
 
 
 def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.monotonic) -> BufferData:
-    """Look into the buffer of a run.
-
-    Args:
-        root: the run's folder.
-        limit_s: where more groups are there than can be looked at in this time, the rest is left out.
-        clock: seconds, monotonic.
+    """Look into the buffer of a run; where there are more groups than can be looked at in time, the rest is left out.
 
     Raises:
         BufferError: there is none, or it cannot be read.
@@ -98,7 +103,14 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
 
     deadline = clock() + limit_s
     with Inspection.open(root) as inspection:
-        data = _totals(inspection)
+        totals, states = inspection.totals(), inspection.states().values()
+        data = BufferData(
+            num_groups=totals.num_groups,
+            ledger=totals.ledger,
+            generated=_mean([state.fidelity.generated for state in states]),
+            trained=_mean([state.fidelity.trained for state in states]),
+            fidelity_ks=max((state.fidelity.now.ks for state in states), default=0.0),
+        )
         chooser = _Chooser()
         for group in inspection.groups(Selection()):
             data.num_looked_at += 1
@@ -112,31 +124,16 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
             _count_lags(inspection, group_id, data)
         decode = TextOf(inspection.folder)
         for place, kind in chooser.chosen().items():
-            shown = _trajectory(inspection, place, kind, decode)
-            if shown is not None:
-                data.trajectories.append(shown)
+            data.trajectories += _shown(inspection, place, kind, decode)
         data.damaged = list(dict.fromkeys(inspection.damaged))
         return data
 
 
-def _totals(inspection: Inspection) -> BufferData:
-    totals = inspection.totals()
-    fidelity = [state.fidelity for state in inspection.states().values()]
-    return BufferData(
-        num_groups=totals.num_groups,
-        ledger=totals.ledger,
-        generated=_mean([each.generated.shares() for each in fidelity], [each.generated.total for each in fidelity]),
-        trained=_mean([each.trained.shares() for each in fidelity], [each.trained.total for each in fidelity]),
-        fidelity_ks=max((each.now.ks for each in fidelity), default=0.0),
-    )
-
-
-def _mean(shares: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
-    """Of several shards, each with its weight."""
-    total = sum(weights)
-    if total <= 0:
-        return [0.0] * NUM_BUCKETS
-    return [sum(w * s[i] for w, s in zip(weights, shares, strict=True)) / total for i in range(NUM_BUCKETS)]
+def _mean(shards: Sequence[LengthCounts]) -> list[float]:
+    """The shares of the buckets, of all shards together."""
+    whole = sum(shard.total for shard in shards) or 1.0
+    shares = [(shard.total / whole, shard.shares()) for shard in shards]
+    return [sum(weight * of_shard[i] for weight, of_shard in shares) for i in range(NUM_BUCKETS)]
 
 
 def length_label(bucket: int) -> str:
@@ -146,21 +143,20 @@ def length_label(bucket: int) -> str:
 
 
 class _Chooser:
-    """Finds the samples that are worth looking at, one group after the other; memory is two numbers a group."""
+    """Finds the samples that are worth looking at, one group after the other; memory is a number a group."""
 
     def __init__(self) -> None:
         self.trained_groups: list[int] = []
         self._best: dict[str, list[tuple[tuple[float, ...], SampleKey]]] = {}
         """The first few of each kind, the least of them first."""
-        self._candidates: list[tuple[SampleKey, float, int]] = []
-        self._num_seen = 0
+        self._newest: deque[tuple[SampleKey, float, int]] = deque(maxlen=NUM_NEWEST)
+        """With reward and length."""
 
     def look_at(self, group: GroupView) -> None:
         row = group.row
-        uses = row.trained_at
-        if uses and row.sample_states.count("trained"):
+        if row.trained_at and "trained" in row.sample_states:
             self.trained_groups.append(row.group_id)
-        lag = uses[-1].version - group.oldest_version if uses and group.oldest_version is not None else None
+        lag = _lag_of(group)
         for index, (reward, length) in enumerate(zip(row.rewards, row.completion_lengths, strict=True)):
             place = SampleKey(row.group_id, index)
             if not length or row.records[index] < 0:
@@ -168,7 +164,7 @@ class _Chooser:
             if reward is not None:
                 self._offer("best reward", (reward, lag or 0, row.group_id), place)
                 self._offer("worst reward", (-reward, lag or 0, row.group_id), place)
-                self._remember(place, reward, length)
+                self._newest.append((place, reward, length))
             self._offer("longest", (length, row.group_id), place)
             self._offer("shortest", (-length, row.group_id), place)
             if lag is not None and row.sample_states[index] == "trained":
@@ -178,16 +174,8 @@ class _Chooser:
         best = self._best.setdefault(kind, [])
         if len(best) < len(KINDS):
             heapq.heappush(best, (value, place))
-        elif value > best[0][0]:
-            heapq.heapreplace(best, (value, place))
-
-    def _remember(self, place: SampleKey, reward: float, length: int) -> None:
-        """A few thousand samples, later ones replacing earlier ones evenly, for the typical one."""
-        self._num_seen += 1
-        if len(self._candidates) < 4096:
-            self._candidates.append((place, reward, length))
-        elif self._num_seen % 61 == 0:
-            self._candidates[(self._num_seen // 61) % 4096] = place, reward, length
+        else:
+            heapq.heappushpop(best, (value, place))
 
     def chosen(self) -> dict[SampleKey, str]:
         """Each with why; no two of them are the same."""
@@ -201,87 +189,73 @@ class _Chooser:
 
     def _typical(self) -> list[tuple[tuple[float, ...], SampleKey]]:
         """Those nearest to the median of reward and length, the later ones first."""
-        if not self._candidates:
+        if not self._newest:
             return []
-        rewards = sorted(reward for _, reward, _ in self._candidates)
-        lengths = sorted(length for _, _, length in self._candidates)
-        reward, length = rewards[len(rewards) // 2], lengths[len(lengths) // 2]
-        spread = max(rewards[-1] - rewards[0], 1e-9)
-
-        def distance(place: SampleKey, its_reward: float, its_length: int) -> tuple[tuple[float, ...], SampleKey]:
-            away = abs(its_reward - reward) / spread + abs(its_length - length) / max(length, 1)
-            return (away, -place.group_id), place
-
-        return heapq.nsmallest(len(KINDS), (distance(*each) for each in self._candidates))
+        _, rewards, lengths = zip(*self._newest, strict=True)
+        reward, length = median_low(rewards), median_low(lengths)
+        spread = max(max(rewards) - min(rewards), 1e-9)
+        distances = (
+            ((abs(its_reward - reward) / spread + abs(its_length - length) / max(length, 1), -place.group_id), place)
+            for place, its_reward, its_length in self._newest
+        )
+        return heapq.nsmallest(len(KINDS), distances)
 
 
-def _count_lags(inspection: Inspection, group_id: int, data: BufferData) -> None:
-    from common.staleness import PolicyVersion, effective_version
-
-    read = _read_group(inspection, group_id)
-    if read is None:
-        return
-    group, rows = read
+def _lag_of(group: GroupView) -> int | None:
+    """Versions between its oldest token and its last use; None where it was not used."""
     uses = group.row.trained_at
-    if not uses:
-        return
-    resumed = inspection.states()[group.shard].resumed_at
-    starts = {number: version for number, version in resumed.items() if number <= uses[-1].incarnation}
-    for sample, row in rows:
-        if group.row.sample_states[sample.sample_index] != "trained":
-            continue
-        data.num_lag_samples += 1
-        for span in row["spans"]:
-            sampled = effective_version(PolicyVersion(span["incarnation"], span["version"]), starts)
-            data.lags[min(MAX_LAG_SHOWN, max(0, uses[-1].version - sampled))] += span["end"] - span["start"]
+    return uses[-1].version - group.oldest_version if uses and group.oldest_version is not None else None
 
 
-def _read_group(inspection: Inspection, group_id: int) -> tuple[GroupView, list[tuple[Sample, dict[str, Any]]]] | None:
+def _samples_of(inspection: Inspection, group_id: int) -> Iterator[tuple[GroupView, Sample, dict[str, Any]]]:
+    """Its samples with their rows, as `buffer.schema` names them; none where it was evicted since, or is damaged."""
     from buffer.schema import join_rows
 
     try:
         group = inspection.group(group_id)
     except BufferError as error:
         inspection.damaged.append(str(error))
-        return None
-    if group is None or not group.samples:  # evicted since
-        return None
-    rows = join_rows([sample.record for sample in group.samples], [None] * len(group.samples)).to_pylist()
-    return group, list(zip(group.samples, rows, strict=True))
+        return
+    if group is not None and group.samples:
+        rows = join_rows([sample.record for sample in group.samples], [None] * len(group.samples)).to_pylist()
+        for sample, row in zip(group.samples, rows, strict=True):
+            yield group, sample, row
 
 
-def _trajectory(inspection: Inspection, place: SampleKey, kind: str, decode: TextOf) -> ShownSample | None:
-    read = _read_group(inspection, place.group_id)
-    if read is None:
-        return None
-    group, rows = read
-    found = [(sample, row) for sample, row in rows if sample.sample_index == place.sample]
-    if not found:
-        return None
-    (sample, row), state = found[0], group.row.sample_states[place.sample]
-    uses = group.row.trained_at if state == "trained" else []
-    tokens, num_prompt = row["token_ids"], row["prompt_length"]
-    versions = dict.fromkeys(f"{span['incarnation']}.{span['version']}" for span in row["spans"])
-    logprobs = row["logprobs"]
-    return ShownSample(
-        kind=kind,
-        group_id=place.group_id,
-        sample_index=place.sample,
-        prompt_id=row["prompt_id"],
-        record_id=sample.record_id,
-        actor=printable(row["actor"], 80),
-        state=state,
-        reward=row["reward"],
-        parts=tuple((printable(part["name"], 80), part["value"]) for part in row["reward_parts"]),
-        versions=tuple(versions),
-        lag=uses[-1].version - group.oldest_version if uses and group.oldest_version is not None else None,
-        step=uses[-1].step if uses else None,
-        num_tokens=len(logprobs),
-        finish_reason=printable(row["finish_reason"], 80),
-        prompt=_text(decode.text(tokens[:num_prompt])),
-        completion=_text(decode.text(tokens[num_prompt:])),
-        mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
-    )
+def _count_lags(inspection: Inspection, group_id: int, data: BufferData) -> None:
+    from common.staleness import PolicyVersion, effective_version
+
+    for group, sample, row in _samples_of(inspection, group_id):
+        uses = group.row.trained_at
+        if not uses or group.row.sample_states[sample.sample_index] != "trained":
+            continue
+        resumed = inspection.states()[group.shard].resumed_at
+        starts = {number: version for number, version in resumed.items() if number <= uses[-1].incarnation}
+        data.num_lag_samples += 1
+        for span in row["spans"]:
+            sampled = effective_version(PolicyVersion(span["incarnation"], span["version"]), starts)
+            data.lags[min(MAX_LAG_SHOWN, max(0, uses[-1].version - sampled))] += span["end"] - span["start"]
+
+
+def _shown(inspection: Inspection, place: SampleKey, kind: str, decode: TextOf) -> Iterator[ShownSample]:
+    """The sample, where it is still there."""
+    for group, sample, row in _samples_of(inspection, place.group_id):
+        if sample.sample_index != place.sample:
+            continue
+        state = group.row.sample_states[place.sample]
+        is_trained = state == "trained" and bool(group.row.trained_at)
+        yield ShownSample(
+            kind=kind,
+            group_id=place.group_id,
+            sample_index=place.sample,
+            record_id=sample.record_id,
+            row=row,
+            state=state,
+            lag=_lag_of(group) if is_trained else None,
+            step=group.row.trained_at[-1].step if is_trained else None,
+            prompt=_text(decode.text(row["token_ids"][: row["prompt_length"]])),
+            completion=_text(decode.text(row["token_ids"][row["prompt_length"] :])),
+        )
 
 
 def _text(text: str | None) -> str | None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from markupsafe import Markup
 
 from launch.observe.totals import Interval, shared, total
 from launch.observe.trace import Event, read
-from launch.report.svg import Point, axis, inner_axis, short, tag
+from launch.report.svg import Point, axis, short, tag
 
 NUM_BINS = 560
 """Of the whole run; a bin is two pixels wide."""
@@ -23,10 +25,10 @@ MAX_SPANS = 1500
 """In the window, of one lane."""
 MAX_ACTORS = 16
 """That have a lane."""
-LEFT, RIGHT, TOP = 76, 12, 8
-WIDTH = LEFT + 2 * NUM_BINS + RIGHT
-LANE, QUEUE = 22, 40
-"""Heights."""
+LEFT, RIGHT, TOP = 76, 76 + 2 * NUM_BINS, 8
+"""Edges of the lanes."""
+LANE, MARK, QUEUE = 22, 17, 40
+"""Heights: of a lane, of what is drawn on it, and of the queue."""
 LEVELS = 6
 """Of opacity in the overview: how much of a bin was busy."""
 STYLES = {"wait_for_batch": "wait", "state": "wait"}
@@ -111,15 +113,11 @@ class Timeline:
         """Length of `training`."""
         return total(self.training)
 
-    @property
-    def busy_share(self) -> float | None:
-        """Mean over the actors: share of the training time in which it generated."""
-        return self._share(lambda actor: actor.busy_s)
-
-    @property
-    def pause_share(self) -> float | None:
-        """The same of pauses for weights."""
-        return self._share(lambda actor: actor.pause_s)
+    def share(self, what: Literal["busy_s", "pause_s"]) -> float | None:
+        """Mean over the actors: share of the training time in which it generated, or paused for weights."""
+        if not self.actors or self.training_s <= 0:
+            return None
+        return min(1.0, statistics.fmean(getattr(actor, what) for actor in self.actors.values()) / self.training_s)
 
     @cached_property
     def steps(self) -> list[tuple[int, int, int]]:
@@ -155,12 +153,6 @@ class Timeline:
             return steps[0] - _gap(steps), steps[-1] + 2 * _gap(steps)
         middle = len(steps) // 2
         return steps[middle], steps[middle] + STEPS_SHOWN * _gap(steps[middle : middle + 2 * STEPS_SHOWN])
-
-    def _share(self, seconds: Callable[[ActorSums], float]) -> float | None:
-        length_s = self.training_s
-        if not self.actors or length_s <= 0:
-            return None
-        return min(1.0, statistics.fmean(seconds(actor) for actor in self.actors.values()) / length_s)
 
     def _sums(self, name: str) -> ActorSums:
         sums = ActorSums()
@@ -207,13 +199,11 @@ def _gap(starts: Iterable[float]) -> float:
 def overview(timeline: Timeline) -> Markup:
     """The whole run: the fuller the colour of a bin, the busier it was."""
     drawing = _Drawing(timeline, timeline.active_s, timeline.end_s)
-    drawing.phases(timeline.of("launch", "phase"))
+    drawing.phases()
     drawing.lanes(drawing.bins)
-    drawing.queue()
     start, end = (drawing.x(moment_s) for moment_s in timeline.window)
-    drawing.parts.append(
-        tag("rect", cls="window", x=start, y=TOP - 4, width=max(2.0, end - start), height=drawing.y - TOP + 4)
-    )
+    frame = {"x": start, "y": TOP - 4, "width": max(2.0, end - start), "height": drawing.y - TOP + 4}
+    drawing.parts.append(tag("rect", cls="window", **frame))
     return drawing.finish("Timeline of the whole run")
 
 
@@ -221,7 +211,6 @@ def window(timeline: Timeline) -> Markup:
     """A few steps of it, span by span."""
     drawing = _Drawing(timeline, *timeline.window)
     drawing.lanes(drawing.close)
-    drawing.queue()
     return drawing.finish("Timeline of a few steps")
 
 
@@ -230,43 +219,43 @@ class _Drawing:
 
     def __init__(self, timeline: Timeline, start_s: float, end_s: float) -> None:
         self._timeline = timeline
-        self._start_s, self._end_s = start_s, max(end_s, start_s + 1e-6)
+        origin_s = timeline.start_s
+        self._time = axis(start_s - origin_s, max(end_s, start_s + 1e-6) - origin_s, LEFT, RIGHT, 10, is_tight=True)
         self.y = float(TOP)
         self.parts: list[Markup] = []
 
     def x(self, moment_s: float) -> float:
-        share = (moment_s - self._start_s) / (self._end_s - self._start_s)
-        return LEFT + min(1.0, max(0.0, share)) * 2 * NUM_BINS
+        return min(float(RIGHT), max(float(LEFT), self._time.place(moment_s - self._timeline.start_s)))
 
     def lanes(self, draw: Callable[[str, str], Sequence[Markup]]) -> None:
-        """The learner, the actors that have room, and the evaluations."""
+        """The learner, the actors that have room, the evaluations, and the queue."""
         self._lane("learner", [*draw("learner", "wait_for_batch"), *draw("learner", "step")])
         for name in self._timeline.shown_actors:
             self._lane(name, [mark for kind in ("state", "generate", "update") for mark in draw(name, kind)])
         if marks := draw("evaluation", "evaluate"):
             self._lane("evaluation", marks)
+        self._queue()
 
     def _lane(self, name: str, marks: Sequence[Markup]) -> None:
         """One lane, below those before; marks are drawn at the top and moved to it."""
-        self._name(name, self.y + LANE / 2 + 1)
+        self._label(name, self.y + LANE / 2 + 1, "axis lanename")
         self.parts += [
-            tag("rect", cls="lane", x=LEFT, y=self.y, width=2 * NUM_BINS, height=LANE - 5),
+            tag("rect", cls="lane", x=LEFT, y=self.y, width=RIGHT - LEFT, height=MARK),
             tag("g", *marks, transform=f"translate(0 {self.y:g})"),
         ]
         self.y += LANE
 
-    def _name(self, text: str, y: float) -> None:
-        self.parts.append(tag("text", text, cls="axis lanename", x=LEFT - 8, y=y, text_anchor="end"))
+    def _label(self, text: str, y: float, cls: str) -> None:
+        self.parts.append(tag("text", text, cls=cls, x=LEFT - 8, y=y, text_anchor="end"))
 
-    def phases(self, phases: Sequence[Event]) -> None:
+    def phases(self) -> None:
         """What the run did, as words over the lanes."""
         marks = []
-        for phase in phases:
+        for phase in self._timeline.of("launch", "phase"):
             left, right = self.x(phase.start_s), self.x(phase.end_s)
             text = phase.name.partition(" (")[0]
-            if right - left < 1:
-                continue
-            marks.append(tag("line", cls="tick", x1=left, x2=left, y1=0, y2=LANE - 5))
+            if right - left >= 1:
+                marks.append(tag("line", cls="tick", x1=left, x2=left, y1=0, y2=MARK))
             if right - left > 6 * len(text) + 8:
                 marks.append(tag("text", text, cls="axis", x=left + 5, y=LANE / 2 + 1))
         if marks:
@@ -275,91 +264,83 @@ class _Drawing:
     def bins(self, who: str, kind: str) -> list[Markup]:
         """How busy each bin was, those of equal share in one mark."""
         levels = [0 if share <= 0 else max(1, round(share * LEVELS)) for share in self._shares(who, kind)]
-        marks, start = [], 0
+        marks, x = [], LEFT
         for level, group in itertools.groupby(levels):
-            end = start + len(list(group))
+            width = 2 * len(list(group))
             if level:
                 # a pause is short: it shows in full, on the lower edge
-                top, shown = (LANE - 9, LEVELS) if kind == "update" else (0, level)
-                style, x, width = f"mark {STYLES.get(kind, kind)} o{shown}", LEFT + 2 * start, 2 * (end - start)
-                marks.append(tag("rect", cls=style, x=x, y=top, width=width, height=LANE - 5 - top))
-            start = end
+                top, shown = (MARK - 4, LEVELS) if kind == "update" else (0, level)
+                style = f"mark {STYLES.get(kind, kind)} o{shown}"
+                marks.append(tag("rect", cls=style, x=x, y=top, width=width, height=MARK - top))
+            x += width
         return marks
 
     def _shares(self, who: str, kind: str) -> list[float]:
         """Which share of each bin a role was at work."""
         shares = [0.0] * NUM_BINS
-        width_s = (self._end_s - self._start_s) / NUM_BINS
         for span in self._timeline.of(who, kind):
             length_s = span.end_s - span.start_s
             busy = min(1.0, span.args.get("busy_s", length_s) / length_s) if who == "learner" and length_s > 0 else 1.0
-            first, last = (
-                min(NUM_BINS - 1, max(0, int((moment_s - self._start_s) / width_s)))
-                for moment_s in (span.start_s, span.end_s)
-            )
-            for place in range(first, last + 1):
-                left_s = self._start_s + place * width_s
-                inside_s = min(span.end_s, left_s + width_s) - max(span.start_s, left_s)
-                shares[place] = min(1.0, shares[place] + busy * max(0.0, inside_s) / width_s)
+            left, right = ((self.x(moment_s) - LEFT) / 2 for moment_s in (span.start_s, span.end_s))
+            for place in range(int(left), min(NUM_BINS, math.ceil(right))):
+                inside = min(right, place + 1) - max(left, place)
+                shares[place] = min(1.0, shares[place] + busy * inside)
         return shares
 
     def close(self, who: str, kind: str) -> list[Markup]:
         """The spans that reach into the window."""
-        marks = []
-        spans = (span for span in self._timeline.of(who, kind) if span.end_s >= self._start_s)
-        for span in itertools.islice((span for span in spans if span.start_s <= self._end_s), MAX_SPANS):
+        marks: list[Markup] = []
+        for span in self._timeline.of(who, kind):
             left, right = self.x(span.start_s), self.x(span.end_s)
-            if right <= LEFT or left >= LEFT + 2 * NUM_BINS:
+            if right <= LEFT or left >= RIGHT or len(marks) >= MAX_SPANS:
                 continue
-            width, style = max(1.5, right - left), f"mark {STYLES.get(kind, kind)}"
+            width = max(1.5, right - left)
             words = tag("title", self._words(span))
-            marks.append(tag("rect", words, cls=style, x=left, width=width, height=LANE - 5))
+            marks.append(tag("rect", words, cls=f"mark {STYLES.get(kind, kind)}", x=left, width=width, height=MARK))
             label = str(span.args.get("step", "")) if kind == "step" else ""
             if label and width > 7 * len(label) + 4:
                 middle = left + width / 2
                 marks.append(tag("text", label, cls="onmark", x=middle, y=LANE / 2 + 1.5, text_anchor="middle"))
         return marks
 
-    def queue(self) -> None:
+    def _queue(self) -> None:
         """How many groups wait in the buffer, as an area; of a long run the most of each pixel."""
         highs: dict[int, float] = {}
         for moment_s, ready in self._timeline.ready:
-            if moment_s <= self._end_s:
-                x = round(self.x(moment_s))
-                highs[x] = ready if moment_s < self._start_s else max(ready, highs.get(x, 0.0))
+            x = round(self.x(moment_s))
+            # what was before the window is where it begins, and the last of it counts
+            highs[x] = ready if x == LEFT else max(ready, highs.get(x, 0.0))
+        highs.pop(RIGHT, None)
         if not highs:
             return
-        scale = axis(0.0, max(1.0, *highs.values()), self.y + QUEUE, self.y + 4, 1)
-        base, right = self.y + QUEUE, float(LEFT + 2 * NUM_BINS)
+        most, base = max(highs.values()), self.y + QUEUE
+        scale = axis(0.0, max(1.0, most), base, self.y + 4, 1)
         path = f"M{next(iter(highs)):g},{base:g}"
-        for (x, ready), follower in zip(highs.items(), [*list(highs)[1:], right], strict=True):
+        for (x, ready), follower in zip(highs.items(), [*list(highs)[1:], RIGHT], strict=True):
             path += f"L{x:g},{scale.place(ready):.1f}L{follower:g},{scale.place(ready):.1f}"
-        self._name("buffer", self.y + QUEUE / 2)
-        most = tag("title", f"Groups that are ready, up to {short(max(highs.values()))}")
-        text = f"{short(scale.high)} groups"
+        words = tag("title", f"Groups that are ready, up to {short(most)}")
+        self._label("buffer", self.y + QUEUE / 2, "axis lanename")
+        self._label(f"{short(scale.high)} groups", self.y + QUEUE / 2 + 13, "axis")
         self.parts += [
-            tag("text", text, cls="axis", x=LEFT - 8, y=self.y + QUEUE / 2 + 13, text_anchor="end"),
-            tag("path", most, cls="mark queue", d=f"{path}L{right:g},{base:g}Z"),
-            tag("line", cls="grid", x1=LEFT, x2=right, y1=base, y2=base),
+            tag("path", words, cls="mark queue", d=f"{path}L{RIGHT:g},{base:g}Z"),
+            tag("line", cls="grid", x1=LEFT, x2=RIGHT, y1=base, y2=base),
         ]
         self.y += QUEUE + 4
 
     def finish(self, title: str) -> Markup:
         """The drawing, with its axis of time."""
-        origin_s = self._timeline.start_s
-        scale = inner_axis(self._start_s - origin_s, self._end_s - origin_s, LEFT, LEFT + 2 * NUM_BINS, 10)
-        for value in scale.ticks:
-            at = scale.place(value)
+        for value in self._time.ticks:
+            at = self._time.place(value)
             self.parts.append(tag("line", cls="tick", x1=at, x2=at, y1=self.y, y2=self.y + 4))
             self.parts.append(tag("text", f"{value:g} s", cls="axis", x=at, y=self.y + 16, text_anchor="middle"))
         names = ", ".join(["learner", *self._timeline.shown_actors])
         words = f"{title}, seconds since the run began: {names}, and groups ready in the buffer"
-        box = f"0 0 {WIDTH} {self.y + 22:g}"
+        box = f"0 0 {RIGHT + 12} {self.y + 22:g}"
         return tag("svg", *self.parts, cls="chart wide", viewBox=box, role="img", aria_label=words)
 
     def _words(self, span: Event) -> str:
         args = span.args
-        what = {"wait_for_batch": f"waits for a batch {args.get('step', '')}".rstrip()}.get(span.cat, span.name)
+        what = f"waits for a batch {args.get('step', '')}".rstrip() if span.cat == "wait_for_batch" else span.name
         version = f" to version {args['version']}" if span.cat == "update" and "version" in args else ""
         many = f", {span.count} together" if span.count > 1 else ""
         lag = f", lag {args['lag_mean']:.2f} mean, {args.get('lag_max') or 0:g} greatest" if "lag_mean" in args else ""

@@ -102,7 +102,7 @@ def runs(tmp_path_factory):
 def page(request, runs, tmp_path_factory):
     if request.param == "broken":
         run = make_run(tmp_path_factory.mktemp("broken") / "sums", num_steps=3)
-        run.summary.unlink()
+        run.status.unlink()
         (run.buffer / "data.mdb").unlink()
         return request.param, render([collect(run)])
     return request.param, render([collect(run) for run in runs[: 1 if request.param == "one" else 2]])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer, decoders, models
 
 from actors.report import ActorReport, WeightUpdate
-from launch.observe.status import PollResult, ProcessStatus
+from launch.observe.status import BufferStatus, Ended, PollResult, ProcessStatus, RunStatus, write_status
 from launch.observe.trace import Trace
 from launch.run_folder import RunFolder
 from tests.world.buffer import Actor, InProcessBuffer, facts
@@ -78,13 +78,28 @@ def make_run(folder: Path, *, num_steps: int = 40, config: str = CONFIG) -> RunF
     run.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
     write_events(run, num_steps)
     write_timeline(run.timeline, rows)
-    ledger = {"issued": 40, "in_flight": 0, "committed": 40, "failed": 0, "waiting": 24, "trained": 16, "gap": 0}
-    summary = {"accuracy_before": 0.4, "accuracy_after": 0.9, "num_heldout": 64, "wall_s": 60.0, "lag_mean": 1.5}
-    summary |= {"lag_max": 3, "overlap_frac": 0.7, "ledger_gap": 0, "ledger": ledger, "failed_by_reason": {NASTY: 1}}
-    run.summary.write_text(json.dumps(summary))
-    run.status.write_text(json.dumps({"ended": {"exit_status": 0, "text": "done"}}))
+    write_end(run, num_steps)
     write_buffer(run)
     return run
+
+
+def write_end(run: RunFolder, num_steps: int) -> None:
+    """The last status.json of a run that is done."""
+    ledger = {"issued": 40, "in_flight": 0, "committed": 40, "failed": 0, "waiting": 24, "trained": 16, "gap": 0}
+    buffer = BufferStatus(
+        ready_groups=0,
+        drawn_groups=0,
+        groups_per_step=4,
+        ledger=ledger,
+        failed_by_reason={NASTY: 1},
+        fidelity_ks=0.0,
+        is_draining=True,
+        silent_shards=[],
+    )
+    facts = {"run": run.name, "run_id": "1", "folder": str(run.root), "pid": 1, "host": "here", "started_s": START_S}
+    figures = {"step": num_steps, "num_steps": num_steps, "max_lag": 4, "lag_mean": 1.5, "lag_max": 3}
+    ended = Ended(at_s=START_S + 60, text="done", exit_status=0)
+    write_status(run.status, RunStatus(**facts, **figures, wall_s=60.0, overlap_frac=0.7, buffer=buffer, ended=ended))
 
 
 def write_events(run: RunFolder, num_steps: int) -> None:

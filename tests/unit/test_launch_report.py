@@ -12,7 +12,7 @@ from launch.report import at_end
 from launch.report.data import MAX_BUCKETS, Metrics, Series, collect
 from launch.report.page import render
 from launch.report.samples import read_buffer
-from launch.report.svg import Chart, Curve, axis, line_chart, short
+from launch.report.svg import Curve, axis, line_chart, short
 from launch.run_folder import RunFolder
 from tests.unit.report_run import CONFIG, NASTY, START_S, make_run, row
 
@@ -65,7 +65,7 @@ def test_samples_are_shown_with_their_text_reward_versions_and_lag(whole, page):
     assert kinds[:2] == ["best reward", "worst reward"]
     assert len({(each.group_id, each.sample_index) for each in buffer.trajectories}) == len(kinds) >= 5
     best = buffer.trajectories[0]
-    assert best.reward == max(each.reward for each in buffer.trajectories)
+    assert best.row["reward"] == max(each.row["reward"] for each in buffer.trajectories)
     assert (best.prompt, best.completion[:3]) == ("abc", "def")
     assert '<span class="prompt">abc</span><span class="completion">def' in page
     by_kind = {each.kind: each for each in buffer.trajectories}
@@ -102,7 +102,7 @@ def test_a_buffer_too_large_for_the_time_is_shown_in_part_and_says_so(whole):
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (lambda run: run.summary.unlink(), "summary.json is not there: the run has not ended"),
+        (lambda run: run.status.unlink(), "How the run does or ended is not known"),
         (lambda run: run.metrics.unlink(), "metrics.jsonl is not there, so there are no curves"),
         (lambda run: run.events.unlink(), "events.jsonl is not there"),
         (lambda run: run.timeline.unlink(), "timeline.json is not there"),
@@ -113,8 +113,9 @@ def test_a_buffer_too_large_for_the_time_is_shown_in_part_and_says_so(whole):
             "1 line of events.jsonl could not be read",
         ),
         (lambda run: run.metrics.write_text("\0" * 100), "metrics.jsonl has no step yet"),
-        (lambda run: run.summary.write_text('{"accuracy'), "cannot be read"),
-        (lambda run: run.status.write_text("[]"), "cannot be read"),
+        (lambda run: run.status.write_text("[]"), "is not what a run writes"),
+        (lambda run: run.status.write_text('{"format": 1, "run": "an older one"}'), "is not what a run writes"),
+        (lambda run: run.status.write_text('{"format": 0}'), "has format 0, and this Leeway reads 1"),
         (lambda run: run.config.write_text("[run"), "cannot be read"),
         (lambda run: (run.buffer / "data.mdb").unlink(), "The buffer cannot be read"),
         (lambda run: (run.buffer / "data.mdb").write_bytes(b"x" * 9000), "The buffer cannot be read"),
@@ -158,7 +159,6 @@ def test_rows_of_another_shape_do_not_stop_a_page(tmp_path):
 
 def test_a_failed_run_says_why_first(tmp_path):
     run = make_run(tmp_path / "sums")
-    run.summary.unlink()
     run.status.unlink()
     with run.events.open("a") as file:
         file.write(json.dumps({"time_s": 1.0, "kind": "failed", "text": "stage.0 ran out of memory"}) + "\n")
@@ -246,9 +246,8 @@ def test_a_logarithmic_axis_has_powers_of_ten():
 
 
 def test_a_chart_of_equal_values_and_one_of_none_can_be_drawn():
-    flat = line_chart(Chart("Lag", "versions", [Curve("mean", [(1, 2.0), (2, 2.0)], "a1")]))
-    assert "polyline" in flat
-    assert "No values" in line_chart(Chart("Lag", "versions", [Curve("mean", [], "a1")]))
+    assert "polyline" in line_chart("Lag", "versions", [Curve("mean", [(1, 2.0), (2, 2.0)], "a1")]).drawing
+    assert "No values" in line_chart("Lag", "versions", [Curve("mean", [], "a1")]).drawing
 
 
 @pytest.mark.parametrize(
