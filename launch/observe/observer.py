@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -103,8 +104,8 @@ class Observer:
         """Of the learner: under this command, and under those that worked on the run before it."""
         self._trained_tokens = 0
         self._pauses_s: list[float] = []
-        self._policy_waits_s: list[float] = []
-        """Since the last row, one for each actor of each poll."""
+        self._policy_waits_s = 0.0
+        """Of all actors. Both since the last row."""
         self._polled_s = self._started_s
         self._since: dict[str, tuple[str, int, float]] = {}
         """Name of a process -> its state, its restarts, and when they were first seen."""
@@ -157,25 +158,18 @@ class Observer:
             self._write()
 
     def take_up(self, rows: Sequence[Mapping[str, Any]], step: int, version: int, wall_s: float) -> None:
-        """Count on from what earlier commands reported of the run.
-
-        Args:
-            rows: of metrics.jsonl, in their order; those after `step` are taken again.
-            step: at which the learner goes on.
-            version: that it has there.
-            wall_s: seconds that the earlier commands worked.
-        """
+        """Count on from the rows of earlier commands, which worked so long; the learner goes on at this step."""
         self._started_s -= wall_s
         self._restarts_before = 1 + max((int(row["restarts"]) for row in rows), default=0)
         every, last = self._config.tracking.log_every, 0
         for row in rows:
             last = int(row["step"])
             for unlogged in range(max(1, last - every + 1), last):
-                self.totals.add(unlogged, 0, 0.0)
-            self._count(row)
+                self.totals.add(unlogged, 0, 0.0, {})
+            self._count(row, {})
         self._first_row = self._first_row or (dict(rows[0]) if rows else {})
         for unlogged in (each for each in range(last + 1, step + 1) if each % every):
-            self.totals.add(unlogged, 0, 0.0)
+            self.totals.add(unlogged, 0, 0.0, {})
         self.totals.go_back(step)
         self.status.step, self.status.version = step, version
 
@@ -186,10 +180,8 @@ class Observer:
             status.polled_s = self._wall()
             known.learner_waits_for = news.learner_waits_for
             known.publishing = known.publishing if news.publishing is None else news.publishing
-            known.status = news.status or known.status
-            known.processes = news.processes or known.processes
-            known.quarantined = news.quarantined or known.quarantined
-            known.wanted = news.wanted or known.wanted
+            for name in ("status", "processes", "quarantined", "wanted"):
+                setattr(known, name, getattr(news, name) or getattr(known, name))
             if news.resumed_at is not None:
                 self._num_restarts += 1
                 self.totals.go_back(news.resumed_at)
@@ -242,14 +234,14 @@ class Observer:
             self._reports[report.name] = report
             self._overlap.add_busy(report.name, report.busy_intervals)
             self._pauses_s += [update.pause_s for update in report.updates]
-            self._policy_waits_s.append(now - self._polled_s if report.waiting.startswith(POLICY) else 0.0)
+            self._policy_waits_s += (now - self._polled_s) * report.waiting.startswith(POLICY)
         self._polled_s = now
         self.actor_totals.update(now, news.actors, self._reports)
 
     def _rows(self, news: PollResult) -> Iterator[dict[str, Any]]:
         for report in news.steps:
             self._overlap.add_step(report["started_s"], report["finished_s"])
-        overlap_frac = self._overlap.fraction() if news.steps else None  # looks at the whole run: once a poll
+        overlap_frac = self._overlap.fraction() if news.steps else None
         for report in news.steps:
             row = dict(report)
             lag0_by_actor = row.pop("lag0_by_actor", None) or {}
@@ -263,12 +255,12 @@ class Observer:
             row["perf/generated_tokens_per_s"] = self.actor_totals.tokens_per_s()
             row["overlap/frac"] = overlap_frac
             row["restarts"] = int(row.get("restarts", 0)) + self._restarts_before
-            row |= self._actor_row() | self._weights_row() | self._pool_rows(lags, lag0_by_actor)
+            row |= self._actor_row() | self._pool_rows(lags, lag0_by_actor)
             self._first_row = self._first_row or row
             self._last_row = row
             yield row
 
-    def _count(self, row: Mapping[str, Any], lags: Lags | None = None) -> int:
+    def _count(self, row: Mapping[str, Any], lags: Lags) -> int:
         """Enter a step into the totals; returns the completion tokens that it trained."""
         num_tokens = 0 if row["skipped"] else int(row["batch/completion_tokens"])
         self.totals.add(int(row["step"]), num_tokens, row["lag/token_mean"] or 0.0, lags)
@@ -284,23 +276,20 @@ class Observer:
         return by_pool
 
     def _actor_row(self) -> dict[str, Any]:
+        """Of all actors and of the weights that they serve, since the row before."""
         pauses, self._pauses_s = self._pauses_s, []
-        policy_waits, self._policy_waits_s = self._policy_waits_s, []
+        policy_waits_s, self._policy_waits_s = self._policy_waits_s, 0.0
         reports = self._reports.values()
+        newest = self._known.status.newest[1] if self._known.status is not None else None
+        oldest = min((report.version[1] for report in reports), default=None)
         return {
-            "time/weight_pause": sum(pauses) / len(pauses) if pauses else None,
-            "time/wait_for_policy": sum(policy_waits) / len(reports) if reports else None,
+            "time/weight_pause": fmean(pauses) if pauses else None,
+            "time/wait_for_policy": policy_waits_s / len(reports) if reports else None,
             "actors/running_samples": sum(report.num_running for report in reports),
             "actors/waiting": sum(1 for report in reports if report.waiting),
-        }
-
-    def _weights_row(self) -> dict[str, Any]:
-        newest = self._known.status.newest[1] if self._known.status is not None else None
-        served = [report.version[1] for report in self._reports.values()]
-        return {
             "weights/published": newest,
-            "weights/behind": max(0, newest - min(served)) if served and newest is not None else None,
-            "weights/refused": sum(1 for report in self._reports.values() if report.refused),
+            "weights/behind": None if newest is None or oldest is None else max(0, newest - oldest),
+            "weights/refused": sum(1 for report in reports if report.refused),
         }
 
     def _pool_rows(self, lags: Lags, lag0_by_actor: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
@@ -324,11 +313,7 @@ class Observer:
         """Make the parts of the status that change without a step."""
         status, row, known = self.status, self._last_row, self._known
         step_s, wait_s = row.get("time/step"), row.get("time/wait_for_batch")
-        status.reward, status.loss, status.overlap_frac = (
-            row.get("reward/mean"),
-            row.get("loss"),
-            row.get("overlap/frac"),
-        )
+        status.reward, status.loss, status.overlap_frac = map(row.get, ("reward/mean", "loss", "overlap/frac"))
         status.lag_mean, status.lags = self.totals.lag_mean, self.totals.lags
         status.published = None if known.status is None else str(PolicyVersion(*known.status.newest))
         status.generated_tokens_per_s = self.actor_totals.tokens_per_s()

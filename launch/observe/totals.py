@@ -5,7 +5,7 @@ rates, and overlap in time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from actors.report import ActorReport
@@ -33,31 +33,26 @@ class StepTotals:
         self.num_redone = 0
         """Steps taken once more, because a learner was lost before a checkpoint held them."""
 
-    def add(self, step: int, num_tokens: int, lag_mean: float, lags: Lags | None = None) -> None:
-        """A step trained tokens.
+    def add(self, step: int, num_tokens: int, lag_mean: float, lags: Lags) -> None:
+        """A step trained tokens (0 where it was skipped), with these lags over all its updates.
 
-        Args:
-            step: its number; what was known of it and of later ones is forgotten.
-            num_tokens: 0 where it was skipped.
-            lag_mean: over those tokens.
-            lags: over all its updates, where they are known.
+        What was known of it and of later ones is forgotten.
         """
         self.go_back(step - 1)
-        self._steps[step] = _Step(num_tokens, num_tokens * lag_mean, lags or {})
-        self._num_tokens += num_tokens
-        self._lag_total += num_tokens * lag_mean
-        for pool, counts in (lags or {}).items():
-            self._lags.setdefault(pool, Counter()).update(counts)
+        self._steps[step] = _Step(num_tokens, num_tokens * lag_mean, lags)
+        self._count(self._steps[step], 1)
 
     def go_back(self, step: int) -> None:
         """Whatever came after this step is taken again."""
         while self._steps and next(reversed(self._steps)) > step:  # they are in order
-            _, undone = self._steps.popitem()
-            self._num_tokens -= undone.num_tokens
-            self._lag_total -= undone.lag_total
-            for pool, counts in undone.lags.items():
-                self._lags[pool].subtract(counts)
+            self._count(self._steps.popitem()[1], -1)
             self.num_redone += 1
+
+    def _count(self, step: _Step, sign: int) -> None:
+        self._num_tokens += sign * step.num_tokens
+        self._lag_total += sign * step.lag_total
+        for pool, counts in step.lags.items():
+            self._lags.setdefault(pool, Counter()).update({lag: sign * count for lag, count in counts.items()})
 
     def num_without_report(self, last: int) -> int:
         """Steps up to the last of which no report came: their process died before it was asked for them."""
@@ -127,13 +122,7 @@ class ActorTotals:
         self._rates: dict[tuple[str, str], Rate] = {}
 
     def update(self, now_s: float, reports: Iterable[ActorReport], working: Iterable[str]) -> None:
-        """Take in a poll.
-
-        Args:
-            now_s: on any clock that only grows.
-            reports: of some of the actors.
-            working: names of all that work; a rate of another one is over.
-        """
+        """Take in a poll: reports of some of the actors, and the names of all that work. `now_s` only grows."""
         for report in reports:
             self.pool_of[report.name] = report.pool
             committed = sum(report.num_outcomes.get(outcome, 0) for outcome in ACKNOWLEDGED)
@@ -184,16 +173,27 @@ def shared(left: Iterable[Interval], right: Iterable[Interval]) -> float:
     return max(0.0, total(a) + total(b) - total([*a, *b]))
 
 
+OPEN_STEPS = 64
+"""What an actor tells later of its time in an older step is not counted: it tells at every poll."""
+
+
 class OverlapMeter:
-    """Collects when each actor generated and when the learner stepped."""
+    """Share of step time in which actors generated. Of settled steps it has sums: memory is that of a few steps."""
 
     def __init__(self) -> None:
         self._steps: list[Interval] = []
         self._busy: dict[str, list[Interval]] = {}
+        """Of each actor, since the first of these steps began."""
+        self._settled_s = _Shared(0.0, 0.0, {})
 
     def add_step(self, start_s: float, end_s: float) -> None:
         """The learner stepped from `start_s` to `end_s`, waiting for a batch not included."""
         self._steps.append((start_s, end_s))
+        if len(self._steps) > 2 * OPEN_STEPS:
+            self._settled_s = self._until_now(self._steps[:-OPEN_STEPS])
+            self._steps = self._steps[-OPEN_STEPS:]
+            begin_s = self._steps[0][0]
+            self._busy = {actor: [each for each in busy if each[1] > begin_s] for actor, busy in self._busy.items()}
 
     def add_busy(self, actor: str, intervals: Iterable[Interval]) -> None:
         """The actor had at least one training request running in these intervals."""
@@ -201,12 +201,27 @@ class OverlapMeter:
 
     def fraction(self) -> float | None:
         """Share of step time in which at least one actor generated; None before the first step."""
-        return self._share([interval for busy in self._busy.values() for interval in busy])
+        seconds = self._until_now(self._steps)
+        return seconds.any_actor / seconds.steps if seconds.steps else None
 
     def fraction_by_actor(self) -> dict[str, float | None]:
         """Share of step time in which each actor generated."""
-        return {actor: self._share(busy) for actor, busy in sorted(self._busy.items())}
+        seconds = self._until_now(self._steps)
+        return {actor: each / seconds.steps if seconds.steps else None for actor, each in seconds.by_actor.items()}
 
-    def _share(self, busy: Iterable[Interval]) -> float | None:
-        step_time = total(self._steps)
-        return shared(self._steps, busy) / step_time if step_time > 0 else None
+    def _until_now(self, steps: Sequence[Interval]) -> _Shared:
+        before = self._settled_s
+        everybody = [interval for busy in self._busy.values() for interval in busy]
+        return _Shared(
+            before.steps + total(steps),
+            before.any_actor + shared(steps, everybody),
+            {name: before.by_actor.get(name, 0.0) + shared(steps, self._busy[name]) for name in sorted(self._busy)},
+        )
+
+
+class _Shared(NamedTuple):
+    """Seconds of steps, and of these what actors generated in."""
+
+    steps: float
+    any_actor: float
+    by_actor: Mapping[str, float]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.observe.totals import OverlapMeter, merge, shared, total
+from launch.observe.totals import OPEN_STEPS, OverlapMeter, merge, shared, total
 
 ticks = st.integers(0, 60)
 intervals = st.lists(st.tuples(ticks, ticks).map(lambda pair: (float(min(pair)), float(max(pair)))), max_size=12)
@@ -40,3 +40,28 @@ def test_overlap_is_the_share_of_step_time_in_which_any_actor_generated():
     meter.add_busy("actor-1", [(1.0, 3.0), (4.0, 6.0)])
     assert meter.fraction() == pytest.approx(3 / 8)
     assert meter.fraction_by_actor() == {"actor-0": pytest.approx(2 / 8), "actor-1": pytest.approx(2 / 8)}
+
+
+def test_the_overlap_of_a_long_run_is_right_and_its_memory_is_that_of_a_few_steps():
+    meter = OverlapMeter()
+    for step in range(10_000):
+        start = 10.0 * step
+        meter.add_busy("actor-0", [(start - 4.0, start + 2.0)])
+        meter.add_busy("actor-1", [(start + 1.0, start + 3.0)] if step % 2 else [])
+        meter.add_step(start, start + 8.0)
+    assert meter.fraction() == pytest.approx((2 + 2 + 0.5) / 8, rel=1e-3)
+    assert meter.fraction_by_actor() == {
+        "actor-0": pytest.approx((2 + 2) / 8, rel=1e-3),
+        "actor-1": pytest.approx(1 / 8, rel=1e-3),
+    }
+    kept = [len(meter._steps), *(len(busy) for busy in meter._busy.values())]
+    assert max(kept) <= 2 * OPEN_STEPS + 1
+
+
+def test_what_an_actor_tells_after_a_step_still_counts():
+    meter = OverlapMeter()
+    for step in range(1000):
+        meter.add_step(10.0 * step, 10.0 * step + 10.0)
+        if step >= 5:
+            meter.add_busy("actor-0", [(10.0 * (step - 5), 10.0 * (step - 5) + 5.0)])
+    assert meter.fraction() == pytest.approx(0.5, rel=0.01)
