@@ -138,13 +138,13 @@ class Sinks:
     def event(self, kind: str, text: str, **details: object) -> None:
         """Something worth a line happened."""
         self.tracker.event(kind, text, **details)
-        self.display.event(text)
+        self.display.say(text)
         self.observer.event(kind, text)
         self.trace.event(kind, text)
 
     def phase(self, text: str) -> None:
         """The run begins to do something else."""
-        self.display.phase(text)
+        self.display.say(text)
         self.observer.phase(text)
         self.trace.phase(text)
 

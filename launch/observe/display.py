@@ -93,7 +93,7 @@ class Display:
         self._last_step = 0
 
     def __enter__(self) -> Display:
-        self._say(f"run {self._folder.root}")
+        self.say(f"run {self._folder.root}")
         if self._is_live:
             self._live = Live(Text(""), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
@@ -104,13 +104,11 @@ class Display:
         if live is not None:
             live.stop()
 
-    def phase(self, text: str) -> None:
-        """What the run does now."""
-        self._say(text)
-
-    def event(self, text: str) -> None:
-        """Something happened."""
-        self._say(text)
+    def say(self, text: str) -> None:
+        """What the run does now, or what happened."""
+        if not self._is_off and not self._stdout.is_lost:
+            console = self._live.console if self._live is not None else self._console
+            console.print(text, soft_wrap=True)
 
     def update(self, status: RunStatus) -> None:
         """Show the newest figures. Any thread may call it."""
@@ -125,14 +123,14 @@ class Display:
         is_stuck = bool(status.waits) and status.phase == TRAINING
         is_new = status.step != self._last_step or is_stuck or status.tripped
         if quiet_s >= (PLAIN_INTERVAL_S if is_new else QUIET_S):
-            self._say(self._line(status, is_new_step=status.step != self._last_step))
+            self.say(self._line(status, is_new_step=status.step != self._last_step))
             self._last_line_s = self._clock()
             self._last_step = status.step
 
     def last_line(self, text: str) -> None:
         """What is said when everything is over."""
         self.__exit__()
-        self._say(text)
+        self.say(text)
 
     def fail(self, text: str) -> None:
         """The run ends here, and this is why."""
@@ -140,28 +138,22 @@ class Display:
         print(f"leeway: {text}", file=cast(TextIO, LossyStream(sys.stderr)), flush=True)
 
     def finish(self, before: Accuracy, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
-        """The last words of a run."""
+        """The last words of a run, also where the display is off."""
         self.__exit__()
-
-        def say(text: str) -> None:
-            self._console.print(text, soft_wrap=True)
-
+        lines = []
         if after is not None:
-            say(f"held-out accuracy over {before.num_problems} problems   before     after      gain")
-            for name, first, last in (
-                ("greedy", before.greedy, after.greedy),
-                ("sampled", before.sampled, after.sampled),
-            ):
+            lines.append(f"held-out accuracy over {before.num_problems} problems   before     after      gain")
+            for name in ("greedy", "sampled"):
+                first, last = getattr(before, name), getattr(after, name)
                 gain = last - first if first is not None and last is not None else None
-                say(f"  {name:<37}{number(first):>11}{number(last):>10}{number(gain):>10}")
-        lag = summary["lag_mean"]
-        overlap = summary["overlap_frac"]
-        say(
+                lines.append(f"  {name:<37}{number(first):>11}{number(last):>10}{number(gain):>10}")
+        lines.append(
             f"{summary['trained_trajectories']} trajectories in {summary['num_steps']} steps; "
-            f"lag mean {number(lag)}, max {summary['lag_max']} of {summary['max_lag']}; "
-            f"generating during {number(overlap)} of step time; ledger gap {summary['ledger_gap']}"
+            f"lag mean {number(summary['lag_mean'])}, max {summary['lag_max']} of {summary['max_lag']}; "
+            f"generating during {number(summary['overlap_frac'])} of step time; ledger gap {summary['ledger_gap']}"
         )
-        say(f"{summary['wall_s']:.0f} s in all; model, metrics and summary.json in {self._folder.root}")
+        lines.append(f"{summary['wall_s']:.0f} s in all; model, metrics and summary.json in {self._folder.root}")
+        self._console.print("\n".join(lines), soft_wrap=True)
 
     def _line(self, status: RunStatus, *, is_new_step: bool) -> str:
         """Where steps come, only what the learner waits for; where none comes, whatever is known of why."""
@@ -169,12 +161,6 @@ class Display:
             return line(status, num_waits=1 if status.learner.waits_for else 0)
         is_computing = not status.learner.waits_for and status.phase == TRAINING
         return line(status) + (f"; the learner computes step {status.step + 1}" if is_computing else "")
-
-    def _say(self, text: str) -> None:
-        if not self._is_off and not self._stdout.is_lost:
-            live = self._live
-            console = live.console if live is not None else self._console
-            console.print(text, soft_wrap=True)
 
 
 REFRESH_S = 0.5
@@ -186,9 +172,7 @@ PAUSE_KEYS = frozenset("pP ")
 def show(view: Callable[[bool], View], console: Console) -> None:
     """Show a view anew twice a second; q ends, p pauses and goes on.
 
-    Args:
-        view: makes it; told whether the screen is paused, for which it gives the last one again.
-        console: on a terminal, whose size may change at any time.
+    `view` is told whether the screen is paused, and gives the last one again then. The size may change at any time.
     """
     is_paused = False
     with _ended_by_signals(), _keys() as next_key, Live(console=console, screen=True, auto_refresh=False) as live:
@@ -204,30 +188,21 @@ def show(view: Callable[[bool], View], console: Console) -> None:
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
     """Single keys from the terminal, as they are pressed: a function that waits so many seconds for one."""
-    if not sys.stdin.isatty():
-        yield _no_key
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
+    sources = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+
+    def next_key(timeout_s: float) -> str:
+        """A key, or an empty text after the timeout."""
+        ready, _, _ = select.select(sources, [], [], timeout_s)
+        return (os.read(ready[0], 1).decode("latin-1") or "q") if ready else ""  # without a byte the terminal is gone
+
+    before = [(each, termios.tcgetattr(each)) for each in sources]
     try:
-        tty.setcbreak(descriptor)
-        yield lambda timeout_s: _read(descriptor, timeout_s)
+        for each in sources:
+            tty.setcbreak(each)
+        yield next_key
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _read(descriptor: int, timeout_s: float) -> str:
-    """A key, or an empty text after the timeout."""
-    ready, _, _ = select.select([descriptor], [], [], timeout_s)
-    if not ready:
-        return ""
-    pressed = os.read(descriptor, 1)
-    return pressed.decode("latin-1") if pressed else "q"  # the terminal is gone
-
-
-def _no_key(timeout_s: float) -> str:
-    select.select([], [], [], timeout_s)
-    return ""
+        for each, settings in before:
+            termios.tcsetattr(each, termios.TCSADRAIN, settings)
 
 
 @contextlib.contextmanager

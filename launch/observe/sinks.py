@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -36,13 +36,7 @@ class Tracker:
     """Writes rows of metrics and events as they come; every line is flushed, so that a crash loses none."""
 
     def __init__(self, config: Config, folder: RunFolder, run_id: str = "", last_step: int = 0) -> None:
-        """Open the files, and Weights & Biases where it is wanted.
-
-        Args:
-            config: of the run.
-            folder: where the files go; what is in them stays.
-            run_id: by which Weights & Biases knows a run that is resumed; '': it chooses one.
-            last_step: that was written before.
+        """Append to the files after `last_step`, and begin at Weights & Biases where it is wanted.
 
         Raises:
             ConfigError: Weights & Biases cannot be reached with the login at hand.
@@ -169,12 +163,7 @@ def check_wandb(config: TrackingConfig) -> None:
 
 
 def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa: ANN401 -- wandb's Run
-    """Begin the run at Weights & Biases, or resume it.
-
-    Args:
-        config: of the run.
-        folder: of the run; what is not sent is in its folder wandb/.
-        run_id: by which it is known there; '': it chooses one.
+    """Begin the run at Weights & Biases, or resume the one that it knows by this id ('': it chooses one).
 
     Raises:
         ConfigError: the server does not answer in time, or refuses the login. No process is left behind.
@@ -288,25 +277,20 @@ class Exporter(Collector):
         if self._shown is None:
             return
         status, row = self._shown
-        labels = {"run": status.run, "run_id": status.run_id, "phase": status.phase}
-        info = GaugeMetricFamily("leeway_run", "1; its labels say which run this is.", labels=list(labels))
-        info.add_metric(list(labels.values()), 1.0)
-        yield info
-        yield from _of_row({**row, **_ledger(status)})
+        facts = (status.run, status.run_id, status.phase)
+        meaning = "1; its labels say which run this is."
+        yield _labelled("leeway_run", meaning, ("run", "run_id", "phase"), [(facts, 1.0)])
+        # a row has the ledger of its draw; this is that of now
+        ledger = status.buffer.ledger if status.buffer is not None else {}
+        yield from _of_row({**row, **{name: ledger[key] for name, key in LEDGER_METRICS.items() if key in ledger}})
         for name, (meaning, of_run) in OF_RUN.items():
             if (value := of_run(status)) is not None:
                 yield GaugeMetricFamily(name, meaning, value=value)
         for name, (meaning, of_actor) in OF_ACTORS.items():
-            family = GaugeMetricFamily(name, meaning, labels=["actor", "pool"])
-            for actor in status.actors:
-                if (value := of_actor(actor)) is not None:
-                    family.add_metric([actor.name, actor.pool], value)
-            yield family
-        tokens = GaugeMetricFamily("leeway_trained_tokens", "Trained tokens by their lag.", labels=["pool", "lag"])
-        for pool, counts in status.lags.items():
-            for lag, count in counts.items():
-                tokens.add_metric([pool, str(lag)], count)
-        yield tokens
+            known = [((actor.name, actor.pool), of_actor(actor)) for actor in status.actors]
+            yield _labelled(name, meaning, ("actor", "pool"), known)
+        counts = [((pool, str(lag)), num) for pool, lags in status.lags.items() for lag, num in lags.items()]
+        yield _labelled("leeway_trained_tokens", "Trained tokens by their lag.", ("pool", "lag"), counts)
 
     def close(self) -> None:
         """Let go of the port. May be called twice."""
@@ -325,12 +309,15 @@ class Exporter(Collector):
         self.close()
 
 
-def _ledger(status: RunStatus) -> dict[str, float]:
-    """The counts of the ledger now; a row has those of its draw."""
-    if status.buffer is None:
-        return {}
-    ledger = status.buffer.ledger
-    return {metric: ledger[name] for metric, name in LEDGER_METRICS.items() if name in ledger}
+def _labelled(
+    name: str, meaning: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float | None]]
+) -> GaugeMetricFamily:
+    """A gauge with a value for each tuple of labels, but for those that are not known."""
+    family = GaugeMetricFamily(name, meaning, labels=labels)
+    for of_labels, value in values:
+        if value is not None:
+            family.add_metric(of_labels, value)
+    return family
 
 
 def _of_row(row: Mapping[str, Any]) -> Iterator[GaugeMetricFamily]:

@@ -67,11 +67,8 @@ class Tripwires:
     ) -> None:
         """Nothing has tripped.
 
-        Args:
-            config: of the run.
-            contract: says which actor is behind, as the actors themselves do.
-            mismatch_limits: mean absolute difference of log-probabilities, by pool of actors; None: as the config says.
-            clock: seconds, monotonic.
+        `mismatch_limits` are mean absolute differences of log-probabilities, by pool of actors; None: as the config
+        says. `clock` is monotonic seconds.
         """
         self._config = config.launch
         self._contract = contract
@@ -99,14 +96,9 @@ class Tripwires:
         return list(self._standing.values())
 
     def look(self, news: PollResult, *, evaluating: bool = False) -> list[Trip]:
-        """Take in a poll.
+        """Take in a poll; returns what tripped or ended with it.
 
-        Args:
-            news: of the roles.
-            evaluating: an evaluation goes on, which holds actors at one version: that is not held against them.
-
-        Returns:
-            What tripped or ended with it.
+        An evaluation that goes on holds actors at one version: that is not held against them.
         """
         now = self._clock()
         for report in news.actors:
@@ -161,12 +153,12 @@ class Tripwires:
             lasts_s = self._lasts("stuck", LEARNER, self._newest if is_due else None, now)
             text = (
                 f"the learner is at version {status.version}, and the newest published is {self._newest} for "
-                f"{lasts_s:.0f} s"
-                f"{_because(news.publishing, ', waiting for ')}; see the logs of the stages"
+                f"{lasts_s:.0f} s{_because(news.publishing, ', waiting for ')}; see the logs of the stages"
             )
             stuck = text if lasts_s >= STUCK_AFTER_S else ""
-            ended = f"version {self._newest} is published"
-            yield from self._hold("stuck", LEARNER, stuck, _for_all(config.on_stuck), ended)
+            yield from self._hold(
+                "stuck", LEARNER, stuck, _for_all(config.on_stuck), f"version {self._newest} is published"
+            )
         if news.publishing is not None:
             lasts_s = self._lasts("publishing", LEARNER, news.publishing and "waits", now)
             text = f"published weights wait for {news.publishing}; training goes on as far as the bound allows"
@@ -184,16 +176,16 @@ class Tripwires:
         old_s = self._lasts("stuck", name, served if is_old else None, now)
         is_behind = is_old and self._contract.is_behind(served, self._newest)
         behind_s = self._lasts("behind", name, "behind" if is_behind else None, now)
-        facts = f"{name} serves version {served} and the newest published is {self._newest}"
+        if evaluating:
+            return  # nothing begins and nothing ends
+        ended = f"{name} serves version {served}"
+        facts = f"{ended} and the newest published is {self._newest}"
         why = _because(report.refused, "; it refused ") or _because(report.waiting, "; it says: ")
         if silent_s > 2.0:
             why = f"; it has not answered for {silent_s:.0f} s"
         stuck = f"{facts}; it has served that one for {old_s:.0f} s{why}"
         bound = f"more than max_actor_lag = {self._contract.actor_lag} behind"
         behind = f"{facts}; it has been {bound} for {behind_s:.0f} s{why}"
-        if evaluating:
-            return  # nothing begins and nothing ends
-        ended = f"{name} serves version {served}"
         yield from self._hold("stuck", name, stuck if old_s >= STUCK_AFTER_S else "", config.on_stuck, ended)
         yield from self._hold("behind", name, behind if behind_s >= BEHIND_AFTER_S else "", config.on_behind, ended)
 
@@ -233,12 +225,7 @@ class Tripwires:
 
 
 def mismatch_limit(config: LaunchConfig, *dtypes: str) -> float:
-    """The limit that is meant where none is given.
-
-    Args:
-        config: which may give one.
-        dtypes: in which engines and learner compute.
-    """
+    """The limit that the config gives, else one for the dtypes in which engines and learner compute."""
     if config.mismatch_limit is not None:
         return config.mismatch_limit
     return 1e-3 if all(dtype in ("float32", "float64") for dtype in dtypes) else 0.2
@@ -314,6 +301,8 @@ class Stability:
     def __init__(self, config: Config) -> None:
         """Nothing has been seen; `config` says what the run has not tried."""
         self._config = config
+        algorithm = config.algorithm
+        self._is_unweighted = isinstance(algorithm, WeighedSection) and not algorithm.corrections
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=2 * WINDOW)
         self._best: _Window | None = None
         self.text = ""
@@ -331,11 +320,6 @@ class Stability:
             f"algorithm.corrections = [] with weight_sync.max_lag = {config.weight_sync.max_lag}: without weights this "
             'loss may collapse under delay. Try algorithm.corrections = ["token_tis"], or max_lag = 0'
         )
-
-    @property
-    def _is_unweighted(self) -> bool:
-        algorithm = self._config.algorithm
-        return isinstance(algorithm, WeighedSection) and not algorithm.corrections
 
     def take_in(self, row: Mapping[str, Any]) -> None:
         """A step was taken; a skipped one says nothing."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from itertools import zip_longest
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.text import Text
 
-from launch.observe.status import ActorStatus, PoolStatus, ProcessStatus, RunStatus
+from launch.observe.status import ActorStatus, ProcessStatus, RunEvent, RunStatus
 from launch.text import duration, number
 
 POOL_STYLES = ("cyan", "magenta", "green", "blue", "yellow")
 """Of the pools, in their order; they begin anew after the last."""
-BLOCK, ASCII_BLOCK = "█", "#"
-MARK, ASCII_MARK = "◂ bound", "< bound"
+MARK = "◂ bound"
 _HEAD = 17
 """Columns before a bar: the lag and its share."""
 MAX_ROWS = 12
@@ -28,46 +28,33 @@ def style_of(pools: Sequence[str], pool: str) -> str:
     return POOL_STYLES[pools.index(pool) % len(POOL_STYLES)] if pool in pools else "white"
 
 
-def lag_rows(
-    lags: Mapping[str, Mapping[int, int]],
-    max_lag: int | str,
-    width: int,
-    *,
-    max_rows: int = MAX_ROWS,
-    ascii_only: bool = False,
-) -> list[Text]:
+def lag_rows(status: RunStatus, width: int, max_rows: int, *, ascii_only: bool) -> list[Text]:
     """One row for each lag up to the greatest, or to the bound where there is one; shares are of all trained tokens.
 
-    Args:
-        lags: pool -> lag -> tokens.
-        max_lag: the bound, in versions, or 'unbounded'.
-        width: columns of a row.
-        max_rows: where there are more lags, some share a row.
-        ascii_only: for terminals that show nothing else.
+    Where there are more lags than `max_rows`, some share a row. `width` is in columns.
     """
+    lags, pools = status.lags, sorted(status.lags)
     total = sum(sum(counts.values()) for counts in lags.values())
     if not total or max_rows < 1:
         return []
-    bound = max_lag if isinstance(max_lag, int) else None
-    greatest = max(lag for counts in lags.values() for lag in counts)
-    step = -(-(max(greatest, bound or 0) + 1) // max_rows)
-    room = max(1, width - _HEAD - len(MARK))
-    pools = sorted(lags)
+    bound = status.max_lag if isinstance(status.max_lag, int) else None
+    num_lags = 1 + max(bound or 0, *(lag for counts in lags.values() for lag in counts))
+    step = -(-num_lags // max_rows)
+    block, mark = ("#", "< bound") if ascii_only else ("█", MARK)
     sums = [
         {pool: sum(lags[pool].get(lag, 0) for lag in range(first, first + step)) for pool in pools}
-        for first in range(0, max(greatest, bound or 0) + 1, step)
+        for first in range(0, num_lags, step)
     ]
-    longest = max(sum(each.values()) for each in sums)
+    scale = max(1, width - _HEAD - len(mark)) / max(sum(each.values()) for each in sums)
     rows = []
     for place, counts in enumerate(sums):
         first, last = place * step, place * step + step - 1
         name = str(first) if step == 1 else f"{first}-{last}"
         row = Text(f"{name:>7} {sum(counts.values()) / total:>6.1%}  ")
         for pool in pools:
-            cells = round(counts[pool] / longest * room)
-            row.append((ASCII_BLOCK if ascii_only else BLOCK) * cells, style=style_of(pools, pool))
+            row.append(block * round(counts[pool] * scale), style=style_of(pools, pool))
         if bound is not None and first <= bound <= last:
-            row.append(f" {ASCII_MARK if ascii_only else MARK}", style="bold")
+            row.append(f" {mark}", style="bold")
         rows.append(row)
     return rows
 
@@ -108,7 +95,7 @@ def head(status: RunStatus, now_s: float, width: int, gone: str, note: str) -> l
     if note:
         first.append(f"[{note}]", style="reverse").append("  ")
     first.append(state, style=style)
-    return [first, _progress_line(status, width), *_quality(status, width), *_speed(status, width)]
+    return [first, _progress_line(status, width), *packed(_quality(status), width), *packed(_speed(status), width)]
 
 
 def packed(parts: Iterable[str], width: int) -> list[Text]:
@@ -126,7 +113,7 @@ def sections(status: RunStatus, now_s: float, width: int, wrap: Wrap, *, ascii_o
     """All sections that have something to show, in the order in which they stand."""
 
     def lag(max_rows: int) -> list[Text]:
-        return lag_rows(status.lags, status.max_lag, width, max_rows=max_rows, ascii_only=ascii_only)
+        return lag_rows(status, width, max_rows, ascii_only=ascii_only)
 
     wrong = [line for sentence in status.tripped for line in wrap(sentence, "red")]
     waits = [line for sentence in status.waits for line in wrap(sentence, "")]
@@ -136,10 +123,10 @@ def sections(status: RunStatus, now_s: float, width: int, wrap: Wrap, *, ascii_o
         Section("actors", list(_processes(status.actors, now_s)), least=2),
         Section("stages", list(_processes(status.stages, now_s))),
         Section("services", list(_processes(status.services, now_s)), least=0),
-        Section("buffer", list(_buffer(status, width)), least=2),
+        Section("buffer", _buffer(status, width), least=2),
         Section("lag", lag(MAX_ROWS), least=3, within=lag),
         Section("waits", waits if status.ended or waits else [Text("nobody waits", style="dim")], least=2),
-        Section("events", [_event(each.time_s, each.text) for each in status.events], keeps_end=True),
+        Section("events", [_event(each) for each in status.events], keeps_end=True),
     ]
     return [section for section in found if section.lines]
 
@@ -153,29 +140,30 @@ def _progress_line(status: RunStatus, width: int) -> Text:
     return Text.assemble(("━" * done, "green"), ("━" * (room - done), "dim"), words)
 
 
-def _quality(status: RunStatus, width: int) -> list[Text]:
-    parts = [f"reward {number(status.reward)}", f"loss {number(status.loss)}"]
+def _quality(status: RunStatus) -> Iterator[str]:
+    yield f"reward {number(status.reward)}"
+    yield f"loss {number(status.loss)}"
     if status.evaluations:
-        known = [number(each.greedy) for each in status.evaluations]
-        first = f"{known[0]} -> " if len(known) > 1 else ""
-        parts.append(f"accuracy {first}{known[-1]} (version {status.evaluations[-1].versions})")
-    parts.append(f"lag mean {number(status.lag_mean)}, max {status.lag_max} of {status.max_lag}")
-    parts.append(f"mismatch {number(status.mismatch_lag0_abs)}")
-    return packed(parts, width)
+        first, last = (number(status.evaluations[place].greedy) for place in (0, -1))
+        known = f"{first} -> {last}" if len(status.evaluations) > 1 else last
+        yield f"accuracy {known} (version {status.evaluations[-1].versions})"
+    yield f"lag mean {number(status.lag_mean)}, max {status.lag_max} of {status.max_lag}"
+    yield f"mismatch {number(status.mismatch_lag0_abs)}"
 
 
-def _speed(status: RunStatus, width: int) -> list[Text]:
+def _speed(status: RunStatus) -> Iterator[str]:
     learner = status.learner
-    parts = [f"tokens/s generated {status.generated_tokens_per_s:,.0f}", f"trained {learner.tokens_per_s:,.0f}"]
+    yield f"tokens/s generated {status.generated_tokens_per_s:,.0f}"
+    yield f"trained {learner.tokens_per_s:,.0f}"
     if learner.busy_frac is not None and learner.step_s is not None:
-        parts.append(f"learner busy {learner.busy_frac:.0%}, step {learner.step_s:.2f} s")
+        yield f"learner busy {learner.busy_frac:.0%}, step {learner.step_s:.2f} s"
     if learner.restarts:
-        parts.append(f"learner restarts {learner.restarts}")
-    return packed(parts, width)
+        yield f"learner restarts {learner.restarts}"
 
 
 def _pools(status: RunStatus) -> Iterator[Text]:
-    names, width = sorted(status.lags), _name_width(status.pools)
+    names = sorted(status.lags)
+    width = 2 + max((len(pool.name) for pool in status.pools), default=0)
     for pool in status.pools:
         short = pool.working < pool.wanted
         yield Text.assemble(
@@ -186,12 +174,8 @@ def _pools(status: RunStatus) -> Iterator[Text]:
         )
 
 
-def _name_width(found: Sequence[ProcessStatus | PoolStatus]) -> int:
-    return max((len(each.name) for each in found), default=0) + 2
-
-
 def _processes(processes: Sequence[ProcessStatus], now_s: float) -> Iterator[Text]:
-    width = _name_width(processes)
+    width = 2 + max((len(process.name) for process in processes), default=0)
     for process in processes:
         line = Text.assemble((f"{process.name:<{width}}", "bold"))
         actor = process if isinstance(process, ActorStatus) else None
@@ -217,29 +201,26 @@ def _style(state: str) -> str:
     return "" if state in ("working", "finished") else "yellow"
 
 
-def _buffer(status: RunStatus, width: int) -> Iterator[Text]:
+def _buffer(status: RunStatus, width: int) -> list[Text]:
     buffer = status.buffer
     if buffer is None:
-        return
+        return []
     ledger = buffer.ledger
     state = [
         f"{buffer.ready_groups} groups ready, {buffer.groups_per_step} a step, {buffer.drawn_groups} drawn",
         f"{ledger.get('in_flight', 0)} samples in flight",
         f"sampler {buffer.sampler}",
     ]
-    yield from packed(state, width)
     gap = ledger.get("gap", 0)
-    if gap:
-        yield Text(f"ledger gap {gap}: samples are not counted right, which is a bug", style="red")
+    bug = [Text(f"ledger gap {gap}: samples are not counted right, which is a bug", style="red")] if gap else []
     names = [*LEDGER, *(name for name in OUTSIDE if ledger.get(name)), "gap"]
-    yield from packed((f"{name} {ledger.get(name, 0)}" for name in names), width)
-    if buffer.failed_by_reason:
-        yield from packed((f"{count} failed: {reason}" for reason, count in buffer.failed_by_reason.items()), width)
+    counts = packed((f"{name} {ledger.get(name, 0)}" for name in names), width)
+    failed = packed((f"{count} failed: {reason}" for reason, count in buffer.failed_by_reason.items()), width)
+    return [*packed(state, width), *bug, *counts, *failed]
 
 
-def _event(time_s: float, text: str) -> Text:
-    moment = datetime.fromtimestamp(time_s).astimezone().strftime("%H:%M:%S")
-    return Text.assemble((moment, "dim"), f" {text}")
+def _event(event: RunEvent) -> Text:
+    return Text.assemble((time.strftime("%H:%M:%S", time.localtime(event.time_s)), "dim"), f" {event.text}")
 
 
 NAME_WIDTH = 9
@@ -261,12 +242,7 @@ NUM_WAITS = 3
 
 
 def line(status: RunStatus, num_waits: int = NUM_WAITS) -> str:
-    """A run in one line: how far it is, and who waits for whom.
-
-    Args:
-        status: of the run.
-        num_waits: how many of those who wait are named.
-    """
+    """A run in one line: how far it is, and who waits for whom, of whom so many are named."""
     phase = f"{status.phase}, for {status.written_s - status.phase_since_s:.0f} s"
     figures = phase
     if status.step:
@@ -287,14 +263,7 @@ class View:
     """A rich renderable that always fits: what is less important goes first where there is no room."""
 
     def __init__(self, status: RunStatus, now_s: float, *, gone: str = "", note: str = "") -> None:
-        """Take what is to be shown.
-
-        Args:
-            status: of the run.
-            now_s: seconds since the epoch.
-            gone: why the command is thought gone; empty where it is not.
-            note: beside the name, as 'paused'.
-        """
+        """`gone` says why the command is thought gone, empty where it is not; `note` stands beside the name."""
         self._snapshot = status
         self._now_s = now_s
         self._gone = gone
@@ -352,13 +321,9 @@ def _column(found: Sequence[Section], width: int, room: int) -> list[Text]:
     given = fit(found, room)
     lines: list[Text] = []
     for section in found:
-        shown = _shortened(section, given[section.name])
-        for place, line in enumerate(shown):
-            if width >= NARROW:
-                name = section.name if place == 0 else ""
-                lines.append(Text.assemble((f"{name:<{NAME_WIDTH}}", "bold"), line))
-            else:
-                lines.append(line)
+        for place, line in enumerate(_shortened(section, given[section.name])):
+            name = section.name if place == 0 else ""
+            lines.append(Text.assemble((f"{name:<{NAME_WIDTH}}", "bold"), line) if width >= NARROW else line)
     return [_cut(line, width) for line in lines]
 
 
@@ -371,19 +336,16 @@ def _shortened(section: Section, count: int) -> list[Text]:
         return section.within(count)
     if section.keeps_end:
         return section.lines[-count:]
-    if count == 1:
-        return section.lines[:1]
-    return [*section.lines[: count - 1], Text(f"... and {missing + 1} more", style="dim")]
+    more = [Text(f"... and {missing + 1} more", style="dim")] if count > 1 else []
+    return [*section.lines[: count - len(more)], *more]
 
 
 def _beside(left: Sequence[Text], right: Sequence[Text], width: int) -> list[Text]:
     lines = []
-    for place in range(max(len(left), len(right))):
-        line = left[place].copy() if place < len(left) else Text()
+    for first, second in zip_longest(left, right, fillvalue=Text()):
+        line = first.copy()
         line.pad_right(width + 2 - line.cell_len)
-        if place < len(right):
-            line.append_text(right[place])
-        lines.append(line)
+        lines.append(line.append_text(second))
     return lines
 
 

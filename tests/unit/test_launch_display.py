@@ -100,7 +100,7 @@ def test_a_screen_that_goes_away_ends_the_display_and_not_the_run(tmp_path, monk
         with Display(config, SimpleNamespace(root=tmp_path, name="x")) as display:
             for step in range(1, 4):
                 display.update(snapshot(step))
-                display.event("a restart")
+                display.say("a restart")
             display.last_line("report: x")
             display.fail("no actor is left")
         print("Python itself flushes what is left", flush=True)

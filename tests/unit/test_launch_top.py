@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from launch.observe.status import RunStatus, read_status, write_status
-from launch.observe.view import MARK, View, lag_rows
+from launch.observe.view import MARK, MAX_ROWS, View, lag_rows
 from launch.run_folder import RunFolder
 from tests.world.terminal import ALTERNATE_SCREEN, CURSOR, Terminal
 
@@ -22,6 +22,11 @@ SIZES = [(80, 24), (120, 40), (40, 12), (200, 50), (132, 10), (20, 3), (1, 1)]
 
 def recorded(name: str = "training") -> RunStatus:
     return read_status(RECORDED / f"{name}.json")
+
+
+def lag_lines(lags: dict, max_lag: int | str, width: int, max_rows: int = MAX_ROWS, *, ascii_only: bool = False):
+    status = msgspec.structs.replace(recorded(), lags=lags, max_lag=max_lag)
+    return lag_rows(status, width, max_rows, ascii_only=ascii_only)
 
 
 def shown(snapshot: RunStatus, columns: int, rows: int, **view: str) -> list[str]:
@@ -94,30 +99,30 @@ def test_a_view_says_that_it_is_paused_and_that_the_command_is_gone():
 
 
 def test_bars_have_the_length_of_their_share_and_the_bound_is_marked_though_no_token_is_there():
-    rows = [row.plain for row in lag_rows({"a": {0: 300, 1: 100}}, 3, 48)]
+    rows = [row.plain for row in lag_lines({"a": {0: 300, 1: 100}}, 3, 48)]
     assert [row.split()[:2] for row in rows] == [["0", "75.0%"], ["1", "25.0%"], ["2", "0.0%"], ["3", "0.0%"]]
     assert rows[0].count("█") == 3 * rows[1].count("█")
     assert [MARK in row for row in rows] == [False, False, False, True]
 
 
 def test_pools_share_a_bar_in_their_colours():
-    (row,) = lag_rows({"a": {0: 100}, "b": {0: 100}}, "unbounded", 60)
+    (row,) = lag_lines({"a": {0: 100}, "b": {0: 100}}, "unbounded", 60)
     assert [span.style for span in row.spans] == ["cyan", "magenta"]
     assert len({span.end - span.start for span in row.spans}) == 1
 
 
 def test_many_lags_share_rows_and_nothing_trained_has_none():
-    rows = lag_rows({"a": dict.fromkeys(range(100), 1)}, "unbounded", 60)
+    rows = lag_lines({"a": dict.fromkeys(range(100), 1)}, "unbounded", 60)
     assert len(rows) <= 12
-    (row,) = lag_rows({"a": {0: 1, 4: 1}}, 4, 60, max_rows=1)
+    (row,) = lag_lines({"a": {0: 1, 4: 1}}, 4, 60, max_rows=1)
     assert row.plain.split()[:2] == ["0-4", "100.0%"]
     assert MARK in row.plain
     assert rows[0].plain.split()[0] == "0-8"
-    assert lag_rows({"a": {}}, 4, 60) == []
+    assert lag_lines({"a": {}}, 4, 60) == []
 
 
 def test_a_terminal_without_blocks_gets_ascii():
-    rows = lag_rows({"a": {0: 300}}, 1, 50, ascii_only=True)
+    rows = lag_lines({"a": {0: 300}}, 1, 50, ascii_only=True)
     assert all(row.plain.isascii() for row in rows)
     assert "#" in rows[0].plain
 
