@@ -168,7 +168,7 @@ def _follow(
     trace = stack.enter_context(Trace(folder.timeline))
     observer = Observer(
         plan,
-        started_s=started,
+        started_s=started - (earlier.wall_s if earlier is not None else 0.0),
         look=lambda: supervisor.processes(),
         on_quiet=display.update,
         on_news=exporter.show,
@@ -246,7 +246,7 @@ class _Run:
         """Count on from where the learner stands, which is its newest checkpoint that is whole."""
         reached = newest_progress(self.plan.folder.checkpoints)
         step, version = (reached.step, reached.version) if reached is not None else (0, 0)
-        self._observer.take_up(earlier.rows, step, version, earlier.wall_s)
+        self._observer.take_up(earlier.rows, step, version)
         every = self._config.actors.eval_every
         self._evaluated_at = version - version % every if every else version
         start = f"the checkpoint of step {step}" if reached is not None else "the model, for there is no checkpoint"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.observe.status import Accuracy
+from launch.observe.status import Accuracy, StatusError, read_status
 from launch.run_folder import RunFolder, RunIdentity
 
 
@@ -22,7 +23,7 @@ class History:
     before: Accuracy | None
     """The first evaluation; None where the run ended before it."""
     wall_s: float
-    """Seconds that the commands before worked on the run, up to the last that each wrote."""
+    """Seconds that the commands before worked on the run."""
     changes: str = ""
     """Which keys of the config are other than before, as a sentence; empty where none is."""
 
@@ -39,23 +40,16 @@ class History:
             ConfigError: `run.json` is not there, or damaged.
             ValueError: a line of the files is no JSON.
         """
-        identity = folder.read_identity()
         rows = [row for row in _lines(folder.metrics) if "loss" in row]
-        events = list(_lines(folder.events))
-        evaluated = (event for event in events if event["kind"] == "evaluated")
-        first = next(evaluated, None)
-        times = [float(event["time_s"]) for event in events]
-        times += [float(row["finished_s"]) for row in rows if row.get("finished_s")]
-        return cls(
-            identity, rows, None if first is None else Accuracy.of_event(first), _wall_s(identity, times), changes
-        )
+        evaluated = (Accuracy.of_event(event) for event in _lines(folder.events) if event["kind"] == "evaluated")
+        wall_s = 0.0
+        with suppress(StatusError):  # a command that ended before it said anything
+            wall_s = read_status(folder.status).wall_s
+        return cls(folder.read_identity(), rows, next(evaluated, None), wall_s, changes)
 
 
 def repair(folder: RunFolder) -> list[str]:
-    """End the last line of each file of lines, or remove it where a crash cut it off.
-
-    Returns:
-        A sentence for each file that was changed.
+    """End the last line of each file of lines, or remove it where a crash cut it off; says which it changed.
 
     Raises:
         OSError: a file cannot be written.
@@ -95,13 +89,3 @@ def _is_json(data: bytes) -> bool:
         return isinstance(json.loads(data), dict)
     except ValueError:
         return False
-
-
-def _wall_s(identity: RunIdentity, times_s: Sequence[float]) -> float:
-    """From the start of each command to the last that it wrote."""
-    starts = identity.started_s
-    ends = (*starts[1:], float("inf"))
-    total = 0.0
-    for start, end in zip(starts, ends, strict=True):
-        total += max((moment - start for moment in times_s if start <= moment < end), default=0.0)
-    return total

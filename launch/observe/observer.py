@@ -71,9 +71,9 @@ class Observer:
     ) -> None:
         """Nothing is written before the first phase.
 
-        `started_s` of the command is by `clock`. `look` says how the processes are now, and waits for none of them.
-        `on_quiet` is shown what is known while no poll comes, from a thread of the observer; `on_news` is shown every
-        status that is written, with the metrics of the newest step.
+        `started_s` is by `clock`, as if one command had done all the work on the run. `look` says how the processes
+        are now, and waits for none of them. `on_quiet` is shown what is known while no poll comes, from a thread of
+        the observer; `on_news` is shown every status that is written, with the metrics of the newest step.
         """
         config = plan.config
         self._path, self._config = plan.folder.status, config
@@ -157,9 +157,8 @@ class Observer:
             self.status.ended = Ended(at_s=self._wall(), text=text, exit_status=exit_status)
             self._write()
 
-    def take_up(self, rows: Sequence[Mapping[str, Any]], step: int, version: int, wall_s: float) -> None:
-        """Count on from the rows of earlier commands, which worked so long; the learner goes on at this step."""
-        self._started_s -= wall_s
+    def take_up(self, rows: Sequence[Mapping[str, Any]], step: int, version: int) -> None:
+        """Count on from the rows of earlier commands; the learner goes on at this step."""
         self._restarts_before = 1 + max((int(row["restarts"]) for row in rows), default=0)
         every, last = self._config.tracking.log_every, 0
         for row in rows:

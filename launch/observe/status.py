@@ -386,17 +386,16 @@ def look(folder: RunFolder) -> StatusView:
 
 
 def _why_gone(folder: RunFolder, status: RunStatus, now_s: float, owner: int | None) -> str:
-    if status.ended is not None:
+    is_here = status.host == socket.gethostname()
+    is_there = owner is not None if is_here else now_s - status.written_s <= STALE_S
+    if is_there or status.ended is not None:
         return ""
-    who = f"the command (process {status.pid})"
-    if status.host != socket.gethostname():
-        if now_s - status.written_s <= STALE_S:
-            return ""
-        who = f"the command (process {status.pid} on {status.host})"
-    elif owner is not None:
-        return ""
+    where = "" if is_here else f" on {status.host}"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.written_s))
-    return f"{who} is gone since {since}, nothing runs; `leeway resume {folder.root}` goes on"
+    return (
+        f"the command (process {status.pid}{where}) is gone since {since}, nothing runs; `leeway resume {folder.root}` "
+        "goes on"
+    )
 
 
 # --- in words -----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -117,30 +118,23 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def finish(source: Path, target: Path) -> tuple[int, int]:
-    """Copy a trace so that it is whole JSON, as other programs want it. Memory does not grow with it.
+    """Copy a trace so that it is whole JSON; returns how many spans and how many values of counters are in it.
 
-    It appears whole, and only its owner can read it.
-
-    Returns:
-        How many spans and how many values of counters are in it.
+    It appears whole, and only its owner can read it. Memory does not grow with it.
 
     Raises:
         OSError: one cannot be read, or the other not be written.
         ValueError: the trace is empty.
     """
-    num_spans = num_counters = 0
-    encode = msgspec.json.Encoder().encode
+    kinds: Counter[str] = Counter()
     with private_file(target) as file:
-        separator = b"[\n"
         for event in read(source):
-            file.write(separator + encode(event))
-            separator = b",\n"
-            num_spans += event.ph == "X"
-            num_counters += event.ph == "C"
-        if separator == b"[\n":
+            file.write((b",\n" if kinds else b"[\n") + msgspec.json.encode(event))
+            kinds[event.ph] += 1
+        if not kinds:
             raise ValueError(f"{source} has no line: the run has not begun, or it ended before it did")
         file.write(b"\n]\n")
-    return num_spans, num_counters
+    return kinds["X"], kinds["C"]
 
 
 class Trace:
@@ -150,11 +144,7 @@ class Trace:
     """
 
     def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
-        """Open the file.
-
-        Args:
-            path: appended to where it is there; a line that a crash cut off is removed.
-            wall: seconds since the epoch.
+        """Append to the file; a line that a crash cut off is removed first. `wall` is seconds since the epoch.
 
         Raises:
             OSError: it cannot be opened.
@@ -188,19 +178,14 @@ class Trace:
         return LEAST_GRAIN_S if beyond < 0 else FIRST_GRAIN_S * 2.0 ** (beyond // GROWTH_BYTES)
 
     def take_in(self, news: PollResult, rows: list[dict[str, Any]]) -> None:
-        """Write what a poll of the roles brought.
-
-        Args:
-            news: of the roles.
-            rows: the metrics of the steps that it reported.
-        """
+        """Write what a poll of the roles brought, and the metrics of the steps that it reported."""
         for row in rows:
             self._step(row)
         for report in news.actors:
             self._actor(report)
         there = {f"{process.role}-{process.number}": process.state for process in news.processes}
         gone = [who for who, what in self._lasting if what == "state" and who not in there] if there else []
-        for who, state in [*there.items(), *((who, "") for who in gone)]:
+        for who, state in {**there, **dict.fromkeys(gone, "")}.items():
             self._switch(who, "state", state)
         self._sample(news)
         self._cut()
@@ -287,20 +272,22 @@ class Trace:
         """Its number in the trace; one that is new is named."""
         role, _, number = who.rpartition("-")
         pid = FIRST_NUMBERS[role] + int(number) if role else NUMBERS[who]
-        if (pid, 0) not in self._named:
-            self._named.add((pid, 0))
-            self._write(Event(ph="M", name="process_name", pid=pid, tid=0, args={"name": who}))
-            self._write(Event(ph="M", name="process_sort_index", pid=pid, tid=0, args={"sort_index": pid}))
+        self._name("process_name", pid, 0, who)
         return pid
+
+    def _name(self, what: str, pid: int, tid: int, name: str) -> None:
+        if (pid, tid) not in self._named:
+            self._named.add((pid, tid))
+            self._write(Event(ph="M", name=what, pid=pid, tid=tid, args={"name": name}))
+            if not tid:
+                self._write(Event(ph="M", name="process_sort_index", pid=pid, tid=0, args={"sort_index": pid}))
 
     def _span(
         self, who: str, what: str, start_s: float, end_s: float, args: Mapping[str, object] = NOTHING, name: str = ""
     ) -> Event:
         pid, track = self._process(who), TRACK_OF[what]
         tid = TRACKS.index(track) + 1
-        if (pid, tid) not in self._named:
-            self._named.add((pid, tid))
-            self._write(Event(ph="M", name="thread_name", pid=pid, tid=tid, args={"name": track}))
+        self._name("thread_name", pid, tid, track)
         known = {key: round(value, 4) if isinstance(value, float) else value for key, value in args.items()}
         return Event(
             ph="X",
@@ -385,10 +372,5 @@ def _whole_lines(path: Path) -> int:
         return 0
     with path.open("rb+") as file:
         size = file.seek(0, os.SEEK_END)
-        start = max(0, size - 2**20)
-        file.seek(start)
-        tail = file.read()
-        whole = start + tail.rfind(b"\n") + 1
-        if whole < size:
-            file.truncate(whole)
-    return whole
+        start = file.seek(max(0, size - 2**20))
+        return file.truncate(start + file.read().rfind(b"\n") + 1)

@@ -156,25 +156,26 @@ def test_a_torn_last_line_is_repaired_before_more_is_appended(folder, tail, kept
     assert repair(folder) == []
 
 
-def test_history_knows_the_first_evaluation_and_how_long_each_command_worked(folder):
-    identity = folder.read_identity()
-    folder.write_identity(identity.model_copy(update={"started_s": (100.0, 1000.0)}))
+def test_history_knows_the_first_evaluation_and_how_long_the_commands_worked(folder):
     evaluated = {"eval/num_problems": 8, "eval/accuracy_greedy": 0.5, "eval/accuracy_sampled": 0.25}
     evaluated |= {"eval/num_failed": 1, "eval/version": "0.0", "kind": "evaluated", "text": ""}
     later = {**evaluated, "eval/accuracy_greedy": 0.9, "time_s": 1030.0}
     write_lines(folder.events, [{**evaluated, "time_s": 110.0}, later])
     write_lines(folder.metrics, [row(1, finished_s=140.0), row(2, finished_s=150.0), {"eval/accuracy_greedy": 1}])
+    assert History.read(folder).wall_s == 0.0, "no command has said anything"
+    with Observer(plan(folder.root), clock=lambda: 80.0, started_s=0.0) as observer:
+        observer.phase("training")
     history = History.read(folder)
     assert (history.before.greedy, history.before.versions) == (0.5, "0.0")
-    assert history.wall_s == pytest.approx(50.0 + 30.0)
+    assert history.wall_s == 80.0
     assert [each["step"] for each in history.rows] == [1, 2]
 
 
 def test_the_observer_counts_on_from_what_earlier_commands_reported(tmp_path):
-    observer = Observer(plan(tmp_path / "run"), clock=lambda: 7.0)
+    observer = Observer(plan(tmp_path / "run"), clock=lambda: 7.0, started_s=7.0 - 100.0)
     rows = [row(1), row(2), row(3, **{"lag/token_max": 4}), row(2, restarts=1), row(3, restarts=1), row(4, restarts=1)]
     rows[0]["mismatch/lag0_abs"] = 1e-6
-    observer.take_up(rows, step=3, version=3, wall_s=100.0)
+    observer.take_up(rows, step=3, version=3)
     summary = observer.summary(Accuracy.of_event({}), None, status())
     assert (summary["num_steps"], summary["version"], summary["wall_s"]) == (3, 3, 100.0)
     assert (summary["lag_max"], summary["learner_restarts"], summary["mismatch_lag0_abs"]) == (4, 2, 1e-6)
@@ -184,7 +185,7 @@ def test_the_observer_counts_on_from_what_earlier_commands_reported(tmp_path):
 
 def test_steps_that_log_every_left_out_are_not_taken_for_lost(tmp_path):
     observer = Observer(plan(tmp_path / "run", "--tracking.log_every", "3"))
-    observer.take_up([row(3), row(6)], step=8, version=8, wall_s=0.0)
+    observer.take_up([row(3), row(6)], step=8, version=8)
     assert observer.totals.num_without_report(8) == 0
 
 
