@@ -40,12 +40,13 @@ class History:
             ConfigError: `run.json` is not there, or damaged.
             ValueError: a line of the files is no JSON.
         """
+        identity = folder.read_identity()
         rows = [row for row in _lines(folder.metrics) if "loss" in row]
-        evaluated = (Accuracy.of_event(event) for event in _lines(folder.events) if event["kind"] == "evaluated")
+        evaluated = [Accuracy.of_event(event) for event in _lines(folder.events) if event["kind"] == "evaluated"]
         wall_s = 0.0
         with suppress(StatusError):  # a command that ended before it said anything
             wall_s = read_status(folder.status).wall_s
-        return cls(folder.read_identity(), rows, next(evaluated, None), wall_s, changes)
+        return cls(identity, rows, evaluated[0] if evaluated else None, wall_s, changes)
 
 
 def repair(folder: RunFolder) -> list[str]:
