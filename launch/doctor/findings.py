@@ -46,18 +46,16 @@ def problem(name: str, found: str, remedy: str) -> list[Finding]:
     return [Finding(name, "problem", found, remedy)]
 
 
-def examine(
-    checks: Sequence[tuple[str, Check]], *, limit_s: float = LIMIT_S, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Finding]:
+def examine(checks: Sequence[tuple[str, Check]], limit_s: float = LIMIT_S) -> Iterator[Finding]:
     """Run all named checks at once, and yield what they find, in their order.
 
     One that raises, or is not done within `limit_s` of all together, is a problem of its name.
     """
     threads = DaemonThreads("doctor", max(1, len(checks)))
-    deadline = clock() + limit_s
+    deadline = time.monotonic() + limit_s
     for name, future in [(name, threads.submit(check)) for name, check in checks]:
         try:
-            yield from future.result(max(0.0, deadline - clock()))
+            yield from future.result(max(0.0, deadline - time.monotonic()))
         except FutureTimeout:
             hangs = "something that it looks at hangs, such as a network file system or a broken GPU driver"
             yield from problem(name, f"no answer within {limit_s:g} s", hangs)

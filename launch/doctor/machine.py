@@ -22,9 +22,9 @@ from launch.config import Config
 from launch.doctor.findings import Finding, ok, problem, warning
 from launch.errors import ConfigError
 from launch.host import OBJECT_STORE_BYTES, role_processes
-from launch.observe.status import StatusError, look
+from launch.observe.status import why_nobody_works
 from launch.pools import actor_pools, serving_dtypes
-from launch.run_folder import RunFolder, check_writable, nearest_existing, owner_of
+from launch.run_folder import RunFolder, check_writable, nearest_existing
 
 GIB = 2**30
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -278,20 +278,8 @@ def check_leftovers() -> list[Finding]:
         by_run.setdefault(each.run, []).append(each.process.pid)
     found = []
     for root, pids in by_run.items():
-        if (root / "run.json").exists() and _is_over(RunFolder(root)):
-            what = f"{len(pids)} processes of the run {root} live on, and its command does not"
-            found += warning("leftovers", what, f"kill -9 {' '.join(map(str, pids))}")
+        with suppress(OSError):  # somebody else's
+            if (root / "run.json").exists() and why_nobody_works(RunFolder(root)):
+                what = f"{len(pids)} processes of the run {root} live on, and its command does not"
+                found += warning("leftovers", what, f"kill -9 {' '.join(map(str, pids))}")
     return found or ok("leftovers", "no process of a dead run")
-
-
-def _is_over(folder: RunFolder) -> bool:
-    """Whether the command of a run is gone. On a shared disk its lock may be seen on its own host alone."""
-    try:
-        if owner_of(folder) is not None:
-            return False
-        seen = look(folder)
-    except StatusError:  # it ended before it said anything
-        return True
-    except OSError:  # somebody else's
-        return False
-    return bool(seen.gone) or seen.status.ended is not None

@@ -398,6 +398,19 @@ def _why_gone(folder: RunFolder, status: RunStatus, now_s: float, owner: int | N
     )
 
 
+def why_nobody_works(folder: RunFolder) -> str:
+    """Why no command works on a run; empty where one does, here or on another host that shares its folder."""
+    if owner_of(folder) is not None:
+        return ""
+    try:
+        seen = look(folder)
+    except StatusError:  # it ended before it said anything
+        return f"no command works on the run {folder.root}; `leeway resume {folder.root}` goes on with it"
+    if (ended := seen.status.ended) is not None:
+        return f"the run {folder.root} is over ({ended.text}); `leeway resume {folder.root}` goes on with it"
+    return seen.gone
+
+
 # --- in words -----------------------------------------------------------------------------------------
 
 

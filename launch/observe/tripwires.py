@@ -58,24 +58,16 @@ class Tripwires:
     """Looks at every poll; says what tripped, and leaves acting to its caller."""
 
     def __init__(
-        self,
-        config: Config,
-        contract: StalenessContract,
-        *,
-        mismatch_limits: Mapping[str, float] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, config: Config, contract: StalenessContract, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Nothing has tripped.
-
-        `mismatch_limits` are mean absolute differences of log-probabilities, by pool of actors; None: as the config
-        says. `clock` is monotonic seconds.
-        """
+        """Nothing has tripped. `clock` is monotonic seconds."""
         self._config = config.launch
         self._contract = contract
-        self._mismatch_limits = mismatch_limits or {
+        self._mismatch_limits = {
             pool.name: mismatch_limit(config.launch, pool.config.dtype, config.learner.precision)
             for pool in actor_pools(config)
         }
+        """By pool of actors: of the mean absolute difference of log-probabilities."""
         self._stability = Stability(config)
         self._clock = clock
         self._standing: dict[tuple[str, str], Trip] = {}

@@ -79,9 +79,9 @@ class Series:
         return (math.fsum(self._y[:num]) / num, math.fsum(self._y[-num:]) / num) if self._y else None
 
 
-def thinned(points: Sequence[Point], most: int = MAX_BUCKETS) -> list[Point]:
-    """The least and the greatest point of each of `most` buckets of neighbours, so that every spike stays."""
-    width = max(1, math.ceil(len(points) / most))
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """The least and the greatest point of each of MAX_BUCKETS buckets of neighbours, so that every spike stays."""
+    width = max(1, math.ceil(len(points) / MAX_BUCKETS))
     if width <= 2:
         return list(points)
     found: list[Point] = []

@@ -23,7 +23,7 @@ from launch.doctor.findings import Finding, examine, ok
 from launch.doctor.machine import MachineNeeds, Need
 from launch.errors import ExitStatus
 from launch.host import CONNECT_S
-from launch.observe.status import STALE_S, Ended, read_status, write_status
+from launch.observe.status import STALE_S, Ended, read_status, why_nobody_works, write_status
 from launch.run_folder import RunFolder, claimed
 from tests.unit.test_launch_top import RECORDED
 
@@ -346,7 +346,7 @@ def test_a_run_whose_command_writes_on_another_host_is_not_over(tmp_path, host, 
     if ended:
         seen = msgspec.structs.replace(seen, ended=Ended(at_s=0.0, text="done", exit_status=0))
     write_status(folder.status, seen)
-    assert machine._is_over(folder) is is_over
+    assert bool(why_nobody_works(folder)) is is_over
 
 
 @pytest.mark.process

@@ -30,7 +30,7 @@ def noisy(means, seed=0):
 def told(steps, *overrides):
     """(kind, text) of what a run says of these steps."""
     config = load_config(DEMO, overrides)
-    wires = Tripwires(config, StalenessContract(config.weight_sync, 1), mismatch_limits={"actors": 1.0})
+    wires = Tripwires(config, StalenessContract(config.weight_sync, 1))
     return [(trip.kind, trip.text) for row in steps for trip in wires.look(PollResult(steps=[row]))]
 
 
@@ -117,7 +117,7 @@ def test_a_loss_that_was_left_without_weights_is_warned_of_before_the_first_step
 
 def test_the_learner_is_whom_it_is_told_of():
     config = load_config(DEMO)
-    wires = Tripwires(config, StalenessContract(config.weight_sync, 1), mismatch_limits={"actors": 1.0})
+    wires = Tripwires(config, StalenessContract(config.weight_sync, 1))
     wires.look(PollResult(steps=rows(noisy(COLLAPSE))))
     (trip,) = wires.standing
     assert (trip.who, trip.action) == (LEARNER, None)

@@ -53,7 +53,8 @@ class Watched:
         config = load_config(DEMO).model_copy(update={"launch": LaunchConfig(**actions)})
         staleness = StalenessConfig(max_actor_lag=1, **knobs)
         contract = StalenessContract(staleness, groups_per_step=1)
-        self.wires = Tripwires(config, contract, mismatch_limits=limits, clock=lambda: self.now_s)
+        self.wires = Tripwires(config, contract, clock=lambda: self.now_s)
+        self.wires._mismatch_limits = limits or self.wires._mismatch_limits
 
     def look(
         self, *reports: ActorReport, newest: int | None = None, version: int | None = None, **fields
