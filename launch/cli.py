@@ -14,14 +14,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launch.errors import ConfigError, ExitStatus, as_config_error, refuse
 from launch.looking import report, status, top, trace
 from launch.verbs import Verb, arg, flag, of_run, verb
-
-if TYPE_CHECKING:
-    from launch.run_folder import RunFolder
 
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's default; said aloud it prints no banner
@@ -137,11 +134,12 @@ def scale(parsed: argparse.Namespace) -> int:
     """
     from launch.control import Declined, NoAnswer, ask
     from launch.host import private_files
+    from launch.observe.status import why_nobody_works
     from launch.run_folder import open_run
 
     folder = open_run(parsed.run)
-    if gone := _why_gone(folder):
-        return refuse(gone)
+    if why := why_nobody_works(folder):
+        return refuse(why)
     try:
         with private_files():
             print(ask(folder.control, {"verb": "scale", "pool": parsed.pool, "count": parsed.count}, SCALE_PATIENCE_S))
@@ -150,22 +148,6 @@ def scale(parsed: argparse.Namespace) -> int:
     except NoAnswer as error:
         return refuse(error)
     return ExitStatus.OK
-
-
-def _why_gone(folder: RunFolder) -> str:
-    """Why nobody would answer; empty where the run's command lives, here or on another host."""
-    from launch.observe.status import StatusError, look
-    from launch.run_folder import owner_of
-
-    if owner_of(folder) is not None:
-        return ""
-    try:
-        seen = look(folder)
-    except StatusError:
-        return f"no command works on the run {folder.root}; `leeway resume {folder.root}` goes on with it"
-    if (ended := seen.status.ended) is not None:
-        return f"the run {folder.root} is over ({ended.text}); `leeway resume {folder.root}` goes on with it"
-    return seen.gone
 
 
 @verb(
