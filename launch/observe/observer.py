@@ -107,8 +107,6 @@ class Observer:
         self._policy_waits_s = 0.0
         """Of all actors. Both since the last row."""
         self._polled_s = self._started_s
-        self._since: dict[str, tuple[str, int, float]] = {}
-        """Name of a process -> its state, its restarts, and when they were first seen."""
         self._complained = ""
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -326,21 +324,20 @@ class Observer:
         )
         status.buffer = None if known.status is None else self._buffer(known.status)
         status.pools = [self._pool(name, wanted) for name, wanted in known.wanted.items()]
-        processes = self._dated(known.processes)
+        processes = list(self._dated(known.processes))
         status.actors = [self._actor(each) for each in processes if each.role == "actor"]
         status.stages = [self._stage(each) for each in processes if each.role == "stage"]
         status.services = [each for each in processes if each.role in ("buffer", "weights")]
         status.waits = [] if status.ended is not None else waits(status, self._wall())
 
-    def _dated(self, processes: Iterable[ProcessStatus]) -> list[ProcessStatus]:
+    def _dated(self, processes: Iterable[ProcessStatus]) -> Iterator[ProcessStatus]:
         """With when each was first seen in the state that it is in."""
-        before, self._since, now_s = self._since, {}, self._wall()
-        for process in processes:
-            state, restarts, since_s = before.get(process.name, ("", -1, now_s))
-            if (state, restarts) != (process.state, process.restarts):
-                since_s = now_s
-            self._since[process.name] = process.state, process.restarts, since_s
-        return [msgspec.structs.replace(each, since_s=self._since[each.name][2]) for each in processes]
+        seen = (*self.status.actors, *self.status.stages, *self.status.services)
+        before = {(each.role, each.number): (each.state, each.restarts, each.since_s) for each in seen}
+        for each in processes:
+            state, restarts, since_s = before.get((each.role, each.number), ("", 0, 0.0))
+            is_same = (state, restarts) == (each.state, each.restarts)
+            yield msgspec.structs.replace(each, since_s=since_s if is_same else self._wall())
 
     def _pool(self, name: str, wanted: int) -> PoolStatus:
         reports = [report for report in self._reports.values() if report.pool == name]
