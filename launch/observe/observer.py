@@ -162,11 +162,11 @@ class Observer:
         for row in rows:
             last = int(row["step"])
             for unlogged in range(max(1, last - every + 1), last):
-                self.totals.add(unlogged, 0, 0.0, {})
+                self._count({**row, "step": unlogged}, {})
             self._count(row, {})
         self._first_row = self._first_row or (dict(rows[0]) if rows else {})
         for unlogged in (each for each in range(last + 1, step + 1) if each % every):
-            self.totals.add(unlogged, 0, 0.0, {})
+            self._count({**rows[-1], "step": unlogged}, {}) if rows else self.totals.add(unlogged, 0, 0.0, {})
         self.totals.go_back(step)
         self.status.step, self.status.version = step, version
 
@@ -312,6 +312,7 @@ class Observer:
         step_s, wait_s = row.get("time/step"), row.get("time/wait_for_batch")
         status.reward, status.loss, status.overlap_frac = map(row.get, ("reward/mean", "loss", "overlap/frac"))
         status.lag_mean, status.lags = self.totals.lag_mean, self.totals.lags
+        status.trained_tokens = self.totals.num_tokens
         status.published = None if known.status is None else str(PolicyVersion(*known.status.newest))
         status.generated_tokens_per_s = self.actor_totals.tokens_per_s()
         status.learner = LearnerStatus(

@@ -220,6 +220,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     phase_since_s: float = 0.0
     step: int = 0
     num_steps: int
+    trained_tokens: int = 0
+    """Of a step that an earlier command took and tracking.log_every left out, as many as of the next one with a row."""
     version: int = 0
     published: str | None = None
     """Newest published version, INCARNATION.VERSION."""

@@ -27,7 +27,7 @@ class StepTotals:
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._lag_total = 0.0
         self._lags: dict[str, Counter[int]] = {}
         self.num_redone = 0
@@ -49,7 +49,7 @@ class StepTotals:
             self.num_redone += 1
 
     def _count(self, step: _Step, sign: int) -> None:
-        self._num_tokens += sign * step.num_tokens
+        self.num_tokens += sign * step.num_tokens
         self._lag_total += sign * step.lag_total
         for pool, counts in step.lags.items():
             self._lags.setdefault(pool, Counter()).update({lag: sign * count for lag, count in counts.items()})
@@ -61,7 +61,7 @@ class StepTotals:
     @property
     def lag_mean(self) -> float | None:
         """Over all tokens, versions; None before there are any."""
-        return self._lag_total / self._num_tokens if self._num_tokens else None
+        return self._lag_total / self.num_tokens if self.num_tokens else None
 
     @property
     def lags(self) -> dict[str, dict[int, int]]:

@@ -38,7 +38,6 @@ TIMES = {
     "other": "other",
 }
 """What a learner's time is spent on. Of a step "other" is what the metrics between do not name."""
-TOKENS = "batch/completion_tokens"
 
 
 class Series:
@@ -108,7 +107,7 @@ class Metrics:
         self.num_steps = step
         for name, value in row.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if is_number and not (name == TOKENS and row.get("skipped")):
+            if is_number:
                 self.series.setdefault(name, Series()).add(step, value)
 
     def of(self, name: str) -> list[Point]:
@@ -122,11 +121,6 @@ class Metrics:
     def total(self, name: str) -> float:
         """Over all steps."""
         return self.series[name].total if name in self.series else 0.0
-
-    @property
-    def trained_tokens(self) -> int:
-        """Completion tokens of the steps whose rows are there."""
-        return int(self.total(TOKENS))
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -181,13 +175,8 @@ class RunData:
 
     @property
     def num_steps(self) -> int:
-        """Of metrics.jsonl, or of the timeline, which has those too that tracking.log_every leaves out."""
-        return max(self.metrics.num_steps, self.timeline.num_steps if self.timeline is not None else 0)
-
-    @property
-    def trained_tokens(self) -> int:
-        """Completion tokens, by the same rule; that of the two which has more steps has more of them."""
-        return max(self.metrics.trained_tokens, self.timeline.trained_tokens if self.timeline is not None else 0)
+        """Number of the last step that was finished; metrics.jsonl may lack it, for tracking.log_every."""
+        return max(self.metrics.num_steps, self.seen.status.step if self.seen is not None else 0)
 
     @property
     def ledger(self) -> Mapping[str, int] | None:

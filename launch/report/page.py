@@ -86,7 +86,8 @@ def _verdict(run: RunData) -> str:
         return f"{what}: failed after {num_steps:,} steps. {run.events.failed}"
     if not num_steps:
         return f"{what}: no step yet."
-    return f"{what}: {num_steps:,} steps, {run.trained_tokens:,} completion tokens trained."
+    trained = f", {run.seen.status.trained_tokens:,} completion tokens trained" if run.seen is not None else ""
+    return f"{what}: {num_steps:,} steps{trained}."
 
 
 def _clock(seconds: object) -> str:

@@ -120,30 +120,6 @@ class Timeline:
         return min(1.0, statistics.fmean(getattr(actor, what) for actor in self.actors.values()) / self.training_s)
 
     @cached_property
-    def steps(self) -> list[tuple[int, int, int]]:
-        """(first step, last step, tokens) of each span; a step that is taken again takes back those from it on."""
-        found: list[tuple[int, int, int]] = []
-        for span in self.of("learner", "step"):
-            last = int(span.args.get("step", 0))
-            first = last - span.count + 1
-            while found and found[-1][1] >= first:
-                start, end, tokens = found.pop()
-                if start < first:  # of a span for several steps a part stays
-                    found.append((start, first - 1, round(tokens * (first - start) / (end - start + 1))))
-            found.append((first, last, int(span.args.get("tokens") or 0)))
-        return found
-
-    @property
-    def num_steps(self) -> int:
-        """Number of the last step that was finished."""
-        return self.steps[-1][1] if self.steps else 0
-
-    @property
-    def trained_tokens(self) -> int:
-        """Of completions; a step that was taken again counts as it was taken last."""
-        return sum(tokens for _, _, tokens in self.steps)
-
-    @cached_property
     def window(self) -> Interval:
         """A few steps from the middle of training; the whole run where there are too few."""
         steps = [span.start_s for span in self.of("learner", "step")]

@@ -97,7 +97,14 @@ def write_end(run: RunFolder, num_steps: int) -> None:
         silent_shards=[],
     )
     facts = {"run": run.name, "run_id": "1", "folder": str(run.root), "pid": 1, "host": "here", "started_s": START_S}
-    figures = {"step": num_steps, "num_steps": num_steps, "max_lag": 4, "lag_mean": 1.5, "lag_max": 3}
+    figures = {
+        "step": num_steps,
+        "num_steps": num_steps,
+        "max_lag": 4,
+        "lag_mean": 1.5,
+        "lag_max": 3,
+        "trained_tokens": 1000 * num_steps,
+    }
     ended = Ended(at_s=START_S + 60, text="done", exit_status=0)
     write_status(run.status, RunStatus(**facts, **figures, wall_s=60.0, overlap_frac=0.7, buffer=buffer, ended=ended))
 

@@ -10,7 +10,7 @@ from launch.observe.trace import Event, Trace
 from launch.report.charts import curves
 from launch.report.data import Metrics, Series, collect
 from launch.report.page import pool_rows, render, tiles
-from launch.report.timeline import Timeline, read_timeline
+from launch.report.timeline import read_timeline
 from tests.unit.report_run import START_S, make_run, report, row
 
 NIGHT_S = 30_000.0
@@ -68,7 +68,7 @@ def test_a_step_that_is_taken_again_counts_its_tokens_and_seconds_once():
     metrics = Metrics()
     for step in (1, 2, 3, 4, 3, 4, 5):
         metrics.take_in(row(step, START_S + step))
-    assert metrics.trained_tokens == 5 * 1000
+    assert metrics.total("batch/completion_tokens") == 5 * 1000
     assert metrics.seconds["wait_for_batch"] == pytest.approx(5 * 0.4)
     assert metrics.seconds["other"] == pytest.approx(5 * 0.1)
     assert metrics.mean("reward/mean") == pytest.approx(3 / 50)
@@ -77,28 +77,10 @@ def test_a_step_that_is_taken_again_counts_its_tokens_and_seconds_once():
 def test_steps_that_have_no_row_count_too(run):
     rows = run.metrics.read_text().splitlines(keepends=True)
     run.metrics.write_text("".join(rows[9::10]))
-    data = collect(run)
-    assert data.metrics.trained_tokens == 4000
-    assert (data.num_steps, data.trained_tokens) == (40, 40_000)
+    assert len(collect(run).metrics.of("loss")) == 4
+    assert "40 steps, 40,000 completion tokens trained" in render([collect(run)])
     run.metrics.write_text("")
     assert "40 steps, 40,000 completion tokens trained" in render([collect(run)])
-
-
-def test_a_step_of_the_timeline_that_is_taken_again_counts_once(tmp_path):
-    clock = Clock()
-    command(tmp_path / "t", clock, range(1, 11), is_killed=True)
-    command(tmp_path / "t", clock, range(6, 16))
-    lanes = read_timeline(tmp_path / "t")
-    assert (lanes.num_steps, lanes.trained_tokens) == (15, 15_000)
-
-
-def test_of_steps_that_became_one_line_those_that_are_not_taken_again_stay():
-    def step(start_s: float, end_s: float, **args: int) -> Event:
-        ts, dur = round(1e6 * (START_S + start_s)), round(1e6 * (end_s - start_s))
-        return Event(ph="X", name="step", pid=3, tid=1, ts=ts, dur=dur, cat="step", args=args, who="learner")
-
-    lanes = Timeline([step(0, 9, step=10, count=10, tokens=1000), step(9, 10, step=7, tokens=50)])
-    assert (lanes.num_steps, lanes.trained_tokens) == (7, 650)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

@@ -187,6 +187,7 @@ def test_steps_that_log_every_left_out_are_not_taken_for_lost(tmp_path):
     observer = Observer(plan(tmp_path / "run", "--tracking.log_every", "3"))
     observer.take_up([row(3), row(6)], step=8, version=8)
     assert observer.totals.num_without_report(8) == 0
+    assert observer.totals.num_tokens == 8 * row(6)["batch/completion_tokens"]
 
 
 def test_a_run_whose_command_lives_is_refused_with_its_process(folder, capsys):
