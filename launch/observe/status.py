@@ -3,7 +3,7 @@
 The file is the contract between a run and its observers: `leeway status`, `leeway top`, the report,
 a script of yours. It is one JSON document, written anew about twice a second and replaced in one go, so
 that no reader ever sees half of it; its owner alone can read it. A reader of another format number refuses it, and
-passes over fields that it does not know.
+passes over fields that it does not know. So a new field has a default, and one that goes takes a new format number.
 Times are in seconds since the Unix epoch, lags in versions, tokens are completion tokens; null is "not known (yet)".
 """
 

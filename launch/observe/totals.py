@@ -15,6 +15,9 @@ Lags = Mapping[str, Mapping[int, int]]
 ACKNOWLEDGED = ("committed", "duplicate")
 """Outcomes of samples that the buffer has; a duplicate was committed when it came before, and the answer was lost."""
 
+ALL = ("all", "")
+"""Actors together."""
+
 
 class _Step(NamedTuple):
     num_tokens: int
@@ -110,15 +113,13 @@ class ActorTotals:
     """What all processes of each actor have done under this command."""
 
     def __init__(self) -> None:
-        self.num_tokens = 0
-        """Completion tokens of all actors."""
+        self.num_tokens: Counter[tuple[str, str]] = Counter({ALL: 0})
+        """Completion tokens of each ("pool" or "actor", its name), and of all."""
         self.pool_of: dict[str, str] = {}
         """Actor -> pool, also of those that are gone: their tokens may still be trained."""
         self.acknowledged: Counter[str] = Counter()
         """Actor -> samples of which the buffer told it that it has them."""
         self._fresh = Fresh()
-        self._tokens: Counter[tuple[str, str]] = Counter()
-        """By ("all" or "pool" or "actor", its name)."""
         self._rates: dict[tuple[str, str], Rate] = {}
 
     def update(self, now_s: float, reports: Iterable[ActorReport], working: Iterable[str]) -> None:
@@ -127,19 +128,17 @@ class ActorTotals:
             self.pool_of[report.name] = report.pool
             committed = sum(report.num_outcomes.get(outcome, 0) for outcome in ACKNOWLEDGED)
             tokens, acknowledged = self._fresh.of(report.name, report.num_tokens, committed)
-            self.num_tokens += tokens
             self.acknowledged[report.name] += acknowledged
-            for key in (("pool", report.pool), ("actor", report.name)):
-                self._tokens[key] += tokens
-        self._tokens["all", ""] = self.num_tokens
+            for key in (ALL, ("pool", report.pool), ("actor", report.name)):
+                self.num_tokens[key] += tokens
         alive = set(working)
-        for key, total in self._tokens.items():
+        for key, total in self.num_tokens.items():
             if key[0] != "actor" or key[1] in alive:
                 self._rates.setdefault(key, Rate()).update(now_s, total)
             else:
                 self._rates.pop(key, None)
 
-    def tokens_per_s(self, kind: str = "all", name: str = "") -> float:
+    def tokens_per_s(self, kind: str = ALL[0], name: str = ALL[1]) -> float:
         """Over the last seconds: of a "pool", of an "actor", or of all."""
         rate = self._rates.get((kind, name))
         return 0.0 if rate is None else rate.value()

@@ -114,7 +114,7 @@ def test_what_the_buffer_acknowledged_is_counted_over_all_processes_of_an_actor(
 def test_a_restarted_actor_does_not_take_back_what_it_generated(observer):
     for num_tokens in (50, 120, 30):
         observer.take_in(PollResult(actors=[report("actor-0", num_tokens, [])]))
-    assert observer.actor_totals.num_tokens == 150
+    assert observer.actor_totals.num_tokens["all", ""] == 150
 
 
 def test_every_pause_is_in_one_row_and_in_one_only(observer):
