@@ -163,8 +163,11 @@ def test_history_knows_the_first_evaluation_and_how_long_the_commands_worked(fol
     write_lines(folder.events, [{**evaluated, "time_s": 110.0}, later])
     write_lines(folder.metrics, [row(1, finished_s=140.0), row(2, finished_s=150.0), {"eval/accuracy_greedy": 1}])
     assert History.read(folder).wall_s == 0.0, "no command has said anything"
-    with Observer(plan(folder.root), clock=lambda: 80.0, started_s=0.0) as observer:
+    other = plan(folder.root.with_name("other"))
+    other.folder.root.mkdir()
+    with Observer(other, clock=lambda: 80.0, started_s=0.0) as observer:
         observer.phase("training")
+    other.folder.status.rename(folder.status)
     history = History.read(folder)
     assert (history.before.greedy, history.before.versions) == (0.5, "0.0")
     assert history.wall_s == 80.0

@@ -265,7 +265,7 @@ def run(tmp_path, request):
         quarantined: list[str] = []
         supervisor = SimpleNamespace(quarantine=lambda name, why: quarantined.append(name))
         said: list[str] = []
-        display = SimpleNamespace(event=said.append, update=lambda progress: None)
+        display = SimpleNamespace(say=said.append, update=lambda progress: None)
         tracker = Tracker(plan.config, plan.folder)
         request.addfinalizer(tracker.close)
         interrupts, observer = SimpleNamespace(count=0), Observer(plan)
