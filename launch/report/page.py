@@ -19,7 +19,7 @@ from launch.report import charts
 from launch.report.data import RunData
 from launch.report.svg import DASH, short
 from launch.report.timeline import ActorSums, overview, window
-from launch.text import printable
+from launch.text import duration, printable
 
 IDENTITY_KEYS = ("run.name", "run.dir")
 """Of the config: differ between any two runs and say nothing."""
@@ -120,7 +120,7 @@ def tiles(run: RunData) -> list[Tile]:
     status = run.seen.status if run.seen is not None else None
     generated, trained = (metrics.mean(f"perf/{what}_tokens_per_s") for what in ("generated", "trained"))
     busy, pauses = (timeline.share("busy_s"), timeline.share("pause_s")) if timeline is not None else (None, None)
-    took = f" in {_duration(status.wall_s)}" if status is not None and status.wall_s else ""
+    took = f" in {duration(status.wall_s)}" if status is not None and status.wall_s else ""
     exit_status = f"; exit status {run.exit_status}" if run.exit_status is not None else ""
     return [
         _accuracy(run, "greedy"),
@@ -179,12 +179,6 @@ def _gap(status: RunStatus | None) -> Tile:
 def _waiting(seconds: Mapping[str, float]) -> float | None:
     total = sum(seconds.values())
     return seconds["wait_for_batch"] / total if total else None
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 class PoolRow(NamedTuple):

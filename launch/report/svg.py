@@ -149,16 +149,8 @@ def line_chart(
 ) -> Figure:
     """Curves over each other, the first on top; a sentence in their place where there is nothing to draw.
 
-    Args:
-        title: its heading.
-        unit: of y.
-        curves: those without a point are left out.
-        x_name: with its unit.
-        bound: name and value of a level that is not to be passed.
-        floor: down to which the axis of y reaches at least.
-        ceiling: at which it ends, where no value but for rounding passes it.
-        may_be_log: the axis may be logarithmic.
-        note: below the chart.
+    `bound` names a level that is not to be passed. The axis of y reaches down to `floor` at least, and ends at
+    `ceiling` where no value but for rounding passes it.
     """
     curves = [curve for curve in curves if curve.points]
     if not curves:
