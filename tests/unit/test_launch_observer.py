@@ -125,6 +125,24 @@ def test_fields_of_a_newer_leeway_are_passed_over(run):
     assert read_status(run.path).run == "run"
 
 
+def test_a_file_of_an_older_leeway_is_read_or_refused_with_the_field_that_is_missing(run):
+    document = json.loads(msgspec.json.encode(run.poll(**two_pools())))
+    without_new = {name: value for name, value in document.items() if name not in ("wall_s", "ledger_gap")}
+    run.path.write_text(json.dumps(without_new | {"buffer": document["buffer"] | {"sampler_kind": "fifo"}}))
+    assert read_status(run.path).wall_s == 0.0
+    document["buffer"]["groups_ready"] = document["buffer"].pop("ready_groups")
+    run.path.write_text(json.dumps(document))
+    with pytest.raises(StatusError, match=r"is not what a run writes: .*`ready_groups`"):
+        read_status(run.path)
+
+
+def test_the_largest_gap_of_the_ledger_and_why_samples_are_set_aside_stay_in_it(run):
+    ledger = status().ledger
+    run.poll(status=status(ledger={**ledger, "gap": -2}, quarantined_by_reason={"no reward": 3}))
+    snapshot = run.poll(status=status(ledger=ledger, quarantined_by_reason={"no reward": 3}))
+    assert (snapshot.ledger_gap, snapshot.buffer.quarantined_by_reason) == (2, {"no reward": 3})
+
+
 def test_a_file_that_cannot_be_written_does_not_stop_the_run_and_is_logged_once(run, caplog):
     run.path.parent.rename(run.path.parent.with_name("moved"))
     for _ in range(3):
