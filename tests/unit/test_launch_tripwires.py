@@ -263,7 +263,7 @@ def run(tmp_path, request):
         plan = check(load_config(DEMO, ["--tracking.wandb", "disabled", *overrides]), tmp_path / "run")
         plan.folder.create(plan.config)
         quarantined: list[str] = []
-        supervisor = SimpleNamespace(quarantine=lambda name, why: quarantined.append(name))
+        supervisor = SimpleNamespace(actors=SimpleNamespace(quarantine=lambda name, why: quarantined.append(name)))
         said: list[str] = []
         display = SimpleNamespace(say=said.append, update=lambda progress: None)
         tracker = Tracker(plan.config, plan.folder)
