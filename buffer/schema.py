@@ -109,7 +109,7 @@ def to_batch(trajectories: Sequence[Trajectory], run_id: str, sender: Sender | N
         "reward": pa.array([row.reward for row in many], pa.float64()),
         "reward_parts": _reward_parts(many),
         "columns": pa.array([_json_encoder.encode(row.columns).decode() for row in many], pa.string()),
-        "reference_logprobs": _optional_lists([row.reference_logprobs for row in many]),
+        "reference_logprobs": _lists([row.reference_logprobs for row in many], np.float32),
     }
     if sender is not None:
         columns["epoch"] = pa.array(np.full(num, sender.epoch, np.int64))
@@ -213,7 +213,7 @@ def join_rows(
     if all(score is None for score in scores):
         return batch
     index = SCHEMA.get_field_index("reference_logprobs")
-    return batch.set_column(index, SCHEMA.field(index), _optional_lists(list(scores)))
+    return batch.set_column(index, SCHEMA.field(index), _lists(scores, np.float32))
 
 
 def join_streams(bodies: Sequence[bytes]) -> bytes | memoryview:
@@ -227,16 +227,12 @@ def join_streams(bodies: Sequence[bytes]) -> bytes | memoryview:
     return write_stream(pa.concat_batches([read_stream(body) for body in bodies]))
 
 
-def _lists(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> pa.Array:
-    flat = np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)
-    return list_array([len(array) for array in arrays], pa.array(flat))
-
-
-def _optional_lists(arrays: Sequence[npt.NDArray[np.float32] | None]) -> pa.Array:
+def _lists(arrays: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic]) -> pa.Array:
+    """A list column; None is null."""
+    present = [array for array in arrays if array is not None]
+    flat = np.concatenate(present).astype(dtype, copy=False) if present else np.zeros(0, dtype)
     missing = np.fromiter((array is None for array in arrays), np.bool_, len(arrays))
-    flat = [array for array in arrays if array is not None]
-    values = np.concatenate(flat).astype(np.float32, copy=False) if flat else np.zeros(0, np.float32)
-    return list_array([0 if array is None else len(array) for array in arrays], pa.array(values), missing=missing)
+    return list_array([0 if array is None else len(array) for array in arrays], pa.array(flat), missing=missing)
 
 
 def _spans(many: Sequence[Trajectory]) -> pa.Array:

@@ -187,9 +187,9 @@ class Inspection:
             newest_first: descending order of `by`.
             with_samples: read the stored samples too.
         """
-        readers = [_Reader(store, wanted, with_samples, self.damaged) for store in self.stores]
+        readers = [_Reader(store, wanted, self.damaged) for store in self.stores]
         if by is None:
-            return chain.from_iterable(reader.all() for reader in readers)
+            return chain.from_iterable(reader.all(with_samples=with_samples) for reader in readers)
         places = [
             (value, group.row.group_id, reader)
             for reader in readers
@@ -197,13 +197,13 @@ class Inspection:
             if group.row.phase != "open" and group.row.is_stored and (value := group.value(by)) is not None
         ]
         places.sort(key=lambda place: place[:2], reverse=newest_first)
-        found = (reader.one(group_id) for _, group_id, reader in places)
+        found = (reader.one(group_id, with_samples=with_samples) for _, group_id, reader in places)
         return (group for group in found if group is not None)
 
     def group(self, group_id: int) -> GroupView | None:
         """One group with its samples, whichever shard has it; None where there is none."""
         for store in self.stores:
-            found = _Reader(store, Selection(), True, self.damaged).one(group_id)
+            found = _Reader(store, Selection(), self.damaged).one(group_id, with_samples=True)
             if found is not None:
                 return found
         return None
@@ -277,23 +277,22 @@ def read_row(data: bytes) -> dict[str, Any] | None:
 class _Reader:
     """Reads groups of one store, in short transactions."""
 
-    def __init__(self, store: Store, wanted: Selection, with_samples: bool, damaged: list[str]) -> None:
+    def __init__(self, store: Store, wanted: Selection, damaged: list[str]) -> None:
         self._store = store
         self._wanted = wanted
-        self._with_samples = with_samples
         self._damaged = damaged
         """Takes a sentence for each value that does not match its checksum."""
 
-    def all(self, *, with_samples: bool = True) -> Iterator[GroupView]:
+    def all(self, *, with_samples: bool) -> Iterator[GroupView]:
         """The groups wanted, by their ids."""
         position: int | None = 0
         while position is not None:
             found, position = look_at(self._store, partial(self._some, first=position, with_samples=with_samples))
             yield from found
 
-    def one(self, group_id: int) -> GroupView | None:
+    def one(self, group_id: int, *, with_samples: bool) -> GroupView | None:
         """The group of this id, if it is there and wanted."""
-        return look_at(self._store, lambda tx: self._view(tx, group_id))
+        return look_at(self._store, lambda tx: self._view(tx, group_id, with_samples))
 
     def _some(self, tx: Transaction, first: int, with_samples: bool) -> tuple[list[GroupView], int | None]:
         """What one transaction reads, and the id where the next one goes on; None: at the end."""
@@ -301,14 +300,14 @@ class _Reader:
         found: list[GroupView] = []
         size = 0
         for (group_id,) in tx.groups.all_keys(first):
-            if (view := self._view(tx, group_id, with_samples=with_samples)) is not None:
+            if (view := self._view(tx, group_id, with_samples)) is not None:
                 found.append(view)
                 size += sum(len(sample.record) for sample in view.samples)
             if size >= READ_BYTES or time.monotonic() >= deadline:
                 return found, group_id + 1
         return found, None
 
-    def _view(self, tx: Transaction, group_id: int, *, with_samples: bool = True) -> GroupView | None:
+    def _view(self, tx: Transaction, group_id: int, with_samples: bool) -> GroupView | None:
         try:
             group = tx.groups.get(group_id)
         except CorruptRecord as error:
@@ -320,7 +319,7 @@ class _Reader:
         view = GroupView(self._store.facts.shard, group, oldest)
         if not self._wanted.accepts(view):
             return None
-        return replace(view, samples=self._samples(tx, group)) if self._with_samples and with_samples else view
+        return replace(view, samples=self._samples(tx, group)) if with_samples else view
 
     def _samples(self, tx: Transaction, group: Group) -> list[Sample]:
         samples = []
