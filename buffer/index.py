@@ -87,6 +87,11 @@ class GroupIndex:
         """Those that may be drawn, in the order of age."""
         self.num_unused = 0
         """How many of them no step has used."""
+        self.strata: defaultdict[int, list[ReadyGroup]] = defaultdict(list)
+        """Those of each length bucket, in the order of age."""
+        self._by_prompt: defaultdict[int, list[int]] = defaultdict(list)
+        """Those of each prompt, those leased first first."""
+        self._weights = Weights()
 
     def load(self, tx: Transaction) -> None:
         """Derive it from the rows, where that was not done; belongs before the first change of a transaction."""
@@ -120,29 +125,21 @@ class GroupIndex:
 
     def picker(self) -> Picker:
         """To draw by the sampler's weights."""
-        group_ids = [group_id for _, group_id in self.ready]
-        return Picker(group_ids, [self._places[group_id].log_weight for group_id in group_ids])
+        return self._weights.picker()
 
-    def strata(self) -> Mapping[int, list[int]]:
-        """The groups of each length bucket, oldest first."""
-        return self._ready_by(lambda place: place.bucket)
+    def bucket(self, group_id: int) -> int:
+        """The length bucket of a ready group."""
+        return self._places[group_id].bucket
 
-    def same_prompt(self) -> Callable[[int], Sequence[int]]:
-        """A function that gives the ready groups of a group's prompt, those leased last first."""
-        by_prompt = self._ready_by(lambda place: place.prompt_id)
-        return lambda group_id: sorted(by_prompt[self._places[group_id].prompt_id], reverse=True)
+    def same_prompt(self, group_id: int) -> Iterator[int]:
+        """The ready groups of a ready group's prompt, those leased last first."""
+        return reversed(self._by_prompt[self._places[group_id].prompt_id])
 
     def uses_left(self, group_id: int) -> float:
         """How many more times the group may be used."""
         return self.max_uses - self._places[group_id].uses
 
     # --- parts ------------------------------------------------------------------------------------
-
-    def _ready_by(self, key: Callable[[Place], int]) -> Mapping[int, list[int]]:
-        found: defaultdict[int, list[int]] = defaultdict(list)
-        for _, group_id in self.ready:
-            found[key(self._places[group_id])].append(group_id)
-        return found
 
     def _place_of(self, group: Group, state: StoreState) -> Place | None:
         """None where nothing of the group is left."""
@@ -172,65 +169,121 @@ class GroupIndex:
         return group.oldest or (0, 0)
 
     def _move(self, group_id: int, old: Place | None, new: Place | None) -> None:
-        for place, change, sign in ((old, _take_out, -1), (new, insort, 1)):
-            if place is None:
-                continue
-            if place.is_open:
-                change(self.open, group_id)
-                if not place.lease_id:
-                    change(self.unleased, group_id)
-            if place.ready is not None:
-                change(self.ready, place.ready)
-                self.num_unused += sign * (not place.uses)
         if old is not None:
+            self._enter(group_id, old, _take_out, -1)
             self.leases.pop(old.lease_id, None)
+        if new is not None:
+            self._enter(group_id, new, insort, 1)
+            if new.lease_id:
+                self.leases[new.lease_id] = group_id
+        if self._weight is not None:
+            self._weights.put(group_id, -np.inf if new is None or new.ready is None else new.log_weight)
         if new is None:
             del self._places[group_id]
             return
         self._places[group_id] = new
-        if new.lease_id:
-            self.leases[new.lease_id] = group_id
         if new.evictable is not None and (old is None or old.evictable != new.evictable):
             heapq.heappush(self._eviction, new.evictable)
             if len(self._eviction) > 2 * len(self._places) + 64:
                 self._eviction = [each.evictable for each in self._places.values() if each.evictable is not None]
                 heapq.heapify(self._eviction)
 
+    def _enter(self, group_id: int, place: Place, change: Callable[[list[Any], Any], None], sign: int) -> None:
+        if place.is_open:
+            change(self.open, group_id)
+            if not place.lease_id:
+                change(self.unleased, group_id)
+        if place.ready is not None:
+            change(self.ready, place.ready)
+            self.num_unused += sign * (not place.uses)
+            for lists, key, entry in (
+                (self.strata, place.bucket, place.ready),
+                (self._by_prompt, place.prompt_id, group_id),
+            ):
+                change(lists[key], entry)
+                if not lists[key]:
+                    del lists[key]
+
 
 def _take_out(keys: list[Any], key: object) -> None:
     del keys[bisect_left(keys, key)]
 
 
-class Picker:
-    """Draws items with chances in proportion to their weights.
+Logs = npt.NDArray[np.float64]
+"""Logarithms of weights, -inf where there is no item: a softmax of rewards spans more than a float64 holds."""
 
-    Weights are logarithms, because a softmax of rewards or an age sampler spans more than a float64 holds.
+
+class Weights:
+    """Items with weights, in blocks of neighbouring ids, so that a draw looks at a block and at the sums of the others.
+
+    What is drawn depends on the items and the chance alone, not on the order in which they came.
     """
 
-    def __init__(self, items: Sequence[int], log_weights: Sequence[float]) -> None:
-        """Draw among different items, each with its log-weight."""
-        self._items: npt.NDArray[np.int64] = np.array(items, np.int64)
-        self._logs = np.array(log_weights, np.float64).clip(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)
-        self._out: set[int] = set()
-        self._sum()
+    BLOCK = 1024
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Logs] = {}
+        """Those that have an item."""
+        self._sums: dict[int, float] = {}
+        """The logarithm of the sum of a block, of those that have not changed since."""
+
+    def put(self, item: int, log_weight: float) -> None:
+        """Give an item a weight, or take it out with -inf."""
+        number, slot = divmod(item, self.BLOCK)
+        block = self._blocks.get(number)
+        if block is None:
+            if log_weight == -np.inf:
+                return
+            block = self._blocks[number] = np.full(self.BLOCK, -np.inf)
+        block[slot] = max(-LOG_WEIGHT_LIMIT, min(log_weight, LOG_WEIGHT_LIMIT)) if log_weight > -np.inf else -np.inf
+        self._sums.pop(number, None)
+
+    def picker(self) -> Picker:
+        """Begin a draw."""
+        for number in self._blocks.keys() - self._sums.keys():
+            self._sums[number] = _log_sum(self._blocks[number])
+            if self._sums[number] == -np.inf:
+                del self._blocks[number], self._sums[number]
+        numbers = sorted(self._blocks)
+        return Picker(numbers, [self._sums[number] for number in numbers], self._blocks)
+
+
+class Picker:
+    """One draw: picks items with chances in proportion to their weights."""
+
+    def __init__(self, numbers: Sequence[int], sums: Sequence[float], blocks: Mapping[int, Logs]) -> None:
+        """Pick from these blocks, which are not changed, with the logarithms of their sums."""
+        self._numbers = numbers
+        self._sums: Logs = np.array(sums)
+        self._blocks = dict(blocks)
+        self._own: set[int] = set()
 
     def pick(self, random: np.random.Generator) -> int | None:
         """An item; None where none is left."""
-        while len(self._items):
-            slot = int(np.searchsorted(self._sums, random.random() * self._sums[-1], side="right"))
-            if slot == len(self._items):  # the product was rounded up to the sum
-                slot = int(self._logs.argmax())
-            if (item := int(self._items[slot])) not in self._out:
-                return item
-            # What is out is drawn in vain, and not again: the chances of the others to each other stay as they are.
-            stays = ~np.isin(self._items, list(self._out))
-            self._items, self._logs = self._items[stays], self._logs[stays]
-            self._sum()
-        return None
+        if self._sums.max(initial=-np.inf) == -np.inf:
+            return None
+        number = self._numbers[_draw(self._sums, random)]
+        return number * Weights.BLOCK + _draw(self._blocks[number], random)
 
     def take_out(self, item: int) -> None:
-        """Never draw this item again."""
-        self._out.add(item)
+        """Never pick this item again."""
+        number, slot = divmod(item, Weights.BLOCK)
+        if number not in self._blocks:
+            return
+        if number not in self._own:
+            self._blocks[number] = self._blocks[number].copy()
+            self._own.add(number)
+        self._blocks[number][slot] = -np.inf
+        self._sums[bisect_left(self._numbers, number)] = _log_sum(self._blocks[number])
 
-    def _sum(self) -> None:
-        self._sums = np.exp(self._logs - self._logs.max(initial=-np.inf)).cumsum()
+
+def _log_sum(logs: Logs) -> float:
+    top = logs.max()
+    return float(top + np.log(np.exp(logs - top).sum())) if top > -np.inf else -np.inf
+
+
+def _draw(logs: Logs, random: np.random.Generator) -> int:
+    """A place, by weight; at least one has any."""
+    sums = np.exp(logs - logs.max()).cumsum()
+    place = int(np.searchsorted(sums, random.random() * sums[-1], side="right"))
+    return place if place < len(logs) else int(logs.argmax())  # the product was rounded up to the sum

@@ -116,12 +116,14 @@ class LengthBalanced:
         self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
     ) -> list[int]:
         """The buckets' shares, the shortest first."""
-        strata = {
-            bucket: [group_id for group_id in ids if group_id not in taken]
-            for bucket, ids in candidates.strata().items()
-        }
-        shares = systematic_shares({b: len(ids) for b, ids in strata.items()}, num_groups, float(random.random()))
-        return [group_id for bucket, share in shares.items() for group_id in strata[bucket][:share]]
+        counts = Counter({bucket: len(groups) for bucket, groups in candidates.strata.items()})
+        counts.subtract(candidates.bucket(group_id) for group_id in taken)
+        shares = systematic_shares(counts, num_groups, float(random.random()))
+        return [
+            group_id
+            for bucket, share in shares.items()
+            for group_id in _first(share, (key.group_id for key in candidates.strata[bucket]), taken)
+        ]
 
 
 @dataclass(frozen=True)
@@ -160,13 +162,12 @@ class SamePrompt:
         self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
     ) -> list[int]:
         """The sampler's choices in their order, each with the others of its prompt."""
-        same_prompt = candidates.same_prompt()
         chosen: dict[int, None] = {}
         for group_id in self.sampler.choose(candidates, num_groups, random, taken):
             if group_id in chosen:
                 continue  # it came as another of its prompt, and brings none
             chosen[group_id] = None
-            free = (each for each in same_prompt(group_id) if each not in taken and each not in chosen)
+            free = (each for each in candidates.same_prompt(group_id) if each not in taken and each not in chosen)
             chosen.update(dict.fromkeys(islice(free, self.num_others)))
             if len(chosen) >= num_groups:
                 break

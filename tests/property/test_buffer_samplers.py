@@ -13,10 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.draws import Offer, best_fit, fill, well_packed
-from buffer.index import Picker
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
-from tests.world.buffer import InProcessBuffer, make_trajectory
+from tests.world.buffer import InProcessBuffer, make_trajectory, picker_of
 
 SAMPLERS = ("fifo", "uniform", "reward_softmax", "prioritised", "length_balanced", "on_policy_share")
 GROUPS_PER_STEP = 2
@@ -245,7 +244,7 @@ TestReplay.settings = settings(
 
 @given(weights=st.dictionaries(st.integers(0, 2**40), st.floats(-1e6, 1e6), max_size=60))
 def test_a_picker_draws_every_item_once_and_no_light_one_long_before_a_heavy_one(weights):
-    picker, random, left = Picker(list(weights), list(weights.values())), np.random.default_rng(0), dict(weights)
+    picker, random, left = picker_of(weights), np.random.default_rng(0), dict(weights)
     while left:
         item = picker.pick(random)
         assert left.pop(item) >= max(left.values(), default=-math.inf) - 800

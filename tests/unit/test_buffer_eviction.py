@@ -76,8 +76,8 @@ def test_eviction_leaves_the_learner_what_admission_counts_on(make):
     buffer, actor = started(make, settings, groups_per_step=1)
     for step in range(1, 40):
         generate(buffer, actor, 2)
+        assert step < 3 or buffer.status().num_ready_groups >= 4
         train(buffer, step)
-    assert buffer.status().num_ready_groups >= 4
     assert buffer.status().num_records > 20
 
 

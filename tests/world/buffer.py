@@ -7,7 +7,8 @@ Actor            generates what it is told to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from buffer import samplers, schema
 from buffer.config import BufferConfig
 from buffer.core import BufferCore
 from buffer.errors import BufferRefused
-from buffer.index import GroupIndex
+from buffer.index import GroupIndex, Picker, Weights
 from buffer.ingest import Pushes
 from buffer.offline.verify import verify
 from buffer.store import Store
@@ -168,12 +169,27 @@ def index_faults(core: BufferCore, tx: Transaction) -> list[str]:
     mine, anew = core.groups.index, GroupIndex(core.groups.config, samplers.build(core.groups.config)[1])
     mine.load(tx)
     anew.load(tx)
-    names = ("_places", "open", "unleased", "leases", "ready", "num_unused", "first_to_go")
-    return [
-        f"the index has {name} = {getattr(mine, name)}, the rows say {getattr(anew, name)}"
-        for name in names
-        if getattr(mine, name) != getattr(anew, name)
-    ]
+    names = ("_places", "open", "unleased", "leases", "ready", "num_unused", "strata", "_by_prompt", "first_to_go")
+    pairs = [(name, getattr(mine, name), getattr(anew, name)) for name in names]
+    pairs.append(("_weights", _weighed(mine), _weighed(anew)))
+    return [f"the index has {name} = {kept}, the rows say {found}" for name, kept, found in pairs if kept != found]
+
+
+def _weighed(index: GroupIndex) -> dict[int, float]:
+    return {
+        number * Weights.BLOCK + slot: log_weight
+        for number, block in index._weights._blocks.items()
+        for slot, log_weight in enumerate(block.tolist())
+        if log_weight > -math.inf
+    }
+
+
+def picker_of(log_weights: Mapping[int, float]) -> Picker:
+    """A draw among items with these logarithms of weights."""
+    weights = Weights()
+    for item, log_weight in log_weights.items():
+        weights.put(item, log_weight)
+    return weights.picker()
 
 
 def make_trajectory(
