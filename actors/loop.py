@@ -299,13 +299,10 @@ class ActorLoop:
 
     # --- leases -----------------------------------------------------------------------------------
 
-    def _num_open(self) -> int:
-        return sum(len(held.open) for held in self._held.values())
-
     def _room(self) -> int:
         """How many groups fit; one always does in an idle actor, however large its groups."""
-        group_size = self._config.group_size
-        room = (self._config.max_running_samples - self._num_open()) // group_size
+        num_open = sum(len(held.open) for held in self._held.values())
+        room = (self._config.max_running_samples - num_open) // self._config.group_size
         return room if self._held else max(1, room)
 
     async def _lease_groups(self) -> None:

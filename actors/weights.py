@@ -292,7 +292,7 @@ class WeightFollower:
             PolicyTimeout: the version did not arrive within `update_timeout_s`; evaluations do not count.
         """
         give_up_at_s = self._clock() + self._config.update_timeout_s
-        while not self._may_start(min_version):
+        while not (self._open and self._contract.may_start(self.version, self._newest, min_version)):
             if not self._open:
                 give_up_at_s = self._clock() + self._config.update_timeout_s
             elif self._clock() > give_up_at_s:
@@ -313,9 +313,6 @@ class WeightFollower:
             finally:
                 self._open = True
                 self._notify()
-
-    def _may_start(self, min_version: int) -> bool:
-        return self._open and self._contract.may_start(self.version, self._newest, min_version)
 
     def _notify(self) -> None:
         self._changed.set()

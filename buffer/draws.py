@@ -13,7 +13,6 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from buffer.errors import BufferRefused, CorruptRecord
 from buffer.groups import Groups
@@ -340,7 +339,8 @@ def corrected(offers: Sequence[Offer], num: int, fidelity: Fidelity) -> list[Off
         return list(offers)
     wanted = np.array(fidelity.generated.shares())
     have = np.array(fidelity.trained.shares()) * fidelity.trained.total
-    histograms = np.stack([_histogram(offer.completions) for offer in offers])
+    buckets = [[bucket_of(length) for length in offer.completions] for offer in offers]
+    histograms = np.stack([np.bincount(each, minlength=NUM_BUCKETS).astype(np.float64) for each in buckets])
     squares = (histograms**2).sum(axis=1)
     is_left = np.ones(len(offers), np.bool_)
     picked: list[Offer] = []
@@ -403,7 +403,3 @@ def best_fit(lengths: Sequence[int], budget: int) -> list[int]:
         left = free.pop(place) if place < len(free) else budget
         insort(free, left - length)
     return full + [budget - left for left in free]
-
-
-def _histogram(completions: Sequence[int]) -> npt.NDArray[np.float64]:
-    return np.bincount([bucket_of(length) for length in completions], minlength=NUM_BUCKETS).astype(np.float64)

@@ -230,12 +230,8 @@ class Weights:
     def put(self, item: int, log_weight: float) -> None:
         """Give an item a weight, or take it out with -inf."""
         number, slot = divmod(item, self.BLOCK)
-        block = self._blocks.get(number)
-        if block is None:
-            if log_weight == -np.inf:
-                return
-            block = self._blocks[number] = np.full(self.BLOCK, -np.inf)
-        block[slot] = max(-LOG_WEIGHT_LIMIT, min(log_weight, LOG_WEIGHT_LIMIT)) if log_weight > -np.inf else -np.inf
+        block = self._blocks.setdefault(number, np.full(self.BLOCK, -np.inf))
+        block[slot] = min(max(log_weight, -LOG_WEIGHT_LIMIT), LOG_WEIGHT_LIMIT) if log_weight > -np.inf else -np.inf
         self._sums.pop(number, None)
 
     def picker(self) -> Picker:
@@ -256,7 +252,6 @@ class Picker:
         self._numbers = numbers
         self._sums: Logs = np.array(sums)
         self._blocks = dict(blocks)
-        self._own: set[int] = set()
 
     def pick(self, random: np.random.Generator) -> int | None:
         """An item; None where none is left."""
@@ -270,9 +265,7 @@ class Picker:
         number, slot = divmod(item, Weights.BLOCK)
         if number not in self._blocks:
             return
-        if number not in self._own:
-            self._blocks[number] = self._blocks[number].copy()
-            self._own.add(number)
+        self._blocks[number] = self._blocks[number].copy()
         self._blocks[number][slot] = -np.inf
         self._sums[bisect_left(self._numbers, number)] = _log_sum(self._blocks[number])
 

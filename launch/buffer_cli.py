@@ -205,9 +205,11 @@ def headline(inspection: Inspection) -> str:
 def _group_line(group: GroupView) -> str:
     row = group.row
     version = "-" if group.oldest_version is None else str(group.oldest_version)
+    n = group.lengths
+    lengths = f"{min(n)}..{max(n)} ({np.mean(n):.0f})" if n else "-"
     return (
         f"{row.group_id:>8} {row.prompt_id:>8} {row.phase:<6} {_number(row.mean_reward):>8} {version:>7} "
-        f"{row.uses:>4}  {_range(group.lengths):<16} {_states(Counter(row.sample_states))}"
+        f"{row.uses:>4}  {lengths:<16} {_states(Counter(row.sample_states))}"
     )
 
 
@@ -313,10 +315,6 @@ def _summary(values: Sequence[float] | None) -> str:
 
 def _states(counts: Counter[str]) -> str:
     return " ".join(f"{count} {state}" for state, count in counts.most_common())
-
-
-def _range(lengths: Sequence[int]) -> str:
-    return f"{min(lengths)}..{max(lengths)} ({np.mean(lengths):.0f})" if lengths else "-"
 
 
 def _number(value: float | None) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.text import Text
 
-from launch.observe.status import ActorStatus, ProcessStatus, RunEvent, RunStatus
+from launch.observe.status import ActorStatus, ProcessStatus, RunStatus
 from launch.text import duration, number
 
 POOL_STYLES = ("cyan", "magenta", "green", "blue", "yellow")
@@ -117,6 +117,10 @@ def sections(status: RunStatus, now_s: float, width: int, wrap: Wrap, *, ascii_o
 
     wrong = [line for sentence in status.tripped for line in wrap(sentence, "red")]
     waits = [line for sentence in status.waits for line in wrap(sentence, "")]
+    events = [
+        Text.assemble((time.strftime("%H:%M:%S", time.localtime(event.time_s)), "dim"), f" {event.text}")
+        for event in status.events
+    ]
     found = [
         Section("wrong", wrong, least=2),
         Section("pools", list(_pools(status))),
@@ -126,7 +130,7 @@ def sections(status: RunStatus, now_s: float, width: int, wrap: Wrap, *, ascii_o
         Section("buffer", _buffer(status, width), least=2),
         Section("lag", lag(MAX_ROWS), least=3, within=lag),
         Section("waits", waits if status.ended or waits else [Text("nobody waits", style="dim")], least=2),
-        Section("events", [_event(each) for each in status.events], keeps_end=True),
+        Section("events", events, keeps_end=True),
     ]
     return [section for section in found if section.lines]
 
@@ -217,10 +221,6 @@ def _buffer(status: RunStatus, width: int) -> list[Text]:
     counts = packed((f"{name} {ledger.get(name, 0)}" for name in names), width)
     failed = packed((f"{count} failed: {reason}" for reason, count in buffer.failed_by_reason.items()), width)
     return [*packed(state, width), *bug, *counts, *failed]
-
-
-def _event(event: RunEvent) -> Text:
-    return Text.assemble((time.strftime("%H:%M:%S", time.localtime(event.time_s)), "dim"), f" {event.text}")
 
 
 NAME_WIDTH = 9

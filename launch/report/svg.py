@@ -162,7 +162,11 @@ def line_chart(
     x = axis(min(xs), max(xs), LEFT, RIGHT, 5, is_tight=True)
     y = axis(low, high, BOTTOM, TOP, is_log=is_log)
     parts = _grid(x, y, x_name)
-    words = [f"{each.name} {_in_words([value for _, value in each.points])}" for each in curves]
+    words = []  # for readers who do not see the chart
+    for each in curves:
+        _, values = zip(*each.points, strict=True)
+        first, last, least, greatest = map(short, (values[0], values[-1], min(values), max(values)))
+        words.append(f"{each.name} from {first} to {last}, least {least}, greatest {greatest}")
     if bound is not None:
         at = y.place(bound[1])
         words.append(f"{bound[0]} {short(bound[1])}")
@@ -175,11 +179,6 @@ def line_chart(
     described = f"{title} ({unit}) by {x_name}: {'; '.join(words)}"
     drawing = _chart(parts, described, tabindex=0, data_x=x, data_y=y, data_xname=x_name)
     return Figure(title, unit, drawing, legend, note)
-
-
-def _in_words(ys: Sequence[float]) -> str:
-    """For readers who do not see the chart."""
-    return f"from {short(ys[0])} to {short(ys[-1])}, least {short(min(ys))}, greatest {short(max(ys))}"
 
 
 def _chart(parts: Sequence[Markup], words: str, cls: str = "chart", **more: object) -> Markup:
