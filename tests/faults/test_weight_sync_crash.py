@@ -22,8 +22,9 @@ LEARNER = """
 import sys
 from pathlib import Path
 import torch
-from weight_sync.publisher import Publisher
 from common.staleness import PolicyVersion
+from weight_sync.publisher import Publisher
+from weight_sync.store import WeightStore
 
 folder, incarnation = Path(sys.argv[1]), int(sys.argv[2])
 publishers = [

@@ -129,7 +129,7 @@ def test_a_service_started_again_in_the_middle_serves_the_rest_on_the_same_port(
     manifest = publish(machine.folder, 0)
     total, address = manifest.size_of(WHOLE), machine.address
     assert total > 10 * 2**14, "the transfer must be of many chunks"
-    client = machine.client(silence_s=1.0, window=4)  # on a crowded machine an answer may take a while
+    client = machine.client(silence_s=1.0, window=2)  # on a crowded machine an answer may take a while
     received = bytearray()
     sent_before = 0
 
@@ -146,7 +146,8 @@ def test_a_service_started_again_in_the_middle_serves_the_rest_on_the_same_port(
     assert bytes(received) == (machine.folder / "0.0" / WHOLE).read_bytes()
     sent = sent_before + machine.read_bytes()["0.0"][WHOLE]
     assert 0 < sent_before < total
-    assert sent <= total + 4 * 2**14
+    # a window is lost with the service, and another asked for twice: by the old link as it comes back, and by the new
+    assert sent <= total + 2 * 2 * 2**14
 
 
 def test_a_fetch_goes_on_where_an_earlier_one_broke_off(machine: Machine):
