@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from buffer import protocol as p
 from buffer.store import PORT
 from launch.observe.trace import read
+from learner.checkpoint_meta import steps_in
 from tests.world.files import json_rows
 from tests.world.live_run import ROOT, LiveRun, assert_ended_in_order, command_of, descendants, wait_for_end
 from tests.world.ports import free_port
@@ -270,7 +271,11 @@ def test_killed_with_its_command_it_is_gone_and_says_how_to_go_on(run: Life, req
     asked = leeway("status", run.folder)
     assert asked.returncode == 1
     assert f"nothing runs; `leeway resume {run.folder}` goes on" in asked.stdout
-    run.acknowledged, run.step_when_killed = acknowledged(run), run.last_step
+    # a checkpoint may be of a later step than the last that the command heard of
+    run.acknowledged, run.step_when_killed = (
+        acknowledged(run),
+        max(run.last_step, *steps_in(run.folder / "checkpoints")),
+    )
     with (run.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 30, "l')  # as a power cut leaves it
 
