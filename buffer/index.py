@@ -119,10 +119,6 @@ class GroupIndex:
 
     # --- what samplers ask ------------------------------------------------------------------------
 
-    def in_order(self, *, newest_first: bool = False) -> Iterator[ReadyGroup]:
-        """The ready groups by the version of their oldest token."""
-        return reversed(self.ready) if newest_first else iter(self.ready)
-
     def picker(self) -> Picker:
         """To draw by the sampler's weights."""
         return self._weights.picker()
@@ -176,8 +172,6 @@ class GroupIndex:
             self._enter(group_id, new, insort, 1)
             if new.lease_id:
                 self.leases[new.lease_id] = group_id
-        if self._weight is not None:
-            self._weights.put(group_id, -np.inf if new is None or new.ready is None else new.log_weight)
         if new is None:
             del self._places[group_id]
             return
@@ -196,6 +190,8 @@ class GroupIndex:
         if place.ready is not None:
             change(self.ready, place.ready)
             self.num_unused += sign * (not place.uses)
+            if self._weight is not None:
+                self._weights.put(group_id, place.log_weight if sign > 0 else -np.inf)
             for lists, key, entry in (
                 (self.strata, place.bucket, place.ready),
                 (self._by_prompt, place.prompt_id, group_id),
@@ -230,8 +226,10 @@ class Weights:
     def put(self, item: int, log_weight: float) -> None:
         """Give an item a weight, or take it out with -inf."""
         number, slot = divmod(item, self.BLOCK)
-        block = self._blocks.setdefault(number, np.full(self.BLOCK, -np.inf))
-        block[slot] = min(max(log_weight, -LOG_WEIGHT_LIMIT), LOG_WEIGHT_LIMIT) if log_weight > -np.inf else -np.inf
+        if number not in self._blocks:
+            self._blocks[number] = np.full(self.BLOCK, -np.inf)
+        bounded = min(max(log_weight, -LOG_WEIGHT_LIMIT), LOG_WEIGHT_LIMIT)
+        self._blocks[number][slot] = bounded if log_weight > -np.inf else -np.inf
         self._sums.pop(number, None)
 
     def picker(self) -> Picker:

@@ -78,7 +78,7 @@ class Fifo:
         self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
     ) -> list[int]:
         """The first `num_groups`."""
-        return _first(num_groups, (key.group_id for key in candidates.in_order()), taken)
+        return _first(num_groups, (key.group_id for key in candidates.ready), taken)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class OnPolicyShare:
     ) -> list[int]:
         """The newest and the rest, in an order of chance: the first few of them have the same shares."""
         num_newest = min(num_groups, math.floor(self.share * num_groups + random.random()))
-        newest = _first(num_newest, (key.group_id for key in candidates.in_order(newest_first=True)), taken)
+        newest = _first(num_newest, (key.group_id for key in reversed(candidates.ready)), taken)
         chosen = newest + self.rest.choose(candidates, num_groups - len(newest), random, taken | set(newest))
         return [chosen[i] for i in random.permutation(len(chosen))]
 

@@ -22,17 +22,14 @@ class Plain:
     """Candidates in a list, the oldest first."""
 
     def __init__(self, num):
-        self.keys = [ReadyGroup(group, group) for group in range(num)]
-
-    def in_order(self, *, newest_first=False):
-        return iter(self.keys[::-1] if newest_first else self.keys)
+        self.ready = [ReadyGroup(group, group) for group in range(num)]
 
 
 class OldestOfTheRest:
     """A sampler for the rest that can be told from the newest."""
 
     def choose(self, candidates, num_groups, random, taken=frozenset()):
-        return [key.group_id for key in candidates.in_order() if key.group_id not in taken][:num_groups]
+        return [key.group_id for key in candidates.ready if key.group_id not in taken][:num_groups]
 
 
 @given(share=st.floats(0, 1), num_groups=st.integers(1, 64), seed=st.integers(0, 2**32 - 1))
