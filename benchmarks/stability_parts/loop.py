@@ -125,9 +125,8 @@ class Curve:
     """Mean of log mu - log pi over tokens."""
     k3: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
-    greedy: dict[int, float] = field(default_factory=dict)
-    """Number of updates -> accuracy on the held-out problems."""
     sampled: dict[int, float] = field(default_factory=dict)
+    """Number of updates -> accuracy on the held-out problems, at temperature 1."""
 
 
 class DelayedRun:
@@ -188,15 +187,14 @@ class DelayedRun:
             samples, rewards_B = self._answers(drawn, self.config.actors.group_size, self._random)
             self._update(number, samples, rewards_B, curve)
             if number + 1 == num_updates or (eval_every and (number + 1) % eval_every == 0):
-                curve.greedy[number + 1], curve.sampled[number + 1] = self.accuracy()
+                curve.sampled[number + 1] = self.accuracy()
         return curve
 
-    def accuracy(self) -> tuple[float, float]:
-        """Greedy and sampled, of the present policy on the held-out problems."""
+    def accuracy(self, *, greedy: bool = False) -> float:
+        """Of the present policy on the held-out problems; sampled at temperature 1, or greedy."""
         self._load([parameter.detach() for parameter in self._policy.parameters()])
-        _, greedy_B = self._answers(self._heldout, 1, None)
-        _, sampled_B = self._answers(self._heldout, 1, self._random)
-        return float((greedy_B == 1).float().mean()), float((sampled_B == 1).float().mean())
+        _, rewards_B = self._answers(self._heldout, 1, None if greedy else self._random)
+        return float((rewards_B == 1).float().mean())
 
     def _load(self, values: list[Tensor]) -> None:
         """Give the sampler a policy."""
