@@ -277,7 +277,27 @@ def page(results: Mapping[str, Result], origin: str) -> list[str]:
         "effective sample share of a step. What [accuracy_over_lag.md](accuracy_over_lag.md) has over the real system "
         "is not simulated again.",
         table(head, shipped),
+        "## What it shows",
+        "\n".join(shown(results)),
+        "Of one seed and one small model: the factors of 2 are its resolution. The commit that a result was taken at "
+        "stands with it in stability.jsonl.",
     ]
+
+
+def shown(results: Mapping[str, Result]) -> Iterator[str]:
+    """Of each algorithm: what a lag costs it in rate, and what it would cost it without its weights."""
+    indexes = {row.name: i for i, row in enumerate(ROWS)}
+    for name in (row.name for row in ROWS if row.trained_at):
+        parts = [f"{_rates(results, indexes[name])} at lags 0 to {LAGS[-1]}"]
+        if f"{name}, no weights" in indexes:
+            bare = _rates(results, indexes[f"{name}, no weights"])
+            parts.append(f"without weights {bare} at lags 1 to {LAGS[-1]}")
+        yield f"- `{name}` learns at {'; '.join(parts)}."
+
+
+def _rates(results: Mapping[str, Result], row: int) -> str:
+    found = [results.get(Task(row, lag, False).key) for lag in ROWS[row].lags]
+    return ", ".join("?" if each is None else f"{each['rate']:g}" if each["rate"] else "none" for each in found)
 
 
 def _rate(results: Mapping[str, Result], row: int, lag: int) -> str:
