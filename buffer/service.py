@@ -271,7 +271,7 @@ class BufferService:
             case p.Push(), p.PushReply():
                 return msgspec.structs.replace(reply, credit=self._credits.grant(message.actor, self._clock()))
             case p.Hello(role="actor"), p.Welcome():
-                return msgspec.structs.replace(reply, credit=self._credits.grant(message.name, self._clock()))
+                return msgspec.structs.replace(reply, credit=self._credits.greet(message.name, self._clock()))
             case _, p.Status():
                 size, damaged = self._store.size_bytes, self._upkeep.scrub.num_damaged
                 return msgspec.structs.replace(reply, size_bytes=size, num_damaged=damaged)
@@ -296,6 +296,14 @@ class Credits:
         """Divide what all clients together may have sent without an acknowledgement."""
         self._budget_bytes = budget_bytes
         self._heard_at: dict[str, float] = {}
+
+    def greet(self, name: str, now_s: float) -> p.Credit:
+        """What a client may send before its first acknowledgement: the least, for others may come at the same time.
+
+        A share of those known by now would add up to twice the budget with four clients, and more with more.
+        """
+        self.grant(name, now_s)
+        return p.Credit(_MIN_CREDIT_ROWS, _MIN_CREDIT_BYTES)
 
     def grant(self, name: str, now_s: float) -> p.Credit:
         """The share of a client that was heard now; those that were silent for a minute have none.

@@ -13,7 +13,7 @@ from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable, StoreError
 from buffer.outbox import _size_bytes
 from buffer.protocol import Lease
-from buffer.service import BufferService
+from buffer.service import BufferService, Credits
 from common.run import RunFacts
 from common.staleness import StalenessConfig
 from tests.trajectories import decode
@@ -215,3 +215,16 @@ def test_credit_counts_the_columns_of_the_task():
     small, large = make_trajectory(lease, 0, seq=0), make_trajectory(lease, 0, seq=0)
     large.columns["document"] = "x" * 2**20
     assert _size_bytes(large) - _size_bytes(small) >= 2**20
+
+
+def test_clients_that_come_together_never_have_more_than_the_budget():
+    budget = 64 * 2**20
+    credits = Credits(budget)
+    held = {}
+    for number in range(8):  # each is greeted before any has sent a thing
+        held[number] = credits.greet(f"actor-{number}", 0.0)
+        assert sum(credit.size_bytes for credit in held.values()) <= budget
+    for number in held:
+        held[number] = credits.grant(f"actor-{number}", 1.0)
+        assert sum(credit.size_bytes for credit in held.values()) <= budget
+    assert sum(credit.size_bytes for credit in held.values()) == budget
