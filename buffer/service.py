@@ -45,14 +45,11 @@ _IDLE_S = 0.2
 """How long a turn may wait for messages, which bounds how late `stop` is noticed."""
 _COMPLAIN_EVERY_S = 10.0
 _FULL_PAUSE_S = 1.0
-
-
 _FORGET_S = 60.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of mallopt(3): free bytes above which memory is given back; size from which a block is mapped on its own."""
 _MAX_CREDIT_ROWS = 3072
-_MIN_CREDIT_ROWS = 64
-_MIN_CREDIT_BYTES = 2**20
+_LEAST_CREDIT = p.Credit(64, 2**20)
 
 
 class _Pushed(NamedTuple):
@@ -303,7 +300,7 @@ class Credits:
         A share of those known by now would add up to twice the budget with four clients, and more with more.
         """
         self.grant(name, now_s)
-        return p.Credit(_MIN_CREDIT_ROWS, _MIN_CREDIT_BYTES)
+        return _LEAST_CREDIT
 
     def grant(self, name: str, now_s: float) -> p.Credit:
         """The share of a client that was heard now; those that were silent for a minute have none.
@@ -315,10 +312,8 @@ class Credits:
         self._heard_at[name] = now_s
         while now_s - next(iter(self._heard_at.values())) > _FORGET_S:
             del self._heard_at[next(iter(self._heard_at))]
-        share = len(self._heard_at)
-        return p.Credit(
-            max(_MIN_CREDIT_ROWS, _MAX_CREDIT_ROWS // share), max(_MIN_CREDIT_BYTES, self._budget_bytes // share)
-        )
+        rows, size_bytes = _MAX_CREDIT_ROWS // len(self._heard_at), self._budget_bytes // len(self._heard_at)
+        return p.Credit(max(_LEAST_CREDIT.rows, rows), max(_LEAST_CREDIT.size_bytes, size_bytes))
 
 
 def opened(messages: Iterable[Request | Malformed | Unserved], pushes_wait_for: str) -> list[Arrival]:
