@@ -105,9 +105,10 @@ leeway() {
   child=$!
   # shellcheck disable=SC2064 # the id of now
   trap "on_head interrupt $(printf %q "$id") >/dev/null || true" INT TERM
-  while kill -0 "$child" 2>/dev/null; do
+  while :; do  # a signal ends the wait, and not the command
     code=0
     wait "$child" || code=$?
+    kill -0 "$child" 2>/dev/null || break
   done
   [ "$code" != 255 ] || fail "the connection to $(named 0) is lost; the run may go on there, see its folder"
   exit "$code"
