@@ -18,7 +18,7 @@ class ActorsConfig(BaseModel):
     vocabulary and every correction built on it is exact; truncating knobs are refused by name.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     num_actors: PositiveInt = Field(default=2, description="How many actors, each with its own vLLM engine.")
     group_size: PositiveInt = Field(default=8, description="K, samples per prompt.")

@@ -17,7 +17,7 @@ ones, and the longest single trajectory that fits has some eight million tokens.
 class BufferConfig(BaseModel):
     """Knobs of the replay buffer: its service, its store and its clients."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     host: str | None = Field(
         default=None,

@@ -109,13 +109,19 @@ def check_model_folder(path: Path) -> ModelFacts:
     said = _read_object(generation) if generation.exists() else {}
     eos = said.get("eos_token_id", config.get("eos_token_id"))
     eos_token_ids = tuple(eos) if isinstance(eos, list) else (eos,) if isinstance(eos, int) else ()
+    vocab_size = _integer(path, config, "vocab_size")
+    are_known = [0 <= each < vocab_size for each in eos_token_ids if isinstance(each, int)]
+    if eos_token_ids and (len(are_known) < len(eos_token_ids) or not any(are_known)):
+        raise ModelFolderError(
+            f"model {path}: eos_token_id = {eos} is no token of a vocabulary of {vocab_size}; correct it, or vocab_size"
+        )
     if not eos_token_ids:
         raise ModelFolderError(
             f"model {path}: neither {CONFIG_NAME} nor generation_config.json names an eos_token_id, "
             "so no completion could end; add it"
         )
     return ModelFacts(
-        vocab_size=_integer(path, config, "vocab_size"),
+        vocab_size=vocab_size,
         num_layers=_integer(path, config, "num_hidden_layers"),
         tied=bool(config.get("tie_word_embeddings", _model_type(config).startswith(_TIED_UNLESS_SAID))),
         model_type=_model_type(config),
@@ -130,8 +136,10 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 def _integer(path: Path, config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int):
-        raise ModelFolderError(f"model {path}: {CONFIG_NAME} names no {key} (found {value!r})")
+    if not isinstance(value, int) or value < 1:
+        raise ModelFolderError(
+            f"model {path}: {CONFIG_NAME} names no {key} above 0 (found {value!r}); is it of a causal language model?"
+        )
     return value
 
 
@@ -142,8 +150,10 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise ModelFolderError(
             f"model {path.parent}: holds no {path.name}; is it a Hugging Face checkpoint?"
         ) from error
-    except ValueError as error:
-        raise ModelFolderError(f"{path}: not valid JSON: {error}") from error
+    except OSError as error:
+        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFolderError(f"{path}: not valid JSON: {error}; fetch the file again") from error
     if not isinstance(content, dict):
         raise ModelFolderError(f"{path}: holds a {type(content).__name__} where an object is expected")
     return content

@@ -72,7 +72,7 @@ def effective_version(sampled: PolicyVersion, resumed_at: Mapping[int, int]) -> 
 class StalenessConfig(BaseModel):
     """The knobs of staleness, counted in policy versions; what they come to for a learner, `StalenessContract` says."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_lag: int | Unbounded = Field(
         default=4,

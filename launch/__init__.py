@@ -10,8 +10,8 @@ report      one page that shows a run, and a trace of it
 doctor      is this machine fit for a run?
 reward_check  tries reward functions before a run does
 
-config      Config: the sections of a run, each of the package that owns it; read from TOML and overrides, with errors
-            that say what to type instead
+config      Config: the sections of a run, each of the package that owns it; read from TOML and overrides
+mistakes    what is wrong with a config, in one sentence that says what to type instead
 checks      what only the whole config can know, checked before any process starts
 pools       which workers a run has, and what each reserves
 

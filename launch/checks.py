@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +40,8 @@ class Plan:
     """None where the model has yet to be downloaded or made."""
     task: TaskFacts
     run_id: str
+    lacking: str = ""
+    """Why this machine cannot run it; it is no mistake of the config, and may be dry-run here."""
     keys: RunKeys | None = field(default=None, repr=False)
     """Of the sockets of this start of the run; None where they are not locked."""
 
@@ -115,7 +119,9 @@ class Plan:
                 f"staleness  max_lag = {config.weight_sync.max_lag}, on_stale = {config.weight_sync.on_stale}",
                 f"weights    transport = {config.weight_sync.transport}, in {', '.join(serving_dtypes(config))}, "
                 f"{self.weights_folder}",
-                "Everything that can be checked before a process starts is in order.",
+                f"It would not start on this machine: {self.lacking}."
+                if self.lacking
+                else "Everything that can be checked before a process starts is in order.",
             ]
         )
 
@@ -142,17 +148,16 @@ def check(config: Config, root: Path, *, run_id: str | None = None) -> Plan:
     _check_sizes(config, contract)
     _check_weight_sync(config, is_new=run_id is None)
     _check_ray(config)
-    with as_config_error("[task] ", TaskError):
-        task = check_task(config.task)
+    model = None
+    if config.model.path is not None and not _is_to_be_made(config):
+        model = check_model(config, Path(config.model.path), "model.path")
+    task = _check_task(config, Path(str(config.model.path)), model)
     with as_config_error():
         admission_shares(task.num_train, config.buffer.shards, contract.capacity())
     if config.actors.eval_every and config.actors.eval_problems > task.num_heldout:
         raise ConfigError(
             f"actors.eval_problems = {config.actors.eval_problems}, but the task holds out {task.num_heldout} problems"
         )
-    model = None
-    if config.model.path is not None and not _is_to_be_made(config):
-        model = check_model(config, Path(config.model.path), "model.path")
     if config.model.reference_path is not None:
         reference = check_model(config, Path(config.model.reference_path), "model.reference_path")
         if model is not None and reference.vocab_size != model.vocab_size:
@@ -160,7 +165,15 @@ def check(config: Config, root: Path, *, run_id: str | None = None) -> Plan:
                 f"model.reference_path has a vocabulary of {reference.vocab_size} tokens and the model one of "
                 f"{model.vocab_size}: they must share a tokenizer"
             )
-    return Plan(config, RunFolder(root), model, task, run_id=run_id or uuid.uuid4().hex, keys=_keys(config))
+    return Plan(
+        config,
+        RunFolder(root),
+        model,
+        task,
+        run_id=run_id or uuid.uuid4().hex,
+        lacking=_lacking_here(config),
+        keys=_keys(config),
+    )
 
 
 def _keys(config: Config) -> RunKeys | None:
@@ -189,28 +202,41 @@ def _keys(config: Config) -> RunKeys | None:
     return RunKeys.make()
 
 
-def check_prompts(plan: Plan) -> None:
-    """See that no prompt is too long, where the model is here; takes seconds, for its tokenizer may need Transformers.
+def check_fetched(plan: Plan, path: Path) -> ModelFacts:
+    """The same look at a model that had to be downloaded or made, and at the prompts with its tokenizer.
 
     Raises:
-        ConfigError: some are; says how many, and what the key would have to be.
+        ConfigError: it does not fit the config.
     """
     config = plan.config
-    if plan.model is None:
-        return
-    folder, longest = Path(str(config.model.path)), config.actors.max_prompt_tokens
-    with as_config_error("[task] ", TaskError):
-        check_task(config.task, model_folder=folder, max_prompt_tokens=longest)
+    model = check_model(config, path, "model.hub" if config.model.path is None else "model.path")
+    _check_task(config, path, model)
+    return model
+
+
+def _check_task(config: Config, path: Path, model: ModelFacts | None) -> TaskFacts:
+    """Look at the data, the rewards and, where there is a model, at the prompts with its tokenizer."""
+    here = config.launch.ray_address is None  # on a cluster actors may have what this machine has not
+    limit_s = config.launch.startup_timeout_s if here and config.task.rewards else None
+    with as_config_error("[task] ", TaskError), _quiet_transformers():
+        return check_task(
+            config.task,
+            model_folder=None if model is None else path,
+            max_prompt_tokens=config.actors.max_prompt_tokens,
+            vocab_size=0 if model is None else model.vocab_size,
+            import_limit_s=limit_s,
+        )
 
 
 def check_model(config: Config, path: Path, key: str) -> ModelFacts:
-    """Check that a model folder is there and fits the config."""
+    """Check that a model folder is there, that stages can load it, and that it fits the config."""
     with as_config_error(f"{key}: ", ModelFolderError):
         model = check_model_folder(path)
     if model.model_type not in FAMILIES:
         raise ConfigError(
             f"{key}: {path} is of type '{model.model_type}', and the learner trains {', '.join(FAMILIES)}"
         )
+    _check_loads(path, key)
     _check_layers(config, path, model.num_layers)
     if config.actors.max_model_tokens > model.max_position:
         raise ConfigError(
@@ -218,6 +244,50 @@ def check_model(config: Config, path: Path, key: str) -> ModelFacts:
             f"made for at most {model.max_position} tokens"
         )
     return model
+
+
+def _check_loads(path: Path, key: str) -> None:
+    from learner.model import check_checkpoint  # with Transformers: what is wrong elsewhere is said without it
+
+    try:
+        with _quiet_transformers():
+            check_checkpoint(path)
+    except (ModelFolderError, FileNotFoundError) as error:  # which name their file
+        raise ConfigError(f"{key}: {error}") from None
+    except Exception as error:  # Transformers refuses a config.json by errors of many kinds
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{key}: {path} cannot be trained: {why}") from None
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """What it warns of is either an error here, or nothing."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _lacking_here(config: Config) -> str:
+    """What the workers reserve and this machine has not, where Ray starts here and no host joins it."""
+    if config.launch.ray_address is not None:
+        return ""
+    import torch
+
+    pools = [*stage_pools(config), *actor_pools(config)]
+    for kind, there in (("GPU", torch.cuda.device_count()), ("CPU", os.cpu_count() or 1)):
+        asking = [pool for pool in pools if pool.bundle.get(kind)]
+        wanted, key = sum(pool.count * pool.bundle[kind] for pool in asking), f"{kind.lower()}s"
+        if wanted > there:
+            return (
+                f"{key} of the workers add up to {wanted:g} ({'; '.join(pool.describe() for pool in asking)}), and "
+                f"this machine has {there}: lower {key} or the number of workers, or join a cluster with "
+                "launch.ray_address; leeway doctor says what is seen here"
+            )
+    return ""
 
 
 def _is_to_be_made(config: Config) -> bool:

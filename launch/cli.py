@@ -72,14 +72,13 @@ _CONFIG = arg("config", type=Path, metavar="CONFIG.toml")
 )
 def train(parsed: argparse.Namespace) -> int:
     """Train a model as CONFIG says. Any key can be overridden: --learner.num_steps 20."""
-    from launch.checks import check, check_prompts
+    from launch.checks import check
     from launch.config import load_config
     from launch.run_folder import choose_root
 
     config = load_config(parsed.config, parsed.overrides)
     plan = check(config, choose_root(config, parsed.config))
     if parsed.dry_run:
-        check_prompts(plan)  # a run has its actors look, at once with all else that they start with
         print(plan.describe())
         return ExitStatus.OK
     from launch.train import train

@@ -10,8 +10,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -31,12 +30,13 @@ from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
 from common.names import did_you_mean
 from launch.errors import ConfigError
+from launch.mistakes import explain, shortened
 from learner.config import LearnerConfig
 from weight_sync.config import WeightSyncConfig
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RunConfig(_Section):
@@ -46,7 +46,7 @@ class RunConfig(_Section):
 
     name: str | None = Field(default=None, description="Name of the run's folder; unset: the config's name and time.")
     dir: str = Field(default="runs", description="Folder that holds the runs.")
-    seed: int = Field(default=0, ge=0, description="Seeds prompt order, sampling and initialisation.")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="Seeds prompt order, sampling and initialisation.")
 
 
 class ModelConfig(_Section):
@@ -204,11 +204,6 @@ class Config(_Section):
 PATH_KEYS = ("model.path", "model.recipe", "model.reference_path", "task.path", "task.heldout_path")
 WRITTEN_KEYS = ("weight_sync.folder", "weight_sync.staging_dir")  # told to processes that may be elsewhere
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
-TRUNCATING_KEYS = frozenset(
-    {"top_p", "top_k", "min_p", "min_tokens", "logit_bias", "presence_penalty", "frequency_penalty"}
-    | {"repetition_penalty"}
-)
-
 Tree = dict[str, Any]
 
 
@@ -219,17 +214,19 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: the file or an override is wrong.
     """
     tree = _read(path)
-    _resolve_paths(tree, path.parent)
+    _check_values(tree, f"{path}: ")
+    _resolve_paths(tree, path.parent, f"{path}: ")
     for key, text in _pairs(overrides):
-        patch = _value(text)
+        patch = _value(key, text)
         for part in reversed(key.split(".")):
             patch = {part: patch}
-        _resolve_paths(patch, Path.cwd())
+        _check_values(patch, "--")
+        _resolve_paths(patch, Path.cwd(), "--")
         _merge(tree, patch, origin=f"--{key}")
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, path)) from None
+        raise ConfigError(f"{path}: {explain(error, Config)}") from None
 
 
 def to_toml(config: Config) -> str:
@@ -261,14 +258,18 @@ def _literal(value: Any) -> str:  # noqa: ANN401 -- any TOML value
 
 def _read(path: Path) -> Tree:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # an editor may have put a mark of its order first
     except FileNotFoundError:
         others = (entry.name for entry in path.parent.glob("*.toml"))
         hint = did_you_mean(path.name, others, path.parent.joinpath)
         raise ConfigError(f"{path}: no such config file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from None
+    except (ValueError, RecursionError) as error:  # not only TOML's own: of a number that is too long, or of nesting
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -280,17 +281,34 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"'{word}' is not an override; write --section.key VALUE, as in --learner.num_steps 20")
         key, equals, value = word[2:].partition("=")
         if not equals:
-            if not rest:
-                raise ConfigError(f"--{key} has no value; write --{key} VALUE")
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{key} has no value; write --{key} VALUE, or --{key}=VALUE if it begins with --")
             value = rest.pop(0)
         yield key, value
 
 
-def _value(text: str) -> Any:  # noqa: ANN401 -- any TOML value
+def _value(key: str, text: str) -> Any:  # noqa: ANN401 -- any TOML value
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--{key} = {shortened(text)}: not a TOML value: {error}") from None
+
+
+def _check_values(value: object, where: str) -> None:
+    """Refuse what no key takes, and what would break far from here.
+
+    Raises:
+        ConfigError: a number of more than 64 bits, or text that is not Unicode or has a NUL; names the key.
+    """
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in inner:
+        _check_values(entry, f"{where}{key}" if where.endswith((" ", "--")) else f"{where}.{key}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{where}: the number has {len(str(abs(value)))} digits, and no key takes more than 64 bits")
+    if isinstance(value, str) and ("\0" in value or any("\ud800" <= char <= "\udfff" for char in value)):
+        raise ConfigError(f"{where} = {shortened(value)}: holds bytes that are not UTF-8, or a NUL; write it as text")
 
 
 def _merge(tree: Tree, patch: Tree, origin: str) -> None:
@@ -298,20 +316,23 @@ def _merge(tree: Tree, patch: Tree, origin: str) -> None:
         if isinstance(value, dict) and isinstance(tree.get(key), dict):
             _merge(tree[key], value, origin)
         elif isinstance(value, dict) and key in tree:
-            raise ConfigError(f"{origin}: '{key}' is a value, not a section")
+            raise ConfigError(f"{origin}: '{key}' is a value, not a section; leave out what follows it")
         else:
             tree[key] = value
 
 
-def _resolve_paths(tree: Tree, base: Path) -> None:
+def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
     for dotted in (*PATH_KEYS, *WRITTEN_KEYS, REWARDS_KEY):
         section, key = dotted.split(".")
         table = tree.get(section)
         value = table.get(key) if isinstance(table, dict) else None
-        if dotted == REWARDS_KEY and isinstance(value, list):
-            tree[section][key] = [_resolve_reward(entry, base) for entry in value]
-        elif dotted != REWARDS_KEY and isinstance(value, str):
-            tree[section][key] = _absolute(value, Path.cwd() if dotted in WRITTEN_KEYS else base)
+        try:
+            if dotted == REWARDS_KEY and isinstance(value, list):
+                tree[section][key] = [_resolve_reward(entry, base) for entry in value]
+            elif dotted != REWARDS_KEY and isinstance(value, str):
+                tree[section][key] = _absolute(value, Path.cwd() if dotted in WRITTEN_KEYS else base)
+        except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
+            raise ConfigError(f"{where}{dotted} = {shortened(value)}: no such place: {error}") from None
 
 
 def _resolve_reward(entry: object, base: Path) -> object:
@@ -323,81 +344,3 @@ def _resolve_reward(entry: object, base: Path) -> object:
 
 def _absolute(path: str, base: Path) -> str:
     return str((base / Path(path).expanduser()).resolve())
-
-
-def _explain(error: ValidationError, path: Path) -> str:
-    """One sentence for the first mistake, and how many more there are."""
-    mistakes = error.errors()
-    first = mistakes[0]
-    location = [str(part) for part in first["loc"]]
-    models, keys = _walk(location)
-    dotted = ".".join(keys)
-    kind = first["type"]
-    if kind == "extra_forbidden" and keys[-1] in TRUNCATING_KEYS:
-        text = f"{dotted} is refused: training samples by temperature alone, so that log-probabilities stay exact"
-    elif kind == "extra_forbidden":
-        text = f"unknown key {dotted}{_suggest(keys, models[-1])}"
-    elif kind == "missing":
-        text = f"{dotted} is missing"
-    elif kind == "union_tag_not_found":
-        text = f"{dotted}.type is missing"
-    elif kind == "union_tag_invalid":
-        found, expected = str(first["ctx"]["tag"]), str(first["ctx"]["expected_tags"])
-        hint = did_you_mean(found, expected.replace("'", "").split(", "))
-        text = f"{dotted}.type is '{found}', and must be one of {expected}{hint}"
-    elif kind == "value_error":
-        text = str(first["ctx"]["error"])
-        text = f"[{dotted}] {text}" if dotted else text
-    else:  # several mistakes at one key are the branches of a union: it may be this or that
-        messages = [each["msg"] for each in mistakes if _walk([str(part) for part in each["loc"]])[1] == keys]
-        wanted = ", or ".join(message[0].lower() + message[1:] for message in dict.fromkeys(messages))
-        text = f"{dotted} = {first['input']!r}: {wanted}"
-    wrong_keys = {tuple(_walk([str(part) for part in each["loc"]])[1]) for each in mistakes}
-    more = f" (and {len(wrong_keys) - 1} more)" if len(wrong_keys) > 1 else ""
-    return f"{path}: {text}{more}"
-
-
-def _walk(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
-    """The models along an error's location, and its keys without the tags of unions."""
-    models: list[type[BaseModel]] = [Config]
-    keys: list[str] = []
-    candidates: list[type[BaseModel]] = []
-    at_leaf = False
-    for part in location:
-        if part.isdigit():  # an entry of a list
-            keys.append(part)
-        elif tagged := [candidate for candidate in candidates if _tag(candidate) == part]:
-            models.append(tagged[0])
-            candidates = []
-        elif not at_leaf:  # else the branch of a union of plain values
-            info = models[-1].model_fields.get(part)
-            keys.append(part)
-            candidates = models_of(info.annotation) if info is not None else []
-            at_leaf = info is not None and not candidates
-            if len(candidates) == 1:
-                models.append(candidates.pop())
-    return models, keys
-
-
-def models_of(annotation: object) -> list[type[BaseModel]]:
-    """The config models in a field's annotation: one, the members of a union, or of the entries of a list or table."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) in (Union, UnionType, Annotated, tuple, dict):
-        return [model for entry in get_args(annotation) for model in models_of(entry)]
-    return []
-
-
-def _tag(model: type[BaseModel]) -> str:
-    return str(get_args(model.model_fields["type"].annotation)[0]) if "type" in model.model_fields else ""
-
-
-def _suggest(keys: Sequence[str], model: type[BaseModel]) -> str:
-    known = list(model.model_fields)
-    if hint := did_you_mean(keys[-1], known, lambda name: ".".join([*keys[:-1], name])):
-        return hint
-    for section, info in Config.model_fields.items():  # the right key under the wrong section
-        for owner in models_of(info.annotation):
-            if keys[-1] in owner.model_fields:
-                return f"; did you mean {section}.{keys[-1]}?"
-    return f"; known keys are {', '.join(known)}"

@@ -37,7 +37,7 @@ class ExitStatus(IntEnum):
 
 def refuse(why: object, status: ExitStatus = ExitStatus.FAILED) -> ExitStatus:
     """Say on the standard error why something cannot be done."""
-    print(f"leeway: {why}", file=sys.stderr)
+    print("leeway:", *str(why).splitlines(), file=sys.stderr)  # what a library says may have several lines
     return status
 
 

@@ -79,7 +79,7 @@ def _status_lines(seen: StatusView) -> Iterator[str]:
             f"{ledger.get('trained', 0)} trained, ledger gap {ledger.get('gap', 0)}"
         )
     for each in status.evaluations[-1:]:
-        yield f"accuracy at version {each.versions}: greedy {each.greedy}, sampled {each.sampled}"
+        yield each.describe()
     for event in status.events[-3:]:
         yield f"{time.strftime('%H:%M:%S', time.localtime(event.time_s))}  {event.text}"
 

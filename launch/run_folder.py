@@ -211,10 +211,14 @@ def open_run(path: Path) -> RunFolder:
 
 def choose_root(config: Config, config_path: Path) -> Path:
     """The folder of a new run: `run.dir`/`run.name`, by default the config's name and the time."""
-    name = config.run.name or f"{config_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if "/" in name or name in (".", "..") or len(os.fsencode(name)) > _NAME_BYTES:
+    stem = f"{config_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = stem if config.run.name is None else config.run.name
+    if "/" in name or name in ("", ".", "..") or len(os.fsencode(name)) > _NAME_BYTES:
         raise ConfigError(f"run.name = '{name}' is not a folder name; use run.dir for the place")
-    return (Path(config.run.dir).expanduser() / name).resolve()
+    try:
+        return (Path(config.run.dir).expanduser() / name).resolve()
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"run.dir = '{config.run.dir}': no such place: {error}") from None
 
 
 def check_weights_folder(folder: Path) -> None:

@@ -24,7 +24,7 @@ from common.files import write_whole
 from common.hf_folder import ModelFolderError, prepare_serving_model
 from common.run import RunContext
 from common.staleness import PolicyVersion, StalenessContract
-from launch.checks import Plan, check_model
+from launch.checks import Plan, check_fetched
 from launch.config import Config
 from launch.control import Control
 from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped, refuse
@@ -102,10 +102,12 @@ _Ready = tuple[RunContext[Config], Exporter, Tracker]
 def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
     """The model, the folder, and whoever is told of the run; where one of them fails the run's name is free again."""
     config, folder = plan.config, plan.folder
+    if plan.lacking:
+        raise ConfigError(plan.lacking)
     with ExitStack() as half_made:
         # before the folder is made: a typo leaves nothing behind
         model_path = fetch_model(config.model, is_there=plan.model is not None)
-        model = plan.model or check_model(config, model_path, "model.hub")
+        model = plan.model or check_fetched(plan, model_path)
         exporter = stack.enter_context(Exporter(config.tracking))
         stack.enter_context(private_files())
         check_wandb(config.tracking)  # starts a process that writes files too

@@ -70,6 +70,11 @@ def family_of(config: PreTrainedConfig) -> Family:
             f"config.json says {name} = {value}, and dropout would make the two passes of a step differ; "
             f"set {name} to 0 in the checkpoint's config.json"
         )
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            "config.json says quantization_config: the learner trains plain weights. Use the checkpoint that was "
+            "quantized, in float32, bfloat16 or float16"
+        )
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(
             "config.json says use_bidirectional_attention: such a model embeds texts and generates none. "

@@ -31,6 +31,8 @@ from learner.packing import PackedBatch
 EMBEDDING = "model.embed_tokens.weight"
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints hold these tables, which models compute."""
+_PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
+"""Codes of dtypes that are weights as they are; of others a number alone would say something else."""
 
 VALUE_HEAD = "value_head"
 
@@ -314,20 +316,16 @@ def load_stage(
         ValueError: the model is of an unknown family, cannot be split so, or its files are damaged or not its own.
         FileNotFoundError: the folder has no safetensors checkpoint.
     """
-    config = AutoConfig.from_pretrained(model_path, local_files_only=True)
-    family_of(config)
+    whole = _empty_model(model_path, dtype)
     split = split_layers(
-        config,
+        whole.config,
         total,
         has_lm_head=heads != "value",
         layers_per_chunk=layers_per_chunk,
         recomputed=activation_checkpointing,
     )
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
     _compute_buffers(whole)
-    _check_names(model_path, whole.state_dict())
-    rule = LogitRule(temperature, logit_softcap(config))
+    rule = LogitRule(temperature, logit_softcap(whole.config))
     share = StageShare(index, total, *split[index])
     stage = StageModule(whole, share, rule, heads, activation_checkpointing)
     named = {name: parameter for name, parameter in stage.named_parameters() if not is_value_head(name)}
@@ -341,6 +339,28 @@ def load_stage(
     left_on_meta = [n for n, tensor in (*stage.named_parameters(), *stage.named_buffers()) if tensor.is_meta]
     assert not left_on_meta, f"{left_on_meta} were not loaded"
     return stage.to(device)
+
+
+def check_checkpoint(model_path: Path) -> None:
+    """Refuse what `load_stage` would refuse on any rank, from config.json and the headers of the files alone.
+
+    Raises:
+        ValueError: the model is of an unknown family, could not be trained, or its files are damaged or not its own.
+        FileNotFoundError: the folder has no safetensors checkpoint.
+    """
+    whole = _empty_model(model_path, torch.float32)
+    # a tied head has the embedding's name here
+    _files_of(model_path, {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()})
+
+
+def _empty_model(model_path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole model on the meta device; the checkpoint has no other tensors than its own."""
+    config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    family_of(config)
+    with torch.device("meta"):
+        whole: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    _check_names(model_path, whole.state_dict())
+    return whole
 
 
 def _compute_buffers(whole: PreTrainedModel) -> None:
@@ -373,16 +393,7 @@ def _read_tensors(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator
         FileNotFoundError: the folder has no safetensors checkpoint.
         ModelFolderError: a tensor is not in the checkpoint or has another shape, or a file is missing or damaged.
     """
-    file_of = file_of_each_tensor(folder)
-    missing = sorted(shapes.keys() - file_of.keys())
-    if missing:
-        raise ModelFolderError(
-            f"checkpoint {folder} has no tensor {missing[0]} ({len(missing)} of {len(shapes)} are missing); its "
-            "weights do not belong to its config.json. Fetch the checkpoint again, or give another model_path"
-        )
-    for path in sorted({folder / file_of[name] for name in shapes}):
-        names = sorted(name for name in shapes if folder / file_of[name] == path)
-        _check_shapes(path, {name: tuple(shapes[name]) for name in names})
+    for path, names in _files_of(folder, shapes).items():
         try:
             opened = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:  # stricter than our own look at its header
@@ -392,7 +403,24 @@ def _read_tensors(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator
                 yield name, file.get_tensor(name)
 
 
-def _check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _files_of(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[Path, list[str]]:
+    """The files that hold the named tensors, each with the names of those in it."""
+    file_of = file_of_each_tensor(folder)
+    missing = sorted(shapes.keys() - file_of.keys())
+    if missing:
+        raise ModelFolderError(
+            f"checkpoint {folder} has no tensor {missing[0]} ({len(missing)} of {len(shapes)} are missing); its "
+            "weights do not belong to its config.json. Fetch the checkpoint again, or give another model_path"
+        )
+    files: dict[Path, list[str]] = {}
+    for name in sorted(shapes, key=lambda name: (file_of[name], name)):
+        files.setdefault(folder / file_of[name], []).append(name)
+    for path, names in files.items():
+        _check_tensors(path, {name: tuple(shapes[name]) for name in names})
+    return files
+
+
+def _check_tensors(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
     stored = stored_tensors(path)
     for name, shape in wanted.items():
         if name not in stored:
@@ -404,4 +432,9 @@ def _check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
                 f"{path}: tensor {name} has shape {list(stored[name].shape)}, and the model of config.json wants "
                 f"{list(shape)}; the weights are of another model. Fetch the checkpoint again, or give another "
                 "model_path"
+            )
+        if stored[name].code not in _PLAIN:
+            raise ModelFolderError(
+                f"{path}: tensor {name} is stored as {stored[name].code}, and the learner trains plain weights. Use a "
+                "checkpoint in float32, bfloat16 or float16"
             )

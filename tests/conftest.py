@@ -39,7 +39,7 @@ def procedural_tasks_are_checked_once():
     check, known = checks.check_task, {}
 
     def check_once(config, **options):
-        folder = options.get("model_folder", EXAMPLES)
+        folder = options["model_folder"] or EXAMPLES
         if config.type != "reasoning_gym" or not folder.is_relative_to(EXAMPLES):
             return check(config, **options)
         key = (config.model_dump_json(), *options.values())

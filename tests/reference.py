@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from launch.config import POOL_OVERRIDES, Config, models_of
+from launch.config import POOL_OVERRIDES, Config
+from launch.mistakes import models_of
 from launch.observe.metrics import METRICS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from actors.tasks.config import FileTask, ReasoningGymTask
-from actors.tasks.functions import check_functions, load_functions
+from actors.tasks.functions import check_functions, load_functions, try_imports
 from actors.tasks.prompts import Split, held_out
 from actors.tasks.task import Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
 
@@ -23,12 +23,18 @@ __all__ = ["Problem", "RewardFunction", "Task", "TaskError", "TaskFacts", "check
 
 
 def check_task(
-    config: ReasoningGymTask | FileTask, *, model_folder: Path | None = None, max_prompt_tokens: int = 0
+    config: ReasoningGymTask | FileTask,
+    *,
+    model_folder: Path | None = None,
+    max_prompt_tokens: int = 0,
+    vocab_size: int = 0,
+    import_limit_s: float | None = None,
 ) -> TaskFacts:
     """Find every mistake in a `[task]` section that can be found before a process starts.
 
-    Reads the data and renders every prompt; reward files are parsed, not run. Without a model folder the lengths of
-    prompts are not looked at, and nothing heavy is imported.
+    Reads the data and renders every prompt. Reward files are parsed; with a limit of time they are also imported, in a
+    process of their own. Without a model folder the lengths of prompts are not looked at, and nothing heavy is
+    imported; with one `Task.check_prompts` looks at them.
 
     Raises:
         TaskError: says which key or file is wrong and what to do.
@@ -38,7 +44,9 @@ def check_task(
     task = Task(split.train, split.heldout, ())
     if model_folder is not None:
         codec = PromptCodec(model_folder, config.chat, config.system_prompt)
-        task.encoded(codec.encode, max_prompt_tokens)
+        task.check_prompts(codec, max_prompt_tokens, vocab_size)
+    if import_limit_s is not None:
+        try_imports(config.rewards, columns, import_limit_s)
     return task.facts()
 
 

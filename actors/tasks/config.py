@@ -12,7 +12,7 @@ longer than the training."""
 
 
 class _TaskConfig(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     template: str = Field(
         default="{question}",

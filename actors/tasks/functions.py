@@ -13,6 +13,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
 from hashlib import blake2b
@@ -31,7 +34,11 @@ def parse_reference(reference: str) -> tuple[Path, str]:
     if not file or not function.isidentifier():
         raise TaskError(f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION")
     path = Path(file).expanduser()
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise TaskError(f"task.rewards: '{reference}' cannot be read: {error.strerror}") from error
+    if not is_file:
         raise TaskError(f"task.rewards: '{reference}': there is no file {path.absolute()}")
     return path, function
 
@@ -51,31 +58,37 @@ def check_functions(references: Sequence[str], columns: Collection[str]) -> None
     for reference in references:
         path, function = parse_reference(reference)
         try:
-            tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-        except (SyntaxError, UnicodeDecodeError) as error:
-            raise TaskError(f"task.rewards: {path} is not Python: {error}") from error
+            tree = ast.parse(importlib.util.decode_source(path.read_bytes()), filename=str(path))
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last two of deep nesting
+            raise TaskError(f"task.rewards: {path} is not Python: {error or type(error).__name__}") from error
+        except OSError as error:
+            raise TaskError(f"task.rewards: {path} cannot be read: {error.strerror}") from error
         _check_definition(tree, reference, function, columns)
 
 
 def _check_definition(tree: ast.Module, reference: str, function: str, columns: Collection[str]) -> None:
-    defined: set[str] = set()
+    own: set[str] = set()
+    """Functions of the file itself."""
+    others: set[str] = set()
+    """Whatever else may be one: a name that is assigned, or imported."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            defined.add(node.name)
+            own.add(node.name)
             if node.name == function:
                 positional = [*node.args.posonlyargs, *node.args.args]
                 required = positional[: len(positional) - len(node.args.defaults)]
                 keyword = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
                 required += [argument for argument, default in keyword if default is None]
                 _check_arguments(reference, [argument.arg for argument in required], columns)
-        elif isinstance(node, ast.Assign):
-            defined.update(target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            defined.update(alias.asname or alias.name for alias in node.names)
-    if function not in defined and "*" not in defined:
-        raise TaskError(
-            f"task.rewards: '{reference}': the file defines no '{function}'; {among_known(function, defined)}"
-        )
+        for each in ast.walk(node):  # also below an `if` or a `try`; whether it is there then, the import shows
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                others.add(each.id)
+            elif isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                others.add(each.name)
+            elif isinstance(each, ast.Import | ast.ImportFrom):
+                others.update(alias.asname or alias.name for alias in each.names)
+    if function not in own | others and "*" not in others:
+        raise TaskError(f"task.rewards: '{reference}': the file defines no '{function}'; {among_known(function, own)}")
 
 
 def _check_arguments(reference: str, required: Sequence[str], columns: Collection[str]) -> None:
@@ -92,6 +105,47 @@ def load_functions(references: Sequence[str], columns: Collection[str]) -> tuple
     """Import the files and wrap their functions; TaskError as `check_functions`, and where an import fails."""
     check_functions(references, columns)
     return tuple(_load(reference, columns) for reference in references)
+
+
+_TRY = """
+import json, sys
+from actors.tasks.functions import load_functions
+from actors.tasks.task import TaskError
+try:
+    load_functions(*json.loads(sys.argv[1]))
+except TaskError as error:
+    print("\\n" + json.dumps(str(error)), flush=True)
+    sys.exit(1)
+"""
+
+
+def try_imports(references: Sequence[str], columns: Collection[str], limit_s: float) -> None:
+    """Load the functions as an actor does, but in a process of their own: what a file does stays there.
+
+    Raises:
+        TaskError: as `load_functions`; or the import ends the process, or does not end in time.
+    """
+    if not references:
+        return
+    command = [sys.executable, "-P", "-c", _TRY, json.dumps([list(references), list(columns)])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    files = ", ".join(dict.fromkeys(reference.rpartition(":")[0] for reference in references))
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        raise TaskError(
+            f"task.rewards: importing {files} did not end within launch.startup_timeout_s = {limit_s:g} s; do the slow "
+            "part at the first call"
+        ) from None
+    if not done.returncode:
+        return
+    told = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode == 1 and told.startswith('"'):
+        raise TaskError(json.loads(told))
+    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    raise TaskError(f"task.rewards: importing {files} ended the process with status {done.returncode}: {last}")
 
 
 def _load(reference: str, columns: Collection[str]) -> RewardFunction:
@@ -117,7 +171,7 @@ def _imported(module_name: str, path: Path, reference: str) -> ModuleType:
     sys.modules[module_name] = module  # before it runs: dataclasses and pickle look a module up by its name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the file is the user's: it may raise anything
+    except (Exception, SystemExit) as error:  # the file is the user's: it may raise anything
         del sys.modules[module_name]
         raise TaskError(f"task.rewards: importing {path} failed: {type(error).__name__}: {error}") from error
     return module

@@ -12,6 +12,11 @@ from typing import Any
 
 from common.names import did_you_mean
 
+MOST_LOOKED_AT = 10_000
+"""Prompts whose length is looked at before a run starts; its actors look at all."""
+MOST_CHARACTERS = 4_000_000
+"""Of those prompts together; the longest is looked at even if it has more."""
+
 
 class TaskError(ValueError):
     """The `[task]` section asks for something that cannot be had; the text names the key and the file."""
@@ -101,26 +106,52 @@ class Task:
         """
         train = encode([problem.text for problem in self.train])
         heldout = encode([problem.text for problem in self.heldout])
-        self._check_lengths(train, heldout, max_prompt_tokens)
+        self._check_lengths(dict(enumerate([*train, *heldout])), max_prompt_tokens)
         return replace(self, train=_with_ids(self.train, train), heldout=_with_ids(self.heldout, heldout))
 
-    def _check_lengths(self, train: list[list[int]], heldout: list[list[int]], most: int) -> None:
-        named = [
-            (f"{half} prompt {index}", problem, len(ids))
-            for half, problems, encoded in (("training", self.train, train), ("held-out", self.heldout, heldout))
-            for index, (problem, ids) in enumerate(zip(problems, encoded, strict=True))
-            if not 0 < len(ids) <= most
-        ]
-        if not named:
+    def check_prompts(self, codec: PromptCodec, max_prompt_tokens: int, vocab_size: int) -> None:
+        """Look at as many prompts as a few seconds allow: the longest by characters, and others evenly spread.
+
+        Raises:
+            TaskError: as `encoded`; or the tokenizer has more tokens than the model.
+        """
+        everyone = [*self.train, *self.heldout]
+        longest = sorted(range(len(everyone)), key=lambda index: -len(everyone[index].text))
+        spread = range(0, len(everyone), 1 + len(everyone) // MOST_LOOKED_AT)
+        chosen: dict[int, str] = {}
+        left = MOST_CHARACTERS
+        for index in (*longest[: MOST_LOOKED_AT // 2], *spread):
+            left -= len(everyone[index].text) * (index not in chosen)
+            if chosen and (left < 0 or len(chosen) == MOST_LOOKED_AT):
+                break
+            # no token has so many characters; the rest of a text that is longer need not be looked at
+            chosen[index] = everyone[index].text[: 1000 * (max_prompt_tokens + 1)]
+        encoded = dict(zip(chosen, codec.encode(list(chosen.values())), strict=True))
+        self._check_lengths(encoded, max_prompt_tokens)
+        greatest = max(max(ids) for ids in encoded.values())
+        if greatest >= vocab_size:
+            raise TaskError(
+                f"the tokenizer makes token {greatest} of a prompt, and the model has a vocabulary of {vocab_size}: it "
+                "is of another model; put the model's own tokenizer into its folder"
+            )
+
+    def _check_lengths(self, encoded: Mapping[int, list[int]], most: int) -> None:
+        """Of the prompts of these numbers, training ones first."""
+        everyone = [*self.train, *self.heldout]
+        wrong = {index: len(ids) for index, ids in encoded.items() if not 0 < len(ids) <= most}
+        if not wrong:
             return
-        of_all = f"of the task's {len(self.train) + len(self.heldout)} prompts"
-        name, problem, length = max(named, key=lambda each: each[2])
+        seen = f"the {len(encoded)} that were looked at of " if len(encoded) < len(everyone) else ""
+        of_all = f"of {seen}the task's {len(everyone)} prompts"
+        index, length = max(wrong.items(), key=lambda each: each[1])
+        problem, rank = everyone[index], index - len(self.train)
+        name = f"held-out prompt {rank}" if rank >= 0 else f"training prompt {index}"
         if length == 0:
             raise TaskError(
-                f"{len(named)} {of_all} have no token at all, {name} the first ({problem.question[:80]!r}): see "
+                f"{len(wrong)} {of_all} have no token at all, {name} the first ({problem.question[:80]!r}): see "
                 "task.template"
             )
-        num_long = sum(length > most for _, _, length in named)
+        num_long = sum(length > most for length in wrong.values())
         raise TaskError(
             f"{num_long} {of_all} are longer than actors.max_prompt_tokens = {most}; the longest, {name}, has {length} "
             f"tokens: {problem.text[:80]!r}. Set actors.max_prompt_tokens = {length}, shorten task.template, or take "
@@ -148,6 +179,10 @@ def _plain(value: object) -> object:
     return str(value)
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt")
+"""Of which a folder with a tokenizer has at least one."""
+
+
 class PromptCodec:
     """Encodes prompts, as they are or as a user turn of a chat, and decodes completions."""
 
@@ -161,10 +196,18 @@ class PromptCodec:
 
         if not folder.is_dir():
             raise TaskError(f"model folder {folder} does not exist, so there is no tokenizer to encode prompts with")
+        if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):  # Transformers speaks of its packages
+            raise TaskError(
+                f"model folder {folder} holds no tokenizer ({_TOKENIZER_FILES[0]}), and prompts need one: copy it from "
+                "the model's origin, or save it with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise TaskError(f"model folder {folder} holds no tokenizer that can be loaded: {error}") from error
+        except Exception as error:  # of many kinds, among them a bare Exception for a file that is damaged
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TaskError(
+                f"model folder {folder} holds no tokenizer that can be loaded: {why}; fetch its files again"
+            ) from error
         if chat and not self._tokenizer.chat_template:
             raise TaskError(f"task.chat = true, but the tokenizer in {folder} has no chat template; set chat = false")
         self._chat = chat

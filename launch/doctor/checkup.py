@@ -309,4 +309,6 @@ def _check_config(config: Config, path: Path) -> list[Finding]:
         plan = check(config, choose_root(config, path))
     except ConfigError as error:
         return problem("config", str(error), f"change {path}")
+    if plan.lacking:
+        return problem("config", plan.lacking, f"change {path}, or run it on another machine")
     return ok("config", f"{path}: {plan.task.num_train} prompts, all that can be checked is in order")

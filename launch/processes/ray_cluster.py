@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 
 import psutil
 import ray
-from ray.exceptions import RayError
 
 from launch.config import Config
 from launch.host import OBJECT_STORE_BYTES, make_sessions_folder, sessions_folder
@@ -53,9 +52,11 @@ def start_ray(config: Config, namespace: str) -> RayWatch:
                 configure_logging=False,
                 **({} if address else _of_this_machine(config)),
             )
-    except (OSError, RuntimeError, ValueError, RayError) as error:
+    except Exception as error:  # a node that is late on a busy machine is a bare Exception of Ray's
         where = f"no Ray cluster answers at launch.ray_address = '{address}'" if address else "Ray does not start here"
-        raise RunFailed(f"{where}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        hint = "" if address else ". Where the machine is busy, start the run again once it is less so"
+        raise RunFailed(f"{where}: {why}{hint}") from error
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
     return RayWatch(ray.get_runtime_context().gcs_address, logs)
 

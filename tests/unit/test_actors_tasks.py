@@ -1,9 +1,12 @@
 """Tasks: the split, templates, both adapters, and every mistake that is found before a process starts."""
 
+import codecs
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -156,7 +159,7 @@ def test_a_mistake_in_a_gym_task_is_found_before_a_process_starts(changes, messa
 
 def test_a_mistake_in_a_file_task_is_found_without_running_the_reward_file(tmp_path, rewards, file_task):
     for changes, message in (
-        ({"path": "nowhere.jsonl"}, "task.path: there is no file .*nowhere.jsonl"),
+        ({"path": "nowhere.jsonl"}, "task.path: .*nowhere.jsonl is not there"),
         ({"question_column": "qestion"}, "row 1; known.*did you mean 'question'"),
         ({"template": "{levle[digits]}"}, "did you mean 'level'"),
         ({"rewards": ()}, "task.rewards is empty"),
@@ -192,9 +195,58 @@ def test_prompts_that_are_too_long_are_counted_and_the_longest_is_named_with_wha
 
 def test_the_check_before_a_run_finds_prompts_that_are_too_long_for_the_models_tokenizer():
     config = gym(template="{metadata[expression]:compact}=")
-    assert check_task(config, model_folder=EXAMPLES / "demo_model", max_prompt_tokens=8) == check_task(config)
+    known = {"model_folder": EXAMPLES / "demo_model", "vocab_size": 16}
+    assert check_task(config, **known, max_prompt_tokens=8) == check_task(config)
     with pytest.raises(TaskError, match=r"^360 of the task's 360 prompts are longer than .* = 3"):
-        check_task(config, model_folder=EXAMPLES / "demo_model", max_prompt_tokens=3)
+        check_task(config, **known, max_prompt_tokens=3)
+    with pytest.raises(TaskError, match=r"token 15 of a prompt, and the model has a vocabulary of 15"):
+        check_task(config, **{**known, "vocab_size": 15}, max_prompt_tokens=8)
+
+
+def test_the_check_before_a_run_looks_at_some_prompts_of_many_and_always_at_the_longest(file_task, monkeypatch):
+    class Letters:
+        seen: ClassVar[list[str]] = []
+
+        def encode(self, texts):
+            self.seen += texts
+            return [list(text.encode()) for text in texts]
+
+    task = load_task(file_task.model_copy(update={"heldout_share": 0.5}))
+    for key, value in (("MOST_LOOKED_AT", 8), ("MOST_CHARACTERS", 20)):
+        monkeypatch.setattr(f"actors.tasks.task.{key}", value)
+        Letters.seen.clear()
+        task.check_prompts(Letters(), 8, 256)
+        assert 1 < len(Letters.seen) <= 8
+        assert len(Letters.seen[0]) == 8
+    assert sum(map(len, Letters.seen)) <= 20
+    with pytest.raises(TaskError, match=r"^2 of the 2 that were looked at of the task's 60 prompts .* = 7; .* has 8"):
+        task.check_prompts(Letters(), 7, 256)
+
+
+@pytest.mark.parametrize(
+    ("beginning", "said"),
+    [
+        ("import no_such_library", "importing .*reward.py failed: ModuleNotFoundError: No module named 'no_such_lib"),
+        ("import sys\nsys.exit('no licence')", "importing .*reward.py failed: SystemExit: no licence"),
+        ("import os\nprint('out', flush=True)\nos._exit(3)", r"importing .*reward.py ended the process with status 3"),
+        ("import time\ntime.sleep(60)", r"did not end within launch.startup_timeout_s = 2 s"),
+        ("print('\"a word\"')", None),
+    ],
+)
+@pytest.mark.process
+def test_a_reward_file_is_tried_in_a_process_of_its_own(tmp_path, file_task, beginning, said):
+    path = tmp_path / "reward.py"
+    path.write_text(f"{beginning}\ndef reward(completions): return [0.0 for _ in completions]\n")
+    config = file_task.model_copy(update={"rewards": (f"{path}:reward",)})
+    with nullcontext() if said is None else pytest.raises(TaskError, match=said):
+        check_task(config, import_limit_s=2.0 if "sleep" in beginning else 60.0)
+
+
+def test_a_mark_of_the_order_of_bytes_is_read_over(tmp_path, file_task):
+    path = Path(file_task.path)
+    before = check_task(file_task)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert check_task(file_task) == before
 
 
 @pytest.mark.parametrize("own_file", [False, True])
@@ -223,7 +275,12 @@ def test_the_example_of_a_file_task_rewards_its_own_rows():
     answers = [answer, f"{int(answer) + 10}", ""]
     totals = [sum(reward.call([problem], [text])[0] for reward in task.rewards) for text in answers]
     assert totals == [config.task.correct_at, 0.2, 0.0]
-    check_task(config.task, model_folder=EXAMPLES / "demo_model", max_prompt_tokens=config.actors.max_prompt_tokens)
+    check_task(
+        config.task,
+        model_folder=EXAMPLES / "demo_model",
+        max_prompt_tokens=config.actors.max_prompt_tokens,
+        vocab_size=16,
+    )
 
 
 def test_columns_become_json():

@@ -166,11 +166,34 @@ def test_a_file_task_needs_a_reward_function(capsys, file_task):
     assert "task.rewards" in error
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.stem)
-def test_every_example_passes_a_dry_run(capsys, tmp_path, path):
+def examples() -> list:
+    """All; what has a reward file tries it in a process."""
+    paths = sorted((ROOT / "examples").glob("*.toml"))
+    return [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.process] if "reward.py:" in path.read_text() else [])
+        for path in paths
+    ]
+
+
+@pytest.mark.parametrize("path", examples())
+def test_every_example_passes_a_dry_run(capsys, tmp_path, monkeypatch, path):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
     assert main(["train", str(path), "--run.dir", str(tmp_path / "runs"), "--dry-run"]) == OK
     assert "in order" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_machine_that_is_too_small_may_dry_run_what_it_cannot_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    asked = ["--run.dir", tmp_path / "runs", "--actors.gpus", "1"]
+    lacks = "gpus of the workers add up to 2 (pool 'actors' asks for 2 x {CPU: 0.5, GPU: 1}), and this machine has 1"
+    status, error = run(capsys, DEMO, *asked)
+    assert (status, lacks in error, (tmp_path / "runs").exists()) == (WRONG_INPUT, True, False), error
+    assert main(["train", str(DEMO), *map(str, asked), "--dry-run"]) == OK
+    said = capsys.readouterr().out
+    assert f"It would not start on this machine: {lacks}" in said
+    assert "in order" not in said
 
 
 def test_a_dry_run_says_how_the_learner_shares_the_model(capsys, tmp_path):
@@ -220,6 +243,7 @@ def test_a_weights_folder_with_the_versions_of_an_earlier_run_is_refused(capsys,
         ('type = "off_policy_ppo"\nbaseline = "critic"\ncritic = "model"', None),
     ],
 )
+@pytest.mark.process
 def test_groups_of_one_are_refused_where_the_loss_compares_samples_and_nowhere_else(
     capsys, file_task, algorithm, expected
 ):
@@ -230,6 +254,7 @@ def test_groups_of_one_are_refused_where_the_loss_compares_samples_and_nowhere_e
     assert (expected or "") in error
 
 
+@pytest.mark.process
 def test_a_file_task_with_its_reward_passes_a_dry_run(capsys, file_task, tmp_path):
     arguments = ["train", str(file_task("reward.py:exact")), "--run.dir", str(tmp_path / "runs"), "--dry-run"]
     assert main(arguments) == OK, capsys.readouterr().err

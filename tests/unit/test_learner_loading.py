@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from common.hf_folder import HEAD, INDEX_NAME, SINGLE_NAME
-from learner.model import EMBEDDING
+from learner.model import EMBEDDING, check_checkpoint
 from tests.unit.small_models import Model, config_of, load
 
 
@@ -92,6 +92,8 @@ def test_a_model_that_cannot_be_computed_exactly_is_refused(tmp_path):
     for i, (said, model) in enumerate(refused.items()):
         with pytest.raises(ValueError, match=said):
             load(model.save(tmp_path / str(i)))
+        with pytest.raises(ValueError, match=said):
+            check_checkpoint(tmp_path / str(i))
 
 
 def test_a_damaged_checkpoint_is_named_with_its_file(tmp_path):
@@ -128,8 +130,9 @@ def test_the_weights_of_another_model_are_refused(tmp_path):
     folder = Model("llama", False).save(tmp_path / "model")
     Model("llama", False).save(tmp_path / "wider", intermediate_size=28)
     shutil.copyfile(tmp_path / "wider" / SINGLE_NAME, folder / SINGLE_NAME)
-    with pytest.raises(ValueError, match=r"model.safetensors: tensor model.layers.0.mlp.\w+.weight has shape .*28.*20"):
-        load(folder)
+    for look in (load, check_checkpoint):
+        with pytest.raises(ValueError, match=r"safetensors: tensor model.layers.0.mlp.\w+.weight has shape .*28.*20"):
+            look(folder)
     Model("qwen3", False, {"head_dim": 6}).save(tmp_path / "qwen3")
     shutil.copyfile(tmp_path / "model" / SINGLE_NAME, tmp_path / "qwen3" / SINGLE_NAME)
     with pytest.raises(ValueError, match=r"has no tensor model.layers.0.self_attn.k_norm.weight \(6 of"):

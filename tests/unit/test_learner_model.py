@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from common.hf_folder import HEAD
 from learner.decoders import FAMILIES, StageShare, balance, cost_of, split_layers
-from learner.model import EMBEDDING, DeviceBatch, StageModule
+from learner.model import EMBEDDING, DeviceBatch, StageModule, check_checkpoint
 from tests.unit.small_models import (
     CPU,
     LENGTHS,
@@ -99,6 +99,7 @@ def test_every_family_is_tested():
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_stages_in_a_row_give_the_log_probabilities_and_gradients_of_the_whole_model(tmp_path, monkeypatch, model):
     folder = model.save(tmp_path)
+    check_checkpoint(folder)  # it refuses nothing that can be loaded
     packed = packed_batch()
     coefficients_T = torch.randn(len(packed.output_T), dtype=torch.float64)
     expected_T, expected_gradients = plain(folder, coefficients_T, monkeypatch)

@@ -1,0 +1,156 @@
+"""What is wrong with a config, in one sentence: where, why, and which key or type was probably meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import UnionType
+from typing import Annotated, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from common.names import did_you_mean
+
+TRUNCATING_KEYS = frozenset(
+    {"top_p", "top_k", "min_p", "min_tokens", "logit_bias", "presence_penalty", "frequency_penalty"}
+    | {"repetition_penalty"}
+)
+KEYS_ELSEWHERE = {
+    "batch_size": "learner.groups_per_step",
+    "bf16": "learner.precision",
+    "dataset_name": "task.name",
+    "dataset_path": "task.path",
+    "lr": "learner.learning_rate",
+    "max_completion_length": "actors.max_new_tokens",
+    "max_prompt_length": "actors.max_prompt_tokens",
+    "max_steps": "learner.num_steps",
+    "max_tokens": "actors.max_new_tokens",
+    "model_name_or_path": "model.path",
+    "num_generations": "actors.group_size",
+    "num_iterations": "learner.num_epochs",
+    "num_train_epochs": "learner.num_steps",
+    "output_dir": "run.dir",
+    "per_device_train_batch_size": "learner.groups_per_step",
+    "report_to": "tracking.wandb",
+    "reward_funcs": "task.rewards",
+    "save_steps": "learner.checkpoint_every",
+}
+"""What other trainers call a key, and its name here."""
+
+
+def explain(error: ValidationError, root: type[BaseModel]) -> str:
+    """One sentence for the first mistake in a config of this model, and how many more there are."""
+    mistakes = error.errors()
+    first = mistakes[0]
+    location = [str(part) for part in first["loc"]]
+    models, keys, branches = _walk(location, root)
+    dotted = ".".join(keys)
+    kind = first["type"]
+    if kind == "extra_forbidden" and keys[-1] in TRUNCATING_KEYS:
+        text = f"{dotted} is refused: training samples by temperature alone, so that log-probabilities stay exact"
+    elif kind == "extra_forbidden":
+        text = f"unknown key {dotted}{_suggest(keys, models, first['input'])}"
+    elif kind == "missing":
+        text = f"{dotted} is missing"
+    elif kind == "union_tag_not_found":
+        text = f"{dotted}.type is missing{_suggest_type(first['input'], branches)}"
+    elif kind == "union_tag_invalid":
+        found, expected = str(first["ctx"]["tag"]), str(first["ctx"]["expected_tags"])
+        hint = did_you_mean(found, expected.replace("'", "").split(", "))
+        text = f"{dotted}.type is '{found}', and must be one of {expected}{hint}"
+    elif kind == "value_error":
+        text = str(first["ctx"]["error"])
+        text = f"[{dotted}] {text}" if dotted else text
+    else:  # several mistakes at one key are the branches of a union: it may be this or that
+        messages = [each["msg"] for each in mistakes if _walk([str(part) for part in each["loc"]], root)[1] == keys]
+        wanted = ", or ".join(message[0].lower() + message[1:] for message in dict.fromkeys(messages))
+        text = f"{dotted} = {shortened(first['input'])}: {wanted}"
+    wrong_keys = {tuple(_walk([str(part) for part in each["loc"]], root)[1]) for each in mistakes}
+    more = f" (and {len(wrong_keys) - 1} more)" if len(wrong_keys) > 1 else ""
+    return f"{text}{more}"
+
+
+def shortened(value: object, most: int = 100) -> str:
+    """A value as TOML's reader gave it, for a sentence."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def _walk(
+    location: Sequence[str], root: type[BaseModel]
+) -> tuple[list[type[BaseModel]], list[str], list[type[BaseModel]]]:
+    """The models along an error's location, its keys without the tags of unions, and the members of a last union."""
+    models: list[type[BaseModel]] = [root]
+    keys: list[str] = []
+    candidates: list[type[BaseModel]] = []
+    at_leaf = False
+    for part in location:
+        if part.isdigit():  # an entry of a list
+            keys.append(part)
+        elif tagged := [candidate for candidate in candidates if _tag(candidate) == part]:
+            models.append(tagged[0])
+            candidates = []
+        elif not at_leaf:  # else the branch of a union of plain values
+            info = models[-1].model_fields.get(part)
+            keys.append(part)
+            candidates = models_of(info.annotation) if info is not None else []
+            at_leaf = info is not None and not candidates
+            if len(candidates) == 1:
+                models.append(candidates.pop())
+    return models, keys, candidates
+
+
+def models_of(annotation: object) -> list[type[BaseModel]]:
+    """The config models in a field's annotation: one, the members of a union, or of the entries of a list or table."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (Union, UnionType, Annotated, tuple, dict):
+        return [model for entry in get_args(annotation) for model in models_of(entry)]
+    return []
+
+
+def _tag(model: type[BaseModel]) -> str:
+    return str(get_args(model.model_fields["type"].annotation)[0]) if "type" in model.model_fields else ""
+
+
+def _suggest(keys: Sequence[str], models: Sequence[type[BaseModel]], given: object) -> str:
+    model, key = models[-1], keys[-1]
+    own = ".".join(keys[:-1])
+    known = list(model.model_fields)
+    of_union = [info for name, info in models[-2:][0].model_fields.items() if name in keys[:-1]] if _tag(model) else []
+    outer = [member for info in of_union for member in models_of(info.annotation)]
+    if owners := [f"'{_tag(other)}'" for other in outer if key in other.model_fields]:
+        return f"; {own}.type = '{_tag(model)}' has no such key, it is of type {' or '.join(owners)}"
+    for section, info in models[0].model_fields.items():  # the right key under the wrong section
+        for owner in models_of(info.annotation):
+            if key in owner.model_fields and section != "pools":
+                of_type = f", of {section}.type = '{_tag(owner)}'" if _tag(owner) else ""
+                return f"; did you mean {section}.{key}{of_type}?"
+    if key in KEYS_ELSEWHERE:
+        return f"; did you mean {KEYS_ELSEWHERE[key]}?"
+    beside = {name: ".".join([*keys[:-1], name]) for name in known}
+    anywhere = _all_keys(models[0])
+    # at the top a table is a section with another name, and a value a key that lost its section
+    for names in (beside, anywhere) if len(keys) > 1 or isinstance(given, dict) else (anywhere, beside):
+        if hint := did_you_mean(key, names, names.__getitem__):
+            return hint
+    return f"; known keys are {', '.join(known)}"
+
+
+def _all_keys(root: type[BaseModel]) -> dict[str, str]:
+    """Where each key is, by its last part."""
+    sections = root.model_fields.items()
+    return {
+        key: f"{section}.{key}"
+        for section, info in sections
+        if section != "pools"
+        for owner in models_of(info.annotation)
+        for key in owner.model_fields
+    }
+
+
+def _suggest_type(given: object, members: Sequence[type[BaseModel]]) -> str:
+    """What a table without its `type` may have meant."""
+    types = [_tag(member) for member in members]
+    said = given.items() if isinstance(given, dict) else ()
+    hint = next((f"; did you mean type = '{value}' in place of {key}?" for key, value in said if value in types), "")
+    return f", which is one of {', '.join(types)}{hint}"

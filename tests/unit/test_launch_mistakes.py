@@ -1,0 +1,408 @@
+"""Mistaken input, one row each: one sentence that names the place, exit status 2, no folder, and nothing is started."""
+
+import codecs
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from launch.cli import main
+from launch.config import Config, load_config
+from launch.errors import ExitStatus
+from launch.mistakes import KEYS_ELSEWHERE, models_of
+from launch.processes.ray_cluster import start_ray
+from launch.processes.role_process import RunFailed
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEMO = EXAMPLES / "demo.toml"
+SMALL = ("--task.num_train", "64", "--task.num_heldout", "16")
+REWARD = "def exact(completions, answer, **_):\n    return [float(a == b) for a, b in zip(completions, answer)]\n"
+ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 20) for b in range(10, 20)]
+TASK = {
+    "type": '"file"',
+    "path": '"rows.jsonl"',
+    "rewards": '["reward.py:exact"]',
+}
+OTHERS = {
+    "model": {"path": f'"{EXAMPLES / "demo_model"}"'},
+    "algorithm": {"type": '"trajectory_balance"'},
+    "actors": {"max_prompt_tokens": "8", "max_new_tokens": "8"},
+}
+
+
+class Case(NamedTuple):
+    """What is mistaken, and what the sentence has to say."""
+
+    name: str
+    make: Callable[[Path], list[object]]
+    """Lays out files in a folder; returns the arguments of `leeway train`."""
+    said: tuple[str, ...]
+
+
+def demo(*overrides: str) -> Callable[[Path], list[object]]:
+    """The demo with overrides."""
+    return lambda folder: [DEMO, *overrides]
+
+
+def toml(text: str | bytes) -> Callable[[Path], list[object]]:
+    """A config of this text."""
+
+    def make(folder: Path) -> list[object]:
+        (folder / "c.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+        return [folder / "c.toml"]
+
+    return make
+
+
+def task(rows: bytes | None = None, reward: str | bytes = REWARD, **keys: str) -> Callable[[Path], list[object]]:
+    """A task from a file, which lies beside its config; keys with None are left out."""
+
+    def make(folder: Path) -> list[object]:
+        (folder / "rows.jsonl").write_bytes(json_lines(ROWS) if rows is None else rows)
+        (folder / "reward.py").write_bytes(reward if isinstance(reward, bytes) else reward.encode())
+        sections = {"task": {**TASK, **keys}, **OTHERS}
+        lines = [
+            line
+            for section, entries in sections.items()
+            for line in (f"[{section}]", *(f"{key} = {value}" for key, value in entries.items()))
+        ]
+        (folder / "c.toml").write_text("\n".join(lines))
+        return [folder / "c.toml"]
+
+    return make
+
+
+def model(change: Callable[[Path], object]) -> Callable[[Path], list[object]]:
+    """The demo with a changed copy of its model."""
+
+    def make(folder: Path) -> list[object]:
+        shutil.copytree(EXAMPLES / "demo_model", folder / "model")
+        change(folder / "model")
+        return [DEMO, "--model.path", folder / "model", *SMALL]
+
+    return make
+
+
+def holds(name: str, content: bytes) -> Callable[[Path], object]:
+    """Other bytes in one of its files."""
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def says(**changes: object) -> Callable[[Path], object]:
+    """A config.json with other values."""
+
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return change
+
+
+def ends_with(token: int) -> Callable[[Path], object]:
+    """Another end of a sequence, in both files that say it."""
+
+    def change(folder: Path) -> None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
+        says(eos_token_id=token)(folder)
+
+    return change
+
+
+def weights(change: Callable[[dict, bytes], tuple[dict, bytes]]) -> Callable[[Path], object]:
+    """Another header or other bytes in its safetensors file."""
+
+    def rewrite(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        content = file.read_bytes()
+        (length,) = struct.unpack_from("<Q", content)
+        header, body = change(json.loads(content[8 : 8 + length]), content[8 + length :])
+        text = json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+    return rewrite
+
+
+def as_codes(header: dict, body: bytes) -> tuple[dict, bytes]:
+    """Every tensor as 32-bit integers of the same size."""
+    return {name: {**entry, "dtype": "I32"} if "dtype" in entry else entry for name, entry in header.items()}, body
+
+
+def renamed(header: dict, body: bytes) -> tuple[dict, bytes]:
+    return {name.replace("q_proj", "query"): entry for name, entry in header.items()}, body
+
+
+def json_lines(rows: list) -> bytes:
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
+def after(line: bytes, rows: int = 7) -> bytes:
+    """A good file whose eighth line is this one."""
+    return json_lines(ROWS[:rows]) + b"\n" + line + b"\n" + json_lines(ROWS[rows:])
+
+
+def written(path: str, content: bytes, *arguments: object) -> Callable[[Path], list[object]]:
+    """The demo, and a file beside it that the arguments name as {file}."""
+
+    def make(folder: Path) -> list[object]:
+        (folder / path).write_bytes(content)
+        return [DEMO, *(str(each).replace("{file}", str(folder / path)) for each in arguments)]
+
+    return make
+
+
+GOOD = DEMO.read_text()
+CORRECTION = ("--algorithm", '{type = "off_policy_ppo", corrections = [%s]}')
+
+CASES = [
+    # the config file
+    Case("no config", lambda folder: [folder / "c.toml"], ("c.toml: no such config file",)),
+    Case("a folder as config", lambda folder: [folder], ("cannot be read: Is a directory", "TOML file")),
+    Case("an empty config", toml(""), ("model is missing", "(and 2 more)")),
+    Case("binary junk", toml(bytes(range(128, 256))), ("is not UTF-8 text", "save it as UTF-8")),
+    Case("UTF-16", toml(GOOD.encode("utf-16")), ("is not UTF-8 text",)),
+    Case("no closing quote", toml('[model]\npath = "x\n'), ("not valid TOML: ", "line 2")),
+    Case("a key twice", toml("[run]\nseed = 1\nseed = 2\n"), ("not valid TOML: Cannot overwrite a value",)),
+    Case("a thousand brackets", toml("[run]\nname = " + "[" * 5000 + "]" * 5000), ("not valid TOML",)),
+    Case("five thousand digits", toml("[run]\nseed = " + "9" * 5000), ("not valid TOML", "digits")),
+    Case("more than 64 bits", toml("[run]\nseed = " + "9" * 30), ("c.toml: run.seed: the number has 30 digits",)),
+    Case("a section that is a value", toml("model = 3\n"), ("model = 3: input should be a valid dictionary",)),
+    Case("YAML", toml("model:\n  path: x\n"), ("not valid TOML",)),
+    # keys
+    Case("an unknown section", demo("--learnr.num_steps", "3"), ("unknown key learnr; did you mean learner?",)),
+    Case("an unknown key", demo("--learner.num_stage", "2"), ("did you mean learner.num_stages?",)),
+    Case("a key of another section", demo("--learner.group_size", "2"), ("did you mean actors.group_size?",)),
+    Case("a key at the top", demo("--learning_rate", "1e-5"), ("did you mean learner.learning_rate?",)),
+    Case("mistyped at the top", demo("--learning_rte", "1e-5"), ("did you mean learner.learning_rate?",)),
+    Case("TRL: num_generations", demo("--num_generations", "8"), ("did you mean actors.group_size?",)),
+    Case("TRL: max_completion_length", demo("--learner.max_completion_length", "8"), ("actors.max_new_tokens?",)),
+    Case("TRL: a tuple of them", demo("--trainer.max_steps", "8"), ("unknown key trainer",)),
+    Case("an unknown key of a pool", demo("--pools.big.gpu", "1", "--pools.big.role", "actors"), ("pools.big.gpus?",)),
+    Case(
+        "a key of another type of task",
+        task(params="{min_terms = 2}"),
+        ("unknown key task.params; task.type = 'file' has no such key, it is of type 'reasoning_gym'",),
+    ),
+    Case(
+        "a key of another algorithm",
+        demo("--algorithm.clip_low", "0.1"),
+        ("algorithm.type = 'trajectory_balance' has no such key, it is of type 'off_policy_ppo'",),
+    ),
+    Case("an unknown algorithm", demo("--algorithm.type", "ppo"), ("algorithm.type is 'ppo'", "off_policy_ppo")),
+    Case("no type of a task", toml(GOOD.replace('type = "reasoning_gym"', "")), ("task.type is missing, which",)),
+    Case(
+        "a correction by name",
+        demo(CORRECTION[0], CORRECTION[1] % '{name = "icepop"}'),
+        ("algorithm.corrections.0.type is missing", "did you mean type = 'icepop' in place of name?"),
+    ),
+    Case(
+        "a mistyped correction",
+        demo(CORRECTION[0], CORRECTION[1] % '"icepap"'),
+        ("algorithm.corrections.0.type is 'icepap'", "did you mean 'icepop'?"),
+    ),
+    Case(
+        "a knob of another correction",
+        demo(CORRECTION[0], CORRECTION[1] % '{type = "icepop", cap = 2.0}'),
+        ("algorithm.corrections.0.type = 'icepop' has no such key, it is of type 'token_tis' or 'sequence_tis'",),
+    ),
+    Case("top_p", demo("--actors.top_p", "0.9"), ("actors.top_p is refused",)),
+    # values
+    Case("text for a number", demo("--learner.num_steps", "many"), ("learner.num_steps = 'many': ",)),
+    Case("half a step", demo("--learner.num_steps", "1.5"), ("learner.num_steps = 1.5: ",)),
+    Case("no steps", demo("--learner.num_steps", "0"), ("learner.num_steps = 0: input should be greater than 0",)),
+    Case("infinite temperature", demo("--actors.temperature", "inf"), ("actors.temperature = inf: ", "finite")),
+    Case("infinite time", demo("--launch.startup_timeout_s", "inf"), ("launch.startup_timeout_s = inf: ", "finite")),
+    Case("correct at NaN", demo("--task.correct_at", "nan"), ("task.correct_at = nan: ", "finite")),
+    Case("a list for a number", demo("--learner.learning_rate", "[1]"), ("learner.learning_rate = [1]: ",)),
+    Case("a seed that NumPy has not", demo("--run.seed", str(2**32)), ("run.seed = 4294967296: ",)),
+    Case("a long value", demo("--run.seed", "'" + "x" * 5000 + "'"), ("(5002 characters): ",)),
+    Case("no value", demo("--learner.num_steps"), ("--learner.num_steps has no value",)),
+    Case("no override", demo("num_steps=3"), ("'num_steps=3' is not an override",)),
+    Case("below a value", demo("--learner.num_steps.max", "3"), ("'num_steps' is a value, not a section",)),
+    Case("a name with a slash", demo("--run.name", "a/b"), ("run.name = 'a/b' is not a folder name",)),
+    Case("an empty name", demo("--run.name", ""), ("run.name = '' is not a folder name",)),
+    Case("a name with a NUL", toml('[run]\nname = "a\\u0000b"\n'), ("run.name = 'a\\x00b': ",)),
+    Case("bytes that are no text", demo("--task.template", "{question}\udce9"), ("--task.template = ", "not UTF-8")),
+    Case("nobody's home", demo("--model.path", "~nobody-here/x"), ("--model.path = '~nobody-here/x': no such place",)),
+    Case("nobody's home for runs", demo("--run.dir", "~nobody-here/x"), ("run.dir = '~nobody-here/x': ",)),
+    Case("a file for runs", lambda folder: [DEMO, "--run.dir", DEMO], ("demo.toml is a file; choose a folder",)),
+    # keys that contradict each other
+    Case("groups of one", demo("--algorithm.type", "online_dpo", "--actors.group_size", "1"), ("at least 2",)),
+    Case("more stages than layers", demo("--learner.num_stages", "9"), ("has only 2 layers",)),
+    Case("too few tokens", demo("--learner.token_budget", "8"), ("would fit in no micro-batch",)),
+    Case("more problems than held out", demo("--actors.eval_every", "1", "--actors.eval_problems", "5000"), ("1024",)),
+    Case("a bound that is never met", demo("--weight_sync.max_lag", "0", "--learner.num_epochs", "3"), ("never be",)),
+    Case("two models", demo("--model.hub", "a/b"), ("exactly one of model.path",)),
+    Case("stages on GPUs that are not there", demo("--learner.gpus", "1"), ("gpus of the workers add up to 2",)),
+    Case("actors on GPUs that are not there", demo("--actors.gpus", "0.5"), ("pool 'actors' asks for 2 x",)),
+    Case("more CPUs than there are", demo("--actors.cpus", "4000"), ("cpus of the workers add up to 8001",)),
+    Case("no such cluster", demo("--launch.ray_address", "127.0.0.1:9"), ("no Ray cluster answers",)),
+    # rows
+    Case("no rows", task(b""), ("task.path: ", "rows.jsonl holds no row")),
+    Case("blank lines alone", task(b"\n\n  \n"), ("rows.jsonl holds no row",)),
+    Case("no file of rows", task(path='"nowhere.jsonl"'), ("nowhere.jsonl is not there",)),
+    Case("a folder of rows", task(path='"."'), ("is a folder, not a file",)),
+    Case("rows of another kind", task(path='"reward.py"'), ("ends in '.py'",)),
+    Case("a long name of rows", task(path=f'"{"x" * 300}.jsonl"'), ("cannot be read: File name too long",)),
+    Case(
+        "rows in Latin-1", task(after('{"question": "caf\u00e9"}'.encode("latin-1"))), ("line 8 is not UTF-8", "0xe9")
+    ),
+    Case("rows in UTF-16", task(json_lines(ROWS).decode().encode("utf-16")), ("line 1 is not UTF-8", "iconv")),
+    Case("a cut line", task(after(b'{"question": "1')), ("line 8 is not JSON: ", "at column 14")),
+    Case("a line that ends early", task(after(b'{"question": ')), ("line 8 is not JSON: ", "at column 13")),
+    Case("a list", task(after(b"[1, 2]")), ("line 8 holds a list; a row must be an object",)),
+    Case("half a pair", task(after(b'{"question": "\\ud800"}')), ("line 8 holds half of a", "('\\ud800')")),
+    Case("deep", task(after(b'{"question": ' + b"[" * 1000 + b"]" * 1000 + b"}")), ("line 8 is nested too deeply",)),
+    Case("deeper", task(after(b"[" * 100_000)), ("line 8 is nested too deeply",)),
+    Case("long numbers", task(after(b'{"question": ' + b"7" * 5000 + b"}")), ("line 8 holds a number of thousands",)),
+    Case("no question", task(after(b'{"qestion": "1"}')), ("row 8; known: qestion",)),
+    Case("a question of numbers", task(after(b'{"question": [1]}')), ("row 8: 'question' must be text",)),
+    Case("too few rows", task(num_train="5000"), ("but task.num_train = 5000",)),
+    Case("nothing held out", task(json_lines(ROWS[:1])), ("1 distinct questions, ", "at least 1 is needed")),
+    Case("Parquet that is none", task(path='"c.toml.parquet"'), ("c.toml.parquet is not there",)),
+    Case("a template without a column", task(template='"hello"'), ("names no column",)),
+    Case("a system turn without a chat", task(system_prompt='"hello"'), ("set chat = true",)),
+    Case("a chat without its template", task(chat="true"), ("has no chat template; set chat = false",)),
+    # rewards
+    Case("no rewards", task(rewards="[]"), ("task.rewards is empty",)),
+    Case("no file of rewards", task(rewards='["none.py:exact"]'), ("there is no file",)),
+    Case("no function", task(rewards='["reward.py"]'), ("is not of the form FILE.py:FUNCTION",)),
+    Case("a mistyped function", task(rewards='["reward.py:exct"]'), ("defines no 'exct'; known: exact; did you mean",)),
+    Case(
+        "only its own functions",
+        task(
+            reward="from __future__ import annotations\nimport math\nE = math.e\n" + REWARD, rewards='["reward.py:f"]'
+        ),
+        ("defines no 'f'; known: exact\n",),
+    ),
+    Case("rewards that do not parse", task(reward="def exact(:\n"), ("is not Python", "line 1")),
+    Case("rewards in Latin-1", task(reward=b"# caf\xe9\n" + REWARD.encode()), ("reward.py is not Python",)),
+    Case("a missing argument", task(reward="def exact(solution):\n    pass\n"), ("needs an argument 'solution'",)),
+    Case("a function twice", task(rewards='["reward.py:exact", "reward.py:exact"]'), ("twice",)),
+    # prompts
+    Case("long prompts", demo("--actors.max_prompt_tokens", "2"), ("Set actors.max_prompt_tokens = 6",)),
+    Case("one long prompt", task(after(b'{"question": "%s", "answer": "1"}' % (b"1" * 40))), ("1 of the task's 101",)),
+    # the model
+    Case("no model", demo("--model.path", "/nowhere"), ("no such folder",)),
+    Case("a file as model", written("m", b"", "--model.path", "{file}"), ("no such folder",)),
+    Case("no config.json", model(lambda folder: (folder / "config.json").unlink()), ("holds no config.json",)),
+    Case(
+        "junk for config.json",
+        model(lambda folder: (folder / "config.json").write_bytes(b"\xff\0")),
+        ("not valid JSON",),
+    ),
+    Case("no weights", model(lambda folder: (folder / "model.safetensors").unlink()), ("holds no *.safetensors",)),
+    Case("empty weights", model(lambda folder: os.truncate(folder / "model.safetensors", 0)), ("cannot be read as",)),
+    Case("a cut header", model(lambda folder: os.truncate(folder / "model.safetensors", 60)), ("cut short",)),
+    Case("cut weights", model(lambda folder: os.truncate(folder / "model.safetensors", 20_000)), ("cut short",)),
+    Case("integers for weights", model(weights(as_codes)), ("is stored as I32", "plain weights")),
+    Case("other names", model(weights(renamed)), ("query.weight", "its weights do not belong to its config.json")),
+    Case("another size", model(says(intermediate_size=333)), ("of another model",)),
+    Case("more layers than weights", model(says(num_hidden_layers=3)), ("has no tensor model.layers.2",)),
+    Case("a small vocabulary", model(says(vocab_size=5)), ("has shape [16, 128], and", "of another model")),
+    Case("no vocabulary", model(says(vocab_size="many")), ("names no vocab_size above 0 (found 'many')",)),
+    Case("no layers", model(says(num_hidden_layers=0)), ("names no num_hidden_layers above 0",)),
+    Case("an end beyond the vocabulary", model(ends_with(99_999)), ("eos_token_id = 99999 is no token",)),
+    Case("another family", model(says(model_type="gpt2")), ("is of type 'gpt2'",)),
+    Case("dynamic rotations", model(says(rope_scaling={"rope_type": "dynamic", "factor": 2.0})), ("'dynamic'",)),
+    Case(
+        "long rotations",
+        model(
+            says(rope_scaling={"type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8})
+        ),
+        ("'longrope'",),
+    ),
+    Case("dropout", model(says(attention_dropout=0.1)), ("attention_dropout = 0.1", "set attention_dropout to 0")),
+    Case("both directions", model(says(use_bidirectional_attention=True)), ("use_bidirectional_attention",)),
+    Case("quantized", model(says(quantization_config={"quant_method": "gptq", "bits": 4})), ("quantization_config",)),
+    Case("heads that do not divide", model(says(num_attention_heads=5, head_dim=None)), ("model.path: ",)),
+    Case("an unknown activation", model(says(hidden_act="tahn")), ("model.path: ", "tahn")),
+    Case(
+        "no tokenizer",
+        model(lambda folder: [each.unlink() for each in folder.glob("token*")]),
+        ("holds no tokenizer (",),
+    ),
+    Case(
+        "junk for a tokenizer",
+        model(holds("tokenizer.json", b"{")),
+        ("no tokenizer that",),
+    ),
+    Case("too long for it", demo("--actors.max_prompt_tokens", "100"), ("was made for at most 64 tokens",)),
+    Case("no recipe", demo("--model.path", "/nowhere", "--model.recipe", "/none.py"), ("model.recipe = '/none.py'",)),
+]
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    """Ray that is asked to start, or a run that is followed, fails the test: `fail` passes every `except Exception`."""
+    import ray
+    import torch
+
+    import launch.train
+
+    def started(*_: object, **__: object) -> None:
+        pytest.fail("got past the checks: Ray would start")
+
+    monkeypatch.setattr(ray, "init", started)
+    monkeypatch.setattr(launch.train, "fetch_model", started)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_a_mistake_is_one_sentence_and_status_2_and_leaves_nothing(case, capsys, tmp_path, nothing_starts):
+    inputs = tmp_path / "inputs"
+    inputs.mkdir()
+    arguments = [str(each) for each in case.make(inputs)]
+    before = sorted(inputs.rglob("*"))
+    if "--run.dir" not in arguments:
+        arguments += ["--run.dir", str(tmp_path / "runs")]
+    status = main(["train", *arguments])
+    error = capsys.readouterr().err
+    assert status == ExitStatus.WRONG_INPUT, error
+    assert error.startswith("leeway: ")
+    assert error.count("\n") == 1, error
+    assert len(error) < 1500, error
+    assert "Traceback" not in error
+    for words in case.said:
+        assert words in error, error
+    assert not (tmp_path / "runs").exists()
+    assert sorted(inputs.rglob("*")) == before
+
+
+def test_what_other_trainers_call_a_key_leads_to_one_that_is_there():
+    for theirs, ours in KEYS_ELSEWHERE.items():
+        section, _, key = ours.partition(".")
+        models = models_of(Config.model_fields[section].annotation)
+        assert any(key in each.model_fields for each in models), ours
+        assert not any(theirs in each.model_fields for each in models), f"{theirs} is a key here"
+
+
+def test_a_config_with_a_mark_of_the_order_of_bytes_is_read(tmp_path):
+    (tmp_path / "c.toml").write_bytes(codecs.BOM_UTF8 + DEMO.read_bytes())
+    assert load_config(tmp_path / "c.toml", ["--model.path", "m"]) == load_config(DEMO, ["--model.path", "m"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Exception("The current node timed out during startup.\nThis could happen because of load."),
+        TimeoutError("the node"),
+        AssertionError(),
+        KeyError("GCS"),
+    ],
+)
+def test_a_ray_that_does_not_start_in_time_is_a_sentence(monkeypatch, error):
+    import ray
+
+    def init(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RunFailed, match=r"^Ray does not start here: [^\n]+ less so$"):
+        start_ray(load_config(DEMO), "test")
+    with pytest.raises(RunFailed, match=r"^no Ray cluster answers at launch.ray_address = .auto.: [^\n]+$"):
+        start_ray(load_config(DEMO, ["--launch.ray_address", "auto"]), "test")
