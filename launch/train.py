@@ -39,7 +39,7 @@ from launch.observe.trace import Trace
 from launch.observe.tripwires import Trip, Tripwires
 from launch.processes.evaluation import Evaluation
 from launch.processes.ray_cluster import leave, was_abandoned
-from launch.processes.role_process import SILENCE_S, RunFailed
+from launch.processes.role_process import SILENCE_S, RunFailed, WrongInput
 from launch.processes.supervisor import Supervisor
 from launch.report.at_end import report_at_end
 from launch.run_folder import RunIdentity, claimed, claimed_weights
@@ -90,10 +90,13 @@ def _train(plan: Plan, earlier: History | None) -> ExitStatus:
             interrupts.end()
             return refuse("stopped before anything was started", ExitStatus.INTERRUPTED)
         try:
-            return _follow(plan, earlier, ready, interrupts, stack, started)
+            status = _follow(plan, earlier, ready, interrupts, stack, started)
         except Stopped:  # before the run could hear of it
             interrupts.end()
             return refuse(f"stopped; what there is lies in {plan.folder.root}", ExitStatus.INTERRUPTED)
+    if status is ExitStatus.WRONG_INPUT:  # all that wrote there has ended
+        shutil.rmtree(plan.folder.root, ignore_errors=True)
+    return status
 
 
 _Ready = tuple[RunContext[Config], Exporter, Tracker]
@@ -166,7 +169,8 @@ def _follow(
     folder, (context, exporter, tracker) = plan.folder, ready
     configure_logging(folder.log("launch", 0))
     display = stack.enter_context(Display(plan.config, folder))
-    stack.callback(report_at_end, folder, tracker.event, display.last_line)
+    at_end = stack.enter_context(ExitStack())
+    at_end.callback(report_at_end, folder, tracker.event, display.last_line)
     trace = stack.enter_context(Trace(folder.timeline))
     observer = Observer(
         plan,
@@ -181,11 +185,15 @@ def _follow(
     stack.callback(supervisor.stop)
     stack.enter_context(observer)  # after the supervisor, for it looks at its processes
     stack.callback(interrupts.end)
+    run = _Run(plan, context.facts.contract, earlier, supervisor, sinks, interrupts)
     try:
-        return _Run(plan, context.facts.contract, earlier, supervisor, sinks, interrupts).go()
+        return run.go()
     except RunFailed as error:
         sinks.fail(str(error))
-        return ExitStatus.FAILED
+        if run.has_begun or earlier is not None or not isinstance(error, WrongInput):
+            return ExitStatus.FAILED
+        at_end.pop_all()  # of a run that never was there is nothing to report
+        return ExitStatus.WRONG_INPUT
     except (Stopped, SystemError) as error:
         if isinstance(error, SystemError) and not isinstance(error.__cause__, Stopped):
             raise  # a signal in the middle of Ray's C code arrives wrapped; nothing else is ours
@@ -212,12 +220,15 @@ class _Run:
         self._tripwires = Tripwires(self.plan.config, self.contract)
         self._evaluation: Evaluation | None = None
         self._evaluated_at = 0
+        self.has_begun = False
+        """Were all its processes ready once? Before, nothing was trained or generated."""
         self._alarms: frozenset[str] = frozenset()
         """What was complained about and still holds."""
 
     def go(self) -> ExitStatus:
         self.sinks.phase("starting Ray, the buffer, the stages and the actors (about half a minute)")
         self.supervisor.start()
+        self.has_begun = True
         self.interrupts.go_on()
         if self.earlier is not None:
             self._take_up(self.earlier)

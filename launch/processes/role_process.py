@@ -19,6 +19,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from actors.tasks.task import TaskError
+from common.hf_folder import ModelFolderError
 from launch.host import configure_logging, keep_files_private
 from launch.observe.status import ProcessStatus
 
@@ -38,6 +40,10 @@ Check = Callable[[], None]
 
 class RunFailed(RuntimeError):
     """The run cannot go on; the text names the role, the reason and the log."""
+
+
+class WrongInput(RunFailed):
+    """What a role was to load is mistaken, and it alone could see that; the text names it."""
 
 
 class Restarts:
@@ -208,6 +214,7 @@ def results(
         check: called now and then; raises where waiting is in vain.
 
     Raises:
+        WrongInput: a call failed because of the task or the model.
         RunFailed: a call failed, or did not end in time.
     """
     started = time.monotonic()
@@ -218,8 +225,11 @@ def results(
         check()
         if ready:
             process = waiting.pop(ready[0])
-            if why := outcome(ready[0]):
-                raise RunFailed(f"{process.name} failed: {why}; see {process.log}")
+            error = failure(ready[0])
+            if isinstance(error, RayTaskError) and isinstance(error.cause, TaskError | ModelFolderError):
+                raise WrongInput(f"{process.name}: {error.cause}")
+            if error is not None:
+                raise RunFailed(f"{process.name} failed: {reason(error)}; see {process.log}")
         elif left_s <= _CHECK_EVERY_S:
             process = next(iter(waiting.values()))
             raise RunFailed(

@@ -5,9 +5,11 @@ from unittest.mock import MagicMock
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
-from launch.processes.role_process import Restarts, RoleProcess
+from actors.tasks import TaskError
+from common.hf_folder import ModelFolderError
+from launch.processes.role_process import Restarts, RoleProcess, RunFailed, WrongInput, results
 
 SILENCE_S = 30.0
 
@@ -20,7 +22,7 @@ class Clock:
         self.handle = MagicMock()
         self.process = RoleProcess("actor", 1, self.handle, Path("logs/actor.1.log"), Restarts(3))
         monkeypatch.setattr("launch.processes.role_process.time.monotonic", lambda: self.now_s)
-        monkeypatch.setattr(ray, "wait", lambda calls, timeout: (calls, []) if self.answer else ([], calls))
+        monkeypatch.setattr(ray, "wait", lambda calls, timeout, **_: (calls, []) if self.answer else ([], calls))
         monkeypatch.setattr("launch.processes.role_process.SILENCE_S", SILENCE_S)
         monkeypatch.setattr(ray, "get", self._get)
 
@@ -74,3 +76,19 @@ def test_who_answers_in_time_or_dies_is_not_called_silent(clock, answer):
     clock.answer = answer
     assert clock.ask_at(200) == (answer if answer == "report" else None)
     assert clock.told == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (TaskError("3 prompts are too long"), "actor.1: 3 prompts are too long"),
+        (ModelFolderError("no tensor x"), "actor.1: no tensor x"),
+        (ValueError("another"), "actor.1 failed: ValueError: another; see logs/actor.1.log"),
+    ],
+)
+def test_what_a_role_says_of_the_task_or_the_model_is_told_apart_from_a_failure(clock, raised, said):
+    clock.answer = RayTaskError("start", "a page of text", raised)
+    with pytest.raises(RunFailed) as caught:
+        results([(clock.process, "call")], "to be ready", clock.now_s + 10.0)
+    assert str(caught.value) == said
+    assert isinstance(caught.value, WrongInput) is not said.endswith(".log")

@@ -12,7 +12,7 @@ import pytest
 
 from launch.cli import main
 from launch.observe.observer import Observer
-from launch.observe.status import STALE_S, PollResult, read_status, write_status
+from launch.observe.status import STALE_S, Accuracy, PollResult, read_status, write_status
 from launch.run_folder import claimed
 from tests.unit.made_up_run import plan, process, report, status, step_row
 
@@ -135,3 +135,12 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word_and_changes_no_sta
         buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
         done = subprocess.run(command, env=buffered, stdout=nobody, stderr=subprocess.PIPE, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0 if lives else 1, b"")
+
+
+def test_an_accuracy_has_the_digits_that_say_something(run, capsys):
+    folder, observer = run
+    observer.evaluated(Accuracy(versions="0.0", greedy=0.123456789012345, sampled=None, num_problems=81))
+    observer.polled()
+    with claimed(folder):
+        _, out, _ = said(capsys)
+    assert "held-out accuracy at version 0.0: greedy 0.123, sampled - (81 problems)" in out

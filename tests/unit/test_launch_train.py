@@ -1,6 +1,7 @@
 """What the command leaves in a run's folder where it does not come to its end, and how long it waits for that end."""
 
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -9,7 +10,7 @@ import pytest
 from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped
 from launch.observe.history import History
 from launch.observe.status import Accuracy
-from launch.processes.role_process import RunFailed
+from launch.processes.role_process import RunFailed, WrongInput
 from launch.run_folder import RunFolder, RunIdentity
 from launch.train import _Run, train
 from tests.unit.made_up_run import context, plan
@@ -115,3 +116,35 @@ def earlier(made) -> History:
     identity = RunIdentity(run_id=made.run_id, task_fingerprint=made.task.fingerprint, started_s=(100.0,))
     before = Accuracy(greedy=0.5, sampled=0.5, num_failed=0, num_problems=8, versions="0.0")
     return History(identity, [], before, 0.0, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "begins", "is_new", "status"),
+    [
+        (WrongInput("actor.0: 3 prompts are too long"), False, True, ExitStatus.WRONG_INPUT),
+        (WrongInput("actor.0: 3 prompts are too long"), False, False, ExitStatus.FAILED),
+        (WrongInput("stage.0: the model is gone"), True, True, ExitStatus.FAILED),
+        (RunFailed("actor.0 failed: see its log"), False, True, ExitStatus.FAILED),
+    ],
+)
+def test_a_run_that_a_process_refuses_before_it_has_begun_leaves_no_folder_and_any_other_stays(
+    tmp_path, monkeypatch, capsys, error, begins, is_new, status
+):
+    supervisor, reported = MagicMock(), []
+    (supervisor.status if begins else supervisor.start).side_effect = error
+    monkeypatch.setattr("launch.train.Supervisor", lambda *_: supervisor)
+    monkeypatch.setattr("launch.train.report_at_end", lambda folder, *_: reported.append(folder.root.is_dir()))
+    monkeypatch.setattr("launch.train.configure_logging", lambda file: None)
+    made = plan(tmp_path / "run")
+    history = None
+    if not is_new:
+        made.folder.create(made.config)
+        history = replace(earlier(made), before=None)
+    assert train(made, history) == status
+    supervisor.stop.assert_called_once_with()
+    leaves_nothing = status is ExitStatus.WRONG_INPUT
+    assert made.folder.root.exists() is not leaves_nothing
+    assert reported == ([] if leaves_nothing else [True])
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("leeway: ")] == [
+        f"leeway: {error}"
+    ]
