@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from actors.tasks.task import Problem, RewardFunction, Scores
+from buffer.ledger import REWARD_FAILED
 from common.threads import DaemonThreads, ThreadsExhausted
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class RewardFailed(Exception):
     """A reward function did not deliver. Its text is what the ledger counts by, so it names no sample."""
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"reward failed: {name}: {why}")
+        super().__init__(f"{REWARD_FAILED}: {name}: {why}")
 
 
 class _CallFailed(Exception):

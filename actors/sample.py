@@ -18,6 +18,7 @@ from actors.rewards import RewardFailed, Scorer
 from actors.tasks import Problem
 from actors.tasks.task import PromptCodec
 from actors.weights import ActorError, WeightFollower
+from buffer.ledger import GENERATION_FAILED
 from buffer.protocol import Lease
 from buffer.trajectory import Trajectory
 from common.staleness import PolicyVersion
@@ -165,7 +166,7 @@ class SampleMaker:
                 "generation failed: prompt %d, group %d, sample %d: %s (%s)",
                 lease.prompt_id, lease.group_id, sample_index, why, error,
             )  # fmt: skip
-            raise SampleFailed(f"generation failed: {why}") from error
+            raise SampleFailed(f"{GENERATION_FAILED}: {why}") from error
 
     async def evaluate(self, request: EvalRequest, heldout: Sequence[Problem]) -> EvalResult:
         """Answer one shard of the held-out problems with the engine that also trains, while its weights are held.

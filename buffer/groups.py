@@ -216,10 +216,11 @@ class Groups:
         self.save(tx, group)
 
     def checked_counts(self, tx: Transaction) -> dict[str, int]:
-        """Every count by its name, how many rows are quarantined, and 'gap': 0, or a bug."""
+        """Every count by its name, the failed by kind, how many rows are quarantined, and 'gap': 0, or a bug."""
         ledger = tx.state.ledger
         quarantined = sum(ledger.quarantined_by_reason.values())
-        return {**ledger.counts(), "quarantined": quarantined, "gap": ledger.gap + self._live_gap(tx)}
+        gap = ledger.gap + self._live_gap(tx)
+        return {**ledger.counts(), **ledger.failed_by_kind(), "quarantined": quarantined, "gap": gap}
 
     def _live_gap(self, tx: Transaction) -> int:
         """By how many samples the counters differ from the groups that are not finished yet.

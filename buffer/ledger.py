@@ -15,6 +15,15 @@ from __future__ import annotations
 
 import msgspec
 
+REWARD_FAILED, GENERATION_FAILED, QUARANTINED = "reward failed", "generation failed", "quarantined"
+"""How the reason begins for which a sample failed, but for one whose lease was lost."""
+FAILED_KINDS = {
+    "failed_reward": REWARD_FAILED,
+    "failed_generation": GENERATION_FAILED,
+    "failed_quarantined": QUARANTINED,
+}
+"""Of the failed: name of the count -> how its reasons begin. All others are `failed_lease`."""
+
 COMMITTED_STATES = ("waiting", "drawn", "trained", "dropped_stale", "filtered", "evicted_unused")
 """What can become of a committed sample."""
 
@@ -23,6 +32,10 @@ LEDGER_METRICS = {
     "buffer/in_flight": "in_flight",
     "buffer/committed": "committed",
     "buffer/failed": "failed",
+    "buffer/failed_reward": "failed_reward",
+    "buffer/failed_generation": "failed_generation",
+    "buffer/failed_quarantined": "failed_quarantined",
+    "buffer/failed_lease": "failed_lease",
     "buffer/waiting": "waiting",
     "buffer/trained": "trained",
     "buffer/dropped_stale": "dropped_stale",
@@ -81,6 +94,14 @@ class Ledger(msgspec.Struct):
         """Every count by its name."""
         return {name: value for name in self.__struct_fields__ if isinstance(value := getattr(self, name), int)}
 
+    def failed_by_kind(self) -> dict[str, int]:
+        """What the failed add up from, few enough to be metrics: those of `FAILED_KINDS`, and the others."""
+        kinds = {
+            kind: sum(count for reason, count in self.failed_by_reason.items() if reason.startswith(begin))
+            for kind, begin in FAILED_KINDS.items()
+        }
+        return {**kinds, "failed_lease": self.failed - sum(kinds.values())}
+
     def issue(self, count: int) -> None:
         """A lease issues samples."""
         self.issued += count
@@ -108,7 +129,7 @@ class Ledger(msgspec.Struct):
         """A row, or a message that no row can be read from, is set aside."""
         _count(self.quarantined_by_reason, reason, 1)
         if matches_lease:
-            self.fail(1, f"quarantined: {reason}")
+            self.fail(1, f"{QUARANTINED}: {reason}")
         else:
             self.quarantined_outside += 1
 

@@ -45,7 +45,7 @@ def status(parsed: argparse.Namespace) -> int:
 
 def _status_lines(seen: StatusView) -> Iterator[str]:
     from launch.observe.status import SILENT_S
-    from launch.observe.view import line
+    from launch.observe.view import failures, line
     from launch.text import duration
 
     status = seen.status
@@ -78,6 +78,8 @@ def _status_lines(seen: StatusView) -> Iterator[str]:
             f"buffer: {status.buffer.ready_groups} groups ready, {ledger.get('in_flight', 0)} samples in flight, "
             f"{ledger.get('trained', 0)} trained, ledger gap {ledger.get('gap', 0)}"
         )
+        if failed := failures(ledger, status.buffer.failed_by_reason):
+            yield failed
     for each in status.evaluations[-1:]:
         yield each.describe()
     for event in status.events[-3:]:

@@ -20,6 +20,14 @@ def number(value: float | None) -> str:
     return f"{value:.2e}" if value and abs(value) < 1e-2 else f"{value:.3f}"
 
 
+def share_of(part: int, whole: int) -> str:
+    """In percent; never 0% of something, and never 100% of what is not all."""
+    percent = 100 * part / whole if whole else 0.0
+    if part and percent < 0.1:
+        return "under 0.1%"
+    return "over 99.9%" if part < whole and percent >= 99.95 else f"{percent:.1f}%"
+
+
 def duration(seconds: float) -> str:
     """Hours, minutes and seconds."""
     whole = max(0, int(seconds))

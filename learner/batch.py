@@ -38,7 +38,7 @@ class Leaves:
 
 COLUMNS = (
     "group_id", "sample_index", "prompt_id", "prompt_length", "finished_s", "actor", "finish_reason", "token_ids",
-    "logprobs", "spans", "reward", "reference_logprobs",
+    "logprobs", "spans", "reward", "reward_parts", "reference_logprobs",
 )  # fmt: skip
 """What a step reads of a trajectory."""
 

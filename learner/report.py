@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from algorithms.base import BadInputs, Needs, check_inputs
@@ -29,6 +30,8 @@ their small effective sample size is none of these, and does not end a row of th
 Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
 """Metrics by name; and `NO_METRICS`."""
 
+MAX_PARTS = 16
+"""Reward functions that have a metric each: a task that sums more is better read from the buffer."""
 NO_METRICS = frozenset({"lag0_by_actor", "lag_by_actor"})
 """What a step tells of each actor: tables, which the observer of the run adds up."""
 
@@ -84,6 +87,15 @@ def replay_metrics(start: StepBatch, ledger: Mapping[str, int]) -> Metrics:
     }
 
 
+def part_metrics(start: StepBatch) -> Metrics:
+    """Mean of what each reward function gave, over the samples that it applies to; none where there is but one."""
+    names, values = start.rows.column("reward_parts").flatten().flatten()
+    parts = pa.table({"name": names, "value": values})
+    means = parts.group_by("name", use_threads=False).aggregate([("value", "mean")])  # in order of appearance
+    found = dict(zip(means["name"].to_pylist(), means["value_mean"].to_pylist(), strict=True))
+    return {f"reward/part/{name}": found[name] for name in [*found][:MAX_PARTS]} if len(found) > 1 else {}
+
+
 def _ends(batch: StepBatch) -> tuple[IntArray, IntArray]:
     """Lag of the first and of the last token of each sequence that has any."""
     bounds_T = batch.bounds_T()
@@ -112,6 +124,7 @@ def step_report(
         "finished_s": times.finished_s,
         "reward/mean": float(np.mean(rewards)),
         "reward/std": float(np.std(rewards)),
+        **part_metrics(batch),
         "length/trained_mean": float(np.mean(np.diff(batch.bounds_T()))),
         "length/fidelity_ks": fidelity.ks,
         "length/p95_ratio": fidelity.p95_ratio,

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from launch.observe.status import Accuracy, RunStatus
-from launch.observe.view import TRAINING, View, line
+from launch.observe.view import TRAINING, View, failures, line
 from launch.run_folder import RunFolder
 from launch.text import number
 
@@ -91,6 +91,7 @@ class Display:
         self._live: Live | None = None
         self._last_line_s = clock()
         self._last_step = 0
+        self._failures = ""
 
     def __enter__(self) -> Display:
         self.say(f"run {self._folder.root}")
@@ -112,6 +113,8 @@ class Display:
 
     def update(self, status: RunStatus) -> None:
         """Show the newest figures. Any thread may call it."""
+        if status.buffer is not None:
+            self._failures = failures(status.buffer.ledger, status.buffer.failed_by_reason)
         if self._stdout.is_lost:
             self.__exit__()
             return
@@ -133,8 +136,10 @@ class Display:
         self.say(text)
 
     def fail(self, text: str) -> None:
-        """The run ends here, and this is why."""
+        """The run ends here, and this is why; samples that failed may be a part of it."""
         self.__exit__()
+        if self._failures:
+            self.say(self._failures)
         print(f"leeway: {text}", file=cast(TextIO, LossyStream(sys.stderr)), flush=True)
 
     def finish(self, before: Accuracy, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
@@ -152,6 +157,8 @@ class Display:
             f"lag mean {number(summary['lag_mean'])}, max {summary['lag_max']} of {summary['max_lag']}; "
             f"generating during {number(summary['overlap_frac'])} of step time; ledger gap {summary['ledger_gap']}"
         )
+        if failed := failures(summary["ledger"], summary["failed_by_reason"]):
+            lines.append(failed)
         lines.append(f"{summary['wall_s']:.0f} s in all; model, metrics and summary.json in {self._folder.root}")
         self._console.print("\n".join(lines), soft_wrap=True)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 POOL_PREFIX = "pool/"
 """Before the name of a pool, for which the registry has NAME."""
+PART_PREFIX = "reward/part/"
+"""Before the name of a reward function, likewise."""
 
 METRICS: dict[str, str] = {
     # the step
@@ -28,6 +30,8 @@ METRICS: dict[str, str] = {
     "ess/dropped": "Updates of the step that were dropped for it; null without learner.ess_budget.",
     # reward and length
     "reward/mean": "Mean reward of the trained samples.",
+    "reward/part/NAME": "Mean of what the reward function NAME gave to those of them that it applies to. Only where a "
+    "task sums several; of more than 16 the first.",
     "reward/std": "Standard deviation of those rewards.",
     "length/trained_mean": "Mean completion length of the trained samples, tokens.",
     "length/fidelity_ks": "Kolmogorov-Smirnov distance of the completion lengths trained from those generated: 0 "
@@ -100,7 +104,13 @@ METRICS: dict[str, str] = {
     "buffer/issued": "Samples leased; a sample leased again counts again.",
     "buffer/in_flight": "Leased, neither committed nor failed.",
     "buffer/committed": "On disk.",
-    "buffer/failed": "Lease lost, generation or reward failed, or quarantined.",
+    "buffer/failed": "Samples that will not come, for one of the four reasons that follow; over buffer/issued it is "
+    "the share of the samples asked for.",
+    "buffer/failed_reward": "Of the failed: a reward function failed.",
+    "buffer/failed_generation": "Of the failed: the engine failed, or took too long.",
+    "buffer/failed_quarantined": "Of the failed: what the actor handed in failed validation.",
+    "buffer/failed_lease": "Of the failed: the lease was lost, because it expired, or its actor stopped or was started "
+    "again; with what has a reason beyond the first 64.",
     "buffer/waiting": "Committed and not drawn yet.",
     "buffer/trained": "Used by at least one finished step that took an update.",
     "buffer/dropped_stale": "Dropped with their group, because it would have passed max_lag.",
@@ -155,8 +165,11 @@ METRICS: dict[str, str] = {
 }
 
 
-def registered(name: str) -> str:
-    """The name of a metric in the registry, where that of a pool is NAME."""
-    if not name.startswith(POOL_PREFIX):
-        return name
-    return f"{POOL_PREFIX}NAME/{name.rsplit('/', 1)[1]}"
+def labelled(name: str) -> tuple[str, str, str]:
+    """A metric's name in the registry; and what NAME is there, "pool" or "function" (else empty), and which it is."""
+    if name.startswith(POOL_PREFIX):
+        pool, _, what = name.removeprefix(POOL_PREFIX).rpartition("/")
+        return f"{POOL_PREFIX}NAME/{what}", "pool", pool
+    if name.startswith(PART_PREFIX):
+        return f"{PART_PREFIX}NAME", "function", name.removeprefix(PART_PREFIX)
+    return name, "", ""

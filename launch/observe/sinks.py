@@ -1,8 +1,8 @@
 """Where the figures of a run go: metrics.jsonl and events.jsonl, Weights & Biases, and Prometheus.
 
 A metric of the registry `lag/token_mean` is the gauge `leeway_lag_token_mean`; `pool/NAME/lag_mean` is
-`leeway_pool_lag_mean{pool="NAME"}`. `OF_ACTORS` and `OF_RUN` are further ones. All are gauges, also what counts up: a
-step that is taken again takes its counts back first.
+`leeway_pool_lag_mean{pool="NAME"}`, and `reward/part/NAME` is `leeway_reward_part{function="NAME"}`. `OF_ACTORS` and
+`OF_RUN` are further ones. All are gauges, also what counts up: a step that is taken again takes its counts back first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from buffer.ledger import LEDGER_METRICS
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError
-from launch.observe.metrics import METRICS, POOL_PREFIX, registered
+from launch.observe.metrics import METRICS, labelled
 from launch.observe.status import ActorStatus, RunStatus
 from launch.run_folder import RunFolder
 
@@ -316,16 +316,13 @@ def _labelled(
 
 
 def _of_row(row: Mapping[str, Any]) -> Iterator[GaugeMetricFamily]:
-    of_pools: dict[str, GaugeMetricFamily] = {}
+    families: dict[str, GaugeMetricFamily] = {}
     for name, value in row.items():
-        if registered(name) not in METRICS or not isinstance(value, int | float):
+        registered, label, which = labelled(name)
+        if registered not in METRICS or not isinstance(value, int | float):
             continue
-        gauge = f"leeway_{registered(name).replace('/NAME/', '/').replace('/', '_')}"
-        if not name.startswith(POOL_PREFIX):
-            yield GaugeMetricFamily(gauge, METRICS[name], value=float(value))
-            continue
-        if gauge not in of_pools:
-            of_pools[gauge] = GaugeMetricFamily(gauge, METRICS[registered(name)], labels=["pool"])
-        pool = name.removeprefix(POOL_PREFIX).rsplit("/", 1)[0]
-        of_pools[gauge].add_metric([pool], float(value))
-    yield from of_pools.values()
+        gauge = f"leeway_{registered.replace('/NAME', '').replace('/', '_')}"
+        if gauge not in families:
+            families[gauge] = GaugeMetricFamily(gauge, METRICS[registered], labels=[label] if label else [])
+        families[gauge].add_metric([which] if label else [], float(value))
+    yield from families.values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from launch.observe.status import ActorStatus, ProcessStatus, RunStatus
-from launch.text import duration, number
+from launch.text import duration, number, share_of, shortened
 
 POOL_STYLES = ("cyan", "magenta", "green", "blue", "yellow")
 """Of the pools, in their order; they begin anew after the last."""
@@ -257,6 +257,28 @@ def line(status: RunStatus, num_waits: int = NUM_WAITS) -> str:
     if num_waits and len(status.waits) > num_waits:
         sentences = [*sentences, f"and {len(status.waits) - num_waits} more wait"]
     return "; ".join([f"{status.written_s - status.started_s:5.0f} s  {figures}", *sentences, *status.tripped])
+
+
+NUM_REASONS, MAX_REASON = 3, 60
+"""Why samples failed: how many of the reasons are named in a sentence, and characters of each."""
+
+
+def failures(ledger: Mapping[str, int], by_reason: Mapping[str, int]) -> str:
+    """Which share of the samples asked for failed, and the commonest reasons; empty where none did."""
+    failed, issued = ledger.get("failed", 0), ledger.get("issued", 0)
+    if not failed:
+        return ""
+    why = commonest(by_reason)
+    return f"{failed:,} of {issued:,} samples failed ({share_of(failed, issued)})" + (f": {why}" if why else "")
+
+
+def commonest(by_reason: Mapping[str, int], most: int = NUM_REASONS) -> str:
+    """The commonest reasons with their counts, so many of them; the others are counted together."""
+    ordered = sorted(by_reason.items(), key=lambda each: -each[1])
+    named = [f"{shortened(reason, MAX_REASON)} ({count:,})" for reason, count in ordered[:most]]
+    if others := ordered[most:]:
+        named.append(f"{len(others)} other reason{'s' * (len(others) > 1)} ({sum(count for _, count in others):,})")
+    return "; ".join(named)
 
 
 class View:

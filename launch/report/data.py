@@ -57,10 +57,14 @@ class Series:
             self._x.pop()
             self._y.pop()
 
+    def __iter__(self) -> Iterator[Point]:
+        """All points, in order of x."""
+        return zip(self._x, self._y, strict=True)
+
     @property
     def points(self) -> list[Point]:
         """At most 2 * MAX_BUCKETS, in order of x."""
-        return thinned(list(zip(self._x, self._y, strict=True)))
+        return thinned(list(self))
 
     @property
     def total(self) -> float:
@@ -113,6 +117,11 @@ class Metrics:
     def of(self, name: str) -> list[Point]:
         """A curve; empty where the run has none."""
         return self.series[name].points if name in self.series else []
+
+    def percent(self, name: str, whole: str) -> list[Point]:
+        """One metric as a share of another, in percent; empty where the run lacks one of them."""
+        wholes = dict(self.series.get(whole, ()))
+        return thinned([(x, 100 * y / wholes[x]) for x, y in self.series.get(name, ()) if wholes.get(x)])
 
     def mean(self, name: str) -> float | None:
         """Over all steps; None where there is none."""
@@ -184,6 +193,19 @@ class RunData:
         if self.exit_status is not None and self.seen is not None and self.seen.status.buffer is not None:
             return self.seen.status.buffer.ledger
         return self.buffer.ledger if self.buffer is not None else None
+
+    @property
+    def num_failed(self) -> int:
+        """Samples that were asked for and will not come."""
+        if self.ledger is not None:
+            return self.ledger.get("failed", 0)
+        return int(max((y for _, y in self.metrics.of("buffer/failed")), default=0))
+
+    @property
+    def failed_by_reason(self) -> Mapping[str, int]:
+        """As the run told it last."""
+        buffer = self.seen.status.buffer if self.seen is not None else None
+        return buffer.failed_by_reason if buffer is not None else {}
 
     def knob(self, dotted: str) -> Any:  # noqa: ANN401 -- any TOML value
         """A value of the config; None where it is unset or unknown."""

@@ -15,11 +15,12 @@ from markupsafe import Markup
 from common.files import private_file
 from launch.observe.metrics import METRICS, POOL_PREFIX
 from launch.observe.status import RunStatus
+from launch.observe.view import commonest
 from launch.report import charts
 from launch.report.data import RunData
 from launch.report.svg import DASH, short
 from launch.report.timeline import ActorSums, overview, window
-from launch.text import duration, printable
+from launch.text import duration, printable, share_of
 
 IDENTITY_KEYS = ("run.name", "run.dir")
 """Of the config: differ between any two runs and say nothing."""
@@ -47,6 +48,7 @@ def render(runs: Sequence[RunData]) -> str:
         js=Markup(_resource("page.js")),
         tiles=[tiles(run) for run in runs],
         curves=charts.curves(runs),
+        hints={title: " ".join(guide) for title, guide in charts.GUIDES.items()},
         timelines=[(run, window(run.timeline), overview(run.timeline)) for run in runs if run.timeline],
         distributions=charts.distributions(runs),
         samples=[(run, run.buffer.trajectories) for run in runs if run.buffer is not None],
@@ -132,6 +134,7 @@ def tiles(run: RunData) -> list[Tile]:
         Tile("Learner waits", _percent(_waiting(metrics.seconds)), "of its time, for a batch"),
         Tile("Actors generate", _percent(busy), f"of the training time; {_percent(pauses)} paused for weights"),
         _gap(status),
+        *_failed(run),
         Tile(
             "End",
             run.ended,
@@ -168,6 +171,15 @@ def _lag(status: RunStatus | None) -> Tile:
     is_over = bound is not None and status.lag_max > bound
     detail = f"versions; greatest {status.lag_max}" + (f" of {bound} allowed" if bound is not None else "")
     return Tile("Lag, mean", f"{status.lag_mean:.2f}", detail, "bad" if is_over else "")
+
+
+def _failed(run: RunData) -> list[Tile]:
+    """Nothing where no sample failed."""
+    if not run.num_failed:
+        return []
+    issued = (run.ledger or {}).get("issued", 0)
+    why = f": {commonest(run.failed_by_reason, 2)}" if run.failed_by_reason else ""
+    return [Tile("Failed samples", share_of(run.num_failed, issued), f"{run.num_failed:,} of {issued:,}{why}", "bad")]
 
 
 def _gap(status: RunStatus | None) -> Tile:
@@ -252,12 +264,12 @@ def ledger_rows(runs: Sequence[RunData]) -> list[tuple[str, str, list[str]]]:
 
 
 def reasons(run: RunData) -> list[tuple[str, int]]:
-    """Why samples failed or were quarantined, the most frequent first."""
+    """Why samples failed, and why rows and messages were quarantined, the most frequent first."""
     buffer = run.seen.status.buffer if run.seen is not None else None
     if buffer is None:
         return []
     found = [(reason, count) for reason, count in buffer.failed_by_reason.items()]
-    found += [(f"quarantined: {reason}", count) for reason, count in buffer.quarantined_by_reason.items()]
+    found += [(f"set aside: {reason}", count) for reason, count in buffer.quarantined_by_reason.items()]
     return sorted(((reason[:MAX_REASON], count) for reason, count in found), key=lambda each: -each[1])[:MAX_REASONS]
 
 

@@ -21,6 +21,12 @@ LEFT, RIGHT, TOP, BOTTOM = 44, WIDTH - 10, 10, HEIGHT - 30
 """Edges of the plot within the chart."""
 LOG_DECADES = 2.0
 """Values above 0 that span more are drawn on a logarithmic axis, where the chart allows one."""
+FEW = 12
+"""A curve of fewer points marks each."""
+LEAST_FOR_LINE = 3
+"""Points that a line joins from here on: two are no trend."""
+LETTER, LINE_HEIGHT, CLEAR = 6.2, 11.0, 3.0
+"""Pixels: about the width of a letter of a chart, the height of its line, and what is kept free around a label."""
 EMPTY = Markup('<p class="empty">No values in this run.</p>')
 
 
@@ -42,6 +48,8 @@ class Figure(NamedTuple):
     legend: Sequence[tuple[str, str]] = ()
     """Class and name of each curve."""
     note: str = ""
+    hint: str = ""
+    """What a good one looks like, and what to do where it does not."""
 
 
 class Curve(NamedTuple):
@@ -52,7 +60,7 @@ class Curve(NamedTuple):
     style: str
     """Class of the page: a1, a2 (the run: main, second) or b1, b2 (the run that it is compared with)."""
     dots: bool = False
-    """Mark every point: there are few."""
+    """Mark every point, however many there are: each was measured by itself."""
 
 
 class Bars(NamedTuple):
@@ -149,8 +157,8 @@ def line_chart(
 ) -> Figure:
     """Curves over each other, the first on top; a sentence in their place where there is nothing to draw.
 
-    `bound` names a level that is not to be passed. The axis of y reaches down to `floor` at least, and ends at
-    `ceiling` where no value but for rounding passes it.
+    `bound` names a level that is not to be passed; its name stands where no curve runs. The axis of y reaches down to
+    `floor` at least, and ends at `ceiling` where no value but for rounding passes it.
     """
     curves = [curve for curve in curves if curve.points]
     if not curves:
@@ -161,19 +169,24 @@ def line_chart(
     is_log = may_be_log and low > 0 and math.log10(high / low) > LOG_DECADES
     x = axis(min(xs), max(xs), LEFT, RIGHT, 5, is_tight=True)
     y = axis(low, high, BOTTOM, TOP, is_log=is_log)
+    label = None
+    if bound is not None and (label := _free_place(*bound, curves, x, y)) is None:
+        # room above the bound, which nothing passes; where a bug lets something, the name stands over it
+        y = axis(low, high + 2 * (LINE_HEIGHT + CLEAR) / (BOTTOM - TOP) * (high - low), BOTTOM, TOP, is_log=is_log)
+        label = _free_place(*bound, curves, x, y) or (RIGHT, y.place(bound[1]) - CLEAR)
     parts = _grid(x, y, x_name)
     words = []  # for readers who do not see the chart
     for each in curves:
         _, values = zip(*each.points, strict=True)
         first, last, least, greatest = map(short, (values[0], values[-1], min(values), max(values)))
         words.append(f"{each.name} from {first} to {last}, least {least}, greatest {greatest}")
-    if bound is not None:
+    for curve in reversed(curves):
+        parts += _curve(curve, x, y)
+    if bound is not None and label is not None:
         at = y.place(bound[1])
         words.append(f"{bound[0]} {short(bound[1])}")
         parts.append(tag("line", cls="bound", x1=LEFT, x2=RIGHT, y1=at, y2=at))
-        parts.append(tag("text", bound[0], cls="axis boundname", x=RIGHT, y=at + 12, text_anchor="end"))
-    for curve in reversed(curves):
-        parts += _curve(curve, x, y)
+        parts.append(tag("text", bound[0], cls="axis boundname", x=label[0], y=label[1], text_anchor="end"))
     parts.append(tag("line", cls="cursor", x1=0, x2=0, y1=TOP, y2=BOTTOM))
     legend = [(curve.style, curve.name) for curve in curves] if len(curves) > 1 else ()
     described = f"{title} ({unit}) by {x_name}: {'; '.join(words)}"
@@ -204,13 +217,43 @@ def _below(text: str, at: float, anchor: str = "middle") -> Markup:
     return tag("text", text, cls="axis", x=at, y=BOTTOM + 14, text_anchor=anchor)
 
 
+def _free_place(name: str, level: float, curves: Sequence[Curve], x: Axis, y: Axis) -> Point | None:
+    """Where the name of a level may end, on its base line: above or below the level, as far to the right as it is free.
+
+    None where a curve runs through every such place.
+    """
+    width, at = len(name) * LETTER, y.place(level)
+    for right in range(RIGHT, round(LEFT + width), -8):
+        for base in (at - CLEAR - 1, at + LINE_HEIGHT):
+            box = (right - width - CLEAR, base - LINE_HEIGHT + 1, right + CLEAR, base + CLEAR)
+            if box[1] >= TOP - CLEAR and box[3] <= BOTTOM and not any(_meets(curve, box, x, y) for curve in curves):
+                return float(right), base
+    return None
+
+
+def _meets(curve: Curve, box: tuple[float, float, float, float], x: Axis, y: Axis) -> bool:
+    """Does a curve run through a box (left, top, right, bottom)?"""
+    left, top, right, bottom = box
+    places = [(x.place(px), y.place(py)) for px, py in curve.points]
+    for (x0, y0), (x1, y1) in zip(places, places[1:] or places, strict=False):
+        if x1 < left or x0 > right:
+            continue
+        slope = (y1 - y0) / (x1 - x0) if x1 > x0 else 0.0
+        ends = [y0 + slope * (min(max(left, x0), x1) - x0), y1 - slope * (x1 - max(min(right, x1), x0))]
+        if min(ends) <= bottom and max(ends) >= top:
+            return True
+    return False
+
+
 def _curve(curve: Curve, x: Axis, y: Axis) -> list[Markup]:
     places = [(x.place(px), y.place(py)) for px, py in curve.points]
     points = " ".join(f"{round(px, 1):g},{round(py, 1):g}" for px, py in places)
-    line = tag("polyline", cls=f"line {curve.style}", data_name=curve.name, points=points)
-    if not curve.dots and len(places) > 1:
+    shape = "line" if len(places) >= LEAST_FOR_LINE else "unjoined"  # which page.js reads the values from
+    line = tag("polyline", cls=f"{shape} {curve.style}", data_name=curve.name, points=points)
+    if not curve.dots and len(places) >= FEW:
         return [line]
-    return [line, *(tag("circle", cls=f"dot {curve.style}", cx=px, cy=py, r=2.6) for px, py in places)]
+    radius = 2.6 if shape == "line" else 4.0
+    return [line, *(tag("circle", cls=f"dot {curve.style}", cx=px, cy=py, r=radius) for px, py in places)]
 
 
 def bar_chart(

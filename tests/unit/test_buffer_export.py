@@ -1,6 +1,8 @@
 """Parquet and compaction: what is written is what was stored, and never half."""
 
 import os
+import re
+from pathlib import Path
 
 import lmdb
 import numpy as np
@@ -21,6 +23,8 @@ from buffer.offline.verify import verify
 from buffer.rows import SPAN
 from buffer.store import Store, own
 from tests.world.buffer import Actor, InProcessBuffer, facts
+
+PAGE = Path(__file__).parents[2] / "docs" / "buffer.md"
 
 
 @pytest.fixture
@@ -164,6 +168,22 @@ def test_other_libraries_read_the_export(run, tmp_path, library):
         frame = package.read_parquet(out)
         found = (frame["lag"].sum(), sum(map(len, frame["token_ids"])), frame["spans"][0][0]["version"])
     assert tuple(map(int, found)) == (4, 136, 0)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.filterwarnings("default")
+def test_the_examples_of_the_page_run_as_they_stand_or_say_what_to_install(run, tmp_path, monkeypatch, capsys, number):
+    example = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[number]
+    monkeypatch.chdir(tmp_path)
+    exported(run, Path("samples.parquet"))
+    for package, wanted in re.findall(r"^import (\w+)[^#\n]*(?:# pip install (\w+))?$", example, re.MULTILINE):
+        if wanted:
+            assert wanted == package
+            pytest.importorskip(package)
+    exec(compile(example, str(PAGE), "exec"), {})
+    said = capsys.readouterr().out
+    assert "mean" in said
+    assert "0.125" in said, "the mean reward of the first two groups, all of lag 0"
 
 
 def test_compaction_leaves_out_free_pages_and_nothing_else(run, tmp_path):

@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 
+from actors.rewards import RewardFailed
 from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
+from buffer.ledger import GENERATION_FAILED
 from tests.world.buffer import Actor
 
 
@@ -231,3 +233,19 @@ def test_a_bad_row_is_quarantined_its_sample_failed_and_its_neighbours_committed
     assert status.quarantined_by_reason == {"reward not finite": 2}
     assert status.failed_by_reason == {"quarantined: reward not finite": 1}
     assert (status.ledger["quarantined_outside"], status.num_ready_groups) == (1, 1)
+
+
+def test_the_failed_add_up_from_four_kinds_of_reasons(make):
+    buffer = make(group_size=4)
+    actor = Actor(buffer)
+    buffer.begin()
+    lease = actor.lease(1)[0]
+    reasons = [str(RewardFailed("exact", "ValueError")), f"{GENERATION_FAILED}: took too long", "actor stopped"]
+    for index, reason in enumerate(reasons):
+        buffer.ask(p.GiveUp("actor-0", 1, lease.lease_id, lease.attempt, [index], reason), p.Done)
+    rows = actor.rows(lease)
+    assert buffer.push([dataclasses.replace(rows[3], reward=float("nan"))]) == ["quarantined"]
+    kinds = ("failed_reward", "failed_generation", "failed_lease", "failed_quarantined")
+    ledger = buffer.status().ledger
+    assert [ledger[kind] for kind in kinds] == [1, 1, 1, 1]
+    assert ledger["failed"] == 4

@@ -10,7 +10,8 @@ import pytest
 from launch.config import TrackingConfig
 from launch.observe import display as display_module
 from launch.observe.display import QUIET_S, Display
-from launch.observe.status import read_status
+from launch.observe.status import Accuracy, read_status
+from launch.text import share_of
 from tests.unit.test_launch_top import RECORDED
 
 
@@ -74,6 +75,48 @@ def test_on_a_terminal_it_is_the_view_of_top_and_no_screen_is_too_narrow(capsys,
     with Display(config, SimpleNamespace(root=tmp_path, name="x")) as display:
         display.update(snapshot(7))
     assert "step 7/40" in capsys.readouterr().out
+
+
+SUMMARY = {
+    "trained_trajectories": 40, "num_steps": 10, "lag_mean": 1.0, "lag_max": 2, "max_lag": 4, "overlap_frac": 0.5,
+    "ledger_gap": 0, "wall_s": 60.0,
+}  # fmt: skip
+REASONS = {"lease expired": 2, "reward failed: exact: \x1b[2J": 30, "fenced": 1, "generation failed: X": 9, "other": 1}
+FAILED = (
+    "43 of 1,000 samples failed (4.3%): reward failed: exact: \\x1b[2J (30); generation failed: X (9); "
+    "lease expired (2); 2 other reasons (2)"
+)
+
+
+@pytest.mark.parametrize("reasons", [REASONS, {}])
+def test_the_last_words_of_a_run_say_which_share_of_its_samples_failed_and_why(capsys, tmp_path, reasons):
+    accuracy = Accuracy(versions="0.0", greedy=0.5, sampled=0.4, num_problems=64)
+    config = SimpleNamespace(tracking=TrackingConfig(display="off"))
+    ledger = {"issued": 1000, "failed": sum(reasons.values())}
+    display = Display(config, SimpleNamespace(root=tmp_path, name="x"))
+    display.finish(accuracy, accuracy, {**SUMMARY, "ledger": ledger, "failed_by_reason": reasons})
+    assert [line for line in capsys.readouterr().out.splitlines() if "failed" in line] == [FAILED][: len(reasons)]
+
+
+@pytest.mark.parametrize("reasons", [REASONS, {}])
+def test_a_run_that_fails_says_it_too(capsys, tmp_path, reasons):
+    config = SimpleNamespace(tracking=TrackingConfig(display="plain"))
+    ledger = {"issued": 1000, "failed": sum(reasons.values())}
+    buffer = msgspec.structs.replace(snapshot(1).buffer, ledger=ledger, failed_by_reason=reasons)
+    display = Display(config, SimpleNamespace(root=tmp_path, name="x"))
+    display.update(snapshot(1, buffer=buffer))
+    display.fail("no group is ready")
+    said = capsys.readouterr()
+    assert [line for line in said.out.splitlines() if "failed" in line] == [FAILED][: len(reasons)]
+    assert said.err == "leeway: no group is ready\n"
+
+
+@pytest.mark.parametrize(
+    ("failed", "issued", "said"),
+    [(0, 9, "0.0%"), (1, 10**6, "under 0.1%"), (999_999, 10**6, "over 99.9%"), (9, 9, "100.0%")],
+)
+def test_a_share_is_never_rounded_to_none_or_all(failed, issued, said):
+    assert share_of(failed, issued) == said
 
 
 def closed_pipe() -> int:

@@ -28,6 +28,8 @@ ROW = {
     "pool/exact/lag_mean": 2.0,
     "pool/fast/lag_mean": 3.0,
     "pool/fast/tokens_per_s": 100.0,
+    "reward/part/exact": 0.5,
+    "reward/part/a/b": 0.25,
     "not/registered": 1.0,
 }
 
@@ -59,6 +61,7 @@ def test_metrics_of_the_newest_step_pools_and_actors_are_served_under_names_of_t
     assert (found["leeway_step"][()], found["leeway_skipped"][()], found["leeway_lag_token_mean"][()]) == (20, 0, 2.5)
     assert found["leeway_pool_lag_mean"] == {("exact",): 2.0, ("fast",): 3.0}
     assert found["leeway_pool_tokens_per_s"] == {("fast",): 100.0}
+    assert found["leeway_reward_part"] == {("exact",): 0.5, ("a/b",): 0.25}
     assert set(found["leeway_actor_tokens_per_s"]) == {(actor.name, actor.pool) for actor in snapshot.actors}
     assert found["leeway_trained_tokens"][("3", "exact")] == snapshot.lags["exact"][3]
     assert found["leeway_buffer_issued"][()] == snapshot.buffer.ledger["issued"], "as it is now, not at the last draw"

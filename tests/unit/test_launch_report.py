@@ -1,18 +1,27 @@
 """The page of a run: what is on it, what it says of a broken run, and that it believes no text."""
 
+import html
+import itertools
 import json
 import math
 import re
 import time
+from importlib import resources
+from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from launch.cli import main
+from launch.config import Config, models_of
+from launch.observe.metrics import METRICS
+from launch.observe.status import read_status, write_status
 from launch.report import at_end
+from launch.report.charts import GUIDES, curves, distributions
 from launch.report.data import MAX_BUCKETS, Metrics, Series, collect
 from launch.report.page import render
 from launch.report.samples import read_buffer
-from launch.report.svg import Curve, axis, line_chart, short
+from launch.report.svg import LEFT, LETTER, RIGHT, Curve, axis, line_chart, short
 from launch.run_folder import RunFolder
 from tests.unit.report_run import CONFIG, NASTY, START_S, make_run, row
 
@@ -56,7 +65,7 @@ def test_the_page_needs_nothing_but_itself(page):
 
 def test_text_of_a_model_a_run_or_an_event_stays_text(page):
     assert NASTY not in page
-    assert page.count("&lt;script&gt;document.title=") == 2  # of an event and of a reason for failure
+    assert page.count("&lt;script&gt;document.title=") == 4  # of an event; of a reason, in headline, chart and table
 
 
 def test_samples_are_shown_with_their_text_reward_versions_and_lag(whole, page):
@@ -193,6 +202,154 @@ def test_a_page_that_cannot_be_written_is_one_sentence(whole, tmp_path, capsys):
 def test_only_the_owner_can_read_a_page(whole):
     main(["report", str(whole.root)])
     assert whole.report.stat().st_mode & 0o777 == 0o600
+
+
+def figure(run, title):
+    return {each.title: each for each in curves([collect(run)])}[title]
+
+
+def tell_of(run, failed):
+    """Change how many samples failed, in the status and in the rows."""
+    told = read_status(run.status)
+    ledger = {**told.buffer.ledger, "issued": 1000, "failed": sum(failed.values())}
+    buffer = msgspec.structs.replace(told.buffer, ledger=ledger, failed_by_reason=failed)
+    write_status(run.status, msgspec.structs.replace(told, buffer=buffer))
+    rows = []
+    for step in range(1, 41):
+        # rewards fail from step 20 on
+        counts = {"failed": 0, "failed_reward": 0, "failed_lease": 0}
+        if failed:
+            counts = {"failed": 5 + max(0, step - 20), "failed_reward": max(0, step - 20), "failed_lease": 5}
+        rows.append(
+            row(
+                step,
+                START_S,
+                **{f"buffer/{name}": count for name, count in counts.items()},
+                **{"buffer/issued": 25 * step},
+            )
+        )
+    run.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+
+def test_the_share_of_failed_samples_is_a_headline_and_a_curve_by_reason(tmp_path):
+    run = make_run(tmp_path / "sums")
+    tell_of(run, {"lease expired": 5, "reward failed: f: KeyError": 18, "reward failed: f: TypeError": 2})
+    text = words(render([collect(run)]))
+    headline = "25 of 1,000: reward failed: f: KeyError (18); lease expired (5); 1 other reason (2)"
+    assert f"Failed samples 2.5% {headline}" in text
+    assert "No sample failed" not in text
+    chart = figure(run, "Failed samples")
+    assert [name for _, name in chart.legend] == ["all", "reward", "lease lost"], "a kind that has none has no curve"
+    assert "all from 20 to 2.5" in chart.drawing
+    assert "reward from 0 to 2" in chart.drawing
+    assert chart.note.startswith("reward failed: f: KeyError (18); lease expired (5); ")
+
+
+def test_a_run_without_a_failed_sample_says_so_once(tmp_path):
+    run = make_run(tmp_path / "sums")
+    tell_of(run, {})
+    text = words(render([collect(run)]))
+    assert text.count("No sample failed.") == 1
+    assert "Failed samples" not in text
+
+
+def test_each_of_several_reward_functions_has_a_curve_beside_their_sum(tmp_path):
+    run = make_run(tmp_path / "sums")
+    assert [each.name for each in parse(figure(run, "Reward"))] == ["reward"]
+    parts = {f"reward/part/{name}": 0.5 for name in ("exact", "format", "c", "d", "e", "f", "g")}
+    run.metrics.write_text("".join(json.dumps(row(step, START_S, **parts)) + "\n" for step in range(1, 20)))
+    chart = figure(run, "Reward")
+    assert [name for _, name in chart.legend] == ["sum", "exact", "format", "c", "d", "e"]
+    assert chart.note == "Not drawn: f, g."
+
+
+class Drawn(NamedTuple):
+    """A curve, as it stands in a chart."""
+
+    name: str
+    shape: str
+    places: list[tuple[float, float]]
+
+
+def parse(chart):
+    found = re.findall(r'<polyline class="(\w+) \w+" data-name="([^"]*)" points="([^"]*)"', chart.drawing)
+    return [
+        Drawn(name, shape, [tuple(map(float, pair.split(","))) for pair in points.split()])
+        for shape, name, points in reversed(found)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num", "shape", "dots"),
+    [(1, "unjoined", 1), (2, "unjoined", 2), (3, "line", 3), (11, "line", 11), (12, "line", 0)],
+)
+def test_a_line_joins_three_points_or_more_and_few_points_are_marked(num, shape, dots):
+    chart = line_chart("Accuracy", "share", [Curve("greedy", [(x, 0.5 + x / 100) for x in range(num)], "a1")])
+    assert [(each.shape, len(each.places)) for each in parse(chart)] == [(shape, num)]
+    assert chart.drawing.count("<circle") == dots
+
+
+def test_two_evaluations_are_two_marks_and_no_line(whole):
+    assert [each.shape for each in parse(figure(whole, "Held-out accuracy"))] == ["unjoined", "unjoined"]
+    css = resources.files("launch.report").joinpath("page.css").read_text()
+    assert ".unjoined { fill: none; stroke: none; }" in css
+
+
+LAGS = {
+    "far below": [1.0] * 40,
+    "at the bound": [4.0] * 40,
+    "up to it and back": [4.0 if step % 3 else 1.0 for step in range(40)],
+    "just below": [3.7] * 40,
+    "at its end": [step / 10 for step in range(41)],
+    "two points": [4.0, 3.0],
+}
+
+
+@pytest.mark.parametrize("values", LAGS.values(), ids=LAGS)
+@pytest.mark.parametrize("bound", [4, 16])
+def test_the_name_of_the_bound_stands_where_no_curve_runs(values, bound):
+    lines = [
+        Curve("greatest", list(enumerate(values)), "a1"),
+        Curve("mean", [(x, y / 2) for x, y in enumerate(values)], "a2"),
+    ]
+    chart = line_chart("Lag", "versions", lines, bound=("max_lag", bound), floor=0)
+    right, base = map(float, re.search(r'boundname" x="([\d.]+)" y="([\d.]+)"', chart.drawing).groups())
+    left, top = right - len("max_lag") * LETTER, base - 9.0
+    assert left >= LEFT
+    assert top >= 0
+    assert right <= RIGHT
+    for curve in parse(chart):
+        for (x0, y0), (x1, y1) in itertools.pairwise(curve.places):
+            for share in range(101):
+                x, y = x0 + (x1 - x0) * share / 100, y0 + (y1 - y0) * share / 100
+                assert not (left <= x <= right and top <= y <= base), (values, (x, y))
+    at = float(re.search(r'class="bound" x1="[\d.]+" x2="[\d.]+" y1="([\d.]+)"', chart.drawing)[1])
+    assert min(abs(base - at), abs(top - at)) < 6, "it stands beside its line"
+
+
+def test_every_chart_says_what_a_good_one_is_and_what_to_do(tmp_path):
+    run = make_run(tmp_path / "sums")
+    pools = {
+        f"pool/{name}/{what}": 1.0 for name in ("a", "b") for what in ("lag_mean", "mismatch_lag0_abs", "tokens_per_s")
+    }
+    run.metrics.write_text("".join(json.dumps(row(step, START_S, **pools)) + "\n" for step in range(1, 20)))
+    data = collect(run)
+    for each in (*curves([data]), *distributions([data]), *distributions([data, data])):
+        assert each.hint
+    page = render([data])
+    assert page.count('<p class="note hint">') == page.count("<figure")
+    text = html.unescape(words(page))
+    assert [title for title, guide in GUIDES.items() if " ".join(guide) not in text] == []
+
+
+def test_a_guide_names_keys_and_metrics_that_exist():
+    said = " ".join(sentence for guide in GUIDES.values() for sentence in guide)
+    keys = re.findall(r"\b(\w+)\.(\w+)\b", said)
+    assert ("learner", "learning_rate") in keys
+    sections = {name: models_of(info.annotation) for name, info in Config.model_fields.items()}
+    known = {(section, key) for section, models in sections.items() for model in models for key in model.model_fields}
+    assert [key for key in keys if key not in known and not key[0].isdigit() and key[1] != "md"] == []
+    assert [name for name in re.findall(r"\b\w+/\w+\b", said) if name not in METRICS and name != "docs/tuning"] == []
 
 
 def test_a_long_run_fits_on_a_page_and_keeps_its_spikes(tmp_path):

@@ -97,6 +97,17 @@ def test_a_run_that_is_over_says_how_it_ended(run, capsys, text, exit_status, ex
     assert f"with exit status {exit_status}: {text}" in out
 
 
+@pytest.mark.parametrize("reasons", [{"lease expired": 3, "reward failed: f: KeyError": 5}, {}])
+def test_it_says_which_share_of_the_samples_failed_and_why(run, capsys, reasons):
+    _, observer = run
+    ledger = {"issued": 100, "failed": sum(reasons.values()), "gap": 0}
+    observer.take_in(PollResult(status=status(ledger=ledger, failed_by_reason=reasons)))
+    observer.polled()
+    _, out, _ = said(capsys, "mine")
+    told = ["8 of 100 samples failed (8.0%): reward failed: f: KeyError (5); lease expired (3)"]
+    assert [line for line in out.splitlines() if "failed" in line] == told[: len(reasons)]
+
+
 def test_as_json_it_is_the_file_and_whether_the_command_is_gone(run, capsys):
     folder, _ = run
     with claimed(folder):

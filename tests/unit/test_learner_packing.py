@@ -19,7 +19,7 @@ from learner.model import DeviceBatch
 from learner.networks import Reference
 from learner.optimizer import UpdateResult
 from learner.packing import CostModel, PackingRule, best_fit, deal, order, pack, plan, spread
-from learner.report import NO_METRICS, StepTimes, lag_metrics, replay_metrics, step_report
+from learner.report import MAX_PARTS, NO_METRICS, StepTimes, lag_metrics, part_metrics, replay_metrics, step_report
 from learner.step import StepResult, Update
 
 RULE = PackingRule(64)
@@ -252,11 +252,32 @@ def test_a_step_reports_how_old_and_how_often_used_its_samples_are():
     assert replay_metrics(batch, {"uses": 0, "redone_uses": 0, "trained": 0})["buffer/uses_per_sample"] is None
 
 
+def test_a_step_reports_what_each_of_several_reward_functions_gave():
+    one = [((0, 3), 0, 4)]
+    parts = [{"exact": 1.0, "format": 0.5}, {"exact": None, "format": 0.1}, {"exact": 0.0}]
+    batch = StepBatch.build(to_batch([trajectory(one, reward_parts=each) for each in parts], "run"), 3, {0: 0}, RULE)
+    assert part_metrics(batch) == {"reward/part/exact": 0.5, "reward/part/format": pytest.approx(0.3)}
+    report = step_report(
+        batch, StepResult(4, (Update(batch, UpdateResult(False, False, (1.0,), 1e-5, 1.0), {}),), {}), 1, 3,
+        StepTimes(0.0, 1.0, 2.0), counts_of(Ledger()), LengthFidelity(0.1, 0.8),
+    )  # fmt: skip
+    assert report["reward/part/exact"] == 0.5
+    alone = [trajectory(one, reward_parts={"exact": 1.0})]
+    assert part_metrics(StepBatch.build(to_batch(alone, "run"), 3, {0: 0}, RULE)) == {}, "reward/mean says it"
+    many = [trajectory(one, reward_parts={f"f{number}": 1.0 for number in range(MAX_PARTS + 9)})]
+    assert len(part_metrics(StepBatch.build(to_batch(many, "run"), 3, {0: 0}, RULE))) == MAX_PARTS
+
+
+def counts_of(ledger: Ledger) -> dict[str, int]:
+    """As the buffer tells them."""
+    return {**ledger.counts(), **ledger.failed_by_kind(), "quarantined": 0, "gap": 0}
+
+
 def test_a_step_reports_how_its_draw_was_packed_and_shared():
     rule = PackingRule(16, num_replicas=2, min_micro_batches=2)
     batch = StepBatch.build(to_batch(of_lengths((0, 12), (0, 10), (1, 14)), "run"), 3, {0: 0}, rule)
     taken = Update(batch, UpdateResult(False, False, (1.0,), 1e-5, 1.0), {})
-    ledger = {**Ledger(filtered=5, filtered_too_long=4).counts(), "quarantined": 0, "gap": 0}
+    ledger = counts_of(Ledger(filtered=5, filtered_too_long=4))
     report = step_report(
         batch, StepResult(4, (taken,), {}), 1, 3, StepTimes(0.0, 1.0, 2.0), ledger, LengthFidelity(0.1, 0.8)
     )
