@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from launch.cli import main
-from launch.config import Config, models_of
+from launch.config import Config
+from launch.mistakes import models_of
 from launch.observe.metrics import METRICS
 from launch.observe.status import read_status, write_status
 from launch.report import at_end
