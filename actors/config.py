@@ -34,6 +34,9 @@ class ActorsConfig(BaseModel):
     cpus: float = Field(default=0.5, ge=0, description="Ray CPUs reserved per actor.")
     gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per actor.")
     reward_timeout_s: PositiveFloat = Field(default=60.0, description="A reward that takes longer counts as failed.")
+    reward_processes: PositiveInt = Field(
+        default=4, description="Processes, and calls at once, that a reward function has at most in one actor."
+    )
     generate_timeout_s: PositiveFloat = Field(default=300.0, description="A sample that takes longer counts as failed.")
     eval_every: int = Field(default=0, ge=0, description="Versions between evaluations; 0: before and after only.")
     eval_problems: PositiveInt = Field(default=256, description="Held-out problems of an evaluation during the run.")

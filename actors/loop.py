@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from actors.config import ActorSections
 from actors.engine import Engine
 from actors.report import ActorReport, actor_name
-from actors.rewards import Scorer
+from actors.rewards import Scorer, ScorerLimits
 from actors.sample import EvalRequest, EvalResult, SampleFailed, SampleMaker
 from actors.tasks import Problem, Task, load_task
 from actors.tasks.task import PromptCodec
@@ -61,6 +61,7 @@ class Parts:
     task: Task
     """With encoded prompts."""
     decoder: PromptCodec
+    scorer: Scorer
     engine: Engine
     puller: Puller
     client: BufferClient | ShardedClient
@@ -70,7 +71,7 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
     """Start the parts of an actor, the cheap and error-prone ones first; on failure stop what was started.
 
     Raises:
-        TaskError: the task or tokenizer is not as the configuration says.
+        TaskError: the task, a reward or the tokenizer is not as the configuration says.
         EngineDead: the engine does not start.
         BufferError: the buffer does not answer, or refuses this run.
         TransferFailed: neither the weights folder nor the weight service can be reached.
@@ -78,35 +79,36 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
     facts, config, name = context.facts, context.config, actor_name(number)
     threads = DaemonThreads(f"{name}-start", max_threads=2)
     task, codec = await threads.run(_load, context)
-    puller = await threads.run(
-        lambda: open_puller(
-            config.weight_sync,
-            folder=context.weights_folder,
-            address=context.weights_address,
-            run_id=facts.run_id,
-            name=name,
-            dtype=config.actors.dtype,
-            keys=context.keys,
+    async with contextlib.AsyncExitStack() as undo:
+        limits = ScorerLimits(
+            config.actors.reward_processes, config.actors.reward_timeout_s, start_timeout_s=context.startup_timeout_s
         )
-    )
-    client = open_client(
-        context.buffer_addresses, run_id=facts.run_id, role="actor", name=name, config=config.buffer, keys=context.keys
-    )
-    try:
+        scorer = Scorer(task.rewards, limits)
+        undo.push_async_callback(scorer.close)
+        await scorer.start()
+        puller = await threads.run(
+            lambda: open_puller(
+                config.weight_sync,
+                folder=context.weights_folder,
+                address=context.weights_address,
+                run_id=facts.run_id,
+                name=name,
+                dtype=config.actors.dtype,
+                keys=context.keys,
+            )
+        )
+        undo.push_async_callback(threads.run, puller.close)
+        addresses, section = context.buffer_addresses, config.buffer
+        client = open_client(addresses, run_id=facts.run_id, role="actor", name=name, config=section, keys=context.keys)
+        undo.push_async_callback(threads.run, client.close)
         engine = await Engine.start(
             context.serving_path, config.actors, version=PolicyVersion(0, 0), seed=facts.seed + number
         )
-        try:
-            # Greeted last: from here on an older process of this name is fenced.
-            await threads.run(client.connect)
-        except BaseException:
-            await engine.stop()
-            raise
-    except BaseException:
-        await threads.run(client.close)
-        await threads.run(puller.close)
-        raise
-    return Parts(task, codec, engine, puller, client)
+        undo.push_async_callback(engine.stop)
+        # Greeted last: from here on an older process of this name is fenced.
+        await threads.run(client.connect)
+        undo.pop_all()
+    return Parts(task, codec, scorer, engine, puller, client)
 
 
 def _load(context: RunContext[ActorSections]) -> tuple[Task, PromptCodec]:
@@ -175,12 +177,11 @@ class ActorLoop:
         facts, sections, config = self._context.facts, self._context.config, self._config
         self._parts = parts
         self._fingerprint = parts.task.facts().fingerprint
-        self._scorer = Scorer(parts.task.rewards, timeout_s=config.reward_timeout_s)
         self._follower = WeightFollower(
             self._name, parts.engine, parts.puller, sections.weight_sync, facts.contract, clock=self._clock
         )
         self._maker = SampleMaker(
-            facts.seed, config, sections.task.correct_at, parts.engine, self._follower, self._scorer, parts.decoder
+            facts.seed, config, sections.task.correct_at, parts.engine, self._follower, parts.scorer, parts.decoder
         )
         await self._follower.update()
         self._waiting = "not running yet"
@@ -246,7 +247,7 @@ class ActorLoop:
             async with asyncio.timeout(_GOODBYE_S):
                 await self._hand_back(parts.client)
         self._held.clear()
-        self._scorer.close()
+        await parts.scorer.close()
         # side by side: a buffer that no longer answers must not keep the staged weights of this machine
         closer = DaemonThreads(f"{self._name}-close", max_threads=2)
         closing = [closer.submit(parts.client.close), closer.submit(parts.puller.close)]
@@ -271,6 +272,7 @@ class ActorLoop:
         """What this actor has done and what it waits for."""
         assert self._parts is not None, "start() comes first"
         counts = self._maker.counts
+        waiting, waiting_s = self._waiting_for()
         return ActorReport(
             name=self._name,
             pool=self._pool,
@@ -287,15 +289,20 @@ class ActorLoop:
             version_since_s=self._follower.version_since_s,
             num_updates=self._follower.num_updates,
             updates=self._follower.take_updates(),
-            waiting=self._waiting_for(),
+            waiting=waiting,
+            waiting_s=waiting_s,
         )
 
-    def _waiting_for(self) -> str:
+    def _waiting_for(self) -> tuple[str, float]:
+        """What, and for how long already; 0.0 where nobody has counted."""
+        reward, open_s = self._started.scorer.waits_for or ("", 0.0)
+        slow = f"reward {reward}" if reward else ""
         if self._evaluating:
-            return f"training waits for an evaluation at policy {self._follower.version}"
+            asked = f"evaluating policy {self._follower.version}"
+            return (f"{asked}, which waits for {slow}" if slow else asked), open_s
         if self._held and self._follower.waits_for is not None:
-            return f"waiting for policy {self._follower.waits_for}"
-        return self._waiting
+            return f"waiting for policy {self._follower.waits_for}", 0.0
+        return (f"waiting for {slow}", open_s) if slow else (self._waiting, 0.0)
 
     # --- leases -----------------------------------------------------------------------------------
 

@@ -63,7 +63,9 @@ class ActorReport:
     updates: list[WeightUpdate]
     """Of the weights."""
     waiting: str
-    """What keeps the actor from running more; empty while nothing does."""
+    """What keeps the actor from running more, or a group from being whole; empty while nothing does."""
+    waiting_s: float = 0.0
+    """How long already, where that is known."""
 
 
 @dataclass(slots=True)

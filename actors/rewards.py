@@ -2,34 +2,39 @@
 
 Functions have TRL's shape, f(prompts, completions, **columns) -> one number or None per sample.
 Several are summed; the parts are kept by function name. None means that a function does not
-apply; a sample to which none applies has no reward and is filtered. A function that raises, takes
-too long, or returns something else is logged with its prompt and tried again; then the sample is
-given up as `RewardFailed`.
+apply; a sample to which none applies has no reward and is filtered. Each runs in processes of its
+own (`actors.reward_process`), of which there are more than one only where calls wait. A function that
+raises, takes too long, ends its process or returns something else is logged with its prompt and tried
+again; then the sample is given up as `RewardFailed`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from actors.tasks.task import Problem, RewardFunction, Scores
+from actors.reward_process import Caller, CallFailed, RewardProcess
+from actors.tasks.task import Problem, RewardFunction, TaskError
 from buffer.ledger import REWARD_FAILED
-from common.threads import DaemonThreads, ThreadsExhausted
 
 _log = logging.getLogger(__name__)
 
 RETRIES = 1
 """How often a call that failed is tried again, for each of its samples by itself: one bad sample then costs no other
 its reward, and a function that fails twice on a sample is taken to fail always."""
+SLOW_S = 3.0
+"""A call that is open for longer is what an actor says it waits for."""
 _MAX_BATCH = 32
-_MAX_CALLS = 4
-"""Calls of one function at once."""
-_MAX_STUCK_CALLS = 16
-"""Timed-out calls of one sync function that may still hold a thread."""
+_PATIENCE_S = 0.1
+"""Calls wait so long for a process that is busy before another is started: a cheap function has one."""
+
+Start = Callable[[RewardFunction, float], Awaitable[Caller]]
 
 
 class RewardFailed(Exception):
@@ -39,10 +44,16 @@ class RewardFailed(Exception):
         super().__init__(f"{REWARD_FAILED}: {name}: {why}")
 
 
-class _CallFailed(Exception):
-    def __init__(self, why: str, detail: str = "") -> None:
-        super().__init__(f"{why}: {detail}" if detail else why)
-        self.why = why
+@dataclass(frozen=True)
+class ScorerLimits:
+    """Of each reward function."""
+
+    num_processes: int
+    """At most, and so many calls at once."""
+    timeout_s: float
+    """A call that takes longer has failed, and its process is ended."""
+    start_timeout_s: float
+    """In which a process loads the function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +67,38 @@ class Scored:
 class Scorer:
     """Scores one completion at a time; those that complete together share a call."""
 
-    def __init__(self, functions: Sequence[RewardFunction], *, retries: int = RETRIES, timeout_s: float) -> None:
-        """Prepare one lane per function; a call that takes longer than `timeout_s` has failed."""
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        limits: ScorerLimits,
+        *,
+        retries: int = RETRIES,
+        start: Start = RewardProcess.start,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare one lane per function; `start` starts what calls it."""
         assert functions, "a task has at least one reward function"
-        self._lanes = [_Lane(function, retries, timeout_s) for function in functions]
+        self._clock = clock
+        self._lanes = [_Lane(function, limits, retries, start, clock) for function in functions]
+
+    async def start(self) -> None:
+        """Start a process of each function, so that what cannot be loaded is known before anything is generated.
+
+        Raises:
+            TaskError: a function cannot be loaded.
+        """
+        try:
+            await asyncio.gather(*(lane.start() for lane in self._lanes))
+        except BaseException:
+            await self.close()
+            raise
+
+    @property
+    def waits_for(self) -> tuple[str, float] | None:
+        """The function whose call is open for longest, and how long in seconds; None where none is slow."""
+        oldest = ((lane.function.name, self._clock() - lane.open_since_s) for lane in self._lanes)
+        name, open_s = max(oldest, key=lambda each: each[1])
+        return (name, open_s) if open_s >= SLOW_S else None
 
     async def score(self, problem: Problem, completion: str) -> Scored:
         """Reward of one completion.
@@ -82,10 +121,9 @@ class Scorer:
         parts = {lane.function.name: value for lane, value in zip(self._lanes, values, strict=True)}
         return Scored(math.fsum(given) if given else None, parts)
 
-    def close(self) -> None:
-        """Stop scoring. A call that blocks is left to its daemon thread."""
-        for lane in self._lanes:
-            lane.close()
+    async def close(self) -> None:
+        """Stop scoring, and end the processes."""
+        await asyncio.gather(*(lane.close() for lane in self._lanes))
 
 
 @dataclass(slots=True)
@@ -98,16 +136,41 @@ class _Waiting:
 class _Lane:
     """The calls of one function: batches what arrives in one turn of the event loop, isolates what fails."""
 
-    def __init__(self, function: RewardFunction, retries: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        limits: ScorerLimits,
+        retries: int,
+        start: Start,
+        clock: Callable[[], float],
+    ) -> None:
         self.function = function
+        self._limits = limits
         self._retries = retries
-        self._timeout_s = timeout_s
+        self._start = start
+        self._clock = clock
         self._waiting: list[_Waiting] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._slots = asyncio.Semaphore(_MAX_CALLS)
-        self._threads = DaemonThreads(f"reward-{function.name}", _MAX_CALLS + _MAX_STUCK_CALLS)
+        self._slots = asyncio.Semaphore(limits.num_processes)
+        self._callers: set[Caller] = set()
+        self._idle: asyncio.LifoQueue[Caller] = asyncio.LifoQueue()
+        self._open: dict[int, float] = {}
+        """Calls -> since when, oldest first."""
+        self._numbers = itertools.count()
         self._num_failures = 0
+        self._is_starting = False
         self._is_closed = False
+
+    async def start(self) -> None:
+        try:
+            self._idle.put_nowait(await self._another())
+        except CallFailed as failure:
+            raise TaskError(f"reward {self.function.name}: {failure}") from failure
+
+    @property
+    def open_since_s(self) -> float:
+        """When the oldest open call began; now where none is open."""
+        return next(iter(self._open.values()), self._clock())
 
     async def value(self, problem: Problem, completion: str) -> float | None:
         waiting = _Waiting(problem, completion)
@@ -116,12 +179,14 @@ class _Lane:
             asyncio.get_running_loop().call_soon(self._flush)
         return await waiting.value
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._is_closed = True
         for one in self._waiting:
             one.value.cancel()
         for task in self._tasks:
             task.cancel()
+        callers, self._callers = self._callers, set()
+        await asyncio.gather(*self._tasks, *(caller.end() for caller in callers), return_exceptions=True)
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -143,24 +208,26 @@ class _Lane:
 
     async def _score_batch(self, batch: Sequence[_Waiting]) -> None:
         if len(batch) == 1:
-            await self._score_alone(batch[0])
+            await self._score_alone(batch[0], self._retries)
             return
         try:
             values = await self._call(batch)
-        except _CallFailed as failure:
+        except CallFailed as failure:
             # Which sample is to blame is not known; alone, each only answers for itself.
             _log.warning("reward %s: %s; scoring %d samples one by one", self.function.name, failure, len(batch))
-            await asyncio.gather(*(self._score_alone(one) for one in batch))
+            # What costs a process, and often a whole limit of time, is tried alone once and no more.
+            retries = 0 if failure.lost else self._retries
+            await asyncio.gather(*(self._score_alone(one, retries) for one in batch))
         else:
             for one, value in zip(batch, values, strict=True):
                 _resolve(one.value, value)
 
-    async def _score_alone(self, one: _Waiting) -> None:
-        for attempt in range(self._retries + 1):
+    async def _score_alone(self, one: _Waiting, retries: int) -> None:
+        for attempt in range(retries + 1):
             try:
                 (value,) = await self._call([one])
-            except _CallFailed as failure:
-                self._report(one, failure, attempt)
+            except CallFailed as failure:
+                self._report(one, failure, attempt, retries)
                 given_up = RewardFailed(self.function.name, failure.why)
                 given_up.__cause__ = failure
             else:
@@ -169,77 +236,79 @@ class _Lane:
         if not one.value.done():
             one.value.set_exception(given_up)
 
-    async def _call(self, batch: Sequence[_Waiting]) -> Scores:
-        problems = [one.problem for one in batch]
-        completions = [one.completion for one in batch]
+    async def _call(self, batch: Sequence[_Waiting]) -> list[float | None]:
         async with self._slots:
-            deadline = asyncio.timeout(self._timeout_s)
+            number = next(self._numbers)
+            self._open[number] = self._clock()
             try:
-                async with deadline:
-                    if self.function.is_async:
-                        values = await cast("Awaitable[Scores]", self.function.call(problems, completions))
-                    else:
-                        values = cast("Scores", await self._threads.run(self.function.call, problems, completions))
-                return _checked(values, len(batch))  # calls methods of what the user's function returned
-            except _CallFailed:
-                raise
-            except ThreadsExhausted as error:
-                raise _CallFailed("earlier calls never returned", str(error)) from error
-            except asyncio.CancelledError as error:
-                if _is_cancelled():
-                    raise
-                raise _CallFailed("CancelledError", "of something that the function itself waits for") from error
-            except (Exception, SystemExit) as error:  # the function is the user's: it may raise anything
-                if deadline.expired():
-                    raise _CallFailed(f"took longer than {self._timeout_s:g} s") from error
-                raise _CallFailed(type(error).__name__, str(error)) from error
+                return await self._call_of(await self._caller(), batch)
+            finally:
+                del self._open[number]
 
-    def _report(self, one: _Waiting, failure: _CallFailed, attempt: int) -> None:
+    async def _call_of(self, caller: Caller, batch: Sequence[_Waiting]) -> list[float | None]:
+        is_lost = True  # also where the call is cancelled: it cannot be taken back
+        limit_s = self._limits.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                values = await caller.call([one.problem for one in batch], [one.completion for one in batch])
+            is_lost = False
+        except TimeoutError:
+            raise CallFailed(f"took longer than {limit_s:g} s", lost=True) from None
+        except CallFailed as failure:
+            is_lost = failure.lost
+            raise
+        else:
+            return values
+        finally:
+            if is_lost:
+                self._callers.discard(caller)
+                await caller.end()
+            else:
+                self._idle.put_nowait(caller)
+
+    async def _caller(self) -> Caller:
+        """One that is idle, now or soon; else another, of which one starts at a time."""
+        is_patient = bool(self._callers)
+        while True:
+            if self._idle.empty() and not (is_patient or self._is_starting):
+                return await self._another()
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    caller = await self._idle.get()
+            except TimeoutError:
+                is_patient = False
+                continue
+            if caller.is_alive:
+                return caller
+            self._callers.discard(caller)
+            await caller.end()
+
+    async def _another(self) -> Caller:
+        self._is_starting = True
+        try:
+            caller = await self._start(self.function, self._limits.start_timeout_s)
+        finally:
+            self._is_starting = False
+        self._callers.add(caller)
+        return caller
+
+    def _report(self, one: _Waiting, failure: CallFailed, attempt: int, retries: int) -> None:
         self._num_failures += 1
         # A broken function fails on every sample: enough is logged to mend it, not one line per sample.
         if self._num_failures <= 20 or self._num_failures % 1000 == 0:
             _log.error(
-                "reward %s failed (try %d of %d, failure %d): %s\n  prompt: %r\n  completion: %r",
+                "reward %s failed (try %d of %d, failure %d): %s\n  prompt: %r\n  completion: %r\n%s",
                 self.function.name,
                 attempt + 1,
-                self._retries + 1,
+                retries + 1,
                 self._num_failures,
                 failure,
                 one.problem.text[:500],
                 one.completion[:500],
-                exc_info=failure.__cause__,
+                failure.trace,
             )
-
-
-def _is_cancelled() -> bool:
-    """Did somebody cancel this task, or does a CancelledError only pass through it?"""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _resolve(future: asyncio.Future[float | None], value: float | None) -> None:
     if not future.done():  # the caller may have been cancelled
         future.set_result(value)
-
-
-def _checked(values: object, num_samples: int) -> list[float | None]:
-    """Exactly one finite number or None per sample; anything else is a _CallFailed."""
-    if hasattr(values, "tolist"):  # numpy arrays and torch tensors
-        values = values.tolist()
-    if not isinstance(values, list | tuple):
-        raise _CallFailed("returned no list", f"but a {type(values).__name__}")
-    if len(values) != num_samples:
-        raise _CallFailed("wrong number of values", f"{len(values)} for {num_samples} samples")
-    checked: list[float | None] = []
-    for value in values:
-        if value is None:
-            checked.append(None)
-            continue
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise _CallFailed("returned no number", repr(value)) from error
-        if not math.isfinite(number):
-            raise _CallFailed("returned a value that is not finite", repr(value))
-        checked.append(number)
-    return checked

@@ -204,32 +204,41 @@ def doctor(parsed: argparse.Namespace) -> int:
 @verb(
     "try a task's reward functions on right, wrong and odd answers",
     _CONFIG,
-    arg("--num", type=_count, default=4, metavar="N", help="how many problems (default: 4)"),
+    arg("--num", type=_count, metavar="N", help="how many problems (default: 64, or as many as a minute allows)"),
     arg("--completion", action="append", default=[], metavar="TEXT", help="score this too; may be given several times"),
     takes_overrides=True,
 )
 def check_reward(parsed: argparse.Namespace) -> int:
     """Load the task of CONFIG as a run does, and judge the rewards of its functions.
 
-    They score right, wrong, empty, odd and very long answers to a few of its problems. Starts no engine and no Ray.
-    Exit status 1: something is wrong.
+    They score right, wrong, empty, odd and very long answers to its problems, each in a process of its own. Starts no
+    engine and no Ray. Exit status 1: something is wrong.
     """
     from actors.tasks import TaskError, load_task
     from launch.config import load_config
-    from launch.reward_check import check_rewards, show
+    from launch.reward_check import BUDGET_S, NUM_PROBLEMS, RewardCheck, check_rewards, progress_line, show, spread
 
     config = load_config(parsed.config, parsed.overrides)
     with as_config_error("[task] ", TaskError):
         task = load_task(config.task)
-    limit_s = config.actors.reward_timeout_s
-    checked = check_rewards(task, config.task, num_problems=parsed.num, given=parsed.completion, timeout_s=limit_s)
-    show(checked)
-    found = checked.problems_found()
-    for sentence in found:
+        problems = spread(task, parsed.num or NUM_PROBLEMS)
+        found = RewardCheck(problems, config.actors.reward_timeout_s, config.task.correct_at)
+        budget_s = None if parsed.num else BUDGET_S
+        is_whole = True
+        try:
+            with progress_line() as progress:
+                check_rewards(task, config.task, found, given=parsed.completion, budget_s=budget_s, progress=progress)
+        except KeyboardInterrupt:
+            is_whole = False
+    show(found)
+    sentences = found.problems_found()
+    for sentence in sentences:
         print(f"PROBLEM  {sentence}")
-    if not found:
-        print(f"The rewards of {len(checked.problems)} problems are as they should be.")
-    return ExitStatus.FAILED if found else ExitStatus.OK
+    if not is_whole:
+        return refuse(f"interrupted after {len(found.results)} completions", ExitStatus.INTERRUPTED)
+    if not sentences:
+        print(f"The rewards of {len(problems)} problems are as they should be.")
+    return ExitStatus.FAILED if sentences else ExitStatus.OK
 
 
 BUFFER_VERBS = {

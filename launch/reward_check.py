@@ -1,21 +1,22 @@
 """Tries the reward functions of a task on completions whose worth is known, before a run spends hours on them.
 
-Each function scores each completion as an actor would: in the same `Scorer`, with the same limit of time. Starts no
+Each function scores each completion as an actor would: in a process of its own, with the same limit of time. Starts no
 engine and no Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import mean
-from typing import Any, NamedTuple
+from statistics import mean, median
+from typing import NamedTuple
 
-from actors.rewards import RewardFailed, Scorer
+from actors.reward_process import CallFailed
+from actors.rewards import RewardFailed, Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, Task
 from actors.tasks.config import FileTask, ReasoningGymTask
 from launch.text import shortened
@@ -33,7 +34,18 @@ ODD = {
 SLOW_SHARE = 0.25
 """A call that takes more than this share of its limit would run over it on a busy machine."""
 
+NUM_PROBLEMS = 64
+"""Where nobody says how many: what a function breaks on may be one answer in a hundred."""
+BUDGET_S = 60.0
+"""Of a function, where nobody says how many problems: a slow one is tried on fewer."""
+LOAD_S = 60.0
+"""How long a function's file may take to load, beyond the limit of a call."""
+MOST_LOST = 3
+"""Calls that end their process, after which a function is tried no further."""
+NUM_EXAMPLES = 3
+"""Of failures that are shown of a function, each of another kind."""
 _SHOWN_CHARACTERS = 40
+_LEGEND = f"reward: least to most, and mean; ms: the median call; odd: {', '.join(ODD)}"
 
 
 class Completion(NamedTuple):
@@ -54,6 +66,8 @@ class Result(NamedTuple):
     took_s: float
     error: str = ""
     """Why there is no reward, with the line of the function that failed; '' where it answered."""
+    lost: bool = False
+    """Did it cost the process of the function?"""
 
 
 @dataclass
@@ -66,6 +80,8 @@ class RewardCheck:
     correct_at: float
     """task.correct_at."""
     results: list[Result] = field(default_factory=list)
+    cut: dict[str, str] = field(default_factory=dict)
+    """Function -> why it was not tried on all completions, where it was not."""
 
     def totals(self, kind: str) -> list[float]:
         """The summed rewards of completions of a kind, problem by problem; those without one are left out."""
@@ -127,41 +143,87 @@ class RewardCheck:
 def check_rewards(
     task: Task,
     config: ReasoningGymTask | FileTask,
+    found: RewardCheck,
     *,
-    num_problems: int,
     given: Sequence[str],
-    timeout_s: float,
-) -> RewardCheck:
-    """Score completions of a few problems, spread over the training prompts, and these `given` ones of each."""
-    spread = max(1, len(task.train) // num_problems)
-    problems = list(task.train[::spread][:num_problems])
-    found = RewardCheck(problems, timeout_s, config.correct_at)
+    budget_s: float | None,
+    progress: Callable[[str, float], None] = lambda function, share: None,
+) -> None:
+    """Score completions of the problems of `found`, these `given` ones of each too, and enter them there.
+
+    Args:
+        task: its functions are tried.
+        config: of it.
+        found: what is entered stays there where this is interrupted.
+        given: completions of every problem.
+        budget_s: of a function; None where it is to be tried on all, however long that takes.
+        progress: told the function and its share that is done.
+
+    Raises:
+        TaskError: a function cannot be loaded.
+    """
     quiet = logging.getLogger("actors.rewards")
     level = quiet.level
     quiet.setLevel(logging.CRITICAL)  # what it would log is in the results
+    trial = _Trial(found, budget_s, progress)
     try:
-        asyncio.run(_score_all(task, config, given, found))
+        for function in task.rewards:
+            texts = [
+                (number, completion)
+                for number, problem in enumerate(found.problems)
+                for completion in _completions(problem, _other(found.problems, number), config, given)
+            ]
+            asyncio.run(trial.of(function, texts))
     finally:
         quiet.setLevel(level)
-    return found
 
 
-async def _score_all(task: Task, config: ReasoningGymTask | FileTask, given: Sequence[str], found: RewardCheck) -> None:
-    for function in task.rewards:
-        scorer = Scorer([function], retries=0, timeout_s=found.timeout_s)
+def spread(task: Task, num_problems: int) -> list[Problem]:
+    """So many of its training problems, evenly spaced, or all where it has fewer."""
+    step = max(1, len(task.train) // num_problems)
+    return list(task.train[::step][:num_problems])
+
+
+def _other(problems: Sequence[Problem], number: int) -> Problem:
+    return problems[(number + 1) % len(problems)]
+
+
+@dataclass
+class _Trial:
+    found: RewardCheck
+    budget_s: float | None
+    progress: Callable[[str, float], None]
+
+    async def of(self, function: RewardFunction, texts: Sequence[tuple[int, Completion]]) -> None:
+        """One call after the other, so that each has its own time."""
+        started_s, num_lost = time.perf_counter(), 0
+        scorer = await self._scorer(function)
         try:
-            for number, problem in enumerate(found.problems):
-                other = found.problems[(number + 1) % len(found.problems)]
-                for completion in _completions(problem, other, config, given):
-                    result = await _score(scorer, function, number, problem, completion)
-                    found.results.append(result)
-                    if result.error and result.took_s >= found.timeout_s:
-                        break  # the next call would hang as well
-                else:
-                    continue
-                break
+            for done, (number, completion) in enumerate(texts):
+                self.progress(function.name, done / len(texts))
+                if self.budget_s is not None and time.perf_counter() - started_s > self.budget_s:
+                    self._cut(function, done, f"in {self.budget_s:g} s; --num N tries N problems, however long")
+                    return
+                result = await _score(scorer, function, number, self.found.problems[number], completion)
+                self.found.results.append(result)
+                num_lost += result.lost
+                if num_lost == MOST_LOST or (result.lost and result.took_s >= self.found.timeout_s):
+                    self._cut(function, done + 1, f"because {num_lost} of them cost its process")
+                    return
+                if result.lost:
+                    await scorer.close()
+                    scorer = await self._scorer(function)
         finally:
-            scorer.close()
+            await scorer.close()
+
+    def _cut(self, function: RewardFunction, num_tried: int, why: str) -> None:
+        self.found.cut[function.name] = f"{function.name} was tried on {num_tried} completions alone, {why}"
+
+    async def _scorer(self, function: RewardFunction) -> Scorer:
+        limit_s = self.found.timeout_s
+        scorer = Scorer([function], ScorerLimits(1, limit_s, start_timeout_s=LOAD_S + limit_s), retries=0)
+        await scorer.start()  # now, so that no call is the slower for it
+        return scorer
 
 
 def _completions(
@@ -196,42 +258,78 @@ async def _score(
     scorer: Scorer, function: RewardFunction, number: int, problem: Problem, completion: Completion
 ) -> Result:
     started = time.perf_counter()
-    reward, error = None, ""
+    reward, error, lost = None, "", False
     try:
         reward = (await scorer.score(problem, completion.text)).reward
     except RewardFailed as failed:
-        error = _where(failed)
-    return Result(function.name, number, completion, reward, time.perf_counter() - started, error)
+        error, lost = str(failed), False
+        if isinstance(call := failed.__cause__, CallFailed):
+            error, lost = f"{call} ({call.where})" if call.where else str(call), call.lost
+    return Result(function.name, number, completion, reward, time.perf_counter() - started, error, lost)
 
 
-def _where(failed: RewardFailed) -> str:
-    """The reason, and the line of the user's function that raised."""
-    call = failed.__cause__
-    raised = call.__cause__ if call is not None else None
-    text = str(call or failed)
-    frames: list[Any] = traceback.extract_tb(raised.__traceback__) if raised is not None else []
-    ours = ("/actors/", "/asyncio/", "/concurrent/")
-    own = [frame for frame in frames if not any(folder in frame.filename for folder in ours)]
-    if not own or isinstance(raised, TimeoutError | asyncio.CancelledError):
-        return text
-    last = own[-1]
-    return f"{text} ({last.filename}, line {last.lineno}: {last.line})"
+# --- shown ---------------------------------------------------------------------------------------------
 
 
 def show(checked: RewardCheck) -> None:
-    """Print a table for each problem."""
+    """Print a table of what each function gave to each kind of completion, and examples of where it failed."""
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     console = Console(highlight=False, markup=False)
-    for number, problem in enumerate(checked.problems):
-        table = Table(title=Text(f"prompt: {shortened(problem.text, 90)}"), title_justify="left")
-        for name in ("completion", "text", "function", "reward", "ms", "error"):
-            table.add_column(name, justify="right" if name in ("reward", "ms") else "left", overflow="fold")
-        for result in (each for each in checked.results if each.problem == number):
-            reward = "" if result.error else "None" if result.reward is None else f"{result.reward:.4g}"
-            text = shortened(result.completion.text, _SHOWN_CHARACTERS)
-            milliseconds = f"{1000 * result.took_s:.1f}"
-            table.add_row(result.completion.kind, text, result.function, reward, milliseconds, result.error)
+    table = Table(box=None, pad_edge=False)
+    for name in ("function", "completion", "tried", "failed", "reward", "ms", "longest"):
+        table.add_column(name, justify="left" if name in ("function", "completion") else "right", overflow="fold")
+    for name in dict.fromkeys(result.function for result in checked.results):
+        own = [result for result in checked.results if result.function == name]
+        for kind in dict.fromkeys(_row_of(result.completion) for result in own):
+            table.add_row(name, kind, *_figures([each for each in own if _row_of(each.completion) == kind]))
+    if checked.results:
         console.print(table)
+        console.print(_LEGEND, soft_wrap=True)
+    for line in (*_examples(checked), *checked.cut.values()):
+        console.print(line, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress_line() -> Iterator[Callable[[str, float], None]]:
+    """One line on the standard error that says how far a function is; nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as line:
+        task = line.add_task("rewards", total=1.0)
+        yield lambda function, share: line.update(task, description=function, completed=share)
+
+
+def _row_of(completion: Completion) -> str:
+    if completion.kind == "given":
+        return f"given: {shortened(completion.text, _SHOWN_CHARACTERS)}"
+    return "odd" if completion.kind in ODD else completion.kind
+
+
+def _figures(results: Sequence[Result]) -> Iterator[str]:
+    rewards = [result.reward for result in results if result.reward is not None]
+    milliseconds = [1000 * result.took_s for result in results]
+    yield str(len(results))
+    yield str(sum(bool(result.error) for result in results))
+    if len(set(rewards)) > 1:
+        yield f"{min(rewards):.3g} to {max(rewards):.3g}, {mean(rewards):.3g}"
+    else:
+        yield f"{rewards[0]:.4g}" if rewards else "None"
+    yield f"{median(milliseconds):.1f}"
+    yield f"{max(milliseconds):.1f}"
+
+
+def _examples(checked: RewardCheck) -> Iterator[str]:
+    shown: dict[tuple[str, str], Result] = {}
+    for result in checked.results:
+        if result.error:
+            shown.setdefault((result.function, result.error), result)
+    for name in dict.fromkeys(function for function, _ in shown):
+        for result in [each for each in shown.values() if each.function == name][:NUM_EXAMPLES]:
+            prompt = shortened(checked.problems[result.problem].text, 2 * _SHOWN_CHARACTERS)
+            text = shortened(result.completion.text, _SHOWN_CHARACTERS)
+            yield f"FAILED   {name}, {result.completion.kind}: {result.error}"
+            yield f"         prompt: {prompt!r}; completion: {text!r}"

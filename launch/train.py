@@ -47,6 +47,7 @@ from learner.checkpoint_meta import newest_progress
 
 POLL_S = 0.5
 """How often the roles are asked for news: a death is seen this late, and an answer takes milliseconds."""
+EVALUATION_POLL_S = 0.1
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NOT_WRITTEN = _FULL | {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 """What a disk says that is full, broken, or not ours to write."""
@@ -249,7 +250,7 @@ class _Run:
         if not interrupted:
             final = PolicyVersion(*self.supervisor.status().newest)
             self.sinks.phase(f"evaluating version {final}")
-            after = self._evaluated(self._evaluate(self.plan.task.num_heldout, final).wait())
+            after = self._evaluated_alone(self._evaluate(self.plan.task.num_heldout, final))
         self._finish(before, after)
         status = ExitStatus.INTERRUPTED if interrupted else ExitStatus.OK
         self._observer.end("interrupted, and ended with a checkpoint" if interrupted else "done", status)
@@ -271,7 +272,7 @@ class _Run:
             return self.earlier.before
         version = PolicyVersion(*self.supervisor.status().newest)
         self.sinks.phase(f"evaluating version {version.version}")
-        return self._evaluated(self._evaluate(self.plan.task.num_heldout, version).wait())
+        return self._evaluated_alone(self._evaluate(self.plan.task.num_heldout, version))
 
     def _train(self) -> bool:
         """Watch until the learner is done; returns whether that was because of an interrupt."""
@@ -296,7 +297,7 @@ class _Run:
         for _ in range(2):  # the answer still owed, and all since
             self._digest(self.supervisor.poll(SILENCE_S))
         if self._evaluation is not None and asked_at is None:
-            self.sinks.tracker.metrics(self._evaluated(self._evaluation.wait()).row(), self._observer.status.step)
+            self.sinks.tracker.metrics(self._evaluated_alone(self._evaluation).row(), self._observer.status.step)
         return asked_at is not None
 
     def _digest(self, news: PollResult) -> None:
@@ -358,6 +359,18 @@ class _Run:
     def _evaluate(self, num_problems: int, version: PolicyVersion | None) -> Evaluation:
         self.sinks.trace.evaluating()
         return self.supervisor.evaluate(num_problems, version)
+
+    def _evaluated_alone(self, evaluation: Evaluation) -> Accuracy:
+        """Wait for it while nothing else goes on, and tell what the actors wait for."""
+        heard_s = time.monotonic()
+        while (results := evaluation.poll()) is None:
+            time.sleep(EVALUATION_POLL_S)
+            if time.monotonic() - heard_s >= POLL_S:
+                news = self.supervisor.hear_actors()
+                self.sinks.trace.take_in(news, self._observer.take_in(news))
+                self.sinks.display.update(self._observer.polled())
+                heard_s = time.monotonic()
+        return self._evaluated(results)
 
     def _evaluated(self, results: list[EvalResult]) -> Accuracy:
         accuracy = accuracy_of(results)

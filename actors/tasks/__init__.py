@@ -15,11 +15,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from actors.tasks.config import FileTask, ReasoningGymTask
-from actors.tasks.functions import check_functions, load_functions, try_imports
+from actors.tasks.functions import check_functions, load_function, try_imports
 from actors.tasks.prompts import Split, held_out
-from actors.tasks.task import Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
+from actors.tasks.task import Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
 
-__all__ = ["Problem", "RewardFunction", "Task", "TaskError", "TaskFacts", "check_task", "held_out", "load_task"]
+__all__ = [
+    "Problem",
+    "RewardFunction",
+    "Task",
+    "TaskError",
+    "TaskFacts",
+    "check_task",
+    "held_out",
+    "load_reward",
+    "load_task",
+]
 
 
 def check_task(
@@ -51,15 +61,24 @@ def check_task(
 
 
 def load_task(config: ReasoningGymTask | FileTask) -> Task:
-    """The task itself, its prompts not yet encoded; TaskError as `check_task`, and where a reward file fails."""
+    """The task itself, its prompts not yet encoded, its rewards not yet loaded; TaskError as `check_task`."""
     split, columns = _problems(config)
-    rewards = load_functions(config.rewards, columns)
+    check_functions(config.rewards, columns)
+    rewards = [RewardFunction(each.rpartition(":")[2], config, columns, each) for each in config.rewards]
     if not rewards:
         assert isinstance(config, ReasoningGymTask), "a file task without rewards was refused before"
-        from actors.tasks.gym import gym_scorer
+        rewards = [RewardFunction(config.name, config, columns)]
+    return Task(split.train, split.heldout, tuple(rewards))
 
-        rewards = (gym_scorer(config),)
-    return Task(split.train, split.heldout, rewards)
+
+def load_reward(function: RewardFunction) -> Call:
+    """Load it into this process: runs the user's file. TaskError where that fails."""
+    if function.reference:
+        return load_function(function.reference, function.columns)
+    from actors.tasks.gym import gym_scorer
+
+    assert isinstance(function.task, ReasoningGymTask), "rows of a file do not score answers"
+    return gym_scorer(function.task)
 
 
 def _problems(config: ReasoningGymTask | FileTask) -> tuple[Split, list[str]]:

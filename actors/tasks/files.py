@@ -60,7 +60,7 @@ def _problems(
                 f"{where}: '{config.question_column}' must be text and not empty, it is {str(question)[:80]!r}; mend "
                 "the row, or name another task.question_column"
             )
-        yield question, Problem(question, template.render(row, where), json_safe(row), row)
+        yield question, Problem(question, template.render(row, where), json_safe(row), number)
 
 
 def _rows(path: Path, key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:

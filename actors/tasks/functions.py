@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from actors.tasks.task import Problem, RewardFunction, Scores, TaskError, among_known
+from actors.tasks.task import Call, Problem, TaskError, among_known
 
 _ALWAYS = ("prompts", "completions")
 
@@ -101,18 +101,14 @@ def _check_arguments(reference: str, required: Sequence[str], columns: Collectio
             )
 
 
-def load_functions(references: Sequence[str], columns: Collection[str]) -> tuple[RewardFunction, ...]:
-    """Import the files and wrap their functions; TaskError as `check_functions`, and where an import fails."""
-    check_functions(references, columns)
-    return tuple(_load(reference, columns) for reference in references)
-
-
 _TRY = """
 import json, sys
-from actors.tasks.functions import load_functions
+from actors.tasks.functions import load_function
 from actors.tasks.task import TaskError
 try:
-    load_functions(*json.loads(sys.argv[1]))
+    references, columns = json.loads(sys.argv[1])
+    for reference in references:
+        load_function(reference, columns)
 except TaskError as error:
     print("\\n" + json.dumps(str(error)), flush=True)
     sys.exit(1)
@@ -123,7 +119,7 @@ def try_imports(references: Sequence[str], columns: Collection[str], limit_s: fl
     """Load the functions as an actor does, but in a process of their own: what a file does stays there.
 
     Raises:
-        TaskError: as `load_functions`; or the import ends the process, or does not end in time.
+        TaskError: as `load_function`; or the import ends the process, or does not end in time.
     """
     if not references:
         return
@@ -148,7 +144,12 @@ def try_imports(references: Sequence[str], columns: Collection[str], limit_s: fl
     raise TaskError(f"task.rewards: importing {files} ended the process with status {done.returncode}: {last}")
 
 
-def _load(reference: str, columns: Collection[str]) -> RewardFunction:
+def load_function(reference: str, columns: Collection[str]) -> Call:
+    """Import the file of a function, which runs it, and wrap the function.
+
+    Raises:
+        TaskError: as `check_functions`, or the import fails.
+    """
     path, name = parse_reference(reference)
     module_name = "rewards_" + blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
     module = sys.modules.get(module_name)
@@ -157,7 +158,7 @@ def _load(reference: str, columns: Collection[str]) -> RewardFunction:
     function = getattr(module, name, None)
     if not callable(function):
         raise TaskError(f"task.rewards: '{reference}': '{name}' is not a function but {function!r}")
-    return RewardFunction(name, _in_trl_shape(function, reference, columns))
+    return _in_trl_shape(function, reference, columns)
 
 
 def _imported(module_name: str, path: Path, reference: str) -> ModuleType:
@@ -177,7 +178,7 @@ def _imported(module_name: str, path: Path, reference: str) -> ModuleType:
     return module
 
 
-def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collection[str]) -> Callable[..., Any]:
+def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collection[str]) -> Call:
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
     named = {one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD}
@@ -192,14 +193,7 @@ def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collect
             values["completions"] = list(completions)
         return values
 
-    if inspect.iscoroutinefunction(function):
-
-        async def call_async(problems: Sequence[Problem], completions: Sequence[str]) -> Scores:
-            return await function(**arguments(problems, completions))
-
-        return call_async
-
-    def call(problems: Sequence[Problem], completions: Sequence[str]) -> Scores:
+    def call(problems: Sequence[Problem], completions: Sequence[str]) -> Any:  # noqa: ANN401 -- the user's
         return function(**arguments(problems, completions))
 
     return call

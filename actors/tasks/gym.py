@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import reasoning_gym
@@ -14,13 +15,15 @@ from reasoning_gym.utils import extract_answer
 
 from actors.tasks.config import ReasoningGymTask
 from actors.tasks.prompts import Split, Template
-from actors.tasks.task import Problem, RewardFunction, Scores, TaskError, among_known, json_safe
+from actors.tasks.task import Problem, TaskError, among_known, json_safe
 
 COLUMNS = ("question", "answer", "metadata")
 
 # A finite dataset repeats itself more and more before its last questions come up. It counts as
 # exhausted when so many items in a row were all known, plus one per distinct question found.
 _PATIENCE_ITEMS = 1000
+_KEPT_ITEMS = 1024
+"""By a scorer, for the samples of a group come one after the other."""
 
 
 def gym_problems(config: ReasoningGymTask) -> Split:
@@ -56,22 +59,35 @@ def gym_problems(config: ReasoningGymTask) -> Split:
             continue
         prompts.add(text)
         columns = json_safe({name: item[name] for name in COLUMNS})
-        half.append(Problem(item["question"], text, columns, item))
+        half.append(Problem(item["question"], text, columns, num_tried - 1))
     return split
 
 
-def gym_scorer(config: ReasoningGymTask) -> RewardFunction:
-    """The dataset's own `score_answer`, on the completion or what it says between the answer tags."""
+def gym_scorer(config: ReasoningGymTask) -> Callable[[Sequence[Problem], Sequence[str]], list[float]]:
+    """The dataset's own `score_answer`, on the completion or what it says between the answer tags.
+
+    Items are made anew from their index, for they are of any types. Some datasets evaluate the answer as code.
+    """
     dataset = _dataset(config)
 
-    def score(problems: Sequence[Problem], completions: Sequence[str]) -> Scores:
+    @lru_cache(_KEPT_ITEMS)
+    def item_at(index: int) -> dict[str, Any]:
+        return _item(dataset, index, config.name)
+
+    def score(problems: Sequence[Problem], completions: Sequence[str]) -> list[float]:
         values = []
         for problem, completion in zip(problems, completions, strict=True):
+            item = item_at(problem.index)
+            if item["question"] != problem.question:
+                raise TaskError(
+                    f"dataset {config.name} makes another item {problem.index} in each process: start the command with "
+                    "PYTHONHASHSEED=0 in its environment"
+                )
             answer = extract_answer(completion, config.answer_tag) if config.answer_tag else completion.strip()
-            values.append(float(dataset.score_answer(answer, problem.source)))
+            values.append(float(dataset.score_answer(answer, item)))
         return values
 
-    return RewardFunction(config.name, score)
+    return score
 
 
 def _dataset(config: ReasoningGymTask) -> ProceduralDataset:

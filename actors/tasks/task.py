@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from actors.tasks.config import FileTask, ReasoningGymTask
 from common.names import did_you_mean
 
 MOST_LOOKED_AT = 10_000
@@ -42,23 +42,26 @@ class Problem:
     """The prompt after the template, before any chat template: what reward functions get."""
     columns: Mapping[str, Any]
     """JSON-safe: what reward functions get, and what is stored with every trajectory."""
-    source: Mapping[str, Any] = field(repr=False, compare=False)
-    """The item as its dataset made it."""
+    index: int = 0
+    """Of the item in its dataset, or of the row in its file."""
     token_ids: list[int] = field(default_factory=list)
     """The encoded prompt; empty until `Task.encoded`."""
 
 
+Call = Callable[[Sequence[Problem], Sequence[str]], Scores | Awaitable[Scores]]
+"""A reward function that is loaded."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A named function from completions to rewards. Sync ones run in a thread, async ones on the event loop."""
+    """A named function from completions to rewards, and what a process needs to load it: `tasks.load_reward`."""
 
     name: str
-    call: Callable[[Sequence[Problem], Sequence[str]], Scores | Awaitable[Scores]]
-
-    @property
-    def is_async(self) -> bool:
-        """Must its result be awaited?"""
-        return inspect.iscoroutinefunction(self.call)
+    task: ReasoningGymTask | FileTask
+    columns: Sequence[str]
+    """Names of those that the problems have."""
+    reference: str = ""
+    """FILE.py:FUNCTION; empty where the dataset scores answers itself."""
 
 
 @dataclass(frozen=True, slots=True)

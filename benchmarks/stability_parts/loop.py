@@ -208,7 +208,7 @@ class DelayedRun:
         samples = self._sampler.sample(prompts, size, random)
         texts = self._tokenizer.batch_decode(samples.completions, skip_special_tokens=True)
         asked = [problem for problem in problems for _ in range(size)]
-        return samples, torch.tensor(self._scorer.call(asked, texts), dtype=torch.float32)
+        return samples, torch.tensor(self._scorer(asked, texts), dtype=torch.float32)
 
     def _update(self, number: int, samples: Samples, rewards_B: Tensor, curve: Curve) -> None:
         """One optimizer step, as the learner takes it."""

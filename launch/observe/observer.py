@@ -359,7 +359,12 @@ class Observer:
         report, buffer = self._reports.get(name), self._known.status
         if report is None:
             return ActorStatus(**facts)
-        facts |= {"waits_for": report.waiting, "refused": report.refused, "running": report.num_running}
+        facts |= {
+            "waits_for": report.waiting,
+            "waits_s": report.waiting_s,
+            "refused": report.refused,
+            "running": report.num_running,
+        }
         return ActorStatus(
             **facts,
             version=str(PolicyVersion(*report.version)),

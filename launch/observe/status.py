@@ -58,7 +58,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = ""
     """Of an actor; else empty."""
     state: str
-    """"starting", "working", "finished"; of an actor also "waiting for resources", "leaving", "lost: why"."""
+    """As its `state` in `launch.processes` says: "starting", "working", "finished", and more of stages and actors."""
     since_s: float = 0.0
     """When it was first seen in that state."""
     waits_for: str = ""
@@ -78,6 +78,7 @@ class ActorStatus(ProcessStatus, frozen=True, kw_only=True):
     """INCARNATION.VERSION that it serves."""
     behind: int | None = None
     """Versions that it is behind the newest published one."""
+    waits_s: float = 0.0
     running: int = 0
     """Samples in flight."""
     tokens_per_s: float = 0.0
@@ -420,32 +421,32 @@ def waits(status: RunStatus, now_s: float) -> list[str]:
     """Every role that waits, and for whom: from what the roles say of themselves and the states of their processes."""
     learner = status.learner
     found = [f"the learner waits for {learner.waits_for}"] if learner.waits_for else []
-    if learner.publishing:
-        found.append(f"published weights wait for {learner.publishing}")
+    found += [f"published weights wait for {learner.publishing}"] if learner.publishing else []
     if status.buffer is not None and status.buffer.silent_shards:
         found.append(f"everyone waits for shards {status.buffer.silent_shards} of the buffer, which do not answer")
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[str, str], list[ActorStatus]] = {}
     for actor in sorted(status.actors, key=lambda actor: actor.name):
         if actor.waits_for:
-            groups.setdefault(_of_actor(actor.waits_for, status), []).append(actor.name)
-    for what, names in groups.items():
+            groups.setdefault(_of_actor(actor.waits_for, status), []).append(actor)
+    for (does, what), actors in groups.items():
+        names, most_s = [actor.name for actor in actors], max(actor.waits_s for actor in actors)
         together = ", ".join(names) if len(names) <= NUM_NAMED else f"{len(names)} actors ({', '.join(names[:2])}, ...)"
-        found.append(f"{together} {'waits' if len(names) == 1 else 'wait'} for {what}")
+        found.append(f"{together} {does}{'s' * (len(names) == 1)} {what}" + (f", {most_s:.0f} s" if most_s else ""))
     return [*found, *_of_processes(status, now_s)]
 
 
-def _of_actor(said: str, status: RunStatus) -> str:
-    """For whom, out of what it says itself."""
+def _of_actor(said: str, status: RunStatus) -> tuple[str, str]:
+    """What it does, and for whom or to what, out of what it says itself."""
     buffer = status.buffer
+    if said.startswith("evaluating "):
+        return "evaluate", said.removeprefix("evaluating ")
     if said == "draining" or (said.startswith(LEASE) and buffer is not None and buffer.is_draining):
-        return "nothing more: the run drains"
+        return "wait", "for nothing more: the run drains"
     if said.startswith(LEASE):
-        further = ""
-        if buffer is not None:
-            further = f" than version {status.version} ({buffer.ready_groups} groups are ready for it)"
-        return f"the learner: the bound on staleness grants no lease before it is further{further}"
+        than = f" than version {status.version} ({buffer.ready_groups} groups are ready for it)" if buffer else ""
+        return "wait", f"for the learner: the bound on staleness grants no lease before it is further{than}"
     newest = f", and {status.published} is the newest published" if said.startswith(POLICY) and status.published else ""
-    return said.removeprefix("waiting for ").removeprefix("training waits for ") + newest
+    return "wait", f"for {said.removeprefix('waiting for ')}{newest}"
 
 
 def _of_processes(status: RunStatus, now_s: float) -> Iterator[str]:

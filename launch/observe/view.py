@@ -195,7 +195,8 @@ def _processes(processes: Sequence[ProcessStatus], now_s: float) -> Iterator[Tex
         if actor is not None and actor.refused:
             line.append(f"  refused {actor.refused}", style="red")
         if process.waits_for:
-            line.append(f"  {'' if actor else 'waits for '}{process.waits_for}", style="dim")
+            long = f", {duration(actor.waits_s)}" if actor is not None and actor.waits_s else ""
+            line.append(f"  {'' if actor else 'waits for '}{process.waits_for}{long}", style="dim")
         yield line
 
 

@@ -75,8 +75,8 @@ class ActorRole(Role):
 class ActorProcess(RoleProcess):
     """One actor.
 
-    waiting for resources -> starting -> working -> finished
-             ^------------- died ---------' '-> leaving -> gone (the pool was made smaller)
+    waiting for resources -> starting -> ready, evaluating -> working -> finished
+             ^------------------ died -----------------' '-> leaving -> gone (the pool was made smaller)
     lost, in the end: it died too often, found no host, or was taken out
     """
 
@@ -84,6 +84,8 @@ class ActorProcess(RoleProcess):
     """Its place, which it keeps when it is started again."""
     starting: Any = None
     """The pending call that ends when it is ready."""
+    evaluating: Any = None
+    """The pending call of the evaluation that it was asked for last."""
     leaving: Any = None
     """That which ends it, where its pool was made smaller."""
     lost: str = ""
@@ -98,7 +100,14 @@ class ActorProcess(RoleProcess):
             return f"lost: {self.lost}"
         if self.leaving is not None:
             return "leaving"
-        return "waiting for resources" if self.handle is None else super().state
+        if self.handle is None:
+            return "waiting for resources"
+        state, evaluating = super().state, self.evaluating  # read once, as there
+        if state == "working":  # it is asked to evaluate beside its work too
+            return state
+        if evaluating is not None and not done(evaluating):
+            return "evaluating"
+        return "ready" if state == "starting" and self.is_ready else state
 
     @property
     def is_going(self) -> bool:
@@ -108,14 +117,15 @@ class ActorProcess(RoleProcess):
     @property
     def is_ready(self) -> bool:
         """It is up, its work has not failed, and it stays."""
-        if self.is_going or self.handle is None or not done(self.starting) or outcome(self.starting):
+        starting = self.starting  # read once, as above
+        if self.is_going or self.handle is None or starting is None or not done(starting) or outcome(starting):
             return False
         return self.running is None or not done(self.running) or not outcome(self.running)
 
     def forget(self) -> None:
         """Its process is gone."""
         super().forget()
-        self.starting = self._cut_since_s = None
+        self.starting = self.evaluating = self._cut_since_s = None
 
     def comes_back(self, patience_s: float, notify: Notify) -> bool:
         """Has its work ended only for us, as when its host was cut off for a while? Then it is asked again.

@@ -15,7 +15,6 @@ from common.staleness import PolicyVersion
 from launch.processes.actor_pools import ActorProcess
 from launch.processes.role_process import Check, RunFailed, done, reason
 
-POLL_S = 0.1
 EVALUATION_SHARE = 5 / 6
 """Of learner.batch_timeout_s: an evaluating actor makes no samples, and the learner must not give up before it."""
 
@@ -85,16 +84,6 @@ class Evaluation:
             )
         return None
 
-    def wait(self) -> list[EvalResult]:
-        """The results, once they are there.
-
-        Raises:
-            RunFailed: as `poll`.
-        """
-        while (results := self.poll()) is None:
-            time.sleep(POLL_S)
-        return results
-
     def _again(self, asked: _Asked, error: RayActorError | RayTaskError) -> None:
         """Have somebody else do it, where that may still be."""
         actor = asked.actor
@@ -107,4 +96,5 @@ class Evaluation:
         self._send(asked.request, self._ready_actors()[0])
 
     def _send(self, request: EvalRequest, actor: ActorProcess) -> None:
-        self._pending.append(_Asked(request, actor, actor.handle, actor.handle.evaluate.remote(request)))
+        actor.evaluating = actor.handle.evaluate.remote(request)
+        self._pending.append(_Asked(request, actor, actor.handle, actor.evaluating))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,13 +109,24 @@ class Supervisor:
         news.working = frozenset(actor_name(actor.number) for actor in working)
         news.quarantined, news.wanted = tuple(self.actors.quarantined), dict(self.actors.wanted)
         news.processes = self.processes()
-        for actor in working:
+        news.actors = self._reports(working, patience_s)
+        news.status = self.status()
+        return news
+
+    def hear_actors(self, patience_s: float = 0.2) -> PollResult:
+        """What those say that are ready, while they evaluate before or after training; begins and restarts nothing."""
+        ready = [actor for actor in self.actors.actors if actor.is_ready]
+        names = frozenset(actor_name(actor.number) for actor in ready)
+        return PollResult(actors=self._reports(ready, patience_s), working=names, processes=self.processes())
+
+    def _reports(self, actors: Sequence[ActorProcess], patience_s: float) -> list[ActorReport]:
+        reports = []
+        for actor in actors:
             report = actor.ask("report", patience_s, self._notify)
             if report is not None:
                 self._check_task(actor, report)
-                news.actors.append(report)
-        news.status = self.status()
-        return news
+                reports.append(report)
+        return reports
 
     def processes(self) -> tuple[ProcessStatus, ...]:
         """Buffer, weights, stages, actors, as they are now; waits for none of them."""

@@ -18,11 +18,12 @@ import numpy as np
 from actors.config import ActorsConfig
 from actors.engine import UpdateRefused
 from actors.loop import ActorLoop, Parts
+from actors.rewards import Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, Task
-from actors.tasks.config import ReasoningGymTask
 from buffer.protocol import Lease, LeaseGrant, RenewReply, RowResult
 from buffer.trajectory import VersionSpan
 from common.staleness import PolicyVersion
+from tests.world.reward_callers import TASK, InThisProcess
 from tests.world.run_context import run_context, run_facts
 from weight_sync.config import WeightSyncConfig
 from weight_sync.errors import TransferFailed, WeightsCorrupt
@@ -196,20 +197,25 @@ def half(problems, completions):
 
 
 def make_actor(buffer, engine=None, store=None, reward=half, config=None, weight_sync=None, clock=time.monotonic):
-    problems = [Problem(f"q{i}", f"q{i}", {"question": f"q{i}"}, {}, [10 + i, 20]) for i in range(8)]
-    task = Task(problems, problems[:6], (RewardFunction("half", reward),))
-    parts = Parts(task, Words(), engine or FakeEngine(), store or FakeStore(), buffer)
+    async def load(function, timeout_s):
+        return InThisProcess(reward)
+
+    problems = [Problem(f"q{i}", f"q{i}", {"question": f"q{i}"}, i, [10 + i, 20]) for i in range(8)]
+    task = Task(problems, problems[:6], (RewardFunction("half", TASK, ("question",)),))
     knobs = WeightSyncConfig(**(weight_sync or {}))
     context = run_context(
         Path("run"),
         run_facts(run_id="run", seed=7, group_size=K, staleness=knobs.staleness()),
         actors=ActorsConfig(group_size=K, max_running_samples=16, **(config or {})),
-        task=ReasoningGymTask(type="reasoning_gym", name="chain_sum"),
+        task=TASK,
         weight_sync=knobs,
     )
 
     async def assemble(*_):
-        return parts
+        section = context.config.actors
+        limits = ScorerLimits(section.reward_processes, section.reward_timeout_s, start_timeout_s=60.0)
+        scorer = Scorer(task.rewards, limits, start=load, clock=clock)
+        return Parts(task, Words(), scorer, engine or FakeEngine(), store or FakeStore(), buffer)
 
     return ActorLoop(context, 0, "actors", assemble, clock=clock)
 

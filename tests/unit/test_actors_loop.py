@@ -12,7 +12,7 @@ from actors.loop import ActorFenced
 from actors.sample import EvalRequest
 from actors.weights import ActorError
 from common.staleness import PolicyVersion
-from tests.unit.fake_actor import FakeBuffer, FakeEngine, FakeStore, K, make_actor, run_to_end, until
+from tests.unit.fake_actor import Clock, FakeBuffer, FakeEngine, FakeStore, K, make_actor, run_to_end, until
 
 
 async def test_every_leased_sample_is_pushed_once_with_its_own_seed_and_the_loop_ends_when_drained():
@@ -184,6 +184,37 @@ async def test_an_evaluation_holds_updates_and_training_requests_and_counts_its_
     assert (late.version, late.greedy.num_correct, late.greedy.num_scored) == ((0, 1), 3, 3)
     with pytest.raises(ValueError, match="the task holds 6 out"):
         await actor.evaluate(EvalRequest(7))
+    await actor.stop()
+
+
+async def test_an_actor_says_that_it_evaluates_and_which_reward_it_waits_for_and_how_long():
+    released, clock, entered = threading.Event(), Clock(), threading.Event()
+
+    def stuck(problems, completions):
+        entered.set()
+        released.wait(60)
+        return [0.5 for _ in completions]
+
+    actor = make_actor(FakeBuffer(1), reward=stuck, clock=clock)
+    await actor.start()
+    evaluation = asyncio.create_task(actor.evaluate(EvalRequest(num_problems=2)))
+    assert await asyncio.to_thread(entered.wait, 60)
+    said = actor.report()
+    assert (said.waiting, said.waiting_s) == ("evaluating policy 0.0", 0.0)
+    clock.now_s += 12.0
+    said = actor.report()
+    assert (said.waiting, said.waiting_s) == ("evaluating policy 0.0, which waits for reward half", 12.0)
+    released.set()
+    await evaluation
+    released.clear()
+    entered.clear()
+    running = asyncio.create_task(actor.run())
+    assert await asyncio.to_thread(entered.wait, 60)
+    clock.now_s += 7.0
+    said = actor.report()
+    assert (said.waiting, said.waiting_s) == ("waiting for reward half", 7.0)
+    released.set()
+    await asyncio.wait_for(running, 60)
     await actor.stop()
 
 

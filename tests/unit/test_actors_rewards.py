@@ -7,11 +7,14 @@ import threading
 import numpy as np
 import pytest
 
-from actors.rewards import RewardFailed, Scored, Scorer
-from actors.tasks import Problem, RewardFunction
+from actors.reward_process import CallFailed
+from actors.rewards import RewardFailed, Scored
+from actors.tasks import Problem, TaskError
 from common.threads import DaemonThreads, ThreadsExhausted
+from tests.unit.fake_actor import Clock, until
+from tests.world.reward_callers import scorer
 
-PROBLEM = Problem("q", "q", {}, {})
+PROBLEM = Problem("q", "q", {})
 
 
 class Odd:
@@ -22,11 +25,6 @@ class Odd:
 
     def __float__(self):
         raise RuntimeError("it has 2 elements")
-
-
-def scorer(*functions, retries=0, timeout_s=5.0):
-    rewards = [RewardFunction(function.__name__, function) for function in functions]
-    return Scorer(rewards, retries=retries, timeout_s=timeout_s)
 
 
 async def test_values_are_summed_and_kept_by_name_and_none_does_not_apply():
@@ -50,9 +48,10 @@ async def test_values_are_summed_and_kept_by_name_and_none_does_not_apply():
         ([float("nan")], "returned a value that is not finite"),
         (["good"], "returned no number"),
         (1.0, "returned no list"),
-        (SystemExit(), "RuntimeError"),
-        (StopIteration(), "RuntimeError"),
-        (asyncio.CancelledError(), "RuntimeError"),
+        (SystemExit(), "SystemExit"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (StopIteration(), "StopIteration"),
+        (asyncio.CancelledError(), "CancelledError"),
         (concurrent.futures.CancelledError(), "CancelledError"),
         ([10**400], "OverflowError"),
         ([Odd()], "RuntimeError"),
@@ -66,7 +65,7 @@ async def test_whatever_a_function_does_wrong_is_a_failure_with_its_name(result,
         return result
 
     with pytest.raises(RewardFailed, match=f"^reward failed: judge: {reason}$"):
-        await scorer(judge).score(PROBLEM, "a")
+        await scorer(judge, retries=0).score(PROBLEM, "a")
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyError("x")])
@@ -79,15 +78,6 @@ async def test_whatever_an_async_function_lets_out_is_a_failure_of_its_samples_a
     asked = [scores.score(PROBLEM, str(number)) for number in range(num_samples)]
     results = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
     assert {str(result) for result in results} == {f"reward failed: judge: {type(error).__name__}"}
-
-
-async def test_a_function_that_cancels_its_own_call_fails_its_samples_instead_of_cancelling_them():
-    async def judge(problems, completions):
-        asyncio.current_task().cancel()
-        await asyncio.sleep(0)
-
-    with pytest.raises(RewardFailed, match="its scoring ended early"):
-        await asyncio.wait_for(scorer(judge).score(PROBLEM, "a"), 60)
 
 
 async def test_a_failure_is_tried_again_and_logged_with_its_prompt(caplog):
@@ -113,7 +103,7 @@ async def test_what_completes_together_shares_a_call_and_a_failure_blames_only_i
             raise ValueError("bad")
         return [1.0] * len(completions)
 
-    scores = scorer(picky)
+    scores = scorer(picky, retries=0)
     answers = ["a", "bad", "c"]
     results = await asyncio.gather(*(scores.score(PROBLEM, one) for one in answers), return_exceptions=True)
     assert sizes == [3, 1, 1, 1]
@@ -121,50 +111,140 @@ async def test_what_completes_together_shares_a_call_and_a_failure_blames_only_i
     assert isinstance(results[1], RewardFailed)
 
 
-async def test_a_blocked_function_times_out_and_neither_the_loop_nor_other_samples_wait_for_it():
-    released, entered = threading.Event(), threading.Event()
+async def test_each_sample_comes_with_its_own_problem_and_a_group_shares_one():
+    seen = []
 
-    def stuck(problems, completions):
-        if completions == ["stuck"]:
-            entered.set()
-            released.wait(60)
+    def look(problems, completions):
+        for one, completion in zip(problems, completions, strict=True):
+            seen.append((one.text, one.columns["n"], completion))
+        return [one.index for one in problems]
+
+    big = 10**30  # JSON has it, other formats do not
+    one, other = Problem("a", "a?", {"n": big}, 7), Problem("b", "b?", {"n": None}, 8)
+    scores = scorer(look)
+    scored = await asyncio.gather(*(scores.score(each, str(k)) for k, each in enumerate([one, other, one])))
+    assert seen == [("a?", big, "0"), ("b?", None, "1"), ("a?", big, "2")]
+    assert [each.reward for each in scored] == [7, 8, 7]
+
+
+class Process:
+    """What stands for a reward's process: what it does with a completion, the test says."""
+
+    def __init__(self, behave):
+        self._behave = behave
+        self.calls = []
+        self.is_alive = True
+        self.ended = False
+
+    async def call(self, problems, completions):
+        self.calls.append(list(completions))
+        for completion in completions:
+            await self._behave(completion)
         return [1.0] * len(completions)
 
-    scores = scorer(stuck, timeout_s=2.0)
-    blocked = asyncio.create_task(scores.score(PROBLEM, "stuck"))
-    assert await asyncio.to_thread(entered.wait, 60)
-    assert (await scores.score(PROBLEM, "fine")).reward == 1.0
-    assert not blocked.done()
-    with pytest.raises(RewardFailed, match=r"took longer than 2 s"):
-        await blocked
-    entered.clear()
-    patient = scorer(stuck, timeout_s=600.0)
-    waiting = asyncio.create_task(patient.score(PROBLEM, "stuck"))
-    assert await asyncio.to_thread(entered.wait, 60)
-    scores.close()
-    patient.close()
-    # well before its own limit
-    assert await asyncio.wait({waiting}, timeout=60) == ({waiting}, set())
-    released.set()
+    async def end(self):
+        self.is_alive, self.ended = False, True
 
 
-async def test_a_function_that_always_blocks_runs_out_of_threads_instead_of_starting_ever_more():
-    released = threading.Event()
+@pytest.fixture
+def processes():
+    """Every process that was started."""
+    return []
 
-    def stuck(problems, completions):
-        released.wait(60)
-        return [1.0]
 
-    scores = scorer(stuck, timeout_s=0.01)
-    before = threading.active_count()
-    reasons = []
-    for _ in range(25):
-        with pytest.raises(RewardFailed) as failure:
-            await scores.score(PROBLEM, "a")
-        reasons.append(str(failure.value))
-    assert reasons[-1] == "reward failed: stuck: earlier calls never returned"
-    assert threading.active_count() - before <= 20
-    released.set()
+def with_processes(processes, behave, **options):
+    """A scorer of one function, `f`, whose processes behave so."""
+
+    def f(problems, completions):
+        pytest.fail("the processes are fakes")
+
+    async def start(function, timeout_s):
+        processes.append(Process(behave))
+        return processes[-1]
+
+    return scorer(f, start=start, **options)
+
+
+async def hang_on_stuck(completion):
+    if completion == "stuck":
+        await asyncio.Event().wait()
+
+
+async def die_on_bad(completion):
+    if completion == "bad":
+        raise CallFailed("the reward's process ended with exit status 3", lost=True)
+
+
+async def test_a_call_that_takes_too_long_costs_its_process_and_only_its_own_sample(processes):
+    scores = with_processes(processes, hang_on_stuck, timeout_s=0.05)
+    answers = ["a", "stuck", "c"]
+    results = await asyncio.gather(*(scores.score(PROBLEM, one) for one in answers), return_exceptions=True)
+    assert [getattr(one, "reward", None) for one in results] == [1.0, None, 1.0]
+    assert str(results[1]) == "reward failed: f: took longer than 0.05 s"
+    tries = [call for process in processes for call in process.calls if "stuck" in call]
+    assert tries == [answers, ["stuck"]], "with the others and once alone: each try costs a limit of time"
+    assert all(process.ended == any("stuck" in call for call in process.calls) for process in processes)
+    await scores.close()
+    assert all(process.ended for process in processes)
+
+
+async def test_a_process_that_ends_is_replaced_and_named(processes, caplog):
+    scores = with_processes(processes, die_on_bad)
+    answers = ["a", "bad", "c"]
+    results = await asyncio.gather(*(scores.score(PROBLEM, one) for one in answers), return_exceptions=True)
+    assert [getattr(one, "reward", None) for one in results] == [1.0, None, 1.0]
+    assert str(results[1]) == "reward failed: f: the reward's process ended with exit status 3"
+    assert "prompt: 'q'\n  completion: 'bad'" in caplog.text
+    assert (await scores.score(PROBLEM, "d")).reward == 1.0
+
+
+async def test_a_process_that_ends_between_two_calls_costs_no_sample(processes):
+    scores = with_processes(processes, die_on_bad)
+    await scores.score(PROBLEM, "a")
+    processes[0].is_alive = False
+    assert (await scores.score(PROBLEM, "b")).reward == 1.0
+    assert [process.calls for process in processes] == [[["a"]], [["b"]]]
+
+
+async def test_one_process_serves_calls_that_are_short_and_more_come_up_to_the_bound_where_calls_wait(processes):
+    scores = with_processes(processes, hang_on_stuck, num_processes=3)
+    for _ in range(20):
+        await asyncio.gather(*(scores.score(PROBLEM, "a") for _ in range(70)))
+    assert len(processes) == 1
+    stuck = []
+    for count in (1, 2, 3, 3):
+        stuck.append(asyncio.create_task(scores.score(PROBLEM, "stuck")))
+        await asyncio.sleep(0.25)
+        assert len(processes) == count
+    await scores.close()
+    assert await asyncio.wait(stuck, timeout=60) == (set(stuck), set())
+
+
+async def test_a_call_that_is_open_for_seconds_is_named_with_its_age_and_a_closed_scorer_waits_for_none(processes):
+    clock = Clock()
+    scores = with_processes(processes, hang_on_stuck, clock=clock)
+    assert scores.waits_for is None
+    open_call = asyncio.create_task(scores.score(PROBLEM, "stuck"))
+    await until(lambda: processes and processes[0].calls)
+    clock.now_s += 2.0
+    assert scores.waits_for is None
+    clock.now_s += 10.0
+    assert (await scores.score(PROBLEM, "a")).reward == 1.0
+    assert scores.waits_for == ("f", 12.0)
+    await scores.close()
+    assert await asyncio.wait({open_call}, timeout=60) == ({open_call}, set())
+    assert scores.waits_for is None
+
+
+async def test_a_function_that_cannot_be_loaded_is_known_before_anything_is_scored(processes):
+    def f(problems, completions):
+        pytest.fail("it is never called")
+
+    async def start(function, timeout_s):
+        raise CallFailed("its process did not start", "task.rewards: importing f.py failed")
+
+    with pytest.raises(TaskError, match=r"reward f: its process did not start: .*importing f.py failed"):
+        await scorer(f, start=start).start()
 
 
 async def test_a_thread_ends_with_its_call_and_makes_room_for_another():

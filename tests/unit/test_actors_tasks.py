@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.tasks import TaskError, check_task, held_out, load_task
+from actors.tasks import TaskError, check_task, held_out, load_reward, load_task
 from actors.tasks.config import FileTask, ReasoningGymTask
 from actors.tasks.task import json_safe
 
@@ -78,9 +78,9 @@ def test_chain_sum_is_scored_by_the_dataset_on_what_the_template_asks():
     assert problem.text == "".join(problem.columns["metadata"]["expression"].split()) + "="
     (score,) = task.rewards
     assert score.name == "chain_sum"
-    assert score.call([problem, problem], [f" {problem.columns['answer']} ", "no"])[0] == 1.0
-    tagged = load_task(gym(answer_tag="answer")).rewards[0]
-    values = tagged.call([problem] * 2, [f"so <answer>{problem.columns['answer']}</answer>", problem.columns["answer"]])
+    assert load_reward(score)([problem, problem], [f" {problem.columns['answer']} ", "no"])[0] == 1.0
+    tagged = load_reward(load_task(gym(answer_tag="answer")).rewards[0])
+    values = tagged([problem] * 2, [f"so <answer>{problem.columns['answer']}</answer>", problem.columns["answer"]])
     assert values[0] == 1.0
     assert values[1] < 1.0
 
@@ -90,9 +90,9 @@ def test_a_file_task_splits_drops_duplicates_and_calls_rewards_with_its_columns(
     assert len(task.train) + len(task.heldout) == 60
     assert all(held_out(problem.question, 0.125) for problem in task.heldout)
     exact, short = task.rewards
-    assert (exact.name, exact.is_async, short.is_async) == ("exact", False, True)
+    assert (exact.name, short.name) == ("exact", "short")
     problem = task.prompt(0)
-    assert exact.call([problem, problem], [problem.columns["answer"], "x"]) == [1.0, 0.0]
+    assert load_reward(exact)([problem, problem], [problem.columns["answer"], "x"]) == [1.0, 0.0]
     assert check_task(file_task) == task.facts()
 
 
@@ -111,7 +111,7 @@ def test_a_reward_file_may_hold_a_dataclass_and_import_what_lies_beside_it(tmp_p
         "    return [worth(Grade(len(one))) for one in completions]\n"
     )
     (graded,) = load_task(file_task.model_copy(update={"rewards": (f"{path}:graded",)})).rewards
-    assert graded.call([None], ["abc"]) == [0.75]
+    assert load_reward(graded)([None], ["abc"]) == [0.75]
 
 
 def test_a_reward_file_that_cannot_be_imported_leaves_nothing_behind(tmp_path, file_task, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_reward_file_that_cannot_be_imported_leaves_nothing_behind(tmp_path, f
     config = file_task.model_copy(update={"rewards": (f"{path}:reward",)})
     for _ in range(2):
         with pytest.raises(TaskError, match=r"importing .*broken.py failed: RuntimeError: no licence"):
-            load_task(config)
+            load_reward(load_task(config).rewards[0])
 
 
 def test_a_parquet_file_with_held_out_rows_of_its_own_never_trains_on_them(tmp_path, file_task):
@@ -273,7 +273,7 @@ def test_the_example_of_a_file_task_rewards_its_own_rows():
     problem = task.prompt(0)
     answer = problem.columns["answer"]
     answers = [answer, f"{int(answer) + 10}", ""]
-    totals = [sum(reward.call([problem], [text])[0] for reward in task.rewards) for text in answers]
+    totals = [sum(load_reward(reward)([problem], [text])[0] for reward in task.rewards) for text in answers]
     assert totals == [config.task.correct_at, 0.2, 0.0]
     check_task(
         config.task,

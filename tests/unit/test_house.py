@@ -6,13 +6,13 @@ from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
     "files": 150,
-    "lines": 34_200,
+    "lines": 34_800,
     "longest file": 460,
     "longest function": 60,
     "modules imported by exactly one other": 40,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 146,
+    "config keys": 147,
 }
 
 

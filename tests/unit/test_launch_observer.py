@@ -284,7 +284,7 @@ def test_everyone_who_waits_says_for_whom(who_waits):
     found = who_waits(
         *leases,
         report("actor-5", waiting="waiting for policy 0.9"),
-        report("actor-6", waiting="training waits for an evaluation at policy 0.7"),
+        report("actor-6", waiting="evaluating policy 0.7"),
         report("actor-7"),
         learner="the batch of step 8: 3 groups of actor-7",
         publishing="space in /disk/weights",
@@ -295,7 +295,19 @@ def test_everyone_who_waits_says_for_whom(who_waits):
         "5 actors (actor-0, actor-1, ...) wait for the learner: the bound on staleness grants no lease before it is "
         "further than version 7 (2 groups are ready for it)",
         "actor-5 waits for policy 0.9, and 0.7 is the newest published",
-        "actor-6 waits for an evaluation at policy 0.7",
+        "actor-6 evaluates policy 0.7",
+    ]
+
+
+def test_a_reward_that_does_not_answer_is_named_with_how_long_it_has_not(who_waits):
+    found = who_waits(
+        report("actor-0", waiting="waiting for reward judge", waiting_s=12.4),
+        report("actor-1", waiting="waiting for reward judge", waiting_s=4.0),
+        report("actor-2", waiting="evaluating policy 0.7, which waits for reward judge", waiting_s=6.0),
+    )
+    assert found == [
+        "actor-0, actor-1 wait for reward judge, 12 s",
+        "actor-2 evaluates policy 0.7, which waits for reward judge, 6 s",
     ]
 
 

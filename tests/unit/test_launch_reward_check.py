@@ -2,12 +2,16 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from actors.rewards import Scorer
+from launch import reward_check
 from launch.cli import main
 from launch.errors import ExitStatus
+from tests.world.reward_callers import InThisProcess
 
 CONFIG = """
 [model]
@@ -23,17 +27,24 @@ reward_timeout_s = 2
 """
 
 
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch):
+    """Functions are called in this process; tests/integration has those that would not leave it alone."""
+    monkeypatch.setattr(reward_check, "Scorer", partial(Scorer, start=InThisProcess.load))
+
+
 @pytest.fixture
 def check(tmp_path, capsys):
     """Check the functions of a Python file; returns exit status and what was said, on one line."""
 
-    def run(code: str, *rewards: str, column: str = "answer", options: tuple[str, ...] = ()) -> tuple[int, str]:
+    def run(code: str, *rewards: str, column: str = "answer", options=(), num: int | None = 2) -> tuple[int, str]:
         questions = [{"question": f"{a}+{b}", column: str(a + b)} for a in range(10, 30) for b in range(10, 30)]
         (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
         (tmp_path / f"{rewards[0]}.py").write_text(code)
         path = tmp_path / "task.toml"
         path.write_text(CONFIG.format(rewards=", ".join(f'"{rewards[0]}.py:{name}"' for name in rewards)))
-        status = main(["check-reward", str(path), "--num", "2", *options])
+        number = () if num is None else ("--num", str(num))
+        status = main(["check-reward", str(path), *number, *options])
         said = capsys.readouterr()
         return status, " ".join((said.out + said.err).replace("│", " ").split())
 
@@ -98,6 +109,7 @@ def test_a_function_that_hangs_costs_one_limit_of_time(check):
     assert status == ExitStatus.FAILED
     assert "hangs failed on 1 of 1 completions (right)" in said
     assert "took longer than 0.4 s" in said
+    assert "hangs was tried on 1 completions alone, because 1 of them cost its process" in said
 
 
 def test_a_function_that_never_applies_is_a_problem_and_one_that_does_beside_it_is_none(check):
@@ -116,7 +128,7 @@ def test_without_a_known_answer_one_can_be_given(check):
     assert "give a right one with --completion TEXT" in said
     status, said = check(code, "digits", column="value", options=("--completion", "42"))
     assert status == ExitStatus.OK, said
-    assert "given 42 digits 1" in said
+    assert "digits given: 42 2 0 1" in said
 
 
 def test_a_task_that_is_wrong_is_wrong_input(check):
@@ -130,3 +142,25 @@ def test_the_demos_task_passes_with_its_own_scorer(capsys):
     small = ("--task.num_train", "16", "--task.num_heldout", "8")
     assert main(["check-reward", str(demo), "--num", "3", *small]) == ExitStatus.OK
     assert "chain_sum" in capsys.readouterr().out
+
+
+def test_many_problems_fit_a_screen_with_an_example_of_each_kind_of_failure(check):
+    code = "def mixed(completions, answer, **_):\n    text = completions[0]\n"
+    code += "    if text == '' or text.startswith('4'):\n        raise KeyError(text[:1])\n"
+    code += "    return [float(text == answer[0])]\n"
+    status, said = check(code, "mixed", options=("--num", "64"))
+    assert status == ExitStatus.FAILED
+    assert re.search(r"mixed failed on \d+ of 384 completions \(.*empty.*\)", said), said
+    assert said.count("FAILED mixed, ") == 2, "one of KeyError('') and one of KeyError('4')"
+    assert "FAILED mixed, empty: KeyError: ''" in said
+    assert "prompt: '10+10'; completion: ''" in said
+    assert len(said) < 3000
+
+
+def test_a_slow_function_is_tried_for_as_long_as_is_allowed_and_says_so(check, monkeypatch):
+    monkeypatch.setattr(reward_check, "BUDGET_S", 0.3)
+    code = "import time\ndef slowly(completions, answer, **_):\n    time.sleep(0.05)\n"
+    code += "    return [float(c == a) for c, a in zip(completions, answer)]\n"
+    status, said = check(code, "slowly", num=None)
+    assert status == ExitStatus.OK, said
+    assert re.search(r"slowly was tried on \d completions alone, in 0.3 s; --num N tries N problems", said), said

@@ -330,6 +330,27 @@ def test_only_actorsthat_are_up_begin(two_actors):
     assert [actor.running for actor in pools.actors] == [None, "a call"]
 
 
+def test_an_actor_is_called_what_it_is_before_it_works_and_is_heard_while_it_evaluates(run, ended, monkeypatch):
+    actor = run.supervisor.actors.actors[0]
+    answers: list[object] = []
+    monkeypatch.setattr(actor, "ask", lambda method, patience_s, notify: answers.pop() if answers else None)
+    monkeypatch.setattr(run.supervisor, "_check_task", lambda *_: None)
+    assert (actor.state, run.supervisor.hear_actors().working) == ("starting", frozenset())
+    ended["a call"] = ""  # that of its start
+    assert actor.state == "ready"
+    actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
+    run.supervisor.actors.ready = lambda: [actor]
+    run.supervisor.evaluate(8, None)
+    answers.append("a report")
+    news = run.supervisor.hear_actors()
+    assert (news.actors, news.working, actor.state) == (["a report"], {"actor-0"}, "evaluating")
+    assert actor.running is None, "nothing is begun meanwhile"
+    actor.running = "its work"
+    assert actor.state == "working"
+    actor.running, ended["an evaluation"] = None, ""
+    assert actor.state == "ready"
+
+
 def test_services_are_watched_also_while_an_evaluation_is_all_that_goes_on(run, monkeypatch):
     watched: list[str] = []
     monkeypatch.setattr(run.supervisor._weights, "watch", lambda: watched.append("weights"))

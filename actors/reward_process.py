@@ -1,0 +1,328 @@
+"""RewardProcess: a reward function in a process of its own, where it may hang, crash or eat memory alone.
+
+The process loads the function itself, from the task's section of the config, so no code travels: only problems and
+completions do, as JSON, and numbers come back. It makes one call at a time, in its main thread, where alarms and signal
+handlers work; what an `async def` returns is awaited there, in one event loop for all calls, so connections last. A
+call that does not end is ended with its process, and everything that it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import inspect
+import json
+import logging
+import math
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+import msgspec
+from pydantic import TypeAdapter
+
+from actors.tasks import Problem, RewardFunction, TaskError, load_reward
+from actors.tasks.config import TaskConfig
+from actors.tasks.task import Call
+
+MEMORY_BYTES = 16 * 2**30
+"""What a process may allocate. The soft limit alone: a reward file that needs more raises it itself."""
+_END_S = 5.0
+"""How long the kernel may take to end a process that is killed; one that holds much memory takes longest."""
+_LOOK_S = 0.005
+_PR_SET_PDEATHSIG = 1
+_FIRST_TO_GO = 1000
+"""For the kernel, where memory is short: the reward's process ends, and not the actor."""
+_MOST_CHARACTERS = 4000
+"""Of a traceback, and of anything else that a user's function says of itself."""
+_NOT_STARTED = "its process did not start"
+_LENGTH = struct.Struct("!I")
+_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
+"""Folders whose code is between us and the user's function."""
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from actors.reward_process import serve; serve(*sys.argv[2:])"
+
+
+class CallFailed(Exception):
+    """A call of a reward function did not deliver."""
+
+    def __init__(self, why: str, detail: str = "", *, where: str = "", trace: str = "", lost: bool = False) -> None:
+        super().__init__(f"{why}: {detail}" if detail else why)
+        self.why = why
+        """What failures are counted by, so it names no sample."""
+        self.where = where
+        """The line of the user's function, where there is one."""
+        self.trace = trace
+        self.lost = lost
+        """Has it cost the process?"""
+
+
+class Caller(Protocol):
+    """What calls a reward function: a `RewardProcess`, or what a test has in its place."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Can it take another call?"""
+
+    async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[float | None]:
+        """One finite number or None for each sample; CallFailed where there are none."""
+
+    async def end(self) -> None:
+        """Call nothing more; what is called ends at once. May be called twice."""
+
+
+class _Outcome(msgspec.Struct, omit_defaults=True):
+    """Of a call, or of loading the function."""
+
+    values: list[float | None] = []
+    why: str = ""
+    detail: str = ""
+    where: str = ""
+    trace: str = ""
+
+    def values_or_failure(self) -> list[float | None]:
+        if self.why:
+            raise CallFailed(self.why, self.detail, where=self.where, trace=self.trace)
+        return self.values
+
+
+class RewardProcess:
+    """One process as its actor sees it."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Use `start`."""
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._is_ended = False
+
+    @classmethod
+    async def start(cls, function: RewardFunction, timeout_s: float) -> RewardProcess:
+        """Start a process, and have it load the function within this time.
+
+        The kernel ends the process with the thread that started it: the one of the event loop.
+
+        Raises:
+            CallFailed: the function cannot be loaded, or the process ended, or took too long.
+        """
+        ours, its = socket.socketpair()
+        root, descriptor = str(Path(__file__).parents[1]), its.fileno()
+        try:
+            with its:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _PROGRAM, root, str(descriptor), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[descriptor],
+                    start_new_session=True,  # no signal of the terminal, and what it starts ends with it
+                )
+        except OSError as error:
+            ours.close()
+            raise CallFailed(_NOT_STARTED, str(error)) from error
+        started = cls(process, *await asyncio.open_connection(sock=ours))
+        about = {
+            "function": [function.name, list(function.columns), function.reference],
+            "task": function.task.model_dump(mode="json"),
+            "level": logging.getLogger().getEffectiveLevel(),
+        }
+        is_up = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                (await started._ask(about)).values_or_failure()
+            is_up = True
+        except TimeoutError:
+            raise CallFailed(_NOT_STARTED, f"loading the function took longer than {timeout_s:g} s") from None
+        except CallFailed as failure:
+            raise CallFailed(_NOT_STARTED, str(failure)) from None
+        finally:
+            if not is_up:
+                await started.end()
+        return started
+
+    @property
+    def is_alive(self) -> bool:
+        """Can it take another call?"""
+        return not self._is_ended and self._process.poll() is None and not self._reader.at_eof()
+
+    async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[float | None]:
+        """One finite number or None for each sample. A caller that gives up ends the process.
+
+        Raises:
+            CallFailed: the function failed, or the process ended.
+        """
+        return (await self._ask(_asked(problems, completions))).values_or_failure()
+
+    async def end(self) -> None:
+        """End it, and whatever it has started; waits for the kernel, with a bound."""
+        self._is_ended = True
+        self._kill()
+        await self._status()
+        self._writer.close()
+
+    async def _ask(self, message: object) -> _Outcome:
+        data = json.dumps(message).encode()
+        try:
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+            await self._writer.drain()
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            return msgspec.json.decode(await self._reader.readexactly(length), type=_Outcome)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            # it is ending: a kill does not change its status any more, and ends what it has started
+            self._kill()
+            status = await self._status()
+            raise CallFailed(f"the reward's process ended with {_in_words(status)}", lost=True) from None
+        except msgspec.DecodeError as error:
+            raise CallFailed("the reward's process does not answer as it should", str(error), lost=True) from None
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:  # else its number may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _status(self) -> int | None:
+        deadline = time.monotonic() + _END_S
+        while (status := self._process.poll()) is None and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_S)
+        return status
+
+
+def _asked(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
+    distinct = {id(problem): problem for problem in problems}  # a group's samples share their problem
+    place = {key: number for number, key in enumerate(distinct)}
+    return {
+        "problems": [[each.question, each.text, each.columns, each.index] for each in distinct.values()],
+        "which": [place[id(problem)] for problem in problems],
+        "completions": list(completions),
+    }
+
+
+def _in_words(status: int | None) -> str:
+    if status is None:
+        return "no status"
+    if status >= 0:
+        return f"exit status {status}"
+    hint = ", as where memory is short" if status == -signal.SIGKILL else ""
+    return f"signal {signal.Signals(-status).name}{hint}"
+
+
+# --- in the process -----------------------------------------------------------------------------------
+
+
+def serve(descriptor: str, parent: str) -> None:
+    """Load a function and make its calls, until the other end is closed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_GO))
+    if os.getppid() != int(parent):
+        return
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who started us may hold some back
+    faulthandler.enable()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    channel = socket.socket(fileno=int(descriptor))
+    channel.set_inheritable(False)
+    stream = cast("BinaryIO", channel.makefile("rwb"))
+    about = _read(stream)
+    if about is None:
+        return
+    logging.basicConfig(level=about["level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    name, columns, reference = about["function"]
+    task: Any = TypeAdapter(TaskConfig).validate_python(about["task"])
+    try:
+        call = load_reward(RewardFunction(name, task, columns, reference))
+    except TaskError as error:
+        _write(stream, _Outcome(why=_clean(str(error))))
+        return
+    _write(stream, _Outcome())
+    with asyncio.Runner() as runner:
+        while (asked := _read(stream)) is not None:
+            _write(stream, _outcome(call, asked, runner))
+
+
+def _read(stream: BinaryIO) -> Any:  # noqa: ANN401 -- a message, or None where there are no more
+    head = stream.read(_LENGTH.size)
+    return json.loads(stream.read(_LENGTH.unpack(head)[0])) if len(head) == _LENGTH.size else None
+
+
+def _write(stream: BinaryIO, outcome: _Outcome) -> None:
+    data = msgspec.json.encode(outcome)
+    stream.write(_LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def _outcome(call: Call, asked: dict[str, Any], runner: asyncio.Runner) -> _Outcome:
+    problems = [Problem(*each) for each in asked["problems"]]
+    completions: list[str] = asked["completions"]
+
+    async def awaited(values: Any) -> Any:  # noqa: ANN401 -- the function is the user's
+        return await values
+
+    try:
+        values: Any = call([problems[number] for number in asked["which"]], completions)
+        if inspect.isawaitable(values):
+            values = runner.run(awaited(values))
+        return _Outcome(_checked(values, len(completions)))  # calls methods of what the function returned
+    except CallFailed as failure:
+        return _Outcome(why=failure.why, detail=_clean(str(failure).removeprefix(f"{failure.why}: ")))
+    except BaseException as error:  # the function is the user's: it may raise anything
+        return _failed(error)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left would strike another sample
+
+
+def _failed(error: BaseException) -> _Outcome:
+    try:
+        detail = str(error)
+    except Exception as another:  # its text is made by the user's code too
+        detail = f"and its text cannot be made: {type(another).__name__}"
+    if isinstance(error, MemoryError):
+        soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        detail = f"{detail or 'out of memory'}; a reward's process may allocate {soft / 2**30:g} GiB"
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THE_USERS)
+    ]
+    where = f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    trace = "".join(traceback.format_list(frames))[-_MOST_CHARACTERS:]
+    return _Outcome(why=type(error).__name__, detail=_clean(detail), where=_clean(where), trace=_clean(trace))
+
+
+def _clean(text: str) -> str:
+    """Of bounded length, and without what UTF-8 cannot say."""
+    return text[:_MOST_CHARACTERS].encode("utf-8", "replace").decode()
+
+
+def _checked(values: Any, num_samples: int) -> list[float | None]:  # noqa: ANN401 -- the function is the user's
+    """Exactly one finite number or None per sample; anything else is a CallFailed."""
+    if hasattr(values, "tolist"):  # numpy arrays and torch tensors
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise CallFailed("returned no list", f"but a {type(values).__name__}")
+    if len(values) != num_samples:
+        raise CallFailed("wrong number of values", f"{len(values)} for {num_samples} samples")
+    checked: list[float | None] = []
+    for value in values:
+        if value is None:
+            checked.append(None)
+            continue
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise CallFailed("returned no number", repr(value)) from error
+        if not math.isfinite(number):
+            raise CallFailed("returned a value that is not finite", repr(value))
+        checked.append(number)
+    return checked
