@@ -203,4 +203,6 @@ def _is_evaluated(folder: RunFolder, step: int) -> bool:
         said = json.loads(folder.summary.read_text(encoding="utf-8"))
     except ValueError:
         return False
+    if not isinstance(said, dict):
+        return False
     return said.get("accuracy_after") is not None and said.get("num_steps", 0) >= step

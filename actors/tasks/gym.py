@@ -105,8 +105,9 @@ def _dataset(config: ReasoningGymTask) -> ProceduralDataset:
     try:
         # Items are asked for by index; the size only has to be larger than any index.
         return reasoning_gym.create_dataset(config.name, seed=config.seed, size=2**31 - 1, **config.params)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise TaskError(f"task.params: {config.name} refuses {dict(config.params)}: {error}") from error
+    except Exception as error:  # as in `_item`
+        why = str(error) or type(error).__name__
+        raise TaskError(f"task.params: {config.name} refuses {dict(config.params)}: {why}") from error
 
 
 def _item(dataset: ProceduralDataset, index: int, name: str) -> dict[str, Any]:

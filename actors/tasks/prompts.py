@@ -81,8 +81,9 @@ class Template:
         """
         try:
             return self._formatter.vformat(self.text, (), item)
-        except (TaskError, ValueError, TypeError) as error:
-            raise TaskError(f"task.template {self.text!r} at {where}: {error}") from error
+        except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:  # the last two of a width
+            why = error if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
+            raise TaskError(f"task.template {self.text!r} at {where}: {why}") from error
 
 
 def normalised(text: str) -> str:

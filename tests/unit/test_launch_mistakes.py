@@ -17,6 +17,8 @@ from launch.errors import ExitStatus
 from launch.mistakes import KEYS_ELSEWHERE, models_of
 from launch.processes.ray_cluster import start_ray
 from launch.processes.role_process import RunFailed
+from launch.run_folder import RunIdentity
+from tests.unit.made_up_run import plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO = EXAMPLES / "demo.toml"
@@ -25,7 +27,6 @@ REWARD = "def exact(completions, answer, **_):\n    return [float(a == b) for a,
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 20) for b in range(10, 20)]
 TASK = {
     "type": '"file"',
-    "path": '"rows.jsonl"',
     "rewards": '["reward.py:exact"]',
 }
 OTHERS = {
@@ -59,13 +60,15 @@ def toml(text: str | bytes) -> Callable[[Path], list[object]]:
     return make
 
 
-def task(rows: bytes | None = None, reward: str | bytes = REWARD, **keys: str) -> Callable[[Path], list[object]]:
-    """A task from a file, which lies beside its config; keys with None are left out."""
+def task(
+    rows: bytes | None = None, reward: str | bytes = REWARD, file: str = "rows.jsonl", **keys: str
+) -> Callable[[Path], list[object]]:
+    """A task from a file, which lies beside its config."""
 
     def make(folder: Path) -> list[object]:
-        (folder / "rows.jsonl").write_bytes(json_lines(ROWS) if rows is None else rows)
+        (folder / file).write_bytes(json_lines(ROWS) if rows is None else rows)
         (folder / "reward.py").write_bytes(reward if isinstance(reward, bytes) else reward.encode())
-        sections = {"task": {**TASK, **keys}, **OTHERS}
+        sections = {"task": {**TASK, "path": f'"{file}"', **keys}, **OTHERS}
         lines = [
             line
             for section, entries in sections.items()
@@ -263,7 +266,14 @@ CASES = [
     Case("a question of numbers", task(after(b'{"question": [1]}')), ("row 8: 'question' must be text",)),
     Case("too few rows", task(num_train="5000"), ("but task.num_train = 5000",)),
     Case("nothing held out", task(json_lines(ROWS[:1])), ("1 distinct questions, ", "at least 1 is needed")),
-    Case("Parquet that is none", task(path='"c.toml.parquet"'), ("c.toml.parquet is not there",)),
+    Case("Parquet that is none", task(b"PAR1junkPAR1", file="r.parquet"), ("r.parquet is not a Parquet file that",)),
+    Case("an empty Parquet", task(b"", file="r.parquet"), ("r.parquet is not a Parquet file that",)),
+    Case("a wide template", task(template='"{question:>9999999999999999}"'), ("task.template ", "row 1: ")),
+    Case("a template with a conversion", task(template='"{question!x}"'), ("Unknown conversion specifier x",)),
+    Case(
+        "a parameter of another kind", demo("--task.params", '{min_terms = "x"}'), ("task.params: chain_sum refuses",)
+    ),
+    Case("an unknown parameter", demo("--task.params.min_term", "2"), ("did you mean 'min_terms'?",)),
     Case("a template without a column", task(template='"hello"'), ("names no column",)),
     Case("a system turn without a chat", task(system_prompt='"hello"'), ("set chat = true",)),
     Case("a chat without its template", task(chat="true"), ("has no chat template; set chat = false",)),
@@ -371,6 +381,58 @@ def test_a_mistake_is_one_sentence_and_status_2_and_leaves_nothing(case, capsys,
         assert words in error, error
     assert not (tmp_path / "runs").exists()
     assert sorted(inputs.rglob("*")) == before
+
+
+def test_the_guard_fails_where_nothing_is_mistaken(tmp_path, nothing_starts):
+    with pytest.raises(pytest.fail.Exception, match="got past the checks"):
+        main(["train", str(DEMO), "--run.dir", str(tmp_path / "runs")])
+
+
+@pytest.mark.parametrize(
+    ("name", "verb", "arguments"),
+    [
+        ("rows in Latin-1", "check-reward", ()),
+        ("no function", "check-reward", ()),
+        ("binary junk", "check-reward", ()),
+        ("an unknown key", "doctor", ()),
+        ("UTF-16", "doctor", ()),
+        ("five thousand digits", "doctor", ("--json",)),
+    ],
+)
+def test_other_verbs_hold_a_config_to_the_same(name, verb, arguments, capsys, tmp_path):
+    case = next(each for each in CASES if each.name == name)
+    status = main([verb, *map(str, case.make(tmp_path)), *arguments])
+    said = capsys.readouterr()
+    assert (status, said.out, said.err.count("\n")) == (ExitStatus.WRONG_INPUT, "", 1), said
+    assert all(words in said.err for words in case.said)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "change", "said"),
+    [
+        (("--learner.num_stage", "2"), None, "did you mean learner.num_stages?"),
+        (("--learner.num_stages", "9"), None, "has only 2 layers"),
+        (("--actors.max_prompt_tokens", "2"), None, "Set actors.max_prompt_tokens = 6"),
+        (("--run.seed", "9" * 30), None, "--run.seed: the number has 30 digits"),
+        ((), lambda folder: (folder / "config.toml").write_bytes(b"\xff"), "config.toml: is not UTF-8 text"),
+        ((), lambda folder: (folder / "config.toml").write_text("[run\n"), "config.toml: not valid TOML"),
+        ((), lambda folder: (folder / "run.json").unlink(), "run.json cannot be read"),
+        ((), lambda folder: (folder / "run.json").write_bytes(b"\xff\0"), "run.json is not what was written"),
+        ((), lambda folder: shutil.rmtree(folder), "no run is at "),
+    ],
+)
+def test_a_run_that_is_resumed_is_held_to_the_same_and_stays(capsys, tmp_path, nothing_starts, overrides, change, said):
+    made = plan(tmp_path / "run")
+    made.folder.create(made.config)
+    identity = RunIdentity(run_id=made.run_id, task_fingerprint=made.task.fingerprint, started_s=(100.0,))
+    made.folder.write_identity(identity)
+    if change is not None:
+        change(made.folder.root)
+    there = sorted(path for path in made.folder.root.rglob("*") if path != made.folder.claim)
+    status = main(["resume", str(made.folder.root), *overrides])
+    error = capsys.readouterr().err
+    assert (status, error.count("\n"), said in error) == (ExitStatus.WRONG_INPUT, 1, True), error
+    assert sorted(path for path in made.folder.root.rglob("*") if path != made.folder.claim) == there
 
 
 def test_what_other_trainers_call_a_key_leads_to_one_that_is_there():
