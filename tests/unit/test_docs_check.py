@@ -109,6 +109,7 @@ def test_a_link_to_what_is_not_there_is_found(tmp_path, capsys):
     assert "a link to what is not there" in capsys.readouterr().out
 
 
+@pytest.mark.process  # a dry run of a task with a reward file tries it in one
 def test_every_command_and_link_of_the_documents_leads_somewhere(capsys):
     assert main([]) == 0, capsys.readouterr().out
 
