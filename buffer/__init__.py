@@ -17,6 +17,7 @@ The rules, each in the given transaction
     draws       which groups train at which step, recorded and idempotent; `steps`: the learner's life
     samplers    which of the groups that are ready a step takes
     groups      the life of a group of samples, and which groups leave a store that is full
+    nonsense    who sent what is not believed, and the quarantine, where the newest of it is kept
     lengths     what was generated against what is trained
     ledger      where every issued sample is, and the identities that must hold
 The store

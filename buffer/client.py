@@ -30,7 +30,7 @@ from buffer.outbox import Outbox, checked, message_room, num_fitting
 from buffer.trajectory import Trajectory
 from common.rpc.auth import ClientKeys
 from common.rpc.client import Answer, Patience, RpcClient, RpcErrors, settle
-from common.rpc.messages import Message
+from common.rpc.messages import Asker, Message, Role
 
 SILENCE_S = 1.75
 LONG_SILENCE_S = 20.0
@@ -67,7 +67,7 @@ class BufferClient:
         address: str,
         *,
         run_id: str,
-        role: str,
+        role: Role,
         name: str,
         config: BufferConfig,
         shard: int = 0,
@@ -77,22 +77,21 @@ class BufferClient:
         """Start the client; nothing is sent before `connect`.
 
         Args:
-            address: of the service, tcp://HOST:PORT.
+            address: of the service, as its `bind` returns it.
             run_id: the run; a service of another run refuses.
-            role: 'actor', 'learner' or another word for what the process is.
+            role: what the process is, and so what it may ask.
             name: unique in the run; a new process of the same name fences the old one.
             config: the `[buffer]` section.
             shard: which shard of the buffer the service is; another one refuses.
             num_shards: how many shards it has.
-            keys: of the run's clients; None where the service takes everybody.
+            keys: of the run's clients; None where the service takes everybody who reaches its socket.
         """
         self.address = address
         self.shard = shard
         self._num_shards = num_shards
         self.name = name
-        self._role = role
         self._config = config
-        self._session = secrets.token_hex(8)
+        self._asker = Asker(name, role, secrets.token_hex(16))
         self._epoch = 0
         self._incarnation = -1
         self._lock = threading.Lock()
@@ -107,7 +106,7 @@ class BufferClient:
             p.PROTOCOL,
             address,
             run_id,
-            name=name,
+            asker=self._asker,
             patience=Patience(resend_s=REQUEST_TIMEOUT_S, give_up_s=config.give_up_after_s, heartbeat_s=heartbeat_s),
             errors=RpcErrors(lambda _, text: BufferRefused(text), BufferUnavailable),
             keys=keys,
@@ -135,7 +134,8 @@ class BufferClient:
             self._outbox.open(welcome.epoch, welcome.credit)
             return welcome
 
-        hello = p.Hello(self._role, self.name, self._session, shard=self.shard, num_shards=self._num_shards)
+        me = self._asker
+        hello = p.Hello(me.role, me.name, me.session, shard=self.shard, num_shards=self._num_shards)
         return self._then(self._transport.submit(hello), welcomed)
 
     @property
@@ -153,7 +153,7 @@ class BufferClient:
         return self._ask(p.StatusRequest(), p.Status)
 
     def drain(self) -> Future[p.Done]:
-        """Let the service grant no further leases until another learner begins."""
+        """Let the service grant no further leases until another learner begins; for the command of the run alone."""
         return self._ask(p.Drain(), p.Done)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -209,7 +209,8 @@ class BufferClient:
             self._incarnation = reply.incarnation
             return reply
 
-        return self._then(self._transport.submit(p.BeginIncarnation(self._session, version, step, at_least)), begun)
+        request = p.BeginIncarnation(self._asker.session, version, step, at_least)
+        return self._then(self._transport.submit(request), begun)
 
     def offer(self, step: int, version: int, incarnation: int) -> Future[p.PlanReply]:
         """Ask what the service could give to a step that is divided among several."""

@@ -21,10 +21,12 @@ class BufferConfig(BaseModel):
 
     host: str | None = Field(
         default=None,
-        description="Address that the service binds; unset: loopback where Ray was started by this command, else this "
-        "machine's address in the Ray cluster.",
+        description="Address that the service binds; unset: a Unix socket in the run's folder where Ray was started by "
+        "this command, or loopback where a port is given; else this machine's address in the Ray cluster.",
     )
-    port: int = Field(default=0, ge=0, le=65535, description="TCP port; 0 lets the system choose a free one.")
+    port: int = Field(
+        default=0, ge=0, le=65535, description="TCP port; 0 lets the system choose a free one, where one is needed."
+    )
     shards: PositiveInt = Field(
         default=1,
         description="Into how many services the prompts are divided, by their hash. Fixed when a buffer is made; with "

@@ -6,7 +6,8 @@ it under a virtual clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.draws import Draws
-from buffer.errors import BadBody, BufferRefused, CorruptRecord, StoreError
+from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved, StoreError
 from buffer.groups import Groups
-from buffer.ingest import Ingest, Pushes, set_aside
+from buffer.ingest import Ingest, Pushes
 from buffer.leases import Leases
+from buffer.nonsense import Quarantine
 from buffer.rows import flat_values, num_completion_tokens
 from buffer.sharding.division import capacity_of
 from buffer.steps import Steps
@@ -62,7 +64,8 @@ class BufferCore:
         self.facts = facts
         self.groups = Groups(config, facts.group_size, num_kept=capacity)
         self.leases = Leases(config, facts, contract, capacity, self.groups, clock)
-        self.ingest = Ingest(facts, self.groups, self.leases)
+        self.quarantine = Quarantine(clock)
+        self.ingest = Ingest(facts, self.groups, self.leases, self.quarantine)
         self.steps = Steps(contract, self.groups)
         self.draws = Draws(facts, contract, capacity, self.groups, self.leases, self.steps)
         self._answers: dict[type, Callable[[Transaction, Any], p.Reply | None]] = {
@@ -80,25 +83,29 @@ class BufferCore:
         }
         """What answers each request, or None where it was only done."""
 
-    def handle(self, tx: Transaction, message: p.Request, body: bytes | memoryview) -> Answer:
+    def handle(self, tx: Transaction, message: p.Request, body: bytes | memoryview, *, sender: str = "") -> Answer:
         """Answer any request but a push, for which see `push`, and a draw, which may have to wait.
+
+        Who may ask it was seen to before (`Leases.recognise`).
 
         Raises:
             BufferRefused: the request cannot be served; nothing was changed but the quarantine.
         """
         self.groups.prepare(tx)
         if isinstance(message, p.WriteScores):
-            self._write_scores(tx, self._read(tx, body, schema.SCORES))
+            self._write_scores(tx, self._read(tx, body, schema.SCORES, sender))
             return p.Done(), b""
         answer = self._answers.get(type(message))
         if answer is None:
             raise BufferRefused(f"{type(message).__name__} is no request that the buffer answers")
         return answer(tx, message) or p.Done(), b""
 
-    def push(self, tx: Transaction, pushes: Pushes) -> list[p.PushReply | p.Refused]:
-        """Answer pushes, in order."""
+    def push(
+        self, tx: Transaction, pushes: Pushes, refusals: Mapping[int, str] = MappingProxyType({})
+    ) -> list[p.PushReply | p.Refused]:
+        """Answer pushes, in order; as `Ingest.push`."""
         self.groups.prepare(tx)
-        return self.ingest.push(tx, pushes)
+        return self.ingest.push(tx, pushes, refusals)
 
     def try_draw(self, tx: Transaction, request: p.DrawRequest) -> Answer | None:
         """The reply to a draw; None where it must wait."""
@@ -130,13 +137,13 @@ class BufferCore:
         actor = self.leases.hello(tx, message)
         return p.Welcome(actor.epoch)
 
-    def _read(self, tx: Transaction, body: bytes | memoryview, expected: pa.Schema) -> pa.RecordBatch:
+    def _read(self, tx: Transaction, body: bytes | memoryview, expected: pa.Schema, sender: str) -> pa.RecordBatch:
         try:
             return schema.read_stream(body, expected)
         except BadBody as error:
             # The refusal is an answer, not a rollback: what is set aside stays counted.
-            set_aside(tx, error.category, body, matches_lease=False)
-            raise BufferRefused(f"the message was quarantined: {error}") from error
+            self.quarantine.set_aside(tx, error.category, body, sender=sender)
+            raise NotBelieved(f"the message was quarantined: {error}") from error
 
     def _body(self, tx: Transaction, draw: DrawRecord) -> memoryview:
         has_scores = tx.scores.count > 0

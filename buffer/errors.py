@@ -3,6 +3,7 @@
 BufferError
 ├── BufferUnavailable   no answer from the service for `give_up_after_s`
 ├── BufferRefused       the service answered that it will not serve the request
+│   └── NotBelieved     no client of the run would have sent it: its sender is counted
 ├── BadBody             a message body that is not what the schema says
 └── StoreError          the store cannot be opened or written
     ├── StoreFull       the disk is full; it may be tried again
@@ -23,6 +24,10 @@ class BufferUnavailable(BufferError, ConnectionError):
 
 class BufferRefused(BufferError, RuntimeError):
     """The service refuses the request; says why. Raised in the service, sent to the client, raised again there."""
+
+
+class NotBelieved(BufferRefused):
+    """The service refuses what no client of the run would send."""
 
 
 class BadBody(BufferError, ValueError):

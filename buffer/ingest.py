@@ -25,6 +25,7 @@ from buffer import schema
 from buffer.errors import BadBody, BufferRefused
 from buffer.groups import Groups
 from buffer.leases import Leases, is_name
+from buffer.nonsense import Quarantine
 from buffer.protocol import Push, PushReply, Refused, RowResult
 from buffer.rows import flat_values, list_bounds
 from buffer.tables import Actor, Group, StoreState
@@ -33,9 +34,6 @@ from common.run import RunFacts
 
 MAX_PUSHED_ROWS = 4096
 """More trajectories in one push are refused: a turn of the service must stay short."""
-MAX_QUARANTINED = 1024
-"""How many quarantined rows and messages are kept to look at; the oldest go first."""
-MAX_QUARANTINED_BYTES = 64 * 2**10
 MAX_BEHIND = 1024
 """How many steps one of several shards may have missed while it was down."""
 MAX_OVERTAKEN = 65_536
@@ -49,15 +47,6 @@ MAX_REWARD = 1e100
 
 _json_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 """Raw: that the values are well-formed is seen without making objects of them."""
-
-
-def set_aside(tx: Transaction, reason: str, data: bytes | memoryview, *, matches_lease: bool) -> None:
-    """Count a quarantined row or message, and keep its first bytes."""
-    state = tx.state
-    state.ledger.quarantine(reason, matches_lease=matches_lease)
-    tx.quarantine.put(reason.encode() + b"\n" + bytes(data[:MAX_QUARANTINED_BYTES]), state.next_quarantine)
-    tx.quarantine.delete(max(0, state.next_quarantine - MAX_QUARANTINED))
-    state.next_quarantine += 1
 
 
 def known_versions(state: StoreState, *, updates_per_step: int = 1, may_be_behind: bool = False) -> Mapping[int, int]:
@@ -95,24 +84,31 @@ class Pushes:
 class Ingest:
     """Takes pushed trajectories in."""
 
-    def __init__(self, facts: RunFacts, groups: Groups, leases: Leases) -> None:
+    def __init__(self, facts: RunFacts, groups: Groups, leases: Leases, quarantine: Quarantine) -> None:
         self._facts = facts
         self._groups = groups
         self._leases = leases
+        self._quarantine = quarantine
 
-    def push(self, tx: Transaction, pushes: Pushes) -> list[PushReply | Refused]:
-        """Settle every row of some messages, in order; many of one turn cost little more than one."""
+    def push(self, tx: Transaction, pushes: Pushes, refusals: Mapping[int, str]) -> list[PushReply | Refused]:
+        """Settle every row of some messages, in order; many of one turn cost little more than one.
+
+        `refusals` says of some, by their place, why they are not looked at.
+        """
         facts = self._facts
         known = known_versions(tx.state, updates_per_step=facts.updates_per_step, may_be_behind=facts.num_shards > 1)
         bad = {} if pushes.batch is None else faults(pushes.batch, facts, known)
         every = enumerate(pushes.rows)
         replies: list[PushReply | Refused] = []
-        for message, body, opened in pushes.opened:
+        for place, (message, body, opened) in enumerate(pushes.opened):
+            mine = [] if isinstance(opened, BadBody) else list(islice(every, opened))
+            if place in refusals:
+                replies.append(Refused(refusals[place]))
+                continue
             if isinstance(opened, BadBody):
-                set_aside(tx, opened.category, body, matches_lease=False)
+                self._quarantine.set_aside(tx, opened.category, body, sender=message.actor)
                 replies.append(Refused(f"the message was quarantined: {opened}"))
                 continue
-            mine = list(islice(every, opened))
             try:
                 replies.append(PushReply(self._push_one(tx, message, mine, bad)))
             except BufferRefused as refusal:
@@ -155,7 +151,8 @@ class Ingest:
         """Commit a row, or say why not; its group is to be settled afterwards."""
         group = self._claimed(tx, actor, row, touched)
         if reason:
-            set_aside(tx, reason, row.data, matches_lease=group is not None)
+            matches_lease = group is not None
+            self._quarantine.set_aside(tx, reason, row.data, sender=actor.name, matches_lease=matches_lease)
             if group is not None:
                 group.sample_states[row.sample_index] = "failed"
                 group.failed += 1

@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from buffer.config import BufferConfig
-from buffer.errors import BufferRefused
+from buffer.errors import BufferRefused, NotBelieved
 from buffer.groups import Groups
-from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Renew, RenewReply
+from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Push, Renew, RenewReply, Request
 from buffer.sharding.division import owned_prompts
 from buffer.tables import Actor, Group
 from buffer.transaction import Transaction
+from common.rpc.messages import Asker
 from common.run import RunFacts
 from common.staleness import StalenessContract
 
@@ -91,6 +92,33 @@ class Leases:
             actor = Actor(message.name, message.role, message.session, epoch=epoch, replaced=replaced)
         tx.actors.put(actor, actor.name)
         return actor
+
+    def recognise(self, tx: Transaction, asker: Asker, message: Request) -> None:
+        """See that a request is of a client that was greeted, is the newest of its name, and asks for itself.
+
+        An actor's own requests have an epoch, by which those of an older process are told apart where they are served.
+
+        Raises:
+            BufferRefused: a newer process of its name said hello.
+            NotBelieved: it was never greeted, or speaks for another.
+        """
+        me, what = asker.name, type(message).__name__
+        if isinstance(message, Hello):
+            if (message.name, message.role, message.session) != (me, asker.role, asker.session):
+                raise NotBelieved(f"'{me[:MAX_NAME_BYTES]}' said hello as '{message.name[:MAX_NAME_BYTES]}'")
+            return
+        actor = tx.actors.get(me) if is_name(me) else None
+        if actor is None or asker.session not in (actor.session, *actor.replaced) or asker.role != actor.role:
+            raise NotBelieved(
+                f"{what} came from '{me[:MAX_NAME_BYTES]}', which is unknown to this service: send Hello first"
+            )
+        if isinstance(message, LeaseRequest | Push | GiveUp | Renew):
+            if message.actor != me:
+                raise NotBelieved(
+                    f"'{me}' sent {what} for '{message.actor[:MAX_NAME_BYTES]}': a client asks for itself"
+                )
+        elif asker.session != actor.session:
+            raise BufferRefused(f"'{me}' was replaced by a newer process (epoch {actor.epoch})")
 
     def current(self, tx: Transaction, name: str, epoch: int) -> Actor:
         """The client's row.

@@ -1,5 +1,7 @@
 """Messages between `BufferClient` and `BufferService`; the body, where there is one, is an Arrow IPC stream.
 
+A client says hello first; whoever has not is refused, and so is one that asks what `ASKED_BY` does not give its role.
+
 A request is safe to send again: each names what it is about (an epoch and sequence number, a lease, a step), so the
 service can recognise it.
 """
@@ -12,7 +14,7 @@ import msgspec
 
 from buffer.lengths import LengthFidelity
 from common.rpc.messages import RETRY as RETRY
-from common.rpc.messages import Count, Message, Protocol
+from common.rpc.messages import ROLES, Count, Message, Protocol, Role
 from common.rpc.messages import Done as Done
 from common.rpc.messages import Refused as Refused
 from common.rpc.messages import checksum as checksum
@@ -29,10 +31,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 class Hello(Message, frozen=True):
     """First message of a client. Opens a new epoch of an actor, which fences its older ones."""
 
-    role: str
+    role: Role
     name: str
     session: str
-    """Random per client process: the same Hello sent twice opens one epoch only."""
+    """Random per client process: the same Hello sent twice opens one epoch only. All three are those of the `Asker`,
+    by which the service knows the client again whatever it asks."""
     shard: Count = 0
     """Which shard the client believes to be talking to, and of how many."""
     num_shards: Count = 1
@@ -261,6 +264,15 @@ class IncarnationReply(Message, frozen=True):
     """For every recorded draw that is to be redone, how its step was divided among the shards."""
 
 
+class Nonsense(msgspec.Struct, frozen=True):
+    """What one sender sent that no client of the run would."""
+
+    count: int
+    """Messages that were refused at the door, and messages and rows that were set aside."""
+    first: str
+    """What was wrong with the first."""
+
+
 class Status(Message, frozen=True):
     """Answer to StatusRequest."""
 
@@ -281,6 +293,8 @@ class Status(Message, frozen=True):
     """As in `DrawReply`."""
     fidelity_alarm: bool = False
     """Its distance is above the knob `fidelity_alarm`."""
+    nonsense: dict[str, Nonsense] = msgspec.field(default_factory=dict)
+    """By sender, since the service started."""
     silent_shards: list[int] = msgspec.field(default_factory=list)
     """Shards that do not answer now: their part of the figures is the last that was known."""
 
@@ -293,11 +307,33 @@ Reply = (
     Welcome | LeaseGrant | PushReply | RenewReply | PlanReply | DrawReply | IncarnationReply | Status | Done | Refused
 )  # fmt: skip
 
+_ACTOR: frozenset[Role] = frozenset({"actor"})
+_LEARNER: frozenset[Role] = frozenset({"learner"})
+
+ASKED_BY: dict[type[Message], frozenset[Role]] = {
+    Hello: ROLES,
+    StatusRequest: ROLES,
+    Drain: frozenset({"launch"}),
+    LeaseRequest: _ACTOR,
+    Push: _ACTOR,
+    GiveUp: _ACTOR,
+    Renew: _ACTOR,
+    BeginIncarnation: _LEARNER,
+    PlanRequest: _LEARNER,
+    DrawRequest: _LEARNER,
+    WriteScores: _LEARNER,
+    StepFinished: _LEARNER,
+    Published: _LEARNER,
+    CheckpointDurable: _LEARNER,
+}
+"""Who may ask what. A client asks for itself alone: what names an actor names the one that asks."""
+
 PROTOCOL = Protocol(
     "buffer service",
-    5,
+    6,
     Request,
     Reply,
+    asked_by=ASKED_BY,
     # Room for some ten thousand lease ids; each id of a longer list would cost its time before anyone else is served.
     max_header_bytes=256 * 2**10,
 )

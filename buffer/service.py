@@ -17,12 +17,14 @@ from typing import NamedTuple
 
 import msgspec
 import pyarrow as pa
+import zmq
 
 from buffer import protocol as p
 from buffer.config import MAX_MESSAGE_MIB, BufferConfig
 from buffer.core import Answer, BufferCore
-from buffer.errors import BufferRefused, CorruptRecord, StoreError, StoreFull
-from buffer.ingest import Pushes, set_aside
+from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved, StoreError, StoreFull
+from buffer.ingest import Pushes
+from buffer.nonsense import MAX_QUARANTINED_BYTES, Senders, SetAside
 from buffer.schema import start_fault
 from buffer.store import PORT, RESTORE, Store
 from buffer.transaction import Transaction
@@ -45,6 +47,10 @@ _IDLE_S = 0.2
 """How long a turn may wait for messages, which bounds how late `stop` is noticed."""
 _COMPLAIN_EVERY_S = 10.0
 _FULL_PAUSE_S = 1.0
+_SET_ASIDE_S = 0.25
+_MAX_UNWRITTEN = 512
+"""Messages that cannot be read are written down with the next commit that others ask for, or after so long or so
+many: who sends many of them costs the others no sync."""
 _FORGET_S = 60.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of mallopt(3): free bytes above which memory is given back; size from which a block is mapped on its own."""
@@ -59,7 +65,8 @@ class _Pushed(NamedTuple):
     opened: Pushes
 
 
-Arrival = Request | _Pushed | Malformed | Unserved
+Asked = Request | _Pushed
+Arrival = Asked | Malformed | Unserved
 
 
 class _Parked(NamedTuple):
@@ -78,7 +85,20 @@ class _Outgoing(NamedTuple):
     body: bytes | memoryview
 
 
-_Answers = tuple[list[_Outgoing], dict[tuple[bytes, int], _Parked]]
+class _Blame(NamedTuple):
+    """Somebody sent nonsense."""
+
+    sender: str
+    what: str
+    times: int = 1
+
+
+class _Answers(NamedTuple):
+    """What a turn comes to."""
+
+    outbox: list[_Outgoing]
+    parked: dict[tuple[bytes, int], _Parked]
+    blames: list[_Blame]
 
 
 def keep_memory() -> None:
@@ -136,6 +156,10 @@ class BufferService:
         )
         self._parked: dict[tuple[bytes, int], _Parked] = {}
         self._complain_at = 0.0
+        self._senders = Senders(clock)
+        self._unwritten: list[SetAside] = []
+        self._write_at = 0.0
+        """When what is unwritten is written down at the latest."""
         self._full_until = 0.0
         """Until then the disk is taken to be full: nothing is written of which no message asks."""
 
@@ -164,30 +188,57 @@ class BufferService:
 
     def turn(self) -> None:
         """Wait for messages or a deadline, and answer what there is."""
-        arrivals = self._receive()
+        asked = self._turn_away(self._receive())
         self._upkeep.run()
-        due = self._core.leases.due_in_s()
-        has_news = self._clock() >= self._full_until and (bool(self._parked) or (due is not None and due <= 0))
-        if not arrivals and not has_news:
+        due, now = self._core.leases.due_in_s(), self._clock()
+        is_aside_due = len(self._unwritten) >= _MAX_UNWRITTEN or (bool(self._unwritten) and now >= self._write_at)
+        has_news = bool(self._parked) or (due is not None and due <= 0) or is_aside_due
+        if not asked and not (has_news and now >= self._full_until):
             return
         try:
-            outbox, self._parked = self._store.write(lambda tx: self._answer(tx, arrivals))
+            outbox, self._parked, blames = self._store.write(lambda tx: self._answer(tx, asked))
         except StoreFull as error:
-            outbox = self._let_wait(arrivals, str(error))
+            outbox, blames = self._let_wait(asked, str(error)), []
             self._full_until = self._clock() + _FULL_PAUSE_S
             # What the failed turn did to leases is undone in the store, so their deadlines start anew too.
             self._store.read(self._core.leases.restart)
+        self._unwritten.clear()  # on a full disk nonsense has no room
+        for blame in blames:
+            self._senders.blame(*blame)
         for outgoing in outbox:
             self._send(outgoing)
 
-    def _let_wait(self, arrivals: list[Arrival], reason: str) -> list[_Outgoing]:
+    def _turn_away(self, arrivals: list[Arrival]) -> list[Asked]:
+        """Answer what is refused whatever the store holds; the rest."""
+        asked: list[Asked] = []
+        for arrival in arrivals:
+            match arrival:
+                case Malformed(identity, request_id, reason, data, refused, peer):
+                    sender = self._senders.name(identity, peer)
+                    if not self._unwritten:
+                        self._write_at = self._clock() + _SET_ASIDE_S
+                    self._unwritten.append(SetAside(reason, sender, bytes(data[:MAX_QUARANTINED_BYTES])))
+                    self._senders.blame(sender, f"set aside: {reason}")
+                    if refused is not None:
+                        self._send(_Outgoing(identity, request_id, refused, b""))
+                case Unserved(identity, request_id, refused, peer):
+                    sender = self._senders.name(identity, peer)
+                    if refused.kind == p.RETRY or not self._senders.is_flooding(sender):
+                        self._send(_Outgoing(identity, request_id, refused, b""))
+                    if refused.kind != p.RETRY:
+                        self._senders.blame(sender, refused.reason)
+                case _:
+                    asked.append(arrival)
+        return asked
+
+    def _let_wait(self, asked: list[Asked], reason: str) -> list[_Outgoing]:
         """Nothing of this turn could be written: ask everyone to send it again a little later."""
         now = self._clock()
         if now >= self._complain_at:
             log.warning("%s. Everybody waits", reason)
             self._complain_at = now + _COMPLAIN_EVERY_S
         refused = p.Refused(reason, p.RETRY)
-        return [_Outgoing(identity, number, refused, b"") for identity, number in requests_in(arrivals)]
+        return [_Outgoing(identity, number, refused, b"") for identity, number in requests_in(asked)]
 
     def close(self) -> None:
         """Give the address and the folder back."""
@@ -199,12 +250,14 @@ class BufferService:
         """Wait until something is there or due, and open what is there."""
         now = self._clock()
         waits = [_IDLE_S, self._upkeep.due_in_s]
+        if self._unwritten:
+            waits.append(self._write_at - now)
         if now >= self._full_until:
             waits += [parked.deadline - now for parked in self._parked.values()]
             waits += [due for due in [self._core.leases.due_in_s()] if due is not None]
         if not self._rpc.poll(min(waits)):
             return []
-        messages: list[list[memoryview]] = []
+        messages: list[list[zmq.Frame]] = []
         size = 0
         while len(messages) < _MAX_TURN_MESSAGES and size < _MAX_TURN_BYTES:
             frames = self._rpc.receive()
@@ -214,26 +267,21 @@ class BufferService:
             size += sum(map(len, frames))
         return opened(map(self._rpc.open, messages), self._upkeep.watch.pushes_wait_for)
 
-    def _answer(self, tx: Transaction, arrivals: list[Arrival]) -> _Answers:
+    def _answer(self, tx: Transaction, asked: list[Asked]) -> _Answers:
         """All replies of one turn. May run twice where the store grows, so it changes nothing but `tx`."""
         outbox: list[_Outgoing] = []
+        blames: list[_Blame] = []
         parked = dict(self._parked)
-        for arrival in arrivals:
-            match arrival:
-                case _Pushed(requests, pushes):
-                    for request, reply in zip(requests, self._core.push(tx, pushes), strict=True):
-                        complete = self._completed(request.message, reply)
-                        outbox.append(_Outgoing(request.identity, request.request_id, complete, b""))
-                case Request(identity, request_id, message, _):
-                    answer = self._answer_one(tx, arrival, parked)
-                    if answer is not None:
-                        outbox.append(_Outgoing(identity, request_id, self._completed(message, answer[0]), answer[1]))
-                case Malformed(identity, request_id, reason, data, refused):
-                    set_aside(tx, reason, data, matches_lease=False)
-                    if refused is not None:
-                        outbox.append(_Outgoing(identity, request_id, refused, b""))
-                case Unserved(identity, request_id, refused):
-                    outbox.append(_Outgoing(identity, request_id, refused, b""))
+        for reason, sender, data in self._unwritten:
+            self._core.quarantine.set_aside(tx, reason, data, sender=sender)
+        for each in asked:
+            if isinstance(each, _Pushed):
+                outbox += self._answer_pushes(tx, each, blames)
+                continue
+            answer = self._answer_one(tx, each, parked, blames)
+            if answer is not None:
+                reply = self._completed(each.message, answer[0])
+                outbox.append(_Outgoing(each.identity, each.request_id, reply, answer[1]))
         self._core.leases.expire_due(tx)
         now = self._clock()
         for key, waiting in list(parked.items()):
@@ -243,16 +291,55 @@ class BufferService:
             if answer is not None:
                 del parked[key]
                 outbox.append(_Outgoing(waiting.identity, waiting.request_id, *answer))
-        return outbox, parked
+        return _Answers(outbox, parked, blames)
 
-    def _answer_one(self, tx: Transaction, asked: Request, parked: dict[tuple[bytes, int], _Parked]) -> Answer | None:
+    def _answer_pushes(self, tx: Transaction, pushed: _Pushed, blames: list[_Blame]) -> list[_Outgoing]:
+        requests, refusals = pushed.requests, {}
+        for place, request in enumerate(requests):
+            if refusal := self._refusal(tx, request, blames):
+                refusals[place] = refusal
+        outbox = []
+        for place, reply in enumerate(self._core.push(tx, pushed.opened, refusals)):
+            request = requests[place]
+            if isinstance(reply, p.PushReply):
+                reasons = [row.reason for row in reply.results if row.outcome == "quarantined"]
+                if reasons:
+                    blames.append(_Blame(request.asker.name, f"set aside: {reasons[0]}", len(reasons)))
+            elif place not in refusals and isinstance(pushed.opened.opened[place][2], BadBody):
+                blames.append(_Blame(request.asker.name, reply.reason))
+            complete = self._completed(request.message, reply)
+            outbox.append(_Outgoing(request.identity, request.request_id, complete, b""))
+        return outbox
+
+    def _refusal(self, tx: Transaction, request: Request, blames: list[_Blame]) -> str:
+        """Why a request is refused for who asks it; '' where it is one of the run's clients, and asks for itself."""
+        try:
+            self._core.leases.recognise(tx, request.asker, request.message)
+        except BufferRefused as error:
+            if isinstance(error, NotBelieved):
+                blames.append(_Blame(self._senders.name(request.identity, request.peer), str(error)))
+            return str(error)
+        if not isinstance(request.message, p.Hello):  # which may still be refused
+            self._senders.heard(request.identity, request.asker.name)
+        return ""
+
+    def _answer_one(
+        self, tx: Transaction, asked: Request, parked: dict[tuple[bytes, int], _Parked], blames: list[_Blame]
+    ) -> Answer | None:
         """The answer to any request but a push; None to a draw, which waits among those parked."""
-        identity, request_id, message, body = asked
+        identity, request_id, message, body, asker, _ = asked
+        if refusal := self._refusal(tx, asked, blames):
+            is_answered = not self._senders.is_flooding(self._senders.name(identity, asked.peer))
+            return (p.Refused(refusal), b"") if is_answered else None
         if not isinstance(message, p.DrawRequest):
             try:
-                return self._core.handle(tx, message, body)
+                answer = self._core.handle(tx, message, body, sender=asker.name)
             except BufferRefused as error:
+                if isinstance(error, NotBelieved):
+                    blames.append(_Blame(asker.name, str(error)))
                 return p.Refused(str(error)), b""
+            self._senders.heard(identity, asker.name)
+            return answer
         if len(parked) >= _MAX_PARKED:
             return p.Refused(f"{len(parked)} draws wait already: one learner draws from a buffer"), b""
         for key, earlier in list(parked.items()):
@@ -271,7 +358,8 @@ class BufferService:
                 return msgspec.structs.replace(reply, credit=self._credits.greet(message.name, self._clock()))
             case _, p.Status():
                 size, damaged = self._store.size_bytes, self._upkeep.scrub.num_damaged
-                return msgspec.structs.replace(reply, size_bytes=size, num_damaged=damaged)
+                told = self._senders.told()
+                return msgspec.structs.replace(reply, size_bytes=size, num_damaged=damaged, nonsense=told)
         return reply
 
     def _draw(self, tx: Transaction, request: p.DrawRequest) -> Answer | None:
@@ -332,19 +420,18 @@ def opened(messages: Iterable[Request | Malformed | Unserved], pushes_wait_for: 
             arrivals.append(arrival)
         elif pushes_wait_for:
             join()
-            arrivals.append(Unserved(arrival.identity, arrival.request_id, p.Refused(pushes_wait_for, p.RETRY)))
+            wait = p.Refused(pushes_wait_for, p.RETRY)
+            arrivals.append(Unserved(arrival.identity, arrival.request_id, wait, arrival.peer))
         else:
             pushes.append(arrival)
     join()
     return arrivals
 
 
-def requests_in(arrivals: Iterable[Arrival]) -> list[tuple[bytes, int]]:
+def requests_in(asked: Iterable[Asked]) -> list[tuple[bytes, int]]:
     """Identity and number of every request that somebody waits for."""
     found = []
-    for arrival in arrivals:
-        if isinstance(arrival, _Pushed):
-            found += [(push.identity, push.request_id) for push in arrival.requests]
-        elif not isinstance(arrival, Malformed) or arrival.reply is not None:
-            found.append((arrival.identity, arrival.request_id))
+    for each in asked:
+        requests = each.requests if isinstance(each, _Pushed) else [each]
+        found += [(request.identity, request.request_id) for request in requests]
     return found

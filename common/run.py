@@ -89,8 +89,8 @@ class RunContext(Generic[C]):
     startup_timeout_s: float
     """How long processes wait for each other where one may take much longer than another: to load, and to export."""
     buffer_addresses: tuple[str, ...] = ()
-    """tcp://HOST:PORT of the buffer services, shard by shard; one that is started again keeps its address."""
+    """Of the buffer services, shard by shard, tcp:// or ipc://; one that is started again keeps its address."""
     weights_address: str = ""
-    """tcp://HOST:PORT of the weight service; '' where there is none."""
+    """Of the weight service; '' where there is none."""
     keys: ClientKeys | None = field(default=None, repr=False)
-    """What the services are talked to with; None where they take everybody."""
+    """What the services are talked to with; None where they take everybody who reaches their sockets."""

@@ -232,7 +232,8 @@ def listing(groups: Iterable[GroupView]) -> Iterator[str]:
 def quarantine_line(entry: Quarantined) -> str:
     """One line of `ls --quarantine`."""
     name = str(entry.number) if not entry.shard else f"{entry.shard}:{entry.number}"
-    return f"{name:>8} {len(entry.data):>6}  {printable(entry.reason, _WIDTH)}"
+    sender = f", from {printable(entry.sender, _WIDTH)}" if entry.sender else ""
+    return f"{name:>8} {len(entry.data):>6}  {printable(entry.reason, _WIDTH)}{sender}"
 
 
 def group_in_full(group: GroupView, decode: Decode, *, only_record: int | None = None) -> Iterator[str]:
@@ -260,7 +261,8 @@ def group_in_full(group: GroupView, decode: Decode, *, only_record: int | None =
 
 def quarantined_in_full(entry: Quarantined) -> Iterator[str]:
     """`show --quarantined`: the reason, and the row where one can be read, else the first bytes."""
-    yield f"quarantined {entry.number}: {printable(entry.reason, _WIDTH)}; {len(entry.data)} bytes are kept"
+    sender = f", from {printable(entry.sender, _WIDTH)}" if entry.sender else ""
+    yield f"quarantined {entry.number}: {printable(entry.reason, _WIDTH)}{sender}; {len(entry.data)} bytes are kept"
     row = read_row(entry.data)
     if row is not None:
         yield from _all_columns(row, _MAX_QUARANTINED_VALUE)

@@ -61,14 +61,15 @@ class Plan:
         folder = self.config.weight_sync.folder
         return self.folder.weights if folder is None else Path(folder)
 
-    def host_of(self, section: BufferConfig | WeightSyncConfig) -> str | None:
-        """Where a service is to listen: the knob, else loopback; None on a cluster, where it knows its address."""
-        return self.host_here if section.host is None else section.host
+    @property
+    def is_cluster(self) -> bool:
+        """May other machines be part of the run?"""
+        return self.config.launch.ray_address is not None
 
     @property
     def host_here(self) -> str | None:
         """Loopback; None on a cluster, where a process knows the address of its host."""
-        return LOOPBACK if self.config.launch.ray_address is None else None
+        return None if self.is_cluster else LOOPBACK
 
     def context(self, model_path: Path, model: ModelFacts, serving_path: Path) -> RunContext[Config]:
         """The description that every process of the run is handed; the addresses of its services come in later."""
@@ -183,9 +184,11 @@ def _keys(config: Config) -> RunKeys | None:
         ConfigError: the knob would leave a socket open to other machines.
     """
     wanted, is_cluster = config.launch.encryption, config.launch.ray_address is not None
-    hosts = {"buffer.host": config.buffer.host}
+    sections: dict[str, BufferConfig | WeightSyncConfig] = {"buffer": config.buffer}
     if config.weight_sync.transport != "folder":
-        hosts["weight_sync.host"] = config.weight_sync.host
+        sections["weight_sync"] = config.weight_sync
+    hosts = {f"{name}.host": section.host for name, section in sections.items()}
+    has_port = is_cluster or any(section.host is not None or section.port for section in sections.values())
     reached = [key for key, host in hosts.items() if (is_cluster if host is None else not is_loopback(host))]
     if wanted == "off" and reached:
         key = reached[0]
@@ -197,7 +200,7 @@ def _keys(config: Config) -> RunKeys | None:
             f"launch.encryption = 'off', but {what} can be reached from other machines, which could then push samples "
             f"or weights into the run: {remedy}"
         )
-    if wanted == "off" or (wanted == "auto" and not reached and not is_cluster):
+    if wanted == "off" or (wanted == "auto" and not has_port):
         return None
     return RunKeys.make()
 

@@ -132,7 +132,8 @@ class LaunchConfig(_Section):
     encryption: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Lock the sockets of the buffer and the weight service with keys of this run (CURVE): 'auto' where "
-        "they listen on anything but loopback. 'off' is refused there.",
+        "they listen on a port, and not where they have Unix sockets, which this user alone can open. 'off' is refused "
+        "where other machines reach the port.",
     )
     startup_timeout_s: PositiveFloat = Field(
         default=300.0, description="Every role must be ready, and the model exported, within this time."

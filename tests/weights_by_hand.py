@@ -159,7 +159,7 @@ class Machine:
         self.start()
 
     def start(self, **options: object) -> None:
-        """Start the service, on the port that it had."""
+        """Start the service, at the address that it had."""
         self.service = CountingService(self.config, RUN, self.folder, **options)
         self.address = self.service.bind()
         self._stop = threading.Event()
@@ -173,7 +173,8 @@ class Machine:
         assert not self._thread.is_alive()
 
     def client(self, name: str = "client", **options: object) -> WeightClient:
-        client = WeightClient(self.address, RUN, name, **{"timeout_s": 20.0, "chunk_bytes": 2**14, **options})
+        options = {"role": "learner", "timeout_s": 20.0, "chunk_bytes": 2**14, **options}
+        client = WeightClient(self.address, RUN, name, **options)
         self._stack.callback(client.close)
         return client
 

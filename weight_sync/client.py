@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from common.rpc.auth import ClientKeys, is_loopback
 from common.rpc.client import Answer, Ask, Patience, RpcClient, RpcErrors
-from common.rpc.messages import Done, Message
+from common.rpc.messages import Asker, Done, Message, Role
 from common.staleness import PolicyVersion
 from weight_sync import protocol as p
 from weight_sync.config import WeightSyncConfig
@@ -45,14 +46,16 @@ class WeightClient:
         run_id: str,
         name: str,
         *,
+        role: Role,
         timeout_s: float = _TIMEOUT_S,
         chunk_bytes: int | None = None,
         window: int = _WINDOW,
         silence_s: float = _SILENCE_S,
         keys: ClientKeys | None = None,
     ) -> None:
-        """Connect to tcp://HOST:PORT; log and errors say `name`. Without keys the service takes everybody.
+        """Connect to the service; log and errors say `name`, and `role` says what it may ask.
 
+        Without keys the service takes everybody who reaches its socket.
         A question that is not answered is asked again after `silence_s`, and fails after `timeout_s`, or 30 s. Of
         weights `window` chunks of `chunk_bytes` (None: `CHUNK_BYTES`) are on their way at once.
         """
@@ -65,7 +68,7 @@ class WeightClient:
             p.PROTOCOL,
             address,
             run_id,
-            name=name,
+            asker=Asker(name, role, secrets.token_hex(16)),
             patience=Patience(resend_s=min(silence_s, timeout_s), give_up_s=timeout_s, heartbeat_s=_HEARTBEAT_S),
             errors=RpcErrors(p.error_of, lambda text: TransferFailed(text + loopback_hint(address))),
             keys=keys,
@@ -264,7 +267,14 @@ def loopback_hint(address: str) -> str:
 
 
 def sees_folder(
-    config: WeightSyncConfig, *, folder: Path, address: str, run_id: str, name: str, keys: ClientKeys | None = None
+    config: WeightSyncConfig,
+    *,
+    folder: Path,
+    address: str,
+    run_id: str,
+    name: str,
+    role: Role,
+    keys: ClientKeys | None = None,
 ) -> bool:
     """Does this process take the store's folder, as it is seen from here (True), or the service ("" where none runs)?
 
@@ -277,7 +287,7 @@ def sees_folder(
         raise TransferFailed(f"{name}: [weight_sync] transport = 'network', but no weight service runs")
     if config.transport in ("folder", "network") or not address:
         return config.transport != "network"
-    client = WeightClient(address, run_id, name, timeout_s=config.update_timeout_s, keys=keys)
+    client = WeightClient(address, run_id, name, role=role, timeout_s=config.update_timeout_s, keys=keys)
     try:
         served = client.store()
     finally:
@@ -296,6 +306,6 @@ def open_sink(
     config: WeightSyncConfig, *, folder: Path, address: str, run_id: str, name: str, keys: ClientKeys | None = None
 ) -> WeightStore | WeightClient:
     """Where a stage puts its parts; as `sees_folder`."""
-    if sees_folder(config, folder=folder, address=address, run_id=run_id, name=name, keys=keys):
+    if sees_folder(config, folder=folder, address=address, run_id=run_id, name=name, role="learner", keys=keys):
         return WeightStore(folder)
-    return WeightClient(address, run_id, name, timeout_s=config.publish_timeout_s, keys=keys)
+    return WeightClient(address, run_id, name, role="learner", timeout_s=config.publish_timeout_s, keys=keys)

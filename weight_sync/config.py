@@ -27,10 +27,12 @@ class WeightSyncConfig(StalenessConfig):
     )
     host: str | None = Field(
         default=None,
-        description="Address that the weight service binds; unset: loopback where Ray was started by this command, "
-        "else this machine's address in the Ray cluster.",
+        description="Address that the weight service binds; unset: a Unix socket in `folder` where Ray was started by "
+        "this command, or loopback where a port is given; else this machine's address in the Ray cluster.",
     )
-    port: int = Field(default=0, ge=0, le=65535, description="Port of the weight service; 0 takes a free one.")
+    port: int = Field(
+        default=0, ge=0, le=65535, description="Port of the weight service; 0 takes a free one, where one is needed."
+    )
     staging_dir: str | None = Field(
         default=None,
         description="Where a machine keeps what its actors fetched over ZeroMQ, once for all of them; unset: a folder "

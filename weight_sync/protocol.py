@@ -1,7 +1,8 @@
 """Messages between `WeightClient` and `WeightService`; the body is bytes of a file or a document.
 
 No request changes what it has changed before, and the service keeps nothing about a client, so that it may be killed
-and restarted between any two messages.
+and restarted between any two messages. So nobody is greeted here: who may ask what goes by the role alone, and by what
+a request asks, for it names the version, and a version that is complete never changes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from common.rpc.messages import DAMAGED, Count, Message, Protocol, Refused
+from common.rpc.messages import DAMAGED, ROLES, Count, Message, Protocol, Refused, Role
 from common.staleness import PolicyVersion
 from weight_sync.errors import PublishFailed, TransferFailed, WeightsCorrupt, WeightsError, WeightsGone
 from weight_sync.manifest import FILE_NAME
@@ -139,7 +140,20 @@ Question = (
 Request = Question | PartDone | CommitRequest
 Reply = StoreFacts | Newest | Document | Chunk | WriteStatus
 
-PROTOCOL = Protocol("weight service", 2, Request, Reply, max_header_bytes=64 * 2**10)
+ASKED_BY: dict[type[Message], frozenset[Role]] = {
+    StoreRequest: ROLES,
+    NewestRequest: ROLES,
+    ManifestRequest: ROLES,
+    ReadRequest: ROLES,
+    WriteStatusRequest: frozenset({"learner"}),
+    WriteRequest: frozenset({"learner"}),
+    PartDone: frozenset({"learner"}),
+    PartRequest: frozenset({"learner"}),
+    CommitRequest: frozenset({"learner"}),
+}
+"""Everybody may read; only the learner's stages write."""
+
+PROTOCOL = Protocol("weight service", 3, Request, Reply, asked_by=ASKED_BY, max_header_bytes=64 * 2**10)
 
 _ERRORS: dict[str, type[WeightsError]] = {
     "gone": WeightsGone,

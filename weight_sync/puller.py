@@ -121,7 +121,7 @@ def open_puller(
     keys: ClientKeys | None = None,
 ) -> Puller:
     """Take versions in `dtype` from the store's folder where it is seen, else from the service; as `sees_folder`."""
-    if sees_folder(config, folder=folder, address=address, run_id=run_id, name=name, keys=keys):
+    if sees_folder(config, folder=folder, address=address, run_id=run_id, name=name, role="actor", keys=keys):
         return Puller.of_folder(folder, dtype, who=name)
     return Puller(_NetworkSource(config, address, run_id, name, keys), dtype)
 
@@ -134,7 +134,8 @@ class _NetworkSource:
         self._config = config
         self._run_id = run_id
         self._name = name
-        self._client = WeightClient(address, run_id, name, timeout_s=config.update_timeout_s, keys=keys)
+        timeout_s = config.update_timeout_s
+        self._client = WeightClient(address, run_id, name, role="actor", timeout_s=timeout_s, keys=keys)
         self._staging: HostStaging | None = None
         try:
             self._store_id = self._client.store().store_id

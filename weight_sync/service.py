@@ -124,15 +124,19 @@ class WeightService:
                 answer = self._answer(arrival)
                 if answer is not None:
                     self._send(arrival.identity, arrival.request_id, answer)
-            case Malformed(identity, request_id, reason, _, reply):
-                now = self._clock()
-                if now >= self._complain_at:
-                    self._complain_at = now + _COMPLAIN_EVERY_S
-                    log.warning("dropped a message that is none of ours, or was damaged on its way: %s", reason)
+            case Malformed(identity, request_id, reason, _, reply, peer):
+                self._complain(f"dropped a message that is none of ours, or was damaged on its way: {reason}", peer)
                 if reply is not None:
                     self._send(identity, request_id, (reply, b""))
-            case Unserved(identity, request_id, reply):
+            case Unserved(identity, request_id, reply, peer):
+                self._complain(f"refused: {reply.reason}", peer)
                 self._send(identity, request_id, (reply, b""))
+
+    def _complain(self, what: str, peer: str) -> None:
+        now = self._clock()
+        if now >= self._complain_at:
+            self._complain_at = now + _COMPLAIN_EVERY_S
+            log.warning("%s, from %s", what, peer)
 
     def _answer(self, request: Request) -> Answer | None:
         """The answer, or None where the worker will give it."""

@@ -20,6 +20,7 @@ from benchmarks.lib.processes import environment
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.protocol import Lease
+from common.rpc.messages import Role
 from common.run import RunFacts
 from common.staleness import StalenessConfig
 
@@ -97,7 +98,7 @@ class Service:
                 return int(line.split()[1]) * 1024
         raise RuntimeError(f"/proc/{self.pid}/status has no RssAnon")
 
-    def client(self, name: str, role: str = "actor") -> BufferClient:
+    def client(self, name: str, role: Role = "actor") -> BufferClient:
         """A connected client."""
         client = BufferClient(self.address, run_id=RUN_ID, role=role, name=name, config=self.config)
         client.connect()

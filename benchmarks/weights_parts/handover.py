@@ -134,7 +134,7 @@ class Clients:
 
     def __init__(self, *, address: str, num_clients: int) -> None:
         """Connect all of them."""
-        self._clients = [WeightClient(address, RUN_ID, f"light-{i}") for i in range(num_clients)]
+        self._clients = [WeightClient(address, RUN_ID, f"light-{i}", role="actor") for i in range(num_clients)]
         self._pool = ThreadPoolExecutor(num_clients)
         list(self._pool.map(lambda client: client.store(), self._clients))
 

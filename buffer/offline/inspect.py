@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from buffer import rows
 from buffer.errors import CorruptRecord, StoreError
+from buffer.nonsense import SetAside
 from buffer.schema import SCHEMA, join_rows
 from buffer.store import RESTORE, Store, buffer_folder, shard_folders
 from buffer.tables import NO_RECORD, Group, StoreState
@@ -110,6 +111,8 @@ class Quarantined(NamedTuple):
     reason: str
     data: bytes
     """Its first bytes: of one row as a record, or of a message that no row could be read from."""
+    sender: str = ""
+    """Who sent it, as far as it is known."""
 
 
 class Totals(NamedTuple):
@@ -241,8 +244,10 @@ class Inspection:
         for store in self.stores:
             if store.facts.shard == shard:
                 value = look_at(store, lambda tx: tx.quarantine.get(number))
-                reason, _, data = (value or b"").partition(b"\n")
-                return None if value is None else Quarantined(shard, number, reason.decode("utf-8", "replace"), data)
+                if value is None:
+                    return None
+                entry = SetAside.of(value)
+                return Quarantined(shard, number, entry.reason, entry.data, entry.sender)
         return None
 
 

@@ -27,6 +27,7 @@ from buffer.sharding.division import divide_step, must_wait
 from buffer.sharding.shards import Request, Shard, Shards, sum_of
 from buffer.trajectory import Trajectory
 from common.rpc.auth import ClientKeys
+from common.rpc.messages import Role
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def open_client(
     addresses: Sequence[str],
     *,
     run_id: str,
-    role: str,
+    role: Role,
     name: str,
     config: BufferConfig,
     keys: ClientKeys | None = None,

@@ -230,6 +230,10 @@ def sum_of(parts: Sequence[p.Status], silent: list[int]) -> p.Status:
     tables = ("ledger", "quarantined_by_reason", "failed_by_reason")
     counts = ("num_ready_groups", "num_drawn_groups", "num_records", "size_bytes", "num_damaged")
     sums: dict[str, Any] = {name: _added([getattr(part, name) for part in parts]) for name in tables}
+    nonsense: dict[str, p.Nonsense] = {}
+    for sender, told in ((sender, told) for part in parts for sender, told in part.nonsense.items()):
+        known = nonsense.get(sender, p.Nonsense(0, told.first))
+        nonsense[sender] = p.Nonsense(known.count + told.count, known.first)
     sums |= {name: sum(getattr(part, name) for part in parts) for name in counts}
     return p.Status(
         **sums,
@@ -238,6 +242,7 @@ def sum_of(parts: Sequence[p.Status], silent: list[int]) -> p.Status:
         draining=any(part.draining for part in parts),
         fidelity=LengthFidelity.worst(part.fidelity for part in parts),
         fidelity_alarm=any(part.fidelity_alarm for part in parts),
+        nonsense=nonsense,
         silent_shards=silent,
     )
 

@@ -13,6 +13,7 @@ import logging
 import os
 import resource
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -40,6 +41,8 @@ _NUM_ZAP_FRAMES = 7
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group at the other end of a Unix socket (unix(7))."""
 _NO_KEY, _WRONG_KEY = "no key, or no handshake of CURVE", "a key that is not of this run"
 
 
@@ -294,5 +297,10 @@ def _peer_of(descriptor: int) -> str:
         os.close(copy)
         return ""
     with connection, contextlib.suppress(OSError):
+        if connection.family == socket.AF_UNIX:
+            process, user, _ = _CREDENTIALS.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            return f"process {process} of user {user}"
         return str(connection.getpeername()[0]) if connection.family in _INTERNET else ""
     return ""

@@ -24,7 +24,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from common.rpc.auth import ClientKeys
-from common.rpc.messages import DAMAGED, RETRY, Message, Protocol, Refused, Working, checksum
+from common.rpc.messages import DAMAGED, RETRY, Asker, Message, Protocol, Refused, Working, checksum
 
 log = logging.getLogger(__name__)
 
@@ -108,14 +108,14 @@ class RpcClient:
         address: str,
         run_id: str,
         *,
-        name: str,
+        asker: Asker,
         patience: Patience,
         errors: RpcErrors,
         keys: ClientKeys | None = None,
         pump: Callable[[], float | None] = lambda: None,
         ended: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Start the IO thread of a client of the service at tcp://HOST:PORT, which refuses other runs.
+        """Start the IO thread of a client of the service at an address of `RpcServer.bind`, which refuses other runs.
 
         The thread calls `pump` in every round, which may submit, and returns in how many seconds it wants to be called
         again (None: when woken); and once, whatever ends it, `ended`. Without `keys` the service takes everybody.
@@ -123,6 +123,7 @@ class RpcClient:
         self.address = address
         self._protocol = protocol
         self._run_id = run_id
+        self._asker = asker
         self._patience = patience
         self._errors = errors
         self._keys = keys
@@ -142,7 +143,7 @@ class RpcClient:
         self._who = f"the {protocol.service} at {address}"
         self.has_ended = False
         """Nothing can be sent any more."""
-        self._thread = threading.Thread(target=self._run, name=f"{name} to {protocol.service}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{asker.name} to {protocol.service}", daemon=True)
         self._thread.start()
 
     @property
@@ -177,7 +178,7 @@ class RpcClient:
             if self.has_ended or (self._closing_at is not None and not closing):
                 raise self._errors.unavailable(f"the client of {self._who} is closed")
             number = next(self._numbers)
-            header = self._protocol.encode(number, message, body, run_id=self._run_id)
+            header = self._protocol.encode(number, message, body, run_id=self._run_id, asker=self._asker)
             frames = [header, *([body] if len(body) else [])]
             gives_up_at = now + self._patience.give_up_s * (1 + num_before) + wait_s
             self._submitted.append(_Call(number, message, frames, future, wait_s, now, gives_up_at))

@@ -4,6 +4,8 @@ A message is [header, body]: the header is an `Envelope` as msgpack, the body, w
 ever unpickled. Both are checked against an xxh3 checksum before they are looked at: the header's leads it, the body's
 is in it.
 
+A request says who asks (`Asker`), and the table of its `Protocol` which role may ask it.
+
 A request is answered by exactly one reply, or, where the answer takes long and the request comes again, by `Working`
 first. It is safe to send any request again: each names what it is about, so the service recognises it.
 """
@@ -11,13 +13,18 @@ first. It is safe to send any request again: each names what it is about, so the
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import msgspec
 import xxhash
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """What a message counts or numbers: so large a number leaves room to add to it in 64 bits."""
+
+Role = Literal["actor", "learner", "launch", "observer"]
+"""What a client of the services of a run is; 'launch' is the command, and an observer only looks."""
+ROLES: frozenset[Role] = frozenset(get_args(Role))
 
 _SEAL = struct.Struct("<Q")
 
@@ -53,6 +60,16 @@ class Refused(Message, frozen=True):
 RETRY, DAMAGED = "retry", "damaged"
 
 
+class Asker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who asks."""
+
+    name: Annotated[str, msgspec.Meta(max_length=256)]
+    """Unique in the run."""
+    role: Role
+    session: Annotated[str, msgspec.Meta(max_length=64)]
+    """Random per client process: by this a service knows again whom it has greeted, so nobody else is told it."""
+
+
 class Envelope(msgspec.Struct, Generic[M], frozen=True, forbid_unknown_fields=True):
     """A request or reply, with the number that pairs them."""
 
@@ -64,28 +81,64 @@ class Envelope(msgspec.Struct, Generic[M], frozen=True, forbid_unknown_fields=Tr
     """A message of another run is refused, whatever it asks."""
     protocol: Count = 0
     """The version that its sender speaks."""
+    asker: Asker | None = None
+    """Of a request; a reply has none."""
 
 
 class Protocol:
     """The messages of one kind of service."""
 
-    def __init__(self, service: str, version: int, requests: Any, replies: Any, *, max_header_bytes: int) -> None:  # noqa: ANN401 -- unions of structs
-        """Describe them by the unions of what may be asked, and of what is answered beside what every service does."""
+    def __init__(
+        self,
+        service: str,
+        version: int,
+        requests: Any,  # noqa: ANN401 -- a union of structs
+        replies: Any,  # noqa: ANN401 -- likewise
+        *,
+        asked_by: Mapping[type[Message], Collection[Role]],
+        max_header_bytes: int,
+    ) -> None:
+        """Describe them.
+
+        Args:
+            service: its name in sentences, as in "buffer service".
+            version: counted up when messages change.
+            requests: the union of what may be asked.
+            replies: the union of what is answered beside what every service does.
+            asked_by: for every request the roles that may ask it.
+            max_header_bytes: a longer header of a request is not looked at.
+        """
         self.service = service
-        """Its name in sentences, as in "buffer service"."""
         self.version = version
-        """Counted up when messages change."""
+        self.asked_by = asked_by
+        assert asked_by.keys() == set(get_args(requests)), "every request has its roles"
         self.requests = requests
         self.replies = replies | Done | Working | Refused
         self.max_header_bytes = max_header_bytes
-        """A longer header of a request is not looked at."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Envelope[self.requests | self.replies])  # type: ignore[name-defined]
 
-    def encode(self, request_id: int, message: Message, body: bytes | memoryview = b"", *, run_id: str = "") -> bytes:
+    def encode(
+        self,
+        request_id: int,
+        message: Message,
+        body: bytes | memoryview = b"",
+        *,
+        run_id: str = "",
+        asker: Asker | None = None,
+    ) -> bytes:
         """The header frame of a message: its checksum, then the envelope."""
-        envelope = Envelope(request_id, message, checksum(body), run_id, self.version)
+        envelope = Envelope(request_id, message, checksum(body), run_id, self.version, asker)
         return sealed(self._encoder.encode(envelope))
+
+    def refusal(self, message: Message, asker: Asker | None) -> str:
+        """Why this client may not ask this; '' where it may."""
+        what, roles = type(message).__name__, self.asked_by[type(message)]
+        if asker is None:
+            return f"{what} came from nobody: a client of a run says its name, its role and its session"
+        if asker.role in roles:
+            return ""
+        return f"{what} is for {' or '.join(sorted(roles))}, and '{asker.name}' is of role '{asker.role}'"
 
     def decode(self, header: bytes | memoryview, *, max_bytes: int | None = None) -> Envelope[Any]:
         """Read a header frame; a longer one than `max_bytes` is not looked at.

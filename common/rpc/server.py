@@ -1,20 +1,29 @@
-"""RpcServer: the socket of a service, what comes over it, and an address that a restarted service keeps."""
+"""RpcServer: the socket of a service, what comes over it, and an address that a restarted service keeps.
+
+On one machine it is a Unix socket, which only its owner can open. libzmq binds one over whatever has its name, a file
+or the socket of a living service, and leaves it behind at the end, so both are seen to here.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import xxhash
 import zmq
 
 from common.files import write_durably
 from common.rpc.auth import LOOPBACK, Doorkeeper, ServiceKeys
-from common.rpc.messages import DAMAGED, Message, Protocol, Refused, checksum
+from common.rpc.messages import DAMAGED, Asker, Message, Protocol, Refused, checksum
 
 BIND_RETRY_S = 5.0
 _MAX_FRAMES = 3
@@ -23,6 +32,11 @@ _LARGE_BYTES = 2**20
 _MAX_SHOWN_BYTES = 64 * 2**10
 """Of each frame of a message that cannot be read."""
 _NOTHING = memoryview(b"")
+_SOCKET = "socket"
+_MAX_UNIX_BYTES = 107
+"""Of the path of a Unix socket, by the system."""
+STRANGER = "a stranger"
+"""How the description of a peer begins that has not said who it is."""
 
 
 class CannotBind(Exception):
@@ -37,6 +51,10 @@ class Request(NamedTuple):
     message: Any
     """One of the protocol's requests."""
     body: memoryview
+    asker: Asker
+    """Of a role that may ask it. Whether it is who it says is for the service to see."""
+    peer: str
+    """Where it came from, for people."""
 
 
 class Malformed(NamedTuple):
@@ -49,6 +67,7 @@ class Malformed(NamedTuple):
     data: bytes | memoryview
     reply: Refused | None
     """None: there is no request to answer. Whoever sent it will send it again, or is no client of ours."""
+    peer: str
 
 
 class Unserved(NamedTuple):
@@ -57,6 +76,7 @@ class Unserved(NamedTuple):
     identity: bytes
     request_id: int
     reply: Refused
+    peer: str
 
 
 class RpcServer:
@@ -89,6 +109,7 @@ class RpcServer:
         self._keys = keys
         self._refuse_body = refuse_body
         self._door: Doorkeeper | None = None
+        self._unix: Path | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
@@ -105,26 +126,41 @@ class RpcServer:
             self._socket.setsockopt(option, value)
 
     def bind(self, host: str | None, port: int, remembered: Path, *, section: str) -> str:
-        """Bind; a port that was just given up is waited for. Returns the address for clients.
+        """Bind; an address that was just given up is waited for. Returns it as clients need it.
 
         Args:
-            host: interface, "0.0.0.0" or "*" for all; None: loopback.
+            host: interface, "0.0.0.0" or "*" for all; None: a Unix socket, or loopback where a port is given.
             port: 0 takes the port that the last service of the folder had, or a free one.
-            remembered: the file in which that port is kept.
+            remembered: the file in which that port is kept, 0 for a Unix socket. That one lies beside it, or has a
+                short path of its own where the path is too long for the system, or the folder takes no sockets.
             section: of the config, for the error.
 
         Raises:
             CannotBind: says to what and why, and what to try.
         """
-        service = self._protocol.service
         if self._keys is not None:
-            self._door = Doorkeeper(self._socket, self._keys, f"the {service}")
-        endpoint = f"tcp://{host or LOOPBACK}:{port or _port_in(remembered) or '*'}"
-        deadline = time.monotonic() + BIND_RETRY_S
+            self._door = Doorkeeper(self._socket, self._keys, f"the {self._protocol.service}")
+        if host is None and not port:
+            address = self._bind_unix(remembered, section)
+        else:
+            address = self._bind_tcp(host or LOOPBACK, port, remembered, section)
+        bound = int(address.rsplit(":", 1)[1]) if self._unix is None else 0
+        if _port_in(remembered) != bound or not remembered.exists():
+            try:
+                write_durably(remembered, str(bound).encode())
+            except OSError as error:
+                raise CannotBind(f"{remembered} cannot be written ({error}). Free some space") from error
+        if host in ("0.0.0.0", "*"):  # every interface: name one that other machines can reach
+            return f"tcp://{_outward_address()}:{bound}"
+        return address
+
+    def _bind_tcp(self, host: str, port: int, remembered: Path, section: str) -> str:
+        service, deadline = self._protocol.service, time.monotonic() + BIND_RETRY_S
+        endpoint = f"tcp://{host}:{port or _port_in(remembered) or '*'}"
         while True:
             try:
                 self._socket.bind(endpoint)
-                break
+                return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
             except zmq.ZMQError as error:
                 if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
                     time.sleep(0.1)
@@ -133,16 +169,33 @@ class RpcServer:
                     f"the {service} cannot bind {endpoint} ({error}). Set [{section}] host and port to a free address "
                     f"of this machine; the port of the last run is kept in {remembered}"
                 ) from error
-        address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        bound = int(address.rsplit(":", 1)[1])
-        if _port_in(remembered) != bound:
+
+    def _bind_unix(self, remembered: Path, section: str) -> str:
+        beside = remembered.absolute().with_name(_SOCKET)
+        short = _short_path(beside)
+        fits = len(os.fsencode(beside)) <= _MAX_UNIX_BYTES
+        failed = ""
+        for path in (beside, short) if fits else (short,):
             try:
-                write_durably(remembered, str(bound).encode())
-            except OSError as error:
-                raise CannotBind(f"{remembered} cannot be written ({error}). Free some space") from error
-        if host in ("0.0.0.0", "*"):  # every interface: name one that other machines can reach
-            return f"tcp://{_outward_address()}:{bound}"
-        return address
+                if path == short:
+                    _make_private(path.parent)
+                _wait_until_free(path)
+                mask = os.umask(0o177)  # to connect to a Unix socket takes permission to write it
+                try:
+                    self._socket.bind(f"ipc://{path}")
+                finally:
+                    os.umask(mask)
+            except (OSError, zmq.ZMQError) as error:
+                failed = f"{failed}; {path}: {error}" if failed else f"{path}: {error}"
+                if error.errno == errno.EADDRINUSE:  # two services of one folder are a mistake wherever they listen
+                    break
+            else:
+                self._unix = path
+                return f"ipc://{path}"
+        raise CannotBind(
+            f"the {self._protocol.service} cannot make its socket ({failed}). Set [{section}] host = '{LOOPBACK}' for "
+            "a port instead, or TMPDIR to a folder of your own"
+        )
 
     @property
     def is_closed(self) -> bool:
@@ -153,40 +206,43 @@ class RpcServer:
         """Wait for a message at most so long; is there one?"""
         return bool(self._socket.poll(max(0, int(timeout_s * 1000))))
 
-    def receive(self) -> list[memoryview] | None:
+    def receive(self) -> list[zmq.Frame] | None:
         """The frames of the next message: identity, header, body; None where there is none.
 
         One frame more shows that it is none of ours.
         """
         try:
-            frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+            frames: list[zmq.Frame] = [self._socket.recv(zmq.NOBLOCK, copy=False)]
         except zmq.Again:
             return None
         while frames[-1].more:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             frames = [*frames, frame] if len(frames) <= _MAX_FRAMES else [*frames[:-1], frame]
-        return [frame.buffer for frame in frames]
+        return frames
 
-    def open(self, frames: Sequence[memoryview]) -> Request | Malformed | Unserved:
+    def open(self, frames: Sequence[zmq.Frame]) -> Request | Malformed | Unserved:
         """What a message says, as far as it can be trusted."""
-        identity, *rest = bytes(frames[0]), *frames[1:]
+        identity, peer, rest = frames[0].bytes, _peer_of(frames[0]), [frame.buffer for frame in frames[1:]]
         try:
             header, body = (*rest, _NOTHING)[:2] if 1 <= len(rest) <= 2 else (_NOTHING, _NOTHING)
             envelope = self._protocol.decode(header, max_bytes=self._protocol.max_header_bytes)
         except msgspec.DecodeError:
-            return Malformed(identity, 0, "header", b"|".join(frame[:_MAX_SHOWN_BYTES] for frame in rest), None)
+            return Malformed(identity, 0, "header", b"|".join(frame[:_MAX_SHOWN_BYTES] for frame in rest), None, peer)
         number, message = envelope.request_id, envelope.message
         if len(body) > _LARGE_BYTES and (reason := self._refuse_body(body)):
             refused = Refused(f"the message was quarantined: {reason}")
-            return Malformed(identity, number, "schema", body, refused)
+            return Malformed(identity, number, "schema", body, refused, peer)
         if envelope.body_checksum != checksum(body):
             damaged = Refused(f"a body of {len(body)} bytes does not match its checksum", DAMAGED)
-            return Malformed(identity, number, "checksum", body, damaged)
+            return Malformed(identity, number, "checksum", body, damaged, peer)
         if not isinstance(message, self._protocol.requests):
-            return Malformed(identity, number, "header", header, Refused(f"{type(message).__name__} is no request"))
-        if reason := self._stranger(envelope.run_id, envelope.protocol):
-            return Unserved(identity, number, Refused(reason))
-        return Request(identity, number, message, body)
+            refused = Refused(f"{type(message).__name__} is no request")
+            return Malformed(identity, number, "header", header, refused, peer)
+        asker = envelope.asker
+        reason = self._stranger(envelope.run_id, envelope.protocol) or self._protocol.refusal(message, asker)
+        if reason or asker is None:
+            return Unserved(identity, number, Refused(reason), peer)
+        return Request(identity, number, message, body, asker, peer)
 
     def answer(
         self, identity: bytes, request_id: int, reply: Message, body: bytes | memoryview = b""
@@ -204,6 +260,8 @@ class RpcServer:
     def close(self) -> None:
         """Give the address back. May be called twice."""
         if not self._socket.closed:
+            if self._unix is not None:
+                self._unix.unlink(missing_ok=True)  # while it is still ours: nobody binds where somebody listens
             self._socket.close()
             if self._door is not None:
                 self._door.close()
@@ -226,6 +284,55 @@ def _port_in(file: Path) -> int:
         return int(file.read_text())
     except (OSError, ValueError):
         return 0
+
+
+def _short_path(path: Path) -> Path:
+    """Where the socket of this path lies that cannot lie there."""
+    home = Path(tempfile.gettempdir()) / f"leeway-sockets-{os.geteuid()}"
+    short = home / xxhash.xxh3_128_hexdigest(os.fsencode(path))
+    return short if len(os.fsencode(short)) <= _MAX_UNIX_BYTES else Path("/tmp", *short.parts[-2:])
+
+
+def _make_private(folder: Path) -> None:
+    """Have a folder that this user alone may enter.
+
+    Raises:
+        OSError: it is there and is not so: another user may have made it.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder that this user alone may enter")
+
+
+def _wait_until_free(path: Path) -> None:
+    """Nobody listens there any more, and nothing but a socket has the name.
+
+    Raises:
+        OSError: somebody does, or it is something else.
+    """
+    deadline = time.monotonic() + BIND_RETRY_S
+    while path.exists():
+        if not path.is_socket():
+            raise FileExistsError("there is something that is no socket")
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+            probe.settimeout(BIND_RETRY_S)
+            probe.connect(str(path))
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            raise OSError(errno.EADDRINUSE, "another service listens there")
+        return
+
+
+def _peer_of(frame: zmq.Frame) -> str:
+    """Who sent it, for people: of a Unix socket the system tells the process and its user, of TCP the host."""
+    try:
+        where = str(frame.get("Peer-Address"))
+    except zmq.ZMQError:  # nothing is known of it
+        return STRANGER
+    unix = where.split(":") if where.startswith("localhost:") else []
+    return f"{STRANGER} (process {unix[3]} of user {unix[1]})" if len(unix) == 4 else f"{STRANGER} ({where})"
 
 
 def _outward_address() -> str:

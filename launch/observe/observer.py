@@ -391,6 +391,7 @@ class Observer:
             ledger=dict(status.ledger),
             failed_by_reason=dict(status.failed_by_reason),
             quarantined_by_reason=dict(status.quarantined_by_reason),
+            nonsense_by_sender={sender: told.count for sender, told in status.nonsense.items()},
             fidelity_ks=status.fidelity.ks,
             is_draining=status.draining,
             silent_shards=list(status.silent_shards),

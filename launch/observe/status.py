@@ -1,10 +1,10 @@
 """RunStatus: what is known of a run. The one description of it: in memory, as status.json, and on every view.
 
-The file is the contract between a run and its observers: `leeway status`, `leeway top`, the report,
-a script of yours. It is one JSON document, written anew about twice a second and replaced in one go, so
-that no reader ever sees half of it; its owner alone can read it. A reader of another format number refuses it, and
-passes over fields that it does not know. So a new field has a default, and one that goes takes a new format number.
-Times are in seconds since the Unix epoch, lags in versions, tokens are completion tokens; null is "not known (yet)".
+The file is the contract between a run and its observers: `leeway status`, `leeway top`, the report, a script of yours.
+It is one JSON document, written anew about twice a second and replaced in one go, so that no reader ever sees half of
+it; its owner alone can read it. A reader of another format number refuses it, and passes over fields that it does not
+know. So a new field has a default, and one that goes takes a new format number. Times are in seconds since the Unix
+epoch, lags in versions, tokens are completion tokens; null is "not known (yet)".
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of samples, with 'gap': 0, or a bug."""
     failed_by_reason: dict[str, int]
     quarantined_by_reason: dict[str, int] = {}
+    nonsense_by_sender: dict[str, int] = {}
     fidelity_ks: float
     is_draining: bool
     silent_shards: list[int]

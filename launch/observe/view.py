@@ -221,7 +221,10 @@ def _buffer(status: RunStatus, width: int) -> list[Text]:
     names = [*LEDGER, *(name for name in OUTSIDE if ledger.get(name)), "gap"]
     counts = packed((f"{name} {ledger.get(name, 0)}" for name in names), width)
     failed = packed((f"{count} failed: {reason}" for reason, count in buffer.failed_by_reason.items()), width)
-    return [*packed(state, width), *bug, *counts, *failed]
+    nonsense = packed(
+        (f"{count} refused: nonsense from {sender}" for sender, count in buffer.nonsense_by_sender.items()), width
+    )
+    return [*packed(state, width), *bug, *counts, *failed, *nonsense]
 
 
 NAME_WIDTH = 9

@@ -45,14 +45,14 @@ if TYPE_CHECKING:  # the process of a service, which imports this for its role, 
 R = TypeVar("R")
 
 
-def interface(host: str | None, keys: ServiceKeys | None) -> str:
-    """The address that a service of a run binds; None is that of this machine in the Ray cluster.
+def interface(host: str | None, keys: ServiceKeys | None, *, is_cluster: bool) -> str | None:
+    """The address that a service of a run binds; unset, that of this machine in the Ray cluster, or none at all.
 
     Raises:
         RuntimeError: it could be reached from other machines, and is not locked.
     """
-    host = address_here() if host is None else host
-    if keys is None and not is_loopback(host):
+    host = address_here() if host is None and is_cluster else host
+    if keys is None and host is not None and not is_loopback(host):
         raise RuntimeError(
             f"{host} can be reached from other machines, and launch.encryption = 'off' leaves the service open: "
             "use 'auto'"
@@ -94,13 +94,19 @@ class BufferRole(_ServiceRole):
     """Hosts the buffer service."""
 
     def __init__(
-        self, log: Path, config: BufferConfig, facts: RunFacts, folder: Path, keys: ServiceKeys | None
+        self,
+        log: Path,
+        config: BufferConfig,
+        facts: RunFacts,
+        folder: Path,
+        keys: ServiceKeys | None,
+        is_cluster: bool,
     ) -> None:
         super().__init__(log)
         from buffer.service import BufferService, keep_memory
 
         keep_memory()
-        host = interface(config.host, keys)
+        host = interface(config.host, keys, is_cluster=is_cluster)
         self._service = BufferService(config.model_copy(update={"host": host}), facts, folder, keys=keys)
 
 
@@ -108,12 +114,18 @@ class WeightsRole(_ServiceRole):
     """Hosts the weight service. It moves bytes, and loads nothing that computes."""
 
     def __init__(
-        self, log: Path, config: WeightSyncConfig, run_id: str, folder: Path, keys: ServiceKeys | None
+        self,
+        log: Path,
+        config: WeightSyncConfig,
+        run_id: str,
+        folder: Path,
+        keys: ServiceKeys | None,
+        is_cluster: bool,
     ) -> None:
         super().__init__(log)
         from weight_sync.service import WeightService
 
-        host = interface(config.host, keys)
+        host = interface(config.host, keys, is_cluster=is_cluster)
         self._service = WeightService(config.model_copy(update={"host": host}), run_id, folder, keys=keys)
 
 
@@ -130,7 +142,7 @@ class Services(ABC):
         self.processes: list[RoleProcess] = []
         """By number, as the addresses."""
         self.addresses: list[str] = []
-        """A service that is started again finds its port in its folder, and so keeps its address."""
+        """A service that is started again finds its socket or its port in its folder, and so keeps its address."""
 
     def watch(self) -> None:
         """Start again what has ended.
@@ -282,10 +294,10 @@ class BufferServices(Services):
 
     def _role(self, number: int) -> tuple[type, tuple[object, ...]]:
         port = self._config.port + number if self._config.port else 0
-        config = self._config.model_copy(update={"host": self._plan.host_of(self._config), "port": port})
+        config = self._config.model_copy(update={"port": port})
         folder = new_folders(self._plan.folder.buffer, self._config.shards)[number]
         facts = self._facts.model_copy(update={"shard": number})
-        return BufferRole, (config, facts, folder, self._plan.service_keys)
+        return BufferRole, (config, facts, folder, self._plan.service_keys, self._plan.is_cluster)
 
 
 class WeightServices(Services):
@@ -293,7 +305,7 @@ class WeightServices(Services):
 
     @property
     def address(self) -> str:
-        """tcp://HOST:PORT; empty where every weight travels through the folder."""
+        """Empty where every weight travels through the folder."""
         return next(iter(self.addresses), "")
 
     def start(self, deadline: float) -> None:
@@ -310,5 +322,4 @@ class WeightServices(Services):
 
     def _role(self, number: int) -> tuple[type, tuple[object, ...]]:
         config, plan = self._plan.config.weight_sync, self._plan
-        config = config.model_copy(update={"host": plan.host_of(config)})
-        return WeightsRole, (config, plan.run_id, plan.weights_folder, plan.service_keys)
+        return WeightsRole, (config, plan.run_id, plan.weights_folder, plan.service_keys, plan.is_cluster)

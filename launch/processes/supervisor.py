@@ -49,6 +49,8 @@ class Supervisor:
         self.learner = LearnerGroup(plan, notify, self._watch_services)
         self.actors = ActorPools(plan, notify, self._check_ray)
         self._drained = False
+        self._told_of: set[str] = set()
+        """Senders of nonsense; the buffer tells a bounded number of them apart."""
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -111,6 +113,7 @@ class Supervisor:
         news.processes = self.processes()
         news.actors = self._reports(working, patience_s)
         news.status = self.status()
+        self._tell_of_nonsense(news.status)
         return news
 
     def hear_actors(self, patience_s: float = 0.2) -> PollResult:
@@ -127,6 +130,13 @@ class Supervisor:
                 self._check_task(actor, report)
                 reports.append(report)
         return reports
+
+    def _tell_of_nonsense(self, status: Status) -> None:
+        """Once for each sender, however much it sends."""
+        for sender, told in status.nonsense.items():
+            if sender not in self._told_of:
+                self._told_of.add(sender)
+                self._notify("nonsense", f"the buffer refuses some of what {sender} sends, at first: {told.first}")
 
     def processes(self) -> tuple[ProcessStatus, ...]:
         """Buffer, weights, stages, actors, as they are now; waits for none of them."""

@@ -121,7 +121,10 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
     assert before.greedy.num_scored == after.greedy.num_scored == 32
     assert before.greedy.num_correct > after.greedy.num_correct == 0
 
-    await reply(learner.drain())
+    launch = BufferClient(address, run_id="e2e", role="launch", name="launch", config=BufferConfig())
+    launch.connect()
+    await reply(launch.drain())
+    launch.close()
     await asyncio.wait_for(running, 120)
     report = actor.report()
     status = await reply(learner.status())

@@ -25,7 +25,6 @@ import zmq
 from safetensors.torch import load_file
 
 from buffer import protocol as p
-from buffer.store import PORT
 from launch.observe.trace import read
 from learner.checkpoint_meta import steps_in
 from tests.world.files import json_rows
@@ -152,7 +151,9 @@ def test_it_is_its_owners_alone_and_a_stranger_is_not_answered(run: Life):
     listening = {address for each in family for address in listening_on(each)}
     assert listening, "it listens on nothing: the test shows nothing"
     assert not [ip for ip in listening if ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")]
-    assert not stranger_is_answered(f"tcp://127.0.0.1:{(run.folder / 'buffer' / PORT).read_text()}")
+    doors = [path for path in run.folder.rglob("socket") if path.is_socket()]
+    assert {door.parent.name for door in doors} == {"buffer", "weights"}
+    assert not [door for door in doors if stranger_is_answered(f"ipc://{door}")]
     everything = [run.folder, *run.folder.rglob("*")]
     assert len(everything) > 50
     assert not [

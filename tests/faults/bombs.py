@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from buffer import protocol as p
 from buffer import schema
+from common.rpc.messages import Asker
 from tests.faults.malformed import UNKNOWN_LEASE
 from tests.faults.service_process import sample
 
@@ -17,47 +18,48 @@ ANNOUNCED_BYTES = 2 * 2**30
 Frames = list[bytes]
 
 
-def compressed(run_id: str, name: str, epoch: int, size_bytes: int) -> Frames:
+def compressed(run_id: str, asker: Asker, epoch: int, size_bytes: int) -> Frames:
     """A push whose tokens expand to so many bytes."""
-    batch = _batch(run_id, name, epoch)
+    batch = _batch(run_id, asker.name, epoch)
     tokens = pa.ListArray.from_arrays(pa.array([0, size_bytes // 4], pa.int32()), np.zeros(size_bytes // 4, np.int32))
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_stream(sink, schema.SCHEMA, options=options) as writer:
         writer.write_batch(_with(batch, "token_ids", tokens))
-    return _push(run_id, name, epoch, sink.getvalue().to_pybytes())
+    return _push(run_id, asker, epoch, sink.getvalue().to_pybytes())
 
 
-def wide(run_id: str, name: str, epoch: int, num_columns: int) -> Frames:
+def wide(run_id: str, asker: Asker, epoch: int, num_columns: int) -> Frames:
     """A push of so many columns."""
     columns = pa.schema([pa.field("c", pa.int8())] * num_columns)
-    return _push(run_id, name, epoch, columns.serialize().to_pybytes())
+    return _push(run_id, asker, epoch, columns.serialize().to_pybytes())
 
 
-def nested(run_id: str, name: str, epoch: int, depth: int) -> Frames:
+def nested(run_id: str, asker: Asker, epoch: int, depth: int) -> Frames:
     """A push of one trajectory whose task columns are nested so deeply."""
     texts = pa.array(['{"a":' + "[" * depth + "]" * depth + "}"])
-    return _push(run_id, name, epoch, schema.write_stream(_with(_batch(run_id, name, epoch), "columns", texts)))
+    return _push(run_id, asker, epoch, schema.write_stream(_with(_batch(run_id, asker.name, epoch), "columns", texts)))
 
 
-def spanned(run_id: str, name: str, epoch: int, num_spans: int) -> Frames:
+def spanned(run_id: str, asker: Asker, epoch: int, num_spans: int) -> Frames:
     """A push of one trajectory of 4 tokens with so many version spans."""
     kind = schema.SCHEMA.field("spans").type.value_type
     fields = [pa.array(np.zeros(num_spans, np.int64)).cast(field.type) for field in kind]
     values = pa.StructArray.from_arrays(fields, fields=list(kind))
     spans = pa.ListArray.from_arrays(pa.array([0, num_spans], pa.int32()), values)
-    return _push(run_id, name, epoch, schema.write_stream(_with(_batch(run_id, name, epoch), "spans", spans)))
+    return _push(run_id, asker, epoch, schema.write_stream(_with(_batch(run_id, asker.name, epoch), "spans", spans)))
 
 
-def renewal(run_id: str, name: str, epoch: int, num_leases: int) -> Frames:
+def renewal(run_id: str, asker: Asker, epoch: int, num_leases: int) -> Frames:
     """A request to renew so many leases."""
-    return [p.encode(1, p.Renew(name, epoch, list(range(1, num_leases + 1))), run_id=run_id)]
+    return [p.encode(1, p.Renew(asker.name, epoch, list(range(1, num_leases + 1))), run_id=run_id, asker=asker)]
 
 
 def announce_a_large_frame(address: str) -> socket.socket:
     """Speak ZMTP 3.1 to a ROUTER, then announce a frame of `ANNOUNCED_BYTES` and send 1 KB of it."""
-    host, port = address.removeprefix("tcp://").rsplit(":", 1)
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10)
+    connection.connect(address.removeprefix("ipc://"))
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x05READY" + b"".join(
         bytes([len(key)]) + key + struct.pack(">I", len(value)) + value
@@ -82,5 +84,5 @@ def _with(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
     return batch.set_column(at, schema.SCHEMA.field(at), column)
 
 
-def _push(run_id: str, name: str, epoch: int, body: bytes) -> Frames:
-    return [p.encode(1, p.Push(name, epoch), body, run_id=run_id), body]
+def _push(run_id: str, asker: Asker, epoch: int, body: bytes) -> Frames:
+    return [p.encode(1, p.Push(asker.name, epoch), body, run_id=run_id, asker=asker), body]

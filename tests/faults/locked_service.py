@@ -1,4 +1,4 @@
-"""A service whose socket is locked, in a process of its own. Its keys come in a file; elsewhere Ray brings them.
+"""A service whose port is locked, in a process of its own. Its keys come in a file; elsewhere Ray brings them.
 
 `python -m tests.faults.locked_service KEYS buffer ...`, then the arguments of `python -m buffer`, or
 `python -m tests.faults.locked_service KEYS weights FOLDER`. With `unlisted-` before the name it takes every key.
@@ -14,7 +14,7 @@ from unittest import mock
 
 from buffer import __main__ as program
 from buffer.service import BufferService
-from common.rpc.auth import Key, RunKeys
+from common.rpc.auth import LOOPBACK, Key, RunKeys
 from tests.weights_by_hand import RUN
 from weight_sync.config import WeightSyncConfig
 from weight_sync.service import WeightService
@@ -35,7 +35,7 @@ def main(file: str, name: str) -> int:
         if name.endswith("buffer"):
             with mock.patch.object(program, "BufferService", functools.partial(BufferService, keys=keys)):
                 return program.main()
-        service = WeightService(WeightSyncConfig(), RUN, Path(sys.argv[1]), keys=keys)
+        service = WeightService(WeightSyncConfig(host=LOOPBACK), RUN, Path(sys.argv[1]), keys=keys)
         print(service.bind(), flush=True)
         service.serve(threading.Event())
     return 0

@@ -16,11 +16,14 @@ import zmq
 
 from buffer import protocol as p
 from buffer import schema
-from common.rpc.messages import sealed
+from common.rpc.messages import Asker, sealed
 from tests.faults.service_process import sample
 
 NAME = "fuzzer"
 """The client that all malformed messages claim to be from."""
+
+ASKER = Asker(NAME, "actor", "fuzz")
+"""How it is known, once it is greeted (`greet`)."""
 
 UNKNOWN_LEASE = p.Lease(2**40, 1, 2**40, 0, [0], 0, 60.0)
 """No such lease was granted."""
@@ -40,17 +43,20 @@ class Malformed(NamedTuple):
 class Source:
     """An endless sequence of malformed messages, the same for the same seed."""
 
-    def __init__(self, run_id: str, epoch: int, seed: int, *, lease: p.Lease = UNKNOWN_LEASE) -> None:
+    def __init__(
+        self, run_id: str, epoch: int, seed: int, *, lease: p.Lease = UNKNOWN_LEASE, asker: Asker = ASKER
+    ) -> None:
         """Args:
         run_id: of the run.
         epoch: of the client `NAME`.
         seed: of everything.
+        asker: how that client is known to the service.
         lease: what the trajectories claim to be samples of.
         """
         self._chance = random.Random(seed)
         self._push = p.Push(NAME, epoch)
         self._numbers = 1
-        self._run_id = run_id
+        self._run_id, self._asker = run_id, asker
         rows = [sample(lease, index, 8) for index in range(3)]
         self._body = bytes(schema.encode(rows, run_id, schema.Sender(NAME, epoch, [0, 1, 2])))
         self._schema_ends = _PREFIX_BYTES + int.from_bytes(self._body[4:8], "little")
@@ -66,7 +72,7 @@ class Source:
         return Malformed(kind, frames)
 
     def _header(self, body: bytes) -> bytes:
-        return p.encode(self._numbers, self._push, body, run_id=self._run_id)
+        return p.encode(self._numbers, self._push, body, run_id=self._run_id, asker=self._asker)
 
     def _flipped(self, data: bytes) -> bytes:
         changed = bytearray(data)
@@ -150,10 +156,18 @@ def connect(context: zmq.Context, address: str) -> zmq.Socket:
     return socket
 
 
-def main(address: str, run_id: str, epoch: str, per_second: str) -> None:
+def greet(socket: zmq.Socket, run_id: str, asker: Asker = ASKER) -> int:
+    """Say hello over a raw socket; the epoch."""
+    hello = p.Hello(asker.role, asker.name, asker.session)
+    socket.send(p.encode(0, hello, run_id=run_id, asker=asker))
+    assert socket.poll(20_000), "the service does not answer"
+    return p.decode(socket.recv_multipart()[0]).message.epoch
+
+
+def main(address: str, run_id: str, per_second: str) -> None:
     """Send at a steady rate, and ignore the answers, until killed."""
     socket = connect(zmq.Context(), address)
-    source = Source(run_id, int(epoch), seed=time.monotonic_ns())
+    source = Source(run_id, greet(socket, run_id), seed=time.monotonic_ns())
     while True:
         socket.send_multipart(source.next(*SET_ASIDE, *RESEALED).frames)
         due = time.monotonic() + 1 / float(per_second)

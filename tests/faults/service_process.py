@@ -90,7 +90,7 @@ class Service:
         reader = threading.Thread(target=self._read_address, daemon=True)
         reader.start()
         reader.join(timeout_s)
-        if not self.address.startswith("tcp://"):
+        if "://" not in self.address:
             self.close()
             raise AssertionError(f"the service did not start: {self.log[-3000:]}")
 

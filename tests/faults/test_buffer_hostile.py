@@ -16,7 +16,7 @@ import zmq
 from buffer import protocol as p
 from buffer.client import BufferClient
 from buffer.service import BufferService, opened
-from common.rpc.messages import Envelope
+from common.rpc.messages import Asker, Envelope
 from tests.faults import bombs, malformed
 from tests.faults.results import pick
 from tests.faults.service_process import CONFIG, FACTS, MANY, Kept, sample
@@ -28,6 +28,7 @@ UNVALIDATED = ("-m", "tests.world.service", "without_validation")
 UNLIMITED = ("-m", "tests.world.service", "without_size_limits")
 BAD_PER_S = 100
 LONGEST_HANG_S = bound(1.0)
+BOMBER = Asker("bomber", "actor", "b")
 LAST = 2**52
 """Number of a request behind all others."""
 
@@ -101,9 +102,10 @@ def send(service, socket, frames) -> list[Envelope]:
     return answers(socket)
 
 
-def last_answers(service, socket) -> list[Envelope]:
+def last_answers(service, socket, asker=malformed.ASKER) -> list[Envelope]:
     """The replies up to one that is asked for now: whatever was sent before it is dealt with."""
-    replies = send(service, socket, [p.encode(LAST, p.StatusRequest(), run_id=service.facts.run_id)])
+    asked = p.encode(LAST, p.StatusRequest(), run_id=service.facts.run_id, asker=asker)
+    replies = send(service, socket, [asked])
     while not any(reply.request_id == LAST for reply in replies):
         assert socket.poll(20_000), f"the service does not answer: {service.log[-3000:]}"
         replies += answers(socket)
@@ -124,8 +126,8 @@ def test_malformed_messages_are_quarantined_one_by_one_and_stop_nobody(start_ser
     service = start_service()
     load = load_on(service)
     num_set_aside, num_resealed = pick(2_000, 50_000), pick(500, 10_000)
-    source = malformed.Source(FACTS.run_id, join(service, malformed.NAME).epoch, seed=23)
     socket, replies = raw_socket(service), []
+    source = malformed.Source(FACTS.run_id, malformed.greet(socket, FACTS.run_id), seed=23)
     observer = join(service, "observer", "observer")
     with Probe(observer) as probe:
         for _ in range(num_set_aside):
@@ -154,8 +156,7 @@ def test_malformed_messages_are_quarantined_one_by_one_and_stop_nobody(start_ser
 def test_good_traffic_hardly_slows_beside_malformed_messages(start_service, load_on, join, show):
     service = start_service(facts=ENDLESS)
     load = load_on(service, draws=False, num_completion_tokens=256, groups=16)
-    epoch = join(service, malformed.NAME).epoch
-    command = [sys.executable, "-m", "tests.faults.malformed", service.address, ENDLESS.run_id, str(epoch)]
+    command = [sys.executable, "-m", "tests.faults.malformed", service.address, ENDLESS.run_id]
     sender = subprocess.Popen([*command, str(BAD_PER_S)])
     try:
         observer = join(service, "observer", "observer")
@@ -187,7 +188,7 @@ def test_control_without_validation_damaged_trajectories_are_stored_or_the_servi
     socket, replies, num_sent = raw_socket(service), [], 0
     for lease in client.lease(500).result(60).leases:
         # A lease each: a sample is stored once.
-        source = malformed.Source(MANY.run_id, client.epoch, seed=lease.lease_id, lease=lease)
+        source = malformed.Source(MANY.run_id, client.epoch, seed=lease.lease_id, lease=lease, asker=client._asker)
         socket.send_multipart(source.next("resealed_body").frames)
         num_sent += 1
         time.sleep(0.002)
@@ -279,14 +280,14 @@ def start_run(start_service, join):
     return start
 
 
-def make_bombs(run_id, name, epoch) -> dict[str, list[bytes]]:
+def make_bombs(run_id, asker, epoch) -> dict[str, list[bytes]]:
     """Every bomb that is a whole message."""
     return {
-        "zstd 32,000x": bombs.compressed(run_id, name, epoch, pick(2**27, 2**30)),
-        "a million columns": bombs.wide(run_id, name, epoch, 1_000_000),
-        "100,000 brackets": bombs.nested(run_id, name, epoch, 100_000),
-        "2,500,000 spans": bombs.spanned(run_id, name, epoch, 2_500_000),
-        "10,000,000 leases": bombs.renewal(run_id, name, epoch, 10_000_000),
+        "zstd 32,000x": bombs.compressed(run_id, asker, epoch, pick(2**27, 2**30)),
+        "a million columns": bombs.wide(run_id, asker, epoch, 1_000_000),
+        "100,000 brackets": bombs.nested(run_id, asker, epoch, 100_000),
+        "2,500,000 spans": bombs.spanned(run_id, asker, epoch, 2_500_000),
+        "10,000,000 leases": bombs.renewal(run_id, asker, epoch, 10_000_000),
     }
 
 
@@ -294,7 +295,7 @@ def make_bombs(run_id, name, epoch) -> dict[str, list[bytes]]:
 def test_bombs_are_refused_within_a_millisecond(tmp_path, show):
     service = BufferService(CONFIG, FACTS, tmp_path / "buffer")
     try:
-        made = make_bombs(FACTS.run_id, "bomber", 1)
+        made = make_bombs(FACTS.run_id, BOMBER, 1)
         for kind in ("zstd 32,000x", "a million columns"):
             took_s = sorted(_time_to_refuse(service, made[kind]) for _ in range(5))
             size = sum(map(len, made[kind]))
@@ -305,19 +306,22 @@ def test_bombs_are_refused_within_a_millisecond(tmp_path, show):
 
 
 def _time_to_refuse(service, frames) -> float:
-    """Seconds of the processor, within a transaction."""
+    """Seconds of the processor, within a transaction where it comes so far."""
+    sent = []
+    service._send = sent.append
 
     def answer(tx):
         began = time.thread_time()
-        (outgoing,), _ = service._answer(
-            tx, opened([service._rpc.open([memoryview(frame) for frame in (b"bomber", *frames)])], "")
-        )
-        took_s = time.thread_time() - began
-        assert isinstance(outgoing.reply, p.Refused)
-        assert "quarantined" in outgoing.reply.reason
-        return took_s
+        arrivals = opened([service._rpc.open([zmq.Frame(frame) for frame in (b"bomber", *frames)])], "")
+        sent.extend(service._answer(tx, service._turn_away(arrivals)).outbox)
+        return time.thread_time() - began
 
-    return service._store.write(answer)
+    service._store.write(lambda tx: service._core.leases.hello(tx, p.Hello(BOMBER.role, BOMBER.name, BOMBER.session)))
+    took_s = service._store.write(answer)
+    (outgoing,) = sent
+    assert isinstance(outgoing.reply, p.Refused)
+    assert "quarantined" in outgoing.reply.reason
+    return took_s
 
 
 def memory_mib(service, what) -> int:
@@ -329,14 +333,14 @@ def memory_mib(service, what) -> int:
 @pytest.mark.fault(24, "bombs, thrown at the service")
 def test_bombs_neither_stop_the_service_nor_fill_its_memory(start_service, join, raw_socket, show):
     service = start_service()
-    epoch = join(service, "bomber").epoch
     socket = raw_socket(service)
+    epoch = malformed.greet(socket, FACTS.run_id, BOMBER)
     before, took_s = memory_mib(service, "VmHWM"), {}
     with Probe(join(service, "observer", "observer")) as probe:
-        for kind, frames in make_bombs(FACTS.run_id, "bomber", epoch).items():
+        for kind, frames in make_bombs(FACTS.run_id, BOMBER, epoch).items():
             began = time.monotonic()
             send(service, socket, frames)
-            last_answers(service, socket)
+            last_answers(service, socket, BOMBER)
             took_s[kind] = time.monotonic() - began
         virtual = memory_mib(service, "VmSize")
         began = time.monotonic()
@@ -355,13 +359,13 @@ def test_bombs_neither_stop_the_service_nor_fill_its_memory(start_service, join,
 @pytest.mark.fault(24, "no limits of size", control=True, full=True)
 def test_control_without_limits_bombs_fill_the_memory(start_service, join, raw_socket, show):
     service = start_service(entry=UNLIMITED)
-    epoch = join(service, "bomber").epoch
+    client = join(service, "bomber")
     before, virtual = memory_mib(service, "VmHWM"), memory_mib(service, "VmSize")
     with bombs.announce_a_large_frame(service.address):
         wait_until(lambda: memory_mib(service, "VmSize") - virtual > 2000, "2 GiB to be reserved")
     socket = raw_socket(service)
-    send(service, socket, bombs.compressed(FACTS.run_id, "bomber", epoch, 2**29))
-    last_answers(service, socket)
+    send(service, socket, bombs.compressed(FACTS.run_id, client._asker, client.epoch, 2**29))
+    last_answers(service, socket, client._asker)
     grown = memory_mib(service, "VmHWM") - before
     assert grown > 400
     show(f"2 GiB reserved for a sender of 1 KB, and memory grew by {grown} MiB for a message of 16 KB")

@@ -71,7 +71,7 @@ def test_a_client_gives_up_and_names_the_service_when_it_stays_away(service, con
             future.result(0)
 
 
-def test_a_restarted_service_keeps_its_port_and_a_second_one_is_refused(service):
+def test_a_restarted_service_keeps_its_address_and_a_second_one_is_refused(service):
     address = service.address
     command = [sys.executable, "-m", "buffer", "--folder", str(service.folder), "--facts", FACTS.model_dump_json()]
     second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -114,6 +114,6 @@ def test_garbage_on_the_wire_is_counted_and_the_service_answers_on(service, conn
     assert status.quarantined_by_reason["checksum"] == 1
     assert status.ledger["gap"] == 0
     with pytest.raises(BufferRefused, match="no learner has begun"):
-        client.draw(1, 0, 0, 8, 0.0).result(60)
+        connect("learner", "learner").draw(1, 0, 0, 8, 0.0).result(60)
     stranger.close()
     context.term()

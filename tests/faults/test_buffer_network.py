@@ -158,7 +158,7 @@ def test_control_a_sender_that_does_not_wait_for_acknowledgements_loses_what_was
     for seq, lease in enumerate(leases):
         body = schema.encode([sample(lease, 0)], MANY.run_id, schema.Sender(client.name, client.epoch, [seq]))
         message = p.Push(client.name, client.epoch)
-        socket.send_multipart([p.encode(seq, message, body, run_id=MANY.run_id), body])
+        socket.send_multipart([p.encode(seq, message, body, run_id=MANY.run_id, asker=client._asker), body])
         sent.add((lease.group_id, 0))
         time.sleep(0.004)
     link.heal()

@@ -16,11 +16,13 @@ import zmq
 
 from buffer import protocol as buffer_protocol
 from buffer.client import BufferClient
+from common.rpc.auth import LOOPBACK
+from common.rpc.messages import Asker
 from common.staleness import PolicyVersion
 from tests.faults import strangers
 from tests.faults.locked_service import write_keys
 from tests.faults.results import pick
-from tests.faults.service_process import MANY, Kept, Service
+from tests.faults.service_process import CONFIG, MANY, Kept, Service
 from tests.faults.weight_processes import ROOT
 from tests.full import FULL
 from tests.weights_by_hand import RUN, publish
@@ -36,6 +38,7 @@ libzmq by itself 30."""
 ENDLESS = MANY.model_copy(update={"groups_per_step": 40_000})
 VERSION = PolicyVersion(0, 0)
 UNHEARD_S = 1.5
+STRANGER = Asker("stranger", "actor", "s")
 
 
 @pytest.fixture
@@ -52,11 +55,14 @@ class LockedBuffer:
     """A locked buffer service, good traffic on it, and what a stranger would say."""
 
     hello = staticmethod(
-        lambda: buffer_protocol.encode(1, buffer_protocol.Hello("actor", "stranger", "s"), run_id=ENDLESS.run_id)
+        lambda: buffer_protocol.encode(
+            1, buffer_protocol.Hello("actor", "stranger", "s"), run_id=ENDLESS.run_id, asker=STRANGER
+        )
     )
 
     def __init__(self, tmp_path, keys_file, keys, kind, load_on) -> None:
-        self.service = Service(tmp_path / "buffer", ENDLESS, entry=("-m", MODULE, str(keys_file), kind))
+        config = CONFIG.model_copy(update={"host": LOOPBACK})
+        self.service = Service(tmp_path / "buffer", ENDLESS, config, entry=("-m", MODULE, str(keys_file), kind))
         self.address, self.pid = self.service.address, self.service.pid
         self._keys, self._load_on, self.load = keys, load_on, None
 
@@ -74,7 +80,12 @@ class LockedBuffer:
     def check(self, words: bytes) -> None:
         """The holder of a key who speaks no message of ours is not believed either; nothing acknowledged is lost."""
         client = BufferClient(
-            self.address, run_id=ENDLESS.run_id, role="o", name="o", config=self.service.config, keys=self._keys.clients
+            self.address,
+            run_id=ENDLESS.run_id,
+            role="observer",
+            name="o",
+            config=self.service.config,
+            keys=self._keys.clients,
         )
         client.connect()
         assert client.status().result(60).ledger["quarantined"] == 0, "a stranger's bytes were read as a message"
@@ -101,7 +112,9 @@ class LockedWeights:
     """The same of the weight service; its traffic is a client that fetches the same version again and again."""
 
     hello = staticmethod(
-        lambda: weights_protocol.PROTOCOL.encode(1, weights_protocol.StoreRequest("stranger"), run_id=RUN)
+        lambda: weights_protocol.PROTOCOL.encode(
+            1, weights_protocol.StoreRequest("stranger"), run_id=RUN, asker=STRANGER
+        )
     )
 
     def __init__(self, tmp_path, keys_file, keys, kind, _) -> None:
@@ -122,7 +135,7 @@ class LockedWeights:
         self._thread.start()
 
     def _client(self) -> WeightClient:
-        return WeightClient(self.address, RUN, "actor-0", chunk_bytes=2**16, keys=self._keys.clients)
+        return WeightClient(self.address, RUN, "actor-0", role="actor", chunk_bytes=2**16, keys=self._keys.clients)
 
     def _fetch(self) -> None:
         client = self._client()

@@ -108,7 +108,7 @@ def test_a_stopped_actor_holds_up_the_others_of_its_machine_for_a_bounded_time(f
 
 
 def fetch_through(wire: Wire, staging_dir: Path) -> tuple[HostStaging, Manifest]:
-    client = WeightClient(wire.address, RUN, "actor-0", chunk_bytes=CHUNK_BYTES, silence_s=0.2)
+    client = WeightClient(wire.address, RUN, "actor-0", role="actor", chunk_bytes=CHUNK_BYTES, silence_s=0.2)
     staging = HostStaging(staging_dir / "host", who="actor-0")
     try:
         manifest, document = client.manifest(v(0))
@@ -204,7 +204,9 @@ def replay_all(wire: Wire) -> list:
 @pytest.mark.fault(26, "weight service stopped")
 def test_a_stopped_service_is_an_error_in_time_and_serves_on_when_it_is_continued(folder, service, show):
     manifest = publish(folder, 0, **SIZE)
-    client = WeightClient(service.said, RUN, "actor-0", timeout_s=2.0, silence_s=0.3, chunk_bytes=CHUNK_BYTES)
+    client = WeightClient(
+        service.said, RUN, "actor-0", role="actor", timeout_s=2.0, silence_s=0.3, chunk_bytes=CHUNK_BYTES
+    )
     try:
         assert client.newest() == v(0)
         service.send(signal.SIGSTOP)
@@ -239,7 +241,7 @@ def test_a_stage_killed_in_its_upload_leaves_no_version_and_the_next_learner_goe
         again = sum(received) - total
     with Puller.of_folder(folder, "float32").fetch(v(0)) as staged:
         assert_holds(staged, 0, **SIZE)
-    sink = WeightClient(service.said, RUN, "stage-0", chunk_bytes=CHUNK_BYTES)
+    sink = WeightClient(service.said, RUN, "stage-0", role="learner", chunk_bytes=CHUNK_BYTES)
     publish(sink, 1, incarnation=1, deltas=True, **SIZE)
     sink.close()
     with Puller.of_folder(folder, "float32").fetch(v(1, 1)) as staged:

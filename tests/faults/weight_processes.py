@@ -128,7 +128,7 @@ def _pull(address: str, staging_dir: str, version: str, name: str) -> None:
 
 
 def _publish(address: str, incarnation: str) -> None:
-    sink = WeightClient(address, RUN, "stage-0", chunk_bytes=CHUNK_BYTES)
+    sink = WeightClient(address, RUN, "stage-0", role="learner", chunk_bytes=CHUNK_BYTES)
     print("connected", flush=True)
     publish(sink, 0, incarnation=int(incarnation), **SIZE)
 

@@ -45,6 +45,7 @@ def status(**fields: object) -> SimpleNamespace:
         "ledger": ledger,
         "failed_by_reason": {},
         "quarantined_by_reason": {},
+        "nonsense": {},
         "num_damaged": 0,
         "num_ready_groups": 2,
         "num_drawn_groups": 4,

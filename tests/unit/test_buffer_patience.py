@@ -14,6 +14,7 @@ from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable, StoreFull
 from buffer.service import BufferService
 from common.rpc.client import Patience, RpcClient, RpcErrors, _Call
+from common.rpc.messages import Asker
 from tests.world.buffer import Actor, facts, make_trajectory
 from tests.world.waiting import wait_until
 
@@ -24,7 +25,7 @@ def client_of(address: str, resend_s: float = 1.0) -> RpcClient:
     """A client of the buffer without what makes trajectories of messages."""
     patience = Patience(resend_s=resend_s, give_up_s=20.0, heartbeat_s=20.0)
     errors = RpcErrors(lambda _, text: BufferRefused(text), BufferUnavailable)
-    return RpcClient(p.PROTOCOL, address, "r", name="t", patience=patience, errors=errors)
+    return RpcClient(p.PROTOCOL, address, "r", asker=Asker("t", "actor", "s"), patience=patience, errors=errors)
 
 
 @pytest.fixture

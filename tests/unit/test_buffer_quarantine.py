@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from buffer import protocol as p
 from buffer import rows, schema
-from buffer.ingest import MAX_QUARANTINED_BYTES
+from buffer.nonsense import MAX_QUARANTINED_BYTES
 from buffer.offline.inspect import Quarantined, read_row
 from launch.buffer_cli import quarantine_line, quarantined_in_full
 from tests.world.buffer import make_trajectory

@@ -164,13 +164,15 @@ def test_refusals_and_a_closed_client_raise(connect, service):
             call()
 
 
-def test_an_address_in_use_is_a_clear_error(service, tmp_path, monkeypatch):
+def test_an_address_in_use_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr("common.rpc.server.BIND_RETRY_S", 0.0)
-    port = int(service.address.rsplit(":", 1)[1])
+    first = BufferService(CONFIG.model_copy(update={"host": "127.0.0.1"}), FACTS, tmp_path / "first")
+    port = int(first.bind().rsplit(":", 1)[1])
     other = BufferService(CONFIG.model_copy(update={"port": port}), FACTS, tmp_path / "other")
     with pytest.raises(StoreError, match=f"cannot bind tcp://127.0.0.1:{port}"):
         other.bind()
     other.close()
+    first.close()
 
 
 @pytest.mark.parametrize("odd", [{"reward_parts": None}, {"group_id": 2**70}, {"columns": {"deep": None}}])

@@ -11,7 +11,6 @@ import pytest
 
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
-from buffer.ingest import set_aside
 from buffer.offline import inspect as inspecting
 from tests.world.buffer import Actor, InProcessBuffer, facts, make_trajectory
 
@@ -137,16 +136,16 @@ def test_what_is_not_there_is_an_error_that_says_where_to_look(run, leeway, what
 
 def test_the_quarantine_is_listed_with_reasons_and_its_rows_can_be_read(run, leeway):
     _, lines, _ = leeway("ls", run, "--quarantine")
-    assert lines[2].split(maxsplit=2)[0::2] == ["1", "reward not finite"]
+    assert lines[2].split(maxsplit=2)[0::2] == ["1", "reward not finite, from actor-0"]
     status, lines, _ = leeway("show", run, "--quarantined", 1)
-    assert (status, lines[0].split(";")[0]) == (0, "quarantined 1: reward not finite")
+    assert (status, lines[0].split(";")[0]) == (0, "quarantined 1: reward not finite, from actor-0")
     assert "  actor: actor-0" in lines
 
 
 def test_bytes_in_quarantine_that_are_no_row_are_shown_as_bytes(tmp_path, leeway):
     buffer = InProcessBuffer(tmp_path, facts())
     for body in (b"\x1b[2Jboo", b"\x02\0\0\0" + b"\xff" * 400):
-        buffer.store.write(lambda tx, body=body: set_aside(tx, "body", body, matches_lease=False))
+        buffer.store.write(lambda tx, body=body: buffer.core.quarantine.set_aside(tx, "body", body, sender="x"))
     buffer.close()
     status, lines, _ = leeway("show", tmp_path, "--quarantined", 1)
     assert status == 0

@@ -84,7 +84,7 @@ def test_verify_adds_the_shards_up_and_names_the_one_with_a_fault(run, leeway):
 def test_the_quarantine_of_a_shard_is_shown_by_its_number(run, leeway):
     assert leeway("ls", run, "--quarantine")[1][2].split()[0] == "1:1"
     status, lines, _ = leeway("show", run, "--quarantined", 1, "--shard", 1)
-    assert (status, lines[0].split(";")[0]) == (0, "quarantined 1: reward not finite")
+    assert (status, lines[0].split(";")[0]) == (0, "quarantined 1: reward not finite, from actor-0")
     for options in ([], ["--shard", 0], ["--shard", 7]):
         assert leeway("show", run, "--quarantined", 1, *options)[0] == 1
 

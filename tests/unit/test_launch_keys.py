@@ -24,11 +24,11 @@ def plan(tmp_path, monkeypatch):
     return lambda *overrides: check(load_config(DEMO, overrides), tmp_path / "run")
 
 
-def test_on_one_machine_sockets_are_on_loopback_and_not_locked(plan):
-    made = plan()
+def test_on_one_machine_services_have_unix_sockets_and_need_no_keys(plan):
+    made = plan("--weight_sync.transport", "network")
     assert made.keys is None
     assert made.client_keys is made.service_keys is None
-    assert made.host_of(made.config.buffer) == "127.0.0.1"
+    assert interface(made.config.buffer.host, None, is_cluster=made.is_cluster) is None
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,14 @@ def test_on_one_machine_sockets_are_on_loopback_and_not_locked(plan):
     [
         CLUSTER,
         ("--buffer.host", "0.0.0.0"),
+        ("--buffer.host", "127.0.0.1"),
+        ("--buffer.port", "4321"),
+        ("--weight_sync.port", "4321", "--weight_sync.transport", "network"),
         ("--weight_sync.host", "10.0.0.1", "--weight_sync.transport", "network"),
         ("--launch.encryption", "on"),
     ],
 )
-def test_where_other_machines_reach_a_socket_or_it_is_wished_it_is_locked(plan, overrides):
+def test_a_port_is_locked_whoever_reaches_it_and_a_unix_socket_where_it_is_wished(plan, overrides):
     made = plan(*overrides)
     assert made.service_keys.client.reveal() == made.client_keys.public.reveal()
 
@@ -66,12 +69,11 @@ def test_a_service_of_a_cluster_is_not_left_open_where_its_host_is_unset(plan, h
 
 def test_on_a_cluster_a_service_asks_for_its_address_and_refuses_to_open_it_unlocked(plan, monkeypatch):
     made = plan(*CLUSTER)
-    assert made.host_of(made.config.buffer) is None
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.7")
     with pytest.raises(RuntimeError, match=r"^10.0.0.7 can be reached from other machines, and launch.encryption"):
-        interface(None, None)
-    assert interface(None, made.service_keys) == "10.0.0.7"
-    assert interface("127.0.0.1", None) == "127.0.0.1"
+        interface(None, None, is_cluster=made.is_cluster)
+    assert interface(None, made.service_keys, is_cluster=True) == "10.0.0.7"
+    assert interface("127.0.0.1", None, is_cluster=True) == "127.0.0.1"
 
 
 def test_keys_reach_the_processes_of_a_run_and_no_file_or_text_of_it(plan):

@@ -27,7 +27,7 @@ MAX_RESTARTS = 3
 class Service:
     """Stands for a role that serves; binds the port it is told, or one that no other process had."""
 
-    def __init__(self, role, log, config, run_id, folder, keys, **_: object) -> None:
+    def __init__(self, role, log, config, run_id, folder, keys, is_cluster, **_: object) -> None:
         self.role, self.folder, self.run_id, self.keys = role, folder, run_id, keys
         self.has_ended = self.is_killed = False
         self.cannot_bind = False

@@ -8,6 +8,7 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 
+from buffer.protocol import Nonsense
 from launch.checks import check
 from launch.config import load_config
 from launch.observe.status import PollResult
@@ -30,6 +31,7 @@ class Admission:
 
     def __init__(self, *_: object) -> None:
         self.is_open = True
+        self.nonsense: dict[str, Nonsense] = {}
 
     def watch(self) -> None:
         pass
@@ -37,11 +39,11 @@ class Admission:
     def drain(self) -> None:
         self.is_open = False
 
-    def status(self) -> None:
-        pass
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(nonsense=dict(self.nonsense))
 
-    def ask(self, request) -> None:
-        request(self)
+    def ask(self, request) -> object:
+        return request(self)
 
     def close(self) -> None:
         pass
@@ -104,6 +106,19 @@ def test_a_learner_that_is_started_again_leaves_admission_open_while_the_run_goe
     news = run.supervisor.poll()
     assert (news.resumed_at, news.resumed_version) == (4, 8)
     assert run.admission.is_open
+
+
+def test_who_sends_the_buffer_nonsense_is_told_once_however_much_it_sends(run):
+    for count in (1, 20_000):
+        run.admission.nonsense = {"actor-1": Nonsense(count, "set aside: header")}
+        run.supervisor.poll()
+    run.admission.nonsense["others"] = Nonsense(1, "Drain is for launch")
+    run.supervisor.poll()
+    said = "the buffer refuses some of what {} sends, at first: {}"
+    assert run.events == [
+        ("nonsense", said.format("actor-1", "set aside: header")),
+        ("nonsense", said.format("others", "Drain is for launch")),
+    ]
 
 
 def test_after_an_interrupt_admission_stays_closed_although_the_learner_is_started_again(run):

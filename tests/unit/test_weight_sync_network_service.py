@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from common.rpc.messages import Envelope, Protocol, Refused
+from common.rpc.messages import ROLES, Asker, Envelope, Protocol, Refused, Role
 from tests.weights_by_hand import RUN, Machine, assert_holds, make_part, publish, v, weights
 from weight_sync import protocol as p
 from weight_sync.config import WeightSyncConfig
@@ -28,7 +28,7 @@ CONFIG = WeightSyncConfig(transport="network")
 
 @pytest.fixture
 def machine(tmp_path: Path):
-    made = Machine(tmp_path)
+    made = Machine(tmp_path, host="127.0.0.1")
     yield made
     made.close()
 
@@ -51,8 +51,8 @@ def raw(machine: Machine):
     context.term()
 
 
-def ask(number: int, message: p.Request, run_id: str = RUN) -> bytes:
-    return p.PROTOCOL.encode(number, message, run_id=run_id)
+def ask(number: int, message: p.Request, run_id: str = RUN, role: Role = "learner") -> bytes:
+    return p.PROTOCOL.encode(number, message, run_id=run_id, asker=Asker("raw", role, "s"))
 
 
 def answer(connection: zmq.Socket) -> Envelope:
@@ -68,7 +68,7 @@ def test_a_client_of_another_run_is_refused_with_both_names(machine: Machine):
 
 def test_another_release_is_refused_with_what_to_do(machine: Machine, raw):
     connection = raw()
-    old = Protocol("weight service", 99, p.Request, p.Reply, max_header_bytes=2**16)
+    old = Protocol("weight service", 99, p.Request, p.Reply, asked_by=p.ASKED_BY, max_header_bytes=2**16)
     connection.send(old.encode(1, p.StoreRequest("old"), run_id=RUN))
     refused = answer(connection).message
     assert isinstance(refused, Refused)
@@ -132,6 +132,29 @@ def test_a_request_for_anything_but_files_of_a_version_is_refused(machine: Machi
     envelope = answer(connection)
     assert envelope.request_id == 7
     assert isinstance(envelope.message, Refused)
+    assert {path: path.read_bytes() for path in machine.folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("role", [None, *sorted(ROLES - {"learner"})])
+def test_who_is_not_of_the_learner_writes_nothing(machine: Machine, raw, role: Role | None):
+    publish(machine.folder, 0)
+    before = {path: path.read_bytes() for path in machine.folder.rglob("*") if path.is_file()}
+    part, files = make_part(0, v(1), weights(1))
+    (chunk, *_), asker = files[WHOLE], None if role is None else Asker("raw", role, "s")
+    requests = [
+        (p.WriteStatusRequest("0.1", WHOLE, 10), b""), (p.WriteRequest("0.1", WHOLE, 0, len(chunk)), bytes(chunk)),
+        (p.PartDone(), encode(part)), (p.PartRequest("0.0", 0), b""), (p.CommitRequest(1), b"{}"),
+    ]  # fmt: skip
+    assert {type(message) for message, _ in requests} == {each for each, who in p.ASKED_BY.items() if who != ROLES}
+    connection = raw()
+    for number, (message, body) in enumerate(requests):
+        header = p.PROTOCOL.encode(number, message, body, run_id=RUN, asker=asker)
+        connection.send_multipart([header, body] if body else [header])
+        refused = answer(connection).message
+        assert isinstance(refused, Refused)
+        assert (
+            "came from nobody" if role is None else f"is for learner, and 'raw' is of role '{role}'"
+        ) in refused.reason
     assert {path: path.read_bytes() for path in machine.folder.rglob("*") if path.is_file()} == before
 
 

@@ -1,0 +1,156 @@
+"""What is not believed: who sent it, how often, and the evidence.
+
+Quarantine  what failed validation: counted for ever, and of it the newest is kept to look at, of every sender a share
+Senders     which connection is which client, and what each of them sent that no client of the run would
+
+A sender is a client that was greeted, by its name, or a stranger, by where it came from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from buffer.errors import CorruptRecord
+from buffer.protocol import Nonsense
+from buffer.transaction import Transaction
+from common.rpc.server import STRANGER
+
+MAX_QUARANTINED = 1024
+"""How many quarantined rows and messages are kept to look at."""
+MAX_QUARANTINED_BYTES = 64 * 2**10
+MAX_SENDERS = 64
+"""So many senders of nonsense are told apart, the others are counted together."""
+OTHERS = "others"
+
+_PACED_FROM = 64
+_PACE_S = 1.0
+"""Of a sender of whom so many are kept one is kept in so long, so that its flood is not written to disk."""
+_MAX_CONNECTIONS = 4096
+_ANSWERED = 200
+_SECOND_S = 1.0
+"""So much nonsense of a sender is answered in one second; to answer costs more than to read."""
+_MAX_FIRST = 200
+
+
+class SetAside(NamedTuple):
+    """A row of the quarantine."""
+
+    reason: str
+    sender: str
+    """'' in stores of earlier releases."""
+    data: bytes
+
+    @classmethod
+    def of(cls, value: bytes) -> SetAside:
+        """Read a row."""
+        head, _, data = value.partition(b"\n")
+        reason, _, sender = head.decode("utf-8", "replace").partition("\t")
+        return cls(reason, sender, data)
+
+    def row(self) -> bytes:
+        """As it is stored."""
+        return f"{_plain(self.reason)}\t{_plain(self.sender)}\n".encode() + self.data
+
+
+class Quarantine:
+    """Where it is full, whoever has most in it makes room: nobody can push the evidence of others out.
+
+    Strangers have one share together, for they can be as many as they like.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._shares: dict[str, deque[int]] | None = None
+        """Of whom which numbers are kept, oldest first; None: to be read anew."""
+        self._kept_at: dict[str, float] = {}
+
+    def set_aside(
+        self, tx: Transaction, reason: str, data: bytes | memoryview, *, sender: str, matches_lease: bool = False
+    ) -> None:
+        """Count a quarantined row or message, and keep its first bytes."""
+        state = tx.state
+        state.ledger.quarantine(reason, matches_lease=matches_lease)
+        tx.undo.append(self._forget)
+        if self._shares is None:
+            self._shares = _read_shares(tx)
+        whose, now = _share_of(sender), self._clock()
+        mine = self._shares.setdefault(whose, deque())
+        if len(mine) >= _PACED_FROM and now - self._kept_at.get(whose, -_PACE_S) < _PACE_S:
+            return
+        self._kept_at[whose] = now
+        tx.quarantine.put(SetAside(reason, sender, bytes(data[:MAX_QUARANTINED_BYTES])).row(), state.next_quarantine)
+        mine.append(state.next_quarantine)
+        state.next_quarantine += 1
+        while sum(map(len, self._shares.values())) > MAX_QUARANTINED:
+            largest = max(self._shares.values(), key=lambda share: (len(share), -share[0] if share else 0))
+            tx.quarantine.delete(largest.popleft())
+        self._shares = {each: share for each, share in self._shares.items() if share}
+
+    def _forget(self) -> None:
+        self._shares = None
+        self._kept_at.clear()
+
+
+class Senders:
+    """Follows connections and names them. Nothing of it is stored: it begins anew with the service."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._names: dict[bytes, str] = {}
+        self._nonsense: dict[str, Nonsense] = {}
+        self._this_second: Counter[str] = Counter()
+        self._second_ends = 0.0
+
+    def heard(self, connection: bytes, name: str) -> None:
+        """This connection is that client's, which was greeted."""
+        if self._names.get(connection) != name:
+            self._names[connection] = _plain(name)
+            while len(self._names) > _MAX_CONNECTIONS:
+                del self._names[next(iter(self._names))]
+
+    def name(self, connection: bytes, peer: str) -> str:
+        """Who is at the other end, as far as it is known."""
+        return self._names.get(connection, peer)
+
+    def is_flooding(self, sender: str) -> bool:
+        """Does it send so much nonsense just now that more of it is not answered?"""
+        if self._clock() >= self._second_ends:
+            self._this_second.clear()
+        return self._this_second[_share_of(sender)] >= _ANSWERED
+
+    def blame(self, sender: str, what: str, count: int = 1) -> None:
+        """It sent nonsense so often."""
+        if self._clock() >= self._second_ends:
+            self._this_second.clear()
+            self._second_ends = self._clock() + _SECOND_S
+        self._this_second[_share_of(sender)] += count
+        if sender not in self._nonsense and len(self._nonsense) >= MAX_SENDERS:
+            sender = OTHERS
+        known = self._nonsense.get(sender, Nonsense(0, what[:_MAX_FIRST]))
+        self._nonsense[sender] = Nonsense(known.count + count, known.first)
+
+    def told(self) -> dict[str, Nonsense]:
+        """What each of them sent."""
+        return dict(self._nonsense)
+
+
+def _share_of(sender: str) -> str:
+    return STRANGER if sender.startswith(STRANGER) else sender
+
+
+def _plain(text: str) -> str:
+    """Without what would end a line or a field, or move a terminal's cursor."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _read_shares(tx: Transaction) -> dict[str, deque[int]]:
+    shares: dict[str, deque[int]] = {}
+    for (number,) in list(tx.quarantine.all_keys()):
+        try:
+            sender = SetAside.of(tx.quarantine.require(number)).sender
+        except CorruptRecord:
+            sender = ""
+        shares.setdefault(_share_of(sender), deque()).append(number)
+    return shares
