@@ -54,6 +54,7 @@ SIZED_ALONE = {
     "draw_cost": "scale:measure_draws",
     "memory": "scale:measure_memory",
     "restart": "scale:measure_restart",
+    "hostile": "hostile:measure",
 }
 """Measured once, at sizes of their own."""
 ONCE = {"syncs": "leeway:count_syncs", **SIZED_ALONE}
@@ -69,6 +70,8 @@ BARS = {
     "sample_over_ray_actor": 10.0,
 }
 """Ratio -> at least this is wanted."""
+ALONE_BARS = {"hostile_over_quiet": 0.9}
+"""Of what is measured once: at least this is wanted."""
 CEILINGS = {"draw_cost_1e6_over_1e4": 3.0, "rss_anon_growth": 1.1, "restart_s": 2.0}
 """Figure -> at most this is wanted."""
 
@@ -90,7 +93,7 @@ def main() -> None:
     once = {name: measure.one(name) for name in ONCE if name in chosen}
     result = {
         **ratios(rounds),
-        **{key: value for key in CEILINGS for value in [_find(once, key)] if value is not None},
+        **{key: value for key in (*ALONE_BARS, *CEILINGS) for value in [_find(once, key)] if value is not None},
         "quick": args.quick,
         "num_rounds": len(rounds),
         "num_trajectories": num_trajectories,
@@ -199,6 +202,7 @@ def judgements(result: Figures) -> Figures:
     """Every wanted bar, what was measured, and whether it is met; a ceiling is judged at full size alone."""
     return {
         **judged(result, BARS, "at least", at_full_size=True),
+        **judged(result, ALONE_BARS, "at least", at_full_size=not result["quick"]),
         **judged(result, CEILINGS, "at most", at_full_size=not result["quick"]),
     }
 
@@ -337,6 +341,11 @@ def _scale(result: dict[str, Any]) -> list[str]:
             f"- Killed with SIGKILL on {restart['store_gib']:.1f} GiB ({restart['num_records']:,} trajectories): the "
             f"first request is answered {restart['restart_s']:.2f} s after the new process starts, "
             f"{restart['restart_cold_s']:.2f} s with the file dropped from the page cache."
+        )
+    if hostile := result.get("hostile"):
+        lines.append(
+            f"- Beside {hostile['refused_per_s']:,.0f} hostile messages/s, which are no message, of nobody, or not for "
+            f"their sender's role, honest pushes and draws go on at {hostile['hostile_over_quiet']:.2f}x."
         )
     return ["\n".join(lines)] if lines else []
 

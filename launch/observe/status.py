@@ -124,7 +124,6 @@ class BufferStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The replay buffer, all shards together."""
 
     sampler: str = ""
-    """By which steps draw groups."""
     ready_groups: int
     drawn_groups: int
     groups_per_step: int
