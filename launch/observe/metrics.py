@@ -104,8 +104,8 @@ METRICS: dict[str, str] = {
     "buffer/issued": "Samples leased; a sample leased again counts again.",
     "buffer/in_flight": "Leased, neither committed nor failed.",
     "buffer/committed": "On disk.",
-    "buffer/failed": "Samples that will not come, for one of the four reasons that follow; over buffer/issued it is "
-    "the share of the samples asked for.",
+    "buffer/failed": "Samples that will not come: their generation or reward failed, what came was quarantined, "
+    "or their lease was lost. Over buffer/issued it is their share of the samples asked for.",
     "buffer/failed_reward": "Of the failed: a reward function failed.",
     "buffer/failed_generation": "Of the failed: the engine failed, or took too long.",
     "buffer/failed_quarantined": "Of the failed: what the actor handed in failed validation.",

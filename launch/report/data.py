@@ -189,10 +189,11 @@ class RunData:
 
     @property
     def ledger(self) -> Mapping[str, int] | None:
-        """As the command that ended left it, else of the buffer as it lies there."""
-        if self.exit_status is not None and self.seen is not None and self.seen.status.buffer is not None:
-            return self.seen.status.buffer.ledger
-        return self.buffer.ledger if self.buffer is not None else None
+        """As the command that ended left it, else of the buffer as it lies there; where that is not read, as told."""
+        told = self.seen.status.buffer.ledger if self.seen is not None and self.seen.status.buffer is not None else None
+        if self.buffer is None or (self.exit_status is not None and told is not None):
+            return told
+        return self.buffer.ledger
 
     @property
     def num_failed(self) -> int:

@@ -246,6 +246,19 @@ def test_the_share_of_failed_samples_is_a_headline_and_a_curve_by_reason(tmp_pat
     assert chart.note.startswith("reward failed: f: KeyError (18); lease expired (5); ")
 
 
+@pytest.mark.parametrize("lost", ["the buffer", "the end of the run"])
+def test_what_failed_is_known_without_a_buffer_or_an_end(tmp_path, lost):
+    run = make_run(tmp_path / "sums")
+    tell_of(run, {"fenced": 25})
+    if lost == "the buffer":
+        (run.buffer / "data.mdb").unlink()
+    told = read_status(run.status)
+    write_status(run.status, msgspec.structs.replace(told, ended=None))
+    data = collect(run)
+    assert data.exit_status is None
+    assert data.num_failed == (25 if lost == "the buffer" else 0), "else the buffer says it, which has no failed one"
+
+
 def test_a_run_without_a_failed_sample_says_so_once(tmp_path):
     run = make_run(tmp_path / "sums")
     tell_of(run, {})
