@@ -360,6 +360,7 @@ def nothing_starts(monkeypatch):
     monkeypatch.setattr(ray, "init", started)
     monkeypatch.setattr(launch.train, "fetch_model", started)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
