@@ -31,6 +31,14 @@ def alarm():
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     time.sleep(60)
 
+def leaves_an_alarm():
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    return 1.0
+
+def naps():
+    time.sleep(0.4)
+    return 1.0
+
 def handled():
     def stop(*_):
         raise TimeoutError("by its own alarm")
@@ -58,6 +66,8 @@ DO = {
     "exit": lambda: os._exit(3),
     "alarm": alarm,
     "handled": handled,
+    "leaves an alarm": leaves_an_alarm,
+    "naps": naps,
     "memory": lambda: len(bytearray(30 * 2**30)),
     "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "child": child,
@@ -135,6 +145,12 @@ async def test_a_process_lasts_from_call_to_call_reads_no_terminal_and_imports_n
     assert [(await scores.score(problem(), "count")).reward for _ in range(3)] == [1.0, 2.0, 3.0]
     assert (await scores.score(problem(), "heavy")).reward == 0.0
     assert (await scores.score(problem(), "stdin")).reward == 1.0
+
+
+async def test_an_alarm_that_a_call_leaves_does_not_strike_the_next_sample(scorer, caplog):
+    scores = await scorer()
+    assert [(await scores.score(problem(), each)).reward for each in ("leaves an alarm", "naps")] == [1.0, 1.0]
+    assert caplog.text == "", "nor is it tried again"
 
 
 async def test_an_async_function_keeps_one_loop_and_is_ended_where_it_blocks(scorer):

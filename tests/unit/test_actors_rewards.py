@@ -166,6 +166,7 @@ def with_processes(processes, behave, **options):
 
 
 async def hang_on_stuck(completion):
+    await asyncio.sleep(0)  # others have their turn meanwhile
     if completion == "stuck":
         await asyncio.Event().wait()
 
