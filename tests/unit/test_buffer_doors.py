@@ -12,7 +12,7 @@ from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import CorruptRecord
 from buffer.nonsense import _ANSWERED, _PACED_FROM, MAX_QUARANTINED, MAX_SENDERS, OTHERS, Senders, SetAside
-from buffer.service import BufferService
+from buffer.service import _SET_ASIDE_S, BufferService
 from common.rpc.messages import ROLES, Asker
 from common.rpc.server import STRANGER
 from tests.world.buffer import InProcessBuffer, facts, make_trajectory
@@ -235,16 +235,24 @@ def test_who_sends_nonsense_is_named_and_counted_and_does_not_hide_the_others(se
     assert {(entry.reason, entry.sender) for entry in kept} == {("header", stranger), ("reward not finite", ACTOR.name)}
 
 
-def test_a_flood_costs_others_no_commit(service, wire, run, monkeypatch):
-    commits, write = [], service._store.write
+def test_a_flood_costs_others_no_commit(tmp_path, monkeypatch):
+    now, commits = [0.0], []
+    service = BufferService(BufferConfig(), FACTS, tmp_path / "buffer", clock=lambda: now[0])
+    write = service._store.write
     monkeypatch.setattr(service._store, "write", lambda change: commits.append(1) or write(change))
-    flood = wire()
-    for number in range(400):
-        flood._socket.send_multipart([b"junk %d" % number])
-    while run.wire.ask(p.StatusRequest(), asker=LAUNCH).quarantined_by_reason.get("header", 0) < 400:
-        pass
-    asked = len(run.wire.sent) - 8
-    assert len(commits) <= asked + 20
+    with zmq.Context() as context:
+        flood = Wire(service.bind(), context)
+        for number in range(20):
+            flood._socket.send(b"junk %d" % number)
+            assert service._rpc.poll(20.0)
+            service.turn()
+        assert commits == []
+        now[0] += _SET_ASIDE_S
+        service.turn()
+        flood.close()
+    assert len(commits) == 1
+    assert service._store.read(lambda tx: tx.state.ledger.quarantined_by_reason) == {"header": 20}
+    service.close()
 
 
 # --- the quarantine ---------------------------------------------------------------------------------
