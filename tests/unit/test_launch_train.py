@@ -66,6 +66,19 @@ def test_an_exported_model_stays_until_the_run_that_is_gone_on_with_exports_its_
     assert had_model == {"training": True, "trained": True, "exporting": False}
 
 
+def test_while_an_evaluation_is_all_that_goes_on_the_actors_are_heard_and_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.train.POLL_S", 0.0)
+    monkeypatch.setattr("launch.train.EVALUATION_POLL_S", 0.0)
+    supervisor, sinks, evaluation = MagicMock(), MagicMock(), MagicMock()
+    evaluation.poll.side_effect = [None, None, []]
+    made = plan(tmp_path / "run")
+    made.folder.create(made.config)
+    run = _Run(made, context(made).facts.contract, None, supervisor, sinks, MagicMock())
+    run._evaluated_alone(evaluation)
+    assert sinks.observer.take_in.call_args_list == 2 * [((supervisor.hear_actors(),),)]
+    assert sinks.display.update.call_count == 2
+
+
 @pytest.fixture
 def never_done(tmp_path, monkeypatch):
     """`never_done(interrupts, 10.0)`: the run of a learner that never finishes; it is interrupted at these seconds."""
