@@ -268,7 +268,8 @@ task.rewards = [{rewards}]
 
 @pytest.fixture
 def check(tmp_path):
-    """Starts `leeway check-reward` of these functions."""
+    """Starts `leeway check-reward` of these functions; what still runs at the end of the test is killed."""
+    started = []
 
     def start(*names, limit=1.0):
         (tmp_path / "checked.py").write_text(f"PID = {str(tmp_path / 'pid')!r}\n{CHECKED}")
@@ -277,9 +278,22 @@ def check(tmp_path):
         rewards = ", ".join(f'"checked.py:{name}"' for name in names)
         (tmp_path / "task.toml").write_text(CONFIG.format(limit=limit, rewards=rewards))
         command = [sys.executable, "-m", "launch.cli", "check-reward", str(tmp_path / "task.toml")]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                # a shell has its background jobs ignore it, these tests perhaps among them
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        )
+        return started[-1]
 
-    return start
+    yield start
+    for command in started:
+        command.kill()
+        command.communicate(timeout=20)
 
 
 def test_the_check_survives_all_of_it_and_names_it(check):
@@ -295,11 +309,11 @@ def test_the_check_survives_all_of_it_and_names_it(check):
 
 
 async def test_the_check_ends_at_once_when_it_is_interrupted_and_shows_what_it_has(check, tmp_path):
-    with check("exits", "loops", limit=600.0) as command:
-        await wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-        pid = int((tmp_path / "pid").read_text())
-        command.send_signal(signal.SIGINT)
-        out, error = await asyncio.to_thread(command.communicate, timeout=20)
+    command = check("exits", "loops", limit=600.0)
+    await wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    pid = int((tmp_path / "pid").read_text())
+    command.send_signal(signal.SIGINT)
+    out, error = await asyncio.to_thread(command.communicate, timeout=20)
     assert command.returncode == 130, error
     assert "PROBLEM  exits failed on 3 of 3 completions" in out
     assert error.strip() == "leeway: interrupted after 3 completions"
