@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -64,11 +65,9 @@ class Memory:
     @staticmethod
     def _present_gib() -> float:
         total = 0
-        try:
-            for member in psutil.Process().children(recursive=True):
+        for member in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it ends while it is looked at
                 total += member.memory_full_info().pss
-        except psutil.Error:
-            pass  # a process ended while it was looked at
         return total / 2**30
 
 

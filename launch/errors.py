@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from types import FrameType
 from typing import Any
@@ -45,18 +46,29 @@ class Stopped(BaseException):
     """The run ends at once. Not an Exception, or a library that catches all of those would catch it too."""
 
 
-class Interrupts:
-    """Counts the signals. While training, the first asks for an orderly end; any other ends now."""
+SAME_REQUEST_S = 0.3
+"""Signals within so long of the first are one request: `timeout` sends its own twice, systemd SIGTERM and SIGHUP."""
 
-    def __init__(self) -> None:
+
+class Interrupts:
+    """Counts the requests to end: SIGINT, SIGTERM, and SIGHUP where the command was not told to ignore it, as by nohup.
+
+    While training, the first asks for an orderly end; any other ends now.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.count = 0
         self.training = False
         """Who asked for an orderly end is heard; see `go_on`."""
         self.ending = False
+        self._first_s = 0.0
+        """When the first came, by the clock."""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        self._previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        self._previous = {each: handler for each, handler in heard.items() if _is_to_be_heard(each, handler)}
         for number in self._previous:
             signal.signal(number, self._on_signal)
         return self
@@ -79,6 +91,16 @@ class Interrupts:
             raise Stopped
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1  # nothing else: a handler may come in the middle of a write
+        # it writes nothing: a handler may come in the middle of a write
+        now_s = self._clock()
+        if self.count and now_s - self._first_s < SAME_REQUEST_S:
+            return
+        self._first_s = self._first_s if self.count else now_s
+        self.count += 1
         if not self.ending and (self.count > 1 or not self.training):
             raise Stopped
+
+
+def _is_to_be_heard(number: int, handler: object) -> bool:
+    """A shell's background job ignores SIGINT too, but whoever sends one to it by hand means it."""
+    return number != signal.SIGHUP or handler is not signal.SIG_IGN

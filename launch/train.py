@@ -198,6 +198,7 @@ def _follow(
     except (Stopped, SystemError) as error:
         if isinstance(error, SystemError) and not isinstance(error.__cause__, Stopped):
             raise  # a signal in the middle of Ray's C code arrives wrapped; nothing else is ours
+        supervisor.hurry()
         observer.end("stopped", ExitStatus.INTERRUPTED)
         display.fail(f"stopped; what was trained lies in {folder.root}")
         return ExitStatus.INTERRUPTED

@@ -35,7 +35,7 @@ from launch.processes.role_process import (
 )
 
 GOODBYE_S = 15.0
-"""How long actors may take to end by themselves before they are killed."""
+"""How long an actor that leaves its pool may take to end by itself before it is killed."""
 
 
 class ActorRole(Role):
@@ -190,11 +190,11 @@ class ActorPools:
             if actor.running is None and actor.is_ready:  # whoever is started again, or waits, begins when it is up
                 actor.begin_work(actor.handle.run.remote())
 
-    def stop(self) -> None:
-        """End all, politely where there is time."""
+    def stop(self, goodbye_s: float) -> None:
+        """End all; so long they may take to end by themselves."""
         alive = [actor for actor in self.actors if not actor.lost and actor.handle is not None]
         if calls := [actor.leaving or actor.handle.stop.remote() for actor in alive]:
-            ray.wait(calls, num_returns=len(calls), timeout=GOODBYE_S)
+            ray.wait(calls, num_returns=len(calls), timeout=goodbye_s)
         for actor in self.actors:
             self._end(actor)
         self.actors = []

@@ -8,6 +8,7 @@ abandon_ray, leave  end everything without asking a Ray that is dead
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -43,7 +44,7 @@ def start_ray(config: Config, namespace: str) -> RayWatch:
     # where no other host is to reach them, Ray's own servers listen on loopback alone, and not on every interface
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = address is not None
     try:
-        with _our_signals():
+        with _our_signals(), _out_of_our_group():
             ray.init(
                 address=address or "local",  # unset, Ray would look for a cluster in the environment
                 namespace=namespace,
@@ -87,6 +88,21 @@ def _our_signals() -> Iterator[None]:
         utils.set_sigterm_handler = install
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.getsignal(number))  # Python's own, in the place of C++'s
+
+
+@contextlib.contextmanager
+def _out_of_our_group() -> Iterator[None]:
+    """Ray's processes are in process groups of their own: a signal to ours, as of `timeout`, is meant for the command.
+
+    In our group Ray would be gone before the command has heard of anything, and there would be no end in order.
+    """
+    services = ray._private.services
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def end_ray() -> None:

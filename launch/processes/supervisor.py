@@ -14,6 +14,7 @@ from actors.report import ActorReport, actor_name
 from buffer.protocol import Status
 from common.run import RunContext
 from common.staleness import PolicyVersion
+from common.threads import DaemonThreads
 from launch.checks import Plan
 from launch.config import Config
 from launch.observe.status import PollResult, ProcessStatus
@@ -25,8 +26,12 @@ from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_r
 from launch.processes.role_process import Notify, RunFailed, results
 from launch.processes.services import BufferServices, WeightServices
 
-SERVICE_GOODBYE_S = 5.0
-"""How long the services may take to end by themselves before they are killed."""
+GOODBYE_S = 15.0
+"""How long actors and services may take to end by themselves before they are killed."""
+HURRIED_GOODBYE_S = 3.0
+"""The same where the run was stopped: an actor whose engine is starting answers nothing."""
+ENDING_S = 10.0
+"""What their end takes beside the goodbyes; a Ray that has not ended them by then is given up."""
 LOCAL_PLACEMENT_S = 15.0
 """How long a worker waits for resources of this machine alone; what the machine does not have is not waited for."""
 
@@ -49,6 +54,7 @@ class Supervisor:
         self.learner = LearnerGroup(plan, notify, self._watch_services)
         self.actors = ActorPools(plan, notify, self._check_ray)
         self._drained = False
+        self._goodbye_s = GOODBYE_S
         self._told_of: set[str] = set()
         """Senders of nonsense; the buffer tells a bounded number of them apart."""
 
@@ -187,6 +193,10 @@ class Supervisor:
         self.learner.export(folder)
         self._drain_again()
 
+    def hurry(self) -> None:
+        """The run was stopped: whoever does not end by itself at once is killed by `stop`."""
+        self._goodbye_s = HURRIED_GOODBYE_S
+
     def stop(self) -> None:
         """End every process, politely where there is time. Safe to call at any moment, more than once."""
         try:
@@ -203,10 +213,20 @@ class Supervisor:
         if not ray.is_initialized():
             end_ray()  # it may have been stopped in the middle of its start
             return
+        # in a thread, for a Ray that is half dead, as where every process got a signal, answers nothing for minutes
+        ending = DaemonThreads("ending", max_threads=1).submit(self._end_politely)
+        try:
+            ending.result(2 * self._goodbye_s + ENDING_S)
+        except TimeoutError:
+            if self._ray is None:
+                raise
+            abandon_ray(self._ray)
+
+    def _end_politely(self) -> None:
         # the actors first: what they hand back goes to the services
-        self.actors.stop()
+        self.actors.stop(self._goodbye_s)
         if goodbyes := self._buffer.ask_to_stop() + self._weights.ask_to_stop():
-            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=SERVICE_GOODBYE_S)
+            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._goodbye_s)
         self.learner.kill()
         self._buffer.kill()
         self._weights.kill()

@@ -14,14 +14,15 @@ from launch import host
 
 ROOT = Path(__file__).parents[2]
 LOOK = """
-import json, os, signal
+import json, os, psutil, signal
 from pathlib import Path
 from launch.cli import RAY_ENVIRONMENT
 os.environ.update(RAY_ENVIRONMENT)
 from launch.errors import Interrupts, Stopped
 from launch.config import load_config
 from launch.processes.ray_cluster import end_ray, start_ray
-from launch.processes.placement import Reservation, spawn
+from launch.processes.placement import PlacementGroup, Reservation, spawn
+from launch.processes.role_process import RunFailed
 
 class Role:
     def __init__(self, log):
@@ -30,12 +31,18 @@ class Role:
         return self.seen
 
 with Interrupts():
-    watch = start_ray(load_config(Path("examples/demo.toml"), []), "test")
+    watch = start_ray(load_config(Path("examples/demo.toml"), ["--pools.small.role", "actors"]), "test")
     import ray
     role = spawn(Role, Path("log"), on=Reservation({}), threads=1, concurrency=1)
     (session,) = Path(os.environ["RAY_TMPDIR"]).glob("*/*/session_[0-9]*")
     modes = [oct(each.stat().st_mode & 0o777) for each in (session, *session.parents)]
     found = {"cuda": ray.get(role.see.remote(), timeout=60), "session": str(session), "modes": modes}
+    groups = {os.getpgid(each.pid) for each in psutil.Process().children(recursive=True)}
+    found["in_our_group"] = os.getpgrp() in groups
+    try:
+        PlacementGroup([{"CPU": 0.25, "GPU": 8, "pool_small": 0.001}], "pool 'small'").wait(60, others_come=False)
+    except RunFailed as error:
+        found["shortage"] = str(error)
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     except Stopped:
@@ -69,6 +76,15 @@ def found():
 def test_a_signal_after_the_start_is_heard_by_us_and_not_by_ray(found):
     assert found["stopped"]
     assert found["alarm_s"] == 0, "Ray's handler in C++ heard it first, and ends the process after 3 s"
+
+
+def test_none_of_its_processes_is_in_our_group_to_which_signals_go_that_are_meant_for_us(found):
+    assert not found["in_our_group"]
+
+
+def test_workers_that_no_host_has_room_for_are_told_what_was_asked_for_and_what_there_is(found):
+    assert found["shortage"].startswith("pool 'small', and in 0 s there was no room for it. Free are: ")
+    assert "of 1 pool_small" in found["shortage"]
 
 
 def test_the_session_lies_where_nobody_else_may_enter_and_goes_with_ray(found):

@@ -1,6 +1,7 @@
-"""Ctrl-C and SIGTERM: once ends in order, twice at once, and none is dropped."""
+"""Ctrl-C, SIGTERM and a hangup: once ends in order, twice at once, and none is dropped."""
 
 import contextlib
+import itertools
 import os
 import signal
 
@@ -9,18 +10,43 @@ import pytest
 from launch.errors import Interrupts, Stopped
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+def interrupt(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
 
 
-def test_while_training_the_first_is_counted_and_the_second_stops():
-    with Interrupts() as interrupts:
+def seconds() -> Interrupts:
+    """With a second between any two signals."""
+    return Interrupts(clock=lambda times=itertools.count(): next(times))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_while_training_the_first_is_counted_and_the_second_stops(number):
+    with seconds() as interrupts:
         interrupts.training = True
-        interrupt()
+        interrupt(number)
         interrupts.go_on()
         assert interrupts.count == 1
         with pytest.raises(Stopped):
-            interrupt()
+            interrupt(number)
+
+
+def test_two_at_once_as_timeout_and_systemd_send_them_are_one_request():
+    with Interrupts(clock=lambda: 100.0) as interrupts:
+        interrupts.training = True
+        interrupt(signal.SIGTERM)
+        interrupt(signal.SIGHUP)
+        interrupts.go_on()
+        assert interrupts.count == 1
+
+
+def test_a_hangup_that_nohup_had_us_ignore_is_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            interrupt(signal.SIGHUP)
+            assert interrupts.count == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_before_training_the_first_stops_also_where_a_library_catches_every_exception():
@@ -50,7 +76,7 @@ def test_afterwards_the_handlers_are_those_of_before():
 
 
 def test_while_the_processes_are_being_ended_signals_are_only_counted():
-    with Interrupts() as interrupts:
+    with seconds() as interrupts:
         interrupts.end()
         interrupt()
         interrupt()

@@ -81,10 +81,10 @@ def test_while_an_evaluation_is_all_that_goes_on_the_actors_are_heard_and_shown(
 
 @pytest.fixture
 def never_done(tmp_path, monkeypatch):
-    """`never_done(interrupts, 10.0)`: the run of a learner that never finishes; it is interrupted at these seconds."""
+    """`never_done(10.0)`: the run of a learner that never finishes; it is interrupted at these seconds."""
     clock = SimpleNamespace(now_s=0.0)
 
-    def make(interrupts, *seconds):
+    def make(*seconds):
         to_come = list(seconds)
 
         def sleep(duration_s):
@@ -99,7 +99,7 @@ def never_done(tmp_path, monkeypatch):
         supervisor.learner.are_finished = False
         made = plan(tmp_path / "run", "--launch.shutdown_timeout_s", "90")
         made.folder.create(made.config)
-        run = _Run(made, context(made).facts.contract, None, supervisor, MagicMock(), interrupts)
+        run = _Run(made, context(made).facts.contract, None, supervisor, MagicMock(), Interrupts(clock=lambda: clock.now_s))
         run._digest, run._evaluate_now_and_then = MagicMock(), MagicMock()
         return run, supervisor, clock
 
@@ -107,19 +107,18 @@ def never_done(tmp_path, monkeypatch):
 
 
 def test_a_learner_that_does_not_finish_its_step_after_an_interrupt_is_given_up_at_the_limit(never_done):
-    with Interrupts() as interrupts:
-        run, supervisor, clock = never_done(interrupts, 200.0)
-        with pytest.raises(RunFailed, match=r"launch\.shutdown_timeout_s = 90 s.*the newest checkpoint is in .*/run/"):
-            run._train()
+    run, supervisor, clock = never_done(200.0)
+    why = r"launch\.shutdown_timeout_s = 90 s.*the newest checkpoint is in .*/run/"
+    with run.interrupts, pytest.raises(RunFailed, match=why):
+        run._train()
     supervisor.request_stop.assert_called_once_with()
     assert 290.0 <= clock.now_s < 300.0
 
 
 def test_a_second_interrupt_does_not_wait_for_the_learner(never_done):
-    with Interrupts() as interrupts:
-        run, supervisor, clock = never_done(interrupts, 200.0, 210.0)
-        with pytest.raises(Stopped):
-            run._train()
+    run, supervisor, clock = never_done(200.0, 210.0)
+    with run.interrupts, pytest.raises(Stopped):
+        run._train()
     supervisor.request_stop.assert_called_once_with()
     assert 210.0 <= clock.now_s < 220.0
 
