@@ -45,6 +45,12 @@ def set_environment(config: ActorsConfig) -> None:
         os.environ.setdefault(name, value)
 
 
+def load_engine(config: ActorsConfig) -> None:
+    """Import vLLM, which takes most of the start of an engine; `Engine.start` finds it imported."""
+    set_environment(config)
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+
 def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngineArgs:
     """The arguments of one engine; ValueError if it could only run on a GPU, and has none."""
     from vllm.config import WeightTransferConfig

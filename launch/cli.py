@@ -27,6 +27,8 @@ RAY_ENVIRONMENT = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray's own is 15: beside anything else that computes a start takes minutes
+    "RAY_worker_niceness": "0",
 }
 """Read when Ray is imported, so it is set before."""
 SCALE_PATIENCE_S = 30.0

@@ -228,8 +228,7 @@ class _Run:
         """What was complained about and still holds."""
 
     def go(self) -> ExitStatus:
-        self.sinks.phase("starting Ray, the buffer, the stages and the actors (about half a minute)")
-        self.supervisor.start()
+        self.supervisor.start(self.sinks.phase)
         self.has_begun = True
         self.interrupts.go_on()
         if self.earlier is not None:

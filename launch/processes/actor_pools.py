@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from actors.config import ActorSections
+from actors.config import ActorsConfig, ActorSections
 from actors.report import ActorReport, actor_name
 from actors.sample import EvalRequest, EvalResult
 from common.run import RunContext
@@ -41,15 +41,19 @@ GOODBYE_S = 15.0
 class ActorRole(Role):
     """Hosts one actor and its engine. Its calls are coroutines, so that they interleave."""
 
-    def __init__(self, log: Path, context: RunContext[ActorSections], number: int, pool: str) -> None:
+    def __init__(self, log: Path, config: ActorsConfig) -> None:
+        """Load what an engine of this config needs, which takes longest of all: meanwhile the services start."""
         super().__init__(log)
+        from actors.engine_setup import load_engine
+
+        load_engine(config)
+        self._work: asyncio.Task[None] | None = None
+
+    async def start(self, context: RunContext[ActorSections], number: int, pool: str) -> None:
+        """Start the engine and meet the buffer service."""
         from actors.loop import ActorLoop
 
         self._loop = ActorLoop(context, number, pool)
-        self._work: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Start the engine and meet the buffer service."""
         await self._loop.start()
 
     async def run(self) -> None:
@@ -174,13 +178,16 @@ class ActorPools:
             for _ in range(pool.count):
                 self._enlist(pool)
 
-    def start(
-        self, context: RunContext[Config], timeout_s: float, *, others_come: bool
-    ) -> list[tuple[RoleProcess, Any]]:
-        """Start all where `PlacementGroup.wait` finds places, and hand them this; the calls end when they are ready."""
-        self._context = context
+    def spawn(self, timeout_s: float, *, others_come: bool) -> None:
+        """Begin to start their processes where `PlacementGroup.wait` finds places; they load what they need."""
         for actor in self.actors:
             actor.placement.wait(timeout_s, others_come=others_come)
+            self._spawn(actor)
+
+    def start(self, context: RunContext[Config]) -> list[tuple[RoleProcess, Any]]:
+        """Hand this to all; the calls end when they are ready."""
+        self._context = context
+        for actor in self.actors:
             self._start(actor)
         return [(actor, actor.starting) for actor in self.actors]
 
@@ -291,23 +298,18 @@ class ActorPools:
 
     # --- one actor --------------------------------------------------------------------------------
 
+    def _spawn(self, actor: ActorProcess) -> None:
+        config = self.pools[actor.pool].config
+        on, threads = actor.placement.reservation(0), config.num_threads
+        actor.handle = spawn(ActorRole, actor.log, config, on=on, threads=threads, concurrency=16)
+        actor.running = None
+        actor.started_s = time.monotonic()
+
     def _start(self, actor: ActorProcess) -> None:
         assert self._context is not None, "start() comes first"
-        pool = self.pools[actor.pool]
-        config = self._context.config.model_copy(update={"actors": pool.config})
+        config = self._context.config.model_copy(update={"actors": self.pools[actor.pool].config})
         context: RunContext[ActorSections] = replace(self._context, config=config)
-        actor.handle = spawn(
-            ActorRole,
-            actor.log,
-            context,
-            actor.number,
-            pool.name,
-            on=actor.placement.reservation(0),
-            threads=pool.config.num_threads,
-            concurrency=16,
-        )
-        actor.starting, actor.running = actor.handle.start.remote(), None
-        actor.started_s = time.monotonic()
+        actor.starting = actor.handle.start.remote(context, actor.number, actor.pool)
 
     def _watch(self, actor: ActorProcess) -> bool:
         """True where the actor works and can be asked for news; what died is started again."""
@@ -359,6 +361,7 @@ class ActorPools:
 
     def _look_for_a_place(self, actor: ActorProcess) -> None:
         if actor.placement.is_placed:
+            self._spawn(actor)
             self._start(actor)
         elif actor.placement.missing_s > PLACEMENT_S:
             why = actor.placement.shortage()

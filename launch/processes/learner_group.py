@@ -63,6 +63,11 @@ class StagePoll:
 class StageRole(Role):
     """Hosts one pipeline stage."""
 
+    def __init__(self, log: Path) -> None:
+        """Load what computes, which takes seconds: meanwhile the services start."""
+        super().__init__(log)
+        import learner.stage  # noqa: F401 -- for `setup`
+
     def rendezvous(self, host: str | None) -> str:
         """A free address on this machine, by default as the Ray cluster knows it, at which the stages can meet."""
         host = address_here() if host is None else host
@@ -169,14 +174,23 @@ class LearnerGroup:
         shown = {Phase.RUNNING: "working", Phase.EXPORTED: "finished"}.get(self._state, state)
         return [msgspec.structs.replace(stage.facts(), state=shown) for stage in self._stages]
 
+    def spawn(self) -> None:
+        """Begin to start the processes of all ranks; they load what they need."""
+        assert self._placement is not None, "ask_for_places() comes first"
+        for rank in range(self._config.num_replicas * self._config.num_stages):
+            log, on = self._plan.folder.log("stage", rank), self._placement.reservation(rank)
+            handle = spawn(StageRole, log, on=on, threads=self._config.num_threads, concurrency=4)
+            self._stages.append(RoleProcess("stage", rank, handle, log, self._restarts))
+        first = self._stages[0]
+        self._enter(Phase.MEETING, [(first, first.handle.rendezvous.remote(self._plan.host_here))])
+
     def start(self, context: RunContext[LearnerSections], deadline: float) -> list[tuple[RoleProcess, Any]]:
-        """Start all ranks, and hand them this; returns the calls that end when they are ready.
+        """Hand this to all ranks; returns the calls that end when they are ready.
 
         Raises:
             RunFailed: the first rank did not start.
         """
         self._context = context
-        self._spawn()
         (rendezvous,) = results(self._calls, "to name a meeting point", deadline)
         self._set_up(rendezvous)
         return list(self._calls)
@@ -267,15 +281,6 @@ class LearnerGroup:
         else:
             self._enter(Phase.FINISHED if self._state is Phase.RUNNING else Phase.EXPORTED, [])
 
-    def _spawn(self) -> None:
-        assert self._placement is not None, "ask_for_places() comes first"
-        for rank in range(self._config.num_replicas * self._config.num_stages):
-            log, on = self._plan.folder.log("stage", rank), self._placement.reservation(rank)
-            handle = spawn(StageRole, log, on=on, threads=self._config.num_threads, concurrency=4)
-            self._stages.append(RoleProcess("stage", rank, handle, log, self._restarts))
-        first = self._stages[0]
-        self._enter(Phase.MEETING, [(first, first.handle.rendezvous.remote(self._plan.host_here))])
-
     def _check_place(self) -> None:
         """Ranks that are started again wait for a host in place of one that was lost, but not for ever."""
         placement = self._placement
@@ -358,7 +363,7 @@ class LearnerGroup:
         )
         self._restarts.count()
         self.kill()
-        self._spawn()
+        self.spawn()
 
     # --- the coordinator --------------------------------------------------------------------------
 

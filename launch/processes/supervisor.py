@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from launch.processes.evaluation import EVALUATION_SHARE, Evaluation
 from launch.processes.learner_group import LearnerGroup
 from launch.processes.placement import PLACEMENT_S
 from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
-from launch.processes.role_process import Notify, RunFailed, results
+from launch.processes.role_process import Notify, RunFailed, done, results
 from launch.processes.services import BufferServices, WeightServices
 
 GOODBYE_S = 15.0
@@ -60,27 +60,42 @@ class Supervisor:
 
     # --- start ------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start Ray and every role; returns when all are ready.
+    def start(self, progress: Callable[[str], None]) -> None:
+        """Start Ray and every role; returns when all are ready, and tells `progress` on the way how far it is.
 
         Raises:
             RunFailed: a role failed to start, or did not within launch.startup_timeout_s.
         """
         config = self._config.launch
+        progress("starting Ray (the whole start takes about half a minute)")
         self._ray = start_ray(self._config, namespace=f"leeway-{self._plan.run_id}")
+        progress("starting the services, while stages and actors load their libraries")
         self.learner.ask_for_places()
         self.actors.ask_for_places()
         others_come = config.ray_address is not None
         limit_s = PLACEMENT_S if others_come else LOCAL_PLACEMENT_S
         self.learner.wait_for_places(limit_s, others_come=others_come)
         deadline = time.monotonic() + config.startup_timeout_s
+        # an actor first: to load vLLM is the longest part of a start
+        self.actors.spawn(limit_s, others_come=others_come)
+        self.learner.spawn()
         self._weights.start(deadline)
         self._buffer.start(deadline)
         addresses = tuple(self._buffer.addresses)
         context = replace(self._context, buffer_addresses=addresses, weights_address=self._weights.address)
-        stages = self.learner.start(context, deadline)
-        calls = [*stages, *self.actors.start(context, limit_s, others_come=others_come)]
-        results(calls, "to be ready", deadline, self._check_ray)
+        calls = [*self.actors.start(context), *self.learner.start(context, deadline)]
+        told = ""
+
+        def look() -> None:
+            nonlocal told
+            self._check_ray()
+            waiting = [process.name for process, call in calls if not done(call)]
+            text = f"starting: {len(calls) - len(waiting)} of {len(calls)} are ready; not yet {', '.join(waiting)}"
+            if waiting and text != told:
+                progress(text)
+                told = text
+
+        results(calls, "to be ready", deadline, look)
 
     def begin(self) -> None:
         """Begin to learn and to generate."""

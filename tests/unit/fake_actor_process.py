@@ -30,7 +30,7 @@ class Handle:
     def __init__(self) -> None:
         self.report = SimpleNamespace(remote=lambda: "an answer that is owed")
         self.whereabouts = SimpleNamespace(remote=lambda: "an answer that is owed")
-        self.start = self.run = self.stop = SimpleNamespace(remote=lambda: "a call")
+        self.start = self.run = self.stop = SimpleNamespace(remote=lambda *_: "a call")
 
 
 def worker(number: int, folder: Path, **calls: object) -> ActorProcess:

@@ -100,6 +100,7 @@ class Learner:
 
     def start(self) -> None:
         self.stages.ask_for_places()
+        self.stages.spawn()
         calls = self.stages.start(self.context, deadline=300.0)
         assert [process.name for process, _ in calls] == [f"stage.{rank}" for rank in range(len(self.ranks))]
         self.stages.begin()
