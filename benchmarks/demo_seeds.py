@@ -1,6 +1,9 @@
-"""The demo for several seeds: writes docs/results/demo.md and prints one JSON line last.
+"""The demo for several seeds, and how long it takes to start: writes docs/results/demo.md, prints one JSON line last.
 
-python benchmarks/demo_seeds.py [--seeds 0 1 2]
+python benchmarks/demo_seeds.py [--seeds 0 1 2] [--before CHECKOUT]
+
+CHECKOUT is another one, such as a worktree of an earlier commit, whose start is measured beside. A cold start needs
+root.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.machine import RESULTS
+from benchmarks.lib import start_up
+from benchmarks.lib.machine import RESULTS, ROOT
 from benchmarks.lib.page import table, write_page
 from benchmarks.lib.runs import train
 
+NUM_STARTS = 3
+"""Of every checkout; the first of them may find colder caches than the others, and the median is taken."""
 COLUMNS = {
     "seed": "{seed}",
     "greedy before": "{accuracy_before:.3f}",
@@ -43,12 +49,32 @@ def main() -> None:
     """Run every seed and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    seeds = parser.parse_args().seeds
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT")
+    parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        summaries = [run(Path(folder), seed) for seed in seeds]
-    write_page(RESULTS / "demo.md", page(summaries))
+        starts = start_ups(Path(folder), parsed.before)
+        summaries = [run(Path(folder), seed) for seed in parsed.seeds]
+    write_page(RESULTS / "demo.md", [*page(summaries), *start_up.section(starts)])
     keys = ("seed", "accuracy_before", "accuracy_after", "gain", "wall_s", "lag_mean", "lag_max", "overlap_frac")
-    print(json.dumps({"runs": [{key: summary[key] for key in keys} for summary in summaries]}))
+    print(
+        json.dumps(
+            {"runs": [{key: summary[key] for key in keys} for summary in summaries], "starts": start_up.figures(starts)}
+        )
+    )
+
+
+def start_ups(folder: Path, before: Path | None) -> dict[str, list[dict[str, float]]]:
+    """Starts by head of their column: those of both checkouts in turn, then the cold ones, where this user may."""
+    checkouts = {"before": before, "now": ROOT} if before is not None else {"now": ROOT}
+    is_root = os.geteuid() == 0
+    starts: dict[str, list[dict[str, float]]] = {}
+    for number in range(NUM_STARTS):
+        for head, checkout in checkouts.items():
+            made = start_up.measure(folder / f"warm-{head}-{number}", checkout=checkout)
+            starts.setdefault(f"{head}, warm", []).append(made)
+    for head, checkout in checkouts.items() if is_root else ():
+        starts[f"{head}, cold"] = [start_up.measure(folder / f"cold-{head}", checkout=checkout, cold=True)]
+    return starts
 
 
 def run(folder: Path, seed: int) -> dict[str, Any]:

@@ -16,7 +16,8 @@ def interrupt(number: int = signal.SIGTERM) -> None:
 
 def seconds() -> Interrupts:
     """With a second between any two signals."""
-    return Interrupts(clock=lambda times=itertools.count(): next(times))
+    times = itertools.count()
+    return Interrupts(clock=lambda: next(times))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -99,7 +99,9 @@ def never_done(tmp_path, monkeypatch):
         supervisor.learner.are_finished = False
         made = plan(tmp_path / "run", "--launch.shutdown_timeout_s", "90")
         made.folder.create(made.config)
-        run = _Run(made, context(made).facts.contract, None, supervisor, MagicMock(), Interrupts(clock=lambda: clock.now_s))
+        run = _Run(
+            made, context(made).facts.contract, None, supervisor, MagicMock(), Interrupts(clock=lambda: clock.now_s)
+        )
         run._digest, run._evaluate_now_and_then = MagicMock(), MagicMock()
         return run, supervisor, clock
 

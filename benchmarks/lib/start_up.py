@@ -1,0 +1,117 @@
+"""How long the demo takes from its command to its first lease, and where the time goes, of any checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from benchmarks.lib.machine import ROOT
+from benchmarks.lib.page import table
+from benchmarks.lib.processes import SETTINGS, MeasurementFailed
+from launch.observe.trace import read
+
+LIMIT_S = 300.0
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+ROWS = {
+    "first line of output": "first_line_s",
+    "Ray is up": "ray_s",
+    "stages and actors are ready": "ready_s",
+    "first lease": "lease_s",
+    "processor seconds until then": "cpu_s",
+    "of them in actors and their engines": "actors_cpu_s",
+}
+"""Row of the table -> figure."""
+
+
+def measure(folder: Path, *, checkout: Path = ROOT, cold: bool = False) -> dict[str, float]:
+    """Run one step of the demo in a folder that is not there; seconds since the command, by name of the figure.
+
+    Args:
+        folder: of the run.
+        checkout: whose code runs, in the environment of this process.
+        cold: with an empty page cache.
+
+    Raises:
+        MeasurementFailed: it did not end well; or cold is asked for, and this user may not empty the cache.
+    """
+    if cold:
+        os.sync()
+        try:
+            DROP_CACHES.write_text("3")
+        except OSError as error:
+            raise MeasurementFailed(f"the page cache cannot be emptied ({error}): a cold start needs root") from error
+    command = [sys.executable, "-m", "launch.cli", "train", "examples/demo.toml", "--tracking.display", "plain"]
+    command += ["--run.dir", str(folder.parent), "--run.name", folder.name, "--learner.num_steps", "1"]
+    environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(checkout)}
+    began_s = time.time()
+    process = subprocess.Popen(
+        command, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    found: dict[str, float] = {}
+    said = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        found.setdefault("first_line_s", time.time() - began_s)
+        if line.startswith("training"):
+            found["cpu_s"], found["actors_cpu_s"] = _cpu(psutil.Process(process.pid))
+    if process.wait(LIMIT_S) != 0:
+        raise MeasurementFailed(f"the run in {folder} ended with {process.returncode}:\n{''.join(said[-10:])}")
+    spans = list(read(folder / "timeline.json"))
+    phases = [span for span in spans if span.cat == "phase"]
+    starting = [span for span in phases if span.name.startswith("starting")]
+    if len(starting) > 1:  # a checkout of before says one sentence for the whole start
+        found["ray_s"] = starting[0].end_s - began_s
+    found["ready_s"] = starting[-1].end_s - began_s
+    found["lease_s"] = min(span.start_s for span in spans if span.cat == "generate") - began_s
+    return found
+
+
+def _cpu(command: psutil.Process) -> tuple[float, float]:
+    """Processor seconds of a run so far, and of its actors alone."""
+    total_s = actors_s = 0.0
+    for process in _family(command):
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            total_s += times.user + times.system
+            name = " ".join(process.cmdline())
+            if "ActorRole" in name or "EngineCore" in name or "reward_process" in name:
+                actors_s += times.user + times.system
+    return total_s, actors_s
+
+
+def _family(command: psutil.Process) -> Iterator[psutil.Process]:
+    yield command
+    with suppress(psutil.Error):
+        yield from command.children(recursive=True)
+
+
+def section(columns: Mapping[str, Sequence[dict[str, float]]]) -> list[str]:
+    """The paragraphs of a page: medians of the starts under each head."""
+    rows = []
+    for row, key in ROWS.items():
+        cells = [[start[key] for start in starts if key in start] for starts in columns.values()]
+        rows.append([row, *(f"{median(values):.1f}" if values else "-" for values in cells)])
+    counts = ", ".join(f"{head}: {len(starts)}" for head, starts in columns.items())
+    return [
+        "## How long a start takes",
+        f"Seconds since the command, medians of so many starts: {counts}. *Cold* is with an empty page cache.",
+        table(["", *columns], rows),
+    ]
+
+
+def figures(columns: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, Any]:
+    """The same for a line of JSON."""
+    return {
+        head: [{key: round(value, 2) for key, value in start.items()} for start in starts]
+        for head, starts in columns.items()
+    }
