@@ -128,7 +128,7 @@ class Senders:
         self._this_second[_share_of(sender)] += count
         if sender not in self._nonsense and len(self._nonsense) >= MAX_SENDERS:
             sender = OTHERS
-        known = self._nonsense.get(sender, Nonsense(0, what[:_MAX_FIRST]))
+        known = self._nonsense.get(sender, Nonsense(0, _plain(what[:_MAX_FIRST])))
         self._nonsense[sender] = Nonsense(known.count + count, known.first)
 
     def told(self) -> dict[str, Nonsense]:

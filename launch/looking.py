@@ -46,7 +46,7 @@ def status(parsed: argparse.Namespace) -> int:
 def _status_lines(seen: StatusView) -> Iterator[str]:
     from launch.observe.status import SILENT_S
     from launch.observe.view import failures, line
-    from launch.text import duration
+    from launch.text import duration, printable
 
     status = seen.status
     yield f"{status.run}  {status.folder}"
@@ -83,7 +83,7 @@ def _status_lines(seen: StatusView) -> Iterator[str]:
     for each in status.evaluations[-1:]:
         yield each.describe()
     for event in status.events[-3:]:
-        yield f"{time.strftime('%H:%M:%S', time.localtime(event.time_s))}  {event.text}"
+        yield f"{time.strftime('%H:%M:%S', time.localtime(event.time_s))}  {printable(event.text)}"
 
 
 @verb(

@@ -23,7 +23,7 @@ from rich.text import Text
 from launch.observe.status import Accuracy, RunStatus
 from launch.observe.view import TRAINING, View, failures, line
 from launch.run_folder import RunFolder
-from launch.text import number
+from launch.text import number, printable
 
 if TYPE_CHECKING:  # with all sections, and torch: `leeway top` need not wait for it
     from launch.config import Config
@@ -109,7 +109,7 @@ class Display:
         """What the run does now, or what happened."""
         if not self._is_off and not self._stdout.is_lost:
             console = self._live.console if self._live is not None else self._console
-            console.print(text, soft_wrap=True)
+            console.print("\n".join(map(printable, text.splitlines())), soft_wrap=True)
 
     def update(self, status: RunStatus) -> None:
         """Show the newest figures. Any thread may call it."""

@@ -336,6 +336,12 @@ def test_senders_are_told_apart_up_to_a_number():
     assert max(len(each.first) for each in told.values()) < 300
 
 
+def test_what_a_sender_sent_at_first_moves_no_cursor_where_it_is_shown():
+    senders = Senders(lambda: 0.0)
+    senders.blame("actor-0", "a kind \x1b[2J\n")
+    assert senders.told()["actor-0"].first == "a kind ?[2J?"
+
+
 def test_of_a_flood_so_much_is_answered_in_a_second_and_strangers_flood_together():
     now = [0.0]
     senders = Senders(lambda: now[0])

@@ -66,6 +66,12 @@ def test_a_phase_that_takes_long_says_what_it_is_and_who_is_not_ready(display):
     assert waits[0] in said
 
 
+def test_what_somebody_else_has_said_moves_no_cursor(display):
+    said = display(snapshot(0, phase="starting", waits=["actor.0 says \x1b[2J"]), QUIET_S)
+    assert "\x1b" not in said
+    assert "actor.0 says \\x1b[2J" in said
+
+
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (30, 6)])
 def test_on_a_terminal_it_is_the_view_of_top_and_no_screen_is_too_narrow(capsys, tmp_path, monkeypatch, columns, rows):
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -26,7 +26,7 @@ def run(tmp_path, monkeypatch):
     made.folder.create(made.config)
     observer = Observer(made)
     observer.phase("training")
-    observer.event("restart", "actor.0 died and is started again")
+    observer.event("restart", "actor.0 died \x1b[2J and is started again")
     processes = (process("actor.0", "actors"), process("actor.1", "actors", "lost: given up: it dies"))
     actors = [report("actor-0", num_running=5)]
     news = {"actors": actors, "processes": processes, "working": frozenset({"actor-0"}), "status": status()}
@@ -50,7 +50,7 @@ def test_a_run_that_lives_says_how_it_does_and_the_newest_is_meant(run, capsys):
     assert "step 1/120" in out
     assert "pool actors: 1 of 2 actors work, 5 samples running" in out
     assert "actor-1 is lost: given up: it dies; see /runs/x/logs/actor.1.log" in out
-    assert "actor.0 died and is started again" in out
+    assert "actor.0 died \\x1b[2J and is started again" in out
 
 
 def test_a_run_whose_command_is_gone_says_so_and_what_goes_on_with_it(run, capsys):
