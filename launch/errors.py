@@ -46,17 +46,20 @@ class Stopped(BaseException):
     """The run ends at once. Not an Exception, or a library that catches all of those would catch it too."""
 
 
+END_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""What asks a run to end: Ctrl-C, a manager of jobs, a closed terminal."""
 SAME_REQUEST_S = 0.3
 """Signals within so long of the first are one request: `timeout` sends its own twice, systemd SIGTERM and SIGHUP."""
 
 
 class Interrupts:
-    """Counts the requests to end: SIGINT, SIGTERM, and SIGHUP where the command was not told to ignore it, as by nohup.
+    """Counts the requests to end by `END_SIGNALS`; SIGHUP unless the command was told to ignore it, as by nohup.
 
     While training, the first asks for an orderly end; any other ends now.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Hear nothing yet. `clock` is monotonic seconds."""
         self._clock = clock
         self.count = 0
         self.training = False
@@ -67,7 +70,7 @@ class Interrupts:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        heard = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        heard = {number: signal.getsignal(number) for number in END_SIGNALS}
         self._previous = {each: handler for each, handler in heard.items() if _is_to_be_heard(each, handler)}
         for number in self._previous:
             signal.signal(number, self._on_signal)

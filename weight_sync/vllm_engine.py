@@ -31,6 +31,8 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "weight_sync.vllm_transfer", "StoreWeightTransfer")
     owner = os.environ.get(OWNER_ENV, "")
     if owner.isdigit() and int(owner) != os.getpid():
+        # vLLM ends it by this one, to which it may have been born deaf, as all of a run is that does not end by itself
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         _die_with(int(owner))
 
 

@@ -167,6 +167,8 @@ class ActorPools:
         self.actors: list[ActorProcess] = []
         """All that are, or are lost; who left is not among them."""
         self._next_number = 0
+        self.are_ending = False
+        """The run was asked to end: who dies now is not started again, and was not the last."""
         self.quarantined: list[str] = []
         """Names of the actors that were taken out because of their weights."""
 
@@ -331,7 +333,8 @@ class ActorPools:
             if actor.running is None:
                 actor.begin_work(actor.handle.run.remote())
             return True  # else it finished, because the run drains
-        self._start_again(actor, why)
+        if not self.are_ending:
+            self._start_again(actor, why)
         return False
 
     def _end_of(self, actor: ActorProcess) -> str | None:

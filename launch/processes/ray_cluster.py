@@ -8,7 +8,6 @@ abandon_ray, leave  end everything without asking a Ray that is dead
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import shutil
@@ -25,6 +24,7 @@ import psutil
 import ray
 
 from launch.config import Config
+from launch.errors import END_SIGNALS
 from launch.host import OBJECT_STORE_BYTES, make_sessions_folder, sessions_folder
 from launch.pools import resources_of
 from launch.processes import reaper
@@ -44,7 +44,7 @@ def start_ray(config: Config, namespace: str) -> RayWatch:
     # where no other host is to reach them, Ray's own servers listen on loopback alone, and not on every interface
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = address is not None
     try:
-        with _our_signals(), _out_of_our_group():
+        with _our_signals(), _deaf_to_what_ends_us():
             ray.init(
                 address=address or "local",  # unset, Ray would look for a cluster in the environment
                 namespace=namespace,
@@ -91,14 +91,24 @@ def _our_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _out_of_our_group() -> Iterator[None]:
-    """Ray's processes are in process groups of their own: a signal to ours, as of `timeout`, is meant for the command.
+def _deaf_to_what_ends_us() -> Iterator[None]:
+    """Ray's processes and all below them do not hear the signals that ask the command to end, and no others.
 
-    In our group Ray would be gone before the command has heard of anything, and there would be no end in order.
+    `timeout` sends them to the whole process group, systemd and Slurm to every process of the job. Ray would be half
+    dead before the command had heard of anything: there would be no checkpoint, and each call to Ray would hang for a
+    minute.
     """
     services = ray._private.services
     popen = services.ConsolePopen
-    services.ConsolePopen = functools.partial(popen, process_group=0)
+
+    def start(*arguments: object, preexec_fn: Callable[[], None], **more: object) -> object:
+        def prepare() -> None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+            preexec_fn()
+
+        return popen(*arguments, preexec_fn=prepare, **more)
+
+    services.ConsolePopen = start
     try:
         yield
     finally:

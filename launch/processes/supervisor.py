@@ -187,6 +187,7 @@ class Supervisor:
     def request_stop(self) -> None:
         """Ask the learner to end after the step at hand, with a checkpoint, and close admission."""
         self.learner.request_stop()
+        self.actors.are_ending = True
         self.drain()
 
     def drain(self) -> None:

@@ -46,7 +46,14 @@ def start(folder: Path, *overrides: str, example: str = "demo") -> subprocess.Po
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=_hear_signals,
     )
+
+
+def _hear_signals() -> None:
+    """They are ignored where the tests themselves run in the background, or under nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
