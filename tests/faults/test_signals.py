@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -36,7 +37,8 @@ def to_group(run: LiveRun, number: signal.Signals) -> None:
 def to_everybody(run: LiveRun, number: signal.Signals) -> None:
     """As systemd and Slurm send it."""
     for process in [psutil.Process(run.process.pid), *descendants(run.process)]:
-        process.send_signal(number)
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def phase_is(phase: str) -> Callable[[LiveRun], bool]:
