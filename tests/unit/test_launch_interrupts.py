@@ -7,7 +7,16 @@ import signal
 
 import pytest
 
-from launch.errors import Interrupts, Stopped
+from launch.errors import END_SIGNALS, Interrupts, Stopped
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_ignored():
+    """As a hangup is where the tests run under nohup."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in END_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def interrupt(number: int = signal.SIGTERM) -> None:
@@ -20,7 +29,7 @@ def seconds() -> Interrupts:
     return Interrupts(clock=lambda: next(times))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", sorted(END_SIGNALS))
 def test_while_training_the_first_is_counted_and_the_second_stops(number):
     with seconds() as interrupts:
         interrupts.training = True
@@ -41,13 +50,10 @@ def test_two_at_once_as_timeout_and_systemd_send_them_are_one_request():
 
 
 def test_a_hangup_that_nohup_had_us_ignore_is_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Interrupts() as interrupts:
-            interrupt(signal.SIGHUP)
-            assert interrupts.count == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupts() as interrupts:
+        interrupt(signal.SIGHUP)
+        assert interrupts.count == 0
 
 
 def test_before_training_the_first_stops_also_where_a_library_catches_every_exception():
