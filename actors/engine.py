@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.config import ActorsConfig
-from actors.engine_setup import EngineSockets, engine_args, set_environment
+from actors.engine_setup import EngineSockets, engine_args, load_engine, uncollected_children
 from buffer.trajectory import VersionSpan
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
@@ -117,19 +117,20 @@ class Engine:
             OSError: its sockets have no place.
         """
         facts = check_model_folder(model_path)
-        set_environment(config)
+        load_engine(config)
         sockets = EngineSockets()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
             # held by `engine` alone: vLLM keeps this frame alive, and what it holds would outlive `stop`
-            engine = cls(
-                AsyncLLM.from_engine_args(engine_args(model_path, config, seed)),
-                config,
-                version,
-                list(facts.eos_token_ids),
-                sockets,
-            )
+            with uncollected_children():
+                engine = cls(
+                    AsyncLLM.from_engine_args(engine_args(model_path, config, seed)),
+                    config,
+                    version,
+                    list(facts.eos_token_ids),
+                    sockets,
+                )
             await engine._alive().update_weight_version(str(version))
             # the first step of an engine takes seconds; an update must not have to wait for it
             await engine.generate([facts.eos_token_ids[0]], max_new_tokens=1)

@@ -7,10 +7,13 @@ import contextlib
 import itertools
 import os
 import tempfile
+from collections.abc import Iterator
+from multiprocessing import spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.config import ActorsConfig
+from common.imports import uncollected
 from common.threads import DaemonThreads
 from weight_sync.errors import TransferFailed
 from weight_sync.host_folder import HostFolder
@@ -48,7 +51,26 @@ def set_environment(config: ActorsConfig) -> None:
 def load_engine(config: ActorsConfig) -> None:
     """Import vLLM, which takes most of the start of an engine; `Engine.start` finds it imported."""
     set_environment(config)
-    import vllm.v1.engine.async_llm  # noqa: F401
+    with uncollected():
+        import vllm.v1.engine.async_llm  # noqa: F401
+
+
+@contextlib.contextmanager
+def uncollected_children() -> Iterator[None]:
+    """The processes that vLLM starts in the block import it in the same way; our plugin turns their collector on."""
+    command_line = spawn.get_command_line
+
+    def with_collector_off(**arguments: object) -> list[str]:
+        command: list[str] = command_line(**arguments)
+        program = command.index("-c") + 1
+        command[program] = f"import gc; gc.disable(); {command[program]}"
+        return command
+
+    spawn.get_command_line = with_collector_off
+    try:
+        yield
+    finally:
+        spawn.get_command_line = command_line
 
 
 def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngineArgs:

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from common.imports import uncollected
 from launch.errors import ConfigError, ExitStatus, as_config_error, refuse
 from launch.looking import report, status, top, trace
 from launch.verbs import Verb, arg, flag, of_run, verb
@@ -74,17 +75,17 @@ _CONFIG = arg("config", type=Path, metavar="CONFIG.toml")
 )
 def train(parsed: argparse.Namespace) -> int:
     """Train a model as CONFIG says. Any key can be overridden: --learner.num_steps 20."""
-    from launch.checks import check
-    from launch.config import load_config
-    from launch.run_folder import choose_root
+    with uncollected():  # to check is to import, mostly
+        from launch.checks import check
+        from launch.config import load_config
+        from launch.run_folder import choose_root
 
-    config = load_config(parsed.config, parsed.overrides)
-    plan = check(config, choose_root(config, parsed.config))
-    if parsed.dry_run:
-        print(plan.describe())
-        return ExitStatus.OK
-    from launch.train import train
-
+        config = load_config(parsed.config, parsed.overrides)
+        plan = check(config, choose_root(config, parsed.config))
+        if parsed.dry_run:
+            print(plan.describe())
+            return ExitStatus.OK
+        from launch.train import train
     return train(plan)
 
 

@@ -1,14 +1,16 @@
 """The plugin that every vLLM process loads (entry point group `vllm.general_plugins`).
 
-It does two things. It registers our weight transfer, which `WeightTransferConfig(backend=BACKEND)`
-then selects. And it ties the process to its owner: where `OWNER_ENV` names a process, an engine
-outlives it by milliseconds, even if the owner was killed with no chance to say so.
+It does three things. It registers our weight transfer, which `WeightTransferConfig(backend=BACKEND)`
+then selects. It ties the process to its owner: where `OWNER_ENV` names a process, an engine
+outlives it by milliseconds, even if the owner was killed with no chance to say so. And it gives an engine
+what the actor began its process without: a garbage collector, and an ear for SIGTERM.
 
 Importing this module costs nothing and needs no vLLM.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -31,8 +33,9 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "weight_sync.vllm_transfer", "StoreWeightTransfer")
     owner = os.environ.get(OWNER_ENV, "")
     if owner.isdigit() and int(owner) != os.getpid():
-        # vLLM ends it by this one, to which it may have been born deaf, as all of a run is that does not end by itself
+        # by this one vLLM ends it; all else below a run is deaf to it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        gc.enable()
         _die_with(int(owner))
 
 

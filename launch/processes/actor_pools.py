@@ -14,6 +14,7 @@ from ray.exceptions import ActorUnavailableError
 from actors.config import ActorsConfig, ActorSections
 from actors.report import ActorReport, actor_name
 from actors.sample import EvalRequest, EvalResult
+from common.imports import uncollected
 from common.run import RunContext
 from launch.checks import Plan
 from launch.config import Config
@@ -44,9 +45,11 @@ class ActorRole(Role):
     def __init__(self, log: Path, config: ActorsConfig) -> None:
         """Load what an engine of this config needs, which takes longest of all: meanwhile the services start."""
         super().__init__(log)
-        from actors.engine_setup import load_engine
+        with uncollected():
+            import actors.loop  # noqa: F401 -- for `start`
+            from actors.engine_setup import load_engine
 
-        load_engine(config)
+            load_engine(config)
         self._work: asyncio.Task[None] | None = None
 
     async def start(self, context: RunContext[ActorSections], number: int, pool: str) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import ray
 from ray.exceptions import RayTaskError
 
+from common.imports import uncollected
 from common.run import RunContext
 from launch.checks import Plan
 from launch.observe.status import PollResult, ProcessStatus
@@ -66,7 +67,8 @@ class StageRole(Role):
     def __init__(self, log: Path) -> None:
         """Load what computes, which takes seconds: meanwhile the services start."""
         super().__init__(log)
-        import learner.stage  # noqa: F401 -- for `setup`
+        with uncollected():
+            import learner.stage  # noqa: F401 -- for `setup`
 
     def rendezvous(self, host: str | None) -> str:
         """A free address on this machine, by default as the Ray cluster knows it, at which the stages can meet."""

@@ -5,8 +5,8 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 150,
-    "lines": 35_500,
+    "files": 151,
+    "lines": 35_600,
     "longest file": 460,
     "longest function": 60,
     "modules imported by exactly one other": 40,
