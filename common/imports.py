@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """The collector is off within the block: vLLM and Transformers are imported in three quarters of the time."""
+    """The collector is off within the block; vLLM alone is imported in three quarters of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
