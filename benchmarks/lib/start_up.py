@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,10 +17,11 @@ import psutil
 
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.page import table
-from benchmarks.lib.processes import SETTINGS, MeasurementFailed
+from benchmarks.lib.processes import SETTINGS, MeasurementFailed, end_families
 from launch.observe.trace import read
 
 LIMIT_S = 300.0
+"""No start and step takes longer."""
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 ROWS = {
     "first line of output": "first_line_s",
@@ -59,11 +61,16 @@ def measure(folder: Path, *, checkout: Path = ROOT, cold: bool = False) -> dict[
     found: dict[str, float] = {}
     said = []
     assert process.stdout is not None
-    for line in process.stdout:
-        said.append(line)
-        found.setdefault("first_line_s", time.time() - began_s)
-        if line.startswith("training"):
-            found["cpu_s"], found["actors_cpu_s"] = _cpu(psutil.Process(process.pid))
+    limit = threading.Timer(LIMIT_S, end_families, [process])  # its output ends with it
+    limit.start()
+    try:
+        for line in process.stdout:
+            said.append(line)
+            found.setdefault("first_line_s", time.time() - began_s)
+            if line.startswith("training"):
+                found["cpu_s"], found["actors_cpu_s"] = _cpu(psutil.Process(process.pid))
+    finally:
+        limit.cancel()
     if process.wait(LIMIT_S) != 0:
         raise MeasurementFailed(f"the run in {folder} ended with {process.returncode}:\n{''.join(said[-10:])}")
     spans = list(read(folder / "timeline.json"))

@@ -1,6 +1,5 @@
 """What a client that is none of the run's, or of a wrong role, gets from the buffer: a sentence, and no change."""
 
-import threading
 from types import SimpleNamespace
 
 import msgspec
@@ -16,6 +15,7 @@ from buffer.service import _SET_ASIDE_S, BufferService
 from common.rpc.messages import ROLES, Asker
 from common.rpc.server import STRANGER
 from tests.world.buffer import InProcessBuffer, facts, make_trajectory
+from tests.world.serving import serving
 
 FACTS = facts(vocab_size=64, max_tokens=16, groups_per_step=1)
 ACTOR, LEARNER, LAUNCH = (Asker(name, role, f"of-{name}") for name, role in
@@ -55,13 +55,8 @@ class Wire:
 @pytest.fixture
 def service(tmp_path):
     service = BufferService(BufferConfig(), FACTS, tmp_path / "buffer")
-    service.address = service.bind()
-    stop = threading.Event()
-    thread = threading.Thread(target=service.serve, args=(stop,))
-    thread.start()
-    yield service
-    stop.set()
-    thread.join(60)
+    with serving(service) as service.address:
+        yield service
 
 
 @pytest.fixture

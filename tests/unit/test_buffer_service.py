@@ -1,6 +1,5 @@
 """Client and service over real sockets, in threads of one process."""
 
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +17,7 @@ from common.run import RunFacts
 from common.staleness import StalenessConfig
 from tests.trajectories import decode
 from tests.world.buffer import make_trajectory
+from tests.world.serving import serving
 from tests.world.waiting import LIMIT_S
 
 FACTS = RunFacts(
@@ -36,13 +36,8 @@ CONFIG = BufferConfig(give_up_after_s=60.0)
 @pytest.fixture
 def service(tmp_path):
     service = BufferService(CONFIG, FACTS, tmp_path / "buffer")
-    service.address = service.bind()
-    stop = threading.Event()
-    thread = threading.Thread(target=service.serve, args=(stop,))
-    thread.start()
-    yield service
-    stop.set()
-    thread.join(60)
+    with serving(service) as service.address:
+        yield service
 
 
 @pytest.fixture
@@ -115,36 +110,34 @@ def test_a_step_far_larger_than_a_message_is_drawn_and_its_scores_are_written_ba
         monkeypatch.setattr(module, "MAX_MESSAGE_MIB", 1)
     facts = FACTS.model_copy(update={"group_size": 32, "groups_per_step": 1, "max_tokens": 32_003})
     service = BufferService(CONFIG, facts, tmp_path / "buffer")
-    address, stop = service.bind(), threading.Event()
-    thread = threading.Thread(target=service.serve, args=(stop,))
-    thread.start()
-    actor, learner = (BufferClient(address, run_id="r", role=n, name=n, config=CONFIG) for n in ("actor", "learner"))
-    try:
-        learner.connect()
-        learner.published(learner.begin_incarnation(0, 0).result(60).incarnation, 0).result(60)
-        actor.connect()
-        (lease,) = actor.lease(1).result(60).leases
-        rows = [make_trajectory(lease, index, seq=0, num_completion_tokens=32_000) for index in range(32)]
-        for row in rows:
-            row.token_ids[:] = 1
-        assert {pushed.result(60).outcome for pushed in [actor.push(row) for row in rows]} == {"committed"}
-        draw = learner.draw(1, 0, 0, 1, wait_s=5.0).result(60)
-        assert (draw.ready, len(decode(draw.body))) == (True, 32)
-        assert len(draw.body) > 7 * 2**20
-        scores = [np.full(32_000, -index, np.float32) for index in range(32)]
-        learner.write_scores(draw.record_ids, scores).result(60)
-        learner.write_scores([], []).result(60)
-        again = decode(learner.draw(1, 0, 0, 1, wait_s=5.0).result(60).body)
-        assert [row.reference_logprobs[-1] for row in again] == [-index for index in range(32)]
-        with pytest.raises(ValueError, match="exceeds the 1 MiB that the buffer takes in one"):
-            learner.write_scores([1], [np.zeros(300_000, np.float32)])
-        with pytest.raises(BufferRefused, match="record 999 is not in the buffer"):
-            learner.write_scores([*draw.record_ids, 999], [*scores, scores[0]]).result(60)
-    finally:
-        actor.close(1.0)
-        learner.close(1.0)
-        stop.set()
-        thread.join(60)
+    with serving(service) as address:
+        actor, learner = (
+            BufferClient(address, run_id="r", role=n, name=n, config=CONFIG) for n in ("actor", "learner")
+        )
+        try:
+            learner.connect()
+            learner.published(learner.begin_incarnation(0, 0).result(60).incarnation, 0).result(60)
+            actor.connect()
+            (lease,) = actor.lease(1).result(60).leases
+            rows = [make_trajectory(lease, index, seq=0, num_completion_tokens=32_000) for index in range(32)]
+            for row in rows:
+                row.token_ids[:] = 1
+            assert {pushed.result(60).outcome for pushed in [actor.push(row) for row in rows]} == {"committed"}
+            draw = learner.draw(1, 0, 0, 1, wait_s=5.0).result(60)
+            assert (draw.ready, len(decode(draw.body))) == (True, 32)
+            assert len(draw.body) > 7 * 2**20
+            scores = [np.full(32_000, -index, np.float32) for index in range(32)]
+            learner.write_scores(draw.record_ids, scores).result(60)
+            learner.write_scores([], []).result(60)
+            again = decode(learner.draw(1, 0, 0, 1, wait_s=5.0).result(60).body)
+            assert [row.reference_logprobs[-1] for row in again] == [-index for index in range(32)]
+            with pytest.raises(ValueError, match="exceeds the 1 MiB that the buffer takes in one"):
+                learner.write_scores([1], [np.zeros(300_000, np.float32)])
+            with pytest.raises(BufferRefused, match="record 999 is not in the buffer"):
+                learner.write_scores([*draw.record_ids, 999], [*scores, scores[0]]).result(60)
+        finally:
+            actor.close(1.0)
+            learner.close(1.0)
 
 
 def test_concurrent_lease_requests_are_all_answered(connect, learner):
