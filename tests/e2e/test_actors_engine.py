@@ -5,7 +5,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +29,7 @@ from tests.e2e.engine_world import (
     prompts,
     tiny_llama,
 )
+from tests.world.serving import serving
 from weight_sync.config import WeightSyncConfig
 from weight_sync.puller import Puller, open_puller
 from weight_sync.service import WeightService
@@ -173,28 +173,23 @@ async def test_a_published_head_is_used_even_where_the_served_copy_was_tied(worl
 
 async def test_weights_that_came_over_the_network_as_a_delta_are_served_like_any_others(world: World, tmp_path: Path):
     config = WeightSyncConfig(transport="network", staging_dir=str(tmp_path))
-    service, stop = WeightService(config, "run", world.folder), threading.Event()
-    address = service.bind()
-    thread = threading.Thread(target=service.serve, args=(stop,))
-    thread.start()
-    asked = {"folder": Path("/nowhere"), "address": address, "run_id": "run", "name": "actor-0", "dtype": "float32"}
-    try:
-        with contextlib.closing(open_puller(config, **asked)) as puller:
-            # from now on the learner knows that somebody reads over the network, and keeps the next as a parent
-            puller.fetch(world.publish()).close()
-            first = world.publish(only="layers.1.self_attn")
-            puller.fetch(first).close()
-            version = world.publish(only="layers.1.self_attn")
-            for whole in (world.folder / str(version)).glob("*.safetensors"):
-                whole.unlink()
-            with await asyncio.to_thread(puller.fetch, version) as staged:
-                assert {entry.delta.encoding for entry in staged.manifest.variant("float32")} >= {"same"}
-                assert staged.folder.is_relative_to(tmp_path)
-                await world.engine.prepare(staged)
-                await world.engine.apply(staged, "keep")
-    finally:
-        stop.set()
-        thread.join(10)
+    asked = {"folder": Path("/nowhere"), "run_id": "run", "name": "actor-0", "dtype": "float32"}
+    with (
+        serving(WeightService(config, "run", world.folder)) as address,
+        contextlib.closing(open_puller(config, address=address, **asked)) as puller,
+    ):
+        # from now on the learner knows that somebody reads over the network, and keeps the next as a parent
+        puller.fetch(world.publish()).close()
+        first = world.publish(only="layers.1.self_attn")
+        puller.fetch(first).close()
+        version = world.publish(only="layers.1.self_attn")
+        for whole in (world.folder / str(version)).glob("*.safetensors"):
+            whole.unlink()
+        with await asyncio.to_thread(puller.fetch, version) as staged:
+            assert {entry.delta.encoding for entry in staged.manifest.variant("float32")} >= {"same"}
+            assert staged.folder.is_relative_to(tmp_path)
+            await world.engine.prepare(staged)
+            await world.engine.apply(staged, "keep")
     asked_prompts = prompts(8)
     completions = await answers(world, asked_prompts)
     assert world.engine.version == version

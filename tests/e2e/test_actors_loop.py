@@ -1,7 +1,6 @@
 """One actor end to end: real vLLM engine, real buffer service, real weight store, the demo's model and task."""
 
 import asyncio
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from common.hf_folder import check_model_folder, prepare_serving_model
 from common.staleness import PolicyVersion
 from tests.trajectories import decode
 from tests.world.run_context import run_context, run_facts
+from tests.world.serving import serving
 from weight_sync.config import WeightSyncConfig
 from weight_sync.publisher import Publisher
 from weight_sync.store import WeightStore
@@ -50,23 +50,17 @@ def context(tmp_path):
         max_tokens=actors.max_model_tokens,
         max_lag=2,
     )
-    service = BufferService(BufferConfig(), facts, tmp_path / "buffer")
-    address = service.bind()
-    stop = threading.Event()
-    thread = threading.Thread(target=service.serve, args=(stop,))
-    thread.start()
-    yield run_context(
-        tmp_path,
-        facts,
-        model_path=MODEL,
-        serving_path=prepare_serving_model(MODEL, tmp_path / "serving"),
-        buffer_addresses=(address,),
-        actors=actors,
-        task=task,
-        weight_sync=WeightSyncConfig(max_lag=2),
-    )
-    stop.set()
-    thread.join(10)
+    with serving(BufferService(BufferConfig(), facts, tmp_path / "buffer")) as address:
+        yield run_context(
+            tmp_path,
+            facts,
+            model_path=MODEL,
+            serving_path=prepare_serving_model(MODEL, tmp_path / "serving"),
+            buffer_addresses=(address,),
+            actors=actors,
+            task=task,
+            weight_sync=WeightSyncConfig(max_lag=2),
+        )
 
 
 async def reply(future):

@@ -1,6 +1,6 @@
 """What happens where something does not come, or cannot be written for a while: order, deadlines, sequence numbers."""
 
-import threading
+import contextlib
 import time
 from concurrent.futures import Future
 
@@ -16,6 +16,7 @@ from buffer.service import BufferService
 from common.rpc.client import Patience, RpcClient, RpcErrors, _Call
 from common.rpc.messages import Asker
 from tests.world.buffer import Actor, facts, make_trajectory
+from tests.world.serving import serving
 from tests.world.waiting import wait_until
 
 CONFIG = BufferConfig(give_up_after_s=60.0)
@@ -31,21 +32,14 @@ def client_of(address: str, resend_s: float = 1.0) -> RpcClient:
 @pytest.fixture
 def serve(tmp_path):
     """`serve()`: a service in a thread, on a store of its own."""
-    stop = threading.Event()
-    threads = []
+    with contextlib.ExitStack() as stack:
 
-    def start(**changes):
-        service = BufferService(CONFIG.model_copy(update=changes), facts(max_lag="unbounded"), tmp_path / "buffer")
-        service.address = service.bind()
-        threads.append(threading.Thread(target=service.serve, args=(stop,)))
-        threads[0].start()
-        return service
+        def start(**changes):
+            service = BufferService(CONFIG.model_copy(update=changes), facts(max_lag="unbounded"), tmp_path / "buffer")
+            service.address = stack.enter_context(serving(service))
+            return service
 
-    yield start
-    stop.set()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+        yield start
 
 
 def test_what_was_said_later_does_not_overtake_a_request_that_is_asked_to_wait():

@@ -1,6 +1,6 @@
 """A run that allows shorter samples than before: what is stored and longer is filtered, and counted as that."""
 
-import threading
+import contextlib
 
 import pytest
 
@@ -9,6 +9,7 @@ from buffer.config import BufferConfig
 from buffer.service import BufferService
 from tests.trajectories import decode
 from tests.world.buffer import Actor, facts, make_trajectory, train
+from tests.world.serving import serving
 
 PROMPT = 3
 """Tokens of every prompt of `make_trajectory`."""
@@ -113,24 +114,22 @@ def serve(tmp_path):
     running = []
 
     def stop():
-        clients, stopped, thread = running.pop()
+        clients, stack = running.pop()
         for client in clients:
             client.close(1.0)
-        stopped.set()
-        thread.join(60)
+        stack.close()
 
     def start(max_tokens):
         if running:
             stop()
         config = BufferConfig(give_up_after_s=10.0)
         service = BufferService(config, facts(groups_per_step=1, max_tokens=max_tokens), tmp_path / "buffer")
-        address, stopped = service.bind(), threading.Event()
-        thread = threading.Thread(target=service.serve, args=(stopped,))
-        thread.start()
+        stack = contextlib.ExitStack()
+        address = stack.enter_context(serving(service))
         clients = [
             BufferClient(address, run_id="r", role=name, name=name, config=config) for name in ("learner", "actor")
         ]
-        running.append((clients, stopped, thread))
+        running.append((clients, stack))
         for client in clients:
             client.connect()
         return clients

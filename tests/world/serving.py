@@ -17,3 +17,4 @@ def serving(service):
     finally:
         stop.set()
         thread.join(END_S)
+        assert not thread.is_alive(), f"the service still serves {END_S:g} s after it was asked to end"
