@@ -171,8 +171,8 @@ def sample_tokens(key: Key, num_tokens: int) -> np.ndarray:
     return np.random.default_rng(key).integers(0, FACTS.vocab_size, num_tokens, np.int32)
 
 
-def generate(client, stop, outcomes, *, num_completion_tokens: int = 4, groups: int = 4):
-    """Lease and push until told to stop; `outcomes` gets (key, outcome) for every answer."""
+def generate(client, stop, outcomes, *, num_completion_tokens: int = 4, groups: int = 4, pause_s: float = 0.0):
+    """Lease, push and pause until told to stop; `outcomes` gets (key, outcome) for every answer."""
     while not stop.is_set():
         pushed = []
         for lease in client.lease(groups).result(60).leases:
@@ -181,8 +181,8 @@ def generate(client, stop, outcomes, *, num_completion_tokens: int = 4, groups: 
                 pushed.append(((lease.group_id, index), client.push(row)))
         for key, future in pushed:
             outcomes.append((key, future.result(60).outcome))
-        if not pushed:
-            time.sleep(0.01)
+        if pause_s or not pushed:
+            stop.wait(pause_s or 0.01)
 
 
 class Load:
@@ -197,6 +197,7 @@ class Load:
         num_actors: int = 2,
         num_completion_tokens: int = 4,
         groups: int = 4,
+        pause_s: float = 0.0,
         draws: bool = True,
         keys: ClientKeys | None = None,
     ) -> None:
@@ -209,11 +210,12 @@ class Load:
             num_actors: how many push.
             num_completion_tokens: of every trajectory.
             groups: how many groups an actor leases and pushes at once.
+            pause_s: between them; without a learner that draws, a load that never pauses uses up all leases.
             draws: let the learner draw and finish steps; else it only publishes version 0.
             keys: of the run's clients, where the service's socket is locked.
         """
         self._facts, self._draws = facts, draws
-        self._size = {"num_completion_tokens": num_completion_tokens, "groups": groups}
+        self._size = {"num_completion_tokens": num_completion_tokens, "groups": groups, "pause_s": pause_s}
         self._stop = threading.Event()
         self.outcomes = _Outcomes()
         self.drawn: dict[int, list[int]] = {}

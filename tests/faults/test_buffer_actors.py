@@ -63,7 +63,7 @@ def test_leases_of_a_killed_actor_are_issued_again_in_time_and_the_others_do_not
     start_service, start_actor, load_on, show
 ):
     service = start_service(facts=MANY, config=SHORT_LEASES)
-    load = load_on(service, draws=False)
+    load = load_on(service, draws=False, pause_s=0.1)
     num_kills = pick(4, 50)
     victims, killed_at = kill_in_mid_send(start_actor, service, num_kills)
     load.end()
