@@ -78,7 +78,12 @@ def without_epochs():
 
     def hello(self, tx, message):
         actor = tx.actors.get(message.name)
-        return open_epoch(self, tx, message) if actor is None else actor
+        if actor is None:
+            return open_epoch(self, tx, message)
+        if message.session not in (actor.session, *actor.replaced):
+            actor.session, actor.replaced = message.session, [*actor.replaced, actor.session]
+            tx.actors.put(actor, actor.name)
+        return actor
 
     return mock.patch.object(Leases, "hello", hello)
 
