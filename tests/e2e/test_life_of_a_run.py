@@ -317,7 +317,9 @@ def test_the_summary_is_of_the_whole_life(run: Life):
     counted = [rows[step]["restarts"] for step in sorted(rows)]
     assert counted == sorted(counted), "the last row of a step is that of the learner that counts"
     assert summary["trained_trajectories"] == summary["ledger"]["uses"] - summary["ledger"]["redone_uses"]
-    assert summary["trained_trajectories"] >= num_steps * 8 * 8
+    # where all attempts at a sample were lost with those who were killed, its group goes on without it
+    missing = num_steps * 8 * 8 - summary["trained_trajectories"]
+    assert missing <= summary["ledger"]["failed"]
     assert 0 < summary["lag_mean"] <= summary["lag_max"] <= summary["max_lag"] == 4
     assert summary["overlap_frac"] > 0
     ledger = summary["ledger"]
