@@ -153,3 +153,6 @@ def _to_grid(states_THD: Tensor, cell_NL: Tensor) -> Tensor:
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
+
+# cuDNN, which torch may prefer to flash attention, builds a plan for every new shape; ours are new in every step
+torch.backends.cuda.enable_cudnn_sdp(False)

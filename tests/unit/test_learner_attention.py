@@ -44,3 +44,7 @@ def test_repeated_heads_give_what_grouped_ones_do(monkeypatch):
     repeated, _ = packed_attention(torch.nn.Identity(), query, key, value, None, layout=layout)
     assert set(heads) == {(6, 6, 6, False)}
     torch.testing.assert_close(repeated, grouped, rtol=0, atol=1e-12)
+
+
+def test_attention_never_waits_for_plans_of_cudnn():
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
