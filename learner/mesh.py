@@ -5,10 +5,11 @@ replica 0 is the coordinator: it evaluates the loss and talks to the buffer.
 
     MeshPlace, Mesh   where a rank stands among stages and replicas, and its process groups
     join_group        the rendezvous. torch's channels ask nobody for a key. Left to itself its store listens on every
-                      interface, and gloo on the one that the host's name resolves to. Here both stay on the interface
-                      of the rendezvous: loopback on one machine, and between machines that of their private network
+                      interface, gloo on the one that the host's name resolves to, and NCCL on one of its own choice.
+                      Here all stay on the interface of the rendezvous: loopback on one machine, and between machines
+                      that of their private network
     Agreement         what several ranks do as one is done on all of them, or has failed on all for the same reason
-    StageLost         a rank died or fell silent
+    StageLost         a rank died or fell silent; GpuFailed: its GPU did
 """
 
 from __future__ import annotations
@@ -120,10 +121,19 @@ class Mesh:
 
 _SIGNS_OF_LOSS = ("gloo", "pair closure", "Connection closed by peer", "NCCL")
 """In what the communication library says when another rank is gone or silent."""
-_SIGNS_OF_MISUSE = ("Duplicate GPU detected", "invalid usage", "ncclInvalidUsage", "ncclInvalidArgument")
-"""In what NCCL says of ranks that it cannot serve as they are placed: started again, they would hear it again."""
-
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIGNS_OF_FAULT = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "memory over nvlink or a hardware error",
+    "unspecified launch failure",
+)
+"""In what CUDA says when a GPU or a link of it failed, also where NCCL passes it on. The last one may be a bug as well:
+it is all that CUDA has for faults without a name of their own."""
+_WOULD_COME_AGAIN = (
+    *("Duplicate GPU detected", "invalid usage", "ncclInvalidUsage", "ncclInvalidArgument"),
+    *("illegal memory access", "device-side assert"),
+)
+"""In what NCCL says of ranks that it cannot serve as they are placed, and CUDA of a bug, also if NCCL passes it on."""
 
 
 def join_group(rendezvous: str, device: torch.device, *, rank: int, num_ranks: int, timeout: timedelta) -> None:
@@ -140,7 +150,9 @@ def join_group(rendezvous: str, device: torch.device, *, rank: int, num_ranks: i
     assert place.port is not None, rendezvous
     name = _interface_to(place.hostname, place.port)
     if name is not None:
-        os.environ.setdefault(GLOO_INTERFACE, name)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        # a bare name would be a prefix
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     listening = _listen(place.hostname, place.port) if rank == 0 else None
     store = dist.TCPStore(  # type: ignore[attr-defined]
         place.hostname, place.port, num_ranks, rank == 0, timeout, master_listen_fd=listening
@@ -152,7 +164,8 @@ def join_group(rendezvous: str, device: torch.device, *, rank: int, num_ranks: i
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
-        # said here, NCCL need not guess it from the thread that asks for the first collective
+        # said here, NCCL need not guess it from the thread that asks for the first collective; what that means for
+        # sends between stages is in docs/learner.md
         device_id=device if on_gpu else None,
     )
 
@@ -236,9 +249,19 @@ class StageLost(RuntimeError):
     """Another rank died or did not answer in time."""
 
 
+class GpuFailed(StageLost):
+    """The GPU of this rank failed as hardware does: a new process often works on it again."""
+
+
 def tells_of_loss(error: RuntimeError) -> bool:
     """Does an error say that another rank is gone or silent, so that a new start may help?"""
     text = str(error)
-    if any(sign in text for sign in _SIGNS_OF_MISUSE):
+    if any(sign in text for sign in _WOULD_COME_AGAIN):
         return False
     return isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS_OF_LOSS)
+
+
+def tells_of_fault(error: RuntimeError) -> bool:
+    """Does an error say that the GPU of this rank failed, so that a new start may help?"""
+    text = str(error)
+    return any(sign in text for sign in _SIGNS_OF_FAULT) and not any(sign in text for sign in _WOULD_COME_AGAIN)

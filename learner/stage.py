@@ -35,7 +35,17 @@ from learner.config import LearnerSections
 from learner.coordinator import Channel, Coordinator, Kind
 from learner.decoders import cost_of
 from learner.export import write_shard
-from learner.mesh import Agreement, Mesh, MeshPlace, StageLost, join_group, tells_of_loss
+from learner.mesh import (
+    Agreement,
+    GpuFailed,
+    Mesh,
+    MeshPlace,
+    StageLost,
+    first_line,
+    join_group,
+    tells_of_fault,
+    tells_of_loss,
+)
 from learner.networks import build_networks, build_reference
 from learner.packing import CostModel, PackingRule
 from learner.pipeline import micro_batches_asked
@@ -95,7 +105,7 @@ class Stage:
             NoBatch: the coordinator got no batch within `batch_timeout_s`; CoordinatorFailed on the other stages.
             PublishFailed: weights could not be written for `publish_timeout_s`; CoordinatorFailed on the other stages.
             StaleTokens: the batch holds a token past the staleness bound; CoordinatorFailed on the other stages.
-            StageLost: another stage died or hung.
+            StageLost: another stage died or hung; GpuFailed: the GPU of this one failed.
             BadSample: a drawn sample has a reward or a log-probability that no loss can use. All stages raise it.
             TrainingDiverged: three steps in a row had no finite loss or gradient. All stages raise it.
         """
@@ -374,8 +384,13 @@ class Stage:
         except CheckpointFailed:
             raise  # it has its own limit and its own remedy, also where a collective of its own did not end
         except RuntimeError as error:
+            place = self._place
+            if tells_of_fault(error):
+                raise GpuFailed(
+                    f"{place.name} could not {what}: its GPU {self._device} failed: {first_line(error)}. Look for Xid "
+                    "in its host's dmesg, and at nvidia-smi -q; if it comes again, take the GPU out of the pool"
+                ) from error
             if tells_of_loss(error):
-                place = self._place
                 others = [rank for rank in range(place.num_ranks) if rank != place.rank]
                 raise StageLost(
                     f"{place.name} could not {what}: one of the ranks {others} died or did not answer "

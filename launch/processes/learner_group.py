@@ -37,7 +37,7 @@ from launch.processes.role_process import (
 from learner.checkpoint_meta import TrainingProgress, newest_progress, steps_in
 from learner.config import LearnerSections
 from learner.coordinator import CoordinatorFailed
-from learner.mesh import StageLost
+from learner.mesh import GpuFailed, StageLost
 
 if TYPE_CHECKING:  # with Transformers, which the command of a run needs not
     from learner.report import Report
@@ -133,7 +133,8 @@ class LearnerGroup:
         meeting -> setting up -> ready -> running -> finished -> exporting -> exported
            ^------------- lost: killed, and started again ------------'
 
-    Lost is a process that died, a rank that the others waited for in vain, and one that is not ready again in time.
+    Lost is a process that died, one whose GPU failed, a rank that the others waited for in vain, and one that is not
+    ready again in time.
     Every other error would come again and ends the run. At most launch.max_restarts restarts in a row lead to no new
     checkpoint.
     """
@@ -321,6 +322,9 @@ class LearnerGroup:
         dead = [(stage, error) for stage, error in failures if not isinstance(error, RayTaskError)]
         if dead:
             return _Loss(tuple(stage for stage, _ in dead), f"died ({reason(dead[0][1])})")
+        faulty = [(stage, error) for stage, error in failures if _is_a(error, GpuFailed)]
+        if faulty:  # what the others make of it, or still wait for, is no better reason
+            return _Loss(tuple(stage for stage, _ in faulty), f"lost its GPU ({reason(faulty[0][1])})")
         if silent and now - self._failed_s < GRACE_S:
             return None
         own = [(stage, error) for stage, error in failures if not _is_a(error, StageLost)]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from learner import mesh, stage
 from learner.config import LearnerConfig
-from learner.mesh import Agreement, Mesh, StageLost, tells_of_loss
+from learner.mesh import Agreement, GpuFailed, Mesh, StageLost, tells_of_loss
 from learner.stage import Stage
 from tests.world.learner import run_ranks
 from tests.world.run_context import run_context
@@ -111,6 +111,7 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
         (dist.DistStoreError("wait timeout after 1000ms"), True),
         (RuntimeError("[../gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("NCCL communicator was aborted on rank 1."), True),
+        (dist.DistBackendError("NCCL error: Cuda failure 700 'an illegal memory access was encountered'"), False),
     ],
 )
 def test_a_gpu_that_two_ranks_share_is_no_lost_rank(tmp_path, error, is_loss):
@@ -121,6 +122,40 @@ def test_a_gpu_that_two_ranks_share_is_no_lost_rank(tmp_path, error, is_loss):
     with pytest.raises(StageLost if is_loss else type(error)) as caught:
         make_stage(tmp_path)._guard(fail, "train")
     assert (caught.value is error) != is_loss
+
+
+HINTS = "\nCUDA kernel errors might be asynchronously reported at some other API call.\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "is_fault"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: uncorrectable NVLink error detected during the execution", True),
+        ("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("NCCL error in: NCCLUtils.cpp, unhandled cuda error\nCuda failure 719 'unspecified launch failure'", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("CUDA error: device-side assert triggered", False),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+    ],
+)
+def test_a_gpu_that_fails_as_hardware_does_is_lost_and_a_bug_is_not(tmp_path, said, is_fault):
+    """The sentences are CUDA's, as torch passes them on; no GPU said them here."""
+    error = torch.AcceleratorError(said + HINTS)
+
+    def fail():
+        raise error
+
+    with pytest.raises(GpuFailed if is_fault else torch.AcceleratorError) as caught:
+        make_stage(tmp_path)._guard(fail, "train")
+    if is_fault:
+        assert f"stage 0 could not train: its GPU cpu failed: AcceleratorError: {said.splitlines()[0]}. Look" in str(
+            caught.value
+        )
+        assert "\n" not in str(caught.value)
+    else:
+        assert caught.value is error
 
 
 # --- the device -----------------------------------------------------------------------------------
@@ -159,3 +194,17 @@ def test_the_process_group_is_told_the_gpu_and_nothing_on_a_cpu(monkeypatch, dev
         assert (told["backend"], told["device_id"]) == ("gloo", None)
     else:
         assert (told["backend"], told["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("chosen", [None, "eth7"])
+def test_all_that_ranks_say_to_each_other_stays_on_the_interface_of_the_rendezvous(monkeypatch, chosen):
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, chosen or "")
+        if chosen is None:
+            monkeypatch.delenv(name)
+    timeout = timedelta(seconds=1)
+    mesh.join_group("tcp://127.0.0.1:1", torch.device("cpu"), rank=1, num_ranks=2, timeout=timeout)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == (chosen or "lo")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == (chosen or "=lo")

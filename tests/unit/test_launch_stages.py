@@ -9,6 +9,7 @@ from launch.processes.learner_group import GRACE_S, StagePoll
 from launch.processes.role_process import RunFailed
 from learner.checkpoint_meta import META_NAME, TrainingProgress, newest_progress, steps_in
 from learner.coordinator import CoordinatorFailed
+from learner.mesh import GpuFailed
 from tests.unit.fake_stages import Learner, Rank, lost, raised, write_checkpoint
 
 
@@ -103,6 +104,16 @@ def test_a_death_explains_whatever_else_went_wrong_with_it(learner):
     learner.ranks[1]("run").end(error=RayActorError())
     learner.stages.watch()
     assert learner.events[-1][1].startswith("stage.1 died")
+
+
+def test_a_stage_whose_gpu_failed_is_named_at_once_and_not_those_that_wait_for_it(learner):
+    learner.start()
+    failed = "stage 0 could not train: its GPU cuda:0 failed: CUDA error: uncorrectable ECC error encountered"
+    learner.ranks[0]("run").end(error=raised(GpuFailed(failed)))
+    learner.stages.watch()
+    kind, text = learner.events[-1]
+    assert (kind, text.startswith(f"stage.0 lost its GPU (GpuFailed: {failed})")) == ("restart", True), text
+    assert all(rank.is_killed for rank in learner.ranks[:2])
 
 
 def test_restarts_that_lead_to_no_new_checkpoint_end_the_run_and_a_new_one_starts_the_count_anew(learner):
