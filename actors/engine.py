@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _LOOK_EVERY_S = 0.2
-_VERIFY_POLL_S = 0.01
+_FIRST_LOOK_S, _LAST_LOOK_S, _LOOKS_GROW = 0.005, 0.2, 1.5
+"""Pauses between two looks at a verification: a tiny model is verified in milliseconds, and every look is a call to all
+workers of an engine, which keeps it from preparing its next step."""
 _STOP_TIMEOUT_S = 10.0
 
 
@@ -98,6 +100,8 @@ class Engine:
         self._numbers = itertools.count()
         self._known_sampling: dict[tuple[float, int], SamplingParams] = {}
         self._broken: str | None = None
+        self._verified: dict[str, Any] | None = None
+        """What `prepare` verified last, until it is applied."""
         # held while weights change, so that a request's cache salt names the version that it starts under
         self._updating = asyncio.Lock()
 
@@ -226,6 +230,7 @@ class Engine:
             raise EngineDead(self._last_words()) from error
         for refusal in filter(None, refusals):
             raise UpdateRefused(f"{refusal}; still serving version {self._version}")
+        self._verified = _update_of(staged)
         return time.perf_counter() - started_s
 
     async def apply(
@@ -237,21 +242,28 @@ class Engine:
     ) -> UpdateTiming:
         """Put newer weights under the running requests. New requests wait until it is done.
 
-        What `prepare` has not verified is verified in the pause. With `kv_cache` "keep" running requests keep their
-        attention keys of the old version. An engine that takes longer than `timeout_s` counts as dead.
+        What `prepare` has not verified is verified in the pause; not where several ranks share a model, for one could
+        refuse what another has loaded. With `kv_cache` "keep" running requests keep their attention keys of the old
+        version. An engine that takes longer than `timeout_s` counts as dead.
 
         Raises:
             UpdateRefused: the version is not as published, or of another model; nothing has changed.
             EngineDead: the update failed half way, or the engine is gone.
         """
         async with self._updating:
-            llm = self._alive()
+            llm, num_ranks = self._alive(), self._config.tensor_parallel_size
+            verified, self._verified = self._verified, None
+            if num_ranks > 1 and verified != _update_of(staged):
+                raise UpdateRefused(
+                    f"version {staged.version} was not verified before the pause, as it has to be with "
+                    f"actors.tensor_parallel_size = {num_ranks}; still serving version {self._version}"
+                )
             started_s = time.perf_counter()
             # until generation goes on, whatever ends this early (cancellation too) leaves an engine to replace
             self._broken = f"its update to version {staged.version} never ended"
             try:
                 async with asyncio.timeout(timeout_s):
-                    refusal, load_s = await while_alive(llm, swap(llm, staged, kv_cache))
+                    refusal, load_s = await while_alive(llm, swap(llm, staged, kv_cache, num_ranks))
             except Exception as error:
                 late = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 self._broken = f"its update to version {staged.version} failed half way: {late}"
@@ -354,32 +366,35 @@ async def while_alive(llm: AsyncLLM, work: Coroutine[Any, Any, R]) -> R:
 async def verify(llm: AsyncLLM, staged: StagedVersion) -> list[str]:
     """Let the engine's workers verify a version while they generate; what each has against it, '' where nothing."""
     await llm.collective_rpc("begin_weight_verification", kwargs={"update_info": _update_of(staged)})
+    pause_s = _FIRST_LOOK_S
     while None in (refusals := await llm.collective_rpc("weight_verification")):
-        await asyncio.sleep(_VERIFY_POLL_S)
+        await asyncio.sleep(pause_s)
+        pause_s = min(_LOOKS_GROW * pause_s, _LAST_LOOK_S)
     return list(refusals)
 
 
 async def swap(
-    llm: AsyncLLM, staged: StagedVersion, kv_cache: Literal["keep", "recompute"]
+    llm: AsyncLLM, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], num_ranks: int
 ) -> tuple[str | None, float]:
     """Pause, load a version, go on; why it was refused before anything changed, or None, and seconds of the load."""
     # not llm.pause_generation, which sleeps 20 ms after this very call
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache == "recompute")
     started_s = time.perf_counter()
-    refusal = await _load(llm, staged)
+    refusal = await _load(llm, staged, num_ranks)
     load_s = time.perf_counter() - started_s
     await llm.resume_generation()
     return refusal, load_s
 
 
-async def _load(llm: AsyncLLM, staged: StagedVersion) -> str | None:
+async def _load(llm: AsyncLLM, staged: StagedVersion, num_ranks: int) -> str | None:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     await llm.start_weight_update()
     try:
         await llm.update_weights(WeightTransferUpdateRequest(update_info=_update_of(staged)))
     except Exception as error:
-        if REFUSED in str(error):
+        # of several ranks another may have loaded it, and its answer is still to come
+        if REFUSED in str(error) and num_ranks == 1:
             return str(error)
         raise
     await llm.finish_weight_update(weight_version=str(staged.version))

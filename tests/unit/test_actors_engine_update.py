@@ -1,11 +1,23 @@
-"""Nobody waits for the answer of an engine whose process ended."""
+"""How an engine takes newer weights: how often it is looked at, what it may refuse, and who waits for one that died.
+
+vLLM is a stand-in that answers its calls; none of it is imported.
+"""
 
 import asyncio
+import itertools
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from actors.engine import EngineGone, while_alive
+from actors import engine as engine_module
+from actors.config import ActorsConfig
+from actors.engine import Engine, EngineDead, EngineGone, UpdateRefused, verify, while_alive
+from common.staleness import PolicyVersion
+from weight_sync.vllm_engine import REFUSED
+
+OLD, NEW, NEWER = (PolicyVersion(0, number) for number in range(3))
 
 
 async def test_what_is_asked_of_an_engine_that_dies_fails_though_no_answer_comes():
@@ -40,3 +52,118 @@ async def test_an_answer_or_an_error_of_an_engine_that_lives_is_passed_on():
     assert await while_alive(llm, answer()) == 7
     with pytest.raises(ValueError, match="no"):
         await while_alive(llm, refuse())
+
+
+class FakeVllm:
+    """Stands for an AsyncLLM: a verification is over at the n-th look, an update fails with a text if told so.
+
+    It loads nothing, and remembers the order of its calls.
+    """
+
+    def __init__(self, looks: int = 1, refusal: str = "") -> None:
+        self.errored = False
+        self.called: list[str] = []
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self._called("pause"))
+        self.start_weight_update = self._called("start")
+        self.finish_weight_update = self._called("finish")
+        self.resume_generation = self._called("resume")
+        self._looks, self._refusal = looks, refusal
+
+    def _called(self, what: str):
+        async def call(*_, **__) -> None:
+            self.called.append(what)
+
+        return call
+
+    async def collective_rpc(self, method: str, **_):
+        self.called.append(method)
+        if method == "weight_verification":
+            self._looks -= 1
+            return [None if self._looks > 0 else "", ""]
+        return None
+
+    async def update_weights(self, _) -> None:
+        self.called.append("update")
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+
+
+def staged(version: PolicyVersion) -> SimpleNamespace:
+    return SimpleNamespace(folder=Path("/weights"), version=version, dtype="float32")
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """`make(llm, ranks)`: an engine on it that serves the old version."""
+    stand_in = SimpleNamespace(WeightTransferUpdateRequest=lambda update_info: update_info)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", stand_in)
+
+    def engine(llm: FakeVllm, ranks: int = 1) -> Engine:
+        return Engine(llm, ActorsConfig(tensor_parallel_size=ranks), OLD, [2], sockets=None)
+
+    return engine
+
+
+async def pauses_of(looks: int, monkeypatch) -> list[float]:
+    """The pauses of a verification that is over at the n-th look."""
+    slept: list[float] = []
+
+    async def sleep(pause_s: float) -> None:
+        slept.append(pause_s)
+
+    monkeypatch.setattr(engine_module.asyncio, "sleep", sleep)
+    assert await verify(FakeVllm(looks), staged(NEW)) == ["", ""]
+    return slept
+
+
+async def test_a_verification_is_looked_at_soon_and_then_ever_more_rarely(monkeypatch):
+    slept = await pauses_of(60, monkeypatch)
+    seen_s = list(itertools.accumulate(slept))
+    # a tiny model, whose verification is over within milliseconds, is seen as soon as by a look every 10 ms
+    assert seen_s[0] <= 0.01
+    # and any other at most by half of what it took later than it was over
+    assert all(slept[look] <= 0.01 + 0.5 * seen_s[look - 1] for look in range(1, len(slept)))
+    assert sorted(slept) == slept
+    assert max(slept) == 0.2
+    # one of ten seconds costs a call to all workers about sixty times, where it was a thousand
+    assert sum(at_s < 10 for at_s in seen_s) < 60
+
+
+async def test_an_engine_of_several_ranks_does_not_apply_what_it_has_not_verified(make):
+    llm = FakeVllm()
+    engine = make(llm, ranks=2)
+    with pytest.raises(
+        UpdateRefused, match=r"version 0\.1 was not verified.*tensor_parallel_size = 2; still serving .*0"
+    ):
+        await engine.apply(staged(NEW), "keep")
+    await engine.prepare(staged(NEW))
+    with pytest.raises(UpdateRefused, match=r"version 0\.2 was not verified"):
+        await engine.apply(staged(NEWER), "keep")
+    assert "pause" not in llm.called
+    await engine.prepare(staged(NEWER))
+    await engine.apply(staged(NEWER), "keep")
+    assert llm.called[-5:] == ["pause", "start", "update", "finish", "resume"]
+    assert engine.version == NEWER
+    with pytest.raises(UpdateRefused, match="was not verified"):
+        await engine.apply(staged(NEWER), "keep")
+
+
+async def test_an_engine_of_one_rank_verifies_in_the_pause_what_it_has_not_verified_before(make):
+    llm = FakeVllm()
+    engine = make(llm)
+    await engine.apply(staged(NEW), "keep")
+    assert engine.version == NEW
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_refusal_in_the_pause_leaves_one_rank_as_it_was_and_of_several_the_engine_is_dead(make, ranks):
+    engine = make(FakeVllm(refusal=f"{REFUSED} a byte is wrong"), ranks)
+    await engine.prepare(staged(NEW))
+    with pytest.raises(UpdateRefused if ranks == 1 else EngineDead, match="a byte is wrong"):
+        await engine.apply(staged(NEW), "keep")
+    assert engine.version == OLD
+    if ranks == 1:
+        await engine.prepare(staged(NEWER))
+    else:
+        with pytest.raises(EngineDead):
+            await engine.prepare(staged(NEWER))
