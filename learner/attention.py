@@ -1,21 +1,28 @@
 """Exact block-diagonal causal attention over packed sequences, without a mask of the budget squared.
 
-The sequences of a micro-batch are bucketed by power-of-two length, gathered into a padded grid
+Where flash attention runs (CUDA, 16-bit floats), all T packed tokens of a micro-batch are one call, which is told where
+its sequences end. Elsewhere the sequences are bucketed by power-of-two length, gathered into a padded grid
 [N, H, L, D] per bucket, run through SDPA with `is_causal`, and scattered back. Padding stands to the
 right of every sequence, so no real token ever attends to it: the result is exact, and so is its gradient.
 Two things that some models ask for are exact too: a sliding window is a band mask [L, L] where a bucket is
-longer than the window, and soft-capped scores (Gemma 2), which SDPA does not know, are computed in full.
-The function is registered with Transformers under `IMPLEMENTATION`; layers pass the layout through.
+longer than the window, and soft-capped scores (Gemma 2), which neither kernel knows, are computed a block of queries at
+a time, again in the backward pass. The function is registered with Transformers under `IMPLEMENTATION`; layers pass the
+layout through.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from learner.packing import IntArray
@@ -24,24 +31,45 @@ IMPLEMENTATION = "leeway_packed"
 
 SHORTEST_BUCKET = 16
 """Shorter sequences share a bucket: below this, another kernel call costs more than the padding it saves."""
+SCORES_MIB = 64.0
+"""Soft-capped scores (float32, or wider as the model is) held at a time."""
 
 
-@dataclass(frozen=True)
-class AttentionLayout:
+class Grids(NamedTuple):
     """Where the packed tokens of one micro-batch stand in the grids of its buckets."""
 
     gather: tuple[Tensor, ...]
     """Per bucket, int64 [N, L]: packed position of each grid cell; padding cells repeat the sequence's first."""
     scatter: Tensor
     """int64 [T]: for each packed token its row in the concatenated, flattened grids."""
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """Where each sequence of one micro-batch begins and ends among its T packed tokens."""
+
+    bounds: IntArray
+    """The N sequences' starts, and the end of the last."""
+    edges: Tensor
+    """The same on the device, int32 [N + 1]."""
     _bands: dict[tuple[int, int], Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
     def build(cls, bounds: IntArray, device: torch.device) -> AttentionLayout:
         """Lay out the T = bounds[-1] tokens of one micro-batch; `bounds` are its sequences' starts, and the end."""
-        starts, lengths = bounds[:-1], np.diff(bounds)
+        return cls(bounds, torch.from_numpy(bounds.astype(np.int32)).to(device))
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(np.diff(self.bounds).max())
+
+    @functools.cached_property
+    def grids(self) -> Grids:
+        """The sequences by bucket; made when a layer first asks, for a kernel that takes them packed never does."""
+        starts, lengths = self.bounds[:-1], np.diff(self.bounds)
         buckets = np.maximum(SHORTEST_BUCKET, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
-        scatter = np.zeros(int(bounds[-1]), np.int64)
+        scatter = np.zeros(int(self.bounds[-1]), np.int64)
         gather: list[Tensor] = []
         row = 0
         for bucket in np.unique(buckets):
@@ -51,18 +79,15 @@ class AttentionLayout:
             cell_NL = starts[chosen, None] + np.where(inside_NL, offset_L, 0)
             row_NL = row + np.arange(cell_NL.size).reshape(cell_NL.shape)
             scatter[cell_NL[inside_NL]] = row_NL[inside_NL]
-            gather.append(torch.from_numpy(cell_NL).to(device))
+            gather.append(torch.from_numpy(cell_NL).to(self.edges.device))
             row += cell_NL.size
-        return cls(tuple(gather), torch.from_numpy(scatter).to(device))
+        return Grids(tuple(gather), torch.from_numpy(scatter).to(self.edges.device))
 
     def band(self, length: int, window: int) -> Tensor:
         """Who sees whom, bool [length, length] by query and key: itself and the `window - 1` tokens before it."""
         band = self._bands.get((length, window))
         if band is None:
-            position = torch.arange(length, device=self.scatter.device)
-            behind = position[:, None] - position
-            band = (behind >= 0) & (behind < window)
-            self._bands[length, window] = band
+            band = self._bands[length, window] = _band(length, length, 0, window, self.edges.device)
         return band
 
 
@@ -86,7 +111,7 @@ def packed_attention(
         module: the attention module; not read.
         query: [1, H, T, D].
         key: [1, H_kv, T, D], H a multiple of H_kv.
-        value: like `key`.
+        value: like `key`; its dtype is that of the products, while rotations in float32 may have widened the others.
         attention_mask: not read; the layout says who sees whom.
         layout: of this micro-batch.
         scaling: of the scores; None: 1 / sqrt(D).
@@ -102,30 +127,88 @@ def packed_attention(
     """
     if dropout:
         raise ValueError(f"attention dropout {dropout} would make the two passes of a step differ; set it to 0")
-    query_THD, key_THD, value_THD = (states[0].transpose(0, 1) for states in (query, key, value))
-    outputs: list[Tensor] = []
-    for cell_NL in layout.gather:
+    query_THD, key_THD, value_THD = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
+    window = sliding_window if sliding_window is not None and sliding_window < layout.longest else None
+    if softcap is None and _takes_packed(query_THD):
+        return _in_one_call(query_THD, key_THD, value_THD, layout, scaling, window).unsqueeze(0), None
+    outputs = []
+    for cell_NL in layout.grids.gather:
         query_NHLD, key_NHLD, value_NHLD = (_to_grid(states, cell_NL) for states in (query_THD, key_THD, value_THD))
-        length = cell_NL.shape[1]
-        window = sliding_window if sliding_window is not None and sliding_window < length else None
-        is_plain = window is None and softcap is None
-        if not (is_plain and _takes_grouped_heads(query)):
-            times = query.shape[1] // key.shape[1]
-            key_NHLD, value_NHLD = (states.repeat_interleave(times, 1) for states in (key_NHLD, value_NHLD))
-        if is_plain:
-            grouped = query_NHLD.shape[1] != key_NHLD.shape[1]
-            out_NHLD = F.scaled_dot_product_attention(
-                query_NHLD, key_NHLD, value_NHLD, is_causal=True, scale=scaling, enable_gqa=grouped
-            )
-        else:
-            band_LL = layout.band(length, window or length)
-            if softcap is None:
-                out_NHLD = F.scaled_dot_product_attention(query_NHLD, key_NHLD, value_NHLD, band_LL, scale=scaling)
-            else:
-                out_NHLD = _soft_capped(query_NHLD, key_NHLD, value_NHLD, band_LL, scaling, softcap)
+        out_NHLD = _in_grid(query_NHLD, key_NHLD, value_NHLD, layout, scaling, window, softcap)
         outputs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
     rows_RHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return rows_RHD.index_select(0, layout.scatter).unsqueeze(0), None
+    return rows_RHD.index_select(0, layout.grids.scatter).unsqueeze(0), None
+
+
+# --- packed ---------------------------------------------------------------------------------------
+
+
+def _takes_packed(query_THD: Tensor) -> bool:
+    """Does flash attention take these heads, and has this torch a call of it for packed sequences?"""
+    size = query_THD.shape[-1]
+    is_of_its_kind = query_THD.device.type == "cuda" and query_THD.dtype in (torch.bfloat16, torch.float16)
+    return is_of_its_kind and size % 8 == 0 and size <= 256 and _packed_kernel() is not None
+
+
+@functools.cache
+def _packed_kernel() -> Callable[..., Any] | None:
+    """Torch's attention over packed sequences; None where it takes no scale or no window (before torch 2.11)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn if inspect.signature(varlen_attn).parameters.keys() >= {"scale", "window_size"} else None
+
+
+def _in_one_call(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    layout: AttentionLayout,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    kernel = _packed_kernel()
+    assert kernel is not None
+    grouped: dict[str, bool] = {}
+    if "enable_gqa" in inspect.signature(kernel).parameters:
+        grouped["enable_gqa"] = True
+    else:  # its kernels may take grouped heads, but it does not promise it
+        times = query_THD.shape[1] // key_THD.shape[1]
+        key_THD, value_THD = (states.repeat_interleave(times, 1) for states in (key_THD, value_THD))
+    # it counts the tokens behind the query that are seen, and the query besides; -1 of them is all
+    seen = (-1 if window is None else window - 1, 0)
+    ends = (layout.edges, layout.edges, layout.longest, layout.longest)
+    out_THD: Tensor = kernel(query_THD, key_THD, value_THD, *ends, scale=scale, window_size=seen, **grouped)
+    return out_THD
+
+
+# --- in grids -------------------------------------------------------------------------------------
+
+
+def _in_grid(
+    query_NHLD: Tensor,
+    key_NHLD: Tensor,
+    value_NHLD: Tensor,
+    layout: AttentionLayout,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    length = query_NHLD.shape[2]
+    is_plain = (window is None or window >= length) and softcap is None
+    if not (is_plain and _takes_grouped_heads(query_NHLD)):
+        times = query_NHLD.shape[1] // key_NHLD.shape[1]
+        key_NHLD, value_NHLD = (states.repeat_interleave(times, 1) for states in (key_NHLD, value_NHLD))
+    if is_plain:
+        grouped = query_NHLD.shape[1] != key_NHLD.shape[1]
+        return F.scaled_dot_product_attention(
+            query_NHLD, key_NHLD, value_NHLD, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+    window = min(window or length, length)
+    if softcap is None:
+        band_LL = layout.band(length, window)
+        return F.scaled_dot_product_attention(query_NHLD, key_NHLD, value_NHLD, band_LL, scale=scaling)
+    scale = query_NHLD.shape[-1] ** -0.5 if scaling is None else scaling
+    return _soft_capped_in_blocks(query_NHLD, key_NHLD, value_NHLD, window, scale, softcap)
 
 
 def _takes_grouped_heads(query: Tensor) -> bool:
@@ -136,15 +219,42 @@ def _takes_grouped_heads(query: Tensor) -> bool:
     return query.device.type == "cpu" or query.dtype in (torch.bfloat16, torch.float16)
 
 
-def _soft_capped(
-    query_NHLD: Tensor, key_NHLD: Tensor, value_NHLD: Tensor, band_LL: Tensor, scaling: float | None, softcap: float
+def _soft_capped_in_blocks(
+    query_NHLD: Tensor, key_NHLD: Tensor, value_NHLD: Tensor, window: int, scale: float, softcap: float
 ) -> Tensor:
-    scores_NHLL = query_NHLD @ key_NHLD.transpose(2, 3)
-    scores_NHLL = scores_NHLL.to(torch.promote_types(scores_NHLL.dtype, torch.float32))
-    scores_NHLL = scores_NHLL * (query_NHLD.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores_NHLL = torch.tanh(scores_NHLL / softcap) * softcap
-    weights_NHLL = scores_NHLL.masked_fill(~band_LL, -torch.inf).softmax(-1)
-    return weights_NHLL.to(value_NHLD.dtype) @ value_NHLD
+    """As many queries at a time as `SCORES_MIB` lets; where that is not all, each block is computed again backward."""
+    (num, heads, length, _), wide = query_NHLD.shape, torch.promote_types(query_NHLD.dtype, torch.float32)
+    rows = max(1, int(SCORES_MIB * 2**20) // (num * heads * length * wide.itemsize))
+    if rows >= length:
+        return _soft_capped(query_NHLD, key_NHLD, value_NHLD, 0, window, scale, softcap)
+    key_NHLD, value_NHLD = key_NHLD.to(wide), value_NHLD.to(wide)  # so that the blocks' gradients add up in it
+    blocks: list[Tensor] = []
+    for first in range(0, length, rows):
+        end, seen = min(first + rows, length), max(0, first - window + 1)
+        states = (query_NHLD[:, :, first:end], key_NHLD[:, :, seen:end], value_NHLD[:, :, seen:end])
+        rule = (first - seen, window, scale, softcap)
+        # no random number is drawn in a block
+        blocks.append(checkpoint(_soft_capped, *states, *rule, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(blocks, 2)
+
+
+def _soft_capped(
+    query_NHQD: Tensor, key_NHLD: Tensor, value_NHLD: Tensor, offset: int, window: int, scale: float, softcap: float
+) -> Tensor:
+    """Attention of queries that stand `offset` keys behind the first key."""
+    key_NHLD, value_NHLD = key_NHLD.to(query_NHQD.dtype), value_NHLD.to(query_NHQD.dtype)
+    scores_NHQL = query_NHQD @ key_NHLD.transpose(2, 3)
+    scores_NHQL = scores_NHQL.to(torch.promote_types(scores_NHQL.dtype, torch.float32)) * scale
+    scores_NHQL = torch.tanh(scores_NHQL / softcap) * softcap
+    band_QL = _band(query_NHQD.shape[2], key_NHLD.shape[2], offset, window, query_NHQD.device)
+    weights_NHQL = scores_NHQL.masked_fill(~band_QL, -torch.inf).softmax(-1)
+    return weights_NHQL.to(value_NHLD.dtype) @ value_NHLD
+
+
+def _band(queries: int, keys: int, offset: int, window: int, device: torch.device) -> Tensor:
+    """Who sees whom, bool [queries, keys]: itself, `offset` behind the first key, and the `window - 1` before it."""
+    behind = torch.arange(offset, offset + queries, device=device)[:, None] - torch.arange(keys, device=device)
+    return (behind >= 0) & (behind < window)
 
 
 def _to_grid(states_THD: Tensor, cell_NL: Tensor) -> Tensor:

@@ -1,14 +1,57 @@
-"""Which attention kernels are asked for grouped heads."""
+"""Which attention kernels are asked, with what, and what is kept for the backward pass."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner import attention
 from learner.attention import AttentionLayout, packed_attention
+from tests.unit.small_models import LOCAL, Model, assert_close, load, packed_batch, run
+
+BOUNDS = np.array([0, 17, 22, 40])
+
+
+def states(*heads, length=40):
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(1, num, length, 8, generator=random, dtype=torch.float64).requires_grad_() for num in heads]
+
+
+def attend(query, key, value, bounds=BOUNDS, **options):
+    layout = AttentionLayout.build(bounds, query.device)
+    return packed_attention(torch.nn.Identity(), query, key, value, None, layout=layout, **options)[0]
+
+
+def with_gradients(inputs, **options):
+    out = attend(*inputs, **options)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
+    return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators by name, and notes the bytes of the largest tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = {}
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        name = function.name()
+        self.count[name] = self.count.get(name, 0) + 1
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return made
+
+
+# --- grouped heads and dtypes ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -34,17 +77,162 @@ def test_repeated_heads_give_what_grouped_ones_do(monkeypatch):
         return sdpa(query, key, value, *args, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", counting)
-    random = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, num, 40, 8, generator=random, dtype=torch.float64) for num in (6, 2, 2))
-    layout = AttentionLayout.build(np.array([0, 17, 22, 40]), torch.device("cpu"))
-    grouped, _ = packed_attention(torch.nn.Identity(), query, key, value, None, layout=layout)
+    inputs = states(6, 2, 2)
+    grouped = attend(*inputs)
     assert set(heads) == {(6, 2, 2, True)}
     heads.clear()
     monkeypatch.setattr(attention, "_takes_grouped_heads", lambda query: False)
-    repeated, _ = packed_attention(torch.nn.Identity(), query, key, value, None, layout=layout)
+    repeated = attend(*inputs)
     assert set(heads) == {(6, 6, 6, False)}
-    torch.testing.assert_close(repeated, grouped, rtol=0, atol=1e-12)
+    assert_close(repeated, grouped)
+
+
+@pytest.mark.parametrize("model", [Model("qwen2", tied=True), Model("gemma3_text", tied=True, changes=LOCAL)])
+def test_under_autocast_all_that_reaches_attention_is_of_16_bits(model, monkeypatch, tmp_path):
+    """Rotations are float32, and leave queries and keys in it."""
+    seen, gathered = set(), set()
+    sdpa, to_grid = F.scaled_dot_product_attention, attention._to_grid
+
+    def noting(query, key, value, *args, **kwargs):
+        seen.add((query.dtype, key.dtype, value.dtype))
+        return sdpa(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(attention, "_to_grid", lambda each, cells: gathered.add(each.dtype) or to_grid(each, cells))
+    stage = load(model.save(tmp_path), dtype=torch.float32)
+    stage.autocast_dtype = torch.bfloat16
+    run([stage], packed_batch())
+    assert seen == {(torch.bfloat16,) * 3}
+    assert gathered == {torch.bfloat16}, "what is gathered is not twice as large as what is computed"
 
 
 def test_attention_never_waits_for_plans_of_cudnn():
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+# --- packed, where flash attention runs -----------------------------------------------------------
+
+
+def by_sequence(query, key, value, edges, key_edges, longest, longest_key, scale, window_size):
+    """What torch says of `varlen_attn`, sequence by sequence, in plain formulas."""
+    assert edges.dtype == torch.int32
+    assert edges is key_edges
+    assert longest == longest_key == int(edges.diff().max())
+    behind_most, after_most = window_size
+    pieces = []
+    for start, end in itertools.pairwise(edges.tolist()):
+        one, keys, values = (each[start:end].transpose(0, 1) for each in (query, key, value))
+        keys, values = (each.repeat_interleave(len(one) // len(keys), 0) for each in (keys, values))
+        behind = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        is_seen = -behind <= after_most
+        if behind_most >= 0:
+            is_seen &= behind <= behind_most
+        scores = one @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        pieces.append((scores.masked_fill(~is_seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
+    return torch.cat(pieces)
+
+
+def of_213(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    return by_sequence(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+
+
+def of_211(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    return of_213(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [of_213, of_211])
+@pytest.mark.parametrize("options", [{}, {"scaling": 0.3}, *({"sliding_window": each} for each in (1, 6, 17, 18, 100))])
+def test_one_packed_call_computes_what_the_grids_do_and_so_does_its_gradient(kernel, options, monkeypatch):
+    inputs = states(6, 2, 2)
+    wanted = with_gradients(inputs, **options)
+    monkeypatch.setattr(attention, "_takes_packed", lambda query: True)
+    monkeypatch.setattr(attention, "_packed_kernel", lambda: kernel)
+    monkeypatch.setattr(attention, "_to_grid", None)
+    for found, expected in zip(with_gradients(inputs, **options), wanted, strict=True):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "size", "takes"),
+    [
+        ("cuda", torch.bfloat16, 64, True),
+        ("cuda", torch.float16, 256, True),
+        ("cuda", torch.float32, 64, False),
+        ("cuda", torch.float64, 64, False),
+        ("cuda", torch.bfloat16, 12, False),
+        ("cuda", torch.bfloat16, 320, False),
+        ("cpu", torch.bfloat16, 64, False),
+    ],
+)
+def test_sequences_stay_packed_where_flash_attention_takes_them(device, dtype, size, takes):
+    query = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(40, 6, size))
+    assert attention._takes_packed(query) == takes
+
+
+def test_a_torch_that_knows_no_window_of_packed_sequences_gets_grids(monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value, is_causal=False: None)
+    attention._packed_kernel.cache_clear()
+    try:
+        assert attention._packed_kernel() is None
+    finally:
+        attention._packed_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_layer_asks_torchs_packed_attention_once_forward_and_once_backward(window, monkeypatch):
+    """With tensors that have shapes and no numbers: what is asked of torch, in the version that is installed."""
+    monkeypatch.setattr(attention, "_takes_packed", lambda query: query.dtype == torch.bfloat16)
+    rotated = {"dtype": torch.float32, "requires_grad": True}  # as rotations leave them
+    with FakeTensorMode(), Operators() as operators:
+        query, key = torch.empty(1, 6, 40, 64, **rotated), torch.empty(1, 2, 40, 64, **rotated)
+        value = torch.empty(1, 2, 40, 64, dtype=torch.bfloat16, requires_grad=True)
+        out = attend(query, key, value, sliding_window=window)
+        out.sum().backward()
+    assert (out.shape, out.dtype) == ((1, 40, 6, 64), torch.bfloat16)
+    asked = {name: count for name, count in operators.count.items() if "att" in name}
+    assert asked == {"torch_attn::_varlen_attn": 1, "torch_attn::_varlen_attn_backward": 1}
+    assert not [name for name in operators.count if "index" in name or "repeat" in name], "nothing is gathered"
+
+
+# --- soft-capped scores ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_soft_capped_scores_in_blocks_are_those_in_full_and_only_a_block_of_them_exists(window, monkeypatch):
+    inputs, options = states(4, 2, 2, length=300), {"softcap": 0.5, "sliding_window": window}
+    bounds = np.array([0, 300])
+    with Operators() as full:
+        wanted = with_gradients(inputs, bounds=bounds, **options)
+    all_scores = 4 * 300 * 300 * 8
+    assert full.largest == all_scores
+    monkeypatch.setattr(attention, "SCORES_MIB", all_scores / 20 / 2**20)
+    kept = []
+    with (
+        Operators() as blocks,
+        torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one),
+    ):
+        found = with_gradients(inputs, bounds=bounds, **options)
+    assert blocks.largest <= all_scores / 20
+    assert sum(each.nbytes for each in kept) < all_scores, "scores are not kept for the backward pass"
+    for each, expected in zip(found, wanted, strict=True):
+        assert_close(each, expected)
+
+
+def test_gradients_of_blocks_add_up_in_float32(monkeypatch):
+    """In 16 bits the sum over many blocks would lose what each of them adds to keys and values."""
+    exact = [
+        each.detach() for each in with_gradients(states(2, 2, 2, length=256), bounds=np.array([0, 256]), softcap=5.0)
+    ]
+    inputs = [each.detach().bfloat16().requires_grad_() for each in states(2, 2, 2, length=256)]
+
+    def errors():
+        found = with_gradients(inputs, bounds=np.array([0, 256]), softcap=5.0)
+        return [
+            float((each - one).detach().norm() / one.detach().norm()) for each, one in zip(found, exact, strict=True)
+        ]
+
+    full = errors()
+    monkeypatch.setattr(attention, "SCORES_MIB", 2 * 256 * 4 / 2**20)  # a query at a time
+    blocks = errors()
+    assert all(block < 1.25 * whole for block, whole in zip(blocks, full, strict=True)), (blocks, full)
