@@ -19,6 +19,15 @@ LOG_RATIO_LIMIT = 20.0
 """Log ratios are clamped to +-20 before exp: e^20 is finite in float32, and far beyond any trust region."""
 
 
+Measured = dict[str, Tensor | float | None]
+"""Metrics by name, some of them yet to be read."""
+
+
+def share_of(chosen: Tensor, number: int) -> Tensor:
+    """How many are chosen (bool), over a number, as float64 of one value."""
+    return chosen.sum().double() / number
+
+
 @dataclass(frozen=True)
 class LossInputs:
     """One batch as the loss sees it: log-probabilities of completion tokens, flat over the batch.
@@ -74,7 +83,9 @@ class LossInputs:
     @property
     def length_B(self) -> Tensor:
         """int64: completion tokens of each sequence."""
-        return torch.bincount(self.sequence_T, minlength=self.num_sequences)
+        # as bincount, which asks the device for the largest first
+        none_B = torch.zeros(self.num_sequences, dtype=torch.int64, device=self.sequence_T.device)
+        return none_B.index_add(0, self.sequence_T, torch.ones_like(self.sequence_T))
 
     @property
     def group_size_B(self) -> Tensor:
@@ -109,11 +120,19 @@ class LossOutput:
     """A scalar loss, differentiable in `LossInputs.logprobs_T` (and `values_T`), and what to log beside it."""
 
     loss: Tensor
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    """None where a metric does not apply to this batch."""
+    measured: Measured = field(default_factory=dict)
+    """What is logged, by name. A tensor of one number costs nothing until it is read: the learner takes the gradient
+    of a loss for each micro-batch, and a number read there would wait for the GPU each time."""
     weights_T: Tensor | None = None
     """The importance weights as the loss applied them, after corrections: pi_prox / mu, or pi / mu of its gradient;
     None where it has none."""
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """What was measured, as numbers; None where a metric does not apply to this batch."""
+        return {
+            name: float(found.detach()) if isinstance(found, Tensor) else found for name, found in self.measured.items()
+        }
 
 
 CriticKind = Literal["head", "model"]

@@ -38,7 +38,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from algorithms.base import LOG_RATIO_LIMIT, GroupSection, LossInputs
+from algorithms.base import LOG_RATIO_LIMIT, GroupSection, LossInputs, Measured, share_of
 
 Metrics = dict[str, float | None]
 
@@ -73,7 +73,7 @@ class Weighing:
 
     weight_T: Tensor
     kept_T: Tensor
-    metrics: Metrics = field(default_factory=dict)
+    metrics: Measured = field(default_factory=dict)
 
 
 class TokenTIS(_Correction):
@@ -282,7 +282,7 @@ class WeighedSection(GroupSection):
         return self
 
 
-def weigh_gradient(inputs: LossInputs, corrections: Sequence[AnyWeight]) -> tuple[LossInputs, Tensor | None, Metrics]:
+def weigh_gradient(inputs: LossInputs, corrections: Sequence[AnyWeight]) -> tuple[LossInputs, Tensor | None, Measured]:
     """The batch with the same log-probabilities, through which each token's gradient passes times its weight.
 
     The weight is rho = pi / mu after the corrections, of the present policy and not of that at the start of the draw:
@@ -320,8 +320,8 @@ def _pessimistic(ratio: Tensor, advantage: Tensor, low: float, high: float) -> O
     return Objective(objective, (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0))
 
 
-def _share(chosen_T: Tensor) -> float:
-    return float(chosen_T.sum()) / max(1, chosen_T.numel())
+def _share(chosen_T: Tensor) -> Tensor:
+    return share_of(chosen_T, max(1, chosen_T.numel()))
 
 
 # --- how far the data are --------------------------------------------------------------------------

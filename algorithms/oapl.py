@@ -76,9 +76,9 @@ def oapl(config: OAPLConfig, inputs: LossInputs) -> LossOutput:
     return LossOutput(
         loss,
         {
-            "oapl/delta_abs": float(delta_B.detach().abs().mean()) / config.beta,
-            "oapl/value": float((inputs.rewards_B - advantage_B).mean()),
-            "oapl/kl_behaviour": float(log_rho_B.detach().mean()),
+            "oapl/delta_abs": delta_B.detach().abs().mean().double() / config.beta,
+            "oapl/value": (inputs.rewards_B - advantage_B).mean(),
+            "oapl/kl_behaviour": log_rho_B.detach().mean(),
             **shares,
         },
         weights_T,

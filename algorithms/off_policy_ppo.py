@@ -45,12 +45,11 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from algorithms.base import Algorithm, CriticKind, GroupSection, LossInputs, LossOutput, Needs
+from algorithms.base import Algorithm, CriticKind, GroupSection, LossInputs, LossOutput, Measured, Needs, share_of
 from algorithms.corrections import (
     AnySurrogate,
     AnyWeight,
     Corrections,
-    Metrics,
     TokenClip,
     TokenTIS,
     check_corrections,
@@ -175,15 +174,15 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
         inputs = replace(inputs, proximal_logprobs_T=inputs.behaviour_logprobs_T)
     num_tokens = max(1, inputs.logprobs_T.numel())
     weighing = importance_weights(inputs, config.corrections)
-    metrics: Metrics = dict(weighing.metrics)
+    metrics: Measured = dict(weighing.metrics)
     advantage_T = _advantages(config, inputs, metrics)
     default = TokenClip(clip_low=config.clip_low, clip_high=config.clip_high)
     surrogate = surrogate_of(config.corrections, default)
     found = surrogate.objective(inputs, inputs.proximal_logprobs_T.detach(), advantage_T)
     loss = -(weighing.weight_T * found.objective_T).sum() / num_tokens
-    metrics["off_policy/clip_frac_low"] = float((found.low_T & weighing.kept_T).sum()) / num_tokens
-    metrics["off_policy/clip_frac_high"] = float((found.high_T & weighing.kept_T).sum()) / num_tokens
-    metrics["ppo/advantage_abs"] = float(advantage_T.abs().sum()) / num_tokens
+    metrics["off_policy/clip_frac_low"] = share_of(found.low_T & weighing.kept_T, num_tokens)
+    metrics["off_policy/clip_frac_high"] = share_of(found.high_T & weighing.kept_T, num_tokens)
+    metrics["ppo/advantage_abs"] = advantage_T.abs().sum().double() / num_tokens
     if config.kl_beta > 0 and config.kl_in == "loss":
         loss = loss + config.kl_beta * (weighing.weight_T * _kl_terms(config, inputs)).sum() / num_tokens
     if config.baseline == "critic":
@@ -191,13 +190,13 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     return LossOutput(loss, metrics, weighing.weight_T if config.proximal == "draw_start" else None)
 
 
-def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Metrics) -> Tensor:
+def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Measured) -> Tensor:
     """Advantage of each token, constant: T."""
     rewards_B = inputs.penalised_rewards_B(config.missing_eos_penalty)
     penalty_T = torch.zeros_like(inputs.proximal_logprobs_T)
     if config.kl_beta > 0:
         log_ratio_T = (inputs.proximal_logprobs_T - inputs.reference_logprobs_T).detach()
-        metrics["ppo/kl_reference"] = float(inputs.sum_per_sequence(log_ratio_T).mean())
+        metrics["ppo/kl_reference"] = inputs.sum_per_sequence(log_ratio_T).mean()
         if config.kl_in == "reward":
             penalty_T = config.kl_beta * log_ratio_T
     if config.baseline == "critic":
@@ -219,7 +218,7 @@ def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
     return clamped_exp(-log_ratio_T) - 1 + log_ratio_T
 
 
-def _value_loss(config: OffPolicyPPOConfig, inputs: LossInputs, advantage_T: Tensor, metrics: Metrics) -> Tensor:
+def _value_loss(config: OffPolicyPPOConfig, inputs: LossInputs, advantage_T: Tensor, metrics: Measured) -> Tensor:
     """Half the squared error of the values, clipped around the old ones; mean over tokens."""
     assert inputs.values_T is not None, "the config needs a critic, and the batch has no values"
     assert inputs.old_values_T is not None, "the config needs a critic, and the batch has no old values"
@@ -230,10 +229,10 @@ def _value_loss(config: OffPolicyPPOConfig, inputs: LossInputs, advantage_T: Ten
     if config.value_clip > 0:
         clipped_T = inputs.values_T.clamp(old_T - config.value_clip, old_T + config.value_clip)
         clipped_error_T = (clipped_T - returns_T).square()
-        metrics["ppo/value_clip_frac"] = float((clipped_error_T > error_T).sum()) / num_tokens
+        metrics["ppo/value_clip_frac"] = share_of(clipped_error_T > error_T, num_tokens)
         error_T = torch.maximum(error_T, clipped_error_T)
     loss = error_T.sum() / num_tokens / 2
-    metrics["ppo/value_loss"] = loss.item()
+    metrics["ppo/value_loss"] = loss.detach()
     metrics["ppo/explained_variance"] = _explained_variance(returns_T, old_T)
     return loss
 

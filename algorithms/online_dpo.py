@@ -32,7 +32,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
-from algorithms.base import Algorithm, LossInputs, LossOutput, Needs
+from algorithms.base import Algorithm, LossInputs, LossOutput, Needs, share_of
 from algorithms.corrections import WeighedSection, weigh_gradient
 
 
@@ -107,9 +107,9 @@ def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
         loss,
         {
             "dpo/tied_frac": 1 - num_pairs / inputs.num_groups,
-            "dpo/margin": float(config.beta * margins_P.mean()) if num_pairs else None,
-            "dpo/accuracy": float((margins_P > 0).sum()) / num_pairs if num_pairs else None,
-            "dpo/cross_frac": float(cross_P.sum()) / num_pairs if num_pairs else None,
+            "dpo/margin": config.beta * margins_P.mean() if num_pairs else None,
+            "dpo/accuracy": share_of(margins_P > 0, num_pairs) if num_pairs else None,
+            "dpo/cross_frac": share_of(cross_P, num_pairs) if num_pairs else None,
             **shares,
         },
         weights_T,

@@ -37,8 +37,8 @@ else:
     ]
 
 
-def loss_for(config: AlgorithmConfig) -> Loss:
-    """The loss of a config, as a function of a batch alone, which it checks first.
+def loss_for(config: AlgorithmConfig, *, checks: bool = True) -> Loss:
+    """The loss of a config, as a function of a batch alone, which it checks first, unless that was done before.
 
     The function raises `algorithms.base.BadInputs`, a ValueError, for a batch that the loss cannot be right on, and
     `algorithms.registry.UndeclaredInput` where the loss reads what its `needs` do not declare.
@@ -47,7 +47,8 @@ def loss_for(config: AlgorithmConfig) -> Loss:
     needs = config.needs
 
     def checked(inputs: LossInputs) -> LossOutput:
-        check_inputs(inputs, needs)
+        if checks:
+            check_inputs(inputs, needs)
         return loss(config, only_declared(inputs, needs))
 
     return checked

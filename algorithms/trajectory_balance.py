@@ -102,9 +102,9 @@ def trajectory_balance(config: TrajectoryBalanceConfig, inputs: LossInputs) -> L
         loss,
         {
             "tb/beta": beta,
-            "tb/delta_abs": float(delta_B.detach().abs().mean()),
-            "tb/log_z": float(log_z_B.mean()),
-            "tb/kl_reference": float(log_ratio_B.detach().mean()),
+            "tb/delta_abs": delta_B.detach().abs().mean(),
+            "tb/log_z": log_z_B.mean(),
+            "tb/kl_reference": log_ratio_B.detach().mean(),
             **shares,
         },
         weights_T,

@@ -335,6 +335,7 @@ class LossEvaluator:
     def __init__(self, algorithm: AlgorithmConfig, config: LearnerConfig) -> None:
         """Take the loss and the rule of the effective sample size."""
         self._loss = loss_for(algorithm)
+        self._unchecked = loss_for(algorithm, checks=False)
         self._rule: EssRule | None = None
         if config.ess_budget is not None:
             self._rule = EssRule(config.ess_budget, config.ess_action, MAX_DROPS)
@@ -347,9 +348,13 @@ class LossEvaluator:
         self._drops_before, self.drops_in_a_row = self.drops_in_a_row, 0
 
     def gradient(self, inputs: LossInputs) -> Tensor:
-        """The gradient dL / d(log-probability) of all T tokens; `inputs.logprobs_T` is a leaf."""
+        """The gradient dL / d(log-probability) of all T tokens; `inputs.logprobs_T` is a leaf.
+
+        Asked for each micro-batch, it reads nothing back from the device: samples were checked before the step, and
+        `evaluate` reads metrics once all log-probabilities are there.
+        """
         with torch.enable_grad():
-            return torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0]
+            return torch.autograd.grad(self._unchecked(inputs).loss, inputs.logprobs_T)[0]
 
     def evaluate(self, batch: StepBatch, leaves: Leaves, old: Leaves, reference_T: Tensor) -> LossEvaluation:
         """Evaluate the loss on the batch of an update, at the leaves of the present weights.

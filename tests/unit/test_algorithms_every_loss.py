@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from algorithms.base import BadInputs
 from algorithms.corrections import TokenTIS, WeighedSection
 from algorithms.registry import loss_for
+from learner.config import LearnerConfig
+from learner.step import LossEvaluator
 from tests.unit.loss_batches import (
     CONFIGS,
     GROUP_CONFIGS,
@@ -200,3 +203,36 @@ def test_comparing_prompts_is_comparing_groups_that_were_joined_by_hand(config):
     # where a batch does not say which prompts there are, every group has its own
     unknown = replace(inputs, prompt_B=None)
     assert torch.equal(gradient(config, unknown)[1], gradient(by_group, inputs)[1])
+
+
+class NoReading(TorchDispatchMode):
+    """Fails where a number is read, or a shape depends on values: on a GPU each waits for all that was begun."""
+
+    READS = {"_local_scalar_dense", "nonzero", "bincount", "_unique2", "masked_select", "equal", "unique_dim"}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        assert name not in self.READS, f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@every({name: each for name, each in CONFIGS.items() if each.needs.separable and each.compare == "group"})
+def test_the_gradient_of_a_separable_loss_reads_nothing_back_from_the_device(config):
+    """It is asked for with every micro-batch."""
+    inputs = make_inputs()
+    evaluator = LossEvaluator(config, LearnerConfig())
+    leaf_T = inputs.logprobs_T.clone().requires_grad_()
+    batch = replace(inputs, logprobs_T=leaf_T, values_T=None, old_values_T=None)
+    with NoReading():
+        found_T = evaluator.gradient(batch)
+    assert torch.equal(found_T, torch.autograd.grad(loss_for(config)(batch).loss, leaf_T)[0])
+    with pytest.raises(AssertionError, match="waits for the device"), NoReading():
+        loss_for(config)(batch)
+
+
+@every(CONFIGS)
+def test_metrics_are_numbers_that_need_no_gradient(config):
+    output = loss_for(config)(make_inputs())
+    assert output.metrics.keys() == output.measured.keys()
+    assert {type(value) for value in output.metrics.values()} <= {float, int, type(None)}
+    assert not any(found.requires_grad for found in output.measured.values() if isinstance(found, torch.Tensor))
