@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from common.files import replace_durably, sync, write_durably
 from common.threads import DaemonThreads
 from learner.checkpoint_meta import META_NAME, CheckpointMeta, Seal, TrainingProgress, steps_in
+from learner.host_memory import host_room
 from learner.mesh import Agreement, Disagreement, Mesh, first_line
 from learner.networks import Network, Networks
 
@@ -330,16 +331,16 @@ class TrainingState:
 
     def prepare(self, networks: Networks) -> None:
         """Make room: the first touch of so much memory takes longer than to fill it later, while a step waits."""
-        for name, tensors in live_tensors(networks).items():
-            self._copy_of(name, tensors[0]).zero_()
+        self._room_for(networks)
+        for copy in self._copies.values():
+            copy.zero_()
 
     def take(self, networks: Networks) -> dict[str, Tensor]:
         """Copy everything to host memory; the copies are those of the call before, with new values."""
         on_gpu = networks.policy.device.type == "cuda"
-        live = live_tensors(networks)
-        for name, tensors in live.items():
-            self._copy_of(name, tensors[0]).copy_(tensors[0], non_blocking=on_gpu)
-        taken = {name: self._copies[name] for name in live}
+        for name, tensors in self._room_for(networks).items():
+            self._copies[name].copy_(tensors[0], non_blocking=on_gpu)
+        taken = dict(self._copies)
         taken[f"{_RNG}.{self._rank}"] = torch.get_rng_state()
         if on_gpu:
             taken[f"{_RNG_CUDA}.{self._rank}"] = torch.cuda.get_rng_state(networks.policy.device)
@@ -351,7 +352,8 @@ class TrainingState:
 
         A rank that the checkpoint, with these names stored, does not know takes the generators of rank 0.
         """
-        wanted = {name: self._copy_of(name, tensors[0]) for name, tensors in live_tensors(networks).items()}
+        self._room_for(networks)
+        wanted = dict(self._copies)
         generators = {_RNG: torch.get_rng_state()}
         if networks.policy.device.type == "cuda":
             generators[_RNG_CUDA] = torch.cuda.get_rng_state(networks.policy.device)
@@ -366,19 +368,21 @@ class TrainingState:
         for name, tensors in live_tensors(networks).items():
             for tensor in tensors:
                 tensor.copy_(read[name])
+        for network in networks.all:
+            network.round()
         for name, state in read.items():
             if name.startswith(f"{_RNG}."):
                 torch.set_rng_state(state)
             elif name.startswith(f"{_RNG_CUDA}."):
                 torch.cuda.set_rng_state(state, networks.policy.device)
 
-    def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
-        copy = self._copies.get(name)
-        if copy is None:
-            # pinned, or a copy from a GPU would not be asynchronous
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._copies[name] = copy
-        return copy
+    def _room_for(self, networks: Networks) -> dict[str, list[Tensor]]:
+        """Make copies for the live tensors, which are returned, unless that was done."""
+        live = live_tensors(networks)
+        if self._copies.keys() != live.keys():
+            on_gpu = networks.policy.device.type == "cuda"
+            self._copies = host_room({name: tensors[0] for name, tensors in live.items()}, pinned=on_gpu)
+        return live
 
 
 def is_of_a_rank(name: str) -> bool:
@@ -395,7 +399,7 @@ def live_tensors(networks: Networks) -> dict[str, list[Tensor]]:
 
 
 def _tensors_of(network: Network, prefix: str) -> dict[str, list[Tensor]]:
-    named = [(name, parameter.detach()) for name, parameter in network.named_parameters()]
+    named = [(name, parameter.detach()) for name, parameter in network.named_weights()]
     for optimizer in network.optimizers:
         named += [(f"optimizer.{name}", tensor) for name, tensor in optimizer.state().items()]
     found: dict[str, list[Tensor]] = {}

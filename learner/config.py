@@ -50,7 +50,13 @@ class LearnerConfig(BaseModel):
     schedule: ScheduleName = Field(default="1f1b", description="Pipeline schedule of the training pass.")
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32",
-        description="Of compute; with bfloat16 too, weights and optimizer are float32. float64 is for comparing runs.",
+        description="Of compute; with bfloat16 too, what is trained and its optimizer are float32, and 2 bytes per "
+        "parameter more hold what is computed with. float64 is for comparing runs.",
+    )
+    residual: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Of the states between layers and stages, with precision = 'bfloat16' alone: bfloat16 moves and "
+        "keeps half of them, and rounds them as a 16-bit engine does.",
     )
     activation_checkpointing: bool = Field(
         default=False, description="Keep only each layer's input and compute the rest again in the backward pass."
@@ -111,11 +117,16 @@ class LearnerConfig(BaseModel):
         return self.num_minibatches * self.num_epochs
 
     def check_pipeline(self) -> None:
-        """How processes share the model, as far as no model is needed to see it.
+        """How processes share the model and what they compute in, as far as no model is needed to see it.
 
         Raises:
             ValueError: names the keys at odds.
         """
+        if self.residual == "bfloat16" and self.precision != "bfloat16":
+            raise ValueError(
+                f"learner.residual = 'bfloat16' says nothing with learner.precision = '{self.precision}': set "
+                "learner.precision = 'bfloat16' too, or leave learner.residual out"
+            )
         chunks = f"learner.num_chunks = {self.num_chunks}"
         if self.num_chunks > 1 and self.schedule in ("gpipe", "1f1b"):
             raise ValueError(

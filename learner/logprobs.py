@@ -138,7 +138,7 @@ class _OfWeight(torch.autograd.Function):
         weight, hidden, tokens, partition, *kept = ctx.saved_tensors
         rule, dtype = ctx.rule, ctx.dtype
         cast = weight if kept else weight.to(dtype)
-        total = torch.zeros_like(weight)
+        total = torch.zeros_like(weight, dtype=_wide(weight.dtype))
         factors = gradient / rule.temperature
         for rows in _chunks(len(tokens), rule.chunk_tokens(len(weight), dtype)):
             shares, steepness = kept or _shares_again(hidden[rows].to(dtype), cast, tokens[rows], partition[rows], rule)

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -25,8 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from common.hf_folder import HEAD, ModelFolderError, damaged, file_of_each_tensor, stored_tensors
 from learner.attention import IMPLEMENTATION, AttentionLayout
 from learner.decoders import StageShare, family_of, layer_types, logit_softcap, rotation_kinds, split_layers
+from learner.host_memory import Offload
 from learner.logprobs import LogitRule, token_logprobs
 from learner.packing import PackedBatch
+from learner.precision import COMPUTED, embed, narrow_norms, round_parameters
 
 EMBEDDING = "model.embed_tokens.weight"
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
@@ -41,7 +42,10 @@ Heads = Literal["token", "token_and_value", "value"]
 
 
 class DeviceBatch:
-    """A packed batch of one replica on the device of a stage, with what its layers need per micro-batch."""
+    """A packed batch of one replica on the device of a stage, with what its layers need per micro-batch.
+
+    All of it is copied here, once: a copy in the midst of a pass would wait until the device has done all before it.
+    """
 
     def __init__(self, packed: PackedBatch, device: torch.device) -> None:
         """Move a packed batch to a device."""
@@ -52,6 +56,8 @@ class DeviceBatch:
         """Per micro-batch, its tokens before the padding."""
         self.layouts = [AttentionLayout.build(bounds, device) for bounds in packed.bounds]
         self.predicting = [torch.from_numpy(positions).to(device) for positions in packed.predicting]
+        self.predicted = [torch.from_numpy(tokens).to(device) for tokens in packed.predicted]
+        self.output_T = torch.from_numpy(packed.output_T).to(device)
 
 
 class StageModule(nn.Module):
@@ -86,7 +92,9 @@ class StageModule(nn.Module):
         self.tied = bool(whole.config.tie_word_embeddings) and heads != "value"
         """Are embedding and LM head one tensor?"""
         self.activation_checkpointing = activation_checkpointing
-        self.autocast_dtype: torch.dtype | None = None
+        self.masters: dict[str, nn.Parameter] = {}
+        """What is trained, where it is not the parameter of that name but one that this is rounded from."""
+        self._residual: torch.dtype | None = None
         whole.config._attn_implementation = IMPLEMENTATION
         self._layer_types = layer_types(whole.config)
         self._rotation_kinds = rotation_kinds(whole.config)
@@ -119,8 +127,23 @@ class StageModule(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters, and of hidden states between stages."""
+        """Of the parameters."""
         return next(self.parameters()).dtype
+
+    @property
+    def states_dtype(self) -> torch.dtype:
+        """Of hidden states, within stages and between them."""
+        return self._residual or self.dtype
+
+    def compute_in_bfloat16(self, residual: torch.dtype = torch.float32) -> None:
+        """Round all weights but a value head's, keep what they are rounded from, and run products in bfloat16.
+
+        `residual`: of hidden states, bfloat16 or wider.
+        """
+        self._residual = residual
+        self.masters = round_parameters(self, but=is_value_head)
+        self.tie()
+        narrow_norms(self.model.layers)
 
     @property
     def batch(self) -> DeviceBatch | None:
@@ -138,13 +161,14 @@ class StageModule(nn.Module):
                 self._offload.fetch()
             else:
                 self._offload.release()
+            self.tie()
 
     def offload(self, where: Literal["cpu", "disk"], folder: Path) -> None:
         """Keep a frozen stage's weights elsewhere while no batch is set; "disk": in this folder of the run."""
         assert self._batch is None
         name = f"chunk-{self.share.chunk + 1:05d}-of-{self.share.num_chunks:05d}.safetensors"
-        self._offload = Offload(self, where, folder / name)
-        self._offload.release()
+        self._offload = Offload(self, self.device, where, folder / name)
+        self.batch = None
 
     @property
     def num_heads(self) -> int:
@@ -161,12 +185,17 @@ class StageModule(nn.Module):
         m = int(micro_batch)
         width = states.shape[1]
         states = states[:, : self._batch.num_tokens[m]]
-        enabled = self.autocast_dtype is not None
-        with torch.autocast(states.device.type, dtype=self.autocast_dtype or torch.bfloat16, enabled=enabled):
-            hidden = self._run_layers(self.model.embed_tokens(states) if self.share.is_first else states, m)
+        # a product of what is still wider would not fail but be slow, or refuse two dtypes: it is narrowed here
+        with torch.autocast(states.device.type, dtype=COMPUTED, enabled=self._residual is not None):
+            hidden = self._run_layers(self._embed(states) if self.share.is_first else states, m)
             if self.share.is_last:
                 return self._output(hidden, m, width)
         return F.pad(hidden, (0, 0, 0, width - hidden.shape[1]))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """[1, T] -> [1, T, hidden]."""
+        embedding = self.model.embed_tokens
+        return embedding(tokens) if self._residual is None else embed(embedding, tokens, self._residual)
 
     def _run_layers(self, hidden: Tensor, m: int) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]."""
@@ -216,15 +245,20 @@ class StageModule(nn.Module):
         if self.tied and self.share.is_first and self.share.is_last:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def published_tensors(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, nn.Parameter]:
+        """What is trained, by the names of the parameters."""
+        return {name: self.masters.get(name, parameter) for name, parameter in self.named_parameters()}
+
+    def published_tensors(self, *, rounded: bool = False) -> dict[str, Tensor]:
         """This stage's weights by checkpoint name; `lm_head.weight` always has its own entry on the last stage.
 
         A tied head must be sent as well: an engine that serves an untied copy would keep the old one. A value head
-        is not: no engine knows it.
+        is not: no engine knows it. `rounded`: as they are computed with, where bfloat16 is all that is asked for.
         """
-        tensors = {name: parameter.detach() for name, parameter in self.named_parameters() if not is_value_head(name)}
-        if self.share.is_last:
-            tensors[HEAD] = self.lm_head.weight.detach()
+        weights = dict(self.named_parameters()) if rounded else self.weights()
+        tensors = {name: weight.detach() for name, weight in weights.items() if not is_value_head(name)}
+        if self.share.is_last and HEAD not in tensors:
+            tensors[HEAD] = tensors[EMBEDDING]
         return tensors
 
     def exported_tensors(self) -> dict[str, Tensor]:
@@ -234,52 +268,6 @@ class StageModule(nn.Module):
     def stored_name(self, name: str) -> str:
         """The name under which a parameter, or what goes with it, is stored: a tied head is stored as the embedding."""
         return name.replace(HEAD, EMBEDDING) if self.tied else name
-
-
-class Offload:
-    """Where the weights of a frozen stage are while it does not score; takes them away, and brings the same ones back.
-
-        cpu    in the memory of the host; on a stage that computes there they stay where they are
-        disk   in a file of the run, read when the stage is to score
-
-    They come and go as a whole: a scoring runs many micro-batches through every layer, and fetching each layer for each
-    of them, as hooks of layers would, moves the model that many times.
-    """
-
-    def __init__(self, stage: StageModule, where: Literal["cpu", "disk"], file: Path) -> None:
-        """Note the weights, or write them to the file anew; they stay where they are until `release`."""
-        assert not any(parameter.requires_grad for parameter in stage.parameters()), "a stage that learns cannot leave"
-        self.device = stage.device
-        """Where the stage computes."""
-        self._stage = stage
-        self._file = file if where == "disk" else None
-        weights = {name: parameter.detach() for name, parameter in stage.named_parameters()}
-        self._empty = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
-        self._kept: dict[str, Tensor] = {}
-        if self._file is None:
-            self._kept = {name: weight.to("cpu") for name, weight in weights.items()}
-        else:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: weight.to("cpu").contiguous() for name, weight in weights.items()}, file)
-
-    def fetch(self) -> None:
-        """Bring the weights to the device; nothing where they are there already."""
-        if not next(self._stage.parameters()).is_meta:
-            return
-        if self._file is None:
-            self._assign({name: weight.to(self.device) for name, weight in self._kept.items()})
-            return
-        with safe_open(self._file, framework="pt", device=str(self.device)) as opened:
-            # copied out of the mapped file: products of tensors that stand at odd addresses differ in their last bits
-            self._assign({name: opened.get_tensor(name).clone() for name in self._empty})
-
-    def release(self) -> None:
-        """Give the device's copy up."""
-        self._assign(self._empty if self._file is not None or self.device.type != "cpu" else self._kept)
-
-    def _assign(self, weights: dict[str, Tensor]) -> None:
-        self._stage.load_state_dict(weights, strict=False, assign=True)
-        self._stage.tie()
 
 
 def is_value_head(name: str) -> bool:

@@ -25,6 +25,7 @@ from learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_s
 from learner.optimizer import StageOptimizer, UpdateDecision, UpdateResult, learning_rate, update_together
 from learner.packing import PackedBatch
 from learner.pipeline import Pipeline
+from learner.precision import COMPUTED
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
 """(which of the T tokens, their log-probabilities) -> dL / d(log-probability) of them, in float32 or wider."""
@@ -45,16 +46,18 @@ class Network:
     def build(cls, modules: Sequence[StageModule], config: LearnerConfig, mesh: Mesh) -> Network:
         """Make this rank's chunks, in the order of their layers, trainable; all ranks call it together."""
         heads, tied, device = modules[0].heads, modules[0].tied, modules[0].device
-        named = {name: parameter for module in modules for name, parameter in module.named_parameters()}
+        named = {name: weight for module in modules for name, weight in module.weights().items()}
+        computed = {name: parameter for module in modules for name, parameter in module.named_parameters()}
         if heads == "token_and_value":
-            body = {name: parameter for name, parameter in named.items() if not is_value_head(name)}
-            value_head = {name: parameter for name, parameter in named.items() if is_value_head(name)}
+            body = {name: weight for name, weight in named.items() if not is_value_head(name)}
+            value_head = {name: weight for name, weight in named.items() if is_value_head(name)}
             optimizers: tuple[StageOptimizer, ...] = (
-                StageOptimizer(body, config, mesh, device, tied=tied),
-                StageOptimizer(value_head, config, mesh, device, of_critic=True),
+                StageOptimizer(body, computed, config, mesh, device, tied=tied),
+                StageOptimizer(value_head, computed, config, mesh, device, of_critic=True),
             )
         else:
-            optimizers = (StageOptimizer(named, config, mesh, device, of_critic=heads == "value", tied=tied),)
+            of_critic = heads == "value"
+            optimizers = (StageOptimizer(named, computed, config, mesh, device, of_critic=of_critic, tied=tied),)
         return cls(tuple(modules), Pipeline(modules, mesh, config.schedule), optimizers)
 
     @property
@@ -64,21 +67,27 @@ class Network:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Of the parameters that are computed with."""
         return self.modules[0].dtype
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of all chunks, under the names of the whole model."""
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What is trained of all chunks, under the names of the whole model."""
         for module in self.modules:
-            yield from module.named_parameters()
+            yield from module.weights().items()
+
+    def round(self) -> None:
+        """After weights have changed: compute with what they are now."""
+        for optimizer in self.optimizers:
+            optimizer.round()
 
     def stored_name(self, name: str) -> str:
         """As `StageModule.stored_name`."""
         return self.modules[0].stored_name(name)
 
-    def published_tensors(self) -> dict[str, Tensor]:
+    def published_tensors(self, *, rounded: bool = False) -> dict[str, Tensor]:
         """As `StageModule.published_tensors`, of all chunks."""
-        return {name: tensor for module in self.modules for name, tensor in module.published_tensors().items()}
+        found = (module.published_tensors(rounded=rounded) for module in self.modules)
+        return {name: tensor for each in found for name, tensor in each.items()}
 
     def exported_tensors(self) -> dict[str, Tensor]:
         """As `StageModule.exported_tensors`, of all chunks."""
@@ -120,7 +129,7 @@ class Networks:
 
     def forward_only(self, batch: DeviceBatch) -> Leaves | None:
         """Log-probabilities, and a critic's values, of all T completion tokens; None but on the last stages."""
-        said = [gather_tokens(network.pipeline.forward_only(batch), batch.packed, self.mesh) for network in self.all]
+        said = [gather_tokens(network.pipeline.forward_only(batch), batch, self.mesh) for network in self.all]
         by_token = [found for found in said if found is not None]
         if not by_token:
             return None
@@ -140,7 +149,7 @@ class Networks:
         for network in self.all:
             module, coefficients = network.modules[-1], None
             if rows is not None:
-                coefficients = _Spread(rows[: module.num_heads], batch.packed)
+                coefficients = _Spread(rows[: module.num_heads], batch)
                 rows = rows[module.num_heads :]
             network.pipeline.train(batch, coefficients)
 
@@ -165,8 +174,8 @@ class Networks:
         log-probabilities of all T tokens that are returned.
         """
         assert self.critic is None, "values are leaves of the whole batch"
-        coefficients = None if gradient is None else _Asked(gradient, batch.packed)
-        found = gather_tokens(self.policy.pipeline.train(batch, coefficients), batch.packed, self.mesh)
+        coefficients = None if gradient is None else _Asked(gradient, batch)
+        found = gather_tokens(self.policy.pipeline.train(batch, coefficients), batch, self.mesh)
         return None if found is None else found[0]
 
     def update(self, number: int, decision: UpdateDecision | None) -> UpdateResult:
@@ -174,15 +183,15 @@ class Networks:
         return update_together(self.optimizers, learning_rate(self._config, number), decision, self.mesh)
 
 
-def gather_tokens(outputs: Tensor | None, packed: PackedBatch, mesh: Mesh) -> Tensor | None:
+def gather_tokens(outputs: Tensor | None, batch: DeviceBatch, mesh: Mesh) -> Tensor | None:
     """From where the outputs of a replica's last stage stand to the tokens they speak of, over all replicas.
 
     [M, L] or [M, heads, L] -> [heads, T], alike on all last stages; None on the others.
     """
     if outputs is None:
         return None
+    packed, output_T = batch.packed, batch.output_T
     by_head = outputs.reshape(packed.num_micro_batches, -1, packed.width).transpose(0, 1).flatten(1)
-    output_T = torch.from_numpy(packed.output_T).to(outputs.device)
     tokens = by_head[:, output_T.clamp_min(0)]
     if mesh.place.num_replicas > 1:
         # each token is of one replica and zero in the others: adding zeros is exact
@@ -194,8 +203,8 @@ def gather_tokens(outputs: Tensor | None, packed: PackedBatch, mesh: Mesh) -> Te
 class _Spread:
     """Coefficients [heads, T] of the whole batch, by micro-batch of this replica."""
 
-    def __init__(self, rows: Tensor, packed: PackedBatch) -> None:
-        output_T = torch.from_numpy(packed.output_T).to(rows.device)
+    def __init__(self, rows: Tensor, batch: DeviceBatch) -> None:
+        packed, output_T = batch.packed, batch.output_T
         own_T = output_T >= 0
         flat = rows.new_zeros(len(rows), packed.num_micro_batches * packed.width)
         flat[:, output_T[own_T]] = rows[:, own_T]
@@ -208,13 +217,12 @@ class _Spread:
 class _Asked:
     """Coefficients of log-probabilities, asked for when the outputs of a micro-batch are there."""
 
-    def __init__(self, gradient: Gradient, packed: PackedBatch) -> None:
+    def __init__(self, gradient: Gradient, batch: DeviceBatch) -> None:
         self._gradient = gradient
-        self._packed = packed
+        self._batch = batch
 
     def __call__(self, micro_batch: int, outputs: Tensor) -> Tensor:
-        where = torch.from_numpy(self._packed.predicted[micro_batch]).to(outputs.device)
-        at = torch.from_numpy(self._packed.predicting[micro_batch]).to(outputs.device)
+        where, at = self._batch.predicted[micro_batch], self._batch.predicting[micro_batch]
         flat = outputs.flatten()
         found = self._gradient(where, flat[at])
         return torch.zeros_like(flat).index_copy(0, at, found.to(flat.dtype)).view(outputs.shape)
@@ -239,7 +247,7 @@ class Reference:
         if self._pipeline is not None and len(unscored):
             is_all = len(unscored) == batch.rows.num_rows
             subset = on_device if is_all else self._networks.on_device(batch.pack(unscored))
-            found = gather_tokens(self._pipeline.forward_only(subset), subset.packed, self._networks.mesh)
+            found = gather_tokens(self._pipeline.forward_only(subset), subset, self._networks.mesh)
             new_T = None if found is None else found[0]
         if not self._networks.mesh.place.is_last:
             return None, {}
@@ -264,10 +272,21 @@ class Reference:
 
 
 def load_chunks(
-    path: Path, heads: Heads, config: LearnerConfig, temperature: float, mesh: Mesh, device: torch.device
+    path: Path,
+    heads: Heads,
+    config: LearnerConfig,
+    temperature: float,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    frozen: bool = False,
 ) -> list[StageModule]:
-    """This rank's chunks of a checkpoint folder: stage p of P has p, p + P, p + 2P, ... of P * learner.num_chunks."""
+    """This rank's chunks of a checkpoint folder: stage p of P has p, p + P, p + 2P, ... of P * learner.num_chunks.
+
+    What is frozen needs no float32 to be rounded from.
+    """
     num_stages, stage = mesh.place.num_stages, mesh.place.stage
+    widths = {"float32": torch.float32, "bfloat16": COMPUTED if frozen else torch.float32, "float64": torch.float64}
     chunks = [
         load_stage(
             path,
@@ -275,7 +294,7 @@ def load_chunks(
             num_stages * config.num_chunks,
             temperature=temperature,
             device=device,
-            dtype=torch.float64 if config.precision == "float64" else torch.float32,
+            dtype=widths[config.precision],
             heads=heads,
             layers_per_chunk=config.layers_per_chunk,
             activation_checkpointing=config.activation_checkpointing,
@@ -283,7 +302,9 @@ def load_chunks(
         for chunk in range(config.num_chunks)
     ]
     for chunk in chunks:
-        chunk.autocast_dtype = torch.bfloat16 if config.precision == "bfloat16" else None
+        chunk.requires_grad_(not frozen)
+        if config.precision == "bfloat16":
+            chunk.compute_in_bfloat16(COMPUTED if config.residual == "bfloat16" else torch.float32)
     return chunks
 
 
@@ -304,9 +325,8 @@ def build_reference(context: RunContext[LearnerSections], networks: Networks) ->
     config, mesh, device = context.config.learner, networks.mesh, networks.policy.device
     if not context.config.algorithm.needs.reference:
         return Reference(None, networks)
-    chunks = load_chunks(context.reference_path, "token", config, context.temperature, mesh, device)
+    chunks = load_chunks(context.reference_path, "token", config, context.temperature, mesh, device, frozen=True)
     for chunk in chunks:
-        chunk.requires_grad_(False)
         if config.reference_offload != "none":
             chunk.offload(config.reference_offload, context.folder / "offload" / f"replica-{mesh.place.replica}")
     return Reference(Pipeline(chunks, mesh, config.schedule), networks)

@@ -1,7 +1,8 @@
 """AdamW on float32 master weights, with one decision over all stages and all that is trained together.
 
 An update of the learner is an optimizer step of the policy and, where there is one, of the critic, which is a model of
-its own or a value head: both are taken or none is. Each is clipped to its own gradient norm, over all stages.
+its own or a value head: both are taken or none is. Each is clipped to its own gradient norm, over all stages. Where
+compute is bfloat16, what modules compute with is made of the masters here, once per update.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from common.hf_folder import HEAD
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.model import EMBEDDING
+from learner.precision import Roundings
 
 ADAM_EPS = 1e-8
 """AdamW's epsilon, as everywhere: the moments are float32, in which it is far from both ends."""
+
+CLIP_EPS = 1e-6
+"""Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does."""
 
 BUCKET_ELEMENTS = 2**24
 """Of gradients that replicas sum at a time (64 MiB in float32): more would need a second copy of them all."""
@@ -77,6 +82,7 @@ class StageOptimizer:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
+        computed: Mapping[str, nn.Parameter],
         config: LearnerConfig,
         mesh: Mesh,
         device: torch.device,
@@ -86,10 +92,12 @@ class StageOptimizer:
     ) -> None:
         """Create AdamW: matrices decay, vectors do not.
 
-        Parameters go by the names of the whole model; a stage may hold none of a value head. `tied`: embedding and
-        LM head are one tensor, where a replica has both.
+        Parameters go by the names of the whole model; a stage may hold none of a value head. `computed`: by the same
+        names (and perhaps more) what modules compute with, a rounding or the parameter itself. `tied`: embedding and LM
+        head are one tensor, where a replica has both.
         """
         self.parameters = dict(parameters)
+        self._roundings = Roundings(self.parameters, computed)
         self.device = device
         self._config = config
         self._mesh = mesh
@@ -120,6 +128,7 @@ class StageOptimizer:
 
         Sums gradients over replicas, and those of a tied weight over its two copies, so all ranks call it.
         """
+        self._roundings.hand_over()
         self._sum_over_replicas()
         self._sum_tied_gradients()
         if not self._mesh.place.publishes:
@@ -133,14 +142,22 @@ class StageOptimizer:
         """Clip by the norm over all stages, and step; a critic's rate is as much greater or smaller as its peak is."""
         if self.adam is None:
             return
-        norm_tensor = torch.tensor(norm, dtype=torch.float64, device=self.device)
-        nn.utils.clip_grads_with_norm_(self.parameters.values(), self._config.max_grad_norm, norm_tensor)
+        coefficient = self._config.max_grad_norm / (norm + CLIP_EPS)
+        if coefficient < 1:
+            # of a number, and not of a tensor: that would be float64, for which foreach has no kernel
+            torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], coefficient)
         for group in self.adam.param_groups:
             group["lr"] = rate * self._rate_factor
         self.adam.step()
+        self.round()
+
+    def round(self) -> None:
+        """After the parameters have changed: have modules compute with what they are now."""
+        self._roundings.follow()
 
     def clear(self) -> None:
         """Forget the gradients."""
+        self._roundings.hand_over()
         for parameter in self.parameters.values():
             parameter.grad = None
 

@@ -165,7 +165,7 @@ class Pipeline:
         neighbours before its first pass, so they have to drop theirs too.
         """
         train, num_micro_batches, width = key
-        per_micro_batch = width * self.modules[0].hidden_size * self.modules[0].dtype.itemsize
+        per_micro_batch = width * self.modules[0].hidden_size * self.modules[0].states_dtype.itemsize
         return (2 if train else 1) * num_micro_batches * per_micro_batch * len(self.modules)
 
     def _build(self, train: bool, num_micro_batches: int, width: int) -> _Built:
@@ -183,7 +183,9 @@ class Pipeline:
         share, device = module.share, module.device
         tokens = torch.zeros(1, width, dtype=torch.int64, device=device)
         outputs = torch.zeros(module.output_shape(width), dtype=torch.promote_types(module.dtype, torch.float32))
-        hidden = torch.zeros(1, width, module.hidden_size, dtype=module.dtype, device=device, requires_grad=train)
+        hidden = torch.zeros(
+            1, width, module.hidden_size, dtype=module.states_dtype, device=device, requires_grad=train
+        )
         return PipelineStage(
             module,
             share.chunk,

@@ -330,7 +330,9 @@ class Stage:
         self._published_version = version
         if self._publisher is not None:
             on_committed = self._coordinator.published if self._coordinator is not None else None
-            tensors = self._networks.policy.published_tensors()
+            # what modules compute with is the same rounding of the weights, and half as much to copy
+            rounded = set(self._context.serving_dtypes) == {"bfloat16"}
+            tensors = self._networks.policy.published_tensors(rounded=rounded)
             self._publisher.publish(PolicyVersion(self._progress.incarnation, version), tensors, on_committed)
 
     def _save(self) -> None:
@@ -366,12 +368,12 @@ class Stage:
     # --- the rest -----------------------------------------------------------------------------------
 
     def _export(self, folder: Path) -> None:
-        place, policy = self._place, self._networks.policy
+        place, tensors = self._place, self._networks.policy.exported_tensors()
         if place.publishes:
-            write_shard(folder, place.stage, place.num_stages, policy.exported_tensors())
+            write_shard(folder, place.stage, place.num_stages, tensors)
         self._ranks.say("")  # shards are of unequal sizes, and may go to unequal disks
         if place.is_coordinator:
-            dtype = str(policy.dtype).removeprefix("torch.")
+            dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
             complete_folder(folder, self._context.model_path, place.num_stages, dtype)
         self._ranks.say("")
         dist.destroy_process_group()

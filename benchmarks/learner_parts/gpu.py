@@ -75,7 +75,7 @@ def measure(spot: Spot, *, quick: bool) -> Figures:
     return {
         "gpu_device": name,
         "gpu_shape": "Qwen2.5-1.5B" if on_gpu else "tiny",
-        "gpu_num_parameters": sum(parameter.numel() for _, parameter in learner.policy.named_parameters()),
+        "gpu_num_parameters": sum(parameter.numel() for _, parameter in learner.policy.named_weights()),
         "gpu_tokens_per_s": num_tokens / step_s,
         "gpu_mfu": None if peak is None else flops / step_s / peak,
         "gpu_num_tokens": num_tokens,

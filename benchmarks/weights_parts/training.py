@@ -140,11 +140,12 @@ class Trainer:
         There training leaves them; this checkpoint, made from four bits, has them on few of these places.
         """
         generator = torch.Generator().manual_seed(1)
-        for _, parameter in self._learner.policy.named_parameters():
+        for _, parameter in self._learner.policy.named_weights():
             rounded = parameter.to(torch.bfloat16).float()
             bits = torch.randint(-0x7FFF, 0x7FFF, rounded.shape, generator=generator, dtype=torch.int32)
             moved = (rounded.view(torch.int32) + bits).view(torch.float32)
             parameter.copy_(torch.where(rounded == 0, rounded, moved))
+        self._learner.policy.round()
 
     def close(self) -> None:
         """Leave the process group."""

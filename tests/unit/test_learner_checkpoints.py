@@ -14,7 +14,7 @@ from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from common.hf_folder import model_identity
 from learner import checkpoint as checkpoint_file
 from learner.batch import Leaves
-from learner.checkpoint import CheckpointFailed, CheckpointMismatch, Checkpoints, TrainingProgress
+from learner.checkpoint import CheckpointFailed, CheckpointMismatch, Checkpoints, TrainingProgress, live_tensors
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
 from learner.networks import Networks
@@ -55,8 +55,8 @@ def make_model(folder: Path, **changes) -> Path:
     return folder
 
 
-def networks_of(model: Path, algorithm=BALANCE) -> Networks:
-    return make_networks(model, CONFIG, algorithm)[0]
+def networks_of(model: Path, algorithm=BALANCE, precision="float64") -> Networks:
+    return make_networks(model, CONFIG, algorithm, precision=precision)[0]
 
 
 def checkpoints_in(folder: Path, keep=2, timeout_s=30.0, **options) -> Checkpoints:
@@ -97,9 +97,10 @@ def same(ours: dict, theirs: dict) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
 @pytest.mark.parametrize("algorithm", [BALANCE, CRITIC_HEAD, CRITIC_MODEL], ids=["none", "head", "model"])
-def test_a_restored_run_continues_to_the_bit(tmp_path, model, algorithm):
-    first = networks_of(model, algorithm)
+def test_a_restored_run_continues_to_the_bit(tmp_path, model, algorithm, precision):
+    first = networks_of(model, algorithm, precision)
     checkpoints = checkpoints_in(tmp_path)
     assert checkpoints.restore(first) is None
     for step in (1, 2, 3):
@@ -112,13 +113,20 @@ def test_a_restored_run_continues_to_the_bit(tmp_path, model, algorithm):
     take_step(first, seed=4)
 
     torch.rand(5)
-    second = networks_of(model, algorithm)
+    second = networks_of(model, algorithm, precision)
     untouched = weights_of(second)
     assert checkpoints_in(tmp_path).restore(second) == TrainingProgress(3, 3, 0)
     assert torch.equal(torch.rand(3), draws), "the random generator goes on where it stood"
     take_step(second, seed=4)
     assert same(weights_of(first), weights_of(second))
     assert not same(weights_of(first), untouched)
+
+
+def test_a_run_in_bfloat16_saves_float32_under_the_names_of_any_other(model):
+    wide, rounded = (live_tensors(networks_of(model, CRITIC_MODEL, precision)) for precision in ("float32", "bfloat16"))
+    assert wide.keys() == rounded.keys()
+    for name, tensors in wide.items():
+        assert [tensor.dtype for tensor in rounded[name]] == [tensor.dtype for tensor in tensors] == [torch.float32]
 
 
 def test_without_the_moments_of_the_optimizer_a_restored_run_would_go_another_way(tmp_path, model):

@@ -54,7 +54,7 @@ def test_a_critic_that_knows_nothing_says_zero_everywhere_and_leaves_the_policy_
 
 def test_values_are_computed_in_float32_also_where_the_model_runs_in_bfloat16(models):
     stage = load(models / "untied", "token_and_value", dtype=torch.float32)
-    stage.autocast_dtype = torch.bfloat16
+    stage.compute_in_bfloat16()
     # a value that bfloat16 would round to 1
     torch.nn.init.constant_(stage.value_head.bias, 1.001)
     stage.batch = DeviceBatch(build(make_rows(0)).packed, CPU)

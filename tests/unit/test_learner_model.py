@@ -123,7 +123,7 @@ def test_activation_checkpointing_changes_no_bit_and_runs_in_no_forward_only_pas
     for checkpointing in (False, True):
         stages = [load(folder, i, 2, activation_checkpointing=checkpointing, dtype=torch.float32) for i in range(2)]
         for stage in stages:
-            stage.autocast_dtype = torch.bfloat16
+            stage.compute_in_bfloat16()
         output = run(stages, packed_batch())
         output.sum().backward()
         found.append((output.detach(), gradients_of(stages)))

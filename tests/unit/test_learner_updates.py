@@ -112,7 +112,7 @@ def test_the_gradient_of_an_update_is_the_same_however_it_is_split_into_micro_ba
         networks.train(on_device, Leaves(coefficients_T, None if leaves.values_T is None else coefficients_T.flip(0)))
         found = {}
         for network in networks.all:
-            for name, parameter in network.named_parameters():
+            for name, parameter in network.named_weights():
                 found[network.modules[-1].heads, name] = parameter.grad.clone()
         for optimizer in networks.optimizers:
             optimizer.clear()
@@ -225,7 +225,7 @@ def test_the_distance_of_a_draw_is_that_of_its_start_whatever_its_updates(train_
 
 def poison(networks, num_calls_before: int, network="policy") -> None:
     """Make one gradient of one parameter NaN, once."""
-    _, parameter = next(iter(getattr(networks, network).named_parameters()))
+    _, parameter = next(iter(getattr(networks, network).named_weights()))
     calls = []
 
     def hook(gradient):

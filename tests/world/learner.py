@@ -127,7 +127,7 @@ def weights_of(networks: Networks) -> dict[str, torch.Tensor]:
     """Copies of all that is trained, by name."""
     found = {}
     for name, network in zip(("policy", "critic"), networks.all, strict=False):
-        found |= {f"{name}.{key}": parameter.detach().clone() for key, parameter in network.named_parameters()}
+        found |= {f"{name}.{key}": parameter.detach().clone() for key, parameter in network.named_weights()}
     return found
 
 
@@ -193,7 +193,7 @@ def train_cases(cases: dict[str, Case], folder: Path, mesh: Mesh) -> None:
         # copies: a file refuses two names for one memory
         tensors |= {key: tensor.clone() for key, tensor in networks.policy.published_tensors().items()}
         for prefix, network in zip(("policy.", "critic."), networks.all, strict=False):
-            for key, parameter in network.named_parameters():
+            for key, parameter in network.named_weights():
                 if prefix == "critic." or key.startswith("value_head."):
                     tensors[prefix + key] = parameter.detach().clone()
         save_file(tensors, folder / f"{name}-{place.num_replicas}x{place.num_stages}-{place.rank}.safetensors")
