@@ -15,10 +15,12 @@ decoders     the supported families, what their layers cost, and which of them a
 model        StageModule: a contiguous share of a Hugging Face decoder's layers, loaded and off-loaded
 attention    block-diagonal attention over packed sequences
 logprobs     log-probabilities of tokens without the full logits
+precision    roundings of the weights, to compute with in bfloat16; what they need of embeddings and norms
 pipeline     Pipeline: forward-only and training schedules over torch.distributed.pipelining
 optimizer    StageOptimizer: AdamW on master weights; one decision over all ranks
 
 checkpoint   Checkpoints: what a restart needs, in the background and atomically; TrainingState: host copies
+host_memory  room in host memory for what is on a device; Offload: a frozen stage that is away while it does not score
 checkpoint_meta  CheckpointMeta, TrainingProgress: what a checkpoint says of itself, with checksums
 export       the policy as a Hugging Face folder, from the ranks or from a checkpoint
 """

@@ -5,14 +5,14 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 151,
-    "lines": 35_700,
+    "files": 153,
+    "lines": 36_000,
     "longest file": 460,
     "longest function": 60,
     "modules imported by exactly one other": 40,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 147,
+    "config keys": 148,
 }
 
 

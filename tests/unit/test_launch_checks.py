@@ -74,6 +74,10 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
             ["--learner.activation_checkpointing", "true", "--learner.schedule", "zero_bubble"],
             "learner.activation_checkpointing = true with learner.schedule = 'zero_bubble'",
         ),
+        (
+            ["--learner.residual", "bfloat16"],
+            "says nothing with learner.precision = 'float32': set learner.precision =",
+        ),
         (["--learner.layers_per_chunk", "[2]"], "has 1 numbers, and learner.num_stages * learner.num_chunks = 2"),
         (["--learner.layers_per_chunk", "[1, 2]"], "adds up to 3 layers, and"),
         (["--weight_sync.max_lag", "0", "--weight_sync.publish_every", "2"], "can never be met"),

@@ -100,7 +100,7 @@ def test_under_autocast_all_that_reaches_attention_is_of_16_bits(model, monkeypa
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
     monkeypatch.setattr(attention, "_to_grid", lambda each, cells: gathered.add(each.dtype) or to_grid(each, cells))
     stage = load(model.save(tmp_path), dtype=torch.float32)
-    stage.autocast_dtype = torch.bfloat16
+    stage.compute_in_bfloat16()
     run([stage], packed_batch())
     assert seen == {(torch.bfloat16,) * 3}
     assert gathered == {torch.bfloat16}, "what is gathered is not twice as large as what is computed"

@@ -31,12 +31,12 @@ class Cuda:
         self._code = code
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
 
-    def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:  # noqa: N802 -- CUDA's name
+    def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:
         if not self._code:
             self.pinned[address] = size
         return self._code
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 -- CUDA's name
+    def cudaHostUnregister(self, address: int) -> int:
         del self.pinned[address]
         return 0
 

@@ -1,5 +1,6 @@
 """Compute in bfloat16: roundings of float32 masters, what reaches a product, and what stays float32."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from tests.unit.small_models import CPU, LOCAL, VOCABULARY, Model, load, packed_
 from tests.world.learner import SEED, alone, build, make_models, make_networks, make_rows
 
 BF16 = torch.bfloat16
+BALANCE = TrajectoryBalanceConfig()
 RESIDUALS = [torch.float32, BF16]
 FAMILIES = [
     Model("llama", True),
@@ -108,16 +110,21 @@ def test_log_probabilities_and_gradients_are_those_of_float64_within_what_bfloat
         assert float(error) < 0.12, name
 
 
+def note_dtypes(seen, _module, inputs, output):
+    seen |= {inputs[0].dtype, output.dtype}
+
+
 def test_hidden_states_are_float32_or_as_the_engine_rounds_them(tmp_path):
     folder = Model("llama", False).save(tmp_path)
     for residual in RESIDUALS:
         first, _ = stages = rounded_stages(folder, residual=residual)
-        seen = []
+        seen = set()
+        note = functools.partial(note_dtypes, seen)
         for stage in stages:
             for layer in stage.model.layers.values():
-                layer.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0].dtype, output.dtype]))
+                layer.register_forward_hook(note)
         run(stages, packed_batch())
-        assert set(seen) == {residual} == {first.states_dtype}
+        assert seen == {residual} == {first.states_dtype}
     assert load(folder).states_dtype == torch.float64
 
 
@@ -159,7 +166,7 @@ def networks_of(tmp_path):
     """A function that makes the networks of one process in a precision."""
     make_models(tmp_path)
     with alone():
-        yield lambda kind="tied", algorithm=TrajectoryBalanceConfig(), precision="bfloat16", **config: make_networks(
+        yield lambda kind="tied", algorithm=BALANCE, precision="bfloat16", **config: make_networks(
             tmp_path / kind, LearnerConfig(**{"learning_rate": 1e-2, **config}), algorithm, precision=precision
         )
 
@@ -216,7 +223,10 @@ def test_without_bfloat16_modules_hold_what_is_trained_and_nothing_twice(network
         networks, reference = networks_of(precision=precision)
         (module,) = networks.policy.modules
         assert not module.masters
-        assert all(weight is parameter for weight, parameter in zip(module.weights().values(), module.parameters(), strict=True))
+        assert all(
+            weight is parameter
+            for weight, parameter in zip(module.weights().values(), module.parameters(), strict=True)
+        )
         assert {parameter.dtype for parameter in module.parameters()} == {dtype}
         assert {p.dtype for each in reference._pipeline.modules for p in each.parameters()} == {dtype}
 
