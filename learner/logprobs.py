@@ -18,7 +18,7 @@ be computed twice. Soft-capped logits (Gemma 2), cap * tanh(l / cap), multiply p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -26,8 +26,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LOGITS_MIB = 64.0
-"""Logits held at a time: products of that size fill a device, and beside a micro-batch's states they are little."""
+LOGITS_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 1024.0}
+"""By type of device, logits held at a time: beside a micro-batch's states they are little, and the head, which is read
+for every chunk, is read seldom enough that the products take longer."""
+KEPT_MIB = 64.0
+"""Of so many logits, the probabilities are kept for the backward pass; for each micro-batch in flight."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +41,29 @@ class LogitRule:
     """Of sampling."""
     softcap: float | None = None
     """Logits l become softcap * tanh(l / softcap), before the temperature."""
-    chunk_mib: float = LOGITS_MIB
-    """Logits (float32, or wider as the model is) held at a time, for each micro-batch in flight."""
+    chunk_mib: float | None = None
+    """Logits (float32, or wider as the model is) held at a time; None: `LOGITS_MIB`."""
 
-    def chunk_tokens(self, vocab_size: int, dtype: torch.dtype) -> int:
-        """Tokens whose logits over V words make one chunk, at least 1."""
-        return max(1, int(self.chunk_mib * 2**20) // (vocab_size * _wide(dtype).itemsize))
+    def chunk_tokens(self, vocab_size: int, dtype: torch.dtype, device: str) -> int:
+        """Tokens whose logits over V words make one chunk on a device of this type, at least 1."""
+        mib = LOGITS_MIB[device] if self.chunk_mib is None else self.chunk_mib
+        return max(1, int(mib * 2**20) // (vocab_size * _wide(dtype).itemsize))
+
+    def kept_tokens(self, vocab_size: int, dtype: torch.dtype, device: str) -> int:
+        """As many tokens of one chunk as have their probabilities kept for the backward pass."""
+        return min(self.chunk_tokens(vocab_size, dtype, device), int(KEPT_MIB * 2**20) // (vocab_size * 4))
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, rule: LogitRule) -> Tensor:
     """Log pi of the given tokens: [n, hidden] (normed), [V, hidden], int64 [n] -> [n].
 
-    Float32 or wider, also under autocast, which the products alone follow.
+    Float32 or wider, as is the gradient of the weight, also under autocast and where the weight is of 16 bits: the
+    products alone are of such numbers.
     """
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     learning = torch.is_grad_enabled()
-    keep = learning and weight.requires_grad and len(tokens) <= rule.chunk_tokens(len(weight), dtype)
+    keep = learning and weight.requires_grad and len(tokens) <= rule.kept_tokens(len(weight), dtype, device)
     with torch.autocast(device, enabled=False):
         asked = (rule, dtype, learning and hidden.requires_grad, keep)
         found = _OfHidden.apply(hidden, weight.detach(), tokens, *asked)  # type: ignore[no-untyped-call]
@@ -96,7 +105,7 @@ class _OfHidden(torch.autograd.Function):
         slopes = torch.empty_like(hidden) if wants_slopes else hidden.new_empty(0)
         kept: tuple[Tensor, ...] = ()
         cast = weight.to(dtype)
-        for rows in _chunks(len(tokens), rule.chunk_tokens(len(weight), dtype)):
+        for rows in _chunks(len(tokens), rule.chunk_tokens(len(weight), dtype, hidden.device.type)):
             own = weight.index_select(0, tokens[rows]).to(_wide(dtype)) if wants_slopes else None
             found = _chunk(hidden[rows].to(dtype), cast, tokens[rows], rule, own, keep)
             logprobs[rows], partition[rows] = found.logprobs, found.partition
@@ -111,7 +120,7 @@ class _OfHidden(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _Context, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
-        return (slopes * gradient[:, None].to(slopes.dtype), *[None] * 6)
+        return ((slopes * gradient[:, None]).to(slopes.dtype), *[None] * 6)
 
 
 class _OfWeight(torch.autograd.Function):
@@ -140,15 +149,12 @@ class _OfWeight(torch.autograd.Function):
         cast = weight if kept else weight.to(dtype)
         total = torch.zeros_like(weight, dtype=_wide(weight.dtype))
         factors = gradient / rule.temperature
-        for rows in _chunks(len(tokens), rule.chunk_tokens(len(weight), dtype)):
-            shares, steepness = kept or _shares_again(hidden[rows].to(dtype), cast, tokens[rows], partition[rows], rule)
+        for rows in _chunks(len(tokens), rule.chunk_tokens(len(weight), dtype, hidden.device.type)):
+            shares, pull = kept or _shares_again(hidden[rows].to(dtype), cast, tokens[rows], partition[rows], rule)
             # the factor is put on the states, which are few, and not on the vocabulary
             wide = hidden[rows].to(factors.dtype) * factors[rows, None]
-            total.index_add_(0, tokens[rows], (wide * steepness[:, None]).to(total.dtype))
-            if total.dtype == dtype:
-                total.addmm_(shares.T, wide.to(dtype), alpha=-1)
-            else:
-                total.sub_(shares.T @ wide.to(dtype))
+            total.index_add_(0, tokens[rows], (wide * pull[:, None]).to(total.dtype))
+            _subtract_product(total, shares.T, wide.to(dtype))
             del shares  # before the next chunk is made
         return (total, *[None] * (5 + len(kept)))
 
@@ -178,39 +184,78 @@ def _chunk(hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: T
     partition = top + sums.log()
     if not wants_shares:
         return _Chunk(picked - partition, partition, None, ())
-    shares = scaled.div_(sums[:, None])
-    shares = (shares if slant is None else shares.mul_(slant)).to(hidden.dtype)
-    steepness, slopes = _steepness(picked, rule), None
-    if own is not None:
-        slopes = (own * steepness[:, None] - shares @ cast) / rule.temperature
-    return _Chunk(picked - partition, partition, slopes, (shares, steepness) if keep else ())
+    shares, pull = _shares(scaled.div_(sums[:, None]), slant, tokens, picked, partition, rule, hidden.dtype)
+    slopes = None if own is None else (own * pull[:, None] - _product(shares, cast)) / rule.temperature
+    return _Chunk(picked - partition, partition, slopes, (shares, pull) if keep else ())
 
 
 def _shares_again(
     hidden: Tensor, cast: Tensor, tokens: Tensor, partition: Tensor, rule: LogitRule
 ) -> tuple[Tensor, Tensor]:
-    """P times the steepness of the soft cap, [c, V], and the steepness at the tokens, [c]."""
+    """What `_shares` gives."""
     scaled = _scaled_logits(hidden, cast, rule)
-    steepness = _steepness(scaled.gather(1, tokens[:, None]).squeeze(1), rule)
+    picked = scaled.gather(1, tokens[:, None]).squeeze(1)
     slant = _steepness(scaled, rule) if rule.softcap is not None else None
-    shares = scaled.sub_(partition[:, None]).exp_()
-    return (shares if slant is None else shares.mul_(slant)).to(hidden.dtype), steepness
+    return _shares(scaled.sub_(partition[:, None]).exp_(), slant, tokens, picked, partition, rule, hidden.dtype)
+
+
+def _shares(
+    probabilities: Tensor,
+    slant: Tensor | None,
+    tokens: Tensor,
+    picked: Tensor,
+    partition: Tensor,
+    rule: LogitRule,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """How the rows of the head pull at a state: all words away from them [c, V], the tokens towards theirs [c].
+
+    P and 1, each times the steepness of the soft cap; where p is rounded, the tokens' own is left out, and 1 - p is
+    what pulls towards it.
+    """
+    shares = (probabilities if slant is None else probabilities.mul_(slant)).to(dtype)
+    pull = _steepness(picked, rule)
+    if shares.dtype != picked.dtype:
+        shares.scatter_(1, tokens[:, None], 0)
+        pull = pull * -torch.expm1(picked - partition)
+    return shares, pull
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, rule: LogitRule) -> Tensor:
     """Z of a chunk, [c, hidden], [V, hidden] -> [c, V]; in place from the product on."""
-    logits = hidden @ weight.T
+    logits = _product(hidden, weight.T)
     logits = logits.to(_wide(logits.dtype))
     if rule.softcap is not None:
         logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
     return logits if rule.temperature == 1 else logits.div_(rule.temperature)
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Of matrices; in float32 where 16-bit numbers can be multiplied as they are and summed and kept in it."""
+    if _sums_in_float32(left):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
+
+
+def _subtract_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total -= left @ right`, with no matrix like `total` between them where that can be."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, alpha=-1)
+    elif _sums_in_float32(left):
+        torch.addmm(total, left, right, out_dtype=torch.float32, alpha=-1, out=total)
+    else:
+        total.sub_(left @ right)
+
+
+def _sums_in_float32(factor: Tensor) -> bool:
+    return factor.device.type == "cuda" and factor.dtype in (torch.bfloat16, torch.float16)
+
+
 def _steepness(scaled: Tensor, rule: LogitRule) -> Tensor:
     """Derivative of the soft cap at scaled logits; 1 where there is none."""
     if rule.softcap is None:
         return torch.ones_like(scaled)
-    return 1 - (scaled * (rule.temperature / rule.softcap)).square()
+    return (scaled * (rule.temperature / rule.softcap)).square_().neg_().add_(1)
 
 
 def _chunks(num_tokens: int, chunk: int) -> Iterator[slice]:

@@ -35,7 +35,7 @@ from buffer.schema import to_batch
 from buffer.trajectory import Trajectory
 from learner.attention import IMPLEMENTATION
 from learner.batch import StepBatch
-from learner.logprobs import LogitRule, token_logprobs
+from learner.logprobs import LOGITS_MIB, LogitRule, token_logprobs
 from learner.model import DeviceBatch
 from learner.packing import PackingRule, pack
 
@@ -180,7 +180,7 @@ def logprob_memory(spot: Spot, *, side: str, quick: bool) -> Figures:
         "peak_mib": peak,
         "seconds": seconds,
         "num_tokens": num_tokens,
-        "chunk_mib": _head_rule().chunk_mib,
+        "chunk_mib": LOGITS_MIB["cpu"],
         "sums": [float(each.double().abs().sum()) for each in (logprobs, weight.grad, hidden.grad)],
     }
 

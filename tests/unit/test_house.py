@@ -6,7 +6,7 @@ from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
     "files": 153,
-    "lines": 36_000,
+    "lines": 36_100,
     "longest file": 460,
     "longest function": 60,
     "modules imported by exactly one other": 40,
