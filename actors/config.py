@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from actors.tasks.config import TaskConfig
 from buffer.config import BufferConfig
 from weight_sync.config import WeightSyncConfig
+
+READY_ENV = "VLLM_ENGINE_READY_TIMEOUT_S"
+"""How long vLLM waits for an engine's processes; it reads it as it loads, so whoever starts an actor sets it."""
+ON_GPU_BYTES = 2 * 2**30
+"""What an engine takes of a GPU beside weights, keys and logits, an estimate: the context, workspaces of kernels, the
+activations of a step of 2,048 tokens, and CUDA graphs."""
 
 
 class ActorsConfig(BaseModel):
@@ -27,12 +33,26 @@ class ActorsConfig(BaseModel):
     max_prompt_tokens: PositiveInt = Field(default=64, description="A longer prompt is refused at start-up.")
     max_running_samples: PositiveInt = Field(default=64, description="Samples that one actor keeps in flight.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Serving precision.")
-    kv_cache_gib: PositiveFloat = Field(default=0.25, description="Memory for attention keys and values on CPU.")
-    gpu_memory_share: float = Field(default=0.85, gt=0, le=1, description="Share of GPU memory for the engine.")
+    kv_cache_gib: PositiveFloat | None = Field(
+        default=None,
+        description="Memory for attention keys and values. Unset: 0.25 on CPU; on a GPU what gpu_memory_share leaves.",
+    )
+    gpu_memory_share: float = Field(
+        default=0.85,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory for the engine. Where workers share a GPU (gpus below 1), their shares "
+        "may add up to 0.95.",
+    )
     tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs per engine.")
     num_threads: PositiveInt = Field(default=1, description="Compute threads per engine on CPU.")
     cpus: float = Field(default=0.5, ge=0, description="Ray CPUs reserved per actor.")
-    gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per actor.")
+    gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per actor; above 1 a whole number.")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of vLLM's AsyncEngineArgs, as enforce_eager or quantization; those that Leeway "
+        "sets are refused.",
+    )
     reward_timeout_s: PositiveFloat = Field(default=60.0, description="A reward that takes longer counts as failed.")
     reward_processes: PositiveInt = Field(
         default=4, description="Processes, and calls at once, that a reward function has at most in one actor."
@@ -45,6 +65,11 @@ class ActorsConfig(BaseModel):
     def max_model_tokens(self) -> int:
         """Longest prompt plus completion."""
         return self.max_prompt_tokens + self.max_new_tokens
+
+    @property
+    def kv_cache_bytes_on_cpu(self) -> int:
+        """For attention keys and values of an engine that computes there."""
+        return int((self.kv_cache_gib or 0.25) * 2**30)
 
 
 class ActorSections(Protocol):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from math import prod
 from multiprocessing import spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.config import ActorsConfig
+from actors.config import ON_GPU_BYTES, READY_ENV, ActorsConfig
+from common.hf_folder import check_model_folder, tensors_in
 from common.imports import uncollected
+from common.names import did_you_mean
 from common.threads import DaemonThreads
 from weight_sync.errors import TransferFailed
 from weight_sync.host_folder import HostFolder
@@ -27,6 +33,36 @@ _READY_TIMEOUT_S = 300
 _CPU_BLOCK_TOKENS = 128
 _EXECUTOR_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
+_LOGITS_BYTES = 16
+"""Per sample and word: logits in 32 bits, and the copies of them that sampling and log-probabilities make."""
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_SET_ALREADY = {
+    **{"dtype": "it is actors.dtype", "seed": "it is run.seed", "max_num_seqs": "it is actors.max_running_samples"},
+    "max_model_len": "it is actors.max_prompt_tokens + actors.max_new_tokens",
+    **{"tensor_parallel_size": "it is actors.tensor_parallel_size", "model": "it is model.path"},
+    **dict.fromkeys(("gpu_memory_utilization", "num_gpu_blocks_override"), "it is actors.gpu_memory_share"),
+    "kv_cache_memory_bytes": "it is actors.kv_cache_gib",
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config", "logits_processors", "logprobs_mode"),
+        "training samples by temperature alone, so that log-probabilities stay exact",
+    ),
+    **dict.fromkeys(
+        ("weight_transfer_config", "worker_extension_cls", "worker_cls", "distributed_executor_backend"),
+        "weights reach a running engine through what Leeway puts there",
+    ),
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "data_parallel_size", "nnodes"),
+        "an engine is one replica, split by actors.tensor_parallel_size alone; more of them are actors.num_actors",
+    ),
+    "skip_tokenizer_init": "engines take and give tokens, and have no tokenizer",
+}
+"""Arguments of an engine that are not for `engine_args`, and why."""
+_SET_ON_CPU = {
+    "enable_chunked_prefill": "a seeded request that is split over steps ends an engine on CPU",
+    "enforce_eager": "an engine on CPU compiles nothing",
+}
+
 
 def set_environment(config: ActorsConfig) -> None:
     """What vLLM reads from the environment only. Inherited by the engine's processes."""
@@ -38,11 +74,13 @@ def set_environment(config: ActorsConfig) -> None:
         "VLLM_DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(_READY_TIMEOUT_S),
+        READY_ENV: str(_READY_TIMEOUT_S),
         # a forked child would not load our plugin again, and so not die with its owner
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # engines share the cores of a machine: none may bind itself to the cores of another
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # it cuts by top-k and top-p, which we never do, and compiles itself for minutes where there is a compiler
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -85,12 +123,11 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
             "actors.gpus = 0, and the vLLM installed here computes on GPUs: give each actor one, or a part of one, or "
             "install the vLLM for CPU (LEEWAY_EXTRA=cpu make install)"
         )
-    placement: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_share}
     if on_cpu:
         # Prompts are not split over steps: vLLM rewinds the generator of a seeded request after such a
         # part, and a generator on CPU cannot be rewound, which ends the engine.
-        placement = {
-            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        placement: dict[str, Any] = {
+            "kv_cache_memory_bytes": config.kv_cache_bytes_on_cpu,
             "enforce_eager": True,
             "enable_chunked_prefill": False,
         }
@@ -100,24 +137,92 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
         if config.max_prompt_tokens < _CPU_BLOCK_TOKENS:
             # no prompt fills a block, so none could be shared: save the hashing
             placement["enable_prefix_caching"] = False
+    else:
+        placement = _memory_on_gpu(model_path, config, current_platform.get_device_total_memory)
     if config.tensor_parallel_size > 1:
         # in a placement group vLLM would have Ray start its workers, each in a bundle of its own; ours has all GPUs
         placement["distributed_executor_backend"] = "mp"
-    return AsyncEngineArgs(
-        model=str(model_path),
-        skip_tokenizer_init=True,
-        dtype=config.dtype,
-        seed=seed,
-        max_model_len=config.max_model_tokens,
-        max_num_seqs=config.max_running_samples,
-        tensor_parallel_size=config.tensor_parallel_size,
-        logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        worker_extension_cls=WORKER_CALLS,
+    told = dict(config.engine_args)
+    if config.dtype != "float32":
+        # logits that are rounded to 16 bits would be off by hundredths; the learner's are not rounded either
+        told["hf_overrides"] = {"head_dtype": "float32", **told.get("hf_overrides", {})}
+    fixed = {
+        "model": str(model_path),
+        "skip_tokenizer_init": True,
+        "dtype": config.dtype,
+        "seed": seed,
+        "max_model_len": config.max_model_tokens,
+        "max_num_seqs": config.max_running_samples,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": WORKER_CALLS,
         # our sampling parameters alone decide, not a generation_config.json
-        generation_config="vllm",
-        disable_log_stats=True,
-        **placement,
+        "generation_config": "vllm",
+    }
+    return AsyncEngineArgs(**{"disable_log_stats": True, **placement, **told, **fixed})
+
+
+def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable[[], int]) -> dict[str, Any]:
+    """What an engine is told of its GPU's memory.
+
+    On a GPU of its own its share, of which it gives to keys and values what a trial leaves. Where others compute on
+    the same GPU the trial would measure them too, and fail where they grow or shrink meanwhile: there it is told the
+    bytes, and as its share, which has to be free before anything is loaded, those and the weights.
+
+    Raises:
+        ValueError: the share does not hold the model and the keys of one sample.
+    """
+    if config.kv_cache_gib is None and config.gpus >= 1:
+        return {"gpu_memory_utilization": config.gpu_memory_share}
+    total = total_bytes()
+    weights = sum(prod(tensor.shape) for tensor in tensors_in(model_path).values()) * _DTYPE_BYTES[config.dtype]
+    if config.kv_cache_gib is not None:
+        kv_cache = int(config.kv_cache_gib * 2**30)
+    else:
+        logits = _LOGITS_BYTES * config.max_running_samples * check_model_folder(model_path).vocab_size
+        kv_cache = int(config.gpu_memory_share * total) - weights - logits - ON_GPU_BYTES
+    if kv_cache <= 0:
+        raise ValueError(
+            f"actors.gpu_memory_share = {config.gpu_memory_share:g} of a GPU of {total / 2**30:.0f} GiB leaves no "
+            f"memory for attention keys and values beside {weights / 2**30:.1f} GiB of weights and about "
+            f"{ON_GPU_BYTES / 2**30:.0f} GiB that an engine takes: raise it, or lower actors.max_running_samples"
+        )
+    needed = (weights // config.tensor_parallel_size + kv_cache) / total
+    return {"kv_cache_memory_bytes": kv_cache, "gpu_memory_utilization": min(1.0, round(needed, 4))}
+
+
+def check_engine_args(told: Mapping[str, Any], *, on_cpu: bool) -> None:
+    """Refuse arguments that vLLM does not know, or that are not for the user to set.
+
+    Raises:
+        ValueError: names the argument, and what to use in its place.
+    """
+    set_already = {**_SET_ALREADY, **(_SET_ON_CPU if on_cpu else {})}
+    for name, value in told.items():
+        if name in set_already:
+            raise ValueError(f"engine_args.{name} is set by Leeway: {set_already[name]}")
+        known = known_engine_args()
+        if known and name not in known:
+            raise ValueError(f"engine_args.{name}: vLLM knows no such argument{did_you_mean(name, known)}")
+        if name == "hf_overrides" and not isinstance(value, dict):
+            raise ValueError(f"engine_args.hf_overrides = {value!r} must be a table")
+
+
+@cache
+def known_engine_args() -> frozenset[str]:
+    """The fields of vLLM's AsyncEngineArgs, read from its source, since its import takes seconds; none without it."""
+    found = find_spec("vllm")
+    file = Path(found.origin).parent / "engine" / "arg_utils.py" if found is not None and found.origin else None
+    if file is None or not file.is_file():
+        return frozenset()
+    classes = [node for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.ClassDef)]
+    return frozenset(
+        node.target.id
+        for each in classes
+        if each.name in ("EngineArgs", "AsyncEngineArgs")
+        for node in each.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_")
     )
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +20,9 @@ from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract
 from launch.config import Config
 from launch.errors import ConfigError, as_config_error
+from launch.gpus import check_gpus, describe_gpus, lacking_gpus
 from launch.host import CONNECT_S, answers
-from launch.pools import WorkerPool, actor_pools, serving_dtypes, stage_pools
+from launch.pools import actor_pools, serving_dtypes, stage_pools
 from launch.run_folder import RunFolder, already_there, check_weights_folder, check_writable
 from learner.decoders import FAMILIES
 from weight_sync.config import WeightSyncConfig
@@ -96,7 +97,7 @@ class Plan:
             serving_path=serving_path,
             temperature=config.actors.temperature,
             serving_dtypes=serving_dtypes(config),
-            startup_timeout_s=config.launch.startup_timeout_s,
+            startup_timeout_s=config.startup_timeout_s,
             keys=self.client_keys,
         )
 
@@ -120,6 +121,7 @@ class Plan:
                 f"staleness  max_lag = {config.weight_sync.max_lag}, on_stale = {config.weight_sync.on_stale}",
                 f"weights    transport = {config.weight_sync.transport}, in {', '.join(serving_dtypes(config))}, "
                 f"{self.weights_folder}",
+                *describe_gpus(config),
                 f"It would not start on this machine: {self.lacking}."
                 if self.lacking
                 else "Everything that can be checked before a process starts is in order.",
@@ -220,7 +222,7 @@ def check_fetched(plan: Plan, path: Path) -> ModelFacts:
 def _check_task(config: Config, path: Path, model: ModelFacts | None) -> TaskFacts:
     """Look at the data, the rewards and, where there is a model, at the prompts with its tokenizer."""
     here = config.launch.ray_address is None  # on a cluster actors may have what this machine has not
-    limit_s = config.launch.startup_timeout_s if here and config.task.rewards else None
+    limit_s = config.startup_timeout_s if here and config.task.rewards else None
     with as_config_error("[task] ", TaskError), _quiet_transformers():
         return check_task(
             config.task,
@@ -290,6 +292,8 @@ def _lacking_here(config: Config) -> str:
                 f"this machine has {there}: lower {key} or the number of workers, or join a cluster with "
                 "launch.ray_address; leeway doctor says what is seen here"
             )
+        if kind == "GPU" and asking and (lacks := lacking_gpus(config)):
+            return lacks
     return ""
 
 
@@ -402,29 +406,6 @@ def _check_sizes(config: Config, contract: StalenessContract) -> None:
         )
 
 
-def _check_gpus(config: Config, pools: Sequence[WorkerPool]) -> None:
-    """Which GPUs the stages are to have: all of them or none, and no two stages one together."""
-    per_stage = {pool.name: pool.bundle.get("GPU", 0.0) for pool in pools}
-    without = [name for name, gpus in per_stage.items() if not gpus]
-    num_ranks = sum(pool.count for pool in pools)
-    device, said = config.learner.device, ", ".join(f"{name} {gpus:g}" for name, gpus in per_stage.items())
-    if device == "cuda" and without:
-        raise ConfigError(
-            f"learner.device = 'cuda', and stages of {', '.join(without)} reserve no GPU, so they would see none: set "
-            "learner.gpus, or gpus of the pool, or use learner.device = 'auto'"
-        )
-    if device == "auto" and without and len(without) < len(per_stage):
-        raise ConfigError(
-            f"GPUs of a stage, by pool: {said}: stages on GPUs and stages on CPUs do not train together; give each "
-            "pool of the learner GPUs, or none, or use learner.device = 'cpu'"
-        )
-    if device != "cpu" and num_ranks > 1 and any(0 < gpus <= 1 / 2 for gpus in per_stage.values()):
-        raise ConfigError(
-            f"GPUs of a stage, by pool: {said}: two stages could come to share a GPU, which NCCL refuses; reserve a "
-            "whole one for each, or train on one with learner.num_stages = 1 and learner.num_replicas = 1"
-        )
-
-
 def _check_pools(config: Config) -> None:
     """What the pools are called, and what each is to hold."""
     for name, wanted in config.pools.items():
@@ -436,7 +417,7 @@ def _check_pools(config: Config) -> None:
                 f"pool from another: reserve it with pools.{name}.cpus and gpus, and name here what only hosts of this "
                 "pool carry, or leave it out"
             )
-    _check_gpus(config, stage_pools(config))
+    check_gpus(config)
     for pool in actor_pools(config):
         actors, section = pool.config, f"pools.{pool.name}" if pool.name in config.pools else "actors"
         if actors.tensor_parallel_size > 1 and actors.gpus < actors.tensor_parallel_size:
@@ -444,6 +425,11 @@ def _check_pools(config: Config) -> None:
                 f"{section}.tensor_parallel_size = {actors.tensor_parallel_size} needs as many GPUs, and "
                 f"{section}.gpus = {actors.gpus:g}"
             )
+        if actors.engine_args:
+            from actors.engine_setup import check_engine_args  # where there are some: it reads vLLM's source
+
+            with as_config_error(f"{section}."):
+                check_engine_args(actors.engine_args, on_cpu=not actors.gpus)
         if actors.max_running_samples < actors.group_size:
             raise ConfigError(
                 f"{section}.max_running_samples = {actors.max_running_samples} is below actors.group_size = "

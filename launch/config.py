@@ -7,6 +7,7 @@ line, and those of what a run writes, are relative to the current directory.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -102,6 +104,7 @@ class PoolConfig(_Section):
     gpu_memory_share: float | None = Field(default=None, gt=0, le=1)
     tensor_parallel_size: PositiveInt | None = None
     num_threads: PositiveInt | None = None
+    engine_args: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _engines_are_of_actors(self) -> PoolConfig:
@@ -113,11 +116,20 @@ class PoolConfig(_Section):
 
 ENGINE_KEYS = frozenset(
     {"dtype", "max_running_samples", "kv_cache_gib", "gpu_memory_share", "tensor_parallel_size", "num_threads"}
+    | {"engine_args"}
 )
 """Of a pool of actors alone."""
 POOL_OVERRIDES = ("cpus", "gpus", *sorted(ENGINE_KEYS))
 """Keys of `[actors]` that a pool may have of its own, the first two also of `[learner]`."""
 
+
+SET_BY_LEEWAY = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "actors.num_threads and learner.num_threads say it"),
+    "CUDA_VISIBLE_DEVICES": "Ray gives each worker the GPUs that it has reserved; export it before leeway",
+    "VLLM_RPC_BASE_PATH": "each engine has a folder of its own for its sockets",
+    "VLLM_WORKER_MULTIPROC_METHOD": "a forked worker would not die with its actor",
+}
+"""Environment variables of roles that `launch.env` cannot change, and why."""
 
 Action = Literal["warn", "quarantine", "stop"]
 """What a tripwire does: say so, also take the actor out of the run, or stop the run."""
@@ -125,6 +137,8 @@ Action = Literal["warn", "quarantine", "stop"]
 
 class LaunchConfig(_Section):
     """`[launch]`: processes, how long they may take, and the tripwires."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # NCCL_IB_DISABLE = 1
 
     ray_address: str | None = Field(
         default=None, description="Address of a running Ray cluster ('auto' finds it); unset: Ray starts itself here."
@@ -135,8 +149,14 @@ class LaunchConfig(_Section):
         "they listen on a port, and not where they have Unix sockets, which this user alone can open. 'off' is refused "
         "where other machines reach the port.",
     )
-    startup_timeout_s: PositiveFloat = Field(
-        default=300.0, description="Every role must be ready, and the model exported, within this time."
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        description="Environment variables of all roles, on every host, as NCCL_DEBUG or VLLM_USE_V2_MODEL_RUNNER.",
+    )
+    startup_timeout_s: PositiveFloat | None = Field(
+        default=None,
+        description="Every role must be ready, and the model exported, within this time. Unset: 300, and 900 where "
+        "actors have GPUs, for which an engine compiles and captures its graphs first.",
     )
     shutdown_timeout_s: PositiveFloat = Field(
         default=60.0, description="After Ctrl-C, how long the learner may take to finish its step; then the run fails."
@@ -165,6 +185,17 @@ class LaunchConfig(_Section):
         description="Tripwire: what to do where an actor is more than max_actor_lag behind the newest version for "
         "30 s.",
     )
+
+    @field_validator("env")
+    @classmethod
+    def _may_be_said(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"'{name}' is no name of an environment variable: use letters, digits and _")
+            if name in SET_BY_LEEWAY or name.startswith("RAY_"):
+                why = SET_BY_LEEWAY.get(name, "Ray reads it where it starts: export it before leeway, or cluster.sh up")
+                raise ValueError(f"{name} cannot be set here: {why}")
+        return env
 
 
 class TrackingConfig(_Section):
@@ -201,7 +232,16 @@ class Config(_Section):
     launch: LaunchConfig = LaunchConfig()
     tracking: TrackingConfig = TrackingConfig()
 
+    @property
+    def startup_timeout_s(self) -> float:
+        """launch.startup_timeout_s, or what it is where it is unset."""
+        gpus = (pool.gpus for pool in self.pools.values() if pool.role == "actors" and pool.gpus is not None)
+        return self.launch.startup_timeout_s or (GPU_STARTUP_S if max(self.actors.gpus, *gpus, 0.0) else STARTUP_S)
 
+
+STARTUP_S = 300.0
+GPU_STARTUP_S = 900.0
+"""An engine that starts cold there imports, compiles and captures for minutes."""
 PATH_KEYS = ("model.path", "model.recipe", "model.reference_path", "task.path", "task.heldout_path")
 WRITTEN_KEYS = ("weight_sync.folder", "weight_sync.staging_dir")  # told to processes that may be elsewhere
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION

@@ -101,7 +101,14 @@ class LearnerConfig(BaseModel):
     num_threads: PositiveInt = Field(default=1, description="Compute threads per stage on CPU.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where stages compute.")
     cpus: float = Field(default=0.5, ge=0, description="Ray CPUs reserved per stage.")
-    gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per stage.")
+    gpus: float = Field(default=0.0, ge=0, description="Ray GPUs reserved per stage; above 1 a whole number.")
+    gpu_memory_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory that a stage may take, beside which an engine can come back at any time. "
+        "Unset: gpus, where that is below 1; else all.",
+    )
     collective_timeout_s: PositiveFloat = Field(
         default=120.0,
         description="A stage that waits longer for another raises, naming it; then all are started again. Where they "
@@ -110,6 +117,13 @@ class LearnerConfig(BaseModel):
     batch_timeout_s: PositiveFloat = Field(
         default=600.0, description="A learner that gets no batch for so long raises, naming who owes it."
     )
+
+    @property
+    def memory_limit(self) -> float | None:
+        """The share of its GPU that a stage may take; None: all of it."""
+        if self.gpu_memory_share is None and 0 < self.gpus < 1:
+            return self.gpus
+        return self.gpu_memory_share
 
     @property
     def updates_per_step(self) -> int:

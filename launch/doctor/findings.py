@@ -13,7 +13,7 @@ from common.threads import DaemonThreads
 
 State = Literal["ok", "warning", "problem"]
 LIMIT_S = 28.0
-"""Of all checks together."""
+"""Of all checks together, where none is known to take longer."""
 _STYLE = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 

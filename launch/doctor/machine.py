@@ -8,7 +8,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -17,16 +17,17 @@ from typing import NamedTuple
 
 import psutil
 
+from actors.config import ON_GPU_BYTES
 from common.hf_folder import EMBEDDING_SUFFIX, HEAD, tensors_in
 from launch.config import Config
 from launch.doctor.findings import Finding, ok, problem, warning
 from launch.errors import ConfigError
+from launch.gpus import GIB, MIN_DRIVER, Gpu, gpu_processes, gpus_here, stage_need, too_small, unfit
 from launch.host import OBJECT_STORE_BYTES, role_processes
 from launch.observe.status import why_nobody_works
-from launch.pools import actor_pools, serving_dtypes
+from launch.pools import actor_pools, serving_dtypes, stage_pools
 from launch.run_folder import RunFolder, check_writable, nearest_existing
 
-GIB = 2**30
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Measured with the demo (PSS): engine with actor 1.3 GiB, stage 0.4 GiB, the rest 1.0 GiB on one host.
 ENGINE_BYTES = int(1.3 * GIB)
@@ -47,8 +48,16 @@ TOKEN_BYTES = 12
 """Of a stored token: id, log-probability, reference log-probability."""
 SAMPLE_BYTES = 1536
 """Of a stored sample besides, with its place in the indexes."""
+BROADCAST_BYTES = 160 * 2**20
+"""What vLLM sends to the workers of an engine of several GPUs: ten messages of its largest."""
+ANSWERS_BYTES = 240 * 2**20
+"""The same from each of them."""
+NCCL_BYTES = 64 * 2**20
+"""Of a rank among others on its host, where GPUs do not reach each other directly."""
 OPEN_FILES = 4096
 """Ray, the services and the engines of a small run take a few hundred; a large one has thousands of connections."""
+IDLE_BYTES = GIB
+"""Of a GPU, which its driver and a desktop may take."""
 SLOW_FSYNC_S = 0.02
 NUM_SYNCS = 15
 NETWORK = (
@@ -90,6 +99,8 @@ class MachineNeeds:
     """On this machine, where it is the only one."""
     staging_bytes: int
     """In /dev/shm, for weights that came over the network."""
+    queues_bytes: int = 0
+    """In /dev/shm, between the processes of an engine of several GPUs, and between stages on GPUs; nowhere else."""
 
     @classmethod
     def of(cls, config: Config) -> MachineNeeds | None:
@@ -107,7 +118,7 @@ class MachineNeeds:
         served = [_BYTES[dtype] * num_served for dtype in serving_dtypes(config)]
         on_cpu = [pool for pool in actor_pools(config) if not pool.config.gpus]
         engines = sum(
-            pool.count * (ENGINE_BYTES + int(pool.config.kv_cache_gib * GIB) + _BYTES[pool.config.dtype] * num_served)
+            pool.count * (ENGINE_BYTES + pool.config.kv_cache_bytes_on_cpu + _BYTES[pool.config.dtype] * num_served)
             for pool in on_cpu
         )
         num_stages = learner.num_stages * learner.num_replicas
@@ -123,7 +134,7 @@ class MachineNeeds:
             "the rest": REST_BYTES,
         }
         staging_bytes = 0 if config.weight_sync.transport == "folder" else 3 * max(served, default=0)
-        return cls(Need.of(disk), Need.of(memory), staging_bytes)
+        return cls(Need.of(disk), Need.of(memory), staging_bytes, _queues_bytes(config))
 
 
 def _in_stages(config: Config, num_trained: int) -> int:
@@ -138,6 +149,14 @@ def _in_stages(config: Config, num_trained: int) -> int:
     if config.algorithm.needs.reference and keeps_reference:
         kept += REFERENCE_BYTES
     return learner.num_replicas * kept
+
+
+def _queues_bytes(config: Config) -> int:
+    """At most, where all of them are on this machine."""
+    split = [pool for pool in actor_pools(config) if pool.config.tensor_parallel_size > 1]
+    queues = sum(pool.count * (BROADCAST_BYTES + pool.config.tensor_parallel_size * ANSWERS_BYTES) for pool in split)
+    num_ranks = sum(pool.count for pool in stage_pools(config) if pool.bundle.get("GPU"))
+    return queues + (num_ranks * NCCL_BYTES if num_ranks > 1 else 0)
 
 
 def _buffer_bytes(config: Config) -> int:
@@ -215,11 +234,18 @@ def _check_sync(folder: Path) -> list[Finding]:
 
 
 def check_shm(needs: MachineNeeds | None, shm: Path = Path("/dev/shm")) -> list[Finding]:
-    """Ray's object store lies there, and weights that came over the network."""
+    """Ray's object store lies there, weights that came over the network, and what processes on GPUs send each other."""
     if not shm.is_dir():
         return warning("/dev/shm", "is not there: Ray uses the disk instead", "mount a tmpfs there")
     free = shutil.disk_usage(shm).free
     wanted = OBJECT_STORE_BYTES + (needs.staging_bytes if needs is not None else 0)
+    if needs is not None and free < needs.queues_bytes:
+        return problem(
+            "/dev/shm",
+            f"{free / 2**20:.0f} MiB free, and up to {needs.queues_bytes / 2**20:.0f} MiB are wanted for the queues "
+            "between the processes of an engine and NCCL's between stages, which can lie nowhere else",
+            "in a container, --shm-size 8g or --ipc=host",
+        )
     if free < wanted:
         return warning(
             "/dev/shm",
@@ -266,6 +292,70 @@ def _limit_of_container() -> int:
         with suppress(OSError, ValueError):  # no such group, or "max"
             limit = min(limit, int(Path(path).read_text()))
     return limit
+
+
+# --- GPUs -----------------------------------------------------------------------------------------
+
+
+def check_gpus(config: Config | None) -> list[Finding]:
+    """Is the driver new enough, do the GPUs suit the run and hold it, and who is on them already?"""
+    gpus = gpus_here()
+    if not gpus:
+        return []  # what torch sees is told with the import of vLLM
+    return [*_check_driver(gpus[0].driver), *_check_neighbours(gpus), *_check_room(config, gpus)]
+
+
+def _check_driver(version: str) -> list[Finding]:
+    if version.split(".")[0].isdigit() and int(version.split(".")[0]) < MIN_DRIVER:
+        what = f"{version}, and the CUDA 13 wheels of torch and vLLM need {MIN_DRIVER} or newer: torch would see no GPU"
+        return problem("driver", what, "install a newer NVIDIA driver on the host; containers have the host's")
+    return ok("driver", f"{version}; {MIN_DRIVER} or newer is needed")
+
+
+def _check_neighbours(gpus: Sequence[Gpu]) -> list[Finding]:
+    """Processes that compute there already; but for those of this very look, which imports vLLM meanwhile."""
+    mine = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    found = []
+    there = [each for each in gpu_processes() if each.pid not in mine]
+    for gpu in gpus:
+        names = [f"{each.name} ({each.pid}, {_gib(each.used_bytes)})" for each in there if each.uuid == gpu.uuid]
+        if names or gpu.used_bytes > IDLE_BYTES:
+            who = ", ".join(names) or "processes that are not seen from here"
+            what = f"{gpu}: {_gib(gpu.used_bytes)} are taken by {who}"
+            found += warning("GPU memory", what, "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES")
+    return found
+
+
+def _check_room(config: Config | None, gpus: Sequence[Gpu]) -> list[Finding]:
+    if config is None or config.launch.ray_address is not None:
+        return ok("GPU memory", ", ".join(map(str, gpus)))
+    if why := unfit(config, gpus):
+        return problem("GPU memory", why, "change the config, or the GPU")
+    found = []
+    need = stage_need(config)
+    if need is not None:
+        small = too_small(config, need, gpus)
+        remedy = "this is the most that it may take; change the config where the first steps end for want of memory"
+        found += warning("GPU memory", small, remedy) if small else ok("GPU memory", need.describe())
+    weights = _weights_of_engines(config)
+    for pool in actor_pools(config):
+        share, smallest = pool.config.gpu_memory_share, min(gpus, key=lambda gpu: gpu.total_bytes)
+        needed = weights.get(pool.name, 0) + ON_GPU_BYTES
+        if pool.name in weights and needed >= share * smallest.total_bytes:
+            what = (
+                f"an engine of pool '{pool.name}' takes {_gib(needed)} beside attention keys and values, and its share "
+                f"is {share:g} of {smallest}"
+            )
+            found += problem("GPU memory", what, "raise actors.gpu_memory_share or actors.tensor_parallel_size")
+    return found or ok("GPU memory", ", ".join(map(str, gpus)))
+
+
+def _weights_of_engines(config: Config) -> dict[str, int]:
+    """Bytes on each GPU of an engine, by pool; of pools with GPUs, where the model is here."""
+    tensors = tensors_in(Path(config.model.path)) if config.model.path is not None else {}
+    num = sum(prod(tensor.shape) for tensor in tensors.values())
+    with_gpus = [pool for pool in actor_pools(config) if pool.config.gpus] if num else []
+    return {pool.name: _BYTES[pool.config.dtype] * num // pool.config.tensor_parallel_size for pool in with_gpus}
 
 
 # --- what dead runs left --------------------------------------------------------------------------

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from actors.config import ActorsConfig, ActorSections
+from actors.config import READY_ENV, ActorsConfig, ActorSections
 from actors.report import ActorReport, actor_name
 from actors.sample import EvalRequest, EvalResult
 from common.imports import uncollected
@@ -232,7 +233,7 @@ class ActorPools:
         Raises:
             RunFailed: none is, and none became so within launch.startup_timeout_s.
         """
-        deadline = time.monotonic() + self._config.launch.startup_timeout_s
+        deadline = time.monotonic() + self._config.startup_timeout_s
         while True:
             if ready := [actor for actor in self.actors if actor.is_ready]:
                 return ready
@@ -306,7 +307,8 @@ class ActorPools:
     def _spawn(self, actor: ActorProcess) -> None:
         config = self.pools[actor.pool].config
         on, threads = actor.placement.reservation(0), config.num_threads
-        actor.handle = spawn(ActorRole, actor.log, config, on=on, threads=threads, concurrency=16)
+        variables = {READY_ENV: str(ceil(self._config.startup_timeout_s)), **self._config.launch.env}
+        actor.handle = spawn(ActorRole, actor.log, config, on=on, threads=threads, concurrency=16, variables=variables)
         actor.running = None
         actor.started_s = time.monotonic()
 
@@ -342,7 +344,7 @@ class ActorPools:
 
     def _end_of(self, actor: ActorProcess) -> str | None:
         """Why its start or its work has ended; '' where it ended well, None where it goes on."""
-        limit_s = self._config.launch.startup_timeout_s
+        limit_s = self._config.startup_timeout_s
         pending = actor.starting if actor.running is None else actor.running
         if done(pending):
             came_back = actor.running is not None and actor.comes_back(SILENCE_S, self._notify)

@@ -45,6 +45,8 @@ if TYPE_CHECKING:  # with Transformers, which the command of a run needs not
 GRACE_S = 3.0
 """After the first stage has failed, how long the others may take to say why, or to be seen dead: the first to
 notice a death is often a neighbour, which knows of a closed connection only."""
+ON_GPU = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""Environment of a stage there: shapes differ in every micro-batch, and blocks of a fixed size would come apart."""
 RESCUE_S = 1.0
 """How long a learner that is about to be killed may take to hand over the reports of its last steps."""
 
@@ -142,7 +144,7 @@ class LearnerGroup:
     def __init__(self, plan: Plan, notify: Notify, check: Check = lambda: None) -> None:
         self._plan = plan
         self._config = plan.config.learner
-        self._limit_s = plan.config.launch.startup_timeout_s
+        self._limit_s = plan.config.startup_timeout_s
         self._notify = notify
         self._check = check
         self._context: RunContext[LearnerSections] | None = None
@@ -157,6 +159,8 @@ class LearnerGroup:
         self._resumed: TrainingProgress | None = None
         self._restarts = Restarts(plan.config.launch.max_restarts)
         self._checkpoint_at_loss = -1
+        self._gpus = [pool.bundle.get("GPU", 0.0) for pool in stage_pools(plan.config) for _ in range(pool.count)]
+        """That each rank reserves."""
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -182,7 +186,9 @@ class LearnerGroup:
         assert self._placement is not None, "ask_for_places() comes first"
         for rank in range(self._config.num_replicas * self._config.num_stages):
             log, on = self._plan.folder.log("stage", rank), self._placement.reservation(rank)
-            handle = spawn(StageRole, log, on=on, threads=self._config.num_threads, concurrency=4)
+            variables = {**(ON_GPU if self._gpus[rank] else {}), **self._plan.config.launch.env}
+            threads = self._config.num_threads
+            handle = spawn(StageRole, log, on=on, threads=threads, concurrency=4, variables=variables)
             self._stages.append(RoleProcess("stage", rank, handle, log, self._restarts))
         first = self._stages[0]
         self._enter(Phase.MEETING, [(first, first.handle.rendezvous.remote(self._plan.host_here))])
@@ -296,8 +302,18 @@ class LearnerGroup:
             raise RunFailed(f"the learner cannot start again: {placement.shortage()}")
 
     def _set_up(self, rendezvous: str) -> None:
-        told = [(stage, stage.handle.setup.remote(self._context, stage.number, rendezvous)) for stage in self._stages]
+        told = [
+            (stage, stage.handle.setup.remote(self._context_of(stage.number), stage.number, rendezvous))
+            for stage in self._stages
+        ]
         self._enter(Phase.SETTING_UP, told)
+
+    def _context_of(self, rank: int) -> RunContext[LearnerSections]:
+        """Its `learner` section is as it is for the rank's pool."""
+        assert self._context is not None, "start() comes first"
+        config: Any = self._context.config
+        learner = self._config.model_copy(update={"gpus": self._gpus[rank]})
+        return replace(self._context, config=config.model_copy(update={"learner": learner}))
 
     def _tell_to_stop(self) -> None:
         for stage in self._stages:

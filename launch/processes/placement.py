@@ -115,10 +115,18 @@ def _amounts(free: Mapping[str, float], total: Mapping[str, float]) -> str:
     return ", ".join(shown) or "nothing"
 
 
-def spawn(role: type, log: Path, *arguments: object, on: Reservation, threads: int, concurrency: int) -> Any:  # noqa: ANN401 -- a Ray handle
+def spawn(
+    role: type,
+    log: Path,
+    *arguments: object,
+    on: Reservation,
+    threads: int,
+    concurrency: int,
+    variables: Mapping[str, str] | None = None,
+) -> Any:  # noqa: ANN401 -- a Ray handle
     """Start a role in a process of its own, whose log it takes first, and everything that the process prints.
 
-    So many of its calls may run at the same time.
+    So many of its calls may run at the same time. `variables` are of its environment.
     """
     # compute threads are set in the environment, because libraries read it when they load
     environment = {
@@ -126,6 +134,7 @@ def spawn(role: type, log: Path, *arguments: object, on: Reservation, threads: i
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        **(variables or {}),
     }
     if "GPU" not in on.bundle:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs from those alone that have reserved some

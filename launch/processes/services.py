@@ -198,7 +198,8 @@ class Services(ABC):
 
     def _spawn(self, number: int, log: Path) -> Any:  # noqa: ANN401 -- a Ray handle
         role, arguments = self._role(number)
-        return spawn(role, log, *arguments, on=here(), threads=1, concurrency=3)
+        variables = self._plan.config.launch.env
+        return spawn(role, log, *arguments, on=here(), threads=1, concurrency=3, variables=variables)
 
     def _start_again(self, process: RoleProcess) -> None:
         """Until it serves; an attempt that fails counts as a restart."""
@@ -206,7 +207,7 @@ class Services(ABC):
             process.forget()
             process.restarts.count()
             process.handle = self._spawn(process.number, process.log)
-            deadline = time.monotonic() + self._plan.config.launch.startup_timeout_s
+            deadline = time.monotonic() + self._plan.config.startup_timeout_s
             try:
                 self.addresses[process.number] = self._bind(process, deadline)
             except RunFailed as error:

@@ -75,7 +75,7 @@ class Supervisor:
         others_come = config.ray_address is not None
         limit_s = PLACEMENT_S if others_come else LOCAL_PLACEMENT_S
         self.learner.wait_for_places(limit_s, others_come=others_come)
-        deadline = time.monotonic() + config.startup_timeout_s
+        deadline = time.monotonic() + self._config.startup_timeout_s
         # an actor first: to load vLLM is the longest part of a start
         self.actors.spawn(limit_s, others_come=others_come)
         self.learner.spawn()

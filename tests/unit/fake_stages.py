@@ -34,6 +34,7 @@ class Rank:
     def __init__(self) -> None:
         self.calls: dict[str, list[Call]] = {}
         self.is_killed = False
+        self.variables: dict[str, str] = {}
 
     def __getattr__(self, method: str) -> SimpleNamespace:
         def remote(*arguments: object) -> Call:
@@ -81,8 +82,9 @@ class Learner:
         self.stages = LearnerGroup(plan, lambda kind, text: self.events.append((kind, text)))
         self.on_sleep = lambda: pytest.fail("nothing to wait for")
 
-    def _spawn(self, *_: object, **__: object) -> Rank:
+    def _spawn(self, *_: object, variables: dict[str, str], **__: object) -> Rank:
         self.ranks.append(Rank())
+        self.ranks[-1].variables = variables
         return self.ranks[-1]
 
     def _wait(self, calls, num_returns=1, timeout=None):

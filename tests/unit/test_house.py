@@ -5,14 +5,14 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 153,
-    "lines": 36_100,
+    "files": 155,
+    "lines": 36_900,
     "longest file": 460,
     "longest function": 60,
     "modules imported by exactly one other": 40,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 148,
+    "config keys": 151,
 }
 
 

@@ -182,6 +182,7 @@ def examples() -> list:
 @pytest.mark.parametrize("path", examples())
 def test_every_example_passes_a_dry_run(capsys, tmp_path, monkeypatch, path):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     assert main(["train", str(path), "--run.dir", str(tmp_path / "runs"), "--dry-run"]) == OK
     assert "in order" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from launch.doctor.checkup import checkup
 from launch.doctor.findings import Finding, examine, ok
 from launch.doctor.machine import MachineNeeds, Need
 from launch.errors import ExitStatus
+from launch.gpus import Gpu, GpuProcess
 from launch.host import CONNECT_S
 from launch.observe.status import STALE_S, Ended, read_status, why_nobody_works, write_status
 from launch.run_folder import RunFolder, claimed
@@ -251,6 +253,91 @@ def test_a_reference_on_disk_and_a_learner_on_gpus_take_less_memory_and_a_critic
     critic = ["--algorithm.baseline", "critic", "--algorithm.critic", "model"]
     with_critic = smollm2(*critic, example="demo-ppo").memory.size_bytes
     assert with_critic == smollm2(example="demo-ppo").memory.size_bytes + (16 + 12) * num
+
+
+# --- GPUs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """`gpus(*cards, processes=())`: what the driver says is there."""
+
+    def there(*cards: Gpu, processes: tuple = ()) -> None:
+        monkeypatch.setattr(machine, "gpus_here", lambda: list(cards))
+        monkeypatch.setattr(machine, "gpu_processes", lambda: list(processes))
+
+    return there
+
+
+CARD = Gpu(0, "GPU-aa", "H100", "580.65.06", 80 * 2**30, 0, 9.0)
+
+
+def test_without_a_gpu_there_is_nothing_to_say_of_one(gpus):
+    gpus()
+    assert machine.check_gpus(load_config(DEMO)) == []
+
+
+def test_a_driver_that_is_too_old_for_the_wheels_is_a_problem(gpus):
+    gpus(CARD._replace(driver="550.54.15"))
+    driver = machine.check_gpus(None)[0]
+    assert (driver.name, driver.state) == ("driver", "problem")
+    assert "550.54.15, and the CUDA 13 wheels of torch and vLLM need 580 or newer" in driver.found
+    gpus(CARD)
+    assert states(machine.check_gpus(None)) == ["ok", "ok"]
+
+
+def test_processes_that_are_on_a_gpu_already_are_named_but_not_the_doctors_own(gpus):
+    theirs = GpuProcess("GPU-aa", 4711, "python", 30 * 2**30)
+    gpus(CARD, processes=(theirs._replace(pid=os.getpid()),))
+    assert states(machine.check_gpus(None)) == ["ok", "ok"]
+    gpus(CARD._replace(used_bytes=31 * 2**30), processes=(theirs,))
+    found = machine.check_gpus(None)[1]
+    assert (found.state, "31.0 GiB are taken by python (4711, 30.0 GiB)" in found.found) == ("warning", True)
+    gpus(CARD._replace(used_bytes=31 * 2**30))
+    assert "processes that are not seen from here" in machine.check_gpus(None)[1].found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "card", "state", "said"),
+    [
+        (["--learner.gpus", "1"], CARD, "ok", "stage 1 takes up to"),
+        (["--learner.gpus", "1"], CARD._replace(total_bytes=2**30), "warning", "does not hold it: learner.activation_"),
+        (
+            ["--learner.gpus", "1", "--learner.precision", "bfloat16"],
+            CARD._replace(capability=7.5),
+            "problem",
+            "has no bfloat16",
+        ),
+        (["--actors.gpus", "1"], CARD._replace(total_bytes=2**31), "problem", "an engine of pool 'actors' takes 2.0"),
+        (["--launch.ray_address", "h:1", "--learner.gpus", "1"], CARD, "ok", "H100, 80 GiB"),
+    ],
+)
+def test_what_a_run_takes_of_gpus_is_held_against_them(gpus, overrides, card, state, said):
+    gpus(card)
+    found = only(machine.check_gpus(load_config(DEMO, overrides))[1:])
+    assert (found.name, found.state, said in found.found) == ("GPU memory", state, True), found
+    assert found.state == "ok" or found.remedy
+
+
+def test_shared_memory_that_does_not_hold_the_queues_of_gpus_is_a_problem(monkeypatch, tmp_path):
+    assert MachineNeeds.of(load_config(DEMO)).queues_bytes == 0
+    assert MachineNeeds.of(load_config(DEMO, ["--learner.gpus", "1"])).queues_bytes == 2 * machine.NCCL_BYTES
+    split = ["--actors.gpus", "2", "--actors.tensor_parallel_size", "2"]
+    needs = MachineNeeds.of(load_config(DEMO, split))
+    assert needs.queues_bytes == 2 * (machine.BROADCAST_BYTES + 2 * machine.ANSWERS_BYTES)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20))
+    found = only(machine.check_shm(needs, tmp_path))
+    assert (found.state, "64 MiB free" in found.found, "--ipc=host" in found.remedy) == ("problem", True, True)
+
+
+def test_the_cuda_build_has_longer_to_load(monkeypatch):
+    assert checks._import_limit_s() == checks.IMPORT_LIMIT_S
+    monkeypatch.setattr(checks, "_version", {"vllm": "0.32.0"}.get)
+    assert checks._import_limit_s() == checks.CUDA_IMPORT_LIMIT_S
+    limits = []
+    monkeypatch.setattr(checks, "examine", lambda _, limit_s: limits.append(limit_s))
+    checks.checkup(None, None)
+    assert limits[0] > checks.CUDA_IMPORT_LIMIT_S
 
 
 # --- services -------------------------------------------------------------------------------------

@@ -241,7 +241,42 @@ CASES = [
     Case("a bound that is never met", demo("--weight_sync.max_lag", "0", "--learner.num_epochs", "3"), ("never be",)),
     Case("two models", demo("--model.hub", "a/b"), ("exactly one of model.path",)),
     Case("stages on GPUs that are not there", demo("--learner.gpus", "1"), ("gpus of the workers add up to 2",)),
-    Case("actors on GPUs that are not there", demo("--actors.gpus", "0.5"), ("pool 'actors' asks for 2 x",)),
+    Case("actors on GPUs that are not there", demo("--actors.gpus", "1"), ("pool 'actors' asks for 2 x",)),
+    Case("a GPU and a half", demo("--actors.gpus", "1.5"), ("pool 'actors' reserves 1.5 GPUs", "a whole number")),
+    Case(
+        "a GPU that is too full",
+        demo(
+            *["--actors.gpus", "0.5", "--actors.num_actors", "1", "--learner.num_stages", "1", "--learner.gpus", "0.5"]
+        ),
+        ("1 of pool 'learner' and 1 of pool 'actors' may come to share a GPU and would take 1.35",),
+    ),
+    Case("more than all of a GPU", demo("--learner.gpu_memory_share", "1.5"), ("gpu_memory_share = 1.5: ",)),
+    Case(
+        "an argument that vLLM does not know",
+        demo("--actors.engine_args.enforce_eagr", "true"),
+        ("actors.engine_args.enforce_eagr: vLLM knows no such argument; did you mean 'enforce_eager'?",),
+    ),
+    Case(
+        "an argument that is not the user's",
+        demo("--actors.engine_args.gpu_memory_utilization", "0.5"),
+        ("actors.engine_args.gpu_memory_utilization is set by Leeway: it is actors.gpu_memory_share",),
+    ),
+    Case(
+        "an argument of a pool",
+        demo("--pools.big", '{role = "actors", count = 2, engine_args = {quantisation = "fp8"}}'),
+        ("pools.big.engine_args.quantisation: ", "did you mean 'quantization'?"),
+    ),
+    Case(
+        "a variable that is not the user's",
+        demo("--launch.env.CUDA_VISIBLE_DEVICES", "0"),
+        ("[launch.env] CUDA_VISIBLE_DEVICES cannot be set here: Ray gives each worker",),
+    ),
+    Case("no variable", demo("--launch.env", '{"A-B" = "1"}'), ("'A-B' is no name of an environment variable",)),
+    Case(
+        "a variable that is no text",
+        demo("--launch.env.NCCL_DEBUG", "[1]"),
+        ("launch.env = [1]: input should be a valid string",),
+    ),
     Case("more CPUs than there are", demo("--actors.cpus", "4000"), ("cpus of the workers add up to 8001",)),
     Case("no such cluster", demo("--launch.ray_address", "127.0.0.1:9"), ("no Ray cluster answers",)),
     # rows
@@ -361,6 +396,32 @@ def nothing_starts(monkeypatch):
     monkeypatch.setattr(launch.train, "fetch_model", started)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told", "said"),
+    [
+        (("--learner.gpus", "1"), {"is_available": False}, "cannot use the GPUs that the driver shows"),
+        (
+            ("--learner.gpus", "1", "--learner.precision", "bfloat16"),
+            {"capability": 7.5},
+            "learner.precision = 'bfloat16', and GPU 0 (Tesla T4, 15 GiB), compute capability 7.5, has no bfloat16",
+        ),
+    ],
+)
+def test_a_gpu_that_is_no_use_is_a_mistake_too(capsys, tmp_path, monkeypatch, nothing_starts, overrides, told, said):
+    import torch
+
+    from launch import gpus
+
+    card = gpus.Gpu(0, "GPU-a", "Tesla T4", "580.1", 15 * 2**30, 0, told.get("capability", 9.0))
+    monkeypatch.setattr(gpus, "gpus_here", lambda: [card])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: told.get("is_available", True))
+    status = main(["train", str(DEMO), "--run.dir", str(tmp_path / "runs"), *overrides])
+    error = capsys.readouterr().err
+    assert (status, said in error, error.count("\n")) == (ExitStatus.WRONG_INPUT, True, 1), error
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))

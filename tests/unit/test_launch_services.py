@@ -27,8 +27,9 @@ MAX_RESTARTS = 3
 class Service:
     """Stands for a role that serves; binds the port it is told, or one that no other process had."""
 
-    def __init__(self, role, log, config, run_id, folder, keys, is_cluster, **_: object) -> None:
+    def __init__(self, role, log, config, run_id, folder, keys, is_cluster, *, variables, **_: object) -> None:
         self.role, self.folder, self.run_id, self.keys = role, folder, run_id, keys
+        self.variables = variables
         self.has_ended = self.is_killed = False
         self.cannot_bind = False
         self.port = config.port
@@ -74,12 +75,13 @@ def weights(tmp_path, monkeypatch):
 
 
 def test_the_weight_service_serves_the_runs_folder_and_its_address_is_known(weights):
-    run = weights()
+    run = weights("--launch.env.NCCL_DEBUG", "INFO")
     assert run.service.address == ""
     run.service.start(deadline=1e9)
     run.service.watch()
     assert run.service.address == "tcp://127.0.0.1:4321"
     assert (run.made[0].folder, run.made[0].run_id) == (run.plan.weights_folder, run.plan.run_id)
+    assert run.made[0].variables == {"NCCL_DEBUG": "INFO"}
     run.service.kill()
     assert [service.is_killed for service in run.made] == [True]
 

@@ -301,3 +301,24 @@ def test_ranks_whose_host_was_lost_wait_for_another_but_not_for_ever(learner):
     learner.room.missing_s = 61.0
     with pytest.raises(RunFailed, match="the learner cannot start again: no room"):
         learner.stages.watch()
+
+
+def test_a_rank_is_told_of_the_gpus_of_its_own_pool_and_has_the_environment_of_one(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(Rank, "told", lambda self, context, rank, _: told.append((rank, context.config.learner.gpus)))
+    pools = ["--pools.a", '{role = "learner", count = 1, gpus = 1}', "--pools.b", '{role = "learner", gpus = 2}']
+    learner = Learner(tmp_path, monkeypatch, *pools, "--launch.env.NCCL_DEBUG", "INFO")
+    learner.start()
+    assert told == [(0, 1.0), (1, 2.0)]
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_DEBUG": "INFO"}
+    assert [rank.variables for rank in learner.ranks] == [expected, expected]
+
+
+def test_a_rank_on_the_cpu_has_the_variables_of_the_config_alone_which_come_last_on_a_gpu(tmp_path, monkeypatch):
+    learner = Learner(tmp_path, monkeypatch, "--launch.env.NCCL_DEBUG", "INFO")
+    learner.start()
+    assert [rank.variables for rank in learner.ranks] == [{"NCCL_DEBUG": "INFO"}] * 2
+    told = ["--learner.gpus", "1", "--launch.env.PYTORCH_ALLOC_CONF", "backend:native"]
+    other = Learner(tmp_path / "other", monkeypatch, *told)
+    other.start()
+    assert other.ranks[0].variables == {"PYTORCH_ALLOC_CONF": "backend:native"}

@@ -207,8 +207,9 @@ def started(two_actors, monkeypatch):
     """Every actor that is started; the places are given out by `Room`."""
     handles: list[Handle] = []
 
-    def spawn(*_: object, **__: object) -> Handle:
+    def spawn(*_: object, variables: dict[str, str], **__: object) -> Handle:
         handles.append(Handle())
+        handles[-1].variables = variables
         return handles[-1]
 
     monkeypatch.setattr(pools_module, "spawn", spawn)
@@ -236,6 +237,26 @@ def test_a_pool_that_is_made_larger_starts_actorswith_new_numbers_where_there_is
     assert states(two_actors)["actor.3"] == "lost: given up: no host has room"
     assert two_actors.events[-1] == ("given_up", "actor.3 is given up: no host has room")
     assert [actor.number for actor in pools.watch()] == [0, 1], "the run goes on with what is left"
+
+
+def test_an_actor_is_told_how_long_its_engine_may_take_and_the_variables_of_the_config(two_actors, started, ended):
+    two_actors.pools.scale("actors", 3)
+    two_actors.pools.watch()
+    assert started[0].variables == {"VLLM_ENGINE_READY_TIMEOUT_S": "300"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limit_s"),
+    [
+        ((), 300.0),
+        (("--learner.gpus", "1"), 300.0),
+        (("--actors.gpus", "1"), 900.0),
+        (("--actors.gpus", "1", "--launch.startup_timeout_s", "60"), 60.0),
+        (("--pools.a", '{role = "actors", gpus = 1}'), 900.0),
+    ],
+)
+def test_a_start_may_take_longer_where_engines_compile_for_gpus(overrides, limit_s):
+    assert load_config(DEMO, overrides).startup_timeout_s == limit_s
 
 
 def test_a_pool_that_is_made_smaller_ends_its_youngest_politely_and_gives_the_place_back(two_actors, ended):

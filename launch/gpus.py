@@ -1,0 +1,301 @@
+"""GPUs: which the workers of a run ask for, what those that share one may take of it, and which this machine has.
+
+The driver's own `nvidia-smi` says what there is, for the command of a run must not open a GPU: a context takes half a
+gigabyte of it for as long as the run lives.
+
+    check_gpus     what the config alone says wrong
+    lacking_gpus   what it asks for, and this machine has not
+    stage_need     what training takes of a stage's GPU
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from launch.config import Config
+from launch.errors import ConfigError
+from launch.pools import WorkerPool, actor_pools, stage_pools
+
+if TYPE_CHECKING:  # with torch
+    from learner.device import MemoryNeed
+
+GIB = 2**30
+USABLE_SHARE = 0.95
+"""Of a GPU that workers share, for all of them together: contexts and libraries are in nobody's share."""
+SPIKE_BYTES = int(1.5 * GIB)
+"""What an engine takes beside its share for a moment where a layer's new weights come, above all the embedding's."""
+FIRST_WITH_BFLOAT16 = 8.0
+"""Compute capability."""
+MIN_DRIVER = 580
+"""Of the CUDA 13 wheels, which the pinned torch and vLLM are."""
+SMALL_BUDGET = 1024
+"""Tokens of a micro-batch; the default, which suits a CPU."""
+SMI_LIMIT_S = 10.0
+_UNITS = 10_000
+"""Ray counts a GPU in so many parts."""
+
+
+class Gpu(NamedTuple):
+    """One GPU of this machine, as its driver tells of it."""
+
+    number: int
+    uuid: str
+    name: str
+    driver: str
+    total_bytes: int
+    used_bytes: int
+    capability: float
+    """Compute capability, as 9.0; 0 where an old driver does not say."""
+
+    def __str__(self) -> str:
+        return f"GPU {self.number} ({self.name}, {self.total_bytes / GIB:.0f} GiB)"
+
+
+class GpuProcess(NamedTuple):
+    """A process that computes on a GPU of this machine; whose memory a container may hide."""
+
+    uuid: str
+    """Of the GPU."""
+    pid: int
+    name: str
+    used_bytes: int
+
+
+def gpus_here(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES leaves; none where the driver says nothing."""
+    fields = "index,uuid,name,driver_version,memory.total,memory.used,compute_cap"
+    found = []
+    for row in _ask(f"--query-gpu={fields}"):
+        with suppress(ValueError, IndexError):  # a part of a GPU (MIG) has no figures of its own
+            number, uuid, name, driver, total, used = int(row[0]), *row[1:4], int(row[4]) * 2**20, int(row[5]) * 2**20
+            capability = float(row[6]) if row[6].replace(".", "").isdigit() else 0.0
+            found.append(Gpu(number, uuid, name, driver, total, used, capability))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return found
+    chosen = [each.strip() for each in visible.split(",") if each.strip()]
+    return [gpu for gpu in found if any(each == str(gpu.number) or gpu.uuid.startswith(each) for each in chosen)]
+
+
+def gpu_processes() -> list[GpuProcess]:
+    """Of all users, as far as the driver shows them here."""
+    found = []
+    for row in _ask("--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
+        with suppress(ValueError, IndexError):
+            used = int(row[3]) * 2**20 if row[3].isdigit() else 0
+            found.append(GpuProcess(row[0], int(row[1]), row[2], used))
+    return found
+
+
+def _ask(query: str) -> list[list[str]]:
+    """The rows of an answer; none where there is no driver, or it does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, query, "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=SMI_LIMIT_S, check=True
+        )
+        return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    return []
+
+
+# --- what the config says ----------------------------------------------------------------------------
+
+
+def check_gpus(config: Config) -> None:
+    """Hold what workers reserve of GPUs, and take of their memory, against each other.
+
+    Raises:
+        ConfigError: two stages could share a GPU, or none would have one; or a GPU could not hold who shares it.
+    """
+    stages = stage_pools(config)
+    for pool in [*stages, *actor_pools(config)]:
+        if (gpus := pool.bundle.get("GPU", 0.0)) > 1 and gpus != int(gpus):
+            raise ConfigError(
+                f"pool '{pool.name}' reserves {gpus:g} GPUs for each worker: Ray gives a part of one GPU or whole "
+                "ones, so make it at most 1, or a whole number"
+            )
+    _check_stages(config, stages)
+    total, workers = shared(config)
+    if total > USABLE_SHARE + 1e-9:
+        raise ConfigError(
+            f"{workers} may come to share a GPU and would take {total:g} of its memory, of which they have "
+            f"{USABLE_SHARE:g}: lower {_SHARE_KEYS}, or reserve whole GPUs"
+        )
+
+
+_SHARE_KEYS = "actors.gpu_memory_share or learner.gpu_memory_share (unset: learner.gpus)"
+
+
+def _check_stages(config: Config, pools: Sequence[WorkerPool]) -> None:
+    """All of them have GPUs or none has, and no two have one together."""
+    per_stage = {pool.name: pool.bundle.get("GPU", 0.0) for pool in pools}
+    without = [name for name, gpus in per_stage.items() if not gpus]
+    num_ranks = sum(pool.count for pool in pools)
+    device, said = config.learner.device, ", ".join(f"{name} {gpus:g}" for name, gpus in per_stage.items())
+    if device == "cuda" and without:
+        raise ConfigError(
+            f"learner.device = 'cuda', and stages of {', '.join(without)} reserve no GPU, so they would see none: set "
+            "learner.gpus, or gpus of the pool, or use learner.device = 'auto'"
+        )
+    if device == "auto" and without and len(without) < len(per_stage):
+        raise ConfigError(
+            f"GPUs of a stage, by pool: {said}: stages on GPUs and stages on CPUs do not train together; give each "
+            "pool of the learner GPUs, or none, or use learner.device = 'cpu'"
+        )
+    if device != "cpu" and num_ranks > 1 and any(0 < gpus <= 1 / 2 for gpus in per_stage.values()):
+        raise ConfigError(
+            f"GPUs of a stage, by pool: {said}: two stages could come to share a GPU, which NCCL refuses; reserve a "
+            "whole one for each, or train on one with learner.num_stages = 1 and learner.num_replicas = 1"
+        )
+
+
+def _sharing(config: Config) -> Iterator[tuple[WorkerPool, float]]:
+    """Pools whose workers reserve a part of a GPU, and the share of its memory that each takes."""
+    for pool in stage_pools(config):
+        gpus = pool.bundle.get("GPU", 0.0)
+        if 0 < gpus < 1 and config.learner.device != "cpu":
+            limit = config.learner.model_copy(update={"gpus": gpus}).memory_limit
+            yield pool, 1.0 if limit is None else limit
+    for actors in actor_pools(config):
+        if 0 < actors.bundle.get("GPU", 0.0) < 1:
+            yield actors, actors.config.gpu_memory_share
+
+
+def shared(config: Config) -> tuple[float, str]:
+    """The greatest share of one GPU's memory that workers take whom Ray may put on it together, and who they are.
+
+    Ray chooses by what they reserve alone, so any of them may meet whose reservations fit one GPU.
+    """
+    best: dict[int, tuple[float, tuple[str, ...]]] = {0: (0.0, ())}
+    for pool, share in _sharing(config):
+        parts = max(1, round(pool.bundle["GPU"] * _UNITS))
+        for _ in range(min(pool.count, _UNITS // parts)):
+            for taken, (held, names) in list(best.items()):
+                with_it = (held + share, (*names, pool.name))
+                if taken + parts <= _UNITS and with_it[0] > best.get(taken + parts, (0.0, ()))[0]:
+                    best[taken + parts] = with_it
+    total, names = max(best.values(), key=lambda each: each[0])
+    workers = [f"{names.count(name)} of pool '{name}'" for name in dict.fromkeys(names)]
+    return round(total, 6), " and ".join(workers)
+
+
+# --- what this machine has ---------------------------------------------------------------------------
+
+
+def lacking_gpus(config: Config) -> str:
+    """What the workers need of this machine's GPUs beside their number, and do not find; '' where nothing."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return (
+            f"torch {torch.__version__} (built for CUDA {torch.version.cuda or 'not at all'}) cannot use the GPUs that "
+            f"the driver shows: the CUDA 13 wheels need a driver of {MIN_DRIVER} or newer; leeway doctor says more"
+        )
+    return unfit(config, gpus_here())
+
+
+def unfit(config: Config, gpus: Sequence[Gpu]) -> str:
+    """Why one of these GPUs cannot serve a worker that may get it; '' where all can."""
+    old = [gpu for gpu in gpus if 0 < gpu.capability < FIRST_WITH_BFLOAT16]
+    if old and (key := _asks_for_bfloat16(config)):
+        return (
+            f"{key} = 'bfloat16', and {old[0]}, compute capability {old[0].capability:g}, has no bfloat16, which "
+            f"begins at {FIRST_WITH_BFLOAT16:g}: use 'float32' (actors also take 'float16'), or hide that GPU "
+            "with CUDA_VISIBLE_DEVICES"
+        )
+    total, workers = shared(config)
+    for gpu in gpus if total else ():
+        if (left := (1 - total) * gpu.total_bytes) < SPIKE_BYTES:
+            return (
+                f"{workers} may come to share {gpu} and would leave {left / GIB:.1f} GiB of it free, and "
+                f"{SPIKE_BYTES / GIB:g} GiB are needed where an engine takes new weights: lower {_SHARE_KEYS}"
+            )
+    return ""
+
+
+def _asks_for_bfloat16(config: Config) -> str:
+    """The first key that does, of workers with GPUs."""
+    if config.learner.precision == "bfloat16" and any(pool.bundle.get("GPU") for pool in stage_pools(config)):
+        return "learner.precision"
+    for pool in actor_pools(config):
+        if pool.config.dtype == "bfloat16" and pool.bundle.get("GPU"):
+            return f"pools.{pool.name}.dtype" if pool.name in config.pools else "actors.dtype"
+    return ""
+
+
+# --- what training takes -----------------------------------------------------------------------------
+
+
+def stage_need(config: Config) -> MemoryNeed | None:
+    """What the stage that needs most takes of its device; None where no stage has a GPU, or no model is here yet."""
+    path = Path(config.model.path or "")
+    if not _gpus_of_stages(config) or config.model.path is None or not path.exists():
+        return None
+    from transformers import AutoConfig
+
+    from learner.device import memory_need
+
+    learner, needs = config.learner, config.algorithm.needs
+    samples = learner.groups_per_step * config.actors.group_size
+    return memory_need(
+        AutoConfig.from_pretrained(path, local_files_only=True),
+        learner,
+        update_tokens=samples * config.actors.max_model_tokens // learner.num_minibatches,
+        has_reference=needs.reference,
+        num_models=2 if needs.critic == "model" else 1,
+    )
+
+
+def too_small(config: Config, need: MemoryNeed, gpus: Sequence[Gpu]) -> str:
+    """Which GPU that a stage may get does not hold what it takes, and what would help; '' where all do."""
+    limit = config.learner.model_copy(update={"gpus": _gpus_of_stages(config)}).memory_limit or 1.0
+    smallest = min(gpus, key=lambda gpu: gpu.total_bytes, default=None)
+    if smallest is None or need.size_bytes <= (room := int(limit * smallest.total_bytes)):
+        return ""
+    remedies = ["lower learner.token_budget", "more learner.num_stages"]
+    if config.learner.reference_offload == "none" and config.algorithm.needs.reference:
+        remedies.insert(0, "learner.reference_offload = 'cpu'")
+    if not config.learner.activation_checkpointing and config.learner.schedule != "zero_bubble":
+        update = {"learner": config.learner.model_copy(update={"activation_checkpointing": True})}
+        with_it = stage_need(config.model_copy(update=update))
+        if with_it is not None:
+            fits = "which fits" if with_it.size_bytes <= room else "which is too much too"
+            text = f"learner.activation_checkpointing = true takes {with_it.size_bytes / GIB:.1f} GiB, {fits}"
+            remedies.insert(0, text)
+    share = f"{limit:g} of " if limit < 1 else ""
+    return f"{need.describe()}; {share}{smallest} does not hold it: {'; or '.join(remedies)}"
+
+
+def describe_gpus(config: Config) -> list[str]:
+    """What a dry run says of the GPUs of stages: what one takes, and what makes them slow."""
+    lines = []
+    if (need := stage_need(config)) is not None:
+        gpus = gpus_here() if config.launch.ray_address is None else []
+        small = too_small(config, need, gpus)
+        lines.append(f"warning    {small}" if small else f"GPU        {need.describe()}")
+    learner = config.learner
+    if _gpus_of_stages(config) and learner.precision == "float32":
+        lines.append(
+            "warning    learner.precision = 'float32', the default, leaves most of a GPU's speed unused: 'bfloat16' is "
+            "several times as fast, and keeps weights and optimizer in float32"
+        )
+    if _gpus_of_stages(config) and learner.token_budget <= SMALL_BUDGET:
+        lines.append(
+            f"warning    learner.token_budget = {learner.token_budget} gives a GPU less work at a time than it takes "
+            "to start it: use 8192, or what fits"
+        )
+    return lines
+
+
+def _gpus_of_stages(config: Config) -> float:
+    """What a stage reserves, at least; 0 where it computes on the CPU."""
+    return 0.0 if config.learner.device == "cpu" else min(pool.bundle.get("GPU", 0.0) for pool in stage_pools(config))

@@ -1,0 +1,176 @@
+"""The device of a rank: which it is, how much of its memory a stage may take, and how much training takes of it.
+
+The figures are counted, not measured: the bytes that a layer keeps for its backward pass by tracing one without data,
+all others from the shapes of the model. They are at most: of the longest samples, and of micro-batches that are full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+import torch
+
+from learner.config import LearnerConfig
+from learner.decoders import StageShare, split_layers, widths
+from learner.logprobs import LogitRule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+GIB = 2**30
+FIRST_WITH_BFLOAT16 = (8, 0)
+"""Compute capability."""
+KEPT_BYTES: Mapping[tuple[str, str], tuple[int, int, int, int]] = {
+    ("float32", "float32"): (24, 12, 8, 16),
+    ("bfloat16", "float32"): (20, 6, 4, 8),
+    ("bfloat16", "bfloat16"): (16, 6, 4, 8),
+    ("float64", "float32"): (48, 24, 16, 32),
+}
+"""What a layer keeps of each token for its backward pass, by precision and residual, per unit of four widths: of the
+states, of all query heads, of all key heads, and of the feed-forward block. Counted of Llama and Qwen2 layers."""
+RUNTIME_BYTES = GIB
+"""A CUDA context, workspaces of libraries, NCCL's buffers and what the allocator rounds up; an estimate."""
+LOGIT_COPIES = 3
+"""Of a chunk of logits, that exist at once: themselves, their exponentials, and a product on the way."""
+HEAD_STATES = 3
+"""Beside them, of the states that the head reads: normed, in the dtype of products, and their gradient."""
+
+
+def device_of(config: LearnerConfig, rank: int) -> torch.device:
+    """Where a rank computes; `config` is as it is for the rank's pool.
+
+    Raises:
+        ValueError: it was to be a GPU, and torch sees none, or one that cannot compute in `learner.precision`.
+    """
+    wanted = config.device
+    if wanted == "cpu" or (wanted == "auto" and not config.gpus and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        key = "learner.device = 'cuda'" if wanted == "cuda" else f"this stage has reserved {config.gpus:g} GPUs"
+        raise ValueError(
+            f"{key}, but torch {torch.__version__} (built for CUDA {torch.version.cuda or 'not at all'}) sees no GPU "
+            "on this host: see leeway doctor there; or use learner.device = 'cpu'"
+        )
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    capability = torch.cuda.get_device_capability(device)
+    if config.precision == "bfloat16" and capability < FIRST_WITH_BFLOAT16:
+        raise ValueError(
+            f"learner.precision = 'bfloat16', and the GPU of this stage ({torch.cuda.get_device_name(device)}, compute "
+            f"capability {capability[0]}.{capability[1]}) has none, which begins at 8.0: use 'float32', or another GPU"
+        )
+    return device
+
+
+def limit_memory(config: LearnerConfig, device: torch.device) -> None:
+    """Keep a stage to its share of a GPU: an engine beside it that is started again has to find its own."""
+    if device.type == "cuda" and config.memory_limit is not None:
+        torch.cuda.set_per_process_memory_fraction(config.memory_limit, device)
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What training takes of a stage's device, at most."""
+
+    stage: int
+    parts: Mapping[str, int]
+    """Bytes, by what they hold."""
+
+    @property
+    def size_bytes(self) -> int:
+        """All together."""
+        return sum(self.parts.values())
+
+    def describe(self) -> str:
+        """For people."""
+        shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items() if size >= GIB / 20)
+        return f"stage {self.stage} takes up to {self.size_bytes / GIB:.1f} GiB: {shown}"
+
+
+def memory_need(
+    model: PreTrainedConfig,
+    config: LearnerConfig,
+    *,
+    update_tokens: int,
+    has_reference: bool,
+    num_models: int = 1,
+) -> MemoryNeed:
+    """Of the stage that takes most.
+
+    Args:
+        model: of the checkpoint.
+        config: the `[learner]` section.
+        update_tokens: tokens of the samples of one update, at most, over all replicas.
+        has_reference: does a frozen model score the samples?
+        num_models: 2 where a critic is a model of its own.
+    """
+    needs = [
+        _need_of(stage, model, config, update_tokens, has_reference, num_models) for stage in range(config.num_stages)
+    ]
+    return max(needs, key=lambda need: need.size_bytes)
+
+
+def _need_of(
+    stage: int,
+    model: PreTrainedConfig,
+    config: LearnerConfig,
+    update_tokens: int,
+    has_reference: bool,
+    num_models: int,
+) -> MemoryNeed:
+    num_chunks, budget, width = config.num_stages * config.num_chunks, config.token_budget, model.hidden_size
+    checkpointing = config.activation_checkpointing
+    split = split_layers(model, num_chunks, layers_per_chunk=config.layers_per_chunk, recomputed=checkpointing)
+    shares = [StageShare(chunk, num_chunks, *split[chunk]) for chunk in range(stage, num_chunks, config.num_stages)]
+    num_layers = sum(share.end_layer - share.first_layer for share in shares)
+    has_head = shares[-1].is_last
+    word_weights = model.vocab_size * width
+    is_tied = bool(model.tie_word_embeddings) and shares[0].is_first
+    num_weights = num_layers * widths(model).num_weights + word_weights * has_head
+    num_weights += word_weights * (shares[0].is_first and not (has_head and is_tied))
+    item = 8 if config.precision == "float64" else 4
+    is_narrow = config.precision == "bfloat16"
+    states_item = 2 if config.residual == "bfloat16" else item
+    num_micro_batches = max(1, ceil(update_tokens / config.num_replicas / budget))
+    in_flight = micro_batches_in_flight(config, stage, num_micro_batches)
+    per_layer = budget * kept_bytes(model, config)
+    kept = states_item * budget * width * num_layers if checkpointing else per_layer * num_layers
+    chunk = LogitRule(1.0).chunk_tokens(model.vocab_size, torch.float32, "cuda")
+    chunk_bytes = item * model.vocab_size * min(chunk, budget)
+    static = {
+        "weights": item * num_models * num_weights,
+        "rounded weights": 2 * num_models * num_weights * is_narrow,
+        "gradients": item * num_models * num_weights,
+        "moments": 2 * item * num_models * num_weights,
+        "logits": (LOGIT_COPIES * chunk_bytes + HEAD_STATES * item * budget * width) * has_head,
+        "between stages": 2 * states_item * budget * width * num_micro_batches * (config.num_stages > 1),
+        "CUDA": RUNTIME_BYTES,
+    }
+    training = {"activations": int(in_flight * kept), "a layer at work": per_layer}
+    reference = {"reference": (2 if is_narrow else item) * num_weights * has_reference}
+    if config.reference_offload == "none":
+        return MemoryNeed(stage, {**static, **reference, **training})
+    # it is there while it scores, and then no activations are
+    larger = training if sum(training.values()) > reference["reference"] else reference
+    return MemoryNeed(stage, {**static, **larger})
+
+
+def kept_bytes(model: PreTrainedConfig, config: LearnerConfig) -> int:
+    """Bytes that one layer keeps of a token for its backward pass."""
+    found = widths(model)
+    of_states, of_queries, of_keys, of_block = KEPT_BYTES[config.precision, config.residual]
+    return of_states * found.states + of_queries * found.queries + of_keys * found.keys + of_block * found.block
+
+
+def micro_batches_in_flight(config: LearnerConfig, stage: int, num_micro_batches: int) -> float:
+    """Whose activations a stage holds at once, at most, each of all its layers."""
+    num_stages = config.num_stages
+    at_most = {
+        "gpipe": float(num_micro_batches),
+        "1f1b": float(num_stages - stage),
+        "interleaved_1f1b": num_stages * (1 + 1 / config.num_chunks),
+        "zero_bubble": float(num_stages),
+    }
+    return min(at_most[config.schedule], num_micro_batches)

@@ -1,0 +1,179 @@
+"""GPUs of a run: who may share one, what this machine's driver says, and what training is said to take."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import gpus as gpus_module
+from launch.checks import check
+from launch.config import load_config
+from launch.errors import ConfigError
+from launch.gpus import Gpu, check_gpus, describe_gpus, gpu_processes, gpus_here, shared, stage_need, too_small, unfit
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEMO = EXAMPLES / "demo.toml"
+GIB = 2**30
+H100 = "0, GPU-aa, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 9.0"
+T4 = "1, GPU-bb, Tesla T4, 580.65.06, 15360, 3, 7.5"
+ONE_GPU = ("--actors.num_actors", "1", "--actors.gpus", "0.5", "--learner.num_stages", "1", "--learner.gpus", "0.5")
+SHARES = ("--actors.gpu_memory_share", "0.4", "--learner.gpu_memory_share", "0.5")
+
+
+def demo(*overrides: str):
+    return load_config(DEMO, overrides)
+
+
+def card(gib: float = 80.0, capability: float = 9.0, **fields: object) -> Gpu:
+    return Gpu(0, "GPU-aa", "H100", "580.65", int(gib * GIB), 0, capability)._replace(**fields)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """`driver(*lines)`: what nvidia-smi says, whatever it is asked; the questions are returned."""
+    asked: list[str] = []
+
+    def say(*lines: str) -> list[str]:
+        def ask(query: str) -> list[list[str]]:
+            asked.append(query)
+            return [[cell.strip() for cell in line.split(",")] for line in lines]
+
+        monkeypatch.setattr(gpus_module, "_ask", ask)
+        return asked
+
+    return say
+
+
+# --- what the driver says -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("visible", "numbers"),
+    [(None, [0, 1]), ("1", [1]), ("0,1", [0, 1]), ("GPU-b", [1]), ("", []), ("7", [])],
+)
+def test_gpus_are_those_that_the_environment_leaves(driver, visible, numbers):
+    driver(H100, T4)
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert [gpu.number for gpu in gpus_here(environment)] == numbers
+
+
+def test_what_the_driver_says_of_a_gpu_and_of_who_is_on_it_is_read_and_what_it_hides_is_left_out(driver):
+    driver(H100, "2, MIG-cc, H100 MIG 1g.10gb, 580.65.06, [N/A], [N/A], 9.0", "3, GPU-dd, K80, 390.1, 1024, 0, [N/A]")
+    first, old = gpus_here({})
+    assert first == Gpu(0, "GPU-aa", "NVIDIA H100 80GB HBM3", "580.65.06", 81559 * 2**20, 4 * 2**20, 9.0)
+    assert (old.capability, str(first)) == (0.0, "GPU 0 (NVIDIA H100 80GB HBM3, 80 GiB)")
+    driver("GPU-aa, 4711, python, 30720", "GPU-aa, 12, [Not Found], [N/A]")
+    assert [(each.pid, each.used_bytes) for each in gpu_processes()] == [(4711, 30 * GIB), (12, 0)]
+
+
+def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert (gpus_here({}), gpu_processes()) == ([], [])
+
+
+# --- sharing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "total"),
+    [
+        ((), 0.0),
+        (("--learner.gpus", "1", "--actors.gpus", "1"), 0.0),
+        ((*ONE_GPU, *SHARES), 0.9),
+        ((*ONE_GPU, "--actors.gpu_memory_share", "0.4"), 0.9),
+        ((*ONE_GPU, *SHARES, "--learner.device", "cpu"), 0.4),
+        (("--actors.num_actors", "4", "--actors.gpus", "0.25", "--actors.gpu_memory_share", "0.2"), 0.8),
+        (("--actors.num_actors", "9", "--actors.gpus", "0.25", "--actors.gpu_memory_share", "0.2"), 0.8),
+        (("--actors.num_actors", "3", "--actors.gpus", "0.6", "--actors.gpu_memory_share", "0.9"), 0.9),
+    ],
+)
+def test_shares_are_added_up_of_all_whom_ray_may_put_on_one_gpu(overrides, total):
+    assert shared(demo(*overrides))[0] == pytest.approx(total)
+    check_gpus(demo(*overrides))
+
+
+def test_workers_of_several_pools_are_the_worst_that_fits_one_gpu():
+    config = demo(*ONE_GPU[4:], "--pools.a", '{role = "actors", gpus = 0.3, gpu_memory_share = 0.25, count = 2}')
+    config = config.model_copy(update={"actors": config.actors.model_copy(update={"num_actors": 2})})
+    total, who = shared(config)
+    assert total == pytest.approx(0.5 + 0.25), "0.5 + 0.3 + 0.3 of a GPU are more than one"
+    assert who == "1 of pool 'learner' and 1 of pool 'a'"
+
+
+def test_a_gpu_that_would_be_too_full_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"1 of pool 'learner' and 1 of pool 'actors' may come to share a GPU .* 1.35"
+    ):
+        check_gpus(demo(*ONE_GPU))
+    small = demo(*ONE_GPU, *SHARES)
+    assert unfit(small, [card(24)]) == ""
+    assert "share GPU 0 (H100, 12 GiB) and would leave 1.2 GiB of it free" in unfit(small, [card(80), card(12)])
+    assert unfit(demo("--learner.gpus", "1"), [card(12)]) == "", "who has it alone leaves as much as it likes"
+
+
+# --- what a card can do ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("--learner.precision", "bfloat16"), ""),
+        (("--learner.precision", "bfloat16", "--learner.gpus", "1"), "learner.precision = 'bfloat16'"),
+        (("--actors.dtype", "bfloat16", "--actors.gpus", "1"), "actors.dtype = 'bfloat16'"),
+        (("--actors.dtype", "float16", "--actors.gpus", "1"), ""),
+    ],
+)
+def test_bfloat16_is_refused_where_a_card_has_none_and_somebody_computes_in_it_there(overrides, key):
+    config = demo(*overrides)
+    assert unfit(config, [card()]) == unfit(config, [card(capability=0.0)]) == ""
+    why = unfit(config, [card(), card(capability=7.5, number=1, name="Tesla T4")])
+    assert (key in why, bool(why)) == (True, bool(key))
+    assert not key or "GPU 1 (Tesla T4, 80 GiB), compute capability 7.5, has no bfloat16" in why
+
+
+def test_a_dry_run_names_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path, driver):
+    driver(H100)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    lacking = check(demo("--learner.gpus", "1"), tmp_path / "run").lacking
+    assert "cannot use the GPUs that the driver shows: the CUDA 13 wheels need a driver of 580" in lacking
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert check(demo("--learner.gpus", "1"), tmp_path / "run").lacking == ""
+
+
+# --- what training takes --------------------------------------------------------------------------
+
+
+def test_a_stage_that_does_not_fit_is_told_with_what_helps(monkeypatch):
+    asked = ["--learner.gpus", "1", "--learner.token_budget", "8192"]
+    config = demo(*asked)
+    need = stage_need(config)
+    assert need is not None
+    assert stage_need(demo()) is None, "no stage has a GPU"
+    assert too_small(config, need, [card()]) == too_small(config, need, []) == ""
+    with_it = stage_need(demo(*asked, "--learner.activation_checkpointing", "true"))
+    told = too_small(config, need, [card(1.01 * with_it.size_bytes / GIB), card()])
+    assert "does not hold it: learner.activation_checkpointing = true takes" in told
+    assert "GiB, which fits; or" in told
+    assert "which is too much too" in too_small(config, need, [card(0.99 * with_it.size_bytes / GIB)])
+    assert "learner.reference_offload = 'cpu'" in told
+    half = config.model_copy(update={"learner": config.learner.model_copy(update={"gpu_memory_share": 0.01})})
+    assert "0.01 of GPU 0" in too_small(half, need, [card()])
+
+
+def test_a_dry_run_says_what_a_stage_takes_and_warns_of_what_is_slow_on_a_gpu(driver):
+    driver()
+    assert describe_gpus(demo("--learner.precision", "float32")) == []
+    said = describe_gpus(demo("--learner.gpus", "1"))
+    assert [line.split()[0] for line in said] == ["GPU", "warning", "warning"]
+    assert "learner.precision = 'float32'" in said[1]
+    assert "learner.token_budget = 1024" in said[2]
+    good = describe_gpus(
+        demo("--learner.gpus", "1", "--learner.precision", "bfloat16", "--learner.token_budget", "4096")
+    )
+    assert [line.split()[0] for line in good] == ["GPU"]
+    driver("0, GPU-aa, H100, 580, 1100, 4, 9.0")
+    (small,) = describe_gpus(
+        demo("--learner.gpus", "1", "--learner.precision", "bfloat16", "--learner.token_budget", "16384")
+    )
+    assert small.startswith("warning    stage ")
