@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
 import xxhash
 
 from common.staleness import PolicyVersion
@@ -24,6 +25,8 @@ from weight_sync.errors import PublishFailed, WeightsCorrupt
 from weight_sync.tensor_file import ITEM_BYTES
 
 FORMAT_VERSION = 2
+_PIECE_BYTES = 2**20
+"""Of a copy: it is still in the processor's cache when its checksum is taken."""
 MANIFEST_NAME = "manifest.json"
 
 Encoding = Literal["same", "xor", "raw"]
@@ -192,6 +195,16 @@ def part_name(rank: int) -> str:
 def checksum_of(data: bytes | memoryview) -> str:
     """xxh3-64 of a tensor's bytes, as hex."""
     return xxhash.xxh3_64_hexdigest(data)
+
+
+def copied(data: memoryview, into: memoryview) -> str:
+    """Copy bytes, and the checksum of what arrived; other threads run meanwhile."""
+    source, target, found = np.asarray(data), np.asarray(into), xxhash.xxh3_64()
+    for start in range(0, len(source), _PIECE_BYTES):
+        piece = target[start : start + _PIECE_BYTES]
+        np.copyto(piece, source[start : start + _PIECE_BYTES])
+        found.update(piece.data)
+    return found.hexdigest()
 
 
 def build_manifest(

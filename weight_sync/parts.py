@@ -15,7 +15,7 @@ from weight_sync.delta import encode_delta
 from weight_sync.manifest import DeltaEntry, Encoding, FileEntry, Part, TensorEntry, checksum_of, delta_name, file_name
 from weight_sync.store import Buffers
 from weight_sync.tensor_file import ITEM_BYTES, header_of
-from weight_sync.tensors import DTYPES, host_bytes
+from weight_sync.tensors import DTYPES, host_bytes, pinned_memory
 
 DELTA_BELOW = 0.8
 """A delta that is not smaller than this share of the tensors is not kept."""
@@ -36,16 +36,19 @@ class HostCopy:
     A dtype is one buffer, in which the tensors lie back to back, by name: the data of a safetensors file.
     """
 
-    def __init__(self, places: Sequence[TensorSlot], dtypes: Sequence[str], *, pinned: bool) -> None:
+    def __init__(self, places: Sequence[TensorSlot], dtypes: Sequence[str], gpu: torch.device | None) -> None:
         """Make room, and touch it: the first touch of memory takes longer than to fill it later.
 
-        `places` have no gaps; pinned memory is for copies from a GPU, which are not asynchronous otherwise.
+        `places` have no gaps. Copies from a GPU are asynchronous to pinned memory alone.
+
+        Raises:
+            OSError: there is no such memory.
         """
         self.places = tuple(places)
         self.dtypes = tuple(dtypes)
-        self._pinned = pinned
+        self._gpu = gpu
         length = places[-1].end if places else 0
-        self._buffers = {name: torch.empty(length, dtype=DTYPES[name], pin_memory=pinned).zero_() for name in dtypes}
+        self._buffers = {name: _buffer(length, name, gpu) for name in dtypes}
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], dtypes: Sequence[str]) -> HostCopy:
@@ -58,11 +61,11 @@ class HostCopy:
                 raise ValueError(f"tensor '{name}' is {tensor.dtype}; weights are floating-point values")
             places.append(TensorSlot(name, tuple(tensor.shape), start, start + tensor.numel()))
             start += tensor.numel()
-        return cls(places, dtypes, pinned=any(tensor.is_cuda for tensor in tensors.values()))
+        return cls(places, dtypes, next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None))
 
     def another(self) -> HostCopy:
         """Room for the same tensors."""
-        return HostCopy(self.places, self.dtypes, pinned=self._pinned)
+        return HostCopy(self.places, self.dtypes, self._gpu)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors, rounded to every dtype; they may change once this returns.
@@ -90,6 +93,12 @@ class HostCopy:
     def header(self, dtype: str) -> bytes:
         """What precedes them in a safetensors file."""
         return header_of((place.name, dtype, place.shape) for place in self.places)
+
+
+def _buffer(length: int, dtype: str, gpu: torch.device | None) -> Tensor:
+    if gpu is None:
+        return torch.empty(length, dtype=DTYPES[dtype]).zero_()
+    return pinned_memory(ITEM_BYTES[dtype] * length, gpu).view(DTYPES[dtype])
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from weight_sync.manifest import (
     Part,
     TensorEntry,
     checksum_of,
+    copied,
     decode,
     encode,
     part_name,
@@ -141,13 +142,22 @@ class WeightStore:
         except FileNotFoundError:
             return None
 
-    def tensors(self, manifest: Manifest, dtype: str) -> Iterator[tuple[TensorEntry, memoryview]]:
-        """The bytes of every tensor of a variant, memory-mapped, and `checked` before they are handed out."""
+    def tensors(
+        self, manifest: Manifest, dtype: str, into: memoryview | None = None
+    ) -> Iterator[tuple[TensorEntry, memoryview]]:
+        """The bytes of every tensor of a variant, memory-mapped, and `checked` before they are handed out.
+
+        With `into`, which has room for all of them, they are copied there, back to back, and those are handed out.
+        """
         folder = self.version_folder(manifest.policy)
         for name, entries in manifest.files_of(dtype).items():
             file = TensorFile(folder / name)
             for entry in entries:
-                yield entry, checked(file, entry)
+                if into is None:
+                    yield entry, checked(file, entry)
+                else:
+                    place, into = into[: entry.size_bytes], into[entry.size_bytes :]
+                    yield entry, checked(file, entry, place)
 
     def lock_for_reading(self, version: PolicyVersion) -> BinaryIO:
         """Keep retention from removing a version until the returned file is closed (or its process dies).
@@ -278,8 +288,11 @@ def read_manifest(data: bytes | memoryview, version: PolicyVersion, source: str)
     return manifest
 
 
-def checked(file: TensorFile, entry: TensorEntry) -> memoryview:
-    """The bytes of a tensor if they are as published; WeightsCorrupt names the file and the tensor that is not."""
+def checked(file: TensorFile, entry: TensorEntry, into: memoryview | None = None) -> memoryview:
+    """The bytes of a tensor if they are as published; WeightsCorrupt names the file and the tensor that is not.
+
+    With `into` they are copied there, and the copy is what was checked and is returned.
+    """
     view = file.view(entry.name)
     stored = file.tensors[entry.name]
     if (stored.code, stored.shape) != (CODES[entry.dtype], entry.shape):
@@ -287,13 +300,13 @@ def checked(file: TensorFile, entry: TensorEntry) -> memoryview:
             f"{file.path}: tensor '{entry.name}' is {stored.code}{list(stored.shape)}, "
             f"the manifest says {CODES[entry.dtype]}{list(entry.shape)}"
         )
-    found = checksum_of(view)
+    found = checksum_of(view) if into is None else copied(view, into)
     if found != entry.checksum:
         raise WeightsCorrupt(
             f"{file.path}: tensor '{entry.name}' has checksum {found}, the manifest says {entry.checksum}; "
             "the file was changed after it was published"
         )
-    return view
+    return view if into is None else into
 
 
 def remove_unless_read(folder: Path) -> None:

@@ -1,8 +1,16 @@
-"""Tensors as bytes, and bytes as tensors: the one place where weights meet torch."""
+"""Tensors as bytes, bytes as tensors, and the memory that GPUs copy from: the one place where weights meet torch."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import mmap
+import threading
+import weakref
+from collections.abc import Iterator
+
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -12,6 +20,10 @@ from weight_sync.tensor_file import ITEM_BYTES
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES if getattr(torch, name).is_floating_point}
 """In what weights may be published: name -> torch's dtype."""
+_FREE_PER_PINNED = 4
+_MOST_PINNED_BYTES = 32 * 2**30
+
+_log = logging.getLogger(__name__)
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
@@ -34,9 +46,84 @@ def tensor_of(entry: TensorEntry, data: memoryview) -> Tensor:
     return torch.from_numpy(np.asarray(_ReadOnly(data))).view(dtype).view(entry.shape)
 
 
-def read_tensors(store: WeightStore, manifest: Manifest, dtype: str) -> dict[str, Tensor]:
-    """All tensors of a variant as views of the store's files, every one checked as in `WeightStore.tensors`."""
-    return {entry.name: tensor_of(entry, data) for entry, data in store.tensors(manifest, dtype)}
+def read_tensors(
+    store: WeightStore, manifest: Manifest, dtype: str, room: PinnedRoom | None = None
+) -> dict[str, Tensor]:
+    """All tensors of a variant as views of the store's files, every one checked as in `WeightStore.tensors`.
+
+    With a `room` they are views of it, until it is filled again; where it has no place they are those of the files.
+    """
+    size_bytes = sum(entry.size_bytes for entry in manifest.variant(dtype))
+    with contextlib.nullcontext() if room is None else room.filled(size_bytes) as into:
+        return {entry.name: tensor_of(entry, data) for entry, data in store.tensors(manifest, dtype, into)}
+
+
+def pinned_memory(size_bytes: int, gpu: torch.device) -> Tensor:
+    """Host memory, as bytes, that a GPU reads and writes by itself; it is given back with the last view of it.
+
+    Registered with CUDA as it is, whole pages of its own: torch's allocator would take the next power of two.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    array = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)[:size_bytes]
+    address = array.ctypes.data
+    # in a thread of its own the current device is GPU 0, where a context of this process would take memory for nothing
+    with torch.cuda.device(gpu):
+        cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if problem := int(cuda.cudaHostRegister(address, max(size_bytes, 1), 0)):
+            raise OSError(
+                f"{size_bytes / 2**30:.1f} GiB of host memory cannot be pinned for {gpu} (CUDA error {problem})"
+            )
+    weakref.finalize(array, cuda.cudaHostUnregister, address).atexit = False
+    return torch.from_numpy(array)
+
+
+class PinnedRoom:
+    """Pinned host memory for one version at a time: made for the first one, and kept for all that follow.
+
+    At most a quarter of the memory that is free on the host when the first one comes, and 32 GiB.
+    """
+
+    def __init__(self, gpu: torch.device) -> None:
+        """Nothing is taken before it is filled."""
+        self._gpu = gpu
+        self._memory: Tensor | None = None
+        self._is_refused = False
+        self._filling = threading.Lock()
+
+    @contextlib.contextmanager
+    def filled(self, size_bytes: int) -> Iterator[memoryview | None]:
+        """So many bytes, to be filled in the block; None where they cannot be had, or another thread fills them."""
+        if not self._filling.acquire(blocking=False):
+            yield None
+            return
+        try:
+            memory = self._taken(size_bytes)
+            yield None if memory is None else host_bytes(memory)[:size_bytes]
+        finally:
+            self._filling.release()
+
+    def _taken(self, size_bytes: int) -> Tensor | None:
+        if self._memory is None and not self._is_refused:
+            try:
+                self._memory = self._pin(size_bytes)
+            except OSError as error:
+                self._is_refused = True
+                _log.warning(
+                    "weights are copied to %s from memory that is not pinned, which is slower: %s", self._gpu, error
+                )
+        fits = self._memory is not None and size_bytes <= len(self._memory)
+        return self._memory if fits else None
+
+    def _pin(self, size_bytes: int) -> Tensor:
+        limit_bytes = min(psutil.virtual_memory().available // _FREE_PER_PINNED, _MOST_PINNED_BYTES)
+        if size_bytes > limit_bytes:
+            raise OSError(
+                f"a version has {size_bytes / 2**30:.1f} GiB, and at most {limit_bytes / 2**30:.1f} GiB are pinned: a "
+                f"quarter of what is free, and {_MOST_PINNED_BYTES // 2**30} GiB"
+            )
+        return pinned_memory(size_bytes, self._gpu)
 
 
 class _ReadOnly:

@@ -3,7 +3,9 @@
     Verification         while the engine generates: a thread reads every tensor against its checksum
     update_weights       while it is paused: load what was verified, from the memory map that the thread has read
 
-So a pause is one engine step and the reload. A version that nobody had verified before is verified in the pause.
+For a GPU the thread copies while it reads, into pinned memory, and what is verified and loaded is the copy: a map goes
+to a GPU through a buffer of the driver, several times slower, and in the pause. So a pause is one engine step and the
+reload. A version that nobody had verified before is verified in the pause, and loaded from the map.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from common.staleness import PolicyVersion
 from common.threads import DaemonThreads
 from weight_sync.errors import WeightsError
 from weight_sync.store import WeightStore
-from weight_sync.tensors import read_tensors
+from weight_sync.tensors import PinnedRoom, read_tensors
 from weight_sync.vllm_engine import REFUSED
 
 # a rotary embedding is computed and never loaded, of which vLLM would warn at every update
@@ -58,10 +60,14 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class Verification:
     """One version being read against its checksums, in a thread of its own."""
 
-    def __init__(self, info: UpdateInfo, model_config: Any) -> None:  # noqa: ANN401 -- vLLM's types are unknown here
-        """Start reading a version, which has to fit the model of vLLM's `model_config`."""
+    def __init__(self, info: UpdateInfo, model_config: Any, room: PinnedRoom | None) -> None:  # noqa: ANN401
+        """Start reading a version, into a room where there is one; it has to fit the model of vLLM's `model_config`.
+
+        What an earlier verification has put into the room is overwritten.
+        """
         self.info = info
-        self._found = DaemonThreads("weights-verification", max_threads=1).submit(fitting_tensors, info, model_config)
+        thread = DaemonThreads("weights-verification", max_threads=1)
+        self._found = thread.submit(fitting_tensors, info, model_config, room)
 
     def refusal(self) -> str | None:
         """Why the version cannot be loaded: '' where it can, None as long as it is being read."""
@@ -91,9 +97,17 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
     verification: Verification | None = None
     """Of the version that will be loaded next."""
+    _room: PinnedRoom | None = None
+    """Where a GPU copies from."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to set up."""
+
+    def verify(self, info: UpdateInfo) -> None:
+        """Start to verify the version that will be loaded next."""
+        if self._room is None and self.device.type == "cuda":
+            self._room = PinnedRoom(self.device)
+        self.verification = Verification(info, self.model_config, self._room)
 
     def start_weight_update(self) -> None:
         """Nothing to start: `receive_weights` touches the model only after all of the version is verified."""
@@ -122,7 +136,7 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Let go of what was verified and never loaded."""
-        self.verification = None
+        self.verification = self._room = None
 
 
 class WorkerCalls:
@@ -132,8 +146,7 @@ class WorkerCalls:
 
     def begin_weight_verification(self, update_info: Mapping[str, str]) -> None:
         """Start to verify a version; returns at once."""
-        engine = self.weight_transfer_engine
-        engine.verification = Verification(UpdateInfo(**update_info), engine.model_config)
+        self.weight_transfer_engine.verify(UpdateInfo(**update_info))
 
     def weight_verification(self) -> str | None:
         """As `Verification.refusal`, of the one begun last."""
@@ -141,10 +154,14 @@ class WorkerCalls:
         return None if verification is None else verification.refusal()
 
 
-def fitting_tensors(info: UpdateInfo, model_config: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
+def fitting_tensors(
+    info: UpdateInfo,
+    model_config: Any,  # noqa: ANN401 -- vLLM's types are unknown here
+    room: PinnedRoom | None = None,
+) -> dict[str, torch.Tensor]:
     """All tensors of a version, each read against its checksum, as the served model wants them.
 
-    Of vLLM's `model_config` the `model`, `dtype` and `hf_config` are looked at.
+    Of vLLM's `model_config` the `model`, `dtype` and `hf_config` are looked at. `room` is that of `read_tensors`.
 
     Raises:
         WeightsError: the version is not in the store, or not as published.
@@ -165,8 +182,8 @@ def fitting_tensors(info: UpdateInfo, model_config: Any) -> dict[str, torch.Tens
     if fill_head:
         shapes[HEAD] = shapes[embedding_of(shapes)]
     _check_shapes(version, shapes, model_config.model)
-    # memory-mapped: the pages that are verified are those that loading copies from
-    tensors = read_tensors(store, manifest, info.dtype)
+    # memory-mapped without a room: the pages that are verified are those that loading copies from
+    tensors = read_tensors(store, manifest, info.dtype, room)
     if fill_head:
         tensors[HEAD] = tensors[embedding_of(tensors)]
     return tensors
