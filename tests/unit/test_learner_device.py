@@ -1,5 +1,6 @@
 """The device of a rank: which one, its share of the memory, and what training is said to take of it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -105,6 +106,38 @@ def test_seven_billion_on_four_stages_need_more_than_80_gb_each_unless_activatio
     assert again.size_bytes < 80 * 10**9 < plain.size_bytes
     assert again.parts["activations"] < plain.parts["activations"] / 10
     assert plain.parts["weights"] == plain.parts["gradients"] == plain.parts["moments"] / 2
+
+
+SIZES = {
+    "0.5B": {
+        **{"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864},
+        **{"num_hidden_layers": 24, "vocab_size": 151936, "tie_word_embeddings": True},
+    },
+    "1.5B": {
+        **{"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960},
+        **{"num_hidden_layers": 28, "vocab_size": 151936, "tie_word_embeddings": True},
+    },
+    "7B": QWEN_7B,
+}
+
+
+def test_the_table_of_the_learners_page_is_what_is_computed():
+    def gib(size: str, num_stages: int, checkpointing: bool) -> float:
+        told = {"token_budget": 8192, "precision": "bfloat16", "activation_checkpointing": checkpointing}
+        config, model = LearnerConfig(num_stages=num_stages, **told), transformers.Qwen2Config(**SIZES[size])
+        return memory_need(model, config, update_tokens=640 * 640, has_reference=True).size_bytes / 2**30
+
+    rows = [
+        f"| {size} | "
+        + " | ".join(f"{gib(size, num, False):.0f}, {gib(size, num, True):.0f}" for num in (1, 2, 4))
+        + " |"
+        for size in SIZES
+    ]
+    page = (Path(__file__).parents[2] / "docs" / "learner.md").read_text()
+    assert "\n".join(rows) in page, "\n".join(rows)
+    for size, kept in zip(SIZES, ("63", "113", "247"), strict=True):
+        config = LearnerConfig(precision="bfloat16")
+        assert f"{kept_bytes(transformers.Qwen2Config(**SIZES[size]), config) / 1000:.0f}" == kept
 
 
 def test_a_reference_that_leaves_takes_the_place_of_activations_and_no_more():
