@@ -24,7 +24,7 @@ from launch.gpus import check_gpus, describe_gpus, lacking_gpus
 from launch.host import CONNECT_S, answers
 from launch.pools import actor_pools, serving_dtypes, stage_pools
 from launch.run_folder import RunFolder, already_there, check_weights_folder, check_writable
-from learner.decoders import FAMILIES
+from learner.decoders import FAMILIES, cost_shares, split_layers
 from weight_sync.config import WeightSyncConfig
 
 _OF_RAY = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
@@ -118,6 +118,7 @@ class Plan:
                 f"actors     {_pools(config)}, {config.actors.group_size} samples per prompt",
                 f"learner    {_pipeline(config)}; {config.learner.num_steps} steps of "
                 f"{config.learner.groups_per_step} prompts ({samples} samples), {updates} each",
+                *([] if self.model is None else _layers(config)),
                 f"staleness  max_lag = {config.weight_sync.max_lag}, on_stale = {config.weight_sync.on_stale}",
                 f"weights    transport = {config.weight_sync.transport}, in {', '.join(serving_dtypes(config))}, "
                 f"{self.weights_folder}",
@@ -325,6 +326,25 @@ def _pipeline(config: Config) -> str:
     replicas = f"{learner.num_replicas} replicas of " if learner.num_replicas > 1 else ""
     chunks = f" of {learner.num_chunks} chunks" if learner.num_chunks > 1 else ""
     return f"{replicas}{_count(learner.num_stages, 'stage')}{chunks}, schedule {learner.schedule}"
+
+
+def _layers(config: Config) -> list[str]:
+    """Which layers each stage has, and what part of the cost: the dearest is what the others wait for."""
+    learner = config.learner
+    if learner.num_stages == 1:
+        return []
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(str(config.model.path), local_files_only=True)
+    recomputed, num_chunks = learner.activation_checkpointing, learner.num_stages * learner.num_chunks
+    split = split_layers(model, num_chunks, layers_per_chunk=learner.layers_per_chunk, recomputed=recomputed)
+    shares = cost_shares(model, split, recomputed=recomputed)
+    stages = []
+    for stage in range(learner.num_stages):
+        own = range(stage, num_chunks, learner.num_stages)
+        layers = " and ".join(f"{split[i][0]}-{split[i][1] - 1}" for i in own)
+        stages.append(f"{layers} ({sum(shares[i] for i in own):.0%} of the cost)")
+    return [f"layers     {', '.join(stages)}"]
 
 
 def _check_layers(config: Config, path: Path, num_layers: int) -> None:

@@ -190,15 +190,27 @@ def split_layers(
     Raises:
         ValueError: the family is unknown, there are more chunks than layers, or `layers_per_chunk` does not fit.
     """
-    num_layers = config.num_hidden_layers
     if layers_per_chunk is not None:
-        return _as_told(layers_per_chunk, num_chunks, num_layers)
+        return _as_told(layers_per_chunk, num_chunks, config.num_hidden_layers)
+    layer_costs = _layer_costs(config, recomputed=recomputed)
+    return balance(layer_costs, _embedding(config), _head(config) if has_lm_head else 0.0, num_chunks)
+
+
+def cost_shares(config: PreTrainedConfig, split: Sequence[tuple[int, int]], *, recomputed: bool = False) -> list[float]:
+    """Which share of a policy's whole cost each chunk of `split_layers` has; they add up to 1."""
+    layer_costs = _layer_costs(config, recomputed=recomputed)
+    costs = [sum(layer_costs[first:end]) for first, end in split]
+    costs[0] += _embedding(config)
+    costs[-1] += _head(config)
+    return [cost / sum(costs) for cost in costs]
+
+
+def _layer_costs(config: PreTrainedConfig, *, recomputed: bool) -> list[float]:
     passes = TRAINING_PASSES + recomputed
-    layer_costs = [
+    return [
         passes * (_products(config) + _attention(config) * min(window or TYPICAL_LENGTH, TYPICAL_LENGTH / 2))
         for window in windows(config)
     ]
-    return balance(layer_costs, _embedding(config), _head(config) if has_lm_head else 0.0, num_chunks)
 
 
 def balance(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -205,6 +206,16 @@ def test_a_dry_run_says_how_the_learner_shares_the_model(capsys, tmp_path):
     overrides = ["--learner.num_replicas", "3", "--learner.num_stages", "1", "--learner.schedule", "gpipe"]
     assert main(["train", str(DEMO), "--run.dir", str(tmp_path / "runs"), "--dry-run", *overrides]) == OK
     assert "learner    3 replicas of 1 stage, schedule gpipe; 120 steps" in capsys.readouterr().out
+
+
+def test_a_dry_run_says_which_layers_a_stage_has_and_what_part_of_the_cost(capsys, tmp_path):
+    arguments = ["train", str(DEMO), "--run.dir", str(tmp_path / "runs"), "--dry-run", "--learner.num_stages"]
+    assert main([*arguments, "2"]) == OK
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("layers ")]
+    found = re.fullmatch(r"layers     0-0 \((\d+)% of the cost\), 1-1 \((\d+)% of the cost\)", line)
+    assert int(found[1]) + int(found[2]) == 100
+    assert main([*arguments, "1"]) == OK
+    assert "\nlayers" not in capsys.readouterr().out
 
 
 def test_a_dry_run_says_how_and_where_weights_travel_and_makes_no_folder(capsys, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from common.hf_folder import HEAD
-from learner.decoders import FAMILIES, StageShare, balance, cost_of, split_layers
+from learner.decoders import FAMILIES, StageShare, balance, cost_of, cost_shares, split_layers
 from learner.model import EMBEDDING, DeviceBatch, StageModule, check_checkpoint
 from tests.unit.small_models import (
     CPU,
@@ -201,6 +201,15 @@ def test_a_large_vocabulary_takes_layers_from_the_last_chunk_and_hardly_any_from
     (_, first), *_, (last, _) = split_layers(large, 3)
     assert 12 - last < first
     assert split_layers(large, 3, has_lm_head=False) == [(0, 4), (4, 8), (8, 12)]
+
+
+def test_the_shares_of_chunks_in_the_cost_say_how_even_a_split_is():
+    config = config_of(num_hidden_layers=12, vocab_size=1500)
+    balanced = cost_shares(config, split_layers(config, 3))
+    assert sum(balanced) == pytest.approx(1)
+    assert max(balanced) < max(cost_shares(config, [(0, 4), (4, 8), (8, 12)]))
+    # a layer that is computed again costs a third more, and the head does not
+    assert cost_shares(config, [(0, 6), (6, 12)], recomputed=True)[0] > cost_shares(config, [(0, 6), (6, 12)])[0]
 
 
 def test_the_cost_of_a_step_is_that_of_counting_every_product():
