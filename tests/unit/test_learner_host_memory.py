@@ -9,8 +9,9 @@ import torch
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from learner.checkpoint import TrainingState
 from learner.config import LearnerConfig
-from learner.host_memory import host_room
+from learner.host_memory import Offload, host_room
 from learner.networks import Network
+from tests.unit.small_models import Model, load
 from tests.world.learner import alone, make_models, make_networks
 
 BALANCE = TrajectoryBalanceConfig()
@@ -77,6 +78,25 @@ def test_what_is_on_a_cpu_is_not_pinned(monkeypatch):
     assert {name: copy.shape for name, copy in host_room(TENSORS, pinned=False).items()} == {
         name: tensor.shape for name, tensor in TENSORS.items()
     }
+
+
+def test_a_frozen_stage_of_a_gpu_waits_in_pinned_memory_and_comes_back_without_a_wait(tmp_path, monkeypatch):
+    cuda = Cuda(monkeypatch)
+    stage = load(Model("llama", False).save(tmp_path), dtype=torch.bfloat16).requires_grad_(False)
+    weights = {name: weight.detach().clone() for name, weight in stage.named_parameters()}
+    offload = Offload(stage, torch.device("cuda"), "cpu", tmp_path / "no file")
+    offload.release()
+    assert all(parameter.is_meta for parameter in stage.parameters())
+    (size,) = cuda.pinned.values()
+    assert 0 <= size - sum(weight.nbytes for weight in weights.values()) <= 64 * len(weights)
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: asked.append((args, kwargs)) or self.clone())
+    offload.fetch()
+    monkeypatch.undo()
+    assert asked == [((torch.device("cuda"),), {"non_blocking": True})] * len(weights)
+    assert all(torch.equal(weight, weights[name]) for name, weight in stage.named_parameters())
+    del offload
+    gc.collect()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

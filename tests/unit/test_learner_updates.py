@@ -147,6 +147,19 @@ def test_forward_only_passes_are_taken_where_a_loss_needs_them_and_the_first_rat
     assert result.updates[0].metrics["off_policy/clip_frac_low"] == 0.0
 
 
+def test_no_pass_copies_from_the_host_once_its_batch_is_on_the_device(train_step, monkeypatch):
+    _, networks = train_step(OffPolicyPPOConfig())
+    on_device = networks.on_device(build(make_rows(0)).packed)
+    assert on_device.packed.num_micro_batches > 1
+    assert all(layout.grids for layout in on_device.layouts)  # made on a CPU alone, at the first use
+    monkeypatch.setattr(torch, "from_numpy", lambda _: pytest.fail("such a copy waits for the whole queue of a GPU"))
+    leaves = networks.forward_only(on_device)
+    networks.train(on_device, Leaves(torch.ones_like(leaves.logprobs_T)))
+    asked = []
+    found_T = networks.train_in_one_pass(on_device, lambda where, logprobs: asked.append(where) or logprobs)
+    assert torch.equal(torch.cat(asked).sort()[0], torch.arange(len(found_T)))
+
+
 def test_a_batch_that_would_have_its_loss_evaluated_too_often_takes_two_passes(train_step, monkeypatch):
     step, networks = train_step(OffPolicyPPOConfig())
     batch = build(make_rows(0))
