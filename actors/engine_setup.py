@@ -112,7 +112,7 @@ def uncollected_children() -> Iterator[None]:
 
 
 def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngineArgs:
-    """The arguments of one engine; ValueError if it could only run on a GPU, and has none."""
+    """The arguments of one engine; ValueError if it could only run on a GPU and has none, or not on the one it has."""
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -122,6 +122,11 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
         raise ValueError(
             "actors.gpus = 0, and the vLLM installed here computes on GPUs: give each actor one, or a part of one, or "
             "install the vLLM for CPU (LEEWAY_EXTRA=cpu make install)"
+        )
+    if on_cpu and config.gpus:
+        raise ValueError(
+            f"this actor has reserved {config.gpus:g} GPUs, and the vLLM installed on this host computes on the CPU: "
+            "LEEWAY_EXTRA=gpu make install there, or set actors.gpus = 0"
         )
     if on_cpu:
         # Prompts are not split over steps: vLLM rewinds the generator of a seeded request after such a

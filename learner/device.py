@@ -55,8 +55,10 @@ def device_of(config: LearnerConfig, rank: int) -> torch.device:
             "on this host: see leeway doctor there; or use learner.device = 'cpu'"
         )
     device = torch.device("cuda", rank % torch.cuda.device_count())
+    if config.precision != "bfloat16":
+        return device
     capability = torch.cuda.get_device_capability(device)
-    if config.precision == "bfloat16" and capability < FIRST_WITH_BFLOAT16:
+    if capability < FIRST_WITH_BFLOAT16:
         raise ValueError(
             f"learner.precision = 'bfloat16', and the GPU of this stage ({torch.cuda.get_device_name(device)}, compute "
             f"capability {capability[0]}.{capability[1]}) has none, which begins at 8.0: use 'float32', or another GPU"

@@ -182,6 +182,14 @@ def test_every_thread_that_enters_a_stage_works_on_its_gpu(events, gpus, tmp_pat
     assert list(gpus.values()) == [torch.device("cuda", 0)]
 
 
+def test_a_stage_that_shares_a_gpu_is_held_to_its_share_before_it_meets_the_others(events, gpus, tmp_path, monkeypatch):
+    held = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *told: held.append((*told, list(events))))
+    with pytest.raises(KeyboardInterrupt):
+        make_stage(tmp_path, gpus=0.6).setup()
+    assert held == [(0.6, torch.device("cuda", 0), [])]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_the_process_group_is_told_the_gpu_and_nothing_on_a_cpu(monkeypatch, device):
     told = {}

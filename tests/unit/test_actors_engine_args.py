@@ -29,9 +29,9 @@ def args_on(monkeypatch):
 
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_workers_of_a_split_model_are_processes_of_the_engine_and_not_rays(args_on, is_cpu):
-    split = args_on(is_cpu, tensor_parallel_size=2, gpus=2.0)
+    split = args_on(is_cpu, tensor_parallel_size=2, gpus=0 if is_cpu else 2)
     assert split.distributed_executor_backend == "mp"
-    assert args_on(is_cpu, gpus=1.0).distributed_executor_backend != "mp"
+    assert args_on(is_cpu, gpus=0 if is_cpu else 1).distributed_executor_backend != "mp"
 
 
 def test_an_engine_takes_the_share_of_its_own_gpus_memory_that_the_configuration_says(args_on):
@@ -63,12 +63,20 @@ def test_an_actor_without_a_gpu_is_refused_where_vllm_knows_gpus_alone(args_on):
         args_on(False, gpus=0.0)
 
 
+def test_an_actor_that_has_reserved_a_gpu_never_computes_on_the_cpu_instead(args_on):
+    with pytest.raises(
+        ValueError, match=r"has reserved 1 GPUs, and the vLLM installed on this host computes on the CPU"
+    ):
+        args_on(True, gpus=1)
+
+
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_logits_of_16_bit_engines_are_made_in_float32_unless_the_user_says_otherwise(args_on, is_cpu):
-    assert args_on(is_cpu, gpus=1).hf_overrides == {}
-    assert args_on(is_cpu, gpus=1, dtype="bfloat16").hf_overrides == {"head_dtype": "float32"}
+    gpus = 0 if is_cpu else 1
+    assert args_on(is_cpu, gpus=gpus).hf_overrides == {}
+    assert args_on(is_cpu, gpus=gpus, dtype="bfloat16").hf_overrides == {"head_dtype": "float32"}
     told = {"hf_overrides": {"head_dtype": "model", "rope_theta": 1e6}}
-    assert args_on(is_cpu, gpus=1, dtype="float16", engine_args=told).hf_overrides == told["hf_overrides"]
+    assert args_on(is_cpu, gpus=gpus, dtype="float16", engine_args=told).hf_overrides == told["hf_overrides"]
 
 
 def test_what_the_user_tells_an_engine_reaches_it_and_takes_the_place_of_a_default(args_on):

@@ -286,6 +286,11 @@ def test_a_driver_that_is_too_old_for_the_wheels_is_a_problem(gpus):
     assert states(machine.check_gpus(None)) == ["ok", "ok"]
 
 
+def test_the_doctor_looks_at_gpus_with_all_else(gpus, quick):
+    gpus(CARD)
+    assert {"driver", "GPU memory"} <= {finding.name for finding in checkup(load_config(DEMO), DEMO)}
+
+
 def test_processes_that_are_on_a_gpu_already_are_named_but_not_the_doctors_own(gpus):
     theirs = GpuProcess("GPU-aa", 4711, "python", 30 * 2**30)
     gpus(CARD, processes=(theirs._replace(pid=os.getpid()),))
@@ -300,7 +305,7 @@ def test_processes_that_are_on_a_gpu_already_are_named_but_not_the_doctors_own(g
 @pytest.mark.parametrize(
     ("overrides", "card", "state", "said"),
     [
-        (["--learner.gpus", "1"], CARD, "ok", "stage 1 takes up to"),
+        (["--learner.gpus", "1"], CARD, "ok", " takes up to "),
         (["--learner.gpus", "1"], CARD._replace(total_bytes=2**30), "warning", "does not hold it: learner.activation_"),
         (
             ["--learner.gpus", "1", "--learner.precision", "bfloat16"],

@@ -1,6 +1,7 @@
 """A role's process as the supervisor asks it: an answer may be late, and silence is told."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -9,6 +10,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from actors.tasks import TaskError
 from common.hf_folder import ModelFolderError
+from launch.processes.placement import Reservation, spawn
 from launch.processes.role_process import Restarts, RoleProcess, RunFailed, WrongInput, results
 
 SILENCE_S = 30.0
@@ -92,3 +94,15 @@ def test_what_a_role_says_of_the_task_or_the_model_is_told_apart_from_a_failure(
         results([(clock.process, "call")], "to be ready", clock.now_s + 10.0)
     assert str(caught.value) == said
     assert isinstance(caught.value, WrongInput) is not said.endswith(".log")
+
+
+def test_a_role_starts_with_the_variables_that_it_is_given_and_sees_no_gpu_that_it_has_not_reserved(monkeypatch):
+    options = []
+    remote = SimpleNamespace(options=lambda **told: options.append(told) or MagicMock())
+    monkeypatch.setattr(ray, "remote", lambda _: remote)
+    told = {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "0"}
+    for bundle in ({}, {"GPU": 0.5}):
+        spawn(object, Path("log"), on=Reservation(bundle), threads=3, concurrency=1, variables=told)
+    plain, on_gpu = (each["runtime_env"]["env_vars"] for each in options)
+    assert plain.items() >= {**told, "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": ""}.items()
+    assert on_gpu.keys() == plain.keys() - {"CUDA_VISIBLE_DEVICES"}
