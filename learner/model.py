@@ -25,6 +25,7 @@ from common.hf_folder import HEAD, ModelFolderError, damaged, file_of_each_tenso
 from learner.attention import IMPLEMENTATION, AttentionLayout
 from learner.decoders import StageShare, family_of, layer_types, logit_softcap, rotation_kinds, split_layers
 from learner.host_memory import Offload
+from learner.kernels import fuse
 from learner.logprobs import LogitRule, token_logprobs
 from learner.packing import PackedBatch
 from learner.precision import COMPUTED, embed, narrow_norms, round_parameters
@@ -144,6 +145,7 @@ class StageModule(nn.Module):
         self.masters = round_parameters(self, but=is_value_head)
         self.tie()
         narrow_norms(self.model.layers)
+        fuse(self.model, self.device)
 
     @property
     def batch(self) -> DeviceBatch | None:

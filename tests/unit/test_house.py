@@ -5,8 +5,8 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 155,
-    "lines": 37_000,
+    "files": 156,
+    "lines": 37_100,
     "longest file": 460,
     "longest function": 60,
     "modules imported by exactly one other": 40,
@@ -30,6 +30,7 @@ def test_a_module_with_one_user_is_deep_or_says_why_it_stands_alone():
 ALONE = {
     "buffer.offline.compact": "a tool of its own, which no other tool needs",
     "launch.report.at_end": "the report's own process, so that it cannot hurt the run",
+    "learner.kernels": "the one seam to a library that may not be there, and what it writes over",
     "learner.report": "what a poisoned batch is, beside the stage that meets one",
     "launch.processes.reaper": "a program of its own, which imports the standard library alone",
 }

@@ -1,0 +1,157 @@
+"""Fused kernels in the place of a decoder's own modules: the same numbers, through a stand-in for their library."""
+
+import functools
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from learner import kernels
+from learner.decoders import FAMILIES
+from learner.kernels import fuse
+from learner.model import DeviceBatch
+from tests.unit.small_models import CPU, LOCAL, Model, load, packed_batch, run
+from tests.world import fused_kernels
+
+ROTATION = "apply_rotary_pos_emb"
+FUNCTIONAL = "liger_kernel.transformers.functional"
+MODELS = [Model(family, tied=False, changes=LOCAL if family == "gemma3_text" else {}) for family in FAMILIES]
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Installed, and at home on CPUs, in float64 too; model files get their rotation back at the end."""
+    for family in FAMILIES:
+        kind = family.removesuffix("_text")
+        file = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        monkeypatch.setattr(file, ROTATION, getattr(file, ROTATION))
+    module = fused_kernels.as_module()
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, FUNCTIONAL, module)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "liger_kernel")
+    monkeypatch.setattr(kernels, "DEVICE", "cpu")
+    monkeypatch.setattr(kernels, "ROTATED", (torch.float64, torch.bfloat16))
+    return module
+
+
+def learned(stage):
+    stage.zero_grad()
+    found = run([stage], packed_batch())
+    coefficients = torch.randn(found.shape, generator=torch.Generator().manual_seed(0), dtype=found.dtype)
+    (found * coefficients).sum().backward()
+    return {"": found.detach(), **{name: parameter.grad for name, parameter in stage.named_parameters()}}
+
+
+def assert_like(found, wanted, within):
+    assert found.keys() == wanted.keys()
+    for name, each in wanted.items():
+        assert found[name].dtype == each.dtype, name
+        assert float((found[name] - each).norm()) <= within * float(each.norm()), name
+
+
+def asked(library, monkeypatch):
+    """Which of its functions are called, how often."""
+    count = {}
+    for name in ("liger_rms_norm", "liger_swiglu", "liger_geglu", "liger_rope"):
+        plain = getattr(library, name)
+
+        def counting(*args, plain=plain, name=name, **options):
+            count[name] = count.get(name, 0) + 1
+            return plain(*args, **options)
+
+        monkeypatch.setattr(library, name, counting)
+    return count
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_fused_kernels_compute_what_a_decoder_does_and_so_do_their_gradients(model, library, monkeypatch, tmp_path):
+    """Both take roots of squares in float32, also in float64."""
+    stage = load(model.save(tmp_path))
+    wanted = learned(stage)
+    count = asked(library, monkeypatch)
+    assert fuse(stage.model, CPU)
+    found = learned(stage)
+    layers, passes = 3, packed_batch().num_micro_batches
+    norms = {"gemma2": 4, "gemma3_text": 6, "qwen3": 4}.get(model.family, 2) * layers + 1
+    gate = "liger_geglu" if "gemma" in model.family else "liger_swiglu"
+    assert count == {"liger_rms_norm": norms * passes, gate: layers * passes, "liger_rope": layers * passes}
+    assert_like(found, wanted, within=1e-5)
+
+
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
+def test_in_bfloat16_a_stage_on_the_device_of_the_kernels_is_fused_and_learns_the_same(
+    residual, library, monkeypatch, tmp_path
+):
+    folder = Model("qwen3", tied=True).save(tmp_path)
+    count, stages = asked(library, monkeypatch), []
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(kernels, "DEVICE", device)
+        stages.append(load(folder, dtype=torch.float32))
+        stages[-1].compute_in_bfloat16(residual)
+    plain, fused = stages
+    assert "forward" not in vars(plain.model.norm)
+    assert "forward" in vars(fused.model.norm)
+    monkeypatch.setattr(kernels, "DEVICE", "cuda")
+    wanted = learned(plain)
+    monkeypatch.setattr(kernels, "DEVICE", "cpu")
+    assert_like(learned(fused), wanted, within=0.05)
+    assert set(count) == {"liger_rms_norm", "liger_swiglu", "liger_rope"}
+
+
+def test_a_backward_pass_in_two_parts_reads_nothing_that_a_kernel_has_written_over(library, tmp_path):
+    """Of inputs first, of weights later, as zero-bubble schedules do it."""
+    stage = load(Model("qwen3", tied=False).save(tmp_path))
+    fuse(stage.model, CPU)
+    wanted = learned(stage)
+    stage.zero_grad()
+    packed = packed_batch()
+    stage.batch = DeviceBatch(packed, CPU)
+    tokens = stage.batch.tokens_ML.split(1)
+    out = [stage(each, torch.tensor([m])) for m, each in enumerate(tokens)]
+    coefficients = torch.randn(
+        torch.cat(out).shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).split(1)
+    for each, coefficient in zip(out, coefficients, strict=True):
+        weights = list(stage.parameters())
+        states = torch.zeros(1, requires_grad=True)
+        _, groups = stage_backward_input([each + 0 * states.sum()], [coefficient], [states], iter(weights))
+        stage_backward_weight(iter(weights), groups)
+    assert_like(
+        {name: each.grad for name, each in stage.named_parameters()}, {k: v for k, v in wanted.items() if k}, 1e-9
+    )
+
+
+def test_nothing_is_replaced_where_the_library_is_not_installed_or_the_device_is_another(
+    library, monkeypatch, tmp_path
+):
+    stage = load(Model("llama", tied=True).save(tmp_path))
+    file = sys.modules["transformers.models.llama.modeling_llama"]
+    rotation = getattr(file, ROTATION)
+
+    def is_plain():
+        return not any("forward" in vars(module) for module in stage.modules()) and getattr(file, ROTATION) is rotation
+
+    assert not fuse(stage.model, torch.device("cuda"))
+    assert is_plain()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not fuse(stage.model, CPU)
+    assert is_plain()
+
+
+def test_a_rotation_is_replaced_once_and_leaves_all_but_16_bits_on_its_device_to_torch(library, monkeypatch, tmp_path):
+    stage = load(Model("llama", tied=True).save(tmp_path))
+    file = sys.modules["transformers.models.llama.modeling_llama"]
+    plain = getattr(file, ROTATION)
+    for _ in range(2):
+        fuse(stage.model, CPU)
+    replaced = getattr(file, ROTATION)
+    assert isinstance(replaced, functools.partial)
+    assert replaced.args[1] is plain
+    monkeypatch.setattr(kernels, "ROTATED", (torch.bfloat16, torch.float16))
+    count = asked(library, monkeypatch)
+    run([stage], packed_batch())
+    assert "liger_rope" not in count, "it is in float64 here"
