@@ -213,12 +213,12 @@ def _shares(
     P and 1, each times the steepness of the soft cap; where p is rounded, the tokens' own is left out, and 1 - p is
     what pulls towards it.
     """
-    shares = (probabilities if slant is None else probabilities.mul_(slant)).to(dtype)
     pull = _steepness(picked, rule)
-    if shares.dtype != picked.dtype:
-        shares.scatter_(1, tokens[:, None], 0)
+    if dtype != probabilities.dtype:
+        # before they are rounded: on a CPU a scatter of 16 bits casts the whole there and back
+        probabilities.scatter_(1, tokens[:, None], 0)
         pull = pull * -torch.expm1(picked - partition)
-    return shares, pull
+    return (probabilities if slant is None else probabilities.mul_(slant)).to(dtype), pull
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, rule: LogitRule) -> Tensor:

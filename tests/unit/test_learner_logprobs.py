@@ -201,6 +201,23 @@ def test_a_head_of_16_bits_is_not_copied_and_its_gradient_is_float32(sums_in_flo
     assert not copies.found
 
 
+def test_nothing_is_scattered_into_16_bits_which_a_cpu_casts_there_and_back_as_a_whole():
+    hidden, weight, tokens = peaked()
+    scattered = set()
+
+    class Scatters(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function._schema.name.startswith("aten::scatter"):
+                scattered.add(args[0].dtype)
+            return function(*args, **(kwargs or {}))
+
+    head = weight.bfloat16().requires_grad_()
+    for chunk_mib in (64.0, 0.01):
+        with Scatters():
+            token_logprobs(hidden, head, tokens, LogitRule(1.0, chunk_mib=chunk_mib)).sum().backward()
+    assert scattered == {torch.float32}
+
+
 def test_a_gpu_holds_more_logits_at_a_time_and_keeps_as_few_for_the_backward_pass():
     rule, words = LogitRule(1.0), 151_936
     assert rule.chunk_tokens(words, torch.bfloat16, "cuda") == 1766 == int(LOGITS_MIB["cuda"] * 2**20) // (words * 4)
