@@ -44,7 +44,7 @@ _SET_ALREADY = {
     **dict.fromkeys(("gpu_memory_utilization", "num_gpu_blocks_override"), "it is actors.gpu_memory_share"),
     "kv_cache_memory_bytes": "it is actors.kv_cache_gib",
     **dict.fromkeys(
-        ("generation_config", "override_generation_config", "logits_processors", "logprobs_mode"),
+        ("generation_config", "override_generation_config", "logits_processors", "logprobs_mode", "watermark_config"),
         "training samples by temperature alone, so that log-probabilities stay exact",
     ),
     **dict.fromkeys(

@@ -4,6 +4,7 @@ The driver's own `nvidia-smi` says what there is, for the command of a run must 
 gigabyte of it for as long as the run lives.
 
     check_gpus     what the config alone says wrong
+    shared         who may come to share one, and how much of its memory they take together
     lacking_gpus   what it asks for, and this machine has not
     stage_need     what training takes of a stage's GPU
 """
@@ -69,12 +70,13 @@ class GpuProcess(NamedTuple):
 
 def gpus_here(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     """Those that CUDA_VISIBLE_DEVICES leaves; none where the driver says nothing."""
-    fields = "index,uuid,name,driver_version,memory.total,memory.used,compute_cap"
+    query = "--query-gpu=index,uuid,name,driver_version,memory.total,memory.used"
     found = []
-    for row in _ask(f"--query-gpu={fields}"):
+    for row in _ask(f"{query},compute_cap") or _ask(query):  # an old driver refuses all for a field that it has not
         with suppress(ValueError, IndexError):  # a part of a GPU (MIG) has no figures of its own
             number, uuid, name, driver, total, used = int(row[0]), *row[1:4], int(row[4]) * 2**20, int(row[5]) * 2**20
-            capability = float(row[6]) if row[6].replace(".", "").isdigit() else 0.0
+            told = "".join(row[6:])
+            capability = float(told) if told.replace(".", "").isdigit() else 0.0
             found.append(Gpu(number, uuid, name, driver, total, used, capability))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -124,12 +126,8 @@ def check_gpus(config: Config) -> None:
                 "ones, so make it at most 1, or a whole number"
             )
     _check_stages(config, stages)
-    total, workers = shared(config)
-    if total > USABLE_SHARE + 1e-9:
-        raise ConfigError(
-            f"{workers} may come to share a GPU and would take {total:g} of its memory, of which they have "
-            f"{USABLE_SHARE:g}: lower {_SHARE_KEYS}, or reserve whole GPUs"
-        )
+    if why := too_full(shared(config)):
+        raise ConfigError(why)
 
 
 _SHARE_KEYS = "actors.gpu_memory_share or learner.gpu_memory_share (unset: learner.gpus)"
@@ -170,22 +168,43 @@ def _sharing(config: Config) -> Iterator[tuple[WorkerPool, float]]:
             yield actors, actors.config.gpu_memory_share
 
 
-def shared(config: Config) -> tuple[float, str]:
-    """The greatest share of one GPU's memory that workers take whom Ray may put on it together, and who they are.
+class Neighbours(NamedTuple):
+    """Workers that Ray may put on one GPU together."""
+
+    share: float
+    """Of its memory, that they take."""
+    names: tuple[str, ...]
+    """Of the pool of each."""
+
+    def __str__(self) -> str:
+        return " and ".join(f"{self.names.count(name)} of pool '{name}'" for name in dict.fromkeys(self.names))
+
+
+def shared(config: Config, actors: Mapping[str, int] | None = None) -> Neighbours:
+    """Those of whom the most of one GPU's memory would be taken; `actors` says how many a pool has, if not as told.
 
     Ray chooses by what they reserve alone, so any of them may meet whose reservations fit one GPU.
     """
     best: dict[int, tuple[float, tuple[str, ...]]] = {0: (0.0, ())}
     for pool, share in _sharing(config):
         parts = max(1, round(pool.bundle["GPU"] * _UNITS))
-        for _ in range(min(pool.count, _UNITS // parts)):
+        for _ in range(min((actors or {}).get(pool.name, pool.count), _UNITS // parts)):
             for taken, (held, names) in list(best.items()):
                 with_it = (held + share, (*names, pool.name))
                 if taken + parts <= _UNITS and with_it[0] > best.get(taken + parts, (0.0, ()))[0]:
                     best[taken + parts] = with_it
     total, names = max(best.values(), key=lambda each: each[0])
-    workers = [f"{names.count(name)} of pool '{name}'" for name in dict.fromkeys(names)]
-    return round(total, 6), " and ".join(workers)
+    return Neighbours(round(total, 6), names)
+
+
+def too_full(neighbours: Neighbours) -> str:
+    """Why a GPU could not hold them; '' where it can."""
+    if neighbours.share <= USABLE_SHARE + 1e-9:
+        return ""
+    return (
+        f"{neighbours} may come to share a GPU and would take {neighbours.share:g} of its memory, of which they have "
+        f"{USABLE_SHARE:g}: lower {_SHARE_KEYS}, or reserve whole GPUs"
+    )
 
 
 # --- what this machine has ---------------------------------------------------------------------------
@@ -212,11 +231,11 @@ def unfit(config: Config, gpus: Sequence[Gpu]) -> str:
             f"begins at {FIRST_WITH_BFLOAT16:g}: use 'float32' (actors also take 'float16'), or hide that GPU "
             "with CUDA_VISIBLE_DEVICES"
         )
-    total, workers = shared(config)
-    for gpu in gpus if total else ():
-        if (left := (1 - total) * gpu.total_bytes) < SPIKE_BYTES:
+    neighbours = shared(config)
+    for gpu in gpus if neighbours.names else ():
+        if (left := (1 - neighbours.share) * gpu.total_bytes) < SPIKE_BYTES:
             return (
-                f"{workers} may come to share {gpu} and would leave {left / GIB:.1f} GiB of it free, and "
+                f"{neighbours} may come to share {gpu} and would leave {left / GIB:.1f} GiB of it free, and "
                 f"{SPIKE_BYTES / GIB:g} GiB are needed where an engine takes new weights: lower {_SHARE_KEYS}"
             )
     return ""
@@ -276,8 +295,13 @@ def too_small(config: Config, need: MemoryNeed, gpus: Sequence[Gpu]) -> str:
 
 
 def describe_gpus(config: Config) -> list[str]:
-    """What a dry run says of the GPUs of stages: what one takes, and what makes them slow."""
+    """What a dry run says of GPUs: who shares one, what a stage takes of its own, and what makes stages slow."""
     lines = []
+    if len((neighbours := shared(config)).names) > 1:
+        lines.append(
+            f"GPU        {neighbours} may share one and take {neighbours.share:g} of its memory; each is told what is "
+            "its own, so they may start in any order"
+        )
     if (need := stage_need(config)) is not None:
         gpus = gpus_here() if config.launch.ray_address is None else []
         small = too_small(config, need, gpus)

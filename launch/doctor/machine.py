@@ -31,7 +31,7 @@ from launch.run_folder import RunFolder, check_writable, nearest_existing
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Measured with the demo (PSS): engine with actor 1.3 GiB, stage 0.4 GiB, the rest 1.0 GiB on one host.
 ENGINE_BYTES = int(1.3 * GIB)
-"""A vLLM engine and its actor without a model, on CPU."""
+"""A vLLM engine and its actor without a model, on CPU; taken for one on a GPU as well."""
 STAGE_BYTES = int(0.5 * GIB)
 """A stage without a model: torch and Transformers loaded."""
 REST_BYTES = int(1.1 * GIB)
@@ -109,17 +109,15 @@ class MachineNeeds:
         sizes = {name: prod(tensor.shape) for name, tensor in tensors.items()}
         if not sizes:
             return None
-        num_parameters = sum(sizes.values())
-        # the embedding that is the head as well is served, and held by the first and the last stage, on its own
-        num_tied = sum(size for name, size in sizes.items() if name.endswith(EMBEDDING_SUFFIX) and HEAD not in sizes)
-        num_served = num_parameters + num_tied
+        num_parameters, num_served = sum(sizes.values()), _num_served(sizes)
         learner = config.learner
         num_trained = 2 if config.algorithm.needs.critic == "model" else 1
         served = [_BYTES[dtype] * num_served for dtype in serving_dtypes(config)]
-        on_cpu = [pool for pool in actor_pools(config) if not pool.config.gpus]
-        engines = sum(
-            pool.count * (ENGINE_BYTES + pool.config.kv_cache_bytes_on_cpu + _BYTES[pool.config.dtype] * num_served)
-            for pool in on_cpu
+        engines = [(pool, pool.count * pool.config.tensor_parallel_size) for pool in actor_pools(config)]
+        on_cpu = sum(
+            num * (pool.config.kv_cache_bytes_on_cpu + _BYTES[pool.config.dtype] * num_served)
+            for pool, num in engines
+            if not pool.config.gpus
         )
         num_stages = learner.num_stages * learner.num_replicas
         stages = num_stages * STAGE_BYTES + HOST_COPIES * sum(served) + _in_stages(config, num_trained) * num_served
@@ -129,12 +127,19 @@ class MachineNeeds:
             "weights": (config.weight_sync.keep_versions + 1) * sum(served) + 4 * num_parameters,
         }
         memory = {
-            f"{sum(pool.count for pool in on_cpu)} engines": engines,
+            f"{sum(pool.count for pool, _ in engines)} engines": on_cpu + ENGINE_BYTES * sum(num for _, num in engines),
             f"{num_stages} stages": stages,
             "the rest": REST_BYTES,
         }
         staging_bytes = 0 if config.weight_sync.transport == "folder" else 3 * max(served, default=0)
         return cls(Need.of(disk), Need.of(memory), staging_bytes, _queues_bytes(config))
+
+
+def _num_served(sizes: Mapping[str, int]) -> int:
+    """Parameters, with a head that is the embedding: it is served, and held by the first and the last stage, apart."""
+    return sum(sizes.values()) + sum(
+        size for name, size in sizes.items() if name.endswith(EMBEDDING_SUFFIX) and HEAD not in sizes
+    )
 
 
 def _in_stages(config: Config, num_trained: int) -> int:
@@ -353,7 +358,7 @@ def _check_room(config: Config | None, gpus: Sequence[Gpu]) -> list[Finding]:
 def _weights_of_engines(config: Config) -> dict[str, int]:
     """Bytes on each GPU of an engine, by pool; of pools with GPUs, where the model is here."""
     tensors = tensors_in(Path(config.model.path)) if config.model.path is not None else {}
-    num = sum(prod(tensor.shape) for tensor in tensors.values())
+    num = _num_served({name: prod(tensor.shape) for name, tensor in tensors.items()})
     with_gpus = [pool for pool in actor_pools(config) if pool.config.gpus] if num else []
     return {pool.name: _BYTES[pool.config.dtype] * num // pool.config.tensor_parallel_size for pool in with_gpus}
 

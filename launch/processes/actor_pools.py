@@ -19,6 +19,7 @@ from common.imports import uncollected
 from common.run import RunContext
 from launch.checks import Plan
 from launch.config import Config
+from launch.gpus import shared, too_full
 from launch.pools import ActorPool, actor_pools
 from launch.processes.placement import PLACEMENT_S, PlacementGroup, spawn
 from launch.processes.role_process import (
@@ -267,7 +268,7 @@ class ActorPools:
         Actors that leave hand back what they have leased; those that come wait for a host, with a bound.
 
         Raises:
-            ValueError: there is no such pool, or no actor would be left.
+            ValueError: there is no such pool, no actor would be left, or they might share a GPU too small for all.
         """
         if name not in self.pools:
             raise ValueError(f"there is no pool '{name}'; the pools of actors are {', '.join(self.pools)}")
@@ -276,14 +277,16 @@ class ActorPools:
             raise ValueError(
                 f"{count} actors in pool '{name}' would leave the run with {max(0, count + others)}; keep 1"
             )
-        pool = self.pools[name]
+        pool, wanted = self.pools[name], {**self.wanted, name: count}
+        if count > self.wanted[name] and (why := too_full(shared(self._config, wanted))):
+            raise ValueError(why)
         there = [actor for actor in self.actors if actor.pool == name and not actor.is_going]
         there.sort(key=lambda actor: not actor.is_ready)  # who does not work leaves first, then the youngest
         for _ in range(count - len(there)):
             self._enlist(pool)
         for actor in there[count:]:
             self._dismiss(actor)
-        self.wanted[name] = count
+        self.wanted = wanted
         text = f"pool '{name}' had {len(there)} actors and is to have {count}"
         self._notify("scaled", text)
         return text

@@ -215,6 +215,8 @@ def test_what_the_demo_needs_is_of_the_right_order():
     assert 2 * 2**30 < needs.memory.size_bytes < 8 * 2**30
     more = MachineNeeds.of(load_config(DEMO, ["--actors.num_actors", "8"]))
     assert more.memory.size_bytes > needs.memory.size_bytes + 6 * 2**30
+    split = MachineNeeds.of(load_config(DEMO, ["--actors.gpus", "2", "--actors.tensor_parallel_size", "2"]))
+    assert split.memory.size_bytes > needs.memory.size_bytes + 2 * 2**30, "processes on GPUs take host memory too"
 
 
 @pytest.fixture

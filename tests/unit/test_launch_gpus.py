@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from launch import gpus as gpus_module
 from launch.checks import check
-from launch.config import load_config
+from launch.config import ModelConfig, load_config
 from launch.errors import ConfigError
 from launch.gpus import Gpu, check_gpus, describe_gpus, gpu_processes, gpus_here, shared, stage_need, too_small, unfit
 
@@ -66,6 +67,12 @@ def test_what_the_driver_says_of_a_gpu_and_of_who_is_on_it_is_read_and_what_it_h
     assert [(each.pid, each.used_bytes) for each in gpu_processes()] == [(4711, 30 * GIB), (12, 0)]
 
 
+def test_a_driver_that_is_too_old_to_know_a_field_is_asked_without_it(monkeypatch):
+    row = ["0", "GPU-aa", "V100", "470.82", "16384", "4"]
+    monkeypatch.setattr(gpus_module, "_ask", lambda query: [] if "compute_cap" in query else [row])
+    assert gpus_here({}) == [Gpu(0, "GPU-aa", "V100", "470.82", 16384 * 2**20, 4 * 2**20, 0.0)]
+
+
 def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert (gpus_here({}), gpu_processes()) == ([], [])
@@ -95,9 +102,10 @@ def test_shares_are_added_up_of_all_whom_ray_may_put_on_one_gpu(overrides, total
 def test_workers_of_several_pools_are_the_worst_that_fits_one_gpu():
     config = demo(*ONE_GPU[4:], "--pools.a", '{role = "actors", gpus = 0.3, gpu_memory_share = 0.25, count = 2}')
     config = config.model_copy(update={"actors": config.actors.model_copy(update={"num_actors": 2})})
-    total, who = shared(config)
-    assert total == pytest.approx(0.5 + 0.25), "0.5 + 0.3 + 0.3 of a GPU are more than one"
-    assert who == "1 of pool 'learner' and 1 of pool 'a'"
+    found = shared(config)
+    assert found.share == pytest.approx(0.5 + 0.25), "0.5 + 0.3 + 0.3 of a GPU are more than one"
+    assert str(found) == "1 of pool 'learner' and 1 of pool 'a'"
+    assert shared(config, {"a": 0}).names == ("learner",)
 
 
 def test_a_gpu_that_would_be_too_full_is_refused():
@@ -161,6 +169,27 @@ def test_a_stage_that_does_not_fit_is_told_with_what_helps(monkeypatch):
     assert "0.01 of GPU 0" in too_small(half, need, [card()])
 
 
+@pytest.mark.parametrize(
+    ("example", "gib", "shape"),
+    [
+        ("one-gpu", 24, {"hidden_size": 896, "num_attention_heads": 14, "intermediate_size": 4864, "layers": 24}),
+        ("qwen-gpu", 79, {"hidden_size": 1536, "num_attention_heads": 12, "intermediate_size": 8960, "layers": 28}),
+    ],
+)
+def test_the_examples_fit_the_gpus_that_they_are_for(example, gib, shape, tmp_path):
+    layers = shape.pop("layers")
+    qwen = transformers.Qwen2Config(**shape, num_hidden_layers=layers, num_key_value_heads=2, tie_word_embeddings=True)
+    qwen.save_pretrained(tmp_path)
+    config = load_config(EXAMPLES / f"{example}.toml")
+    config = config.model_copy(update={"model": ModelConfig(path=str(tmp_path))})
+    need = stage_need(config)
+    assert need is not None
+    assert too_small(config, need, [card(gib)]) == ""
+    assert need.size_bytes > gib * GIB / 4, "a smaller one would do"
+    check_gpus(config)
+    assert unfit(config, [card(gib)]) == ""
+
+
 def test_a_dry_run_says_what_a_stage_takes_and_warns_of_what_is_slow_on_a_gpu(driver):
     driver()
     assert describe_gpus(demo("--learner.precision", "float32")) == []
@@ -173,6 +202,8 @@ def test_a_dry_run_says_what_a_stage_takes_and_warns_of_what_is_slow_on_a_gpu(dr
     )
     assert [line.split()[0] for line in good] == ["GPU"]
     driver("0, GPU-aa, H100, 580, 1100, 4, 9.0")
+    (both, *_) = describe_gpus(demo(*ONE_GPU, *SHARES))
+    assert both.startswith("GPU        1 of pool 'learner' and 1 of pool 'actors' may share one and take 0.9 of its ")
     (small,) = describe_gpus(
         demo("--learner.gpus", "1", "--learner.precision", "bfloat16", "--learner.token_budget", "16384")
     )

@@ -240,9 +240,21 @@ def test_a_pool_that_is_made_larger_starts_actorswith_new_numbers_where_there_is
 
 
 def test_an_actor_is_told_how_long_its_engine_may_take_and_the_variables_of_the_config(two_actors, started, ended):
-    two_actors.pools.scale("actors", 3)
-    two_actors.pools.watch()
-    assert started[0].variables == {"VLLM_ENGINE_READY_TIMEOUT_S": "300"}
+    pools = two_actors.pools
+    pools._config = load_config(DEMO, ["--actors.gpus", "1", "--launch.env.NCCL_DEBUG", "INFO"])
+    pools.scale("actors", 3)
+    pools.watch()
+    assert started[0].variables == {"VLLM_ENGINE_READY_TIMEOUT_S": "900", "NCCL_DEBUG": "INFO"}
+
+
+def test_a_pool_grows_no_further_than_the_memory_of_a_gpu_that_its_actors_share(two_actors, started, ended):
+    pools = two_actors.pools
+    pools._config = load_config(DEMO, ["--actors.gpus", "0.25", "--actors.gpu_memory_share", "0.3"])
+    pools.scale("actors", 3)
+    with pytest.raises(ValueError, match=r"^4 of pool 'actors' may come to share a GPU and would take 1.2 of its"):
+        pools.scale("actors", 4)
+    assert (pools.wanted, len(pools.actors)) == ({"actors": 3}, 3)
+    pools.scale("actors", 2)
 
 
 @pytest.mark.parametrize(
