@@ -110,7 +110,7 @@ class Engine:
         """Start an engine. Takes 20 to 30 seconds on CPU, during which the event loop stands still.
 
         Args:
-            model_path: checkpoint from `common.hf_folder.prepare_serving_model`.
+            model_path: checkpoint from `common.serving_model.prepare_serving_model`.
             config: the `[actors]` section.
             version: what the checkpoint's weights are called in spans.
             seed: of the sampler; give every actor another one.

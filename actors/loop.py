@@ -33,6 +33,7 @@ from buffer.protocol import Lease, RowResult
 from buffer.sharding.client import ShardedClient, open_client
 from buffer.trajectory import Trajectory
 from common.run import RunContext
+from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
 from common.threads import DaemonThreads
 from weight_sync.puller import Puller, open_puller
@@ -72,9 +73,11 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
 
     Raises:
         TaskError: the task, a reward or the tokenizer is not as the configuration says.
+        ModelFolderError: the checkpoint is incomplete.
         EngineDead: the engine does not start.
         BufferError: the buffer does not answer, or refuses this run.
         TransferFailed: neither the weights folder nor the weight service can be reached.
+        OSError: the copy that engines serve cannot be written.
     """
     facts, config, name = context.facts, context.config, actor_name(number)
     threads = DaemonThreads(f"{name}-start", max_threads=2)
@@ -101,9 +104,8 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
         addresses, section = context.buffer_addresses, config.buffer
         client = open_client(addresses, run_id=facts.run_id, role="actor", name=name, config=section, keys=context.keys)
         undo.push_async_callback(threads.run, client.close)
-        engine = await Engine.start(
-            context.serving_path, config.actors, version=PolicyVersion(0, 0), seed=facts.seed + number
-        )
+        served = await threads.run(prepare_serving_model, context.model_path, context.folder / "serving_models")
+        engine = await Engine.start(served, config.actors, version=PolicyVersion(0, 0), seed=facts.seed + number)
         undo.push_async_callback(engine.stop)
         # Greeted last: from here on an older process of this name is fenced.
         await threads.run(client.connect)

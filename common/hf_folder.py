@@ -1,12 +1,9 @@
 """Hugging Face checkpoint folders: what they hold, and what has to be true of them. Neither torch nor safetensors.
 
-    config.json                        what the model is
-    generation_config.json             which tokens end a sequence, where config.json does not say
-    model.safetensors                  the weights; or several such files, and
-    model.safetensors.index.json       which tensor is in which of them
-
-A head tied to the embedding does not survive an update in flight: vLLM's reload on CPU leaves the old head in place and
-says so only in its log. So actors serve an untied copy of such a checkpoint.
+config.json                        what the model is
+generation_config.json             which tokens end a sequence, where config.json does not say
+model.safetensors                  the weights; or several such files, and
+model.safetensors.index.json       which tensor is in which of them
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import hashlib
 import json
 import math
 import mmap
-import os
 import shutil
 import struct
 from collections.abc import Iterable, Mapping
@@ -34,8 +30,6 @@ UNTIED_MARK = "leeway_untied"
 
 _TIED_UNLESS_SAID = "gemma"
 """Transformers ties the head of these families where config.json does not say, and of no other that we train."""
-_BODY_NAME = "model_body.safetensors"
-_HEAD_FILE = "lm_head.safetensors"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
 _LARGEST_COPY_BYTES = 64 * 2**20
 """Files beside the weights (tokenizer, config) are copied on export up to this size."""
@@ -75,7 +69,8 @@ class ModelFacts:
 # --- config.json --------------------------------------------------------------------------------------
 
 
-def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write a config.json."""
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -85,7 +80,7 @@ def model_identity(folder: Path) -> str:
     Raises:
         ModelFolderError: there is no config.json, or it is no JSON object.
     """
-    config = _read_object(folder / CONFIG_NAME)
+    config = read_object(folder / CONFIG_NAME)
     telling = {key: value for key, value in config.items() if key not in _NAMES_ONLY}
     digest = hashlib.sha256(json.dumps(telling, sort_keys=True).encode()).hexdigest()
     return f"{config.get('model_type', 'model')}-{digest[:12]}"
@@ -99,14 +94,14 @@ def check_model_folder(path: Path) -> ModelFacts:
     """
     if not path.is_dir():
         raise ModelFolderError(f"model {path}: no such folder; give the path of a Hugging Face checkpoint on disk")
-    config = _read_object(path / CONFIG_NAME)
+    config = read_object(path / CONFIG_NAME)
     if not tensors_by_file(path):
         raise ModelFolderError(
             f"model {path}: holds no *.safetensors file; convert it with "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
     generation = path / "generation_config.json"
-    said = _read_object(generation) if generation.exists() else {}
+    said = read_object(generation) if generation.exists() else {}
     eos = said.get("eos_token_id", config.get("eos_token_id"))
     eos_token_ids = tuple(eos) if isinstance(eos, list) else (eos,) if isinstance(eos, int) else ()
     vocab_size = _integer(path, config, "vocab_size")
@@ -143,7 +138,8 @@ def _integer(path: Path, config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ModelFolderError where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -269,6 +265,15 @@ def tensors_in(folder: Path) -> dict[str, StoredTensor]:
     return {name: tensor for tensors in tensors_by_file(folder).values() for name, tensor in tensors.items()}
 
 
+def tensor_in(path: Path, name: str) -> tuple[StoredTensor, memoryview]:
+    """What the header says of a tensor, and its bytes, from a memory map."""
+    with path.open("rb") as source:
+        mapped = memoryview(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ))
+    start, tensors = parse_header(mapped)
+    found = tensors[name]
+    return found, mapped[start + found.start : start + found.end]
+
+
 def file_of_each_tensor(folder: Path) -> dict[str, str]:
     """Which file holds a tensor, for all tensors of a checkpoint: as its index says, or its only file.
 
@@ -321,82 +326,15 @@ def complete_folder(folder: Path, model_path: Path, num_shards: int, dtype: str)
     for file in sorted(model_path.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.stat().st_size <= _LARGEST_COPY_BYTES:
             shutil.copyfile(file, folder / file.name)
-    config = _read_object(model_path / CONFIG_NAME)
+    config = read_object(model_path / CONFIG_NAME)
     config.pop("torch_dtype", None)
-    _write_config(folder, config | {"dtype": dtype})
+    write_config(folder, config | {"dtype": dtype})
     if num_shards > 1:
-        _write_index(folder, [folder / shard_name(number, num_shards) for number in range(num_shards)])
+        write_index(folder, [folder / shard_name(number, num_shards) for number in range(num_shards)])
 
 
-def prepare_serving_model(model_path: Path, out_folder: Path) -> Path:
-    """The folder that actors serve: `model_path` itself, or where its head is tied an untied copy in `out_folder`.
-
-    A copy that is complete already is used as it is.
-
-    Raises:
-        ModelFolderError: the checkpoint is incomplete, its embedding cannot be found, or it is tied and holds another
-            head all the same.
-        OSError: the copy cannot be written.
-    """
-    if not check_model_folder(model_path).tied:
-        return model_path
-    if (out_folder / CONFIG_NAME).exists():
-        return out_folder
-    _refuse_another_head(model_path)
-    temporary = out_folder.with_name(f".{out_folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(model_path, temporary)
-    if (temporary / SINGLE_NAME).exists():
-        # readers prefer this name to the index, and would not find the head
-        (temporary / SINGLE_NAME).rename(temporary / _BODY_NAME)
-    _add_head(temporary)
-    _write_config(temporary, _read_object(temporary / CONFIG_NAME) | {"tie_word_embeddings": False, UNTIED_MARK: True})
-    temporary.replace(out_folder)
-    return out_folder
-
-
-def _refuse_another_head(folder: Path) -> None:
-    """A tied checkpoint may hold its embedding once more as the head, and no other head."""
-    where = _file_of_stored(folder)
-    if HEAD not in where:
-        return
-    embedding = embedding_of(where)
-    stored, content = _tensor_in(where[embedding], embedding)
-    head, head_content = _tensor_in(where[HEAD], HEAD)
-    if (head.code, head.shape) != (stored.code, stored.shape) or head_content != content:
-        raise ModelFolderError(
-            f"{folder / CONFIG_NAME} ties the head to the embedding, but {where[HEAD]} holds another {HEAD} than "
-            f"{embedding}: engines would serve it, and the learner trains the embedding alone. Set "
-            "tie_word_embeddings = false if the head is meant, or take the tensor out of the checkpoint"
-        )
-
-
-def _add_head(folder: Path) -> None:
-    """Write the embedding once more, as the head, in a file of its own, unless it is there."""
-    where = _file_of_stored(folder)
-    if HEAD not in where:
-        embedding = embedding_of(where)
-        stored, content = _tensor_in(where[embedding], embedding)
-        with (folder / _HEAD_FILE).open("wb") as out:
-            out.write(pack_header({HEAD: stored._replace(start=0, end=stored.end - stored.start)}))
-            out.write(content)
-    _write_index(folder, sorted(folder.glob("*.safetensors")))
-
-
-def _file_of_stored(folder: Path) -> dict[str, Path]:
-    return {name: path for path, tensors in tensors_by_file(folder).items() for name in tensors}
-
-
-def _tensor_in(path: Path, name: str) -> tuple[StoredTensor, memoryview]:
-    """What the header says of a tensor, and its bytes, from a memory map."""
-    with path.open("rb") as source:
-        mapped = memoryview(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ))
-    start, tensors = parse_header(mapped)
-    found = tensors[name]
-    return found, mapped[start + found.start : start + found.end]
-
-
-def _write_index(folder: Path, files: Iterable[Path]) -> None:
+def write_index(folder: Path, files: Iterable[Path]) -> None:
+    """Write which of these files holds which tensor."""
     weight_map: dict[str, str] = {}
     size_bytes = 0
     for path in files:

@@ -80,8 +80,6 @@ class RunContext(Generic[C]):
     """The checkpoint that is trained; its tokenizer encodes the prompts."""
     reference_path: Path
     """Of the frozen reference model."""
-    serving_path: Path
-    """What engines load: version 0 of incarnation 0."""
     temperature: float
     """Of sampling: all log-probabilities are those of logits / temperature."""
     serving_dtypes: tuple[str, ...]

@@ -72,7 +72,7 @@ class Plan:
         """Loopback; None on a cluster, where a process knows the address of its host."""
         return None if self.is_cluster else LOOPBACK
 
-    def context(self, model_path: Path, model: ModelFacts, serving_path: Path) -> RunContext[Config]:
+    def context(self, model_path: Path, model: ModelFacts) -> RunContext[Config]:
         """The description that every process of the run is handed; the addresses of its services come in later."""
         config = self.config
         return RunContext(
@@ -94,7 +94,6 @@ class Plan:
             weights_folder=self.weights_folder,
             model_path=model_path,
             reference_path=Path(config.model.reference_path) if config.model.reference_path else model_path,
-            serving_path=serving_path,
             temperature=config.actors.temperature,
             serving_dtypes=serving_dtypes(config),
             startup_timeout_s=config.startup_timeout_s,

@@ -52,7 +52,7 @@ class RunFolder:
         self.buffer = self.root / "buffer"
         self.weights = self.root / "weights"
         self.checkpoints = self.root / "checkpoints"
-        self.serving = self.root / "serving_model"
+        self.serving_models = self.root / "serving_models"
         self.export = self.root / "model"
         self.logs = self.root / "logs"
         self.metrics = self.root / "metrics.jsonl"

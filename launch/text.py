@@ -77,11 +77,18 @@ class TextOf:
         return None
 
     def _folders(self) -> Iterator[Path]:
-        """Where a model of the run may lie: exported, served, or where it came from."""
+        """Where a model of the run may lie: exported, or where it came from."""
         yield self._run / "model"
-        yield self._run / "serving_model"
         try:
-            path = tomllib.loads((self._run / "config.toml").read_text(encoding="utf-8"))["model"]["path"]
-        except (OSError, KeyError, TypeError, ValueError):  # no such file, or another one
+            model = tomllib.loads((self._run / "config.toml").read_text(encoding="utf-8"))["model"]
+            if "path" in model:
+                yield Path(model["path"])
+                return
+            name, _, revision = model["hub"].partition("@")
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):  # no such file, or another one
             return
-        yield Path(path)
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, _TOKENIZER, revision=revision or "main")
+        if isinstance(found, str):
+            yield Path(found).parent

@@ -21,8 +21,9 @@ from safetensors import SafetensorError
 from actors.sample import EvalResult
 from buffer.protocol import Status
 from common.files import write_whole
-from common.hf_folder import ModelFolderError, prepare_serving_model
+from common.hf_folder import ModelFolderError
 from common.run import RunContext
+from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion, StalenessContract
 from launch.checks import Plan, check_fetched
 from launch.config import Config
@@ -127,9 +128,10 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         fingerprint = plan.task.fingerprint
         folder.write_identity(RunIdentity(run_id=plan.run_id, task_fingerprint=fingerprint, started_s=starts))
         tracker = stack.enter_context(Tracker(config, folder, plan.run_id, earlier.last_step if earlier else 0))
-        serving_path = prepare_serving_model(model_path, folder.serving)
+        # each actor looks for it on its own host, and finds it made where that is this one
+        prepare_serving_model(model_path, folder.serving_models)
         half_made.pop_all()
-    return plan.context(model_path, model, serving_path), exporter, tracker
+    return plan.context(model_path, model), exporter, tracker
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,11 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
+# Caches of ours are a session's own, in its processes too; what these two hold takes long to fetch or make.
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+os.environ.setdefault("HF_HOME", str(_CACHE / "huggingface"))
+os.environ.setdefault("VLLM_CACHE_ROOT", str(_CACHE / "vllm"))
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # a machine that has something else to do is no reason to fail
@@ -27,6 +32,14 @@ hypothesis.settings.load_profile("patient")
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: for the full run alone, `make full`")
     config.addinivalue_line("markers", "process: starts a process of ours; `make unit` leaves it out")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_this_session(tmp_path_factory):
+    """What a run keeps for later ones is not kept in this user's cache."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

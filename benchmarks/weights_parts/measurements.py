@@ -20,7 +20,8 @@ from benchmarks.weights_parts.page import (
     sync_figures,
 )
 from benchmarks.weights_parts.peers import Figures, Peer, call_all, say
-from common.hf_folder import check_model_folder, prepare_serving_model
+from common.hf_folder import check_model_folder
+from common.serving_model import prepare_serving_model
 
 SAMPLING_LIMIT_S = 240.0
 TRAINING_LIMIT_S = 300.0
@@ -106,7 +107,7 @@ def update(setting: Setting) -> Figures:
     num_rounds = 3 if setting.quick else 9
     model = smollm2()
     samples = setting.samples()
-    served = prepare_serving_model(model, setting.scratch / "served")
+    served = prepare_serving_model(model, setting.scratch / "serving_models")
     folder = setting.new_folder("update-weights")
     with contextlib.ExitStack() as stack:
         learner = stack.enter_context(

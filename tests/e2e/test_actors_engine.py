@@ -15,7 +15,8 @@ import pytest_asyncio
 import torch
 
 from actors.engine import Engine, EngineDead, Generation, RequestRefused, UpdateRefused
-from common.hf_folder import HEAD, prepare_serving_model
+from common.hf_folder import HEAD
+from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
 from tests.e2e.engine_world import (
     CONFIG,
@@ -48,7 +49,7 @@ BOUND = 1e-4
 async def world(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("engine")
     first = Policy(folder / "model", tiny_llama(0, tied=True))
-    served = prepare_serving_model(folder / "model", folder / "served")
+    served = prepare_serving_model(folder / "model", folder / "serving_models")
     engine = await Engine.start(served, CONFIG, version=PolicyVersion(0, 0), seed=1)
     world = World(engine, folder, first)
     yield world
@@ -238,9 +239,8 @@ async def test_a_variant_in_another_dtype_than_the_engine_serves_is_refused_and_
         other = SimpleNamespace(folder=staged.folder, version=version, dtype="bfloat16")
         with pytest.raises(UpdateRefused, match=r"staged in bfloat16, but the engine serves .* in float32"):
             await world.engine.prepare(other)
-        served = SimpleNamespace(
-            model=world.folder.parent / "served", dtype=torch.bfloat16, hf_config=SimpleNamespace(leeway_untied=True)
-        )
+        folder = prepare_serving_model(world.folder.parent / "model", world.folder.parent)
+        served = SimpleNamespace(model=folder, dtype=torch.bfloat16, hf_config=SimpleNamespace(leeway_untied=True))
         found = fitting_tensors(UpdateInfo(str(staged.folder), str(version), "bfloat16"), served)
     truth = world.policies[version].model.state_dict()
     assert found.keys() == truth.keys() | {HEAD}

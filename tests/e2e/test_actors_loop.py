@@ -14,7 +14,7 @@ from actors.tasks.config import ReasoningGymTask
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.service import BufferService
-from common.hf_folder import check_model_folder, prepare_serving_model
+from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
 from tests.trajectories import decode
 from tests.world.run_context import run_context, run_facts
@@ -55,7 +55,6 @@ def context(tmp_path):
             tmp_path,
             facts,
             model_path=MODEL,
-            serving_path=prepare_serving_model(MODEL, tmp_path / "serving"),
             buffer_addresses=(address,),
             actors=actors,
             task=task,

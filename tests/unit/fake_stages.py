@@ -75,7 +75,7 @@ class Learner:
         self.checkpoints = plan.folder.checkpoints
         self.checkpoints.mkdir(parents=True)
         self.context = dataclasses.replace(
-            plan.context(folder, plan.model, folder),
+            plan.context(folder, plan.model),
             buffer_addresses=("tcp://buffer:1",),
             weights_address="tcp://weights:1",
         )

@@ -23,7 +23,7 @@ def plan(folder: Path, *overrides: str) -> Plan:
 
 def context(made: Plan) -> RunContext:
     """As every process of it would be handed."""
-    return made.context(made.folder.root / "model", made.model, made.folder.serving)
+    return made.context(made.folder.root / "model", made.model)
 
 
 def report(name: str, pool: str = "actors", **fields: object) -> ActorReport:

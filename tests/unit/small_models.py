@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from learner.model import DeviceBatch, StageModule, load_stage
 from learner.packing import PackedBatch, PackingRule, pack
@@ -95,3 +95,22 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, name: str = "") ->
     assert float((found - expected).detach().abs().max()) <= 1e-12 * max(1.0, float(expected.detach().abs().max())), (
         name
     )
+
+
+def tiny_checkpoint(folder: Path, *, tied: bool) -> LlamaForCausalLM:
+    """A model as small as one can be, saved in a folder."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        eos_token_id=[2, 5],
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model

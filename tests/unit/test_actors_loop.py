@@ -4,15 +4,20 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
-from actors.engine import EngineDead
+from actors import loop
+from actors.engine import Engine, EngineDead
 from actors.loop import ActorFenced
 from actors.sample import EvalRequest
 from actors.weights import ActorError
 from common.staleness import PolicyVersion
-from tests.unit.fake_actor import Clock, FakeBuffer, FakeEngine, FakeStore, K, make_actor, run_to_end, until
+from tests.unit.fake_actor import Clock, FakeBuffer, FakeEngine, FakeStore, K, half, make_actor, run_to_end, until
+from tests.unit.small_models import tiny_checkpoint
+from tests.world.reward_callers import scorer
+from tests.world.run_context import run_context
 
 
 async def test_every_leased_sample_is_pushed_once_with_its_own_seed_and_the_loop_ends_when_drained():
@@ -31,6 +36,26 @@ async def test_every_leased_sample_is_pushed_once_with_its_own_seed_and_the_loop
     assert all(start <= end for start, end in report.busy_intervals)
     assert buffer.closed
     assert engine.stopped
+
+
+async def test_an_engine_loads_what_is_made_of_the_model_on_its_own_host(tmp_path, monkeypatch):
+    tiny_checkpoint(tmp_path / "model", tied=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "this-host"))
+    loaded = []
+
+    async def start(path, *_, **__):
+        loaded.append(path)
+        raise EngineDead("no engine here")
+
+    monkeypatch.setattr(Engine, "start", start)
+    monkeypatch.setattr(loop, "_load", lambda _: (SimpleNamespace(rewards=()), None))
+    monkeypatch.setattr(loop, "Scorer", lambda *_: scorer(half))
+    monkeypatch.setattr(loop, "open_puller", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(loop, "open_client", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    with pytest.raises(EngineDead):
+        await loop.assemble(run_context(tmp_path / "elsewhere", model_path=tmp_path / "model"), 0)
+    assert loaded == list((tmp_path / "this-host" / "leeway" / "serving_models").glob("llama-*"))
+    assert not (tmp_path / "elsewhere").exists()
 
 
 async def test_a_failed_reward_or_generation_gives_the_sample_up_with_its_reason_and_pushes_no_zero():

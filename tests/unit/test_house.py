@@ -5,8 +5,8 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 156,
-    "lines": 37_200,
+    "files": 157,
+    "lines": 37_300,
     "longest file": 460,
     "longest function": 60,
     "modules imported by exactly one other": 40,

@@ -114,6 +114,20 @@ def test_show_prints_a_group_with_the_text_of_its_samples(run, leeway):
     assert lines.count("  'abc'") == lines.count("  -> 'def'") == 2
 
 
+def test_a_model_of_the_hub_decodes_too(run, leeway, tmp_path, monkeypatch):
+    hub = tmp_path / "hub"
+    snapshot = hub / "models--some--model" / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    save_tokenizer(snapshot)
+    (hub / "models--some--model" / "refs").mkdir()
+    (hub / "models--some--model" / "refs" / "v2").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    (run / "config.toml").write_text('[model]\nhub = "some/model"\n')
+    assert not any("'abc'" in line for line in leeway("show", run, 2)[1])
+    (run / "config.toml").write_text('[model]\nhub = "some/model@v2"\n')
+    assert leeway("show", run, 2)[1].count("  'abc'") == 2
+
+
 def test_show_prints_every_column_of_a_record(run, leeway):
     status, lines, _ = leeway("show", run, "--record", 4)
     assert status == 0

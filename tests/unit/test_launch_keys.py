@@ -78,7 +78,7 @@ def test_on_a_cluster_a_service_asks_for_its_address_and_refuses_to_open_it_unlo
 
 def test_keys_reach_the_processes_of_a_run_and_no_file_or_text_of_it(plan):
     made = plan("--launch.encryption", "on")
-    context = made.context(Path("model"), made.model, Path("serving"))
+    context = made.context(Path("model"), made.model)
     assert context.keys is made.client_keys
     fields = {field.name: getattr(context, field.name) for field in dataclasses.fields(context)}
     told = [made, context, fields, made.config, made.config.model_dump(mode="json"), to_toml(made.config)]

@@ -92,9 +92,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "wait", lambda calls, num_returns=1, timeout=None: ([], calls))
     plan = check(load_config(DEMO, []), tmp_path / "run")
     events: list[tuple[str, str]] = []
-    supervisor = Supervisor(
-        plan, plan.context(tmp_path, plan.model, tmp_path), lambda kind, text: events.append((kind, text))
-    )
+    supervisor = Supervisor(plan, plan.context(tmp_path, plan.model), lambda kind, text: events.append((kind, text)))
     supervisor.actors.actors = [worker(0, tmp_path, starting="a call")]
     return SimpleNamespace(
         supervisor=supervisor, admission=supervisor._buffer, learner=supervisor.learner, events=events

@@ -53,7 +53,6 @@ def run_context(folder: Path, facts: RunFacts | None = None, **changes) -> RunCo
         "weights_folder": folder / "weights",
         "model_path": model,
         "reference_path": model,
-        "serving_path": model,
         "temperature": 1.0,
         "serving_dtypes": ("float32",),
         "startup_timeout_s": 60.0,
