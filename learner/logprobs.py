@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from learner.kernels import softmax_in_place
+
 LOGITS_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 1024.0}
 """By type of device, logits held at a time: beside a micro-batch's states they are little, and the head, which is read
 for every chunk, is read seldom enough that the products take longer."""
@@ -43,6 +45,8 @@ class LogitRule:
     """Logits l become softcap * tanh(l / softcap), before the temperature."""
     chunk_mib: float | None = None
     """Logits (float32, or wider as the model is) held at a time; None: `LOGITS_MIB`."""
+    is_fused: bool = False
+    """Is their softmax that of `learner.kernels`? Only where products are of 16 bits."""
 
     def chunk_tokens(self, vocab_size: int, dtype: torch.dtype, device: str) -> int:
         """Tokens whose logits over V words make one chunk on a device of this type, at least 1."""
@@ -178,13 +182,18 @@ def _chunk(hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: T
     picked = scaled.gather(1, tokens[:, None]).squeeze(1)
     wants_shares = own is not None or keep
     slant = _steepness(scaled, rule) if wants_shares and rule.softcap is not None else None
-    # logsumexp in place, which leaves the shares behind
-    top = scaled.amax(1)
-    sums = scaled.sub_(top[:, None]).exp_().sum(1)
-    partition = top + sums.log()
+    # logsumexp in place, which leaves the probabilities behind
+    if rule.is_fused:
+        partition = picked - softmax_in_place(scaled, tokens, wants_shares=wants_shares)
+    else:
+        top = scaled.amax(1)
+        sums = scaled.sub_(top[:, None]).exp_().sum(1)
+        partition = top + sums.log()
+        if wants_shares:
+            scaled.div_(sums[:, None])
     if not wants_shares:
         return _Chunk(picked - partition, partition, None, ())
-    shares, pull = _shares(scaled.div_(sums[:, None]), slant, tokens, picked, partition, rule, hidden.dtype)
+    shares, pull = _shares(scaled, slant, tokens, picked, partition, rule, hidden.dtype)
     slopes = None if own is None else (own * pull[:, None] - _product(shares, cast)) / rule.temperature
     return _Chunk(picked - partition, partition, slopes, (shares, pull) if keep else ())
 

@@ -11,6 +11,7 @@ or on a model of its own in place of it. It starts at zero, and is neither publi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,7 +146,7 @@ class StageModule(nn.Module):
         self.masters = round_parameters(self, but=is_value_head)
         self.tie()
         narrow_norms(self.model.layers)
-        fuse(self.model, self.device)
+        self.rule = replace(self.rule, is_fused=fuse(self.model, self.device))
 
     @property
     def batch(self) -> DeviceBatch | None:

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from learner import kernels
 from learner.decoders import FAMILIES
 from learner.kernels import fuse
+from learner.logprobs import LogitRule, token_logprobs
 from learner.model import DeviceBatch
 from tests.unit.small_models import CPU, LOCAL, Model, load, packed_batch, run
 from tests.world import fused_kernels
@@ -56,7 +58,7 @@ def assert_like(found, wanted, within):
 def asked(library, monkeypatch):
     """Which of its functions are called, how often."""
     count = {}
-    for name in ("liger_rms_norm", "liger_swiglu", "liger_geglu", "liger_rope"):
+    for name in ("liger_rms_norm", "liger_swiglu", "liger_geglu", "liger_rope", "liger_cross_entropy"):
         plain = getattr(library, name)
 
         def counting(*args, plain=plain, name=name, **options):
@@ -74,6 +76,7 @@ def test_fused_kernels_compute_what_a_decoder_does_and_so_do_their_gradients(mod
     wanted = learned(stage)
     count = asked(library, monkeypatch)
     assert fuse(stage.model, CPU)
+    count.clear()  # of what it has tried
     found = learned(stage)
     layers, passes = 3, packed_batch().num_micro_batches
     norms = {"gemma2": 4, "gemma3_text": 6, "qwen3": 4}.get(model.family, 2) * layers + 1
@@ -98,8 +101,9 @@ def test_in_bfloat16_a_stage_on_the_device_of_the_kernels_is_fused_and_learns_th
     monkeypatch.setattr(kernels, "DEVICE", "cuda")
     wanted = learned(plain)
     monkeypatch.setattr(kernels, "DEVICE", "cpu")
+    count.clear()
     assert_like(learned(fused), wanted, within=0.05)
-    assert set(count) == {"liger_rms_norm", "liger_swiglu", "liger_rope"}
+    assert set(count) == {"liger_rms_norm", "liger_swiglu", "liger_rope", "liger_cross_entropy"}
 
 
 def test_a_backward_pass_in_two_parts_reads_nothing_that_a_kernel_has_written_over(library, tmp_path):
@@ -125,21 +129,82 @@ def test_a_backward_pass_in_two_parts_reads_nothing_that_a_kernel_has_written_ov
     )
 
 
-def test_nothing_is_replaced_where_the_library_is_not_installed_or_the_device_is_another(
-    library, monkeypatch, tmp_path
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("chunk_mib", [None, 0.002])
+def test_log_probabilities_by_the_fused_softmax_are_those_by_torchs_and_so_are_their_gradients(
+    softcap, chunk_mib, library, monkeypatch
 ):
-    stage = load(Model("llama", tied=True).save(tmp_path))
+    count = asked(library, monkeypatch)
+    rule = LogitRule(0.7, softcap, chunk_mib)
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(num, 16, generator=random).bfloat16() for num in (20, 50))
+    tokens, coefficients = torch.arange(20), torch.randn(20, generator=random)
+
+    def all_of(rule):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        found = token_logprobs(*leaves, tokens, rule)
+        gradients = torch.autograd.grad((found * coefficients).sum(), leaves)
+        return [token_logprobs(hidden, weight, tokens, rule), found.detach(), *gradients]
+
+    wanted = all_of(rule)
+    assert not count
+    found = all_of(replace(rule, is_fused=True))
+    chunks = 20 // rule.chunk_tokens(50, torch.bfloat16, "cpu") or 1
+    assert count == {"liger_cross_entropy": 2 * chunks}, "the one that scores, and the forward pass of the other"
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert float((one - other).norm()) <= (1e-6 if one.dtype == torch.float32 else 2e-3) * float(other.norm())
+
+
+def plainness(stage):
+    """A way to see whether all in it is as Transformers made it."""
     file = sys.modules["transformers.models.llama.modeling_llama"]
     rotation = getattr(file, ROTATION)
+    return lambda: (
+        not any("forward" in vars(module) for module in stage.modules()) and getattr(file, ROTATION) is rotation
+    )
 
-    def is_plain():
-        return not any("forward" in vars(module) for module in stage.modules()) and getattr(file, ROTATION) is rotation
 
+def test_nothing_is_replaced_where_the_library_is_not_installed_or_the_device_is_another(
+    library, monkeypatch, tmp_path, caplog
+):
+    stage = load(Model("llama", tied=True).save(tmp_path))
+    is_plain = plainness(stage)
     assert not fuse(stage.model, torch.device("cuda"))
     assert is_plain()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not fuse(stage.model, CPU)
     assert is_plain()
+    assert not caplog.records
+
+
+def no_compiler(*_args, **_options):
+    raise OSError("gcc: not found")
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "said"),
+    [
+        ("liger_rms_norm", no_compiler, "OSError: gcc: not found"),
+        ("liger_rms_norm", lambda X, W, eps, **_: torch.nn.functional.rms_norm(X, (16,), W.detach(), eps), "Runtime"),
+        ("liger_swiglu", lambda a, b: a * b, "wrong numbers of its gate"),
+        ("liger_geglu", lambda a, b: torch.nn.functional.silu(a) * b.detach() + b - b.detach(), "wrong numbers"),
+        ("liger_rope", lambda q, k, cos, sin: (q, k), "wrong numbers of its rotation"),
+        ("liger_cross_entropy", torch.nn.functional.cross_entropy, "wrong numbers of its softmax"),
+    ],
+)
+def test_a_library_that_fails_or_computes_something_else_is_not_used_and_a_warning_says_why(
+    name, function, said, library, monkeypatch, tmp_path, caplog
+):
+    """The last one is right, and writes nothing over its input."""
+    stage = load(Model("llama", tied=True).save(tmp_path))
+    is_plain = plainness(stage)
+    monkeypatch.setattr(library, name, function)
+    assert not fuse(stage.model, CPU)
+    assert is_plain()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert said in record.getMessage()
 
 
 def test_a_rotation_is_replaced_once_and_leaves_all_but_16_bits_on_its_device_to_torch(library, monkeypatch, tmp_path):

@@ -2,7 +2,8 @@
 
 It fakes liger_kernel.transformers.functional as of 0.8, which needs a GPU: the formulas, what is computed in float32,
 what dtype comes out, and what is written over. That is, for a rotation its queries and keys and their gradients, for a
-gate its inputs in the backward pass, for a norm the incoming gradient where it may. It is not fast and keeps much.
+gate its inputs in the backward pass, for a norm the incoming gradient where it may, and for a cross-entropy its logits
+where their gradient is wanted. It is not fast and keeps much.
 """
 
 from types import ModuleType
@@ -91,9 +92,19 @@ def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=No
     return _Rotation.apply(q, k, cos, sin)
 
 
+def liger_cross_entropy(input, target, reduction="mean"):
+    assert reduction == "none"
+    assert input.dtype == torch.float32
+    logprobs = input.detach().log_softmax(1)
+    if input.requires_grad:
+        input.data.copy_(logprobs.exp())
+        input.data[torch.arange(len(target)), target] -= 1
+    return -logprobs.gather(1, target[:, None])[:, 0]
+
+
 def as_module() -> ModuleType:
     """What `import liger_kernel.transformers.functional` would give."""
     module = ModuleType("liger_kernel.transformers.functional")
-    for function in (liger_rms_norm, liger_swiglu, liger_geglu, liger_rope):
+    for function in (liger_rms_norm, liger_swiglu, liger_geglu, liger_rope, liger_cross_entropy):
         setattr(module, function.__name__, function)
     return module
