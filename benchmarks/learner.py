@@ -264,9 +264,10 @@ def _smollm2(r: Figures) -> str:
     text = (
         f"A step of {r['smollm2_num_tokens']:,} tokens in 16 micro-batches of 512 (filled to "
         f"{r['smollm2_pack_efficiency']:.1%}; prompts of at most 64 tokens, {r['smollm2_completion_share']:.0%} of the "
-        "tokens are completion tokens), float32 weights, bf16 autocast, AdamW, 1F1B. The plain loop runs "
-        "the Transformers model on the same micro-batches with the learner's attention per sequence, and computes "
-        f"logits at completion tokens alone, as we do. Gradient norms of plain loop, one pass and two: {norms}."
+        "tokens are completion tokens), float32 masters, products in bf16, AdamW, 1F1B. The plain loop runs "
+        "the Transformers model under autocast, its weights rounded to bf16 at the start, on the same micro-batches "
+        "with the learner's attention per sequence, and computes logits at completion tokens alone, as we do. "
+        f"Gradient norms of plain loop, one pass and two: {norms}."
     )
     return f"{text}\n\n{table(['', 'tokens/s', 'over plain'], rows)}"
 
@@ -274,10 +275,10 @@ def _smollm2(r: Figures) -> str:
 def _gpu(r: Figures) -> str:
     return (
         f"Written by `python benchmarks/learner.py --gpu` on one {r['gpu_device']}: the shape of {r['gpu_shape']} "
-        f"({r['gpu_num_parameters'] / 1e9:.2f} billion parameters, head tied), random weights, float32 masters, bf16 "
-        f"autocast, one stage, one pass, {r['gpu_num_tokens']:,} tokens in {r['gpu_micro_batches']} micro-batches of "
-        f"8,192: {r['gpu_tokens_per_s']:,.0f} tokens/s, {r['gpu_mfu']:.1%} of the tensor cores' dense bf16 peak in "
-        f"model FLOPs (a recomputation not counted), {r['gpu_peak_gib']:.0f} GiB at most."
+        f"({r['gpu_num_parameters'] / 1e9:.2f} billion parameters, head tied), random weights, float32 masters and "
+        f"bf16 roundings, one stage, one pass, {r['gpu_num_tokens']:,} tokens in {r['gpu_micro_batches']} "
+        f"micro-batches of 8,192: {r['gpu_tokens_per_s']:,.0f} tokens/s, {r['gpu_mfu']:.1%} of the tensor cores' "
+        f"dense bf16 peak in model FLOPs (a recomputation not counted), {r['gpu_peak_gib']:.0f} GiB at most."
     )
 
 

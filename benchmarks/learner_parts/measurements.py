@@ -282,9 +282,10 @@ def smollm2(spot: Spot, *, path: str, quick: bool) -> Figures:
     """SmolLM2-135M: the learner on two stages of one thread each, against a plain loop in one process on both cores.
 
     Seconds of a step, taking turns: the two stages of the first world, and the plain loop of the second. Both sides
-    have float32 weights, bf16 autocast, AdamW, the same packed micro-batches and the learner's attention per sequence,
-    and both compute logits at completion tokens alone. The learner takes the step once in one pass (a separable loss)
-    and once in two.
+    have float32 masters, products in bf16, AdamW, the same packed micro-batches and the learner's attention per
+    sequence, and both compute logits at completion tokens alone. The learner computes with roundings of the masters;
+    the plain loop has autocast, and begins with weights that are values of bf16, so that it has the same function. The
+    learner takes the step once in one pass (a separable loss) and once in two.
     """
     num_micro_batches = 2 if quick else SMOLLM2_MICRO_BATCHES
     rows = trajectories(_smollm2_lengths(num_micro_batches), AutoConfig.from_pretrained(path).vocab_size, seed=5)
@@ -332,6 +333,7 @@ def _smollm2_plain(
     torch.set_num_threads(PLAIN_THREADS)
     config = configured(spot.mesh(), precision="bfloat16")
     loop = PlainLoop(folder, ALGORITHM, config, attention=IMPLEMENTATION)
+    loop.round_weights()
     batches = packed(batch.packed, rows, DeviceBatch(batch.packed, torch.device("cpu")), TEMPERATURE)
     return {"plain": lambda: loop.step(batches)}
 

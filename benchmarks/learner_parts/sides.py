@@ -128,6 +128,12 @@ class PlainLoop:
             fused=True,
         )
 
+    @torch.no_grad()
+    def round_weights(self) -> None:
+        """Make all weights values of bf16, as those of published checkpoints are."""
+        for parameter in self.model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+
     def step(self, batches: Sequence[PlainBatch]) -> float:
         """One optimizer step over all batches. Returns the gradient norm before clipping."""
         num_tokens = sum(len(batch.advantage) for batch in batches)
