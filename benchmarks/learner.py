@@ -1,6 +1,6 @@
 """The learner: what packing, pipeline and log-probabilities cost, and what they save. Prints one JSON line last.
 
-    python benchmarks/learner.py [--quick] [--only NAME ...] [--gpu]
+    python benchmarks/learner.py [--quick] [--only NAME ...]
 
     packing      real tokens over the tokens of the micro-batches, on long-tailed lengths
     padded       the learner's packed step against a plain padded Transformers loop
@@ -9,11 +9,10 @@
     sleeping2/4  every schedule on 2 and on 4 stages that sleep: gain and bubble
     real         two stages with real compute, one core each
     smollm2      SmolLM2-135M on two stages in bf16, against a plain loop on both cores
-    gpu          only with --gpu: the shape of Qwen2.5-1.5B on one GPU
 
 Each measurement runs in processes of its own (`learner_parts/spot.py`); sides that are compared take turns, and
 ratios are medians of rounds. Every part says in its docstring what it compares. `--quick` is for development: smaller,
-and its figures mean nothing. A whole run writes docs/results/learner.md; --gpu adds its section alone.
+and its figures mean nothing. A whole run writes docs/results/learner.md. On a GPU: `python -m benchmarks.gpu`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ BARS = {
 }
 """Figure -> at least this is wanted."""
 TITLE = "# The learner, measured"
-GPU_HEADING = "## One stage on a GPU"
 
 
 def main() -> None:
@@ -52,10 +50,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller, for development")
     parser.add_argument("--only", nargs="+", choices=[*MEASUREMENTS], metavar="NAME", help=" ".join(MEASUREMENTS))
-    parser.add_argument("--gpu", action="store_true", help="measure on the GPU, and nothing else")
     args = parser.parse_args()
     end_at_sigterm()
-    chosen = ["gpu"] if args.gpu else args.only or [name for name in MEASUREMENTS if name != "gpu"]
+    chosen = args.only or [*MEASUREMENTS]
     machine = describe_machine()
     result: Figures = {"quick": args.quick}
     failed: dict[str, str] = {}
@@ -69,9 +66,7 @@ def main() -> None:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
     wanted = judged(result, BARS, "at least", at_full_size=not args.quick)
     result |= {"machine": machine, "failed": failed, "wanted": wanted}
-    if args.gpu and not failed and result["gpu_mfu"] is not None:
-        write_gpu_section(PAGE, result)
-    elif not (args.quick or args.only or args.gpu or failed):
+    if not (args.quick or args.only or failed):
         write_results(PAGE, result)
     print(json.dumps(result))
     sys.exit(1 if failed else 0)
@@ -115,7 +110,6 @@ MEASUREMENTS: dict[str, Callable[[bool], Figures]] = {
     "sleeping4": measurement("sleeping:measure", 4),
     "real": measurement("measurements:real_compute", 2, 1, 1),
     "smollm2": on_smollm2,
-    "gpu": measurement("gpu:measure", 1),
 }
 
 
@@ -123,9 +117,7 @@ MEASUREMENTS: dict[str, Callable[[bool], Figures]] = {
 
 
 def write_results(path: Path, result: Figures) -> None:
-    """Write the page, but for its GPU section, which stays as it is."""
-    old = path.read_text(encoding="utf-8") if path.exists() else ""
-    _, heading, rest = old.partition(GPU_HEADING)
+    """Write the page."""
     parts = [
         TITLE,
         _head(result["machine"]),
@@ -145,14 +137,7 @@ def write_results(path: Path, result: Figures) -> None:
         "## SmolLM2-135M on two stages",
         _smollm2(result),
     ]
-    write_page(path, parts, f"\n{heading}{rest}" if heading else "")
-
-
-def write_gpu_section(path: Path, result: Figures) -> None:
-    """Replace the GPU section, which is the last of the page."""
-    text = path.read_text(encoding="utf-8") if path.exists() else TITLE
-    before = text.partition(GPU_HEADING)[0].rstrip()
-    path.write_text(f"{before}\n\n{GPU_HEADING}\n\n{_gpu(result)}\n", encoding="utf-8")
+    write_page(path, parts)
 
 
 def _head(machine: Machine) -> str:
@@ -270,16 +255,6 @@ def _smollm2(r: Figures) -> str:
         f"Gradient norms of plain loop, one pass and two: {norms}."
     )
     return f"{text}\n\n{table(['', 'tokens/s', 'over plain'], rows)}"
-
-
-def _gpu(r: Figures) -> str:
-    return (
-        f"Written by `python benchmarks/learner.py --gpu` on one {r['gpu_device']}: the shape of {r['gpu_shape']} "
-        f"({r['gpu_num_parameters'] / 1e9:.2f} billion parameters, head tied), random weights, float32 masters and "
-        f"bf16 roundings, one stage, one pass, {r['gpu_num_tokens']:,} tokens in {r['gpu_micro_batches']} "
-        f"micro-batches of 8,192: {r['gpu_tokens_per_s']:,.0f} tokens/s, {r['gpu_mfu']:.1%} of the tensor cores' "
-        f"dense bf16 peak in model FLOPs (a recomputation not counted), {r['gpu_peak_gib']:.0f} GiB at most."
-    )
 
 
 if __name__ == "__main__":

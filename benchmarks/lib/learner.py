@@ -74,7 +74,7 @@ class Learner:
         """Load this rank's chunks of a checkpoint; all ranks of the mesh call it together. Default: on the CPU."""
         self.device = device or torch.device("cpu")
         chunks = load_chunks(model_path, "token", config, TEMPERATURE, mesh, self.device)
-        networks = Networks(Network.build(chunks, config, mesh), None, config, mesh)
+        self.networks = networks = Networks(Network.build(chunks, config, mesh), None, config, mesh)
         self.policy = networks.policy
         self._config = config
         self._mesh = mesh

@@ -38,14 +38,14 @@ def describe_machine() -> Machine:
     )
 
 
-def describe_commit() -> str:
+def describe_commit(checkout: Path = ROOT) -> str:
     """Which code runs: the commit, and whether what runs differs from it."""
     if shutil.which("git") is None:
         return "unknown"
     found = []
     for question in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", *OURS]):
         ran = subprocess.run(
-            ["git", *question], cwd=ROOT, capture_output=True, text=True, check=False, timeout=GIT_LIMIT_S
+            ["git", *question], cwd=checkout, capture_output=True, text=True, check=False, timeout=GIT_LIMIT_S
         )
         found.append(ran.stdout.strip())
     commit, changes = found

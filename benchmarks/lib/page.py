@@ -11,10 +11,10 @@ from benchmarks.lib.machine import Machine
 MET = {True: "yes", False: "**no**", None: "-"}
 
 
-def write_page(path: Path, parts: Sequence[str], rest: str = "") -> None:
-    """Write paragraphs, and behind them what is kept of the page as it was."""
+def write_page(path: Path, parts: Sequence[str]) -> None:
+    """Write paragraphs."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(parts) + "\n" + rest, encoding="utf-8")
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

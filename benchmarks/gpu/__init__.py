@@ -1,0 +1,15 @@
+"""The first half hour on a GPU, and what can be counted without one.
+
+__main__  the steps that are asked for, and the page of what they told
+steps     each step in a process of its own with a limit
+place     where a step stands: device, models, fresh batches, process group
+right     facts, exactness against the CPU, attention, head, groups; life: a whole stage, killed and resumed
+fast      steps, sweeps, a profile, copies
+mends     what was built for GPUs against what was before it
+page      docs/results/gpu.md
+shapes    models, samples, model FLOPs
+
+pretended  a GPU that is not there
+counting   kernels, bytes and memory of a micro-batch
+paper      docs/results/gpu_paper.md
+"""

@@ -1,0 +1,279 @@
+"""What the learner launches, moves and keeps for a micro-batch on a GPU.
+
+    python -m benchmarks.gpu.counting SHAPE [--fused] [KEY=VALUE ...]
+
+One JSON line: figures of a shape, by the learner that is imported, with keys of its section, on a GPU that is not
+there; --fused: with the kernels of liger-kernel.
+
+A dispatch mode sees each operation below autograd. Read is what an operation takes, written what it makes; a view moves
+nothing; an operation that picks or adds rows moves the rows alone. Each operation that moves something is one kernel.
+Figures of a layer are the difference between two layers and one, so that nothing of head and embedding is in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.gpu.pretended import BUDGET, CUDA, at_home, fake_stage, pretended_gpu, pretended_kernels
+from benchmarks.gpu.shapes import SHAPES, config_of, fresh_rows
+from buffer.schema import to_batch
+from learner.batch import StepBatch
+from learner.decoders import split_layers
+from learner.model import DeviceBatch, StageModule
+from learner.packing import PackedBatch, PackingRule
+
+GEMM_FLOPS, BYTES_PER_S = 600e12, 2.6e12
+"""What an H100 is assumed to do: products in bf16, and memory traffic of everything else."""
+NUM_SEQUENCES, SEED = 256, 7
+NUM_STAGES = (1, 2, 3, 4)
+
+Figures = dict[str, float]
+AttentionCall = tuple[str, tuple[tuple[tuple[int, ...], str], ...]]
+"""A kernel's name, and shape and dtype of each of its inputs."""
+
+_MAKES = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "arange", "zero_", "fill_")
+_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh")
+_NOTHING_AT_ALL = frozenset({*_NOTHING, "detach", "alias", "_local_scalar_dense", "set_", "resize_"})
+_PICKS = frozenset({"index_select", "gather", "embedding", "index"})
+_ADDS_ROWS = frozenset({"index_add", "index_add_"})
+_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm"})
+_CASTS = frozenset({"_to_copy", "copy_"})
+
+
+def is_attention(name: str) -> bool:
+    """Is it one of the fused kernels?"""
+    return "attention" in name or "_attn" in name
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations, by phase and kind: "forward.other.bytes" and the like; see `figures`."""
+
+    def __init__(self, device: torch.device = CUDA) -> None:
+        """Nothing is counted yet; what is done elsewhere than on this kind of device is not."""
+        super().__init__()
+        self.phase = "forward"
+        self._kind = device.type
+        self.figures: Figures = defaultdict(float)
+        self.attention_shapes: set[AttentionCall] = set()
+        """Of the inputs that reached an attention kernel, with its name and their dtypes."""
+        self.by_operation: Counter[str] = Counter()
+        """Bytes, products left out."""
+        self._weights: dict[int, object] = {}
+        self._made: list[tuple[StorageWeakRef, int, bool]] = []
+        self._seen: set[int] = set()
+
+    def know(self, weights: Iterator[Tensor]) -> None:
+        """Which tensors are weights."""
+        for weight in weights:
+            storage = weight.untyped_storage()
+            self._weights[storage._cdata] = storage
+
+    def kept(self) -> tuple[int, int]:
+        """Bytes that were made and are alive: copies of weights, and all else."""
+        alive = [(size, is_copy) for reference, size, is_copy in self._made if not reference.expired()]
+        copies = sum(size for size, is_copy in alive if is_copy)
+        return copies, sum(size for size, _ in alive) - copies
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 -- torch's
+        types: object,
+        args: Any = (),  # noqa: ANN401 -- torch's
+        kwargs: Any = None,  # noqa: ANN401 -- torch's
+    ) -> Any:  # noqa: ANN401 -- torch's
+        """Run it, and note it."""
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        name = func._schema.name.rpartition("::")[2]
+        kwargs = at_home(name, args, kwargs or {}, in_backward=self.phase == "backward")
+        out = func(*args, **kwargs)
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        outputs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        casts_weight = name in _CASTS and any(self._is_weight(each) for each in inputs[-1:])
+        self._remember(outputs, inputs, is_copy=casts_weight)
+        moved = moved_bytes(func, name, inputs, outputs)
+        if not moved or not any(each.device.type == self._kind for each in (*inputs, *outputs)):
+            return out
+        kind = "gemm" if name in _PRODUCTS else "attention" if is_attention(name) else "other"
+        self._count(kind, moved, product_flops(args) if kind == "gemm" else 0)
+        if casts_weight:
+            self.figures["casts"] += 1
+            self.figures["cast_bytes"] += moved
+        if kind != "gemm":
+            self.by_operation[f"{self.phase}.{name}"] += moved
+        if kind == "attention" and not name.endswith("backward"):
+            said = tuple((tuple(each.shape), str(each.dtype)) for each in inputs if each.is_floating_point())
+            self.attention_shapes.add((name, said))
+        return out
+
+    def _count(self, kind: str, moved: int, flops: float) -> None:
+        prefix = f"{self.phase}.{kind}"
+        self.figures[f"{prefix}.kernels"] += 1
+        self.figures[f"{prefix}.bytes"] += moved
+        self.figures[f"{prefix}.flops"] += flops
+        self.figures[f"{prefix}.seconds"] += max(flops / GEMM_FLOPS, moved / BYTES_PER_S)
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._weights
+
+    def _remember(self, outputs: list[Tensor], inputs: list[Tensor], *, is_copy: bool) -> None:
+        old = {each.untyped_storage()._cdata for each in inputs}
+        for each in outputs:
+            storage = each.untyped_storage()
+            if each.device.type == self._kind and storage._cdata not in old and self.phase == "forward":
+                self._made.append((StorageWeakRef(storage), storage.nbytes(), is_copy))
+
+
+def product_flops(args: Sequence[object]) -> int:
+    """Of the product of the last two matrices, or batches of them, among the arguments."""
+    left, right = [each for each in args if isinstance(each, Tensor)][-2:]
+    return 2 * left.numel() * right.shape[-1]
+
+
+def moved_bytes(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:  # noqa: ANN401 -- torch's
+    """Read and written by one operation; see the module's docstring."""
+    returns = func._schema.returns
+    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    if name in _NOTHING_AT_ALL or is_view:
+        return 0
+    written = sum(map(bytes_of, outputs))
+    if name in _MAKES:
+        return written
+    if name in _PICKS:
+        return 2 * written + sum(bytes_of(each) for each in inputs if not each.is_floating_point())
+    if name in _ADDS_ROWS:
+        # read, added, written; and the indices
+        return 3 * bytes_of(inputs[-1]) + sum(bytes_of(each) for each in inputs if not each.is_floating_point())
+    read = inputs[1:] if name == "copy_" else inputs
+    return written + sum(map(bytes_of, read))
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Memory that a tensor reaches; a dimension that is expanded is read once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count * tensor.element_size() if tensor.numel() else 0
+
+
+# --- what is counted ------------------------------------------------------------------------------
+
+
+def packed_batch(name: str) -> PackedBatch:
+    """A step of long-tailed lengths, as the learner packs it."""
+    rows = fresh_rows(NUM_SEQUENCES, SHAPES[name]["vocab_size"], SEED)
+    return StepBatch.build(to_batch(rows, "counting"), 0, {0: 0}, PackingRule(BUDGET)).packed
+
+
+def typical(packed: PackedBatch) -> int:
+    """The micro-batch whose tokens are nearest to the mean."""
+    counts = [int(bounds[-1]) for bounds in packed.bounds]
+    mean = sum(counts) / len(counts)
+    return min(range(len(counts)), key=lambda m: abs(counts[m] - mean))
+
+
+def count_micro_batch(stage: StageModule, packed: PackedBatch, m: int, *, train: bool = True) -> Counting:
+    """Forward and, to train, backward of one micro-batch."""
+    counting = Counting()
+    counting.know(stage.parameters())
+    stage.batch = DeviceBatch(packed, CUDA)
+    width = packed.width
+    if stage.share.is_first:
+        states = stage.batch.tokens_ML[m : m + 1]
+    else:
+        dtype = getattr(stage, "states_dtype", stage.dtype)  # which an older learner does not tell apart
+        states = torch.empty(1, width, stage.hidden_size, dtype=dtype, device=CUDA, requires_grad=train)
+    with counting, torch.set_grad_enabled(train):
+        out = stage(states, torch.tensor([m]))
+        copies, kept = counting.kept()
+        counting.figures["kept.weight_copies"], counting.figures["kept.activations"] = copies, kept
+        if train:
+            counting.phase = "backward"
+            out.backward(torch.empty_like(out))
+    stage.batch = None
+    return counting
+
+
+def count_shape(name: str, **config: object) -> dict[str, Any]:
+    """All figures of a shape; a layer's, the head's with the norm, the embedding's, of one micro-batch."""
+    with pretended_gpu():
+        packed = packed_batch(name)
+        m = typical(packed)
+
+        def counted(layers: tuple[int, int], *, last: bool, train: bool) -> Figures:
+            return dict(
+                count_micro_batch(fake_stage(name, layers, last=last, **config), packed, m, train=train).figures
+            )
+
+        parts: dict[str, Any] = {}
+        for kind, train in (("training", True), ("scoring", False)):
+            one, two = (counted((1, layers), last=True, train=train) for layers in (1, 2))
+            first = counted((1, 1), last=False, train=train)
+            layer = _difference(two, one)
+            parts[kind] = {
+                "layer": layer,
+                "head": _difference(one, layer),
+                "embedding": _difference(first, layer),
+            }
+        stage = fake_stage(name, (1, 1), last=False, **config)
+        shapes = attention_shapes(stage, packed)
+    lengths = [int(b - a) for a, b in zip(packed.bounds[m][:-1], packed.bounds[m][1:], strict=True)]
+    return {
+        "shape": name,
+        "tokens": int(packed.bounds[m][-1]),
+        "completion_tokens": len(packed.predicting[m]),
+        "squared_tokens": sum(length**2 for length in lengths),
+        "micro_batches": packed.num_micro_batches,
+        "attention_shapes": len(shapes),
+        "attention_kernels": sorted({str(each[0]) for each in shapes}),
+        "attention_dtypes": sorted({dtype for each in shapes for _, dtype in each[1]}),
+        "bytes_per_weight": _bytes_per_weight(stage),
+        "splits": [split_layers(config_of(name), num) for num in NUM_STAGES],
+        **parts,
+    }
+
+
+def _bytes_per_weight(stage: StageModule) -> float:
+    """Of what is computed with and what that is rounded from; gradient and moments take 12 besides."""
+    computed = list(stage.parameters())
+    held = {id(each): each.nbytes for each in (*computed, *getattr(stage, "masters", {}).values())}
+    return sum(held.values()) / sum(each.numel() for each in computed)
+
+
+def attention_shapes(stage: StageModule, packed: PackedBatch) -> set[AttentionCall]:
+    """Of a whole step: each differing tuple of shapes and dtypes that an attention kernel is called with."""
+    found: set[AttentionCall] = set()
+    for m in range(packed.num_micro_batches):
+        found |= count_micro_batch(stage, packed, m, train=False).attention_shapes
+    return found
+
+
+def _difference(more: Figures, less: Figures) -> Figures:
+    return {key: more.get(key, 0) - less.get(key, 0) for key in sorted({*more, *less})}
+
+
+def main() -> None:
+    """Count one shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--fused", action="store_true")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE")
+    parsed = parser.parse_intermixed_args()
+    config = dict(key.split("=", 1) for key in parsed.keys)
+    with pretended_kernels() if parsed.fused else nullcontext():
+        print(json.dumps(count_shape(parsed.shape, **config)))
+
+
+if __name__ == "__main__":
+    main()

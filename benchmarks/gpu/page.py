@@ -1,0 +1,116 @@
+"""docs/results/gpu.md, from the lines that the steps of the rehearsal told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.gpu.fast import MFU_WANTED
+from benchmarks.gpu.steps import PARTS, STEPS, Result
+from benchmarks.lib.machine import RESULTS
+from benchmarks.lib.page import MET, table
+
+PAGE = RESULTS / "gpu.md"
+HEADS = {
+    "right": "Is it right?",
+    "fast": "How fast is it?",
+    "mends": "Which choices pay?",
+}
+_NOT_FIGURES = frozenset({"step", "case", "cpu", "commit"})
+_LONGEST_CELL = 60
+
+
+def page_of(found: Sequence[Result]) -> list[str]:
+    """The page's paragraphs; of a case that was told several times the last counts, and a failure until it is told."""
+    newest: dict[tuple[str, str], Result] = {}
+    failed: dict[str, str] = {}
+    for result in found:
+        step = result["step"]
+        if "failed" in result:
+            failed[step] = result["failed"]
+        elif result["case"] == "took":
+            failed.pop(step, None)
+        else:
+            # a list of kernels has many rows of one case
+            newest[step, f"{result['case']} {result.get('kernel', '')}".strip()] = result
+    parts = ["# The learner on a GPU, measured", _head(newest), _bars(newest)]
+    if failed:
+        parts.append("**Failed**: " + "; ".join(f"`{step}`: {why}" for step, why in failed.items()) + ".")
+    for part in PARTS:
+        parts.append(f"## {HEADS[part]}")
+        for step in (step for step in STEPS if step.part == part):
+            results = [result for (name, _), result in newest.items() if name == step.name]
+            if results:
+                parts += [f"### `{step.name}`: {step.answers}", *_tables(results)]
+    return parts
+
+
+def _head(newest: Mapping[tuple[str, str], Result]) -> str:
+    card, software = newest.get(("facts", "card"), {}), newest.get(("facts", "software"), {})
+    if not card or not software:
+        return "Written by `python -m benchmarks.gpu --write`, of steps among which `facts` is not."
+    versions = ", ".join(f"{name} {software[name]}" for name in ("torch", "transformers", "triton") if software[name])
+    return (
+        f"Written by `python -m benchmarks.gpu --write`, commit {software['commit']}, on one {card['name']} "
+        f"({card['total_gib']:.0f} GiB; driver, clocks, power, memory used: {card['nvidia_smi']}), Python "
+        f"{software['python']}, {versions}, CUDA {software['cuda']}. Random weights in shapes of Qwen2.5; lengths are "
+        "log-normal, median 512 tokens, clipped at 4,096, four fifths of each the completion; every step that is timed "
+        "trains samples that no other had. MFU counts model FLOPs alone, against the dense bf16 peak of the card. A "
+        "step is the learner's own: loss, backward pass, gradient norm, clipping and AdamW, in one pass unless said."
+    )
+
+
+def _bars(newest: Mapping[tuple[str, str], Result]) -> str:
+    rows = []
+    for precision in ("float64", "float32", "bfloat16"):
+        found = [r for (step, case), r in newest.items() if step == "exact" and case.endswith(precision)]
+        if found:
+            worst = max(found, key=lambda each: each["gradient"])
+            met = all(each["met"] for each in found)
+            wanted = f"at most {worst['wanted']:g}"
+            rows.append([f"gradients against the CPU, {precision}", wanted, _cell(worst["gradient"]), MET[met]])
+    steps = newest.get(("baseline", "steps"))
+    if steps and steps["mfu"] is not None:
+        met = steps["mfu"] >= MFU_WANTED
+        rows.append([f"MFU of {steps['shape']}", f"at least {MFU_WANTED:g}", f"{steps['mfu']:.3f}", MET[met]])
+        rows.append([f"tokens/s of {steps['shape']}", "-", f"{steps['tokens_per_s']:,.0f}", "-"])
+    return table(["figure", "wanted", "measured", "met"], rows)
+
+
+def _tables(results: Sequence[Result]) -> Iterator[str]:
+    """Cases that tell the same figures are rows of one table; what is long stands below."""
+    groups: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
+    for result in results:
+        figures = dict(_flat(result))
+        short = {name: value for name, value in figures.items() if len(_cell(value)) <= _LONGEST_CELL}
+        groups.setdefault(tuple(short), []).append((result["case"], short))
+        for name in figures.keys() - short.keys():
+            yield f"{result['case']}, {name.replace('_', ' ')}: {_cell(figures[name])}."
+    for names, rows in groups.items():
+        if names:
+            head = ["", *(name.replace("_", " ") for name in names)]
+            yield table(head, [[case, *(_cell(figures[name]) for name in names)] for case, figures in rows])
+
+
+def _flat(result: Result) -> Iterator[tuple[str, Any]]:
+    for name, value in result.items():
+        if name in _NOT_FIGURES or value is None:
+            continue
+        if isinstance(value, dict):
+            yield from ((f"{name}: {key}", each) for key, each in value.items())
+        else:
+            yield name, value
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return ", ".join(_cell(each) for each in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_cell(each)}" for name, each in value.items())
+    return str(value).replace("|", "\\|")

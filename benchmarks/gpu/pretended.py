@@ -1,0 +1,295 @@
+"""A GPU that is not there: tensors that have a shape, no memory, and say that they are on "cuda".
+
+The learner takes its way of a GPU with them, under autocast as it would there. Attention is the fused kernel itself:
+where torch cannot choose it without a GPU, flash attention stands in. The functions of liger-kernel that the learner
+calls are operations that compute nothing, and read, write and keep what the library's kernels (0.8) do.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from transformers.models.qwen2 import modeling_qwen2
+
+from benchmarks.gpu.shapes import config_of
+from learner import model as model_file
+from learner.config import LearnerConfig
+from learner.mesh import MeshPlace
+from learner.model import StageModule
+from learner.networks import load_chunks
+
+CUDA = torch.device("cuda", 0)
+BUDGET = 8192
+"""Tokens of a micro-batch."""
+
+_CAST_DOWN = frozenset(
+    {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "mv", "einsum"}
+)
+_CAST_UP = frozenset(
+    {"pow", "__pow__", "__rpow__", "exp", "log", "rsqrt", "reciprocal", "softmax", "log_softmax", "logsumexp", "sum"}
+    | {"rms_norm", "layer_norm", "prod", "cumsum", "linalg_vector_norm"}
+)
+"""What autocast casts for on CUDA, of what a decoder calls."""
+
+
+def at_home(name: str, args: Any, kwargs: Any, *, in_backward: bool) -> Any:  # noqa: ANN401 -- torch's
+    """C++ makes tensors where it was told that others are; put them where those are for Python."""
+    beside = (name.startswith("new_") or name.endswith("_like")) and args[0].device.type == "cuda"
+    return {**kwargs, "device": CUDA} if kwargs.get("device") is not None and (beside or in_backward) else kwargs
+
+
+def _flash_stand_in(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    assert attn_mask is None, "flash attention takes no mask"
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    query, key, value = (_as_autocast(each) for each in (query, key, value))
+    found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    return found[0]
+
+
+def _as_autocast(states: Tensor) -> Tensor:
+    """SDPA is among what autocast casts for; below it, it no longer does."""
+    return states.to(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else states
+
+
+@torch.library.custom_op("leeway_counting::silu_backward", mutates_args=())
+def _silu_backward(gradient: Tensor, states: Tensor) -> Tensor:
+    return torch.ops.aten.silu_backward(gradient, states)
+
+
+@_silu_backward.register_fake
+def _(gradient: Tensor, states: Tensor) -> Tensor:
+    return torch.empty_like(states)
+
+
+class _Silu(torch.autograd.Function):
+    """Its backward pass is one kernel on CUDA, which torch takes apart where a tensor is none of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor) -> Tensor:  # noqa: ANN401 -- torch's
+        ctx.save_for_backward(states)
+        return torch.ops.aten.silu(states)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401 -- torch's
+        return _silu_backward(gradient, *ctx.saved_tensors)
+
+
+class _LikeCuda(TorchFunctionMode):
+    """Casts as autocast does on CUDA; torch's own asks in C++ where a tensor is, and is told of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401 -- torch's
+        types: object,
+        args: Any = (),  # noqa: ANN401 -- torch's
+        kwargs: Any = None,  # noqa: ANN401 -- torch's
+    ) -> Any:  # noqa: ANN401 -- torch's
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "autocast_decrement_nesting":
+            self._casts.clear()
+        if name in _CAST_DOWN | _CAST_UP and torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda") if name in _CAST_DOWN else torch.float32
+            args, kwargs = tree_map_only(Tensor, lambda each: self._cast(each, dtype), (args, kwargs))
+        return _Silu.apply(args[0]) if name == "silu" else func(*args, **kwargs)
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if tensor.dtype == dtype or tensor.dtype not in (torch.float32, torch.bfloat16):
+            return tensor
+        if not (tensor.requires_grad and tensor.is_leaf and dtype == torch.bfloat16):
+            return tensor.to(dtype)
+        if id(tensor) not in self._casts:  # a weight is cast once for as long as autocast is on
+            self._casts[id(tensor)] = (tensor, tensor.to(dtype))
+        return self._casts[id(tensor)][1]
+
+
+def _host(args: Any) -> torch.device:  # noqa: ANN401 -- torch's
+    return torch.device("meta" if args[0].fake_mode.in_kernel_invocation else "cpu")
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """Tensors are fake, and say "cuda" where they are asked to; autocast believes them."""
+    with (
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+        mock.patch("torch.cuda.is_bf16_supported", return_value=True),
+        mock.patch.object(F, "scaled_dot_product_attention", _flash_stand_in),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        # torch's C++ asks for the runtime of a tensor's device, and is told of the host; Python, and so all code that
+        # chooses by the device, and dispatch go by "cuda"
+        mock.patch.dict(fake_tensor._DISPATCH_META_HANDLERS, {torch.ops.prim.device.default: _host}),
+        _LikeCuda(),
+    ):
+        yield
+
+
+# --- a stage ---------------------------------------------------------------------------------------
+
+
+def fake_stage(name: str, layers: tuple[int, int], *, last: bool, **config: object) -> StageModule:
+    """A stage of a shape with so many layers before and behind the cut; its weights have no memory.
+
+    Args:
+        name: of the shape.
+        layers: of the first and of the last of two stages.
+        last: which of them.
+        config: keys of the learner's section.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config_of(name, num_hidden_layers=sum(layers)).save_pretrained(folder)
+        section = LearnerConfig.model_validate(
+            {"num_stages": 2, "layers_per_chunk": layers, "precision": "bfloat16", "token_budget": BUDGET, **config}
+        )
+        mesh: Any = SimpleNamespace(place=MeshPlace(int(last), num_stages=2))
+        with (
+            mock.patch.object(model_file, "_check_names"),
+            mock.patch.object(model_file, "_read_tensors", _made_up),
+            mock.patch.object(StageModule, "to", _with_buffers_on),
+        ):
+            (stage,) = load_chunks(Path(folder), "token", section, 1.0, mesh, CUDA)
+    return stage
+
+
+def _with_buffers_on(stage: StageModule, device: torch.device) -> StageModule:
+    """The weights are there already, and torch exchanges no FakeTensor for another."""
+    for module in stage.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    return stage
+
+
+def _made_up(_: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint would hold."""
+    yield from ((name, torch.empty(tuple(shape), dtype=torch.bfloat16)) for name, shape in shapes.items())
+
+
+# --- fused kernels ---------------------------------------------------------------------------------
+
+
+LIBRARY = "liger_kernel"
+_NAMES = (LIBRARY, f"{LIBRARY}.transformers", f"{LIBRARY}.transformers.functional")
+_MULTIPROCESSORS = 132
+"""Of an H100: as many rows of a norm's weight gradient are summed."""
+
+
+def _operation(name: str, schema: str, result: Any) -> Any:  # noqa: ANN401 -- torch's
+    """An operation whose result on tensors without memory is as said."""
+    made: Any = torch.library.custom_op(f"leeway_counting::{name}", result, mutates_args=(), schema=schema)
+    made.register_fake(result)
+    return made
+
+
+_norm = _operation(
+    "fused_norm",
+    "(Tensor states, Tensor weight) -> (Tensor, Tensor)",
+    lambda states, weight: (torch.empty_like(states), states.new_empty(states.shape[:-1], dtype=torch.float32)),
+)
+_norm_backward = _operation(
+    "fused_norm_backward",
+    "(Tensor cleared, Tensor gradient, Tensor states, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
+    lambda cleared, gradient, states, weight, scale: (
+        torch.empty_like(gradient),
+        weight.new_empty((_MULTIPROCESSORS, *weight.shape), dtype=torch.float32),
+    ),
+)
+_gate = _operation("fused_gate", "(Tensor gate, Tensor up) -> Tensor", lambda gate, up: torch.empty_like(up))
+_gate_backward = _operation(
+    "fused_gate_backward",
+    "(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    lambda gradient, gate, up: (torch.empty_like(gate), torch.empty_like(up)),
+)
+_turn = _operation(
+    "fused_rotation",
+    "(Tensor query, Tensor key, Tensor cosines, Tensor sines) -> (Tensor, Tensor)",
+    lambda query, key, cosines, sines: (torch.empty_like(query), torch.empty_like(key)),
+)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401 -- torch's
+        out, scale = _norm(states, weight)
+        ctx.save_for_backward(states, weight, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401 -- torch's
+        states, weight, scale = ctx.saved_tensors
+        # written twice: cleared, and then filled
+        of_states, rows = _norm_backward(torch.zeros_like(gradient)[..., :0], gradient, states, weight, scale)
+        return of_states, rows.sum(0).to(weight.dtype)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:  # noqa: ANN401 -- torch's
+        ctx.save_for_backward(gate, up)
+        return _gate(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401 -- torch's
+        found: tuple[Tensor, Tensor] = _gate_backward(gradient, *ctx.saved_tensors)
+        return found
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        ctx.save_for_backward(cosines, sines)
+        return _rotated(query, key, cosines, sines)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- torch's
+        return *_rotated(*gradients, *ctx.saved_tensors), None, None
+
+
+def _rotated(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+    """[1, H, T, D]; as it lies in memory, [1, T, H, D], or copied to it."""
+    query, key = (each.transpose(1, 2).contiguous() for each in (query, key))
+    query, key = _turn(query, key, cosines.contiguous(), sines.contiguous())
+    return query.transpose(1, 2), key.transpose(1, 2)
+
+
+@contextmanager
+def pretended_kernels() -> Iterator[None]:
+    """The library is there, as far as its functions are looked up by name."""
+    functional: Any = ModuleType(_NAMES[-1])
+    functional.liger_rms_norm = lambda states, weight, *_, **__: _Norm.apply(states, weight)
+    functional.liger_swiglu = functional.liger_geglu = _Gate.apply
+    functional.liger_rope = lambda query, key, cosines, sines, *_, **__: _Rotation.apply(query, key, cosines, sines)
+    modules = {name: ModuleType(name) for name in _NAMES[:-1]} | {_NAMES[-1]: functional}
+    for name, module in modules.items():
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    with (
+        mock.patch.dict(sys.modules, modules),
+        # which the learner replaces for good
+        mock.patch.object(modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb),
+    ):
+        yield
