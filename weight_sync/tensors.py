@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from common.staleness import PolicyVersion
 from weight_sync.manifest import Manifest, TensorEntry
 from weight_sync.store import WeightStore
 from weight_sync.tensor_file import ITEM_BYTES
@@ -54,7 +55,7 @@ def read_tensors(
     With a `room` they are views of it, until it is filled again; where it has no place they are those of the files.
     """
     size_bytes = sum(entry.size_bytes for entry in manifest.variant(dtype))
-    with contextlib.nullcontext() if room is None else room.filled(size_bytes) as into:
+    with contextlib.nullcontext() if room is None else room.filled(manifest.policy, size_bytes) as into:
         return {entry.name: tensor_of(entry, data) for entry, data in store.tensors(manifest, dtype, into)}
 
 
@@ -91,15 +92,17 @@ class PinnedRoom:
         self._memory: Tensor | None = None
         self._is_refused = False
         self._filling = threading.Lock()
+        self.awaited: PolicyVersion | None = None
+        """Of which version it is to be filled: whoever was given up on and comes late finds another one."""
 
     @contextlib.contextmanager
-    def filled(self, size_bytes: int) -> Iterator[memoryview | None]:
-        """So many bytes, to be filled in the block; None where they cannot be had, or another thread fills them."""
+    def filled(self, version: PolicyVersion, size_bytes: int) -> Iterator[memoryview | None]:
+        """So many bytes, to be filled in the block; None where they cannot be had, or are another version's or thread's."""
         if not self._filling.acquire(blocking=False):
             yield None
             return
         try:
-            memory = self._taken(size_bytes)
+            memory = self._taken(size_bytes) if version == self.awaited else None
             yield None if memory is None else host_bytes(memory)[:size_bytes]
         finally:
             self._filling.release()

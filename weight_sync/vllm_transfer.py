@@ -107,6 +107,8 @@ class StoreWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Start to verify the version that will be loaded next."""
         if self._room is None and self.device.type == "cuda":
             self._room = PinnedRoom(self.device)
+        if self._room is not None:
+            self._room.awaited = PolicyVersion.parse(info.version)
         self.verification = Verification(info, self.model_config, self._room)
 
     def start_weight_update(self) -> None:

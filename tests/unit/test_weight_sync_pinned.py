@@ -239,6 +239,29 @@ def test_a_verification_that_was_given_up_never_writes_into_what_a_later_one_has
     assert same(world.load(FIRST), weights(1))
 
 
+def test_a_verification_that_was_given_up_and_comes_late_finds_the_memory_taken(world: World, monkeypatch):
+    """The first is held before it has read what the version holds, until the second is verified."""
+    manifest, held, go_on = store.WeightStore.manifest, threading.Event(), threading.Event()
+    seen: list[threading.Thread] = []
+
+    def slow(self, version):
+        if version == FIRST:
+            seen.append(threading.current_thread())
+            held.set()
+            assert go_on.wait(60)
+        return manifest(self, version)
+
+    monkeypatch.setattr(store.WeightStore, "manifest", slow)
+    world.begin(FIRST)
+    assert held.wait(60)
+    world.begin(SECOND)
+    assert world.verified() == ""
+    go_on.set()
+    seen[0].join(60)
+    assert same(world.load(SECOND), weights(2))
+    assert world.are_pinned
+
+
 def test_a_stages_copies_for_publication_take_of_pinned_memory_what_they_need_and_give_it_back(monkeypatch):
     cuda = Cuda(monkeypatch)
     on_cpu = HostCopy.like(weights(), ["float32", "bfloat16"])
