@@ -20,6 +20,9 @@ from weight_sync.tensors import DTYPES, host_bytes, pinned_memory
 DELTA_BELOW = 0.8
 """A delta that is not smaller than this share of the tensors is not kept."""
 
+_TRY_AGAIN_EVERY = 10
+"""Versions from one try of a delta that was in vain to the next: large updates, as at the start, may become small."""
+
 
 class TensorSlot(NamedTuple):
     """Where a tensor lies in the buffers of a `HostCopy`, in values."""
@@ -119,12 +122,12 @@ class PartMaker:
         self._num_made = 0
         self._parent: _Parent | None = None
         self._not_smaller: set[tuple[str, str]] = set()
-        """(dtype, name) of tensors whose delta was not smaller; not tried again before the next whole version."""
+        """(dtype, name) of tensors whose delta was not smaller, and is not tried for a while."""
 
     def make(self, version: PolicyVersion, copy: HostCopy) -> tuple[Part, dict[str, Buffers]]:
         """The document of a part and its files, name -> content. The content is that of `copy`, which must stay."""
         parent = self._parent
-        if parent is None:
+        if parent is None or self._num_made % _TRY_AGAIN_EVERY == 0:
             self._not_smaller.clear()
         self._num_made += 1
         entries: list[TensorEntry] = []

@@ -36,9 +36,9 @@ NUM_COPIES = 2
 """Host copies of a stage's weights: one is written while the other is filled. A parent of deltas is one more."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _MAY_PASS = (*_NO_SPACE, errno.EIO, errno.EROFS, errno.EACCES)
-FULL_EVERY = 10
-"""Versions from one without a delta to the next: an actor that missed many is never far from a whole version, and a
-tenth of what the deltas save is lost."""
+FULL_EVERY = 50
+"""Versions from one without a delta to the next: an error that no checksum saw lives no longer. It takes about as many
+bytes as fifty deltas, so as much crosses a network for it as for all that come in between."""
 _POLL_S = 0.005
 _LONGEST_POLL_S = 0.05
 _FIRST_PAUSE_S = 0.02

@@ -97,7 +97,7 @@ class PinnedRoom:
 
     @contextlib.contextmanager
     def filled(self, version: PolicyVersion, size_bytes: int) -> Iterator[memoryview | None]:
-        """So many bytes, to be filled in the block; None where they cannot be had, or are another version's or thread's."""
+        """So many bytes, to be filled in the block; None where there are none or another version or thread has them."""
         if not self._filling.acquire(blocking=False):
             yield None
             return

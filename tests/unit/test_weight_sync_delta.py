@@ -126,6 +126,23 @@ def test_a_tensor_whose_delta_was_in_vain_is_not_tried_again_before_the_next_who
         assert rebuild(folder, version, PART) == (folder / f"0.{version}" / PART).read_bytes()
 
 
+def test_a_tensor_that_changes_less_by_and_by_gets_deltas_long_before_the_next_whole_version(folder: Path, monkeypatch):
+    tried: list[int] = []
+    monkeypatch.setattr(parts, "encode_delta", lambda *of: (tried.append(made[0]), encode_delta(*of))[1])
+    made, publisher = [0], publisher_of(folder, full_every=100, dtypes=["float32"], keep_versions=50)
+    WeightStore(folder).note_remote_reader()
+    tensors = {"w": noise(5000, 0)}
+    for version in range(13):
+        made[0] = version
+        tensors = {"w": noise(5000, version) if version < 5 else tensors["w"].clone()}
+        tensors["w"][version] = version
+        publisher.publish(v(version), tensors)
+        publisher.flush(10)
+    publisher.close()
+    assert tried == [1, 10, 11, 12]
+    assert [bool(deltas_of(folder, version)) for version in range(13)] == [False] * 10 + [True] * 3
+
+
 def test_every_so_many_versions_there_is_none(folder: Path):
     publish_all(folder, steps(7), full_every=3)
     assert [bool(deltas_of(folder, version)) for version in range(7)] == [False, True, True, False, True, True, False]
