@@ -202,15 +202,18 @@ def head2(place: Place) -> None:
     """The head's loss, forward and backward: the learner's, plain ways to add up its gradient, and Liger's kernel."""
     states, weight, chosen = head_inputs(place)
 
-    def ours(chunk_mib: float) -> Side:
+    def ours(chunk_mib: float, *, is_fused: bool = False) -> Side:
+        rule = LogitRule(1.0, chunk_mib=chunk_mib, is_fused=is_fused)
+
         def run() -> None:
             with torch.autocast(place.device.type, torch.bfloat16):
-                token_logprobs(states, weight, chosen, LogitRule(1.0, chunk_mib=chunk_mib)).sum().backward()
+                token_logprobs(states, weight, chosen, rule).sum().backward()
 
         return run
 
     sides: dict[str, Side] = {"64 MiB": ours(64), "1024 MiB": ours(1024)}
     if importlib.util.find_spec(LIBRARY) is not None and place.on_gpu:
+        sides["1024 MiB, its softmax by Liger"] = ours(1024, is_fused=True)
         liger = importlib.import_module(f"{LIBRARY}.ops.fused_linear_cross_entropy")
         sides["Liger"] = lambda: liger.LigerFusedLinearCrossEntropyFunction.apply(states, weight, chosen)[0].backward()
     place.tell("forward and backward", tokens=len(chosen), ms=in_turns(place, sides, 3))

@@ -232,6 +232,13 @@ _turn = _operation(
 )
 
 
+# over logits it writes probabilities, where they are asked for; what a kernel writes over is counted as made
+_softmax = _operation(
+    "fused_softmax", "(Tensor logits) -> Tensor", lambda logits: logits.new_empty(len(logits), dtype=torch.float32)
+)
+_softmax_again = _operation("fused_softmax_again", "(Tensor logits) -> Tensor", torch.empty_like)
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401 -- torch's
@@ -277,6 +284,13 @@ def _rotated(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tupl
     return query.transpose(1, 2), key.transpose(1, 2)
 
 
+def _losses(logits: Tensor, tokens: Tensor, reduction: str) -> Tensor:
+    if logits.requires_grad:
+        _softmax_again(logits.detach())
+    losses: Tensor = _softmax(logits.detach())
+    return losses
+
+
 @contextmanager
 def pretended_kernels() -> Iterator[None]:
     """The library is there, as far as its functions are looked up by name."""
@@ -284,11 +298,13 @@ def pretended_kernels() -> Iterator[None]:
     functional.liger_rms_norm = lambda states, weight, *_, **__: _Norm.apply(states, weight)
     functional.liger_swiglu = functional.liger_geglu = _Gate.apply
     functional.liger_rope = lambda query, key, cosines, sines, *_, **__: _Rotation.apply(query, key, cosines, sines)
+    functional.liger_cross_entropy = _losses
     modules = {name: ModuleType(name) for name in _NAMES[:-1]} | {_NAMES[-1]: functional}
     for name, module in modules.items():
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     with (
         mock.patch.dict(sys.modules, modules),
+        mock.patch("learner.kernels._first_wrong", return_value=None),
         # which the learner replaces for good
         mock.patch.object(modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb),
     ):

@@ -97,15 +97,18 @@ def test_a_stage_on_a_gpu_that_is_not_there_packs_attention_into_one_call_and_ca
 def test_what_liger_kernel_computes_is_one_operation_each():
     packed = pack([range(30)], [6], PackingRule(64))
     with pretended.pretended_kernels(), pretended.pretended_gpu():
-        stage = pretended.fake_stage("tiny", (1, 1), last=False)
-        moved = counting.count_micro_batch(stage, packed, 0).by_operation
+        moved, of_last = (
+            counting.count_micro_batch(pretended.fake_stage("tiny", (1, 1), last=last), packed, 0).by_operation
+            for last in (False, True)
+        )
     tokens, hidden, keys, wide = 30, 64, 32, 128
     assert moved["forward.fused_norm"] == 2 * (2 * tokens * hidden * 4 + hidden * 2 + tokens * 4)
     assert moved["forward.fused_gate"] == 3 * tokens * wide * 2
     assert moved["forward.fused_rotation"] == 2 * tokens * (hidden + keys) * 2 + 2 * tokens * 16 * 4
     assert moved["backward.fused_gate_backward"] == 5 * tokens * wide * 2
-    assert "forward.silu" not in moved
-    assert "forward.rsqrt" not in moved
+    assert of_last["forward.fused_softmax"] == 24 * 512 * 4 + 24 * 4
+    assert of_last["forward.fused_softmax_again"] == 2 * 24 * 512 * 4
+    assert not {"forward.silu", "forward.rsqrt", "forward.exp_"} & of_last.keys()
 
 
 def test_the_page_on_paper_has_the_kernels_of_a_layer_and_what_each_stage_holds():
