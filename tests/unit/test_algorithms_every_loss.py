@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from algorithms.base import BadInputs
 from algorithms.corrections import TokenTIS, WeighedSection
@@ -22,6 +21,7 @@ from tests.unit.loss_batches import (
     make_inputs,
     permuted,
 )
+from tests.world.learner import NoReading
 
 
 def every(configs):
@@ -203,18 +203,6 @@ def test_comparing_prompts_is_comparing_groups_that_were_joined_by_hand(config):
     # where a batch does not say which prompts there are, every group has its own
     unknown = replace(inputs, prompt_B=None)
     assert torch.equal(gradient(config, unknown)[1], gradient(by_group, inputs)[1])
-
-
-READS = ("_local_scalar_dense", "nonzero", "bincount", "_unique2", "masked_select", "equal", "unique_dim")
-
-
-class NoReading(TorchDispatchMode):
-    """Fails where a number is read, or a shape depends on values: on a GPU each waits for all that was begun."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("aten::")
-        assert name not in READS, f"{name} waits for the device"
-        return func(*args, **(kwargs or {}))
 
 
 @every({name: each for name, each in CONFIGS.items() if each.needs.separable and each.compare == "group"})

@@ -16,7 +16,17 @@ from learner.mesh import Mesh
 from learner.optimizer import learning_rate
 from learner.report import lag_metrics
 from learner.step import TrainStep, counted, minibatches
-from tests.world.learner import SEED, alone, build, make_models, make_networks, make_rows, run_ranks, weights_of
+from tests.world.learner import (
+    SEED,
+    NoReading,
+    alone,
+    build,
+    make_models,
+    make_networks,
+    make_rows,
+    run_ranks,
+    weights_of,
+)
 
 HEAD = OffPolicyPPOConfig(baseline="critic", critic="head", kl_beta=0.1)
 MODEL = OffPolicyPPOConfig(baseline="critic", critic="model")
@@ -28,9 +38,9 @@ def train_step(tmp_path):
     make_models(tmp_path)
     with alone():
 
-        def make(algorithm, *, one_pass=True, **config):
+        def make(algorithm, *, one_pass=True, precision="float64", **config):
             config = LearnerConfig(**{"learning_rate": 1e-2, **config})
-            networks, reference = make_networks(tmp_path / "tied", config, algorithm)
+            networks, reference = make_networks(tmp_path / "tied", config, algorithm, precision=precision)
             return TrainStep(networks, reference, algorithm, config, SEED, one_pass=one_pass), networks
 
         yield make
@@ -158,6 +168,24 @@ def test_no_pass_copies_from_the_host_once_its_batch_is_on_the_device(train_step
     asked = []
     found_T = networks.train_in_one_pass(on_device, lambda where, logprobs: asked.append(where) or logprobs)
     assert torch.equal(torch.cat(asked).sort()[0], torch.arange(len(found_T)))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_step_in_one_pass_reads_nothing_back_from_the_device_until_the_pass_is_over(train_step, precision):
+    step, networks = train_step(OffPolicyPPOConfig(corrections=("token_tis",)), precision=precision)
+    passes, train = [], networks.train_in_one_pass
+    step.run(build(make_rows(0)), 0)  # stages meet when a schedule is made
+
+    def watched(batch, gradient):
+        with NoReading():
+            passes.append(train(batch, gradient))
+        return passes[-1]
+
+    networks.train_in_one_pass = watched
+    assert not step.run(build(make_rows(0)), 1).skipped
+    assert len(passes) == 1
+    with pytest.raises(AssertionError, match="waits for the device"), NoReading():
+        passes[0].sum().item()
 
 
 def test_a_batch_that_would_have_its_loss_evaluated_too_often_takes_two_passes(train_step, monkeypatch):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from algorithms.registry import AlgorithmConfig
@@ -35,6 +36,8 @@ from tests.world.run_context import run_context, run_facts
 VOCABULARY, TEMPERATURE, TOKEN_BUDGET, NUM_STEPS = 40, 0.8, 48, 2
 SEED = 5
 
+READS = ("_local_scalar_dense", "nonzero", "bincount", "_unique2", "masked_select", "equal", "unique_dim")
+
 _FORKS = multiprocessing.get_context("forkserver")
 # a rank starts in a tenth of a second, for what it needs is imported already; all tests have one such server, so that
 # those of tests/faults take their ranks from it too
@@ -50,6 +53,19 @@ class Case:
     config: LearnerConfig
     algorithm: AlgorithmConfig
     precision: str = "float64"
+
+
+class NoReading(TorchDispatchMode):
+    """Fails where a number is read, or a shape depends on values: on a GPU each waits for all that was begun.
+
+    But for single integers: the number of a micro-batch is in host memory everywhere.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        is_number = name == "_local_scalar_dense" and args[0].dtype == torch.int64
+        assert name not in READS or is_number, f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
 
 
 def make_rows(seed: int, num_groups: int = 4, num_prompts: int | None = None, **changes) -> list[Trajectory]:
