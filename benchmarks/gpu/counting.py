@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gpu.pretended import BUDGET, CUDA, at_home, fake_stage, pretended_gpu, pretended_kernels
+from benchmarks.gpu.pretended import BUDGET, CUDA, fake_stage, pretended_gpu, pretended_kernels
 from benchmarks.gpu.shapes import SHAPES, config_of, fresh_rows
 from buffer.schema import to_batch
 from learner.batch import StepBatch
@@ -71,7 +71,6 @@ class Counting(TorchDispatchMode):
         """Bytes, products left out."""
         self._weights: dict[int, object] = {}
         self._made: list[tuple[StorageWeakRef, int, bool]] = []
-        self._seen: set[int] = set()
 
     def know(self, weights: Iterator[Tensor]) -> None:
         """Which tensors are weights."""
@@ -96,9 +95,10 @@ class Counting(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         name = func._schema.name.rpartition("::")[2]
-        kwargs = at_home(name, args, kwargs or {}, in_backward=self.phase == "backward")
+        kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        read = {key: value for key, value in kwargs.items() if key != "out"}
+        inputs = [each for each in tree_leaves((args, read)) if isinstance(each, Tensor)]
         outputs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         casts_weight = name in _CASTS and any(self._is_weight(each) for each in inputs[-1:])
         self._remember(outputs, inputs, is_copy=casts_weight)
@@ -109,7 +109,6 @@ class Counting(TorchDispatchMode):
         self._count(kind, moved, product_flops(args) if kind == "gemm" else 0)
         if casts_weight:
             self.figures["casts"] += 1
-            self.figures["cast_bytes"] += moved
         if kind != "gemm":
             self.by_operation[f"{self.phase}.{name}"] += moved
         if kind == "attention" and not name.endswith("backward"):

@@ -44,7 +44,9 @@ def baseline(place: Place, shape: str = "1.5B") -> None:
     memory = psutil.Process()
     rss = memory.memory_info().rss
     found = timed_steps(place, learner, shape, seed=100)
-    place.tell("steps", shape=place.shape(shape)[0], **found, rss_grew_mib=(memory.memory_info().rss - rss) / 2**20)
+    grown = (memory.memory_info().rss - rss) / 2**20
+    is_fused = learner.policy.modules[-1].rule.is_fused
+    place.tell("steps", shape=place.shape(shape)[0], fused_kernels=is_fused, **found, rss_grew_mib=grown)
     seen: set[AttentionCall] = set()
     for number in range(2):
         batch = learner.batch(place.rows(shape, 64, seed=200 + number))
@@ -53,8 +55,7 @@ def baseline(place: Place, shape: str = "1.5B") -> None:
         new = counting.attention_shapes - seen
         seen |= counting.attention_shapes
         place.tell(
-            "attention shapes",
-            of_step=number,
+            f"attention shapes, step {number}",
             micro_batches=batch.packed.num_micro_batches,
             shapes=len(counting.attention_shapes),
             new=len(new),
@@ -202,7 +203,7 @@ def profile(place: Place, shape: str = "1.5B") -> None:
         launches=sum(each.count for each in own if getattr(each, sort)),
     )
     for each in kernels[:25]:
-        place.tell("kernel", kernel=each.key[:120], ms=getattr(each, sort) / 1000, calls=each.count)
+        place.tell(each.key[:100], ms=getattr(each, sort) / 1000, calls=each.count)
 
 
 # --- copies ---------------------------------------------------------------------------------------

@@ -87,9 +87,11 @@ def varlen(place: Place, shape: str = "1.5B") -> None:
         )
         sides = {way: partial(_attend, way, query, key, value, layout) for way in WAYS}
         found = in_turns(place, sides)
-        place.tell("attention, forward and backward", layout=seed, sequences=len(bounds) - 1, tokens=tokens, ms=found)
+        place.tell(
+            f"attention, forward and backward, layout {seed}", sequences=len(bounds) - 1, tokens=tokens, ms=found
+        )
     for way in WAYS:
-        # samples that neither this way nor another has had: a kernel that is made for a shape is made for these too
+        # every step has samples of its own, the same for each way; what cuDNN makes for their shapes counts
         with WAYS[way]():
             found = timed_steps(place, learner, shape, seed=600, num_sequences=48, num_steps=3, seconds=15.0)
         place.tell(f"step: {way}", **found)

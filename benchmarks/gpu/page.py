@@ -17,37 +17,43 @@ HEADS = {
     "mends": "Which choices pay?",
 }
 _NOT_FIGURES = frozenset({"step", "case", "cpu", "commit"})
-_LONGEST_CELL = 60
+_LONGEST_CELL = 120
 
 
 def page_of(found: Sequence[Result]) -> list[str]:
-    """The page's paragraphs; of a case that was told several times the last counts, and a failure until it is told."""
-    newest: dict[tuple[str, str], Result] = {}
-    failed: dict[str, str] = {}
-    for result in found:
-        step = result["step"]
-        if "failed" in result:
-            failed[step] = result["failed"]
-        elif result["case"] == "took":
-            failed.pop(step, None)
-        else:
-            # a list of kernels has many rows of one case
-            newest[step, f"{result['case']} {result.get('kernel', '')}".strip()] = result
-    parts = ["# The learner on a GPU, measured", _head(newest), _bars(newest)]
+    """The page's paragraphs; of a step that ran several times the last run counts."""
+    runs = _last_runs(found)
+    failed = [f"`{step}`: {each['failed']}" for step, run in runs.items() for each in run if "failed" in each]
+    parts = ["# The learner on a GPU, measured", _head(runs), _bars(runs)]
     if failed:
-        parts.append("**Failed**: " + "; ".join(f"`{step}`: {why}" for step, why in failed.items()) + ".")
+        parts.append(f"**Failed**: {'; '.join(failed)}.")
     for part in PARTS:
         parts.append(f"## {HEADS[part]}")
         for step in (step for step in STEPS if step.part == part):
-            results = [result for (name, _), result in newest.items() if name == step.name]
+            results = [each for each in runs.get(step.name, []) if each["case"] not in ("took", "failed")]
             if results:
                 parts += [f"### `{step.name}`: {step.answers}", *_tables(results)]
     return parts
 
 
-def _head(newest: Mapping[tuple[str, str], Result]) -> str:
-    card, software = newest.get(("facts", "card"), {}), newest.get(("facts", "software"), {})
-    if not card or not software:
+def _last_runs(found: Sequence[Result]) -> dict[str, list[Result]]:
+    """By step; "took" is the last line of a run."""
+    runs: dict[str, list[Result]] = {}
+    for result in found:
+        run = runs.setdefault(result["step"], [])
+        if run and run[-1]["case"] == "took":
+            run.clear()
+        run.append(result)
+    return runs
+
+
+def _case(runs: Mapping[str, Sequence[Result]], step: str, case: str) -> Result | None:
+    return next((each for each in runs.get(step, []) if each["case"] == case), None)
+
+
+def _head(runs: Mapping[str, Sequence[Result]]) -> str:
+    card, software = _case(runs, "facts", "card"), _case(runs, "facts", "software")
+    if card is None or software is None:
         return "Written by `python -m benchmarks.gpu --write`, of steps among which `facts` is not."
     versions = ", ".join(f"{name} {software[name]}" for name in ("torch", "transformers", "triton") if software[name])
     return (
@@ -60,17 +66,17 @@ def _head(newest: Mapping[tuple[str, str], Result]) -> str:
     )
 
 
-def _bars(newest: Mapping[tuple[str, str], Result]) -> str:
+def _bars(runs: Mapping[str, Sequence[Result]]) -> str:
     rows = []
     for precision in ("float64", "float32", "bfloat16"):
-        found = [r for (step, case), r in newest.items() if step == "exact" and case.endswith(precision)]
+        found = [each for each in runs.get("exact", []) if each["case"].endswith(precision)]
         if found:
             worst = max(found, key=lambda each: each["gradient"])
             met = all(each["met"] for each in found)
             wanted = f"at most {worst['wanted']:g}"
             rows.append([f"gradients against the CPU, {precision}", wanted, _cell(worst["gradient"]), MET[met]])
-    steps = newest.get(("baseline", "steps"))
-    if steps and steps["mfu"] is not None:
+    steps = _case(runs, "baseline", "steps")
+    if steps is not None and steps["mfu"] is not None:
         met = steps["mfu"] >= MFU_WANTED
         rows.append([f"MFU of {steps['shape']}", f"at least {MFU_WANTED:g}", f"{steps['mfu']:.3f}", MET[met]])
         rows.append([f"tokens/s of {steps['shape']}", "-", f"{steps['tokens_per_s']:,.0f}", "-"])

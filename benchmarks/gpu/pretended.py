@@ -23,6 +23,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers.models.qwen2 import modeling_qwen2
 
@@ -45,12 +46,6 @@ _CAST_UP = frozenset(
     | {"rms_norm", "layer_norm", "prod", "cumsum", "linalg_vector_norm"}
 )
 """What autocast casts for on CUDA, of what a decoder calls."""
-
-
-def at_home(name: str, args: Any, kwargs: Any, *, in_backward: bool) -> Any:  # noqa: ANN401 -- torch's
-    """C++ makes tensors where it was told that others are; put them where those are for Python."""
-    beside = (name.startswith("new_") or name.endswith("_like")) and args[0].device.type == "cuda"
-    return {**kwargs, "device": CUDA} if kwargs.get("device") is not None and (beside or in_backward) else kwargs
 
 
 def _flash_stand_in(
@@ -130,6 +125,26 @@ class _LikeCuda(TorchFunctionMode):
         return self._casts[id(tensor)][1]
 
 
+class _AtHome(TorchDispatchMode):
+    """C++ makes tensors where it was told that others are; this puts them where those are for Python."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 -- torch's
+        types: object,
+        args: Any = (),  # noqa: ANN401 -- torch's
+        kwargs: Any = None,  # noqa: ANN401 -- torch's
+    ) -> Any:  # noqa: ANN401 -- torch's
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None:
+            name = func._schema.name.rpartition("::")[2]
+            is_like_another = name.startswith("new_") or name.endswith("_like")
+            in_backward = torch._C._current_graph_task_id() != -1
+            if in_backward or (is_like_another and args[0].device.type == "cuda"):
+                kwargs = {**kwargs, "device": CUDA}
+        return func(*args, **kwargs)
+
+
 def _host(args: Any) -> torch.device:  # noqa: ANN401 -- torch's
     return torch.device("meta" if args[0].fake_mode.in_kernel_invocation else "cpu")
 
@@ -146,6 +161,7 @@ def pretended_gpu() -> Iterator[None]:
         # chooses by the device, and dispatch go by "cuda"
         mock.patch.dict(fake_tensor._DISPATCH_META_HANDLERS, {torch.ops.prim.device.default: _host}),
         _LikeCuda(),
+        _AtHome(),
     ):
         yield
 

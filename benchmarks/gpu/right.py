@@ -117,7 +117,7 @@ def _attention_order(place: Place) -> dict[str, object]:
     except ImportError:
         packed = None
     else:
-        packed = str(inspect.signature(varlen_attn))
+        packed = ", ".join(inspect.signature(varlen_attn).parameters)
     return {
         "order": [names.get(int(each), int(each)) for each in order],
         "chosen": names.get(int(choice), int(choice)),

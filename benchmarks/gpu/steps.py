@@ -142,8 +142,8 @@ def run_step(
         end_families(process)
         for reader in readers:
             reader.join(JOIN_S)
-    taken = {"step": step.name, "cpu": on_cpu, "seconds": round(time.monotonic() - start, 1)}
-    write({**taken, "failed": why} if why else {**taken, "case": "took"})
+    seconds = round(time.monotonic() - start, 1)
+    write({"step": step.name, "case": "took", "cpu": on_cpu, "seconds": seconds, **({"failed": why} if why else {})})
     return status == 0
 
 
@@ -183,7 +183,7 @@ def main() -> None:
     except Exception as error:
         traceback.print_exc()
         failed = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        print("\n" + json.dumps({"step": step.name, "cpu": parsed.cpu, "failed": failed}), flush=True)
+        print("\n" + json.dumps({"step": step.name, "case": "failed", "cpu": parsed.cpu, "failed": failed}), flush=True)
         sys.exit(1)
     place.close()
     sys.stdout.flush()

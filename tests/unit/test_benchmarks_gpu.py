@@ -160,8 +160,9 @@ LINES = [
      "cuda": "13.0", "commit": "abc"},
     {"step": "exact", "case": "llama float64", "gradient": 3e-12, "wanted": 1e-10, "met": True},
     {"step": "baseline", "case": "steps", "shape": "1.5B", "mfu": 0.5, "tokens_per_s": 40_000.0},
+    {"step": "baseline", "case": "took", "seconds": 50.0},
     {"step": "baseline", "case": "steps", "shape": "1.5B", "mfu": 0.3, "tokens_per_s": 25_000.0},
-    {"step": "sweep", "failed": "took longer than 160 s"},
+    {"step": "sweep", "case": "took", "seconds": 160.0, "failed": "took longer than 160 s"},
 ]  # fmt: skip
 
 
