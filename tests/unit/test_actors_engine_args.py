@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
@@ -75,6 +76,7 @@ def test_logits_of_16_bit_engines_are_made_in_float32_unless_the_user_says_other
     gpus = 0 if is_cpu else 1
     assert args_on(is_cpu, gpus=gpus).hf_overrides == {}
     assert args_on(is_cpu, gpus=gpus, dtype="bfloat16").hf_overrides == {"head_dtype": "float32"}
+    assert isinstance(ModelConfig.head_dtype, property), "vLLM asks for it under another name"
     told = {"hf_overrides": {"head_dtype": "model", "rope_theta": 1e6}}
     assert args_on(is_cpu, gpus=gpus, dtype="float16", engine_args=told).hf_overrides == told["hf_overrides"]
 
