@@ -176,22 +176,22 @@ def _memory_on_gpu(model_path: Path, config: ActorsConfig, total_bytes: Callable
     bytes, and as its share, which has to be free before anything is loaded, those and the weights.
 
     Raises:
-        ValueError: the share does not hold the model and the keys of one sample.
+        ValueError: the share does not hold the model and its keys and values.
     """
     if config.kv_cache_gib is None and config.gpus >= 1:
         return {"gpu_memory_utilization": config.gpu_memory_share}
     total = total_bytes()
     weights = sum(prod(tensor.shape) for tensor in tensors_in(model_path).values()) * _DTYPE_BYTES[config.dtype]
-    if config.kv_cache_gib is not None:
-        kv_cache = int(config.kv_cache_gib * 2**30)
-    else:
-        logits = _LOGITS_BYTES * config.max_running_samples * check_model_folder(model_path).vocab_size
-        kv_cache = int(config.gpu_memory_share * total) - weights - logits - ON_GPU_BYTES
-    if kv_cache <= 0:
+    logits = _LOGITS_BYTES * config.max_running_samples * check_model_folder(model_path).vocab_size
+    room = int(config.gpu_memory_share * total) - weights - logits - ON_GPU_BYTES
+    kv_cache = room if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)
+    if config.gpus < 1 and (room <= 0 or kv_cache > room):
+        wanted = "memory" if config.kv_cache_gib is None else f"actors.kv_cache_gib = {config.kv_cache_gib:g}"
         raise ValueError(
-            f"actors.gpu_memory_share = {config.gpu_memory_share:g} of a GPU of {total / 2**30:.0f} GiB leaves no "
-            f"memory for attention keys and values beside {weights / 2**30:.1f} GiB of weights and about "
-            f"{ON_GPU_BYTES / 2**30:.0f} GiB that an engine takes: raise it, or lower actors.max_running_samples"
+            f"actors.gpu_memory_share = {config.gpu_memory_share:g} of a GPU of {total / 2**30:.0f} GiB does not leave "
+            f"{wanted} for attention keys and values beside {weights / 2**30:.1f} GiB of weights and about "
+            f"{(ON_GPU_BYTES + logits) / 2**30:.1f} GiB that an engine takes: raise it, or lower "
+            f"{'actors.max_running_samples' if config.kv_cache_gib is None else 'actors.kv_cache_gib'}"
         )
     needed = (weights // config.tensor_parallel_size + kv_cache) / total
     return {"kv_cache_memory_bytes": kv_cache, "gpu_memory_utilization": min(1.0, round(needed, 4))}

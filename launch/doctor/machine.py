@@ -344,14 +344,18 @@ def _check_room(config: Config | None, gpus: Sequence[Gpu]) -> list[Finding]:
         found += warning("GPU memory", small, remedy) if small else ok("GPU memory", need.describe())
     weights = _weights_of_engines(config)
     for pool in actor_pools(config):
-        share, smallest = pool.config.gpu_memory_share, min(gpus, key=lambda gpu: gpu.total_bytes)
-        needed = weights.get(pool.name, 0) + ON_GPU_BYTES
+        smallest, kv_cache_gib = min(gpus, key=lambda gpu: gpu.total_bytes), pool.config.kv_cache_gib
+        # one that has a GPU alone and was told its bytes takes no heed of a share
+        share = 1.0 if kv_cache_gib is not None and pool.config.gpus >= 1 else pool.config.gpu_memory_share
+        needed = weights.get(pool.name, 0) + ON_GPU_BYTES + int((kv_cache_gib or 0) * GIB)
         if pool.name in weights and needed >= share * smallest.total_bytes:
+            which = "without" if kv_cache_gib is None else "with"
             what = (
-                f"an engine of pool '{pool.name}' takes {_gib(needed)} beside attention keys and values, and its share "
-                f"is {share:g} of {smallest}"
+                f"an engine of pool '{pool.name}' takes {_gib(needed)} {which} attention keys and values, and its "
+                f"share is {share:g} of {smallest}"
             )
-            found += problem("GPU memory", what, "raise actors.gpu_memory_share or actors.tensor_parallel_size")
+            remedy = "raise actors.gpu_memory_share or actors.tensor_parallel_size, or lower actors.kv_cache_gib"
+            found += problem("GPU memory", what, remedy)
     return found or ok("GPU memory", ", ".join(map(str, gpus)))
 
 

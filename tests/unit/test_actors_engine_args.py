@@ -49,8 +49,13 @@ def test_an_engine_that_shares_a_gpu_is_told_bytes_so_that_it_measures_nobody_el
     assert said.kv_cache_memory_bytes == 3 * GIB
     assert said.gpu_memory_utilization == pytest.approx(3 / 24, abs=1e-3)
     assert args_on(False, gpus=1, kv_cache_gib=3).kv_cache_memory_bytes == 3 * GIB
-    with pytest.raises(ValueError, match=r"gpu_memory_share = 0.05 of a GPU of 24 GiB leaves no memory for attention"):
+    with pytest.raises(ValueError, match=r"gpu_memory_share = 0.05 of a GPU of 24 GiB does not leave memory for att"):
         args_on(False, gpus=0.5, gpu_memory_share=0.05)
+    with pytest.raises(
+        ValueError, match=r"0.2 of a GPU of 24 GiB does not leave actors.kv_cache_gib = 3 for attention"
+    ):
+        args_on(False, gpus=0.5, gpu_memory_share=0.2, kv_cache_gib=3)
+    assert args_on(False, gpus=1, gpu_memory_share=0.2, kv_cache_gib=20).kv_cache_memory_bytes == 20 * GIB
 
 
 def test_an_engine_on_the_cpu_takes_what_it_took(args_on):

@@ -316,6 +316,13 @@ def test_processes_that_are_on_a_gpu_already_are_named_but_not_the_doctors_own(g
             "has no bfloat16",
         ),
         (["--actors.gpus", "1"], CARD._replace(total_bytes=2**31), "problem", "an engine of pool 'actors' takes 2.0"),
+        (["--actors.gpus", "1", "--actors.kv_cache_gib", "75"], CARD, "ok", "H100, 80 GiB"),
+        (
+            ["--actors.gpus", "0.9", "--actors.kv_cache_gib", "75"],
+            CARD,
+            "problem",
+            "takes 77.0 GiB with attention keys and values, and its share is 0.85 of GPU 0",
+        ),
         (["--launch.ray_address", "h:1", "--learner.gpus", "1"], CARD, "ok", "H100, 80 GiB"),
     ],
 )
