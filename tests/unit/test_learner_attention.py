@@ -133,12 +133,14 @@ def by_sequence(query, key, value, edges, key_edges, longest, longest_key, scale
 
 
 def of_213(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert enable_gqa
+    assert query.shape[1] == 3 * key.shape[1], "heads are repeated only where torch does not take them grouped"
     return by_sequence(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
 
 
 def of_211(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    return of_213(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+    assert query.shape[1] == key.shape[1]
+    return by_sequence(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
 
 
 @pytest.mark.parametrize("kernel", [of_213, of_211])
