@@ -6,7 +6,7 @@ One JSON line: figures of a shape, by the learner that is imported, with keys of
 there; --fused: with the kernels of liger-kernel.
 
 A dispatch mode sees each operation below autograd. Read is what an operation takes, written what it makes; a view moves
-nothing; an operation that picks or adds rows moves the rows alone. Each operation that moves something is one kernel.
+nothing; an operation that picks, adds or sets rows moves them alone. Each operation that moves something is one kernel.
 Figures of a layer are the difference between two layers and one, so that nothing of head and embedding is in them.
 """
 
@@ -151,6 +151,9 @@ def moved_bytes(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor
         return written
     if name in _PICKS:
         return 2 * written + sum(bytes_of(each) for each in inputs if not each.is_floating_point())
+    if name == "scatter_":
+        places = inputs[1]
+        return bytes_of(places) + places.numel() * outputs[0].element_size()
     if name in _ADDS_ROWS:
         # read, added, written; and the indices
         return 3 * bytes_of(inputs[-1]) + sum(bytes_of(each) for each in inputs if not each.is_floating_point())
@@ -183,9 +186,11 @@ def typical(packed: PackedBatch) -> int:
 
 
 def count_micro_batch(stage: StageModule, packed: PackedBatch, m: int, *, train: bool = True) -> Counting:
-    """Forward and, to train, backward of one micro-batch."""
+    """Forward and, to train, backward of a micro-batch that is not the first: gradients are added to what is there."""
     counting = Counting()
     counting.know(stage.parameters())
+    for parameter in stage.parameters():
+        parameter.grad = torch.zeros_like(parameter, dtype=torch.float32) if train else None
     stage.batch = DeviceBatch(packed, CUDA)
     width = packed.width
     if stage.share.is_first:

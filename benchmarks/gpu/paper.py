@@ -180,8 +180,8 @@ def page_of(found: Mapping[str, Mapping[str, Count]], before: str, commit: str) 
         "GPU has run this.** The learner's own stages run forward and backward on tensors that have a shape and no "
         'memory and say that they are on "cuda"; a dispatch mode sees every operation below autograd. Read is what an '
         "operation takes, written what it makes, a view moves nothing; each one that moves something is a kernel.",
-        f"The micro-batch is the typical one of a step of {NUM_SEQUENCES} sequences of long-tailed lengths in "
-        f"{some['micro_batches']} micro-batches of {BUDGET:,} tokens: {some['tokens']:,} tokens, "
+        f"The micro-batch is the typical one, and not the first, of a step of {NUM_SEQUENCES} sequences of long-tailed "
+        f"lengths in {some['micro_batches']} micro-batches of {BUDGET:,} tokens: {some['tokens']:,} tokens, "
         f"{some['completion_tokens']:,} of them of completions, in the shapes of Qwen2.5. "
         + (f"*before*: the learner of commit {before}, at the same keys. " if before else "")
         + "*torch alone*: as it is without liger-kernel. *fused*: with it, as the extra `gpu` installs it; in place of "

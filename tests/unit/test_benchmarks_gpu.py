@@ -65,6 +65,23 @@ def test_views_move_nothing_and_a_backward_pass_is_counted_apart():
     assert counter.by_operation["backward.silu_backward"] == 3 * 40 * 4
 
 
+def test_who_sets_or_picks_a_few_numbers_of_many_moves_those_alone():
+    with pretended.pretended_gpu(), counting.Counting() as counter:
+        table, one_each = torch.empty(10, 1000, device="cuda"), torch.zeros(10, 1, dtype=torch.int64, device="cuda")
+        table.scatter_(1, one_each, 0)
+        table.gather(1, one_each)
+    assert counter.by_operation["forward.scatter_"] == 10 * (8 + 4)
+    assert counter.by_operation["forward.gather"] == 10 * (8 + 2 * 4)
+
+
+def test_gradients_are_added_to_those_of_the_micro_batch_before():
+    packed = pack([range(30)], [6], PackingRule(64))
+    with pretended.pretended_gpu():
+        stage = pretended.fake_stage("tiny", (1, 1), last=False)
+        added = counting.count_micro_batch(stage, packed, 0).by_operation["backward.add_"]
+    assert added == 12 * sum(parameter.numel() for parameter in stage.parameters())
+
+
 def test_what_a_forward_pass_keeps_is_told_from_copies_of_weights():
     with pretended.pretended_gpu():
         layer = nn.Linear(64, 32, bias=False, device="cuda")
