@@ -48,6 +48,13 @@ _CAST_UP = frozenset(
 """What autocast casts for on CUDA, of what a decoder calls."""
 
 
+def _operation(name: str, schema: str, result: Any) -> Any:  # noqa: ANN401 -- torch's
+    """An operation whose result on tensors without memory is as said."""
+    made: Any = torch.library.custom_op(f"leeway_counting::{name}", result, mutates_args=(), schema=schema)
+    made.register_fake(result)
+    return made
+
+
 def _flash_stand_in(
     query: Tensor,
     key: Tensor,
@@ -70,14 +77,9 @@ def _as_autocast(states: Tensor) -> Tensor:
     return states.to(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else states
 
 
-@torch.library.custom_op("leeway_counting::silu_backward", mutates_args=())
-def _silu_backward(gradient: Tensor, states: Tensor) -> Tensor:
-    return torch.ops.aten.silu_backward(gradient, states)
-
-
-@_silu_backward.register_fake
-def _(gradient: Tensor, states: Tensor) -> Tensor:
-    return torch.empty_like(states)
+_silu_backward = _operation(
+    "silu_backward", "(Tensor gradient, Tensor states) -> Tensor", lambda _, states: torch.empty_like(states)
+)
 
 
 class _Silu(torch.autograd.Function):
@@ -214,14 +216,6 @@ _NAMES = (LIBRARY, f"{LIBRARY}.transformers", f"{LIBRARY}.transformers.functiona
 _MULTIPROCESSORS = 132
 """Of an H100: as many rows of a norm's weight gradient are summed."""
 
-
-def _operation(name: str, schema: str, result: Any) -> Any:  # noqa: ANN401 -- torch's
-    """An operation whose result on tensors without memory is as said."""
-    made: Any = torch.library.custom_op(f"leeway_counting::{name}", result, mutates_args=(), schema=schema)
-    made.register_fake(result)
-    return made
-
-
 _norm = _operation(
     "fused_norm",
     "(Tensor states, Tensor weight) -> (Tensor, Tensor)",
@@ -229,8 +223,8 @@ _norm = _operation(
 )
 _norm_backward = _operation(
     "fused_norm_backward",
-    "(Tensor cleared, Tensor gradient, Tensor states, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
-    lambda cleared, gradient, states, weight, scale: (
+    "(Tensor gradient, Tensor states, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
+    lambda gradient, states, weight, scale: (
         torch.empty_like(gradient),
         weight.new_empty((_MULTIPROCESSORS, *weight.shape), dtype=torch.float32),
     ),
@@ -246,9 +240,7 @@ _turn = _operation(
     "(Tensor query, Tensor key, Tensor cosines, Tensor sines) -> (Tensor, Tensor)",
     lambda query, key, cosines, sines: (torch.empty_like(query), torch.empty_like(key)),
 )
-
-
-# over logits it writes probabilities, where they are asked for; what a kernel writes over is counted as made
+# where probabilities are asked for it reads the logits again, and writes over them
 _softmax = _operation(
     "fused_softmax", "(Tensor logits) -> Tensor", lambda logits: logits.new_empty(len(logits), dtype=torch.float32)
 )
@@ -265,8 +257,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401 -- torch's
         states, weight, scale = ctx.saved_tensors
-        # written twice: cleared, and then filled
-        of_states, rows = _norm_backward(torch.zeros_like(gradient)[..., :0], gradient, states, weight, scale)
+        torch.zeros_like(gradient)  # what it writes has been cleared
+        of_states, rows = _norm_backward(gradient, states, weight, scale)
         return of_states, rows.sum(0).to(weight.dtype)
 
 
