@@ -31,6 +31,22 @@ def make_stage(folder: Path, **changes) -> Stage:
     return Stage(context, rank=0, rendezvous="")
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "rounded"), [(("bfloat16",), True), (("float32",), False), (("bfloat16", "float32"), False)]
+)
+def test_what_is_computed_with_is_published_where_all_actors_serve_it(tmp_path, dtypes, rounded):
+    learner = Stage(run_context(tmp_path, serving_dtypes=dtypes), rank=0, rendezvous="")
+    policy = SimpleNamespace(published_tensors=lambda *, rounded: rounded)
+    published = []
+    learner._networks = SimpleNamespace(policy=policy)
+    learner._publisher = SimpleNamespace(
+        publish=lambda version, tensors, _: published.append((version.version, tensors))
+    )
+    for version in (3, 3):
+        learner._publish(version)
+    assert published == [(3, rounded)]
+
+
 # --- waiting for the others -----------------------------------------------------------------------
 
 

@@ -242,6 +242,14 @@ def test_a_reference_in_bfloat16_scores_as_the_policy_of_the_start_and_has_no_fl
     assert torch.equal(scores_T, networks.forward_only(on_device).logprobs_T)
 
 
+@pytest.mark.parametrize("residual", RESIDUALS, ids=str)
+def test_the_states_of_policy_reference_and_critic_are_as_the_config_says(networks_of, residual):
+    algorithm = OffPolicyPPOConfig(baseline="critic", critic="model", kl_beta=0.1)
+    networks, reference = networks_of("untied", algorithm, residual=str(residual).removeprefix("torch."))
+    modules = [module for network in networks.all for module in network.modules] + [*reference._pipeline.modules]
+    assert [module.states_dtype for module in modules] == [residual] * 3
+
+
 def test_value_heads_stay_float32_and_learn(networks_of):
     for critic in ("head", "model"):
         algorithm = OffPolicyPPOConfig(baseline="critic", critic=critic)
