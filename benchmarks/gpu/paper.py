@@ -202,7 +202,7 @@ def page_of(found: Mapping[str, Mapping[str, Count]], before: str, commit: str) 
         "reference and policy before it trains, as trajectory balance does.",
         _time_table(found),
         "## Memory by stage",
-        "GiB under 1F1B, at most: weights, what they are rounded from, gradients and moments, and what the "
+        "GiB under 1F1B: weights, what they are rounded from, gradients and moments, and what the "
         "micro-batches in flight keep for their backward pass. Not in it: the chunk of logits under way, buffers "
         "between stages, the reference (4 bytes per weight before, 2 now, unless it is off-loaded), and CUDA's own. "
         "[What one rank needs](../learner.md#what-one-rank-needs) has those too.",
