@@ -274,3 +274,10 @@ def test_groups_of_one_are_refused_where_the_loss_compares_samples_and_nowhere_e
 def test_a_file_task_with_its_reward_passes_a_dry_run(capsys, file_task, tmp_path):
     arguments = ["train", str(file_task("reward.py:exact")), "--run.dir", str(tmp_path / "runs"), "--dry-run"]
     assert main(arguments) == OK, capsys.readouterr().err
+
+
+def test_transformers_can_read_the_checkpoint_that_the_smollm2_example_downloads():
+    from transformers.utils import is_accelerate_available, is_gguf_available
+
+    assert is_gguf_available()
+    assert is_accelerate_available()
