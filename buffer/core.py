@@ -23,7 +23,7 @@ from buffer.groups import Groups
 from buffer.ingest import Ingest, Pushes
 from buffer.leases import Leases
 from buffer.nonsense import Quarantine
-from buffer.rows import flat_values, num_completion_tokens
+from buffer.rows import flat_values, records_in
 from buffer.sharding.division import capacity_of
 from buffer.steps import Steps
 from buffer.tables import DrawRecord
@@ -147,16 +147,16 @@ class BufferCore:
 
     def _body(self, tx: Transaction, draw: DrawRecord) -> memoryview:
         has_scores = tx.scores.count > 0
-        # Before the records are looked at, because their views do not survive a write.
+        # Before the blocks are looked at, because their views do not survive a write.
         scores = [self._scores_of(tx, record) if has_scores else None for record in draw.record_ids]
         try:
-            records = [tx.records.view(record) for record in draw.record_ids]
+            blocks = tx.blocks_of(draw.record_ids)
         except CorruptRecord as error:
             raise BufferRefused(
                 f"step {draw.step} cannot be drawn again as it was: {error}. Restart the learner: it then gets "
                 "another batch for this step"
             ) from error
-        return schema.write_stream(schema.join_rows(records, scores))
+        return schema.write_stream(schema.join_rows(blocks, draw.record_ids, scores))
 
     def _scores_of(self, tx: Transaction, record: int) -> npt.NDArray[np.float32] | None:
         """Reference log-probabilities of a record. Damaged ones are deleted, and so the learner computes them anew."""
@@ -171,15 +171,18 @@ class BufferCore:
         """Store reference log-probabilities beside their records; writing them again changes nothing."""
         values, bounds = flat_values(batch.column(1))
         scores: dict[int, bytes] = {}
+        lengths: dict[int, int] = {}
         for i, record in enumerate(batch.column(0).to_pylist()):
-            try:
-                row = tx.records.get(record) if record > 0 else None
-            except CorruptRecord:
-                continue  # damaged since it was drawn: nobody will draw it again
+            if record not in lengths:
+                try:
+                    block = tx.records.view_at_or_below(max(0, record))
+                except CorruptRecord:
+                    continue  # damaged since it was drawn: nobody will draw it again
+                lengths |= {} if block is None else records_in(block)
             score = np.ascontiguousarray(values[bounds[i] : bounds[i + 1]], np.float32)
-            if row is None:
+            if (num_tokens := lengths.get(record)) is None:
                 raise BufferRefused(f"record {record} is not in the buffer: it was never drawn, or was evicted")
-            if len(score) != (num_tokens := num_completion_tokens(row)) or not np.isfinite(score).all():
+            if len(score) != num_tokens or not np.isfinite(score).all():
                 raise BufferRefused(
                     f"record {record} needs {num_tokens} finite reference log-probabilities, got {len(score)}"
                 )
@@ -201,7 +204,7 @@ class BufferCore:
             num_drawn_groups=sum(state.pending_draws.values()),
             newest=state.newest,
             version=state.version,
-            num_records=tx.records.count,
+            num_records=state.num_records,
             size_bytes=0,
             draining=state.draining,
             fidelity=state.fidelity.now,

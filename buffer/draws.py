@@ -288,8 +288,7 @@ class Draws:
     def _is_damaged(self, tx: Transaction, records: Sequence[int]) -> bool:
         """Does one of these records fail its checksum?"""
         try:
-            for record in records:
-                tx.records.view(record)
+            tx.blocks_of(records)
         except CorruptRecord:
             return True
         return False

@@ -107,6 +107,7 @@ class Groups:
         state = "filtered" if reward is None else "waiting"
         group.sample_states[index], group.records[index], group.rewards[index] = state, record, reward
         group.lengths[index], group.completion_lengths[index] = num_tokens
+        tx.state.num_records += 1
         tx.state.ledger.commit(state)
         tx.state.fidelity.generated.add(num_tokens[1])
         if reward is not None:
@@ -192,7 +193,7 @@ class Groups:
     def evict(self, tx: Transaction) -> None:
         """Remove groups while the store is above a capacity and there is one that may go."""
         config = self.config
-        excess = tx.records.count - config.capacity_trajectories
+        excess = tx.state.num_records - config.capacity_trajectories
         excess_bytes = tx.live_bytes - config.capacity_gib * 2**30 if config.capacity_gib else 0.0
         while excess > 0 or excess_bytes > 0:
             first = self.index.first_to_go
@@ -210,8 +211,9 @@ class Groups:
         group.phase = "closed"
         for record in group.records:
             if record != NO_RECORD:
-                tx.records.delete(record)
+                tx.records.delete(record)  # where its block lies; of the others nothing lies there
                 tx.scores.delete(record)
+                tx.state.num_records -= 1
         group.records = [NO_RECORD] * len(group.records)
         self.save(tx, group)
 

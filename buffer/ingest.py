@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,15 +21,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from buffer import rows as records
 from buffer import schema
 from buffer.errors import BadBody, BufferRefused
 from buffer.groups import Groups
 from buffer.leases import Leases, is_name
 from buffer.nonsense import Quarantine
 from buffer.protocol import Push, PushReply, Refused, RowResult
-from buffer.rows import flat_values, list_bounds
-from buffer.tables import Actor, Group, StoreState
+from buffer.rows import RowBytes, flat_values, list_bounds
+from buffer.tables import NO_RECORD, Actor, Group, StoreState
 from buffer.transaction import Transaction
 from common.run import RunFacts
 
@@ -77,8 +77,9 @@ class Pushes:
                 self.opened.append((message, body, batches[-1].num_rows))
             except BadBody as error:
                 self.opened.append((message, body, error))
-        self.batch = pa.concat_batches(batches) if batches else None
-        self.rows = [] if self.batch is None else list(_rows(self.batch))
+        self.batch = pa.concat_batches(batches or [schema.to_batch([], "")])
+        self.rows = list(_rows(self.batch))
+        self.as_bytes = RowBytes(self.batch)
 
 
 class Ingest:
@@ -97,7 +98,7 @@ class Ingest:
         """
         facts = self._facts
         known = known_versions(tx.state, updates_per_step=facts.updates_per_step, may_be_behind=facts.num_shards > 1)
-        bad = {} if pushes.batch is None else faults(pushes.batch, facts, known)
+        bad = faults(pushes.batch, facts, known)
         every = enumerate(pushes.rows)
         replies: list[PushReply | Refused] = []
         for place, (message, body, opened) in enumerate(pushes.opened):
@@ -110,14 +111,14 @@ class Ingest:
                 replies.append(Refused(f"the message was quarantined: {opened}"))
                 continue
             try:
-                replies.append(PushReply(self._push_one(tx, message, mine, bad)))
+                replies.append(PushReply(self._push_one(tx, message, mine, bad, pushes.as_bytes)))
             except BufferRefused as refusal:
                 replies.append(Refused(str(refusal)))
         self._groups.evict(tx)
         return replies
 
     def _push_one(
-        self, tx: Transaction, message: Push, rows: list[tuple[int, _Row]], bad: dict[int, str]
+        self, tx: Transaction, message: Push, rows: list[tuple[int, _Row]], bad: dict[int, str], as_bytes: RowBytes
     ) -> list[RowResult]:
         actor = tx.actors.get(message.actor) if is_name(message.actor) else None
         if actor is not None and message.epoch < actor.epoch:
@@ -126,7 +127,7 @@ class Ingest:
             return [RowResult(row.seq, "fenced", reason) for _, row in rows]
         actor = self._leases.current(tx, message.actor, message.epoch)
         results = []
-        touched: dict[int, Group] = {}
+        touched: dict[int, _Arrived] = {}
         for i, row in rows:
             reason = bad.get(i, "")
             if (row.actor, row.epoch) != (actor.name, actor.epoch):
@@ -141,47 +142,59 @@ class Ingest:
                 tx.state.ledger.duplicates += 1
                 results.append(RowResult(row.seq, "duplicate"))
                 continue
-            results.append(self._take(tx, actor, row, reason, touched))
-        for group in touched.values():
-            self._groups.settle(tx, group)
+            if reason:
+                data = b"".join(as_bytes.block([i], [NO_RECORD]))
+                results.append(self._set_aside(tx, actor, row, reason, touched, data))
+            elif (arrived := self._claimed(tx, actor, row, touched)) is None:
+                tx.state.ledger.late += 1
+                why = f"lease {row.lease_id} does not wait for sample {row.sample_index}"
+                results.append(RowResult(row.seq, "late", why))
+            else:
+                arrived.rows[row.sample_index] = i, row
+                results.append(RowResult(row.seq, "committed"))
+        for arrived in touched.values():
+            self._commit(tx, arrived, as_bytes)
         tx.actors.put(actor, actor.name)
         return results
 
-    def _take(self, tx: Transaction, actor: Actor, row: _Row, reason: str, touched: dict[int, Group]) -> RowResult:
-        """Commit a row, or say why not; its group is to be settled afterwards."""
-        group = self._claimed(tx, actor, row, touched)
-        if reason:
-            matches_lease = group is not None
-            self._quarantine.set_aside(tx, reason, row.data, sender=actor.name, matches_lease=matches_lease)
-            if group is not None:
-                group.sample_states[row.sample_index] = "failed"
-                group.failed += 1
-            return RowResult(row.seq, "quarantined", reason)
-        if group is None:
-            tx.state.ledger.late += 1
-            return RowResult(row.seq, "late", f"lease {row.lease_id} does not wait for sample {row.sample_index}")
-        record = self._facts.global_id(tx.state.next_record)
-        tx.state.next_record += 1
-        tx.records.append(row.data, record)
-        self._groups.commit(
-            tx, group, row.sample_index, record, row.reward, (row.num_tokens, row.num_completion_tokens), row.oldest
-        )
-        return RowResult(row.seq, "committed")
+    def _set_aside(
+        self, tx: Transaction, actor: Actor, row: _Row, reason: str, touched: dict[int, _Arrived], data: bytes
+    ) -> RowResult:
+        """Quarantine a row; the sample that it stands for has failed, if one waits for it."""
+        arrived = self._claimed(tx, actor, row, touched)
+        self._quarantine.set_aside(tx, reason, data, sender=actor.name, matches_lease=arrived is not None)
+        if arrived is not None:
+            arrived.group.sample_states[row.sample_index] = "failed"
+            arrived.group.failed += 1
+        return RowResult(row.seq, "quarantined", reason)
 
-    def _claimed(self, tx: Transaction, actor: Actor, row: _Row, touched: dict[int, Group]) -> Group | None:
+    def _commit(self, tx: Transaction, arrived: _Arrived, as_bytes: RowBytes) -> None:
+        """Store what has arrived of a group in one block, and settle the group."""
+        state, group = tx.state, arrived.group
+        taken = [(index, *arrived.rows[index]) for index in sorted(arrived.rows)]
+        records = [self._facts.global_id(state.next_record + i) for i in range(len(taken))]
+        if taken:
+            state.next_record += len(taken)
+            tx.records.append(as_bytes.block([i for _, i, _ in taken], records), records[0])
+        for record, (index, _, row) in zip(records, taken, strict=True):
+            lengths = row.num_tokens, row.num_completion_tokens
+            self._groups.commit(tx, group, index, record, row.reward, lengths, row.oldest)
+        self._groups.settle(tx, group)
+
+    def _claimed(self, tx: Transaction, actor: Actor, row: _Row, touched: dict[int, _Arrived]) -> _Arrived | None:
         """The group that waits for exactly this sample of this attempt of this lease."""
         if row.group_id < 1 or row.lease_id < 1:
             return None
-        group = touched.get(row.group_id) or tx.groups.get(row.group_id)
+        arrived = touched.get(row.group_id)
+        group = tx.groups.get(row.group_id) if arrived is None else arrived.group
         if group is None or (group.lease_id, group.attempt) != (row.lease_id, row.attempt):
             return None
         index = row.sample_index
         if group.epoch != actor.epoch or group.actor != actor.name or not 0 <= index < len(group.sample_states):
             return None
-        if group.sample_states[index] != "missing":
+        if group.sample_states[index] != "missing" or (arrived is not None and index in arrived.rows):
             return None
-        touched[row.group_id] = group
-        return group
+        return touched.setdefault(row.group_id, arrived or _Arrived(group, {}))
 
     def _is_first(self, tx: Transaction, actor: Actor, seq: int) -> bool:
         """Is it the first time that this sequence number arrives? What lies below the low-water mark needs no row."""
@@ -208,6 +221,14 @@ class Ingest:
             actor.low_water += 1
 
 
+class _Arrived(NamedTuple):
+    """Good rows of one message for one group."""
+
+    group: Group
+    rows: dict[int, tuple[int, _Row]]
+    """Sample -> its place among the rows of the turn, and the row."""
+
+
 class _Row(msgspec.Struct, frozen=True, gc=False):
     """What `Ingest` looks at of one pushed trajectory."""
 
@@ -223,8 +244,6 @@ class _Row(msgspec.Struct, frozen=True, gc=False):
     num_completion_tokens: int
     oldest: tuple[int, int]
     """(incarnation, version) of the first token: versions only grow within a trajectory."""
-    data: bytes
-    """The record."""
 
 
 def _rows(batch: pa.RecordBatch) -> Iterator[_Row]:
@@ -238,7 +257,7 @@ def _rows(batch: pa.RecordBatch) -> Iterator[_Row]:
         oldest = zip(*(spans.field(i).to_numpy()[first].tolist() for i in range(2)), strict=True)
     else:
         oldest = zip([0] * batch.num_rows, [0] * batch.num_rows, strict=True)
-    return map(_Row, *plain, *lengths, oldest, records.encode(batch))
+    return map(_Row, *plain, *lengths, oldest)
 
 
 def faults(batch: pa.RecordBatch, facts: RunFacts, known: Mapping[int, int]) -> dict[int, str]:

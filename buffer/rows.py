@@ -1,18 +1,19 @@
-"""The record on disk: one trajectory as a fixed header and its flat values.
+"""The block on disk: trajectories of one group that were committed together, column by column.
 
-    header | spans | reward parts | token_ids | logprobs | reference_logprobs | names | texts
+    schema version, number of rows | a header of each row
+    | spans | reward parts | token_ids | logprobs | reference_logprobs | names | texts
 
-Every section begins at a multiple of the size of its numbers, so that NumPy reads it in place, without a
-copy. The header says how long each section is. An Arrow message per record would carry 2.4 kB of
-metadata and cost 25 microseconds; this layout is derived from `buffer.schema.SCHEMA`, column by
-column, and `decode` gives those columns back.
-
-The first four bytes are the schema version.
+A group is drawn and evicted as a whole, so its samples lie together as far as they arrived together. Each has a record
+number of its own, in its header; a block lies under the least of them. A section holds the values of all rows one after
+the other and begins at a multiple of the size of its numbers, so that NumPy reads it in place, without a copy. The
+headers say how long the part of each row is. An Arrow message per block would carry 2.4 kB of metadata and cost 25
+microseconds; this layout is derived from `buffer.schema.SCHEMA`, and `decode` gives those columns back.
 """
 
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,15 +48,16 @@ _SECTIONS: tuple[tuple[str, int], ...] = (
 )
 """Name of each section and the bytes of one of its items."""
 
+_PREFIX = struct.Struct("<II")
+"""Schema version, and how many rows follow."""
 HEADER = np.dtype(
     [
-        ("schema_version", "<u4"),
-        ("flags", "<u4"),
+        ("record", "<i8"),
         *((name, "<i8") for name in INTEGERS),
         *((name, "<f8") for name in WALL_TIMES),
         ("reward", "<f8"),
         *((f"num_{name}", "<u4") for name, _ in _SECTIONS),
-        ("reserved", "<u4"),
+        ("flags", "<u4"),
     ]
 )
 """The reward is NaN where there is none; a stored reward is finite."""
@@ -79,44 +81,63 @@ def list_bounds(column: pa.Array) -> npt.NDArray[np.int64]:
     return offsets.astype(np.int64) - offsets[0]
 
 
-def encode(batch: pa.RecordBatch) -> list[bytes]:
-    """The rows of a validated record batch of `SCHEMA` as records."""
-    column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
-    flat, bounds = _sections(column)
-    headers = np.zeros(batch.num_rows, HEADER)
-    headers["schema_version"] = SCHEMA_VERSION
-    for name in (*INTEGERS, *WALL_TIMES):
-        headers[name] = column[name].to_numpy()
-    headers["reward"] = column["reward"].to_numpy(zero_copy_only=False)
-    headers["flags"] = np.where(column["reference_logprobs"].is_valid().to_numpy(zero_copy_only=False), 1, 0)
-    for (name, _), bound in zip(_SECTIONS, bounds, strict=True):
-        headers[f"num_{name}"] = np.diff(bound)
-    head = headers.tobytes()
-    size = HEADER.itemsize
-    byte_bounds = [(bound * item).tolist() for bound, item in zip(bounds, _ITEM_SIZES.tolist(), strict=True)]
-    pieces = [[head[i * size : (i + 1) * size] for i in range(batch.num_rows)]]
-    pieces += [
-        [data[start:end] for start, end in itertools.pairwise(bound)]
-        for data, bound in zip(flat, byte_bounds, strict=True)
-    ]
-    return [b"".join(row) for row in zip(*pieces, strict=True)]
+class RowBytes:
+    """The rows of a validated record batch of `SCHEMA`, to be cut into blocks."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        """Lay out every section for all rows at once, which costs little more than for one."""
+        column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
+        self._flat, bounds = _sections(column)
+        headers = np.zeros(batch.num_rows, HEADER)
+        for name in (*INTEGERS, *WALL_TIMES):
+            headers[name] = column[name].to_numpy()
+        headers["reward"] = column["reward"].to_numpy(zero_copy_only=False)
+        headers["flags"] = np.where(column["reference_logprobs"].is_valid().to_numpy(zero_copy_only=False), 1, 0)
+        for (name, _), bound in zip(_SECTIONS, bounds, strict=True):
+            headers[f"num_{name}"] = np.diff(bound)
+        self._headers = headers
+        self._bounds = [(bound * item).tolist() for bound, item in zip(bounds, _ITEM_SIZES.tolist(), strict=True)]
+
+    def block(self, rows: Sequence[int], records: Sequence[int]) -> list[bytes | memoryview]:
+        """Some rows, in this order, under these ascending record numbers; as pieces that follow one another."""
+        headers = self._headers[list(rows)]
+        headers["record"] = records
+        runs = _runs(rows)
+        pieces: list[bytes | memoryview] = [_PREFIX.pack(SCHEMA_VERSION, len(rows)), headers.tobytes()]
+        for data, bound in zip(self._flat, self._bounds, strict=True):
+            if data:
+                pieces += [data[bound[start] : bound[end]] for start, end in runs]
+        return pieces
 
 
-def decode(records: Sequence[bytes | memoryview]) -> dict[str, pa.Array]:
-    """Records as the columns of `SCHEMA`; what is read is copied once."""
-    size = HEADER.itemsize
-    headers = np.frombuffer(b"".join([record[:size] for record in records]), HEADER)
+def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Rows as ranges that follow one another."""
+    if rows[-1] - rows[0] == len(rows) - 1 and all(a < b for a, b in itertools.pairwise(rows)):
+        return [(rows[0], rows[-1] + 1)]
+    return [(row, row + 1) for row in rows]
+
+
+def decode(blocks: Sequence[bytes | memoryview]) -> dict[str, Any]:
+    """The rows of some blocks, one after the other: columns of `SCHEMA`, and "record"; what is read is copied once."""
+    num_rows = np.array([_PREFIX.unpack_from(block)[1] for block in blocks], np.int64)
+    starts = _PREFIX.size + num_rows * HEADER.itemsize
+    heads = [block[_PREFIX.size : start] for block, start in zip(blocks, starts.tolist(), strict=True)]
+    headers = np.frombuffer(b"".join(heads), HEADER)
     counts = np.stack([headers[f"num_{name}"] for name, _ in _SECTIONS]).astype(np.int64)
-    ends = size + np.cumsum(counts * _ITEM_SIZES[:, None], axis=0)
-    starts = ends - counts * _ITEM_SIZES[:, None]
+    of_rows = np.zeros((len(_SECTIONS), len(headers) + 1), np.int64)
+    np.cumsum(counts, axis=1, out=of_rows[:, 1:])
+    of_blocks = np.diff(of_rows[:, np.append(0, np.cumsum(num_rows))], axis=1)
+    sizes = of_blocks * _ITEM_SIZES[:, None]
+    ends = starts + np.cumsum(sizes, axis=0)
     data = {
-        name: b"".join([record[start:end] for record, start, end in zip(records, *where, strict=True)])
-        for (name, _), *where in zip(_SECTIONS, starts.tolist(), ends.tolist(), strict=True)
+        name: b"".join([block[start:end] for block, start, end in zip(blocks, *where, strict=True)])
+        for (name, _), *where in zip(_SECTIONS, (ends - sizes).tolist(), ends.tolist(), strict=True)
     }
     number = {name: counts[i] for i, (name, _) in enumerate(_SECTIONS)}
     has_reference = (headers["flags"] & _HAS_REFERENCE).astype(bool)
     reward = headers["reward"]
     return {
+        "record": headers["record"],
         **{name: pa.array(np.ascontiguousarray(headers[name])) for name in (*INTEGERS, *WALL_TIMES)},
         **{name: text_array(data[name], number[name]) for name in TEXTS},
         "reward": pa.array(np.ascontiguousarray(reward), mask=np.isnan(reward)),
@@ -132,9 +153,29 @@ def decode(records: Sequence[bytes | memoryview]) -> dict[str, pa.Array]:
     }
 
 
-def num_completion_tokens(record: bytes | memoryview) -> int:
-    """Length of the completion in a record."""
-    return int(np.frombuffer(record, HEADER, 1)["num_logprobs"][0])
+def records_in(block: bytes | memoryview) -> dict[int, int]:
+    """The record numbers of a block, ascending, and how many tokens the completion of each has."""
+    headers = _headers_of(block)
+    return dict(zip(headers["record"].tolist(), headers["num_logprobs"].tolist(), strict=True))
+
+
+def only(block: bytes | memoryview, record: int) -> bytes:
+    """A block of one row of a block."""
+    headers = _headers_of(block)
+    row = headers["record"].tolist().index(record)
+    start = _PREFIX.size + headers.nbytes
+    pieces: list[bytes | memoryview] = [_PREFIX.pack(SCHEMA_VERSION, 1), headers[row : row + 1].tobytes()]
+    for name, item in _SECTIONS:
+        counts = headers[f"num_{name}"].astype(np.int64)
+        before = start + int(counts[:row].sum()) * item
+        pieces.append(block[before : before + int(counts[row]) * item])
+        start += int(counts.sum()) * item
+    return b"".join(pieces)
+
+
+def _headers_of(block: bytes | memoryview) -> npt.NDArray[Any]:
+    _, num_rows = _PREFIX.unpack_from(block)
+    return np.frombuffer(block, HEADER, num_rows, _PREFIX.size)
 
 
 def list_array(
@@ -159,7 +200,7 @@ def bounds_of(counts: npt.NDArray[Any] | Sequence[int]) -> npt.NDArray[np.int32]
     return bounds
 
 
-def _sections(column: dict[str, pa.Array]) -> tuple[list[bytes], list[npt.NDArray[np.int64]]]:
+def _sections(column: dict[str, pa.Array]) -> tuple[list[memoryview], list[npt.NDArray[np.int64]]]:
     """The flat bytes of every section, and the bounds of each row in items."""
     spans, parts = column["spans"], column["reward_parts"]
     span_bounds, part_bounds = list_bounds(spans), list_bounds(parts)
@@ -179,8 +220,11 @@ def _sections(column: dict[str, pa.Array]) -> tuple[list[bytes], list[npt.NDArra
         **{name: _text_bytes(column[name]) for name in TEXTS},
     }
     ordered = [flat[name] for name, _ in _SECTIONS]
-    # Bytes and no views: the collector of garbage follows each of the many thousand views, but no bytes.
-    return [np.ascontiguousarray(values).tobytes() for values, _ in ordered], [bound for _, bound in ordered]
+    return [_bytes_of(values) for values, _ in ordered], [bound for _, bound in ordered]
+
+
+def _bytes_of(values: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")
 
 
 def _text_bytes(column: pa.Array) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:

@@ -1,7 +1,7 @@
 """The Arrow schema of a trajectory, and how trajectories become bytes and back.
 
-A message body is an Arrow IPC stream of exactly one uncompressed record batch. A record on disk is
-one row of it in the layout of `buffer.rows`; an exported table has the same columns.
+A message body is an Arrow IPC stream of exactly one uncompressed record batch. A block on disk holds
+some rows of it in the layout of `buffer.rows`; an exported table has the same columns.
 """
 
 from __future__ import annotations
@@ -205,11 +205,19 @@ def start_fault(body: bytes | memoryview) -> str:
 
 
 def join_rows(
-    records: Sequence[bytes | memoryview], scores: Sequence[npt.NDArray[np.float32] | None]
+    blocks: Sequence[bytes | memoryview],
+    records: Sequence[int],
+    scores: Sequence[npt.NDArray[np.float32] | None] = (),
 ) -> pa.RecordBatch:
-    """Records from disk as one record batch, with the reference log-probabilities that were written since, or None."""
-    columns = rows.decode(records)
+    """Records out of blocks from disk, which hold each of them once, as one record batch.
+
+    With the reference log-probabilities of each that were written since, or None.
+    """
+    columns = rows.decode(blocks)
     batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    if (stored := columns["record"]).tolist() != list(records):
+        order = stored.argsort()
+        batch = batch.take(order[np.searchsorted(stored[order], records)])
     if all(score is None for score in scores):
         return batch
     index = SCHEMA.get_field_index("reference_logprobs")

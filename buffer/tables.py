@@ -58,6 +58,8 @@ class StoreState(msgspec.Struct):
     next_lease: int = 1
     next_group: int = 1
     next_record: int = 1
+    num_records: int = 0
+    """Of trajectories that are stored."""
     next_returned: int = 1
     next_quarantine: int = 1
     draining: bool = False

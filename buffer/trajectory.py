@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from common.staleness import PolicyVersion
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)

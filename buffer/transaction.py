@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import lmdb
@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from buffer.errors import CorruptRecord
+from buffer.rows import records_in
 from buffer.tables import Actor, DrawRecord, Group, ReturnedPrompt, StoreState
 
 V = TypeVar("V")
@@ -94,6 +95,13 @@ class Table(Generic[V]):
             raise self._lacks(key)
         return payload
 
+    def view_at_or_below(self, key: int) -> memoryview | None:
+        """As `view`, of the greatest key up to this one; None where all are above it."""
+        cursor, packed = self._txn.cursor(db=self._db), _pack((key,))
+        if not (cursor.set_range(packed) and bytes(cursor.key()) == packed) and not cursor.prev():
+            return None
+        return self._checked(bytes(cursor.key()), cast("memoryview", cursor.value()))
+
     def require(self, *key: int | str) -> V:
         """The value of a key that must be there."""
         value = self.get(*key)
@@ -109,9 +117,12 @@ class Table(Generic[V]):
         else:
             self._write(packed, value)
 
-    def append(self, value: V, *key: int | str) -> None:
-        """Write a value under a key above all others, which fills pages better and is quicker."""
-        self._write(_pack(key), value, append=True)
+    def append(self, pieces: Sequence[bytes | memoryview], *key: int | str) -> None:
+        """Write bytes, given in pieces, under a key above all others, which fills pages better and is quicker."""
+        packed = _pack(key)
+        value = bytearray().join([bytes(_SEAL.size), *pieces])
+        _SEAL.pack_into(value, 0, _digest(packed, memoryview(value)[_SEAL.size :]))
+        self._txn.put(packed, value, append=True, db=self._db)
 
     def delete(self, *key: int | str) -> bool:
         """Remove a key; False where it was not there."""
@@ -216,10 +227,10 @@ class Table(Generic[V]):
         opened: V = self._decoder.decode(payload) if self._decoder is not None else cast(V, bytes(payload))
         return opened
 
-    def _write(self, packed: bytes, value: V, *, append: bool = False) -> None:
+    def _write(self, packed: bytes, value: V) -> None:
         payload = value if self._decoder is None else _encoder.encode(value)
         assert isinstance(payload, bytes)
-        self._txn.put(packed, _SEAL.pack(_digest(packed, payload)) + payload, append=append, db=self._db)
+        self._txn.put(packed, _SEAL.pack(_digest(packed, payload)) + payload, db=self._db)
 
     def _lacks(self, key: tuple[int | str, ...]) -> CorruptRecord:
         return CorruptRecord(f"the store's table '{self._name}' lacks {key}, which another table names")
@@ -237,6 +248,7 @@ class Transaction:
     seen: Table[bytes]
     """(actor, epoch, seq) at or above the actor's low-water mark."""
     records: Table[bytes]
+    """Least record of a block -> the block, of which `buffer.rows` has the layout."""
     scores: Table[bytes]
     """record -> float32 reference log-probabilities."""
     quarantine: Table[bytes]
@@ -258,6 +270,23 @@ class Transaction:
         encoded = _encoder.encode(self.state)
         if encoded != self._read:
             self.meta.put(encoded, "state")
+
+    def blocks_of(self, records: Iterable[int]) -> list[memoryview]:
+        """The blocks that hold these records, each once; valid until the next write or the end.
+
+        Raises:
+            CorruptRecord: a record is not there, or its block is damaged.
+        """
+        found: list[memoryview] = []
+        held: set[int] = set()
+        for record in records:
+            if record not in held:
+                block = self.records.view_at_or_below(record)
+                if block is None or record not in (inside := records_in(block)):
+                    raise CorruptRecord(f"the store has no record {record}, which another table names")
+                held.update(inside)
+                found.append(block)
+        return found
 
     def damaged(self) -> Iterator[str]:
         """One sentence for every value of any table that does not match its checksum. Reads everything."""

@@ -135,7 +135,7 @@ class Scrub:
         self._resume_at = clock()
         self._found: set[int] = set()
         self.num_damaged = 0
-        """How many records the last pass found damaged."""
+        """How many blocks of records the last pass found damaged."""
 
     def run(self) -> None:
         """Read the next few records, where it is time."""
@@ -161,5 +161,5 @@ class Scrub:
             except CorruptRecord as error:
                 self._found.add(record)
                 self.num_damaged = max(self.num_damaged, len(self._found))
-                log.error("scrubbing found record %d damaged: %s", record, error)  # noqa: TRY400 - the text says all
+                log.error("scrubbing found the block of record %d damaged: %s", record, error)  # noqa: TRY400 - the text says all
         return None

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from buffer.errors import BufferError
 from buffer.offline.compact import compact
 from buffer.offline.export import export
-from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, Selection, read_row
+from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, Selection, joined, read_row
 from buffer.offline.verify import check_store
-from buffer.schema import SCHEMA, join_rows
+from buffer.schema import SCHEMA
 from buffer.store import RESTORE, buffer_folder
 from buffer.trajectory import SCHEMA_VERSION
 from launch.errors import ConfigError, ExitStatus, refuse
@@ -250,7 +249,7 @@ def group_in_full(group: GroupView, decode: Decode, *, only_record: int | None =
     if not samples:
         yield "  none of its samples is stored"
         return
-    batch = _batch(samples)
+    batch = joined(samples)
     if only_record is None:
         yield from _indented(f"  columns of the first: {printable(batch.column('columns')[0].as_py())}")
     for i, sample in enumerate(samples):
@@ -302,11 +301,6 @@ def _all_columns(row: dict[str, Any], most: int | None = None) -> Iterator[str]:
             text = str(value)
         of_numbers = name in ("token_ids", "logprobs", "reference_logprobs", "spans")
         yield from _indented(f"  {name}: {printable(text, most or (len(text) if of_numbers else MAX_TEXT))}")
-
-
-def _batch(samples: Sequence[Sample]) -> pa.RecordBatch:
-    scores = [None if s.scores is None else np.frombuffer(s.scores, np.float32) for s in samples]
-    return join_rows([sample.record for sample in samples], scores)
 
 
 def _summary(values: Sequence[float] | None) -> str:

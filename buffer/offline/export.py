@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from buffer.errors import StoreError
-from buffer.offline.inspect import GroupView, Inspection, Sample, Selection
+from buffer.offline.inspect import GroupView, Inspection, Sample, Selection, joined
 from buffer.rows import list_bounds
-from buffer.schema import SCHEMA, join_rows
+from buffer.schema import SCHEMA
 from buffer.tables import StoreState
 from common.files import sync
 from common.staleness import PolicyVersion, effective_version
@@ -125,8 +125,7 @@ def _batches(groups: Iterator[GroupView]) -> Iterator[list[GroupView]]:
 
 def _table(groups: Sequence[GroupView], states: Mapping[int, StoreState], schema: pa.Schema) -> pa.Table:
     rows = [(group, sample) for group in groups for sample in group.samples]
-    scores = [None if s.scores is None else np.frombuffer(s.scores, np.float32) for _, s in rows]
-    batch = join_rows([sample.record for _, sample in rows], scores)
+    batch = joined([sample for _, sample in rows])
     columns = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
     columns |= _state_columns(rows, columns["spans"], states)
     arrays = [pa.array(columns[field.name], field.type) for field in schema]

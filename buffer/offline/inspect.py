@@ -7,6 +7,7 @@ is seen as it was when its turn came, and one that is made or evicted meanwhile 
 
 from __future__ import annotations
 
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from buffer import rows
@@ -69,7 +71,7 @@ class Sample(NamedTuple):
     sample_index: int
     record_id: int
     record: bytes
-    """As it is on disk; `buffer.schema.join_rows` reads it."""
+    """A block of it alone; `joined` reads it."""
     scores: bytes | None
     """float32 reference log-probabilities, where the learner wrote them back."""
 
@@ -162,9 +164,9 @@ class Inspection:
         reasons: Counter[str] = Counter()
         version = num_groups = num_records = 0
         for store in self.stores:
-            state, groups, records = look_at(store, lambda tx: (tx.state, tx.groups.count, tx.records.count))
+            state, groups = look_at(store, lambda tx: (tx.state, tx.groups.count))
             version = max(version, state.version)
-            num_groups, num_records = num_groups + groups, num_records + records
+            num_groups, num_records = num_groups + groups, num_records + state.num_records
             ledger.update(state.ledger.counts())
             reasons.update(state.ledger.quarantined_by_reason)
         size = sum(store.size_bytes for store in self.stores)
@@ -218,9 +220,9 @@ class Inspection:
             CorruptRecord: it is damaged.
         """
         for store in self.stores:
-            record = look_at(store, lambda tx: tx.records.get(record_id))
-            if record is not None:
-                return self.group(join_rows([record], [None]).column("group_id")[0].as_py())
+            group_id = look_at(store, lambda tx: _group_of(tx, record_id))
+            if group_id is not None:
+                return self.group(group_id)
         return None
 
     def quarantined(self) -> Iterator[Quarantined]:
@@ -266,7 +268,7 @@ def read_row(data: bytes) -> dict[str, Any] | None:
 
     Its values may be whatever they like.
     """
-    if int.from_bytes(data[:4], "little") != SCHEMA_VERSION:
+    if (int.from_bytes(data[:4], "little"), int.from_bytes(data[4:8], "little")) != (SCHEMA_VERSION, 1):
         return None
     try:
         columns = rows.decode([data])
@@ -274,7 +276,7 @@ def read_row(data: bytes) -> dict[str, Any] | None:
         batch.validate()  # the bounds of its arrays, before anyone asks what they hold
         batch.validate(full=True)
         found: list[dict[str, Any]] = batch.to_pylist()
-    except (pa.ArrowException, ValueError, IndexError, TypeError, OverflowError, MemoryError):
+    except (pa.ArrowException, struct.error, ValueError, IndexError, TypeError, OverflowError, MemoryError):
         return None
     return found[0]
 
@@ -332,11 +334,25 @@ class _Reader:
             if record_id == NO_RECORD:
                 continue
             try:
-                samples.append(Sample(index, record_id, tx.records.require(record_id), tx.scores.get(record_id)))
+                (block,) = tx.blocks_of([record_id])
+                samples.append(Sample(index, record_id, rows.only(block, record_id), tx.scores.get(record_id)))
             except CorruptRecord as error:
                 what = f"record {record_id} of group {group.group_id}"
                 self._damaged.append(_sentence(what, error, self._store.folder))
         return samples
+
+
+def joined(samples: Sequence[Sample]) -> pa.RecordBatch:
+    """The columns of some samples, with the scores that were written back."""
+    scores = [None if each.scores is None else np.frombuffer(each.scores, np.float32) for each in samples]
+    return join_rows([each.record for each in samples], [each.record_id for each in samples], scores)
+
+
+def _group_of(tx: Transaction, record_id: int) -> int | None:
+    block = tx.records.view_at_or_below(record_id)
+    if block is None or record_id not in rows.records_in(block):
+        return None
+    return int(rows.decode([block])["group_id"][0].as_py())
 
 
 def _refuse_gaps(folder: Path, stores: Sequence[Store]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from buffer.errors import CorruptRecord
 from buffer.ledger import COMMITTED_STATES
 from buffer.offline.inspect import look_at
+from buffer.rows import records_in
 from buffer.store import Store, is_served
 from buffer.tables import NO_RECORD, DrawRecord
 from buffer.transaction import Transaction
@@ -42,7 +43,7 @@ def verify(tx: Transaction) -> dict[str, Any]:
         # A damaged row is named already; what lacks a row that another table names is not.
         if str(error) not in faults:
             faults.append(str(error))
-    return {"ledger": ledger.counts(), "recount": counted, "num_records": tx.records.count, "faults": faults}
+    return {"ledger": ledger.counts(), "recount": counted, "num_records": tx.state.num_records, "faults": faults}
 
 
 def check_store(store: Store) -> dict[str, Any]:
@@ -75,9 +76,14 @@ def recount(tx: Transaction) -> dict[str, int]:
 
 def _unclaimed(tx: Transaction) -> list[str]:
     """Records without a group, and groups that name records which are not there or are another's."""
-    faults = []
+    faults: list[str] = []
     owned: set[int] = set()
-    stored = {record for (record,) in tx.records.all_keys()}
+    stored: set[int] = set()
+    for (first,), block in tx.records.all_items():
+        inside = list(records_in(block))
+        if inside != sorted(inside) or inside[0] != first or not stored.isdisjoint(inside):
+            faults.append(f"the block at record {first} holds {inside[:MAX_NAMED]}, which are not its own")
+        stored.update(inside)
     for (group_id,), group in tx.groups.all_items():
         for record in group.records:
             if record == NO_RECORD:
@@ -85,6 +91,8 @@ def _unclaimed(tx: Transaction) -> list[str]:
             if record in owned or record not in stored:
                 faults.append(f"record {record} of group {group_id} is missing or shared")
             owned.add(record)
+    if tx.state.num_records != len(stored):
+        faults.append(f"the state says {tx.state.num_records} records are stored, there are {len(stored)}")
     faults += [f"record {record} belongs to no group" for record in sorted(stored - owned)]
     faults += [f"scores of record {r} are stored without it" for (r,) in tx.scores.all_keys() if r not in stored]
     return faults

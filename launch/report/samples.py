@@ -209,7 +209,7 @@ def _lag_of(group: GroupView) -> int | None:
 
 def _samples_of(inspection: Inspection, group_id: int) -> Iterator[tuple[GroupView, Sample, dict[str, Any]]]:
     """Its samples with their rows, as `buffer.schema` names them; none where it was evicted since, or is damaged."""
-    from buffer.schema import join_rows
+    from buffer.offline.inspect import joined
 
     try:
         group = inspection.group(group_id)
@@ -217,7 +217,7 @@ def _samples_of(inspection: Inspection, group_id: int) -> Iterator[tuple[GroupVi
         inspection.damaged.append(str(error))
         return
     if group is not None and group.samples:
-        rows = join_rows([sample.record for sample in group.samples], [None] * len(group.samples)).to_pylist()
+        rows = joined(group.samples).to_pylist()
         for sample, row in zip(group.samples, rows, strict=True):
             yield group, sample, row
 

@@ -23,6 +23,7 @@ from buffer import schema
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.offline.verify import verify
+from buffer.rows import only
 from buffer.store import Store
 from buffer.tables import NO_RECORD
 from buffer.trajectory import Trajectory
@@ -340,7 +341,8 @@ class Kept:
             for index, record in enumerate(group.records):
                 if record == NO_RECORD:
                     continue
-                (row,) = from_batch(schema.join_rows([tx.records.require(record)], [None]))
+                (block,) = tx.blocks_of([record])
+                (row,) = from_batch(schema.join_rows([only(block, record)], [record]))
                 if (row.group_id, row.sample_index) != (group_id, index) or not np.array_equal(
                     row.token_ids, sample_tokens((group_id, index), len(row.token_ids))
                 ):

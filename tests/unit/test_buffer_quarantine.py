@@ -5,11 +5,11 @@ import random
 import pyarrow as pa
 
 from buffer import protocol as p
-from buffer import rows, schema
+from buffer import schema
 from buffer.nonsense import MAX_QUARANTINED_BYTES
 from buffer.offline.inspect import Quarantined, read_row
 from launch.buffer_cli import quarantine_line, quarantined_in_full
-from tests.world.buffer import make_trajectory
+from tests.world.buffer import block_of, make_trajectory
 
 LEASE = p.Lease(1, 1, 1, 0, [0, 1, 2, 3], 0, 60.0)
 NO_ROW = "  no row can be read from it; its first bytes:"
@@ -27,7 +27,7 @@ def shown(data):
 
 
 def test_a_row_is_read():
-    data = rows.encode(schema.to_batch([make_trajectory(LEASE, 2, seq=0)], "r"))[0]
+    data = block_of(schema.to_batch([make_trajectory(LEASE, 2, seq=0)], "r"))
     assert read_row(data)["sample_index"] == 2
     assert "  actor: actor-0" in shown(data)
 
@@ -39,7 +39,7 @@ def test_a_message_is_shown_as_bytes():
 
 def test_values_that_are_missing_are_shown_as_such():
     parts = [[{"name": "exact", "value": None}]]
-    lines = shown(rows.encode(one_row(reward=[None], reward_parts=parts, reference_logprobs=[None]))[0])
+    lines = shown(block_of(one_row(reward=[None], reward_parts=parts, reference_logprobs=[None])))
     assert lines[0].startswith("quarantined 1: body")
     for line in ("  reward: None", "  reward_parts: [{'name': 'exact', 'value': None}]", "  reference_logprobs: None"):
         assert line in lines
@@ -47,9 +47,9 @@ def test_values_that_are_missing_are_shown_as_such():
 
 def test_long_values_and_reasons_are_cut_and_say_so():
     batch = schema.to_batch([make_trajectory(LEASE, 0, seq=0)], "r")
-    long = rows.encode(one_row(columns=["x" * 60_000]))[0]
+    long = block_of(one_row(columns=["x" * 60_000]))
     assert "and 58000 more characters" in " ".join(shown(long))
-    lines = list(quarantined_in_full(Quarantined(0, 1, "r\x1b" * 10_000, rows.encode(batch)[0])))
+    lines = list(quarantined_in_full(Quarantined(0, 1, "r\x1b" * 10_000, block_of(batch))))
     assert max(map(len, lines)) < 500
     assert "\x1b" not in lines[0]
     assert len(quarantine_line(Quarantined(0, 1, "r" * 10_000, b""))) < 500
@@ -57,7 +57,7 @@ def test_long_values_and_reasons_are_cut_and_say_so():
 
 def test_no_bytes_make_it_fail():
     batch = schema.to_batch([make_trajectory(LEASE, 0, seq=0)], "r")
-    bodies = [rows.encode(batch)[0], batch.serialize().to_pybytes(), bytes(schema.encode([], "r"))]
+    bodies = [block_of(batch), batch.serialize().to_pybytes(), bytes(schema.encode([], "r"))]
     chance = random.Random(1)
     for turn in range(1500):
         data = bytearray(bodies[turn % 3])

@@ -56,8 +56,9 @@ def test_every_field_survives_the_wire():
 def test_records_are_joined_with_the_scores_written_since():
     batch = schema.to_batch([row(seq=1), row(seq=2)], "r")
     score = np.array([-1, -2, -3, -4], np.float32)
-    first, second = rows.encode(batch)
-    joined = from_batch(schema.join_rows([second, first], [score, None]))
+    as_bytes = rows.RowBytes(batch)
+    blocks = [b"".join(as_bytes.block([i], [7 + i])) for i in range(2)]
+    joined = from_batch(schema.join_rows(blocks, [8, 7], [score, None]))
     assert [each.seq for each in joined] == [2, 1]
     np.testing.assert_array_equal(joined[0].reference_logprobs, score)
     assert joined[1].reference_logprobs is None
@@ -212,7 +213,7 @@ def test_a_body_is_one_batch_in_todays_framing_and_its_metadata_is_small():
         schema.read_stream(arrow_stream(batch, batch))
     with pytest.raises(BadBody, match="does not begin"):
         schema.read_stream(arrow_stream(batch, use_legacy_format=True))
-    stuffed = schema.SCHEMA.with_metadata({"schema_version": "4", "x": "y" * 2**17})
+    stuffed = schema.SCHEMA.with_metadata({"schema_version": "5", "x": "y" * 2**17})
     with pytest.raises(BadBody, match="its schema takes"):
         schema.read_stream(arrow_stream(batch.replace_schema_metadata(stuffed.metadata), schema=stuffed))
 

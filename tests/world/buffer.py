@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 
 from buffer import protocol as p
 from buffer import samplers, schema
@@ -22,6 +23,7 @@ from buffer.errors import BufferRefused
 from buffer.index import GroupIndex, Picker, Weights
 from buffer.ingest import Pushes
 from buffer.offline.verify import verify
+from buffer.rows import RowBytes, records_in
 from buffer.store import Store
 from buffer.trajectory import Trajectory, VersionSpan
 from buffer.transaction import Transaction
@@ -190,6 +192,17 @@ def picker_of(log_weights: Mapping[int, float]) -> Picker:
     for item, log_weight in log_weights.items():
         weights.put(item, log_weight)
     return weights.picker()
+
+
+def block_of(batch: pa.RecordBatch) -> bytes:
+    """All rows of a batch as one block, under the records from 1 on."""
+    rows = range(batch.num_rows)
+    return b"".join(RowBytes(batch).block(rows, [row + 1 for row in rows]))
+
+
+def key_of_block(tx: Transaction, record: int) -> int:
+    """Where the block of a record lies in the store."""
+    return min(records_in(tx.blocks_of([record])[0]))
 
 
 def make_trajectory(
