@@ -77,9 +77,11 @@ class Pushes:
                 self.opened.append((message, body, batches[-1].num_rows))
             except BadBody as error:
                 self.opened.append((message, body, error))
-        self.batch = pa.concat_batches(batches or [schema.to_batch([], "")])
-        self.rows = list(_rows(self.batch))
-        self.as_bytes = RowBytes(self.batch)
+        self.batch = pa.concat_batches(batches) if batches else None
+        self.rows: list[_Row] = []
+        if self.batch is not None:
+            self.rows = list(_rows(self.batch))
+            self.as_bytes = RowBytes(self.batch)
 
 
 class Ingest:
@@ -98,7 +100,7 @@ class Ingest:
         """
         facts = self._facts
         known = known_versions(tx.state, updates_per_step=facts.updates_per_step, may_be_behind=facts.num_shards > 1)
-        bad = faults(pushes.batch, facts, known)
+        bad = {} if pushes.batch is None else faults(pushes.batch, facts, known)
         every = enumerate(pushes.rows)
         replies: list[PushReply | Refused] = []
         for place, (message, body, opened) in enumerate(pushes.opened):

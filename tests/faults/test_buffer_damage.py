@@ -127,9 +127,10 @@ def test_every_flipped_bit_is_found_and_nothing_damaged_is_served(copy, start_se
     assert named == damaged
     service = start_service(folder, facts=MANY_STEPS)
     scrubbed_s = wait_until(
-        lambda: set(map(int, re.findall(r"scrubbing found record (\d+) damaged", service.log))) >= damaged, "the scrub"
+        lambda: set(map(int, re.findall(r"scrubbing found the block of record (\d+) damaged", service.log))) >= damaged,
+        "the scrub",
     )
-    found = set(map(int, re.findall(r"scrubbing found record (\d+) damaged", service.log)))
+    found = set(map(int, re.findall(r"scrubbing found the block of record (\d+) damaged", service.log)))
     assert found == damaged
     served = draw_all(service, connect_to)
     status = connect_to(service).learner.status().result(60)
