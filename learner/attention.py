@@ -158,6 +158,11 @@ def _packed_kernel() -> Callable[..., Any] | None:
     return varlen_attn if inspect.signature(varlen_attn).parameters.keys() >= {"scale", "window_size"} else None
 
 
+@functools.cache
+def _takes_grouped_heads_packed(kernel: Callable[..., Any]) -> bool:
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
 def _in_one_call(
     query_THD: Tensor,
     key_THD: Tensor,
@@ -169,7 +174,7 @@ def _in_one_call(
     kernel = _packed_kernel()
     assert kernel is not None
     grouped: dict[str, bool] = {}
-    if "enable_gqa" in inspect.signature(kernel).parameters:
+    if _takes_grouped_heads_packed(kernel):
         grouped["enable_gqa"] = True
     else:  # its kernels may take grouped heads, but it does not promise it
         times = query_THD.shape[1] // key_THD.shape[1]

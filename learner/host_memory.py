@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from weight_sync.tensors import pin
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,13 @@ def host_room(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tenso
         return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
     sizes = [-(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for tensor in tensors.values()]
     flat = torch.empty(sum(sizes), dtype=torch.uint8).numpy()
-    _pin(flat)
+    if code := pin(flat):
+        logger.warning(
+            "CUDA could not pin %.1f GiB of host memory (error %d): copies to and from the GPU wait for each other. "
+            "See how much memory this process, or its container, may lock",
+            flat.nbytes / 2**30,
+            code,
+        )
     room: dict[str, Tensor] = {}
     start = 0
     for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
@@ -39,22 +44,6 @@ def host_room(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tenso
         room[name] = torch.from_numpy(flat[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
         start += size
     return room
-
-
-def _pin(memory: npt.NDArray[np.uint8]) -> None:
-    """Have CUDA lock memory in place until it is given up; it works unpinned too, more slowly."""
-    address = memory.ctypes.data
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
-    if code:
-        logger.warning(
-            "CUDA could not pin %.1f GiB of host memory (error %d): copies to and from the GPU wait for each other. "
-            "See how much memory this process, or its container, may lock",
-            memory.nbytes / 2**30,
-            code,
-        )
-        return
-    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
 
 
 class Offload:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 from torch import Tensor
@@ -67,17 +68,24 @@ def pinned_memory(size_bytes: int, gpu: torch.device) -> Tensor:
     Raises:
         OSError: it cannot be had.
     """
-    array = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)[:size_bytes]
-    address = array.ctypes.data
+    array = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)
     # in a thread of its own the current device is GPU 0, where a context of this process would take memory for nothing
     with torch.cuda.device(gpu):
-        cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if problem := int(cuda.cudaHostRegister(address, max(size_bytes, 1), 0)):
+        if problem := pin(array):
             raise OSError(
                 f"{size_bytes / 2**30:.1f} GiB of host memory cannot be pinned for {gpu} (CUDA error {problem})"
             )
-    weakref.finalize(array, cuda.cudaHostUnregister, address).atexit = False
-    return torch.from_numpy(array)
+    return torch.from_numpy(array)[:size_bytes]
+
+
+def pin(memory: npt.NDArray[np.uint8]) -> int:
+    """Have CUDA lock host memory in place until its last view is given up; CUDA's error code, 0 where it did."""
+    address = memory.ctypes.data
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cuda.cudaHostRegister(address, memory.nbytes, 0))
+    if not code:
+        weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
+    return code
 
 
 class PinnedRoom:

@@ -213,6 +213,17 @@ def test_what_is_damaged_is_refused_in_pinned_memory_too_and_the_next_version_is
     assert world.verified() == ""
 
 
+def overtake(world: World, held: threading.Event, go_on: threading.Event, seen: list[threading.Thread]) -> None:
+    """Verify the second version while the first is held, and load it once the first has ended."""
+    world.begin(FIRST)
+    assert held.wait(60)
+    world.begin(SECOND)
+    assert world.verified() == ""
+    go_on.set()
+    seen[0].join(60)
+    assert same(world.load(SECOND), weights(2))
+
+
 def test_a_verification_that_was_given_up_never_writes_into_what_a_later_one_has_verified(world: World, monkeypatch):
     """The first is held at its last tensor, until the second is verified and about to be loaded."""
     copied, held, go_on = store.copied, threading.Event(), threading.Event()
@@ -227,13 +238,7 @@ def test_a_verification_that_was_given_up_never_writes_into_what_a_later_one_has
         return copied(data, into)
 
     monkeypatch.setattr(store, "copied", slow)
-    world.begin(FIRST)
-    assert held.wait(60)
-    world.begin(SECOND)
-    assert world.verified() == ""
-    go_on.set()
-    seen[0].join(60)
-    assert same(world.load(SECOND), weights(2))
+    overtake(world, held, go_on, seen)
     world.begin(FIRST)
     assert world.verified() == ""
     assert same(world.load(FIRST), weights(1))
@@ -252,13 +257,7 @@ def test_a_verification_that_was_given_up_and_comes_late_finds_the_memory_taken(
         return manifest(self, version)
 
     monkeypatch.setattr(store.WeightStore, "manifest", slow)
-    world.begin(FIRST)
-    assert held.wait(60)
-    world.begin(SECOND)
-    assert world.verified() == ""
-    go_on.set()
-    seen[0].join(60)
-    assert same(world.load(SECOND), weights(2))
+    overtake(world, held, go_on, seen)
     assert world.are_pinned
 
 
