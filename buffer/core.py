@@ -23,7 +23,7 @@ from buffer.groups import Groups
 from buffer.ingest import Ingest, Pushes
 from buffer.leases import Leases
 from buffer.nonsense import Quarantine
-from buffer.rows import flat_values, records_in
+from buffer.rows import flat_values
 from buffer.sharding.division import capacity_of
 from buffer.steps import Steps
 from buffer.tables import DrawRecord
@@ -175,10 +175,10 @@ class BufferCore:
         for i, record in enumerate(batch.column(0).to_pylist()):
             if record not in lengths:
                 try:
-                    block = tx.records.view_at_or_below(max(0, record))
+                    holder = tx.find_block(record)
                 except CorruptRecord:
                     continue  # damaged since it was drawn: nobody will draw it again
-                lengths |= {} if block is None else records_in(block)
+                lengths |= {} if holder is None else holder[1]
             score = np.ascontiguousarray(values[bounds[i] : bounds[i + 1]], np.float32)
             if (num_tokens := lengths.get(record)) is None:
                 raise BufferRefused(f"record {record} is not in the buffer: it was never drawn, or was evicted")

@@ -288,7 +288,7 @@ class Status(Message, frozen=True):
     size_bytes: int
     draining: bool
     num_damaged: int = 0
-    """Records that the last scrub found damaged."""
+    """Blocks of records that the last scrub found damaged."""
     fidelity: LengthFidelity = LengthFidelity()
     """As in `DrawReply`."""
     fidelity_alarm: bool = False

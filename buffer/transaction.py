@@ -271,6 +271,16 @@ class Transaction:
         if encoded != self._read:
             self.meta.put(encoded, "state")
 
+    def find_block(self, record: int) -> tuple[memoryview, dict[int, int]] | None:
+        """The block that holds a record, and its `records_in`; None where there is none. Valid as a view is.
+
+        Raises:
+            CorruptRecord: the block where it would be is damaged.
+        """
+        block = self.records.view_at_or_below(record) if record >= 0 else None
+        inside = {} if block is None else records_in(block)
+        return None if block is None or record not in inside else (block, inside)
+
     def blocks_of(self, records: Iterable[int]) -> list[memoryview]:
         """The blocks that hold these records, each once; valid until the next write or the end.
 
@@ -281,11 +291,10 @@ class Transaction:
         held: set[int] = set()
         for record in records:
             if record not in held:
-                block = self.records.view_at_or_below(record)
-                if block is None or record not in (inside := records_in(block)):
+                if (holder := self.find_block(record)) is None:
                     raise CorruptRecord(f"the store has no record {record}, which another table names")
-                held.update(inside)
-                found.append(block)
+                found.append(holder[0])
+                held.update(holder[1])
         return found
 
     def damaged(self) -> Iterator[str]:

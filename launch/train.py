@@ -335,7 +335,7 @@ class _Run:
             f"{self._config.buffer.fidelity_alarm:g}); see buffer.length_correction"
             if status.fidelity_alarm
             else "",
-            "damage": f"{status.num_damaged} records of the buffer are damaged; see `leeway buffer verify`"
+            "damage": f"{status.num_damaged} blocks of records of the buffer are damaged; see `leeway buffer verify`"
             if status.num_damaged
             else "",
         }

@@ -330,12 +330,16 @@ class _Reader:
 
     def _samples(self, tx: Transaction, group: Group) -> list[Sample]:
         samples = []
+        blocks: dict[int, memoryview] = {}
         for index, record_id in enumerate(group.records):
             if record_id == NO_RECORD:
                 continue
             try:
-                (block,) = tx.blocks_of([record_id])
-                samples.append(Sample(index, record_id, rows.only(block, record_id), tx.scores.get(record_id)))
+                if record_id not in blocks:
+                    (block,) = tx.blocks_of([record_id])
+                    blocks |= dict.fromkeys(rows.records_in(block), block)
+                record = rows.only(blocks[record_id], record_id)
+                samples.append(Sample(index, record_id, record, tx.scores.get(record_id)))
             except CorruptRecord as error:
                 what = f"record {record_id} of group {group.group_id}"
                 self._damaged.append(_sentence(what, error, self._store.folder))
@@ -349,10 +353,8 @@ def joined(samples: Sequence[Sample]) -> pa.RecordBatch:
 
 
 def _group_of(tx: Transaction, record_id: int) -> int | None:
-    block = tx.records.view_at_or_below(record_id)
-    if block is None or record_id not in rows.records_in(block):
-        return None
-    return int(rows.decode([block])["group_id"][0].as_py())
+    holder = tx.find_block(record_id)
+    return None if holder is None else int(rows.decode([holder[0]])["group_id"][0].as_py())
 
 
 def _refuse_gaps(folder: Path, stores: Sequence[Store]) -> None:
