@@ -26,7 +26,7 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable
-from buffer.outbox import Outbox, checked, message_room, num_fitting
+from buffer.outbox import Outbox, Together, checked, message_room, num_fitting
 from buffer.trajectory import Trajectory
 from common.rpc.auth import ClientKeys
 from common.rpc.client import Answer, Patience, RpcClient, RpcErrors, settle
@@ -39,6 +39,7 @@ REQUEST_TIMEOUT_S = 10.0
 """A request without an answer is sent again after so long: a turn of the service takes a fraction of it, a lost message
 costs no more. It is answered once, however often it is sent."""
 
+A = TypeVar("A")
 R = TypeVar("R")
 M = TypeVar("M", bound=Message)
 
@@ -186,6 +187,14 @@ class BufferClient:
         """
         return self._outbox.push(trajectory)
 
+    def push_many(self, trajectories: Sequence[Trajectory]) -> Future[list[p.RowResult]]:
+        """As `push` of each, for less: one future of all results. It fails with the first error, when all are known.
+
+        Raises:
+            BufferUnavailable: as `push`; some may be handed in.
+        """
+        return self._outbox.push_many(trajectories)
+
     def has_room(self, trajectory: Trajectory) -> bool:
         """Would `push` return at once?"""
         return self._outbox.has_room(trajectory)
@@ -250,7 +259,8 @@ class BufferClient:
             end = start + num_fitting(itertools.islice(sizes, start, None), message_room())
             bodies.append(checked(schema.encode_scores(record_ids[start:end], logprobs[start:end])))
             start = end
-        return last_of([self._ask(p.WriteScores(), p.Done, body) for body in bodies], p.Done())
+        asked = [self._ask(p.WriteScores(), p.Done, body) for body in bodies]
+        return self._then(Together[p.Done](len(asked)).follow(asked), lambda _: p.Done())
 
     def step_finished(
         self, step: int, version: int, skipped: bool = False, *, took_part: bool = True
@@ -271,11 +281,11 @@ class BufferClient:
     def _ask(self, message: p.Request, kind: type[M], body: bytes | memoryview = b"") -> Future[M]:
         return self._then(self._transport.submit(message, body), lambda answer: _expect(answer, kind))
 
-    def _then(self, sent: Future[Answer], read: Callable[[Answer], R]) -> Future[R]:
+    def _then(self, sent: Future[A], read: Callable[[A], R]) -> Future[R]:
         """A future of what `read` makes of the reply."""
         future: Future[R] = Future()
 
-        def done(answered: Future[Answer]) -> None:
+        def done(answered: Future[A]) -> None:
             error = answered.exception()
             if error is None:
                 try:
@@ -330,27 +340,3 @@ def _expect(answer: Answer, kind: type[M]) -> M:
     if not isinstance(reply, kind):
         raise TypeError(f"the buffer service answered {type(reply).__name__} where {kind.__name__} was due")
     return reply
-
-
-def last_of(futures: Sequence[Future[R]], of_none: R) -> Future[R]:
-    """A future with the result of the last of these to complete (`of_none` without any), or the first error."""
-    joined: Future[R] = Future()
-    lock = threading.Lock()
-    num_missing = len(futures)
-
-    def count(completed: Future[R]) -> None:
-        nonlocal num_missing
-        with lock:
-            num_missing -= 1
-            is_last = num_missing == 0
-        error = completed.exception()
-        if error is not None:
-            settle(joined, error)
-        elif is_last:
-            settle(joined, completed.result())
-
-    for future in futures:
-        future.add_done_callback(count)
-    if not futures:
-        settle(joined, of_none)
-    return joined

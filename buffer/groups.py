@@ -16,6 +16,9 @@ the index and the ledger in the given transaction.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
 
 from buffer import samplers
 from buffer.config import BufferConfig
@@ -29,6 +32,17 @@ _BYTES_PER_RECORD = 512
 """Roughly what a record, its keys and its share of the group's row take beside the tokens."""
 MAX_RECOUNTED = 256
 """With more ready groups the gap takes the count of waiting samples as it is; `leeway buffer verify` never does."""
+
+
+class StoredSample(msgspec.Struct, frozen=True, gc=False):
+    """What a group's row keeps of a sample that is stored."""
+
+    sample_index: int
+    reward: float | None
+    num_tokens: int
+    num_completion_tokens: int
+    oldest: tuple[int, int]
+    """(incarnation, version) of the first token: versions only grow within a trajectory."""
 
 
 class Groups:
@@ -89,29 +103,23 @@ class Groups:
             tx.state.ledger.fail(len(missing), reason)
         self.settle(tx, group)
 
-    def commit(
-        self,
-        tx: Transaction,
-        group: Group,
-        index: int,
-        record: int,
-        reward: float | None,
-        num_tokens: tuple[int, int],
-        oldest: tuple[int, int],
-    ) -> None:
-        """Enter a stored sample into its group's row; `settle` writes the row.
+    def commit(self, tx: Transaction, group: Group, samples: Sequence[StoredSample], records: Sequence[int]) -> None:
+        """Enter samples that are stored now under these records into their group's row; `settle` writes the row.
 
-        Its tokens are those of all and of the completion. Without a reward it counts as filtered, for no reward
-        function applied. `oldest` is the (incarnation, version) of its first token.
+        A sample without a reward counts as filtered, for no reward function applied.
         """
-        state = "filtered" if reward is None else "waiting"
-        group.sample_states[index], group.records[index], group.rewards[index] = state, record, reward
-        group.lengths[index], group.completion_lengths[index] = num_tokens
-        tx.state.num_records += 1
-        tx.state.ledger.commit(state)
-        tx.state.fidelity.generated.add(num_tokens[1])
-        if reward is not None:
-            group.oldest = oldest if group.oldest is None else min(group.oldest, oldest)
+        for sample, record in zip(samples, records, strict=True):
+            index = sample.sample_index
+            group.sample_states[index] = "filtered" if sample.reward is None else "waiting"
+            group.records[index], group.rewards[index] = record, sample.reward
+            group.lengths[index], group.completion_lengths[index] = sample.num_tokens, sample.num_completion_tokens
+        rewarded = [sample.oldest for sample in samples if sample.reward is not None]
+        tx.state.num_records += len(samples)
+        tx.state.ledger.commit(len(rewarded), "waiting")
+        tx.state.ledger.commit(len(samples) - len(rewarded), "filtered")
+        tx.state.fidelity.generated.add([sample.num_completion_tokens for sample in samples])
+        if rewarded:
+            group.oldest = min(rewarded) if group.oldest is None else min(group.oldest, *rewarded)
 
     def settle(self, tx: Transaction, group: Group) -> None:
         """After samples were committed or failed: is the group complete, and is it good for training?"""

@@ -205,8 +205,8 @@ def _take_out(keys: list[Any], key: object) -> None:
     del keys[bisect_left(keys, key)]
 
 
-Logs = npt.NDArray[np.float64]
-"""Logarithms of weights, -inf where there is no item: a softmax of rewards spans more than a float64 holds."""
+Floats = npt.NDArray[np.float64]
+"""Of weights, the logarithms, -inf where there is no item: a softmax of rewards spans more than a float64 holds."""
 
 
 class Weights:
@@ -218,10 +218,12 @@ class Weights:
     BLOCK = 1024
 
     def __init__(self) -> None:
-        self._blocks: dict[int, Logs] = {}
-        """Those that have an item."""
+        self._blocks: dict[int, Floats] = {}
+        """The logarithms, of the blocks that have an item."""
         self._sums: dict[int, float] = {}
         """The logarithm of the sum of a block, of those that have not changed since."""
+        self._chances: dict[int, Floats] = {}
+        """What `_chances_of` makes of a block, of those that were drawn from and have not changed since."""
 
     def put(self, item: int, log_weight: float) -> None:
         """Give an item a weight, or take it out with -inf."""
@@ -231,6 +233,7 @@ class Weights:
         bounded = min(max(log_weight, -LOG_WEIGHT_LIMIT), LOG_WEIGHT_LIMIT)
         self._blocks[number][slot] = bounded if log_weight > -np.inf else -np.inf
         self._sums.pop(number, None)
+        self._chances.pop(number, None)
 
     def picker(self) -> Picker:
         """Begin a draw."""
@@ -239,24 +242,38 @@ class Weights:
             if self._sums[number] == -np.inf:
                 del self._blocks[number], self._sums[number]
         numbers = sorted(self._blocks)
-        return Picker(numbers, [self._sums[number] for number in numbers], self._blocks)
+        return Picker(numbers, [self._sums[number] for number in numbers], self._blocks, self._chances)
 
 
 class Picker:
     """One draw: picks items with chances in proportion to their weights."""
 
-    def __init__(self, numbers: Sequence[int], sums: Sequence[float], blocks: Mapping[int, Logs]) -> None:
-        """Pick from these blocks, which are not changed, with the logarithms of their sums."""
+    def __init__(
+        self, numbers: Sequence[int], sums: Sequence[float], blocks: Mapping[int, Floats], chances: dict[int, Floats]
+    ) -> None:
+        """Pick from these blocks, which are not changed; with the logarithms of their sums and the chances known."""
         self._numbers = numbers
-        self._sums: Logs = np.array(sums)
+        self._sums: Floats = np.array(sums)
         self._blocks = dict(blocks)
+        self._known = chances
+        self._own: dict[int, Floats] = {}
+        """The chances within blocks of which an item was taken out."""
+        self._among: Floats | None = None
+        """The chances among the blocks; None: not known."""
 
     def pick(self, random: np.random.Generator) -> int | None:
         """An item; None where none is left."""
-        if self._sums.max(initial=-np.inf) == -np.inf:
-            return None
-        number = self._numbers[_draw(self._sums, random)]
-        return number * Weights.BLOCK + _draw(self._blocks[number], random)
+        if self._among is None:
+            if self._sums.max(initial=-np.inf) == -np.inf:
+                return None
+            self._among = _chances_of(self._sums)
+        number = self._numbers[_draw(self._among, random)]
+        chances = self._own.get(number)
+        if chances is None:
+            chances = self._known.get(number)
+        if chances is None:
+            chances = self._known[number] = _chances_of(self._blocks[number])
+        return number * Weights.BLOCK + _draw(chances, random)
 
     def take_out(self, item: int) -> None:
         """Never pick this item again."""
@@ -265,16 +282,25 @@ class Picker:
             return
         self._blocks[number] = self._blocks[number].copy()
         self._blocks[number][slot] = -np.inf
-        self._sums[bisect_left(self._numbers, number)] = _log_sum(self._blocks[number])
+        left = self._sums[bisect_left(self._numbers, number)] = _log_sum(self._blocks[number])
+        if left > -np.inf:
+            self._own[number] = _chances_of(self._blocks[number])
+        self._among = None
 
 
-def _log_sum(logs: Logs) -> float:
+def _log_sum(logs: Floats) -> float:
     top = logs.max()
     return float(top + np.log(np.exp(logs - top).sum())) if top > -np.inf else -np.inf
 
 
-def _draw(logs: Logs, random: np.random.Generator) -> int:
-    """A place, by weight; at least one has any."""
-    sums = np.exp(logs - logs.max()).cumsum()
-    place = int(np.searchsorted(sums, random.random() * sums[-1], side="right"))
-    return place if place < len(logs) else int(logs.argmax())  # the product was rounded up to the sum
+def _chances_of(logs: Floats) -> Floats:
+    """The sums of the weights up to each place, relative to the largest; at least one place has a weight."""
+    chances: Floats = np.exp(logs - logs.max()).cumsum()
+    return chances
+
+
+def _draw(chances: Floats, random: np.random.Generator) -> int:
+    """A place, by weight."""
+    place = int(chances.searchsorted(random.random() * chances[-1], side="right"))
+    # The product was rounded up to the sum: the last place that has a weight.
+    return place if place < len(chances) else int(chances.searchsorted(chances[-1]))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +22,7 @@ import pyarrow.compute as pc
 
 from buffer import schema
 from buffer.errors import BadBody, BufferRefused
-from buffer.groups import Groups
+from buffer.groups import Groups, StoredSample
 from buffer.leases import Leases, is_name
 from buffer.nonsense import Quarantine
 from buffer.protocol import Push, PushReply, Refused, RowResult
@@ -104,7 +103,7 @@ class Ingest:
         every = enumerate(pushes.rows)
         replies: list[PushReply | Refused] = []
         for place, (message, body, opened) in enumerate(pushes.opened):
-            mine = [] if isinstance(opened, BadBody) else list(islice(every, opened))
+            mine = {} if isinstance(opened, BadBody) else dict(islice(every, opened))
             if place in refusals:
                 replies.append(Refused(refusals[place]))
                 continue
@@ -113,90 +112,116 @@ class Ingest:
                 replies.append(Refused(f"the message was quarantined: {opened}"))
                 continue
             try:
-                replies.append(PushReply(self._push_one(tx, message, mine, bad, pushes.as_bytes)))
+                replies.append(self._push_one(tx, message, mine, bad, pushes.as_bytes))
             except BufferRefused as refusal:
                 replies.append(Refused(str(refusal)))
         self._groups.evict(tx)
         return replies
 
     def _push_one(
-        self, tx: Transaction, message: Push, rows: list[tuple[int, _Row]], bad: dict[int, str], as_bytes: RowBytes
-    ) -> list[RowResult]:
+        self, tx: Transaction, message: Push, rows: dict[int, _Row], bad: dict[int, str], as_bytes: RowBytes
+    ) -> PushReply:
+        """Settle the rows of one message, which are given by their places in the turn, as is what is `bad` of them."""
         actor = tx.actors.get(message.actor) if is_name(message.actor) else None
         if actor is not None and message.epoch < actor.epoch:
             tx.state.ledger.fenced += len(rows)
             reason = f"epoch {message.epoch} was replaced by {actor.epoch}"
-            return [RowResult(row.seq, "fenced", reason) for _, row in rows]
+            return PushReply([], [RowResult(row.seq, "fenced", reason) for row in rows.values()])
         actor = self._leases.current(tx, message.actor, message.epoch)
-        results = []
-        touched: dict[int, _Arrived] = {}
-        for i, row in rows:
-            reason = bad.get(i, "")
-            if (row.actor, row.epoch) != (actor.name, actor.epoch):
-                reason = "row of another sender"
+        settled = self._settle_known(tx, actor, rows, bad)
+        groups: dict[int, dict[int, _Row]] = {}
+        for place, row in rows.items():
+            if place not in settled:
+                groups.setdefault(row.group_id, {})[place] = row
+        for group_id, members in groups.items():
+            settled |= self._push_group(tx, actor, group_id, members, bad, as_bytes)
+        tx.actors.put(actor, actor.name)
+        committed = [row.seq for place, row in rows.items() if place not in settled]
+        return PushReply(runs_of(committed), [*settled.values()])
+
+    def _settle_known(
+        self, tx: Transaction, actor: Actor, rows: dict[int, _Row], bad: dict[int, str]
+    ) -> dict[int, RowResult]:
+        """Find the rows that were settled before, and what became of them; blame those of another sender."""
+        next_ones = range(actor.low_water, actor.low_water + len(rows))
+        if not actor.num_seen_above and all(
+            row.seq == seq and row.actor == actor.name and row.epoch == actor.epoch
+            for row, seq in zip(rows.values(), next_ones, strict=True)
+        ):  # as is usual
+            actor.low_water += len(rows)
+            return {}
+        settled = {}
+        for place, row in rows.items():
+            if row.actor != actor.name or row.epoch != actor.epoch:
+                bad[place] = "row of another sender"
             elif not 0 <= row.seq < actor.low_water + SEQ_WINDOW:
-                reason = "seq out of range"
+                bad[place] = "seq out of range"
             elif row.seq < actor.forgotten_below:
                 tx.state.ledger.late += 1
-                results.append(RowResult(row.seq, "late", f"{MAX_OVERTAKEN} others have overtaken it"))
-                continue
+                settled[place] = RowResult(row.seq, "late", f"{MAX_OVERTAKEN} others have overtaken it")
             elif not self._is_first(tx, actor, row.seq):
                 tx.state.ledger.duplicates += 1
-                results.append(RowResult(row.seq, "duplicate"))
-                continue
-            if reason:
-                data = b"".join(as_bytes.block([i], [NO_RECORD]))
-                results.append(self._set_aside(tx, actor, row, reason, touched, data))
-            elif (arrived := self._claimed(tx, actor, row, touched)) is None:
+                settled[place] = RowResult(row.seq, "duplicate")
+        return settled
+
+    def _push_group(
+        self,
+        tx: Transaction,
+        actor: Actor,
+        group_id: int,
+        rows: dict[int, _Row],
+        bad: dict[int, str],
+        as_bytes: RowBytes,
+    ) -> dict[int, RowResult]:
+        """Commit the good rows of one message for one group in one block; what becomes of the others.
+
+        A row is committed, or has failed, where exactly this sample of this attempt of this lease is waited for.
+        """
+        group = tx.groups.get(group_id) if group_id >= 1 else None
+        if group is not None and (not group.lease_id or (group.actor, group.epoch) != (actor.name, actor.epoch)):
+            group = None
+        waited_for = set() if group is None else set(group.missing())
+        taken: list[tuple[int, int]] = []
+        settled = {}
+        has_failed = False
+        for place, row in rows.items():
+            is_waited_for = (
+                group is not None
+                and row.sample_index in waited_for
+                and row.lease_id == group.lease_id
+                and row.attempt == group.attempt
+            )
+            if is_waited_for:
+                waited_for.discard(row.sample_index)
+            if reason := bad.get(place):
+                data = b"".join(as_bytes.block([place], [NO_RECORD]))
+                self._quarantine.set_aside(tx, reason, data, sender=actor.name, matches_lease=is_waited_for)
+                settled[place] = RowResult(row.seq, "quarantined", reason)
+                if is_waited_for and group is not None:
+                    group.sample_states[row.sample_index] = "failed"
+                    group.failed += 1
+                    has_failed = True
+            elif is_waited_for:
+                taken.append((row.sample_index, place))
+            else:
                 tx.state.ledger.late += 1
                 why = f"lease {row.lease_id} does not wait for sample {row.sample_index}"
-                results.append(RowResult(row.seq, "late", why))
-            else:
-                arrived.rows[row.sample_index] = i, row
-                results.append(RowResult(row.seq, "committed"))
-        for arrived in touched.values():
-            self._commit(tx, arrived, as_bytes)
-        tx.actors.put(actor, actor.name)
-        return results
+                settled[place] = RowResult(row.seq, "late", why)
+        if group is not None and (taken or has_failed):
+            self._commit(tx, group, [place for _, place in sorted(taken)], rows, as_bytes)
+        return settled
 
-    def _set_aside(
-        self, tx: Transaction, actor: Actor, row: _Row, reason: str, touched: dict[int, _Arrived], data: bytes
-    ) -> RowResult:
-        """Quarantine a row; the sample that it stands for has failed, if one waits for it."""
-        arrived = self._claimed(tx, actor, row, touched)
-        self._quarantine.set_aside(tx, reason, data, sender=actor.name, matches_lease=arrived is not None)
-        if arrived is not None:
-            arrived.group.sample_states[row.sample_index] = "failed"
-            arrived.group.failed += 1
-        return RowResult(row.seq, "quarantined", reason)
-
-    def _commit(self, tx: Transaction, arrived: _Arrived, as_bytes: RowBytes) -> None:
-        """Store what has arrived of a group in one block, and settle the group."""
-        state, group = tx.state, arrived.group
-        taken = [(index, *arrived.rows[index]) for index in sorted(arrived.rows)]
-        records = [self._facts.global_id(state.next_record + i) for i in range(len(taken))]
-        if taken:
-            state.next_record += len(taken)
-            tx.records.append(as_bytes.block([i for _, i, _ in taken], records), records[0])
-        for record, (index, _, row) in zip(records, taken, strict=True):
-            lengths = row.num_tokens, row.num_completion_tokens
-            self._groups.commit(tx, group, index, record, row.reward, lengths, row.oldest)
+    def _commit(
+        self, tx: Transaction, group: Group, places: list[int], rows: dict[int, _Row], as_bytes: RowBytes
+    ) -> None:
+        """Store rows of a group in one block, and settle the group."""
+        if places:
+            first = tx.state.next_record
+            tx.state.next_record += len(places)
+            records = [self._facts.global_id(first + i) for i in range(len(places))]
+            tx.records.append(as_bytes.block(places, records), records[0])
+            self._groups.commit(tx, group, [rows[place] for place in places], records)
         self._groups.settle(tx, group)
-
-    def _claimed(self, tx: Transaction, actor: Actor, row: _Row, touched: dict[int, _Arrived]) -> _Arrived | None:
-        """The group that waits for exactly this sample of this attempt of this lease."""
-        if row.group_id < 1 or row.lease_id < 1:
-            return None
-        arrived = touched.get(row.group_id)
-        group = tx.groups.get(row.group_id) if arrived is None else arrived.group
-        if group is None or (group.lease_id, group.attempt) != (row.lease_id, row.attempt):
-            return None
-        index = row.sample_index
-        if group.epoch != actor.epoch or group.actor != actor.name or not 0 <= index < len(group.sample_states):
-            return None
-        if group.sample_states[index] != "missing" or (arrived is not None and index in arrived.rows):
-            return None
-        return touched.setdefault(row.group_id, arrived or _Arrived(group, {}))
 
     def _is_first(self, tx: Transaction, actor: Actor, seq: int) -> bool:
         """Is it the first time that this sequence number arrives? What lies below the low-water mark needs no row."""
@@ -223,15 +248,7 @@ class Ingest:
             actor.low_water += 1
 
 
-class _Arrived(NamedTuple):
-    """Good rows of one message for one group."""
-
-    group: Group
-    rows: dict[int, tuple[int, _Row]]
-    """Sample -> its place among the rows of the turn, and the row."""
-
-
-class _Row(msgspec.Struct, frozen=True, gc=False):
+class _Row(StoredSample, frozen=True, gc=False):
     """What `Ingest` looks at of one pushed trajectory."""
 
     actor: str
@@ -240,18 +257,12 @@ class _Row(msgspec.Struct, frozen=True, gc=False):
     lease_id: int
     attempt: int
     group_id: int
-    sample_index: int
-    reward: float | None
-    num_tokens: int
-    num_completion_tokens: int
-    oldest: tuple[int, int]
-    """(incarnation, version) of the first token: versions only grow within a trajectory."""
 
 
 def _rows(batch: pa.RecordBatch) -> Iterator[_Row]:
     """The rows of a record batch; a whole column is read at once."""
     column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
-    plain = [column[name].to_pylist() for name in _Row.__struct_fields__[:8]]
+    plain = {name: column[name].to_pylist() for name in _Row.__struct_fields__ if name in column}
     lengths = [column[name].value_lengths().to_pylist() for name in ("token_ids", "logprobs")]
     spans, bounds = column["spans"].flatten(), list_bounds(column["spans"])[:-1]
     if len(spans):
@@ -259,7 +270,8 @@ def _rows(batch: pa.RecordBatch) -> Iterator[_Row]:
         oldest = zip(*(spans.field(i).to_numpy()[first].tolist() for i in range(2)), strict=True)
     else:
         oldest = zip([0] * batch.num_rows, [0] * batch.num_rows, strict=True)
-    return map(_Row, *plain, *lengths, oldest)
+    values = {**plain, "num_tokens": lengths[0], "num_completion_tokens": lengths[1], "oldest": oldest}
+    return map(_Row, *(values[name] for name in _Row.__struct_fields__))
 
 
 def faults(batch: pa.RecordBatch, facts: RunFacts, known: Mapping[int, int]) -> dict[int, str]:
@@ -295,9 +307,12 @@ def faults(batch: pa.RecordBatch, facts: RunFacts, known: Mapping[int, int]) -> 
     blame(num_tokens > facts.max_tokens, "longer than max_tokens")
     blame(num_completion < 1, "empty completion")
     blame(np.diff(logprob_bounds) != num_completion, "logprobs and completion differ in length")
-    blame(_rows_of((tokens < 0) | (tokens >= facts.vocab_size), token_bounds), "token outside the vocabulary")
-    blame(_rows_of(~np.isfinite(logprobs), logprob_bounds), "logprob not finite")
-    blame(_rows_of(logprobs > LOGPROB_TOLERANCE, logprob_bounds), "logprob above 0")
+    # Two numbers tell of most messages that nothing is wrong; which row it is costs several passes more.
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < facts.vocab_size:
+        blame(_rows_of((tokens < 0) | (tokens >= facts.vocab_size), token_bounds), "token outside the vocabulary")
+    if len(logprobs) and not -np.inf < logprobs.min() <= logprobs.max() <= LOGPROB_TOLERANCE:
+        blame(_rows_of(~np.isfinite(logprobs), logprob_bounds), "logprob not finite")
+        blame(_rows_of(logprobs > LOGPROB_TOLERANCE, logprob_bounds), "logprob above 0")
     blame(_not_finite(column["reward"]), "reward not finite")
     blame(_too_large(column["reward"]), "reward out of range")
     parts, part_bounds = column["reward_parts"], list_bounds(column["reward_parts"])
@@ -311,6 +326,17 @@ def faults(batch: pa.RecordBatch, facts: RunFacts, known: Mapping[int, int]) -> 
     for rows, reason in _span_faults(column["spans"], num_completion, known):
         blame(rows, reason)
     return found
+
+
+def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and last of each run of numbers that follow one another, of ascending numbers or any others."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return runs
 
 
 def _rows_of(bad_values: npt.NDArray[np.bool_], bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -114,11 +114,11 @@ class Ledger(msgspec.Struct):
             self.failed += count
             _count(self.failed_by_reason, reason, count)
 
-    def commit(self, state: str) -> None:
-        """A sample in flight is on disk."""
-        self.in_flight -= 1
-        self.committed += 1
-        setattr(self, state, getattr(self, state) + 1)
+    def commit(self, count: int, state: str) -> None:
+        """Samples in flight are on disk."""
+        self.in_flight -= count
+        self.committed += count
+        setattr(self, state, getattr(self, state) + count)
 
     def move(self, count: int, source: str, target: str) -> None:
         """Committed samples change their state."""

@@ -51,15 +51,16 @@ class LengthCounts(msgspec.Struct):
     unit: float = 1.0
     """What the next sample counts; growing it is cheaper than fading all counts."""
 
-    def add(self, num_tokens: int, memory: float = MEMORY) -> None:
-        """Count a completion. After `memory` further ones it counts 1/e of a new one."""
-        if not self.counts:
-            self.counts = [0.0] * NUM_BUCKETS
-        self.counts[bucket_of(num_tokens)] += self.unit
-        self.unit *= 1.0 + 1.0 / memory
-        if self.unit > _RESCALE_AT:
-            self.counts = [count / self.unit for count in self.counts]
-            self.unit = 1.0
+    def add(self, lengths: Iterable[int], memory: float = MEMORY) -> None:
+        """Count completions, one after the other. After `memory` further ones each counts 1/e of a new one."""
+        counts, unit, growth = self.counts or [0.0] * NUM_BUCKETS, self.unit, 1.0 + 1.0 / memory
+        for num_tokens in lengths:
+            counts[bucket_of(num_tokens)] += unit
+            unit *= growth
+            if unit > _RESCALE_AT:
+                counts = [count / unit for count in counts]
+                unit = 1.0
+        self.counts, self.unit = counts, unit
 
     @property
     def total(self) -> float:

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar, cast
 
 from buffer import protocol as p
 from buffer import schema
@@ -16,6 +18,8 @@ from buffer.config import MAX_MESSAGE_MIB, BufferConfig
 from buffer.errors import BufferUnavailable
 from buffer.trajectory import Trajectory
 from common.rpc.client import Answer, RpcClient, settle
+
+R = TypeVar("R")
 
 COALESCE_S = 0.005
 """How long trajectories are collected for one message: little beside what it takes to generate one."""
@@ -26,10 +30,43 @@ ROW_OVERHEAD_BYTES = 256
 """What a trajectory takes in a message beside its tokens and log-probabilities, about."""
 
 
+class Together(Generic[R]):
+    """A future of several outcomes, in their order. It fails with the first error, once all are known."""
+
+    def __init__(self, number: int) -> None:
+        """Wait for so many."""
+        self.future: Future[list[R]] = Future()
+        self._outcomes: dict[int, R | BaseException] = {}
+        self._number = number
+        self._lock = threading.Lock()
+        if not number:
+            settle(self.future, [])
+
+    def settle(self, place: int, outcome: R | BaseException) -> None:
+        """What became of one of them."""
+        with self._lock:
+            self._outcomes[place] = outcome
+            is_last = len(self._outcomes) == self._number
+        if is_last:
+            results = [self._outcomes[place] for place in range(self._number)]
+            errors = [each for each in results if isinstance(each, BaseException)]
+            settle(self.future, errors[0] if errors else cast("list[R]", results))
+
+    def follow(self, futures: Iterable[Future[R]]) -> Future[list[R]]:
+        """The outcomes of these."""
+
+        def told(place: int, future: Future[R]) -> None:
+            self.settle(place, future.exception() or future.result())
+
+        for place, future in enumerate(futures):
+            future.add_done_callback(partial(told, place))
+        return self.future
+
+
 @dataclass(slots=True, eq=False)
 class _Row:
     trajectory: Trajectory
-    future: Future[p.RowResult]
+    settle: Callable[[p.RowResult | BaseException], None]
     size_bytes: int
     pushed_at: float
 
@@ -67,21 +104,35 @@ class Outbox:
 
     def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
         """See `BufferClient.push`."""
-        size = _size_bytes(trajectory)
+        future: Future[p.RowResult] = Future()
+        self._enter([(trajectory, partial(settle, future))])
+        return future
+
+    def push_many(self, trajectories: Sequence[Trajectory]) -> Future[list[p.RowResult]]:
+        """See `BufferClient.push_many`."""
+        together = Together[p.RowResult](len(trajectories))
+        self._enter((each, partial(together.settle, place)) for place, each in enumerate(trajectories))
+        return together.future
+
+    def _enter(self, many: Iterable[tuple[Trajectory, Callable[[p.RowResult | BaseException], None]]]) -> None:
+        """Let some rows wait to be sent, as credit comes for them."""
+        now, wake = time.monotonic(), False
         with self._lock:
-            while not self._has_room(size):
-                self._wait_for_credit()
-            self._refuse_if_closed()
-            row = _Row(trajectory, Future(), size, time.monotonic())
-            self._outstanding_rows += 1
-            self._outstanding_bytes += size
-            was_full = self._is_full()
-            self._rows.append(row)
-            self._waiting_bytes += size
-            wake = len(self._rows) == 1 or (self._is_full() and not was_full)
+            for trajectory, told in many:
+                size = _size_bytes(trajectory)
+                while not self._has_room(size):
+                    self._transport().wake()
+                    self._wait_for_credit()
+                    now = time.monotonic()
+                self._refuse_if_closed()
+                self._outstanding_rows += 1
+                self._outstanding_bytes += size
+                was_full = self._is_full()
+                self._rows.append(_Row(trajectory, told, size, now))
+                self._waiting_bytes += size
+                wake = wake or len(self._rows) == 1 or (self._is_full() and not was_full)
         if wake:
             self._transport().wake()
-        return row.future
 
     def has_room(self, trajectory: Trajectory) -> bool:
         """Would `push` return at once?"""
@@ -184,7 +235,7 @@ class Outbox:
             self._credit = credit or self._credit
             self._freed.notify_all()
         for row, outcome in zip(rows, outcomes, strict=True):
-            settle(row.future, outcome)
+            row.settle(outcome)
 
 
 def _size_bytes(trajectory: Trajectory) -> int:

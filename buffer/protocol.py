@@ -8,6 +8,7 @@ service can recognise it.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -203,9 +204,18 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
 class PushReply(Message, frozen=True):
     """Answer to Push, sent after the transaction is on disk."""
 
-    results: list[RowResult]
+    committed: list[tuple[int, int]]
+    """First and last sequence number of each run of trajectories that were committed."""
+    others: list[RowResult]
+    """What became of the others."""
     credit: Credit | None = None
     """From now on."""
+
+    @property
+    def results(self) -> list[RowResult]:
+        """What became of each trajectory, by sequence number."""
+        runs = [RowResult(seq, "committed") for first, last in self.committed for seq in range(first, last + 1)]
+        return sorted([*runs, *self.others], key=attrgetter("seq"))
 
 
 class RenewReply(Message, frozen=True):
@@ -264,6 +274,11 @@ class IncarnationReply(Message, frozen=True):
     """For every recorded draw that is to be redone, how its step was divided among the shards."""
 
 
+STAGES = ("wait", "receive", "validate", "index", "commit", "acknowledge")
+"""What a turn of the service consists of: it waits for messages, takes them and compares their checksums, looks at what
+is pushed, settles every row and answers every request, writes and syncs, and sends the answers."""
+
+
 class Nonsense(msgspec.Struct, frozen=True):
     """What one sender sent that no client of the run would."""
 
@@ -295,6 +310,8 @@ class Status(Message, frozen=True):
     """Its distance is above the knob `fidelity_alarm`."""
     nonsense: dict[str, Nonsense] = msgspec.field(default_factory=dict)
     """By sender, since the service started."""
+    spent_s: dict[str, float] = msgspec.field(default_factory=dict)
+    """Seconds of the service since it started, by `STAGES`."""
     silent_shards: list[int] = msgspec.field(default_factory=list)
     """Shards that do not answer now: their part of the figures is the last that was known."""
 
@@ -330,7 +347,7 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
 
 PROTOCOL = Protocol(
     "buffer service",
-    6,
+    7,
     Request,
     Reply,
     asked_by=ASKED_BY,

@@ -12,7 +12,6 @@ microseconds; this layout is derived from `buffer.schema.SCHEMA`, and `decode` g
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -87,7 +86,7 @@ class RowBytes:
     def __init__(self, batch: pa.RecordBatch) -> None:
         """Lay out every section for all rows at once, which costs little more than for one."""
         column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
-        self._flat, bounds = _sections(column)
+        flat, bounds = _sections(column)
         headers = np.zeros(batch.num_rows, HEADER)
         for name in (*INTEGERS, *WALL_TIMES):
             headers[name] = column[name].to_numpy()
@@ -96,25 +95,23 @@ class RowBytes:
         for (name, _), bound in zip(_SECTIONS, bounds, strict=True):
             headers[f"num_{name}"] = np.diff(bound)
         self._headers = headers
-        self._bounds = [(bound * item).tolist() for bound, item in zip(bounds, _ITEM_SIZES.tolist(), strict=True)]
+        self._sections = [
+            (data, (bound * item).tolist())
+            for data, bound, item in zip(flat, bounds, _ITEM_SIZES.tolist(), strict=True)
+            if data
+        ]
 
     def block(self, rows: Sequence[int], records: Sequence[int]) -> list[bytes | memoryview]:
         """Some rows, in this order, under these ascending record numbers; as pieces that follow one another."""
-        headers = self._headers[list(rows)]
+        first, end = rows[0], rows[-1] + 1
+        if end - first == len(rows) and list(rows) == list(range(first, end)):
+            headers = self._headers[first:end].copy()
+            parts = [data[bound[first] : bound[end]] for data, bound in self._sections]
+        else:
+            headers = self._headers[list(rows)]
+            parts = [data[bound[row] : bound[row + 1]] for data, bound in self._sections for row in rows]
         headers["record"] = records
-        runs = _runs(rows)
-        pieces: list[bytes | memoryview] = [_PREFIX.pack(SCHEMA_VERSION, len(rows)), headers.tobytes()]
-        for data, bound in zip(self._flat, self._bounds, strict=True):
-            if data:
-                pieces += [data[bound[start] : bound[end]] for start, end in runs]
-        return pieces
-
-
-def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Rows as ranges that follow one another."""
-    if rows[-1] - rows[0] == len(rows) - 1 and all(a < b for a, b in itertools.pairwise(rows)):
-        return [(rows[0], rows[-1] + 1)]
-    return [(row, row + 1) for row in rows]
+        return [_PREFIX.pack(SCHEMA_VERSION, len(rows)), headers.tobytes(), *parts]
 
 
 def decode(blocks: Sequence[bytes | memoryview]) -> dict[str, Any]:

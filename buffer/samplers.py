@@ -90,17 +90,19 @@ class Weighted:
     def choose(
         self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
     ) -> list[int]:
-        """One after another."""
+        """One after another. One that is out is taken out of the weights when it comes up again, as few do."""
         picker = candidates.picker()
-        for each in taken:
-            picker.take_out(each)
+        out = set(taken)
         chosen: Counter[int] = Counter()
         order: list[int] = []
         while len(order) < num_groups and (group_id := picker.pick(random)) is not None:
+            if group_id in out:
+                picker.take_out(group_id)
+                continue
             order.append(group_id)
             chosen[group_id] += 1
             if not self.with_replacement or chosen[group_id] >= candidates.uses_left(group_id):
-                picker.take_out(group_id)
+                out.add(group_id)
         return order
 
 

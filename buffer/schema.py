@@ -287,13 +287,14 @@ def _refuse_nulls(batch: pa.RecordBatch) -> None:
             raise BadBody("null", f"column '{field.name}' holds {column.null_count} nulls")
         if not pa.types.is_list(field.type):
             continue
-        values = column.flatten()
-        if values.null_count:
-            raise BadBody("null", f"a list of column '{field.name}' holds a null")
+        values = column.values  # those that no row holds included: without a null there is none in a row
+        nulls = [field.name] if values.null_count and column.flatten().null_count else []
         if pa.types.is_struct(values.type):
             for i, part in enumerate(values.type):
-                if not part.nullable and values.field(i).null_count:
-                    raise BadBody("null", f"'{field.name}.{part.name}' holds a null")
+                if not part.nullable and values.field(i).null_count and column.flatten().field(i).null_count:
+                    nulls.append(f"{field.name}.{part.name}")
+        if nulls:
+            raise BadBody("null", f"a list of column '{nulls[0]}' holds a null")
 
 
 def is_compressed(metadata: bytes) -> bool:

@@ -28,7 +28,7 @@ from buffer.nonsense import MAX_QUARANTINED_BYTES, Senders, SetAside
 from buffer.schema import start_fault
 from buffer.store import PORT, RESTORE, Store
 from buffer.transaction import Transaction
-from buffer.upkeep import Upkeep
+from buffer.upkeep import Stages, Upkeep
 from common.rpc.auth import ServiceKeys
 from common.rpc.server import CannotBind, Malformed, Request, RpcServer, Unserved
 from common.run import RunFacts
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 INBOX_BYTES = 256 * 2**20
 """What all clients together may have sent without an acknowledgement, which bounds the service's memory. A turn takes
-8 MiB, so it is many turns ahead of what any disk syncs."""
+4 MiB, so it is many turns ahead of what any disk syncs."""
 _MAX_TURN_MESSAGES = 512
-_MAX_TURN_BYTES = 8 * 2**20
+_MAX_TURN_BYTES = 4 * 2**20
 """So much is taken in between two commits: more share one fsync, fewer are acknowledged sooner."""
 _MAX_PARKED = 64
 """Draws that wait at once; one learner has one or two."""
@@ -54,7 +54,7 @@ many: who sends many of them costs the others no sync."""
 _FORGET_S = 60.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of mallopt(3): free bytes above which memory is given back; size from which a block is mapped on its own."""
-_MAX_CREDIT_ROWS = 3072
+_MAX_CREDIT_ROWS = 1536
 _LEAST_CREDIT = p.Credit(64, 2**20)
 
 
@@ -160,6 +160,7 @@ class BufferService:
         self._unwritten: list[SetAside] = []
         self._write_at = 0.0
         """When what is unwritten is written down at the latest."""
+        self._stages = Stages()
         self._full_until = 0.0
         """Until then the disk is taken to be full: nothing is written of which no message asks."""
 
@@ -205,8 +206,10 @@ class BufferService:
         self._unwritten.clear()  # on a full disk nonsense has no room
         for blame in blames:
             self._senders.blame(*blame)
+        self._stages.end("commit")
         for outgoing in outbox:
             self._send(outgoing)
+        self._stages.end("acknowledge")
 
     def _turn_away(self, arrivals: list[Arrival]) -> list[Asked]:
         """Answer what is refused whatever the store holds; the rest."""
@@ -255,7 +258,9 @@ class BufferService:
         if now >= self._full_until:
             waits += [parked.deadline - now for parked in self._parked.values()]
             waits += [due for due in [self._core.leases.due_in_s()] if due is not None]
-        if not self._rpc.poll(min(waits)):
+        has_messages = self._rpc.poll(min(waits))
+        self._stages.end("wait")
+        if not has_messages:
             return []
         messages: list[list[zmq.Frame]] = []
         size = 0
@@ -265,7 +270,11 @@ class BufferService:
                 break
             messages.append(frames)
             size += sum(map(len, frames))
-        return opened(map(self._rpc.open, messages), self._upkeep.watch.pushes_wait_for)
+        requests = [self._rpc.open(frames) for frames in messages]
+        self._stages.end("receive")
+        arrivals = opened(requests, self._upkeep.watch.pushes_wait_for)
+        self._stages.end("validate")
+        return arrivals
 
     def _answer(self, tx: Transaction, asked: list[Asked]) -> _Answers:
         """All replies of one turn. May run twice where the store grows, so it changes nothing but `tx`."""
@@ -291,6 +300,7 @@ class BufferService:
             if answer is not None:
                 del parked[key]
                 outbox.append(_Outgoing(waiting.identity, waiting.request_id, *answer))
+        self._stages.end("index")
         return _Answers(outbox, parked, blames)
 
     def _answer_pushes(self, tx: Transaction, pushed: _Pushed, blames: list[_Blame]) -> list[_Outgoing]:
@@ -302,7 +312,7 @@ class BufferService:
         for place, reply in enumerate(self._core.push(tx, pushed.opened, refusals)):
             request = requests[place]
             if isinstance(reply, p.PushReply):
-                reasons = [row.reason for row in reply.results if row.outcome == "quarantined"]
+                reasons = [row.reason for row in reply.others if row.outcome == "quarantined"]
                 if reasons:
                     blames.append(_Blame(request.asker.name, f"set aside: {reasons[0]}", len(reasons)))
             elif place not in refusals and isinstance(pushed.opened.opened[place][2], BadBody):
@@ -359,7 +369,10 @@ class BufferService:
             case _, p.Status():
                 size, damaged = self._store.size_bytes, self._upkeep.scrub.num_damaged
                 told = self._senders.told()
-                return msgspec.structs.replace(reply, size_bytes=size, num_damaged=damaged, nonsense=told)
+                spent_s = dict(self._stages.seconds)
+                return msgspec.structs.replace(
+                    reply, size_bytes=size, num_damaged=damaged, nonsense=told, spent_s=spent_s
+                )
         return reply
 
     def _draw(self, tx: Transaction, request: p.DrawRequest) -> Answer | None:

@@ -233,11 +233,9 @@ class Steps:
         for group_id, times in Counter(draw.group_ids).items():
             group = tx.groups.require(group_id)
             used = [index for index, record in enumerate(group.records) if record in drawn]
-            for index in used:
-                self._settle(tx, group, index, skipped=skipped)
-                if not skipped and not is_redone:
-                    for _ in range(times):
-                        state.fidelity.trained.add(group.completion_lengths[index])
+            self._settle(tx, group, used, skipped=skipped)
+            if not skipped and not is_redone:
+                state.fidelity.trained.add([group.completion_lengths[index] for index in used for _ in range(times)])
             if draw.finished_by < 0:
                 group.uses += times
             if not skipped:
@@ -252,12 +250,14 @@ class Steps:
         tx.draws.put(draw, draw.step)
         state.pending_draws.pop(draw.step, None)
 
-    def _settle(self, tx: Transaction, group: Group, index: int, *, skipped: bool) -> None:
-        """A sample of a finished step. What a skipped step filtered may be trained on when it is redone."""
-        state, ledger = group.sample_states[index], tx.state.ledger
-        if state == "drawn" or (state == "filtered" and not skipped):
-            group.sample_states[index] = "filtered" if skipped else "trained"
-            ledger.move(1, state, group.sample_states[index])
+    def _settle(self, tx: Transaction, group: Group, used: list[int], *, skipped: bool) -> None:
+        """Samples of a finished step. What a skipped step filtered may be trained on when it is redone."""
+        target = "filtered" if skipped else "trained"
+        for source in ("drawn",) if skipped else ("drawn", "filtered"):
+            settled = [index for index in used if group.sample_states[index] == source]
+            for index in settled:
+                group.sample_states[index] = target
+            tx.state.ledger.move(len(settled), source, target)
 
     def _watch_lengths(self, state: StoreState) -> None:
         """Warn where training leaves some lengths out."""

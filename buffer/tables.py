@@ -202,7 +202,7 @@ class Group(msgspec.Struct):
     def mean_completion(self) -> float:
         """Completion tokens of a committed sample on average; 0 where none is committed."""
         known = [length for length in self.completion_lengths if length]
-        return fmean(known) if known else 0.0
+        return sum(known) / len(known) if known else 0.0
 
     def oldest_effective(self, state: StoreState) -> int:
         """The version that the group's age is counted from: that of its oldest token, in flight or committed."""

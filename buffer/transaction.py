@@ -72,6 +72,8 @@ class Table(Generic[V]):
         self._db = db
         self._decoder = _DECODERS.get(name)
         self._caches = caches and self._decoder is not None
+        self._verified: set[bytes] | None = set() if caches else None
+        """Keys whose values matched their checksums in this transaction, which alone could change them since."""
         self._rows: dict[bytes, V] = {}
         self._unwritten: dict[bytes, V] = {}
 
@@ -216,11 +218,15 @@ class Table(Generic[V]):
 
     def _checked(self, key: bytes, value: memoryview) -> memoryview:
         payload = value[_SEAL.size :]
+        if self._verified is not None and key in self._verified:
+            return payload
         if len(value) < _SEAL.size or _SEAL.unpack_from(value)[0] != _digest(key, payload):
             raise CorruptRecord(
                 f"the store's table '{self._name}' has a value of {len(value)} bytes under key {key.hex()} that does "
                 "not match its checksum: the disk or the file is damaged"
             )
+        if self._verified is not None:
+            self._verified.add(key)
         return payload
 
     def _open(self, payload: memoryview) -> V:

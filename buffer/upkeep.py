@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 
 from buffer.config import BufferConfig
 from buffer.errors import CorruptRecord, StoreBusy
+from buffer.protocol import STAGES
 from buffer.store import Reader, Store
 from buffer.transaction import Transaction
 
@@ -29,6 +31,21 @@ _WARN_AFTER_S = 5.0
 _SLACK_BYTES = 16 * 2**20
 _SCRUB_EVERY_S = 0.2
 _SCRUB_BYTES = 4 * 2**20
+
+
+class Stages:
+    """Where the service's time goes."""
+
+    def __init__(self) -> None:
+        """Begin the first stage."""
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._since = time.perf_counter()
+
+    def end(self, stage: str) -> None:
+        """What has passed since the last stage ended was this one; the next begins."""
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._since
+        self._since = now
 
 
 class Upkeep:

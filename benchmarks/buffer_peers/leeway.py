@@ -1,7 +1,8 @@
 """The buffer of this repository: `python -m buffer` and a BufferClient, at the default durability.
 
-Settings: one trajectory per `push`, 32 per message by the client's own coalescing (10 ms at most),
-groups of 8. A push counts when its future says 'committed', which is after the synced commit.
+Settings: 32 trajectories per call of `push_many`, groups of 8; messages by the client's own coalescing, of 1 MiB at
+most. A push counts when its future says 'committed', which is after the synced commit. `push_plain_per_s` is one
+trajectory per call, each with a future of its own, as actors push.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shutil
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
@@ -22,21 +24,21 @@ from benchmarks.buffer_peers.workload import (
     PATIENCE_S,
     Figures,
     Workload,
+    calls,
     rates,
     sampled,
 )
 from buffer import schema
 from buffer.client import BufferClient, Draw
-from buffer.protocol import Lease, RowResult
+from buffer.protocol import STAGES, Done, Lease, RowResult
 from buffer.rows import flat_values
+from buffer.sharding.client import ShardedClient
 from buffer.trajectory import Trajectory
 from common.run import RunFacts
 
 LONE_GROUPS = 8
 HALF_LOAD_PART = 4
 """One in so many trajectories is pushed again at half of the measured rate."""
-TIMED_EVERY = 8
-"""The latency of one in so many trajectories is taken."""
 DRAWS_IN_FLIGHT = 2
 NUM_SAMPLED_BATCHES = 60
 LEASES_AHEAD = 128
@@ -72,32 +74,34 @@ def count_syncs(work: Workload, folder: Path) -> Figures:
     }
 
 
-def push_all(actor: BufferClient, rows: list[Trajectory], latencies_s: list[float] | None = None) -> None:
+def push_all(
+    actor: BufferClient | ShardedClient, rows: list[Trajectory], latencies_s: list[float] | None = None
+) -> None:
     """Push and wait until all are acknowledged as committed.
 
     Raises:
         RuntimeError: one was not committed.
     """
-    futures: list[Future[RowResult]] = []
-    for i, row in enumerate(rows):
+    futures: list[Future[list[RowResult]]] = []
+    for call in calls(rows):
         pushed_at = time.perf_counter()
-        future = actor.push(row)
+        future = actor.push_many(call)
         futures.append(future)
-        if latencies_s is not None and i % TIMED_EVERY == 0:
+        if latencies_s is not None:
             _time(future, pushed_at, latencies_s)
     check(futures)
 
 
-def check(futures: list[Future[RowResult]]) -> None:
+def check(futures: Sequence[Future[list[RowResult]]]) -> None:
     """Wait for every acknowledgement.
 
     Raises:
         RuntimeError: one is not 'committed'.
     """
     for future in futures:
-        result = future.result(PATIENCE_S)
-        if result.outcome != "committed":
-            raise RuntimeError(f"a trajectory was not committed: {result}")
+        for result in future.result(PATIENCE_S):
+            if result.outcome != "committed":
+                raise RuntimeError(f"a trajectory was not committed: {result}")
 
 
 def _facts(work: Workload) -> RunFacts:
@@ -111,16 +115,26 @@ def _push(work: Workload, folder: Path) -> Figures:
     with Service(folder, _facts(work), config_for()) as service:
         learner, actor = service.begin(), service.client("actor-0")
         rows = work.leased(lease_all(actor, len(work) // GROUP_SIZE))
-        commits = service.num_commits()
+        commits, spent_s = service.num_commits(), learner.status().result(PATIENCE_S).spent_s
         started = time.perf_counter()
         push_all(actor, rows, latencies_s)
         seconds = time.perf_counter() - started
         commits = service.num_commits() - commits
+        stages = learner.status().result(PATIENCE_S).spent_s
+        stages_us = {stage: 1e6 * (stages[stage] - spent_s[stage]) / len(rows) for stage in STAGES}
+        plain = work.leased(_some_leases(work, actor))
+        started = time.perf_counter()
+        pushed = [actor.push(row) for row in plain]
+        for each in pushed:
+            each.result(PATIENCE_S)
+        plain_per_s = len(plain) / (time.perf_counter() - started)
         at_half = _at_rate(actor, work.leased(_some_leases(work, actor)), len(rows) / seconds / 2)
         lone = _lone(actor, work.leased(lease_all(actor, LONE_GROUPS)))
         actor.close()
         learner.close()
     return rates(work, seconds) | {
+        "push_plain_per_s": plain_per_s,
+        **{f"push_us_{stage}": microseconds for stage, microseconds in stages_us.items()},
         "commits_per_s": commits / seconds,
         "commits_per_1000": 1000 * commits / len(rows),
         "ack_ms_saturated": 1000 * statistics.median(latencies_s),
@@ -142,7 +156,7 @@ def _at_rate(actor: BufferClient, rows: list[Trajectory], per_s: float) -> float
         if i % GROUP_SIZE == 0:
             time.sleep(max(0.0, started + i / per_s - time.perf_counter()))
         pushed_at = time.perf_counter()
-        future = actor.push(row)
+        future = actor.push_many([row])
         futures.append(future)
         _time(future, pushed_at, latencies_s)
     check(futures)
@@ -154,12 +168,12 @@ def _lone(actor: BufferClient, rows: list[Trajectory]) -> float:
     latencies_s = []
     for row in rows:
         started = time.perf_counter()
-        check([actor.push(row)])
+        check([actor.push_many([row])])
         latencies_s.append(time.perf_counter() - started)
     return statistics.median(latencies_s)
 
 
-def _time(future: Future[RowResult], pushed_at: float, latencies_s: list[float]) -> None:
+def _time(future: Future[list[RowResult]], pushed_at: float, latencies_s: list[float]) -> None:
     future.add_done_callback(lambda _: latencies_s.append(time.perf_counter() - pushed_at))
 
 
@@ -177,7 +191,8 @@ def _push_with_leasing(work: Workload, folder: Path) -> Figures:
             ahead = actor.lease(LEASES_PER_REQUEST)
             first, leased = leased * GROUP_SIZE, leased + len(leases)
             samples = chain.from_iterable([(lease, index) for index in lease.sample_indices] for lease in leases)
-            futures += [actor.push(work.trajectory(first + i, *sample)) for i, sample in enumerate(samples)]
+            rows = [work.trajectory(first + i, *sample) for i, sample in enumerate(samples)]
+            futures += [actor.push_many(call) for call in calls(rows)]
         check(futures)
         seconds = time.perf_counter() - started
         actor.close()
@@ -228,10 +243,13 @@ def fill(actor: BufferClient, work: Workload, num_trajectories: int, *, first: i
 def draw_steps(learner: BufferClient, done: int, num_steps: int, groups_per_step: int) -> int:
     """Draw the steps after `done`, one ahead of the one at hand; returns the number of trajectories.
 
+    As the learner does, it goes on before the service has answered that a step is finished.
+
     Raises:
         RuntimeError: a batch was not ready.
     """
     ahead: deque[Future[Draw]] = deque()
+    finished: list[Future[Done]] = []
     asked, num_trajectories = done, 0
     for step in range(done + 1, done + num_steps + 1):
         while asked < done + num_steps and len(ahead) < DRAWS_IN_FLIGHT:
@@ -241,7 +259,9 @@ def draw_steps(learner: BufferClient, done: int, num_steps: int, groups_per_step
         if not draw.ready:
             raise RuntimeError(f"step {step} cannot be drawn: {draw.waiting_for}")
         num_trajectories += open_batch(draw.body)
-        learner.step_finished(step, step).result(PATIENCE_S)
+        finished.append(learner.step_finished(step, step))
+    for each in finished:
+        each.result(PATIENCE_S)
     return num_trajectories
 
 

@@ -23,6 +23,7 @@ from buffer import schema
 from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
+from buffer.outbox import Together
 from buffer.sharding.division import divide_step, must_wait
 from buffer.sharding.shards import Request, Shard, Shards, sum_of
 from buffer.trajectory import Trajectory
@@ -144,6 +145,11 @@ class ShardedClient:
         if self._is_closed:
             raise BufferUnavailable(_CLOSED)
         return self._shards.owner(trajectory.lease_id).push(trajectory, self._loop)
+
+    def push_many(self, trajectories: Sequence[Trajectory]) -> Future[list[p.RowResult]]:
+        """As `push` of each, with one future of all results; it fails with the first error, when all are known."""
+        pushed = [self.push(trajectory) for trajectory in trajectories]
+        return Together[p.RowResult](len(pushed)).follow(pushed)
 
     def has_room(self, _trajectory: Trajectory) -> bool:
         """`push` always returns at once."""

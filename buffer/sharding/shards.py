@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -23,6 +23,7 @@ from common.rpc.client import settle
 _CREDIT_POLL_S = 0.02
 
 R = TypeVar("R")
+N = TypeVar("N", int, float)
 
 Request = Callable[[BufferClient], Future[R]]
 
@@ -227,7 +228,7 @@ def _pass_on(future: Future[R], answered: Future[R]) -> None:
 
 def sum_of(parts: Sequence[p.Status], silent: list[int]) -> p.Status:
     """The status of all shards together."""
-    tables = ("ledger", "quarantined_by_reason", "failed_by_reason")
+    tables = ("ledger", "quarantined_by_reason", "failed_by_reason", "spent_s")
     counts = ("num_ready_groups", "num_drawn_groups", "num_records", "size_bytes", "num_damaged")
     sums: dict[str, Any] = {name: _added([getattr(part, name) for part in parts]) for name in tables}
     nonsense: dict[str, p.Nonsense] = {}
@@ -247,8 +248,6 @@ def sum_of(parts: Sequence[p.Status], silent: list[int]) -> p.Status:
     )
 
 
-def _added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
-    return dict(total)
+def _added(counts: Sequence[Mapping[str, N]]) -> dict[str, N]:
+    names = dict.fromkeys(name for each in counts for name in each)
+    return {name: sum(each[name] for each in counts if name in each) for name in names}

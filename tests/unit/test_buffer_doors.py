@@ -184,7 +184,7 @@ def test_what_was_said_before_changes_nothing_when_it_is_said_again(service, wir
 
     def rows_and_status():
         rows = [row for row in held(service) if row[1] != b"state\0"]
-        return rows, msgspec.structs.asdict(run.wire.ask(p.StatusRequest(), asker=LAUNCH))
+        return rows, msgspec.structs.asdict(run.wire.ask(p.StatusRequest(), asker=LAUNCH)) | {"spent_s": {}}
 
     said, (rows, status) = list(run.wire.sent), rows_and_status()
     for frames in said * 2 + said[::-1]:

@@ -58,13 +58,13 @@ def test_every_length_lies_in_its_bucket():
 def test_old_counts_fade_by_e_after_as_many_samples_as_the_memory_has():
     counts = LengthCounts()
     for _ in range(1000):
-        counts.add(10, 1000)
+        counts.add([10], 1000)
     full = counts.counts[bucket_of(10)] / counts.unit
     for _ in range(1000):
-        counts.add(500, 1000)
+        counts.add([500], 1000)
     assert counts.counts[bucket_of(10)] / counts.unit == pytest.approx(full / np.e, rel=0.01)
     for _ in range(60_000):
-        counts.add(500, 1000)
+        counts.add([500], 1000)
     assert counts.total == pytest.approx(1001, rel=0.01)
     assert counts.shares()[bucket_of(500)] == pytest.approx(1.0)
 
@@ -73,11 +73,11 @@ def test_ks_is_0_for_the_same_lengths_and_1_for_disjoint_ones():
     fidelity = Fidelity()
     assert fidelity.now.ks == 0.0
     for length in (5, 50, 500):
-        fidelity.generated.add(length, 1e6)
-        fidelity.trained.add(length, 1e6)
+        fidelity.generated.add([length], 1e6)
+        fidelity.trained.add([length], 1e6)
     assert fidelity.now.ks == pytest.approx(0.0, abs=1e-5)
     for _ in range(9):
-        fidelity.trained.add(5, 1e6)
+        fidelity.trained.add([5], 1e6)
     assert fidelity.now.ks == pytest.approx(10 / 12 - 1 / 3, abs=1e-4)
     assert ks_distance([1.0, 0.0], [0.0, 1.0]) == 1.0
 
@@ -89,9 +89,9 @@ def test_the_ratio_of_the_95th_percentiles_tells_starved_long_answers_to_a_bucke
     lengths = np.exp(rng.normal(5.0, 1.0, 4000)).astype(int) + 1
     kept = lengths[lengths < 600]
     for length in lengths:
-        fidelity.generated.add(int(length), 1e9)
+        fidelity.generated.add([int(length)], 1e9)
     for length in kept:
-        fidelity.trained.add(int(length), 1e9)
+        fidelity.trained.add([int(length)], 1e9)
     exact = np.quantile(kept, 0.95) / np.quantile(lengths, 0.95)
     assert exact < 0.7
     assert fidelity.now.p95_ratio == pytest.approx(exact, rel=0.1)
@@ -166,9 +166,9 @@ def test_the_correction_takes_the_samplers_order_before_anything_was_trained_and
     assert corrected(offers, 4, Fidelity()) == offers
     fidelity = Fidelity()
     for length in (10, 10, 10, 10, 1000):
-        fidelity.generated.add(length, 1e6)
+        fidelity.generated.add([length], 1e6)
     for _ in range(40):
-        fidelity.trained.add(10, 1e6)
+        fidelity.trained.add([10], 1e6)
     assert [offer.group_id for offer in corrected(offers_of([10, 10, 1000, 10]), 1, fidelity)] == [2]
 
 

@@ -11,7 +11,7 @@ from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable, StoreError
 from buffer.outbox import _size_bytes
-from buffer.protocol import Lease
+from buffer.protocol import STAGES, Lease
 from buffer.service import BufferService, Credits
 from common.run import RunFacts
 from common.staleness import StalenessConfig
@@ -91,6 +91,48 @@ def test_trajectories_pushed_together_share_commits(connect, learner, service, m
     assert {future.result(60).outcome for future in pushed} == {"committed"}
     assert len(pushed) == 128
     assert len(commits) <= 16
+
+
+def test_many_pushed_in_one_call_have_their_results_in_its_order_however_many_messages_they_take(
+    connect, learner, monkeypatch
+):
+    monkeypatch.setattr(outbox, "MAX_ROWS_PER_MESSAGE", 3)
+    actor = connect()
+    leases = actor.lease(2).result(60).leases
+    rows = [make_trajectory(lease, index, seq=0) for lease in leases for index in range(4)]
+    late = replace(rows[0], lease_id=rows[0].lease_id + 1000)
+    odd = replace(rows[5], reward=float("nan"))
+    results = actor.push_many([rows[0], late, *rows[1:5], odd, *rows[6:]]).result(60)
+    assert [result.outcome for result in results] == [
+        "committed",
+        "late",
+        *["committed"] * 4,
+        "quarantined",
+        *["committed"] * 2,
+    ]
+    assert [result.seq for result in results] == list(range(9))
+    assert actor.push_many([]).result(0) == []
+
+
+def test_many_pushed_in_one_call_fail_together_but_the_good_ones_are_stored(connect, learner):
+    actor = connect()
+    lease = actor.lease(1).result(60).leases[0]
+    rows = [make_trajectory(lease, index, seq=0) for index in range(3)]
+    rows[1].columns["unspeakable"] = object()
+    with pytest.raises(TypeError):
+        actor.push_many(rows).result(60)
+    assert actor.push(rows[0]).result(60).outcome == "late"
+    assert learner.status().result(60).ledger["committed"] == 2
+
+
+def test_the_status_says_where_the_time_of_the_service_went(connect, learner):
+    before = learner.status().result(60).spent_s
+    lease = connect().lease(1).result(60).leases[0]
+    connect("actor-1")
+    after = learner.status().result(60).spent_s
+    assert lease
+    assert tuple(after) == STAGES
+    assert all(after[stage] > before[stage] for stage in ("wait", "receive", "index", "commit", "acknowledge"))
 
 
 def test_a_trajectory_that_cannot_be_encoded_fails_alone(connect, learner):
