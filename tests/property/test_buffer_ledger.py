@@ -215,6 +215,11 @@ class ScheduledBuffer(RuleBasedStateMachine):
     def restart_service(self):
         self.buffer.restart()
 
+    @rule(what=st.sampled_from(["commit", "service"]))
+    def lose_the_next(self, what):
+        """The disk is full, or the service dies, right before the commit of the next request; it is asked again."""
+        self.buffer.loses = what
+
     @invariant()
     def the_ledger_closes(self):
         if self.buffer is None:

@@ -7,10 +7,11 @@ Actor            generates what it is told to
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +36,10 @@ from tests.world.run_context import run_facts
 M = TypeVar("M", bound=p.Message)
 
 
+class _CutOff(Exception):
+    """A commit that did not happen."""
+
+
 class InProcessBuffer:
     """One client's view of a buffer; every call is one transaction."""
 
@@ -56,7 +61,26 @@ class InProcessBuffer:
         self._open_store = open_store or (lambda: Store(folder, facts, first_map_size=2**18))
         self._clock = clock or (lambda: self.now_s)
         self._requests = 0
+        self.loses: Literal["", "commit", "service"] = ""
+        """What fails at the next request but one for the status, which is then asked again: its commit, on a full
+        disk, or the whole service."""
         self._open()
+
+    def _lose(self, change: Callable[[Any], object]) -> None:
+        """Do all of a request but commit it. Nothing of it may be left, in the store or in memory."""
+
+        def cut_off(tx: Any) -> None:
+            change(tx)
+            tx.flush()
+            raise _CutOff
+
+        with contextlib.suppress(_CutOff):
+            self.store.write(cut_off)
+        if self.loses == "service":
+            self.restart()
+        self.loses = ""
+        assert self.faults() == []
+        self.store.read(self.core.leases.restart)  # as the service does after a full disk
 
     def _open(self) -> None:
         self.store = self._open_store()
@@ -91,6 +115,9 @@ class InProcessBuffer:
                 refused.append(error)
                 return None
 
+        if self.loses and not isinstance(message, p.StatusRequest):
+            self._lose(answered)
+            refused.clear()
         found: tuple[p.Reply, Any] | None = self.store.write(answered)
         if refused:
             raise refused[0]
