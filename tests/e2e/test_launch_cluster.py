@@ -29,6 +29,7 @@ def hosts(tmp_path):
         yield made
 
 
+@pytest.mark.full
 def test_a_run_across_three_hosts_trains_though_those_of_the_actors_do_not_see_its_folder(hosts, tmp_path):
     cluster = Cluster(hosts, tmp_path)
     cluster.up()
