@@ -363,6 +363,8 @@ def _too_large(column: pa.Array) -> npt.NDArray[np.bool_]:
 
 
 def _wrong_reference(column: pa.Array, num_completion: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    if column.null_count == len(column):  # as is usual: it is the learner that scores
+        return np.zeros(len(column), np.bool_)
     values, bounds = flat_values(column)
     present = column.is_valid().to_numpy(zero_copy_only=False)
     return present & ((np.diff(bounds) != num_completion) | _rows_of(~np.isfinite(values), bounds))
@@ -383,6 +385,11 @@ def _is_json_object(text: str) -> bool:
     return True
 
 
+def _shifted(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The value before each; of the first any."""
+    return np.concatenate([values[:1], values[:-1]])
+
+
 def _span_faults(
     column: pa.Array, num_completion: npt.NDArray[np.int64], known: Mapping[int, int]
 ) -> list[tuple[npt.NDArray[np.bool_], str]]:
@@ -394,12 +401,12 @@ def _span_faults(
     row_of = np.repeat(np.arange(num_rows), np.diff(bounds))
     first = np.zeros(len(start), np.bool_)
     first[bounds[:-1][np.diff(bounds) > 0]] = True
-    expected_start = np.where(first, 0, np.roll(end, 1))
-    older = (np.roll(incarnation, 1) > incarnation) | (
-        (np.roll(incarnation, 1) == incarnation) & (np.roll(version, 1) > version)
-    )
-    numbers, which = np.unique(incarnation, return_inverse=True)
-    newest = np.array([known.get(int(number), -1) for number in numbers], np.int64)[which] if len(start) else version
+    expected_start = np.where(first, 0, _shifted(end))
+    before = _shifted(incarnation)
+    older = (before > incarnation) | ((before == incarnation) & (_shifted(version) > version))
+    by_number = np.array([known.get(number, -1) for number in range(max(known, default=-1) + 1)] + [-1], np.int64)
+    is_known = (incarnation >= 0) & (incarnation < len(by_number))
+    newest = by_number[np.where(is_known, incarnation, -1)]
     last_end = np.zeros(num_rows, np.int64)
     last_end[row_of] = end  # later spans of a row overwrite earlier ones
 
