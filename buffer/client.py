@@ -47,7 +47,7 @@ M = TypeVar("M", bound=Message)
 class Draw(p.DrawReply, frozen=True, dict=True):
     """The batch of a step."""
 
-    body: bytes = b""
+    body: bytes | memoryview = b""
     """The trajectories as an Arrow IPC stream, to hand on as it is."""
 
     @cached_property
@@ -237,7 +237,7 @@ class BufferClient:
         """Ask for the batch of a step, or for a part of it; answered within `wait_s`, ready or not."""
 
         def drawn(answer: Answer) -> Draw:
-            return Draw(**msgspec.structs.asdict(_expect(answer, p.DrawReply)), body=bytes(answer.body))
+            return Draw(**msgspec.structs.asdict(_expect(answer, p.DrawReply)), body=answer.body)
 
         request = p.DrawRequest(step, version, incarnation, num_groups, wait_s, dict(plan or {}))
         return self._then(self._transport.submit(request, wait_s=wait_s), drawn)

@@ -224,7 +224,7 @@ def join_rows(
     return batch.set_column(index, SCHEMA.field(index), _lists(scores, np.float32))
 
 
-def join_streams(bodies: Sequence[bytes]) -> bytes | memoryview:
+def join_streams(bodies: Sequence[bytes | memoryview]) -> bytes | memoryview:
     """Several message bodies of trajectories as one.
 
     Raises:

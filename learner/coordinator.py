@@ -60,7 +60,7 @@ class Channel:
         self._is_coordinator = place.is_coordinator
         self._alone = place.num_ranks == 1
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
+    def send(self, kind: Kind, payload: bytes | memoryview = b"") -> None:
         """Say something to all other stages."""
         assert self._is_coordinator, "only the coordinator stage speaks"
         if self._alone:

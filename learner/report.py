@@ -189,12 +189,12 @@ class BadBatches:
         """Where the draw of a step is kept."""
         return self._folder / f"step-{step}.arrow"
 
-    def keep(self, step: int, body: bytes) -> None:
+    def keep(self, step: int, body: bytes | memoryview) -> None:
         """Write the draw of a step down, as the Arrow IPC stream that the buffer sent."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.path(step).write_bytes(body)
 
-    def note(self, step: int, result: StepResult, body: bytes | None) -> None:
+    def note(self, step: int, result: StepResult, body: bytes | memoryview | None) -> None:
         """Count a step without a finite loss or gradient, and on the coordinator, which has the `body`, keep its draw.
 
         What is read of the result is the same on all ranks.

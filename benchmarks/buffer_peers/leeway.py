@@ -265,7 +265,7 @@ def draw_steps(learner: BufferClient, done: int, num_steps: int, groups_per_step
     return num_trajectories
 
 
-def open_batch(body: bytes) -> int:
+def open_batch(body: bytes | memoryview) -> int:
     """A batch as NumPy views of its columns; returns the number of trajectories."""
     batch = schema.read_stream(body)
     for name in ("token_ids", "logprobs"):

@@ -404,7 +404,7 @@ class JointDraws:
             group_ids=[group for part in parts for group in part.group_ids],
             record_ids=[record for part in parts for record in part.record_ids],
             waiting_for=waiting_for,
-            body=bytes(schema.join_streams([part.body for part in parts])) if parts else b"",
+            body=schema.join_streams([part.body for part in parts]) if parts else b"",
             ledger=self._shards.ledger,
             lengths=[length for part in parts for length in part.lengths],
             fidelity=self._shards.fidelity,
