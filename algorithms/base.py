@@ -136,6 +136,7 @@ class LossOutput:
 
 
 CriticKind = Literal["head", "model"]
+Unit = Literal["sequence", "group", "prompt"]
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,10 @@ class Needs:
     """Log-probabilities of the reference model."""
     behaviour: bool = False
     """Finite log-probabilities of the policy that sampled."""
-    separable: bool = False
-    """The gradient with respect to a sequence's log-probabilities depends on those of that sequence alone, also where
-    the proximal policy is the present one; rewards, references and counts of the whole batch may enter."""
+    separable: Unit | None = None
+    """The gradient with respect to a sequence's log-probabilities depends on those of that sequence, of its group or of
+    its prompt alone, also where the proximal policy is the present one; rewards, references and counts of the whole
+    batch may enter. None: it depends on all."""
     critic: CriticKind | None = None
     """Values: from a head on the policy, or from a model of their own."""
 

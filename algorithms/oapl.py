@@ -57,7 +57,7 @@ class OAPLConfig(WeighedSection):
             groups=True,
             prompts=self.compare == "prompt",
             behaviour=True,
-            separable=True,
+            separable="sequence",
         )
 
 

@@ -150,14 +150,16 @@ class OffPolicyPPOConfig(GroupSection):
     @property
     def needs(self) -> Needs:
         """Groups for a group baseline, a critic for the other, a reference for the KL."""
+        has_critic = self.baseline == "critic"
+        # a KL in the reward enters the baseline of the group
+        by_sequence = self.kl_beta == 0 or self.kl_in == "loss"
         return Needs(
-            groups=self.baseline != "critic",
+            groups=not has_critic,
             prompts=self.compare == "prompt",
             reference=self.kl_beta > 0,
             behaviour=True,
-            # a KL in the reward enters the baseline of the group
-            separable=self.baseline != "critic" and (self.kl_beta == 0 or self.kl_in == "loss"),
-            critic=self.critic if self.baseline == "critic" else None,
+            separable=None if has_critic else "sequence" if by_sequence else self.compare,
+            critic=self.critic if has_critic else None,
         )
 
 

@@ -54,6 +54,7 @@ class OnlineDPOConfig(WeighedSection):
             prompts=self.compare == "prompt",
             reference=True,
             behaviour=bool(self.corrections),
+            separable=self.compare,
         )
 
 

@@ -69,6 +69,7 @@ class TrajectoryBalanceConfig(WeighedSection):
             prompts=self.compare == "prompt",
             reference=True,
             behaviour=bool(self.corrections) or self.eta > 0,
+            separable=self.compare,
         )
 
     def beta_at(self, step: int) -> float:

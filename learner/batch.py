@@ -224,7 +224,13 @@ def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> Int
 
 def _pack(rows: pa.RecordBatch, rule: PackingRule) -> PackedBatch:
     tokens, bounds = flat_values(rows.column("token_ids"))
-    return pack(np.split(tokens, bounds[1:-1]) if rows.num_rows else [], rows.column("prompt_length").to_pylist(), rule)
+    sequences = np.split(tokens, bounds[1:-1]) if rows.num_rows else []
+    unit_B = None
+    if rule.unit == "group":
+        unit_B = _group_numbers(rows)
+    elif rule.unit == "prompt":
+        unit_B = np.unique(rows.column("prompt_id"), return_inverse=True)[1].reshape(-1)
+    return pack(sequences, rows.column("prompt_length").to_pylist(), rule, unit_B)
 
 
 def _group_numbers(rows: pa.RecordBatch) -> IntArray:

@@ -6,6 +6,7 @@
                one finds no room, because there is hardly any to spare, the layout of best fit stands
     deal       onto the replicas, equal counts, the dearest replica cheap
     order      within a replica: from the cheapest up to the dearest, and down again
+    whole      all of it with groups or prompts in the place of sequences, where a loss compares no further
 
 Every micro-batch is [1, L] with L = token_budget: real sequences side by side, padding on the right, some of it
 empty. One shape lets the pipeline keep its buffers, and whole sequences keep attention and positions exact; a stage
@@ -21,8 +22,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from algorithms.base import Unit
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+
+_ONE_PASS = 3 / 4
+"""What an update costs in one pass, where a forward pass costs a third of a forward and backward one."""
 
 PAD_TOKEN = 0
 """Any valid token id: padding is attended to by nothing, and no loss reads it."""
@@ -58,6 +64,11 @@ class PackingRule:
     multiple: int = 1
     """The number per replica is a multiple of this."""
     cost: CostModel = field(default_factory=CostModel)
+    unit: Unit = "sequence"
+    """What is kept whole in a micro-batch, where the budget has room for every one of them and it pays: a loss that
+    compares no further takes one pass then."""
+    num_stages: int = 1
+    """P, of the pipeline of a replica."""
 
     def num_micro_batches(self, needed: int) -> int:
         """Of all replicas, where `needed` would hold the tokens."""
@@ -90,6 +101,8 @@ class PackedBatch:
     that is another replica's."""
     cost_M: FloatArray
     """Cost of each micro-batch; 0 of an empty one."""
+    unit: Unit = "sequence"
+    """What lies in one micro-batch as a whole."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -220,7 +233,10 @@ def longest_first(lengths: Sequence[int]) -> list[int]:
 
 def plan(lengths: Sequence[int], rule: PackingRule) -> list[list[int]]:
     """Which sequences each micro-batch takes, replica by replica; errors as `best_fit`."""
-    cost_B = rule.cost.of(lengths)
+    return _plan(lengths, rule.cost.of(lengths), rule)
+
+
+def _plan(lengths: Sequence[int], cost_B: FloatArray, rule: PackingRule) -> list[list[int]]:
     fewest = best_fit(lengths, rule.token_budget)
     num_bins = rule.num_micro_batches(len(fewest))
     bins = spread(lengths, cost_B, rule.token_budget, num_bins)
@@ -230,8 +246,33 @@ def plan(lengths: Sequence[int], rule: PackingRule) -> list[list[int]]:
     return [bins[n] for share in deal(cost_N, rule.num_replicas) for n in order(cost_N, share)]
 
 
-def pack(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[int], rule: PackingRule) -> PackedBatch:
+def plan_whole(lengths: Sequence[int], unit_B: IntArray, rule: PackingRule) -> list[list[int]] | None:
+    """As `plan`, with the sequences of a unit in one micro-batch; None where that does not fit or does not pay."""
+    length_U = np.bincount(unit_B, lengths).astype(np.int64)
+    if length_U.max() > rule.token_budget:
+        return None
+    cost_B = rule.cost.of(lengths)
+    bins = _plan(length_U.tolist(), np.bincount(unit_B, cost_B).astype(np.float64), rule)
+    sequences_U = np.split(np.argsort(unit_B, kind="stable"), np.cumsum(np.bincount(unit_B))[:-1])
+    whole = [[i for unit in units for i in sequences_U[unit].tolist()] for units in bins]
+    return whole if _ONE_PASS * _duration(whole, cost_B, rule) <= _duration(plan(lengths, rule), cost_B, rule) else None
+
+
+def _duration(bins: Sequence[Sequence[int]], cost_B: FloatArray, rule: PackingRule) -> float:
+    """How long a pipeline takes for them, in units of cost: see `order`."""
+    cost_RM = np.array([cost_B[members].sum() for members in bins]).reshape(rule.num_replicas, -1)
+    return float((cost_RM.sum(axis=1) + (rule.num_stages - 1) * cost_RM.max(axis=1)).max())
+
+
+def pack(
+    sequences: Sequence[npt.NDArray[np.integer]],
+    prompt_lengths: Sequence[int],
+    rule: PackingRule,
+    unit_B: IntArray | None = None,
+) -> PackedBatch:
     """Pack sequences (prompt of at least 1 token, then completion) into the micro-batches of all replicas.
+
+    Where the rule has a unit, `unit_B` is that of each sequence, numbered from 0.
 
     Raises:
         ValueError: there is no sequence, one is longer than the budget, or one has no prompt.
@@ -244,7 +285,8 @@ def pack(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[
     lengths = [len(sequence) for sequence in sequences]
     length_B, prompt_B = np.array(lengths), np.array(prompt_lengths)
     cost_B = rule.cost.of(length_B)
-    members = [np.array(indices, np.int64) for indices in plan(lengths, rule)]
+    whole = None if unit_B is None else plan_whole(lengths, unit_B, rule)
+    members = [np.array(indices, np.int64) for indices in whole or plan(lengths, rule)]
     bounds = [np.concatenate([[0], np.cumsum(length_B[indices])]) for indices in members]
     start_B = np.zeros(len(lengths), np.int64)
     tokens_ML = np.full((len(members), rule.token_budget), PAD_TOKEN, np.int64)
@@ -269,6 +311,7 @@ def pack(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[
         predicted=tuple(predicted),
         output_T=output_T,
         cost_M=np.array([cost_B[indices].sum() for indices in members]),
+        unit="sequence" if whole is None else rule.unit,
     )
 
 

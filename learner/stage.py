@@ -415,6 +415,8 @@ def _packing_rule(context: RunContext[LearnerSections]) -> PackingRule:
         min_micro_batches=least,
         multiple=multiple,
         cost=CostModel(*cost_of(AutoConfig.from_pretrained(context.model_path, local_files_only=True))),
+        unit=context.config.algorithm.needs.separable or "sequence",
+        num_stages=config.num_stages,
     )
 
 

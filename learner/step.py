@@ -9,8 +9,9 @@
 
 A group-level loss cannot be cut into micro-batches and a pipeline can run nothing else; with the
 coefficients in between neither knows of the other. Minibatches hold whole groups. The first update of a draw
-that is not divided needs no pass 1 of its own, and a separable loss none at all: each micro-batch brings the
-log-probabilities that its own coefficients need. All ranks call `run` with the same batch.
+that is not divided needs no pass 1 of its own, and a separable loss none at all: where all that it compares lies in
+one micro-batch, that brings the log-probabilities that its own coefficients need. All ranks call `run` with the same
+batch.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class TrainStep:
         self._config = config
         self._seed = seed
         self._keeps_prompts_whole = algorithm.needs.prompts
-        self._may_take_one_pass = one_pass and algorithm.needs.separable and networks.critic is None
+        self._separable = algorithm.needs.separable if one_pass and networks.critic is None else None
         self.evaluator = LossEvaluator(algorithm, config)
 
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:
@@ -109,9 +110,8 @@ class TrainStep:
         reference_T, new_scores = self._reference.score(batch, on_device)
         clock.lap("time/reference")
         old: Leaves | None = None
-        in_one_pass = self._takes_one_pass(batch)
         # one update in one pass meets the weights of the draw's start in that very pass
-        if not (in_one_pass and self._config.updates_per_step == 1):
+        if not (self._takes_one_pass(batch) and self._config.updates_per_step == 1):
             old = self._networks.forward_only(on_device)
             clock.lap("time/forward")
         draw = _Draw(batch, on_device, self._networks, reference_T, old)
@@ -122,7 +122,7 @@ class TrainStep:
                 between_updates(version)
                 clock.lap("time/publish")
             part = draw.part(sequences, version)
-            if in_one_pass:
+            if self._takes_one_pass(part.batch):
                 evaluation = self._train_at_once(part, clock)
             else:
                 evaluation = self._train_twice(part, clock, is_first=not updates)
@@ -141,8 +141,10 @@ class TrainStep:
 
     def _takes_one_pass(self, batch: StepBatch) -> bool:
         """Is that allowed, and cheaper? Each micro-batch has the loss of the whole batch evaluated."""
+        if self._separable is None or (self._separable != "sequence" and batch.packed.unit != self._separable):
+            return False
         micro_batches = batch.packed.num_micro_batches // batch.rule.num_replicas
-        return self._may_take_one_pass and micro_batches * len(batch.sequence_T) <= MOST_EVALUATED
+        return micro_batches * len(batch.sequence_T) <= MOST_EVALUATED
 
     def _update(self, part: _Part, number: int, evaluation: LossEvaluation | None, clock: _Clock) -> Update:
         decision = None if evaluation is None else evaluation.decision
@@ -177,7 +179,7 @@ class TrainStep:
         """Gives the gradient of the loss at some tokens, from their log-probabilities alone; on the last stages."""
         if part.reference_T is None:
             return None
-        # what stands in for the tokens of other micro-batches does not matter to a separable loss
+        # what stands in for the tokens of other micro-batches does not matter: they are of other units of the loss
         blank = Leaves(torch.zeros_like(part.reference_T))
         constant = part.batch.loss_inputs(blank, part.old or blank, part.reference_T, part.batch.version)
 

@@ -79,6 +79,7 @@ class Learner:
         self._config = config
         self._mesh = mesh
         reference = Reference(None, networks)
+        self._unit = algorithm.needs.separable or "sequence"
         self._steps = {
             one_pass: TrainStep(networks, reference, algorithm, config, one_pass=one_pass) for one_pass in (True, False)
         }
@@ -90,6 +91,8 @@ class Learner:
             self._config.token_budget,
             min_micro_batches=max(least, min_micro_batches),
             multiple=multiple,
+            unit=self._unit,
+            num_stages=self._mesh.place.num_stages,
         )
         return StepBatch.build(to_batch(rows, "benchmark"), 0, {0: 0}, rule)
 

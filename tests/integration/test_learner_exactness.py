@@ -99,6 +99,7 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
     """What each process of a test runs."""
     place = mesh.place
     Gemma2RMSNorm.forward = norm_of_its_own_width
+    num_whole = 0
     for split in splits(place.num_stages):
         config = LearnerConfig(**SCHEDULES[split.schedule])
         algorithm = ALGORITHMS[split.algorithm]
@@ -106,15 +107,21 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
         gradients = record_gradients(networks)
         least, multiple = micro_batches_asked(config.schedule, place.num_stages)
         rule = {"num_replicas": place.num_replicas, "min_micro_batches": least, "multiple": multiple}
+        if split.one_pass:
+            rule["unit"] = algorithm.needs.separable
         step = TrainStep(networks, reference, algorithm, config, SEED, one_pass=split.one_pass)
-        result = step.run(build(make_rows(0), 0, split.token_budget, **rule), 0)
+        batch = build(make_rows(0), 0, split.token_budget, **rule)
+        result = step.run(batch, 0)
         assert result.updates[0].result.taken
+        assert ("time/forward" not in result.metrics) == (split.one_pass and batch.packed.unit == rule["unit"]), split
+        num_whole += batch.packed.unit == "group"
         numbers = dict(zip(("grad_norm", "critic_norm"), result.updates[0].result.grad_norms, strict=False))
         numbers["parameters"] = networks.num_parameters()
         if place.is_coordinator:
             numbers["loss"] = result.updates[0].metrics["loss"]
         seen = {f"seen.{name}": torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
         save_file({**gradients, **seen}, folder / f"{split.name}-{place.num_replicas}x{place.num_stages}-{place.rank}")
+    assert num_whole, "no loss of groups took one pass"
 
 
 def norm_of(gradients: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -70,6 +71,36 @@ def test_every_replica_runs_as_many_micro_batches_of_the_budget_as_the_schedule_
     needed = 2 * sum(map(len, rows)) // rule.token_budget + 1
     most = max(-(-needed // rule.num_replicas), rule.min_micro_batches)
     assert per_replica < most + rule.multiple
+
+
+@given(SHAPES, RULES, st.integers(1, 4), st.data())
+def test_units_stay_whole_where_the_budget_has_room_for_each_and_a_pipeline_is_no_slower_for_it(
+    shapes, rule, num_stages, data
+):
+    rows, by_sequence = packed_of(shapes, rule)
+    unit_B = np.array([data.draw(st.integers(0, max(0, len(shapes) // 4))) for _ in shapes])
+    unit_B = np.unique(unit_B, return_inverse=True)[1]
+    rule = replace(rule, unit="group", num_stages=num_stages)
+    packed = pack(rows, [prompt for prompt, _ in shapes], rule, unit_B)
+    fits = np.bincount(unit_B, list(map(len, rows))).max() <= rule.token_budget
+    if packed.unit == "sequence":
+        if fits and not rule.cost.per_token_squared:  # else a unit's length does not tell its cost
+            lengths_U = np.bincount(unit_B, list(map(len, rows))).astype(int)
+            whole = [lengths_U[units].sum() for units in plan(lengths_U.tolist(), rule)]
+            assert 3 * duration(whole, rule) > 4 * duration(by_sequence.cost_M, rule)
+        assert [members.tolist() for members in packed.members] == [m.tolist() for m in by_sequence.members]
+        return
+    assert fits
+    homes = [{m for m, members in enumerate(packed.members) if (unit_B[members] == unit).any()} for unit in set(unit_B)]
+    assert set(map(len, homes)) == {1}
+    assert sorted(np.concatenate(packed.members)) == list(range(len(rows)))
+    assert 3 * duration(packed.cost_M, rule) <= 4 * duration(by_sequence.cost_M, rule) * (1 + 1e-9)
+
+
+def duration(cost_M, rule):
+    """Of a pipeline: the sum of its micro-batches, and the dearest once more for every stage beyond the first."""
+    cost_RM = np.asarray(cost_M).reshape(rule.num_replicas, -1)
+    return max(cost_R.sum() + (rule.num_stages - 1) * cost_R.max() for cost_R in cost_RM)
 
 
 @given(SHAPES, RULES)

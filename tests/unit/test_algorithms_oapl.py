@@ -127,4 +127,4 @@ def test_a_beta_that_is_no_temperature_is_refused(beta):
 
 def test_it_needs_the_sampler_and_no_reference():
     needs = OAPLConfig().needs
-    assert (needs.groups, needs.reference, needs.behaviour, needs.separable) == (True, False, True, True)
+    assert (needs.groups, needs.reference, needs.behaviour, needs.separable) == (True, False, True, "sequence")

@@ -84,6 +84,8 @@ def equal(one: object, other: object) -> bool:
     """To the bit, kind of number included; tuples and dataclasses part by part."""
     if isinstance(other, np.ndarray | torch.Tensor):
         return one.dtype == other.dtype and np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
+    if isinstance(other, str):
+        return one == other
     if isinstance(other, tuple):
         return len(one) == len(other) and all(map(equal, one, other))
     return all(equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(other))
@@ -127,7 +129,7 @@ def digest(value: object) -> str:
         elif isinstance(part, tuple):
             for i, each in enumerate(part):
                 add(f"{name}.{i}", each)
-        else:
+        elif not isinstance(part, str):
             for field in fields(part):
                 add(f"{name}.{field.name}", getattr(part, field.name))
 
