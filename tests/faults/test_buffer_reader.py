@@ -102,8 +102,6 @@ def test_without_a_watch_the_file_grows_as_long_as_somebody_reads(start_service,
     fill_up(load)
     live = file_bytes(service)
     start_reader(service.folder)
-    took_s = wait_until(
-        lambda: file_bytes(service) > 2 * live + 2 * SLACK_BYTES, "growth", timeout_s=90.0, errors=load.errors
-    )
+    took_s = wait_until(lambda: file_bytes(service) > 2 * live + 2 * SLACK_BYTES, "growth", 90.0, load.errors)
     load.end()
     show(f"file from {live / MIB:.0f} to {file_bytes(service) / MIB:.0f} MiB in {took_s:.0f} s, and on")
