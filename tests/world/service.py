@@ -101,13 +101,13 @@ def without_monotonic_time():
 def without_deduplication():
     """Every arrival of a trajectory counts as its first."""
 
-    def claimed(self, tx, actor, row, touched):
-        group = touched.get(row.group_id) or tx.groups.get(row.group_id)
-        return touched.setdefault(row.group_id, group)
+    def push_group(self, tx, actor, group_id, rows, bad, as_bytes):
+        self._commit(tx, tx.groups.require(group_id), list(rows), rows, as_bytes)
+        return {}
 
     patches = contextlib.ExitStack()
-    patches.enter_context(mock.patch.object(Ingest, "_is_first", return_value=True))
-    patches.enter_context(mock.patch.object(Ingest, "_claimed", claimed))
+    patches.enter_context(mock.patch.object(Ingest, "_settle_known", return_value={}))
+    patches.enter_context(mock.patch.object(Ingest, "_push_group", push_group))
     return patches
 
 
