@@ -33,6 +33,7 @@ from benchmarks.lib.machine import RESULTS
 from benchmarks.lib.page import MET, judged, table
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from buffer.outbox import COALESCE_S
+from buffer.protocol import STAGES
 
 Figures = dict[str, Any]
 
@@ -239,17 +240,6 @@ NAMES = {
 }
 SURVIVES = {"leeway": "power cut", "lmdb_alone": "power cut", "redis_aof_always": "power cut"}
 """What an acknowledged trajectory survives; the others keep it in memory or unsynced."""
-
-
-STAGES = {
-    "wait": "nothing: no message is there",
-    "receive": "take the messages of a turn, compare their checksums",
-    "validate": "read them as Arrow, lay their rows out for the disk",
-    "index": "check the values, settle every row, put blocks and groups into the transaction",
-    "commit": "write and sync",
-    "acknowledge": "answer",
-}
-"""Stages of a turn of the service, and what each does."""
 
 
 def write_section(path: Path, result: dict[str, Any]) -> None:

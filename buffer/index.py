@@ -268,9 +268,7 @@ class Picker:
                 return None
             self._among = _chances_of(self._sums)
         number = self._numbers[_draw(self._among, random)]
-        chances = self._own.get(number)
-        if chances is None:
-            chances = self._known.get(number)
+        chances = self._own.get(number, self._known.get(number))
         if chances is None:
             chances = self._known[number] = _chances_of(self._blocks[number])
         return number * Weights.BLOCK + _draw(chances, random)

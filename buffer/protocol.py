@@ -274,9 +274,15 @@ class IncarnationReply(Message, frozen=True):
     """For every recorded draw that is to be redone, how its step was divided among the shards."""
 
 
-STAGES = ("wait", "receive", "validate", "index", "commit", "acknowledge")
-"""What a turn of the service consists of: it waits for messages, takes them and compares their checksums, looks at what
-is pushed, settles every row and answers every request, writes and syncs, and sends the answers."""
+STAGES = {
+    "wait": "nothing: no message is there",
+    "receive": "take the messages of a turn, compare their checksums",
+    "validate": "read what is pushed as Arrow, lay its rows out for the disk",
+    "index": "check the values, settle every row, answer every request, put blocks and groups into the transaction",
+    "commit": "write and sync",
+    "acknowledge": "send the answers",
+}
+"""Of a turn of the service, with what it does in each."""
 
 
 class Nonsense(msgspec.Struct, frozen=True):

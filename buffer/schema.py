@@ -287,14 +287,16 @@ def _refuse_nulls(batch: pa.RecordBatch) -> None:
             raise BadBody("null", f"column '{field.name}' holds {column.null_count} nulls")
         if not pa.types.is_list(field.type):
             continue
-        values = column.values  # those that no row holds included: without a null there is none in a row
-        nulls = [field.name] if values.null_count and column.flatten().null_count else []
-        if pa.types.is_struct(values.type):
-            for i, part in enumerate(values.type):
-                if not part.nullable and values.field(i).null_count and column.flatten().field(i).null_count:
-                    nulls.append(f"{field.name}.{part.name}")
-        if nulls:
-            raise BadBody("null", f"a list of column '{nulls[0]}' holds a null")
+        # `values` has those that no row holds too, and costs nothing: without a null there is none in a row
+        if _first_null(field.name, column.values) and (name := _first_null(field.name, column.flatten())):
+            raise BadBody("null", f"a list of column '{name}' holds a null")
+
+
+def _first_null(name: str, values: pa.Array) -> str:
+    """The name of what holds a null among the values of a list column, or a part of them that may not; '' without."""
+    parts = enumerate(values.type) if pa.types.is_struct(values.type) else ()
+    nulls = [f"{name}.{part.name}" for i, part in parts if not part.nullable and values.field(i).null_count]
+    return name if values.null_count else next(iter(nulls), "")
 
 
 def is_compressed(metadata: bytes) -> bool:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import pyarrow as pa
 import zmq
+from msgspec.structs import replace
 
 from buffer import protocol as p
 from buffer.config import MAX_MESSAGE_MIB, BufferConfig
@@ -363,16 +363,13 @@ class BufferService:
         """The reply with what the core does not know: the store's file, and how many clients there are."""
         match message, reply:
             case p.Push(), p.PushReply():
-                return msgspec.structs.replace(reply, credit=self._credits.grant(message.actor, self._clock()))
+                return replace(reply, credit=self._credits.grant(message.actor, self._clock()))
             case p.Hello(role="actor"), p.Welcome():
-                return msgspec.structs.replace(reply, credit=self._credits.greet(message.name, self._clock()))
+                return replace(reply, credit=self._credits.greet(message.name, self._clock()))
             case _, p.Status():
                 size, damaged = self._store.size_bytes, self._upkeep.scrub.num_damaged
-                told = self._senders.told()
-                spent_s = dict(self._stages.seconds)
-                return msgspec.structs.replace(
-                    reply, size_bytes=size, num_damaged=damaged, nonsense=told, spent_s=spent_s
-                )
+                told, spent = self._senders.told(), dict(self._stages.seconds)
+                return replace(reply, size_bytes=size, num_damaged=damaged, nonsense=told, spent_s=spent)
         return reply
 
     def _draw(self, tx: Transaction, request: p.DrawRequest) -> Answer | None:

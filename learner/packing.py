@@ -246,16 +246,14 @@ def _plan(lengths: Sequence[int], cost_B: FloatArray, rule: PackingRule) -> list
     return [bins[n] for share in deal(cost_N, rule.num_replicas) for n in order(cost_N, share)]
 
 
-def plan_whole(lengths: Sequence[int], unit_B: IntArray, rule: PackingRule) -> list[list[int]] | None:
-    """As `plan`, with the sequences of a unit in one micro-batch; None where that does not fit or does not pay."""
+def _whole(lengths: Sequence[int], cost_B: FloatArray, unit_B: IntArray, rule: PackingRule) -> list[list[int]] | None:
+    """As `plan`, with the sequences of a unit in one micro-batch; None where one does not fit."""
     length_U = np.bincount(unit_B, lengths).astype(np.int64)
     if length_U.max() > rule.token_budget:
         return None
-    cost_B = rule.cost.of(lengths)
     bins = _plan(length_U.tolist(), np.bincount(unit_B, cost_B).astype(np.float64), rule)
     sequences_U = np.split(np.argsort(unit_B, kind="stable"), np.cumsum(np.bincount(unit_B))[:-1])
-    whole = [[i for unit in units for i in sequences_U[unit].tolist()] for units in bins]
-    return whole if _ONE_PASS * _duration(whole, cost_B, rule) <= _duration(plan(lengths, rule), cost_B, rule) else None
+    return [[i for unit in units for i in sequences_U[unit].tolist()] for units in bins]
 
 
 def _duration(bins: Sequence[Sequence[int]], cost_B: FloatArray, rule: PackingRule) -> float:
@@ -285,8 +283,11 @@ def pack(
     lengths = [len(sequence) for sequence in sequences]
     length_B, prompt_B = np.array(lengths), np.array(prompt_lengths)
     cost_B = rule.cost.of(length_B)
-    whole = None if unit_B is None else plan_whole(lengths, unit_B, rule)
-    members = [np.array(indices, np.int64) for indices in whole or plan(lengths, rule)]
+    bins, unit = _plan(lengths, cost_B, rule), PackedBatch.unit
+    whole = None if unit_B is None else _whole(lengths, cost_B, unit_B, rule)
+    if whole is not None and _ONE_PASS * _duration(whole, cost_B, rule) <= _duration(bins, cost_B, rule):
+        bins, unit = whole, rule.unit
+    members = [np.array(indices, np.int64) for indices in bins]
     bounds = [np.concatenate([[0], np.cumsum(length_B[indices])]) for indices in members]
     start_B = np.zeros(len(lengths), np.int64)
     tokens_ML = np.full((len(members), rule.token_budget), PAD_TOKEN, np.int64)
@@ -311,7 +312,7 @@ def pack(
         predicted=tuple(predicted),
         output_T=output_T,
         cost_M=np.array([cost_B[indices].sum() for indices in members]),
-        unit="sequence" if whole is None else rule.unit,
+        unit=unit,
     )
 
 
