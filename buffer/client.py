@@ -60,6 +60,13 @@ class Draw(p.DrawReply, frozen=True, dict=True):
         return schema.read_stream(self.body)
 
 
+class Unscored(p.UnscoredReply, frozen=True):
+    """Samples that lack log-probabilities of the reference."""
+
+    body: bytes | memoryview = b""
+    """The trajectories as an Arrow IPC stream; empty where there are none."""
+
+
 class BufferClient:
     """One client of the buffer service; safe to use from several threads."""
 
@@ -241,6 +248,14 @@ class BufferClient:
 
         request = p.DrawRequest(step, version, incarnation, num_groups, wait_s, dict(plan or {}))
         return self._then(self._transport.submit(request, wait_s=wait_s), drawn)
+
+    def take_unscored(self, max_tokens: int) -> Future[Unscored]:
+        """Ask for samples to score, of so many tokens together at most, but of one group at least; or none."""
+
+        def taken(answer: Answer) -> Unscored:
+            return Unscored(_expect(answer, p.UnscoredReply).record_ids, body=answer.body)
+
+        return self._then(self._transport.submit(p.TakeUnscored(max_tokens)), taken)
 
     def write_scores(self, record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> Future[p.Done]:
         """Store reference log-probabilities (one array per record, one value per completion token).

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from buffer import protocol as p
@@ -23,7 +21,7 @@ from buffer.groups import Groups
 from buffer.ingest import Ingest, Pushes
 from buffer.leases import Leases
 from buffer.nonsense import Quarantine
-from buffer.rows import flat_values
+from buffer.scoring import Scoring
 from buffer.sharding.division import capacity_of
 from buffer.steps import Steps
 from buffer.tables import DrawRecord
@@ -66,6 +64,7 @@ class BufferCore:
         self.leases = Leases(config, facts, contract, capacity, self.groups, clock)
         self.quarantine = Quarantine(clock)
         self.ingest = Ingest(facts, self.groups, self.leases, self.quarantine)
+        self.scoring = Scoring(facts, self.groups, clock)
         self.steps = Steps(contract, self.groups)
         self.draws = Draws(facts, contract, capacity, self.groups, self.leases, self.steps)
         self._answers: dict[type, Callable[[Transaction, Any], p.Reply | None]] = {
@@ -93,8 +92,11 @@ class BufferCore:
         """
         self.groups.prepare(tx)
         if isinstance(message, p.WriteScores):
-            self._write_scores(tx, self._read(tx, body, schema.SCORES, sender))
+            self.scoring.write(tx, self._read(tx, body, schema.SCORES, sender))
             return p.Done(), b""
+        if isinstance(message, p.TakeUnscored):
+            taken = self.scoring.take(tx, message.max_tokens)
+            return p.UnscoredReply(taken.record_ids), b"" if taken.batch is None else schema.write_stream(taken.batch)
         answer = self._answers.get(type(message))
         if answer is None:
             raise BufferRefused(f"{type(message).__name__} is no request that the buffer answers")
@@ -146,9 +148,8 @@ class BufferCore:
             raise NotBelieved(f"the message was quarantined: {error}") from error
 
     def _body(self, tx: Transaction, draw: DrawRecord) -> memoryview:
-        has_scores = tx.scores.count > 0
         # Before the blocks are looked at, because their views do not survive a write.
-        scores = [self._scores_of(tx, record) if has_scores else None for record in draw.record_ids]
+        scores = self.scoring.read(tx, draw.record_ids)
         try:
             blocks = tx.blocks_of(draw.record_ids)
         except CorruptRecord as error:
@@ -157,38 +158,6 @@ class BufferCore:
                 "another batch for this step"
             ) from error
         return schema.write_stream(schema.join_rows(blocks, draw.record_ids, scores))
-
-    def _scores_of(self, tx: Transaction, record: int) -> npt.NDArray[np.float32] | None:
-        """Reference log-probabilities of a record. Damaged ones are deleted, and so the learner computes them anew."""
-        try:
-            payload = tx.scores.get(record)
-        except CorruptRecord:
-            tx.scores.delete(record)
-            return None
-        return None if payload is None else np.frombuffer(payload, np.float32)
-
-    def _write_scores(self, tx: Transaction, batch: pa.RecordBatch) -> None:
-        """Store reference log-probabilities beside their records; writing them again changes nothing."""
-        values, bounds = flat_values(batch.column(1))
-        scores: dict[int, bytes] = {}
-        lengths: dict[int, int] = {}
-        for i, record in enumerate(batch.column(0).to_pylist()):
-            if record not in lengths:
-                try:
-                    holder = tx.find_block(record)
-                except CorruptRecord:
-                    continue  # damaged since it was drawn: nobody will draw it again
-                lengths |= {} if holder is None else holder[1]
-            score = np.ascontiguousarray(values[bounds[i] : bounds[i + 1]], np.float32)
-            if (num_tokens := lengths.get(record)) is None:
-                raise BufferRefused(f"record {record} is not in the buffer: it was never drawn, or was evicted")
-            if len(score) != num_tokens or not np.isfinite(score).all():
-                raise BufferRefused(
-                    f"record {record} needs {num_tokens} finite reference log-probabilities, got {len(score)}"
-                )
-            scores[record] = score.tobytes()
-        for record, payload in scores.items():
-            tx.scores.put(payload, record)
 
     def _drain(self, tx: Transaction, _message: p.Drain) -> None:
         tx.state.draining = True

@@ -62,6 +62,7 @@ class Place(NamedTuple):
     bucket: int = 0
     """Of its mean completion."""
     log_weight: float = 0.0
+    is_scored: bool = False
 
 
 class GroupIndex:
@@ -85,6 +86,8 @@ class GroupIndex:
         """Open leases: lease -> group."""
         self.ready: list[ReadyGroup] = []
         """Those that may be drawn, in the order of age."""
+        self.unscored: list[ReadyGroup] = []
+        """Those of them that lack log-probabilities of the reference, in the order of age."""
         self.num_unused = 0
         """How many of them no step has used."""
         self.strata: defaultdict[int, list[ReadyGroup]] = defaultdict(list)
@@ -157,6 +160,7 @@ class GroupIndex:
             uses=group.uses,
             bucket=bucket_of(group.mean_completion),
             log_weight=0.0 if self._weight is None else self._weight(group, oldest),
+            is_scored=group.is_scored,
         )
 
     def _rank(self, group: Group) -> tuple[float, float]:
@@ -189,6 +193,8 @@ class GroupIndex:
                 change(self.unleased, group_id)
         if place.ready is not None:
             change(self.ready, place.ready)
+            if not place.is_scored:
+                change(self.unscored, place.ready)
             self.num_unused += sign * (not place.uses)
             if self._weight is not None:
                 self._weights.put(group_id, place.log_weight if sign > 0 else -np.inf)

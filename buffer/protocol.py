@@ -104,8 +104,17 @@ class PlanRequest(Message, frozen=True):
     incarnation: Number
 
 
+class TakeUnscored(Message, frozen=True):
+    """Ask for samples of ready groups that lack log-probabilities of the reference; nobody else gets them for a while.
+
+    As many groups as have at most `max_tokens` tokens together, but at least one. Answered at once.
+    """
+
+    max_tokens: Count
+
+
 class WriteScores(Message, frozen=True):
-    """Reference log-probabilities of drawn trajectories; the body is an Arrow IPC stream of `schema.SCORES`."""
+    """Reference log-probabilities of trajectories; the body is an Arrow IPC stream of `schema.SCORES`."""
 
 
 class StepFinished(Message, frozen=True):
@@ -242,6 +251,13 @@ class DrawReply(Message, frozen=True):
     """Of what was trained so far."""
 
 
+class UnscoredReply(Message, frozen=True):
+    """Answer to TakeUnscored; the body holds the trajectories, empty where there are none."""
+
+    record_ids: list[int]
+    """One per trajectory: the key under which scores are written back."""
+
+
 class PlanReply(Message, frozen=True):
     """Answer to PlanRequest. A group is due in as many steps after this one as could still use it; 0: in this one."""
 
@@ -323,11 +339,12 @@ class Status(Message, frozen=True):
 
 
 Request = (
-    Hello | LeaseRequest | Push | GiveUp | Renew | PlanRequest | DrawRequest | WriteScores | StepFinished
+    Hello | LeaseRequest | Push | GiveUp | Renew | PlanRequest | DrawRequest | TakeUnscored | WriteScores | StepFinished
     | Published | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
 )  # fmt: skip
 Reply = (
-    Welcome | LeaseGrant | PushReply | RenewReply | PlanReply | DrawReply | IncarnationReply | Status | Done | Refused
+    Welcome | LeaseGrant | PushReply | RenewReply | PlanReply | DrawReply | UnscoredReply | IncarnationReply | Status
+    | Done | Refused
 )  # fmt: skip
 
 _ACTOR: frozenset[Role] = frozenset({"actor"})
@@ -344,6 +361,7 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
     BeginIncarnation: _LEARNER,
     PlanRequest: _LEARNER,
     DrawRequest: _LEARNER,
+    TakeUnscored: _LEARNER,
     WriteScores: _LEARNER,
     StepFinished: _LEARNER,
     Published: _LEARNER,
@@ -353,7 +371,7 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
 
 PROTOCOL = Protocol(
     "buffer service",
-    7,
+    8,
     Request,
     Reply,
     asked_by=ASKED_BY,

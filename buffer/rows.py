@@ -156,6 +156,11 @@ def records_in(block: bytes | memoryview) -> dict[int, int]:
     return dict(zip(headers["record"].tolist(), headers["num_logprobs"].tolist(), strict=True))
 
 
+def group_of(block: bytes | memoryview) -> int:
+    """The group that all rows of a block belong to."""
+    return int(_headers_of(block)["group_id"][0])
+
+
 def only(block: bytes | memoryview, record: int) -> bytes:
     """A block of one row of a block."""
     headers = _headers_of(block)

@@ -218,10 +218,19 @@ def join_rows(
     if (stored := columns["record"]).tolist() != list(records):
         order = stored.argsort()
         batch = batch.take(order[np.searchsorted(stored[order], records)])
+    return with_scores(batch, scores)
+
+
+def with_scores(batch: pa.RecordBatch, scores: Sequence[npt.NDArray[np.float32] | None]) -> pa.RecordBatch:
+    """Trajectories with reference log-probabilities; those of a row for which there is None stay as they are."""
     if all(score is None for score in scores):
         return batch
     index = SCHEMA.get_field_index("reference_logprobs")
-    return batch.set_column(index, SCHEMA.field(index), _lists(scores, np.float32))
+    values, bounds = rows.flat_values(batch.column(index))
+    has_some = batch.column(index).is_valid().to_pylist()
+    stored = [values[bounds[i] : bounds[i + 1]] if has else None for i, has in enumerate(has_some)]
+    merged = [old if new is None else new for old, new in zip(stored, scores, strict=True)]
+    return batch.set_column(index, SCHEMA.field(index), _lists(merged, np.float32))
 
 
 def join_streams(bodies: Sequence[bytes | memoryview]) -> bytes | memoryview:

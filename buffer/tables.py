@@ -145,6 +145,8 @@ class Group(msgspec.Struct):
     once, as it was done last."""
     held: int = 0
     """How many recorded draws name the group, finished or not; while any does, its records stay."""
+    is_scored: bool = False
+    """The reference's log-probabilities lie beside all of its records that a step may use."""
 
     @classmethod
     def new(cls, group_id: int, prompt_id: int, size: int, failures: int) -> Group:

@@ -84,7 +84,7 @@ class StepBatch:
             ValueError: a sequence does not fit the budget, or there is none.
         """
         rows = rows.select(COLUMNS)
-        packed = _pack(rows, rule)
+        packed = pack_rows(rows, rule)
         incarnation_S, version_S, start_S, end_S = map(np.asarray, rows.column("spans").flatten().flatten())
         row_S = np.repeat(np.arange(rows.num_rows), rows.column("spans").value_lengths())
         versions_of_rows = np.unique(np.stack([row_S, incarnation_S, version_S]), axis=1)
@@ -114,7 +114,7 @@ class StepBatch:
 
     def pack(self, sequences: IntArray) -> PackedBatch:
         """Some of the sequences, packed by the same rule."""
-        return _pack(self.rows.take(sequences), self.rule)
+        return pack_rows(self.rows.take(sequences), self.rule)
 
     def tokens_of(self, sequences: IntArray) -> IntArray:
         """Where the completion tokens of these sequences stand in T, in order."""
@@ -222,7 +222,8 @@ def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> Int
     return np.array(counted, np.int64)[which_S.reshape(-1)]
 
 
-def _pack(rows: pa.RecordBatch, rule: PackingRule) -> PackedBatch:
+def pack_rows(rows: pa.RecordBatch, rule: PackingRule) -> PackedBatch:
+    """Trajectories by columns, packed; the errors as of `pack`."""
     tokens, bounds = flat_values(rows.column("token_ids"))
     sequences = np.split(tokens, bounds[1:-1]) if rows.num_rows else []
     unit_B = None

@@ -64,6 +64,11 @@ class LearnerConfig(BaseModel):
     reference_offload: Literal["none", "cpu", "disk"] = Field(
         default="none", description="Where the frozen reference model is kept while it does not score."
     )
+    score_while_waiting: bool = Field(
+        default=True,
+        description="While the learner waits for a batch, have the reference score what has arrived for later steps. "
+        "How samples are packed for it depends on when they come, so scores differ by rounding from run to run.",
+    )
     learning_rate: PositiveFloat = Field(default=1e-5, description="Peak learning rate.")
     critic_learning_rate: PositiveFloat | None = Field(
         default=None, description="Peak learning rate of a critic: of its model, or of the value head. Unset: as above."

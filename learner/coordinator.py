@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from enum import IntEnum
 from typing import TypeVar
@@ -22,18 +22,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
+from buffer import schema
 from buffer.client import REQUEST_TIMEOUT_S, Draw
 from buffer.sharding.client import open_client
 from common.run import RunContext
 from common.staleness import PolicyVersion
 from learner.batch import counted_versions
-from learner.config import LearnerSections
+from learner.config import LearnerConfig, LearnerSections
 from learner.mesh import MeshPlace
+from learner.pipeline import micro_batches_asked
 
 R = TypeVar("R")
 
 HEARTBEAT_S = 1.0
+
+_SCORE_POLL_S = 0.05
+"""So long the learner waits for its batch, or for samples that can be scored, before it asks for some."""
+
+Score = Callable[[bytes | memoryview], list[npt.NDArray[np.float32]]]
+"""Trajectories as an Arrow IPC stream -> the reference's log-probabilities of each; all ranks take part."""
 
 
 class Kind(IntEnum):
@@ -45,6 +54,8 @@ class Kind(IntEnum):
     FAILED = 3
     PUBLISH = 4
     """Publish the version that you have: it was left out before, for earlier ones were still being written."""
+    SCORE = 5
+    """Score these trajectories, which are of no step yet."""
 
 
 class CoordinatorFailed(RuntimeError):
@@ -71,7 +82,7 @@ class Channel:
             dist.broadcast(torch.from_numpy(np.frombuffer(payload, np.uint8).copy()), src=self._coordinator)
 
     def receive(self) -> tuple[Kind, bytes]:
-        """The coordinator's next batch, its word to stop or to publish; heartbeats are passed over.
+        """The coordinator's next batch, its word to stop, to publish or to score; heartbeats are passed over.
 
         Raises:
             CoordinatorFailed: the coordinator gave up, for example because no batch came in time.
@@ -120,6 +131,11 @@ class Coordinator:
         self._client.connect()
         self._lock = threading.Lock()
         self._pending: list[tuple[str, Future[object]]] = []
+        self._round_tokens = _round_tokens(context.config.learner)
+        self._ahead: dict[int, npt.NDArray[np.float32]] = {}
+        """Scores by record since the last batch: they may have been on their way when it was drawn."""
+        self.scored_ahead_s = 0.0
+        """Seconds spent on them while the last batch was waited for."""
         self.resumed_at: dict[int, int] = {}
         self.incarnation = 0
         self.newest_published = -1
@@ -133,10 +149,13 @@ class Coordinator:
         self.incarnation = reply.incarnation
         self.resumed_at = dict(reply.resumed_at)
 
-    def draw(self, step: int, version: int, stop: threading.Event, while_waiting: Callable[[], None]) -> Draw | None:
+    def draw(
+        self, step: int, version: int, stop: threading.Event, while_waiting: Callable[[], None], score: Score | None
+    ) -> Draw | None:
         """The batch of step `step` (from 1), which begins at `version`; None once `stop` is set.
 
-        `while_waiting` is called, and a heartbeat sent, about every second until the batch is there.
+        `while_waiting` is called, and a heartbeat sent, about every second until the batch is there. Meanwhile what
+        waits for later steps is scored, unless `score` is None, one round at a time: so much later it may be noticed.
 
         Raises:
             NoBatch: none came within `batch_timeout_s`.
@@ -145,13 +164,16 @@ class Coordinator:
         config = self._config
         deadline_s = time.monotonic() + config.batch_timeout_s
         self.waiting_for = f"the batch of step {step}"
+        self.scored_ahead_s = 0.0
         while not stop.is_set():
             while_waiting()
             future = self._client.draw(step, version, self.incarnation, config.groups_per_step, HEARTBEAT_S)
+            if score is not None:
+                self._score_until(future, score)
             draw = self._answer(future, f"draw step {step}")
             if draw.ready:
                 self.waiting_for = ""
-                return draw
+                return self._with_scores(draw)
             self._channel.send(Kind.WAITING)
             self.waiting_for = f"the batch of step {step}: {draw.waiting_for}"
             if time.monotonic() > deadline_s:
@@ -196,6 +218,29 @@ class Coordinator:
         """End the conversation."""
         self._client.close()
 
+    def _score_until(self, drawn: Future[Draw], score: Score) -> None:
+        """Have ready samples scored until the draw is answered, ready or not."""
+        pause_s = _SCORE_POLL_S
+        while not wait([drawn], pause_s).done:
+            taken = self._answer(self._client.take_unscored(self._round_tokens), "give samples to score")
+            pause_s = 0.0 if taken.record_ids else _SCORE_POLL_S
+            if taken.record_ids:
+                started_s = time.perf_counter()
+                self._channel.send(Kind.SCORE, taken.body)
+                scores = score(taken.body)
+                self._ahead.update(zip(taken.record_ids, scores, strict=True))
+                self.write_scores(taken.record_ids, scores)
+                self.scored_ahead_s += time.perf_counter() - started_s
+
+    def _with_scores(self, draw: Draw) -> Draw:
+        """The draw with those scores that were not written yet when it was answered."""
+        ahead, self._ahead = self._ahead, {}
+        lacks = draw.rows.column("reference_logprobs").is_null().to_pylist() if ahead else []
+        scores = [ahead.get(record) if lack else None for record, lack in zip(draw.record_ids, lacks, strict=False)]
+        if all(each is None for each in scores):
+            return draw
+        return structs.replace(draw, body=schema.write_stream(schema.with_scores(draw.rows, scores)))
+
     def _expect(self, what: str, future: Future[R]) -> None:
         with self._lock:
             self._pending.append((what, future))  # type: ignore[arg-type]  # a Future is read-only to us
@@ -217,3 +262,9 @@ class Coordinator:
                     raise TimeoutError(
                         f"the buffer service at {', '.join(self._addresses)} did not {what} for {patience_s:g} s"
                     ) from None
+
+
+def _round_tokens(config: LearnerConfig) -> int:
+    """Of a round of scoring: enough to fill the micro-batches that a pass takes at least, one for each stage."""
+    fewest, _ = micro_batches_asked(config.schedule, config.num_stages)
+    return config.num_replicas * max(fewest, config.num_stages) * config.token_budget

@@ -13,17 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.run import RunContext
-from learner.batch import Leaves, StepBatch
+from learner.batch import Leaves, StepBatch, pack_rows
 from learner.config import LearnerConfig, LearnerSections
 from learner.mesh import Mesh
 from learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_stage
 from learner.optimizer import StageOptimizer, UpdateDecision, UpdateResult, learning_rate, update_together
-from learner.packing import PackedBatch
+from learner.packing import PackedBatch, PackingRule
 from learner.pipeline import Pipeline
 from learner.precision import COMPUTED
 
@@ -236,6 +237,11 @@ class Reference:
         self._pipeline = pipeline
         self._networks = networks
 
+    @property
+    def exists(self) -> bool:
+        """Does the algorithm need one?"""
+        return self._pipeline is not None
+
     def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
         """Reference log-probabilities, and those computed anew. All ranks call it together.
 
@@ -246,21 +252,33 @@ class Reference:
         new_T: Tensor | None = None
         if self._pipeline is not None and len(unscored):
             is_all = len(unscored) == batch.rows.num_rows
-            subset = on_device if is_all else self._networks.on_device(batch.pack(unscored))
-            found = gather_tokens(self._pipeline.forward_only(subset), subset, self._networks.mesh)
-            new_T = None if found is None else found[0]
+            new_T = self._logprobs(on_device if is_all else self._networks.on_device(batch.pack(unscored)))
         if not self._networks.mesh.place.is_last:
             return None, {}
         reference_T = self._stored(batch)
         if new_T is None:
             return reference_T, {}
         where_T = torch.from_numpy(batch.tokens_of(unscored)).to(reference_T.device)
-        # as they are stored, so that a step that is taken again reads the same numbers also in float64
-        new_T = new_T.to(torch.float32)
         reference_T[where_T] = new_T.to(reference_T.dtype)
         ends = np.cumsum(np.diff(batch.bounds_T())[unscored])
         values = np.split(new_T.cpu().numpy(), ends[:-1])
         return reference_T, dict(zip(unscored.tolist(), values, strict=True))
+
+    def score_ahead(self, rows: pa.RecordBatch, rule: PackingRule) -> list[npt.NDArray[np.float32]]:
+        """Reference log-probabilities of trajectories of no step yet, by the columns of the buffer's schema.
+
+        All ranks call it together; on the last stages one array per trajectory, on the others none.
+        """
+        new_T = self._logprobs(self._networks.on_device(pack_rows(rows, rule)))
+        if new_T is None:
+            return []
+        return np.split(new_T.cpu().numpy(), np.cumsum(rows.column("logprobs").value_lengths())[:-1])
+
+    def _logprobs(self, on_device: DeviceBatch) -> Tensor | None:
+        """Of all T tokens, as they are stored, so that a step taken again reads the same numbers also in float64."""
+        assert self._pipeline is not None, "nothing asks for scores where there is no reference"
+        found = gather_tokens(self._pipeline.forward_only(on_device), on_device, self._networks.mesh)
+        return None if found is None else found[0].to(torch.float32)
 
     def _stored(self, batch: StepBatch) -> Tensor:
         """What earlier steps have scored, NaN elsewhere: [T]."""

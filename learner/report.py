@@ -46,6 +46,8 @@ class StepTimes:
     """Wall time at which the batch was there."""
     finished_s: float
     """Wall time at which the update was done."""
+    scored_ahead_s: float = 0.0
+    """How much of the wait for the batch was spent scoring."""
 
 
 def lag_metrics(updates: Sequence[StepBatch], start: StepBatch, newest_published: int, started_s: float) -> Metrics:
@@ -137,6 +139,7 @@ def step_report(
         "batch/pack_efficiency": batch.packed.efficiency,
         "batch/cost_balance": batch.packed.cost_balance(batch.rule.num_replicas),
         "time/wait_for_batch": times.started_s - times.asked_s,
+        "time/scored_ahead": times.scored_ahead_s,
         "time/step": duration_s,
         "perf/learner_tokens_per_s": batch.packed.num_tokens / max(duration_s, 1e-9),
         **lag_metrics(trained, batch, newest_published, times.started_s),

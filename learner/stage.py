@@ -17,6 +17,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from msgspec import structs
@@ -156,11 +158,14 @@ class Stage:
         mesh = Mesh.build(place, timedelta(seconds=config.collective_timeout_s))
         self._ranks = Agreement(place.rank, context.startup_timeout_s)
         self._networks = build_networks(context, mesh, device)
-        reference = build_reference(context, self._networks)
+        self._reference = build_reference(context, self._networks)
+        self._scores_ahead = config.score_while_waiting and context.config.algorithm.needs.reference
         # a share that loads slowly is none that is lost: no collective of training may begin before all are there
         self._ranks.say("")
         logger.info("%s of %d trainable parameters is here", place.name, self._networks.num_parameters())
-        self._train_step = TrainStep(self._networks, reference, context.config.algorithm, config, context.facts.seed)
+        self._train_step = TrainStep(
+            self._networks, self._reference, context.config.algorithm, config, context.facts.seed
+        )
         self._packing = _packing_rule(context)
         self._checkpoints = Checkpoints(
             context.folder / "checkpoints",
@@ -231,7 +236,8 @@ class Stage:
             return self._hear_of_batch()
         try:
             self._release_draws()
-            draw = self._coordinator.draw(step, self._progress.version, self._stop, self._make_up)
+            score = self._score if self._scores_ahead else None
+            draw = self._coordinator.draw(step, self._progress.version, self._stop, self._make_up, score)
             if draw is not None:
                 self._coordinator.check_age(draw, self._progress.version)
         except (TimeoutError, BufferError, CheckpointFailed, PublishFailed, StaleTokens) as error:
@@ -247,9 +253,16 @@ class Stage:
     def _hear_of_batch(self) -> bytes | None:
         while True:
             kind, payload = self._channel.receive()
-            if kind is not Kind.PUBLISH:
+            if kind is Kind.PUBLISH:
+                self._publish(self._progress.version)
+            elif kind is Kind.SCORE:
+                self._score(payload)
+            else:
                 return payload if kind is Kind.BATCH else None
-            self._publish(self._progress.version)
+
+    def _score(self, body: bytes | memoryview) -> list[npt.NDArray[np.float32]]:
+        """Score trajectories of no step yet; what it returns counts on the coordinator."""
+        return self._reference.score_ahead(read_stream(body), self._packing)
 
     def _make_up(self) -> None:
         """On the coordinator, while the others listen: publish what was left out. Admission may be waiting for it."""
@@ -270,7 +283,8 @@ class Stage:
             raise BadSample(f"step {step}: {error}. The draw is kept in {self._bad_batches.path(step)}") from None
         result = self._train_step.run(batch, step - 1, self._publish_if_due)
         self._progress = structs.replace(self._progress, step=step, version=result.version)
-        times = StepTimes(asked_s, started_s, time.time())
+        ahead_s = self._coordinator.scored_ahead_s if self._coordinator is not None else 0.0
+        times = StepTimes(asked_s, started_s, time.time(), ahead_s)
         if self._coordinator is not None and isinstance(draw, Draw):
             if result.new_scores and record_ids is not None:
                 self._coordinator.write_scores(

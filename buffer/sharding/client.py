@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw
+from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw, Unscored
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
 from buffer.outbox import Together
@@ -173,6 +173,10 @@ class ShardedClient:
         """Ask for the batch of a step, in the order of the shards."""
         return self._submit(lambda: self._draws.draw(step, version, incarnation, num_groups, wait_s))
 
+    def take_unscored(self, max_tokens: int) -> Future[Unscored]:
+        """Ask for samples to score: one shard after the other, until one has some."""
+        return self._submit(lambda: self._take_unscored(max_tokens))
+
     def write_scores(self, record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.float32]]) -> Future[p.Done]:
         """Store reference log-probabilities, each in the shard of its record."""
         if len(record_ids) != len(logprobs):
@@ -245,6 +249,16 @@ class ShardedClient:
                 shard.taken("lease")
                 grants += answer.values()
         return grants
+
+    async def _take_unscored(self, max_tokens: int) -> Unscored:
+        self._turn = (self._turn + 1) % len(self._shards)
+        for shard in self._shards[self._turn :] + self._shards[: self._turn]:
+            if shard.is_connected and not shard.is_silent:
+                task = shard.ask_one("take_unscored", lambda client: client.take_unscored(max_tokens))
+                answer = await self._shards.answered({shard.number: task})
+                if any(taken.record_ids for taken in answer.values()):
+                    return answer[shard.number]
+        return Unscored([])
 
     async def _renew(self, lease_ids: Sequence[int]) -> p.RenewReply:
         of_shard: dict[int, list[int]] = {}

@@ -309,7 +309,7 @@ class Observer:
     def _describe(self) -> None:
         """Make the parts of the status that change without a step."""
         status, row, known = self.status, self._last_row, self._known
-        step_s, wait_s = row.get("time/step"), row.get("time/wait_for_batch")
+        step_s, wait_s, ahead_s = (row.get(f"time/{name}") for name in ("step", "wait_for_batch", "scored_ahead"))
         status.reward, status.loss, status.overlap_frac = map(row.get, ("reward/mean", "loss", "overlap/frac"))
         status.lag_mean, status.lags = self.totals.lag_mean, self.totals.lags
         status.trained_tokens = self.totals.num_tokens
@@ -317,7 +317,7 @@ class Observer:
         status.generated_tokens_per_s = self.actor_totals.tokens_per_s()
         status.learner = LearnerStatus(
             tokens_per_s=self._trained.value(),
-            busy_frac=step_s / (step_s + (wait_s or 0.0)) if step_s else None,
+            busy_frac=(step_s + (ahead_s or 0.0)) / (step_s + (wait_s or 0.0)) if step_s else None,
             step_s=step_s,
             waits_for=known.learner_waits_for,
             publishing=known.publishing or "",

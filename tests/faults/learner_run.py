@@ -209,9 +209,9 @@ class LearnerRun:
             facts = facts_of(updates_per_step, max_lag=MANY)
             shutil.copytree(recorded, folder / "buffer")
         self._stop = threading.Event()
-        service = BufferService(BufferConfig(), facts, folder / "buffer")
-        self.address = service.bind()
-        self._thread = threading.Thread(target=service.serve, args=(self._stop,), daemon=True)
+        self._service = BufferService(BufferConfig(), facts, folder / "buffer")
+        self.address = self._service.bind()
+        self._thread = threading.Thread(target=self._service.serve, args=(self._stop,), daemon=True)
         self._thread.start()
         self.ranks: list[Rank] = []
         self.weight_sync: dict[str, object] = {"max_lag": facts.staleness.max_lag}
@@ -317,6 +317,11 @@ class LearnerRun:
             return client.status().result(60).ledger
         finally:
             client.close(1.0)
+
+    def scores(self) -> dict[int, np.ndarray]:
+        """What is stored of the reference's log-probabilities, by record."""
+        stored = self._service._store.read(lambda tx: list(tx.scores.all_items()))
+        return {record: np.frombuffer(score, np.float32) for (record,), score in stored}
 
     def close(self) -> None:
         self.kill()

@@ -4,11 +4,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from buffer import protocol as p
+from buffer import schema
 from buffer.config import BufferConfig
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig, effective_version
@@ -128,6 +130,15 @@ class ScheduledBuffer(RuleBasedStateMachine):
         self.buffer.expire()
 
     # --- learner ----------------------------------------------------------------------------------
+
+    @rule(max_tokens=st.integers(0, 60), all_of_it=st.booleans())
+    def score(self, max_tokens, all_of_it):
+        """Ready samples are scored, all or but the first."""
+        taken, body = self.buffer.answer(p.TakeUnscored(max_tokens))
+        assert bool(body) == bool(taken.record_ids)
+        records = taken.record_ids[0 if all_of_it else 1 :]
+        scores = [np.zeros(4, np.float32) for _ in records]
+        self.buffer.ask(p.WriteScores(), p.Done, schema.encode_scores(records, scores))
 
     def begin(self):
         self.step, self.version = self.checkpoint

@@ -5,14 +5,14 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 157,
-    "lines": 37_750,
+    "files": 158,
+    "lines": 38_020,
     "longest file": 460,
     "longest function": 60,
     "modules imported by exactly one other": 40,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 151,
+    "config keys": 152,
 }
 
 

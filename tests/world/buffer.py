@@ -198,7 +198,18 @@ def index_faults(core: BufferCore, tx: Transaction) -> list[str]:
     mine, anew = core.groups.index, GroupIndex(core.groups.config, samplers.build(core.groups.config)[1])
     mine.load(tx)
     anew.load(tx)
-    names = ("_places", "open", "unleased", "leases", "ready", "num_unused", "strata", "_by_prompt", "first_to_go")
+    names = (
+        "_places",
+        "open",
+        "unleased",
+        "leases",
+        "ready",
+        "unscored",
+        "num_unused",
+        "strata",
+        "_by_prompt",
+        "first_to_go",
+    )
     pairs = [(name, getattr(mine, name), getattr(anew, name)) for name in names]
     pairs.append(("_weights", _weighed(mine), _weighed(anew)))
     return [f"the index has {name} = {kept}, the rows say {found}" for name, kept, found in pairs if kept != found]
