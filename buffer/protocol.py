@@ -349,6 +349,7 @@ Reply = (
 
 _ACTOR: frozenset[Role] = frozenset({"actor"})
 _LEARNER: frozenset[Role] = frozenset({"learner"})
+_SCORING: frozenset[Role] = frozenset({"learner", "scorer"})
 
 ASKED_BY: dict[type[Message], frozenset[Role]] = {
     Hello: ROLES,
@@ -361,8 +362,8 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
     BeginIncarnation: _LEARNER,
     PlanRequest: _LEARNER,
     DrawRequest: _LEARNER,
-    TakeUnscored: _LEARNER,
-    WriteScores: _LEARNER,
+    TakeUnscored: _SCORING,
+    WriteScores: _SCORING,
     StepFinished: _LEARNER,
     Published: _LEARNER,
     CheckpointDurable: _LEARNER,

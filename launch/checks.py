@@ -22,7 +22,7 @@ from launch.config import Config
 from launch.errors import ConfigError, as_config_error
 from launch.gpus import check_gpus, describe_gpus, lacking_gpus
 from launch.host import CONNECT_S, answers
-from launch.pools import actor_pools, serving_dtypes, stage_pools
+from launch.pools import actor_pools, scorer_pools, serving_dtypes, stage_pools
 from launch.run_folder import RunFolder, already_there, check_weights_folder, check_writable
 from learner.decoders import FAMILIES, cost_shares, split_layers
 from weight_sync.config import WeightSyncConfig
@@ -437,6 +437,12 @@ def _check_pools(config: Config) -> None:
                 "pool carry, or leave it out"
             )
     check_gpus(config)
+    for scorers in scorer_pools(config):
+        if not config.algorithm.needs.reference:
+            raise ConfigError(
+                f"pools.{scorers.name}.role = 'scorer', but algorithm.type = '{config.algorithm.type}' as it is "
+                "set reads no reference model, so there is nothing to score: leave the pool out"
+            )
     for pool in actor_pools(config):
         actors, section = pool.config, f"pools.{pool.name}" if pool.name in config.pools else "actors"
         if actors.tensor_parallel_size > 1 and actors.gpus < actors.tensor_parallel_size:

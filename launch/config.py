@@ -84,12 +84,14 @@ class ModelConfig(_Section):
 class PoolConfig(_Section):
     """`[pools.NAME]`: workers of one kind on hosts of one kind. What is unset is as in `[actors]` or `[learner]`."""
 
-    role: Literal["actors", "learner"] = Field(
-        description="What its workers are: vLLM engines, or stages of the learner."
+    role: Literal["actors", "learner", "scorer"] = Field(
+        description="What its workers are: vLLM engines, stages of the learner, or processes that score samples "
+        "with the whole reference model before their step, so that the learner need not."
     )
     count: PositiveInt | None = Field(
         default=None,
-        description="Actors, which `leeway scale` changes, or stages. Unset: 1 actor, or all stages that are left.",
+        description="Actors, which `leeway scale` changes, stages or scorers. Unset: 1 actor or scorer, or all stages "
+        "that are left.",
     )
     resource: str | None = Field(
         default=None,
@@ -109,8 +111,10 @@ class PoolConfig(_Section):
     @model_validator(mode="after")
     def _engines_are_of_actors(self) -> PoolConfig:
         engine = sorted(ENGINE_KEYS & self.model_fields_set)
-        if self.role == "learner" and engine:
-            raise ValueError(f"{engine[0]} is of an actor's engine, and this pool's role is 'learner'; see [learner]")
+        if self.role != "actors" and engine:
+            raise ValueError(
+                f"{engine[0]} is of an actor's engine, and this pool's role is '{self.role}'; see [learner]"
+            )
         return self
 
 

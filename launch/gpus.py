@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from launch.config import Config
 from launch.errors import ConfigError
-from launch.pools import WorkerPool, actor_pools, stage_pools
+from launch.pools import WorkerPool, actor_pools, scorer_pools, stage_pools
 
 if TYPE_CHECKING:  # with torch
     from learner.device import MemoryNeed
@@ -119,7 +119,7 @@ def check_gpus(config: Config) -> None:
         ConfigError: two stages could share a GPU, or none would have one; or a GPU could not hold who shares it.
     """
     stages = stage_pools(config)
-    for pool in [*stages, *actor_pools(config)]:
+    for pool in [*stages, *scorer_pools(config), *actor_pools(config)]:
         if (gpus := pool.bundle.get("GPU", 0.0)) > 1 and gpus != int(gpus):
             raise ConfigError(
                 f"pool '{pool.name}' reserves {gpus:g} GPUs for each worker: Ray gives a part of one GPU or whole "

@@ -105,6 +105,17 @@ def stage_pools(config: Config) -> list[WorkerPool]:
     return pools
 
 
+def scorer_pools(config: Config) -> list[WorkerPool]:
+    """The pools of scorers; none unless the config says so."""
+    pools = []
+    for name, section in config.pools.items():
+        if section.role == "scorer":
+            cpus = config.learner.cpus if section.cpus is None else section.cpus
+            gpus = config.learner.gpus if section.gpus is None else section.gpus
+            pools.append(WorkerPool(name, section.count or 1, _bundle(cpus, gpus, resource_of(name, section))))
+    return pools
+
+
 def resource_of(name: str, section: PoolConfig) -> str:
     """The Ray resource of the pool's hosts; '' where any host will do."""
     return f"pool_{name}" if section.resource is None else section.resource

@@ -135,6 +135,12 @@ class LearnerConfig(BaseModel):
         """M, optimizer steps that a step takes, at most."""
         return self.num_minibatches * self.num_epochs
 
+    def alone(self, gpus: float) -> LearnerConfig:
+        """That of a rank which has a whole model, forward only, on so many GPUs or on none."""
+        one = dict.fromkeys(("num_stages", "num_replicas", "num_chunks"), 1)
+        whole = {"layers_per_chunk": None, "schedule": "gpipe", "reference_offload": "none"}
+        return self.model_copy(update={**one, **whole, "gpus": gpus, "device": "auto" if gpus else "cpu"})
+
     def check_pipeline(self) -> None:
         """How processes share the model and what they compute in, as far as no model is needed to see it.
 

@@ -30,9 +30,8 @@ from buffer.sharding.client import open_client
 from common.run import RunContext
 from common.staleness import PolicyVersion
 from learner.batch import counted_versions
-from learner.config import LearnerConfig, LearnerSections
+from learner.config import LearnerSections
 from learner.mesh import MeshPlace
-from learner.pipeline import micro_batches_asked
 
 R = TypeVar("R")
 
@@ -109,8 +108,8 @@ class NoBatch(TimeoutError):
 class Coordinator:
     """Draws batches and reports progress; exists on the coordinator rank alone."""
 
-    def __init__(self, context: RunContext[LearnerSections], channel: Channel) -> None:
-        """Connect to the buffer service.
+    def __init__(self, context: RunContext[LearnerSections], channel: Channel, round_tokens: int) -> None:
+        """Connect to the buffer service. A round of scoring has so many tokens at most, or one group.
 
         Raises:
             BufferUnavailable: it does not answer.
@@ -131,7 +130,7 @@ class Coordinator:
         self._client.connect()
         self._lock = threading.Lock()
         self._pending: list[tuple[str, Future[object]]] = []
-        self._round_tokens = _round_tokens(context.config.learner)
+        self._round_tokens = round_tokens
         self._ahead: dict[int, npt.NDArray[np.float32]] = {}
         """Scores by record since the last batch: they may have been on their way when it was drawn."""
         self.scored_ahead_s = 0.0
@@ -262,9 +261,3 @@ class Coordinator:
                     raise TimeoutError(
                         f"the buffer service at {', '.join(self._addresses)} did not {what} for {patience_s:g} s"
                     ) from None
-
-
-def _round_tokens(config: LearnerConfig) -> int:
-    """Of a round of scoring: enough to fill the micro-batches that a pass takes at least, one for each stage."""
-    fewest, _ = micro_batches_asked(config.schedule, config.num_stages)
-    return config.num_replicas * max(fewest, config.num_stages) * config.token_budget

@@ -125,8 +125,7 @@ class Networks:
 
     def on_device(self, packed: PackedBatch) -> DeviceBatch:
         """This replica's share of a batch, where the policy computes."""
-        place = self.mesh.place
-        return DeviceBatch(packed.of_replica(place.replica, place.num_replicas), self.policy.device)
+        return share_of(packed, self.mesh, self.policy.device)
 
     def forward_only(self, batch: DeviceBatch) -> Leaves | None:
         """Log-probabilities, and a critic's values, of all T completion tokens; None but on the last stages."""
@@ -184,6 +183,11 @@ class Networks:
         return update_together(self.optimizers, learning_rate(self._config, number), decision, self.mesh)
 
 
+def share_of(packed: PackedBatch, mesh: Mesh, device: torch.device) -> DeviceBatch:
+    """The share of a replica of a batch, on its device."""
+    return DeviceBatch(packed.of_replica(mesh.place.replica, mesh.place.num_replicas), device)
+
+
 def gather_tokens(outputs: Tensor | None, batch: DeviceBatch, mesh: Mesh) -> Tensor | None:
     """From where the outputs of a replica's last stage stand to the tokens they speak of, over all replicas.
 
@@ -232,10 +236,15 @@ class _Asked:
 class Reference:
     """Scores what no earlier step has scored."""
 
-    def __init__(self, pipeline: Pipeline | None, networks: Networks) -> None:
-        """Look after this rank's chunks of the frozen reference; None where the algorithm needs no reference."""
+    def __init__(self, pipeline: Pipeline | None, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> None:
+        """Look after this rank's chunks of the frozen reference; None where the algorithm needs no reference.
+
+        `dtype` is that of the log-probabilities which a loss reads.
+        """
         self._pipeline = pipeline
-        self._networks = networks
+        self._mesh = mesh
+        self._device = device
+        self._dtype = dtype
 
     @property
     def exists(self) -> bool:
@@ -252,8 +261,8 @@ class Reference:
         new_T: Tensor | None = None
         if self._pipeline is not None and len(unscored):
             is_all = len(unscored) == batch.rows.num_rows
-            new_T = self._logprobs(on_device if is_all else self._networks.on_device(batch.pack(unscored)))
-        if not self._networks.mesh.place.is_last:
+            new_T = self._logprobs(on_device if is_all else share_of(batch.pack(unscored), self._mesh, self._device))
+        if not self._mesh.place.is_last:
             return None, {}
         reference_T = self._stored(batch)
         if new_T is None:
@@ -269,7 +278,7 @@ class Reference:
 
         All ranks call it together; on the last stages one array per trajectory, on the others none.
         """
-        new_T = self._logprobs(self._networks.on_device(pack_rows(rows, rule)))
+        new_T = self._logprobs(share_of(pack_rows(rows, rule), self._mesh, self._device))
         if new_T is None:
             return []
         return np.split(new_T.cpu().numpy(), np.cumsum(rows.column("logprobs").value_lengths())[:-1])
@@ -277,16 +286,15 @@ class Reference:
     def _logprobs(self, on_device: DeviceBatch) -> Tensor | None:
         """Of all T tokens, as they are stored, so that a step taken again reads the same numbers also in float64."""
         assert self._pipeline is not None, "nothing asks for scores where there is no reference"
-        found = gather_tokens(self._pipeline.forward_only(on_device), on_device, self._networks.mesh)
+        found = gather_tokens(self._pipeline.forward_only(on_device), on_device, self._mesh)
         return None if found is None else found[0].to(torch.float32)
 
     def _stored(self, batch: StepBatch) -> Tensor:
         """What earlier steps have scored, NaN elsewhere: [T]."""
-        policy = self._networks.policy
         column = batch.rows.column("reference_logprobs")
         known_T = np.full(len(batch.sequence_T), np.nan)
         known_T[np.asarray(column.is_valid())[batch.sequence_T]] = column.flatten()
-        return torch.from_numpy(known_T).to(policy.device, torch.promote_types(policy.dtype, torch.float32))
+        return torch.from_numpy(known_T).to(self._device, self._dtype)
 
 
 def load_chunks(
@@ -338,13 +346,14 @@ def build_networks(context: RunContext[LearnerSections], mesh: Mesh, device: tor
     return Networks(policy, build("value") if kind == "model" else None, config, mesh)
 
 
-def build_reference(context: RunContext[LearnerSections], networks: Networks) -> Reference:
+def build_reference(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Reference:
     """The frozen reference, split like the policy, where the algorithm needs one."""
-    config, mesh, device = context.config.learner, networks.mesh, networks.policy.device
+    config = context.config.learner
+    dtype = torch.float64 if config.precision == "float64" else torch.float32
     if not context.config.algorithm.needs.reference:
-        return Reference(None, networks)
+        return Reference(None, mesh, device, dtype)
     chunks = load_chunks(context.reference_path, "token", config, context.temperature, mesh, device, frozen=True)
     for chunk in chunks:
         if config.reference_offload != "none":
             chunk.offload(config.reference_offload, context.folder / "offload" / f"replica-{mesh.place.replica}")
-    return Reference(Pipeline(chunks, mesh, config.schedule), networks)
+    return Reference(Pipeline(chunks, mesh, config.schedule), mesh, device, dtype)

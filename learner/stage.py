@@ -158,7 +158,7 @@ class Stage:
         mesh = Mesh.build(place, timedelta(seconds=config.collective_timeout_s))
         self._ranks = Agreement(place.rank, context.startup_timeout_s)
         self._networks = build_networks(context, mesh, device)
-        self._reference = build_reference(context, self._networks)
+        self._reference = build_reference(context, mesh, device)
         self._scores_ahead = config.score_while_waiting and context.config.algorithm.needs.reference
         # a share that loads slowly is none that is lost: no collective of training may begin before all are there
         self._ranks.say("")
@@ -166,7 +166,7 @@ class Stage:
         self._train_step = TrainStep(
             self._networks, self._reference, context.config.algorithm, config, context.facts.seed
         )
-        self._packing = _packing_rule(context)
+        self._packing = packing_rule(context)
         self._checkpoints = Checkpoints(
             context.folder / "checkpoints",
             config.keep_checkpoints,
@@ -212,7 +212,7 @@ class Stage:
     def _begin_incarnation(self) -> None:
         incarnation = torch.zeros(1, dtype=torch.int64)
         if self._place.is_coordinator:
-            self._coordinator = Coordinator(self._context, self._channel)
+            self._coordinator = Coordinator(self._context, self._channel, self._packing.least_tokens)
             self._coordinator.begin(self._progress.version, self._progress.step)
             incarnation += self._coordinator.incarnation
         dist.broadcast(incarnation, src=self._place.coordinator)
@@ -419,7 +419,7 @@ class Stage:
             raise
 
 
-def _packing_rule(context: RunContext[LearnerSections]) -> PackingRule:
+def packing_rule(context: RunContext[LearnerSections]) -> PackingRule:
     """How batches of this run become micro-batches."""
     config = context.config.learner
     least, multiple = micro_batches_asked(config.schedule, config.num_stages)

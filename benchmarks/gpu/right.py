@@ -234,7 +234,8 @@ def _train(
     if precision == "float64":
         _widen(chunks)
     networks = _KeepsGradients(Network.build(chunks, config, place.mesh), None, config, place.mesh)
-    step = TrainStep(networks, Reference(None, networks), ALGORITHM, config, one_pass=one_pass)
+    reference = Reference(None, place.mesh, device, torch.promote_types(networks.policy.dtype, torch.float32))
+    step = TrainStep(networks, reference, ALGORITHM, config, one_pass=one_pass)
     (update,) = step.run(StepBatch.build(to_batch(rows, "exact"), 0, {0: 0}, PackingRule(budget)), 0).updates
     loss = update.metrics["loss"]
     assert loss is not None

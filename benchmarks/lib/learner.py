@@ -78,7 +78,7 @@ class Learner:
         self.policy = networks.policy
         self._config = config
         self._mesh = mesh
-        reference = Reference(None, networks)
+        reference = Reference(None, mesh, self.device, torch.float32)
         self._unit = algorithm.needs.separable or "sequence"
         self._steps = {
             one_pass: TrainStep(networks, reference, algorithm, config, one_pass=one_pass) for one_pass in (True, False)

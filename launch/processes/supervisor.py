@@ -24,6 +24,7 @@ from launch.processes.learner_group import LearnerGroup
 from launch.processes.placement import PLACEMENT_S
 from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
 from launch.processes.role_process import Notify, RunFailed, done, results
+from launch.processes.scorers import Scorers
 from launch.processes.services import BufferServices, WeightServices
 
 GOODBYE_S = 15.0
@@ -53,6 +54,7 @@ class Supervisor:
         self._weights = WeightServices(plan, notify, self._check_ray)
         self.learner = LearnerGroup(plan, notify, self._watch_services)
         self.actors = ActorPools(plan, notify, self._check_ray)
+        self.scorers = Scorers(plan, notify)
         self._drained = False
         self._goodbye_s = GOODBYE_S
         self._told_of: set[str] = set()
@@ -84,6 +86,7 @@ class Supervisor:
         addresses = tuple(self._buffer.addresses)
         context = replace(self._context, buffer_addresses=addresses, weights_address=self._weights.address)
         calls = [*self.actors.start(context), *self.learner.start(context, deadline)]
+        self.scorers.start(context)
         told = ""
 
         def look() -> None:
@@ -128,6 +131,7 @@ class Supervisor:
         news = self.learner.poll(patience_s)
         if news.resumed_at is not None:
             self._drain_again()
+        self.scorers.watch()
         working = self.actors.watch()
         news.working = frozenset(actor_name(actor.number) for actor in working)
         news.quarantined, news.wanted = tuple(self.actors.quarantined), dict(self.actors.wanted)
@@ -160,9 +164,13 @@ class Supervisor:
                 self._notify("nonsense", f"the buffer refuses some of what {sender} sends, at first: {told.first}")
 
     def processes(self) -> tuple[ProcessStatus, ...]:
-        """Buffer, weights, stages, actors, as they are now; waits for none of them."""
-        services = [each.facts() for each in (*self._buffer.processes, *self._weights.processes)]
-        return (*services, *self.learner.facts(), *(each.facts() for each in self.actors.actors))
+        """Buffer, weights, scorers, stages, actors, as they are now; waits for none of them."""
+        services = (*self._buffer.processes, *self._weights.processes, *self.scorers.processes)
+        return (
+            *(each.facts() for each in services),
+            *self.learner.facts(),
+            *(each.facts() for each in self.actors.actors),
+        )
 
     def _check_task(self, actor: ActorProcess, report: ActorReport) -> None:
         if report.task_fingerprint != self._plan.task.fingerprint:
@@ -241,6 +249,7 @@ class Supervisor:
     def _end_politely(self) -> None:
         # the actors first: what they hand back goes to the services
         self.actors.stop(self._goodbye_s)
+        self.scorers.stop()
         if goodbyes := self._buffer.ask_to_stop() + self._weights.ask_to_stop():
             ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._goodbye_s)
         self.learner.kill()

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -14,10 +15,12 @@ from pydantic import TypeAdapter
 
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
+from common.run import RunContext
 from learner import checkpoint_meta, coordinator, optimizer
 from learner import stage as stage_file
 from learner.checkpoint import TrainingState
 from learner.config import LearnerConfig
+from learner.scorer import ReferenceScorer
 from learner.stage import Stage
 from tests.world.run_context import run_context, run_facts
 from weight_sync.config import WeightSyncConfig
@@ -40,8 +43,29 @@ def main(orders_path: Path, rank: int) -> None:
     keep_reports(folder / "reports.jsonl")
     for name, value in orders["hooks"].items():
         HOOKS[name](rank, value)
+    stage = Stage(context_of(orders), rank, orders["rendezvous"])
+    signal.signal(signal.SIGTERM, lambda *_: stage.request_stop())
+    stage.setup()
+    (folder / f"ready-{rank}").touch()
+    stage.run()
+    stage.export(folder / "export")
+
+
+def run_scorer(orders_path: Path, log: Path) -> None:
+    """Be a scorer of the same run, until killed."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    context = context_of(json.loads(orders_path.read_text()))
+    context.config.learner = context.config.learner.alone(0)
+    ReferenceScorer(context, 0).run(threading.Event())
+
+
+def context_of(orders: dict) -> RunContext:
+    """The description of the run that the orders tell of."""
+    folder = Path(orders["run_folder"])
     config, knobs = LearnerConfig(**orders["config"]), WeightSyncConfig(**orders["weight_sync"])
-    context = run_context(
+    return run_context(
         folder,
         run_facts(
             groups_per_step=config.groups_per_step,
@@ -55,12 +79,6 @@ def main(orders_path: Path, rank: int) -> None:
         weight_sync=knobs,
         buffer=BufferConfig(give_up_after_s=10),
     )
-    stage = Stage(context, rank, orders["rendezvous"])
-    signal.signal(signal.SIGTERM, lambda *_: stage.request_stop())
-    stage.setup()
-    (folder / f"ready-{rank}").touch()
-    stage.run()
-    stage.export(folder / "export")
 
 
 def keep_reports(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A learner of two stages scores what has arrived while it waits for the rest of its batch."""
+"""Who scores with the reference before a step: the learner, of two stages, while it waits; a scorer; or nobody."""
 
 import time
 
@@ -82,3 +82,27 @@ def test_a_learner_that_is_told_not_to_score_ahead_leaves_all_of_it_to_the_step(
     (report,) = run.reports()
     assert report["scored/ahead_frac"] == 0
     assert len(run.scores()) == EARLY + GROUP_SIZE
+
+
+def test_a_scorer_scores_what_is_ready_and_no_step_waits_for_it_once_it_is_killed(run, actor):
+    run.start(num_steps=2, score_while_waiting=False)
+    scorer = run.start_scorer()
+    try:
+        *early, late = samples(actor, GROUPS_PER_STEP)
+        for sample in [sample for group in early for sample in group]:
+            actor.push(sample).result(60)
+        run.wait_until(lambda: len(run.scores()) == EARLY, "scoring by the scorer")
+        for sample, found in zip([each for group in early for each in group], run.scores().values(), strict=True):
+            np.testing.assert_allclose(found, scored_by_hand(run, sample), rtol=0, atol=1e-5)
+    finally:
+        scorer.kill()
+        scorer.join()
+    for sample in late:
+        actor.push(sample)
+    for sample in [sample for group in samples(actor, GROUPS_PER_STEP) for sample in group]:
+        actor.push(sample)
+    assert set(run.finish(run.ranks)) == {0}, run.logs()
+    first, second = run.reports()
+    assert first["scored/ahead_frac"] == pytest.approx(EARLY / (EARLY + GROUP_SIZE))
+    assert second["scored/ahead_frac"] == 0
+    assert first["time/scored_ahead"] == second["time/scored_ahead"] == 0

@@ -193,11 +193,8 @@ class Echo:
 
 
 def score(batch, pipeline):
-    policy = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float64)
-    mesh = SimpleNamespace(place=MeshPlace(0))
-    on_device = lambda packed: DeviceBatch(packed, policy.device)  # noqa: E731
-    networks = SimpleNamespace(policy=policy, mesh=mesh, on_device=on_device)
-    return Reference(pipeline, networks).score(batch, on_device(batch.packed))
+    mesh, device = SimpleNamespace(place=MeshPlace(0)), torch.device("cpu")
+    return Reference(pipeline, mesh, device, torch.float64).score(batch, DeviceBatch(batch.packed, device))
 
 
 def test_the_reference_scores_only_what_no_earlier_step_has_scored():

@@ -122,7 +122,7 @@ def make_networks(
         algorithm=algorithm,
     )
     networks = build_networks(context, mesh, torch.device("cpu"))
-    return networks, build_reference(context, networks)
+    return networks, build_reference(context, mesh, torch.device("cpu"))
 
 
 def build(rows: list[Trajectory], version: int = 0, token_budget: int = TOKEN_BUDGET, **rule: int) -> StepBatch:
