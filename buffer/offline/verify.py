@@ -20,7 +20,8 @@ from buffer.errors import CorruptRecord, StoreError
 from buffer.ledger import COMMITTED_STATES
 from buffer.offline.inspect import look_at
 from buffer.rows import records_in
-from buffer.store import DATA, Store, is_served, own, shard_folders
+from buffer.sharding.division import store_folders
+from buffer.store import DATA, Store, is_served, own
 from buffer.tables import NO_RECORD, DrawRecord
 from buffer.transaction import TABLES, Transaction
 from common.files import sync
@@ -180,7 +181,7 @@ def compact(folder: Path) -> list[Compacted]:
         StoreError: its service runs, it cannot be read, or there is no room for a second copy. The old
             file is then still there.
     """
-    folders = shard_folders(folder)
+    folders = store_folders(folder)
     for each in folders:
         Store(each, None).close()  # it can be read, and was not cut off
     locks: list[int] = []
