@@ -19,10 +19,9 @@ from buffer.draws import Draws
 from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved, StoreError
 from buffer.groups import Groups
 from buffer.ingest import Ingest, Pushes
-from buffer.leases import Leases
+from buffer.leases import Leases, Share
 from buffer.nonsense import Quarantine
 from buffer.scoring import Scoring
-from buffer.sharding.division import capacity_of
 from buffer.steps import Steps
 from buffer.tables import DrawRecord
 from buffer.transaction import Transaction
@@ -34,39 +33,32 @@ Answer = tuple[p.Reply, bytes | memoryview]
 class BufferCore:
     """The buffer's rules. What leases keep outside of the store, their deadlines above all, may be lost at any time."""
 
-    def __init__(self, config: BufferConfig, facts: RunFacts, clock: Callable[[], float]) -> None:
-        """Compose the rules for one run.
+    steps_type, draws_type = Steps, Draws
+    """`buffer.sharding` puts its own in their place."""
+
+    def __init__(self, share: Share, clock: Callable[[], float]) -> None:
+        """Compose the rules.
 
         Raises:
-            StoreError: the capacity is smaller than what the staleness bound lets be outstanding, there are
-                more shards than groups that may be outstanding, the sampler contradicts on_stale, or no
-                group could be used within the bound.
+            StoreError: the capacity is smaller than what the staleness bound lets be outstanding, or the sampler
+                contradicts on_stale.
         """
-        _check_waits(config, facts)
-        try:
-            contract = facts.contract
-        except ValueError as error:
-            raise StoreError(str(error)) from None
-        capacity = capacity_of(facts, contract)
-        part = capacity / contract.capacity()
-        trajectories = max(1, round(config.capacity_trajectories * part))
-        limits = {"capacity_trajectories": trajectories, "capacity_gib": config.capacity_gib * part}
-        config = config.model_copy(update=limits)
+        _check_waits(share.config, share.facts)
+        num_stored, capacity, facts = share.config.capacity_trajectories, share.capacity, share.facts
         need = (capacity + min(facts.groups_per_step, capacity)) * facts.group_size
-        if config.capacity_trajectories < need:
-            whose = f", which is shard {facts.shard}'s part," if facts.num_shards > 1 else ""
+        if num_stored < need:
             raise StoreError(
-                f"[buffer] capacity_trajectories = {config.capacity_trajectories}{whose} is below the {need} that the "
+                f"[buffer] capacity_trajectories = {num_stored}{share.whose} is below the {need} that the "
                 "staleness bound lets be outstanding: raise it, or lower max_lag, groups_per_step or group_size"
             )
         self.facts = facts
-        self.groups = Groups(config, facts.group_size, num_kept=capacity)
-        self.leases = Leases(config, facts, contract, capacity, self.groups, clock)
+        self.groups = Groups(share.config, facts.group_size, num_kept=capacity)
+        self.leases = Leases(share, self.groups, clock)
         self.quarantine = Quarantine(clock)
-        self.ingest = Ingest(facts, self.groups, self.leases, self.quarantine)
+        self.ingest = Ingest(share, self.groups, self.leases, self.quarantine)
         self.scoring = Scoring(facts, self.groups, clock)
-        self.steps = Steps(contract, self.groups)
-        self.draws = Draws(facts, contract, capacity, self.groups, self.leases, self.steps)
+        self.steps = self.steps_type(share.contract, self.groups)
+        self.draws = self.draws_type(share, self.groups, self.leases, self.steps)
         self._answers: dict[type, Callable[[Transaction, Any], p.Reply | None]] = {
             p.Hello: self._hello,
             p.LeaseRequest: self.leases.grant,
@@ -76,7 +68,6 @@ class BufferCore:
             p.Published: self.steps.published,
             p.StepFinished: self.steps.finish,
             p.CheckpointDurable: self.steps.durable,
-            p.PlanRequest: self.draws.offer,
             p.StatusRequest: self._status,
             p.Drain: self._drain,
         }
@@ -115,14 +106,9 @@ class BufferCore:
         draw = self.draws.draw(tx, request)
         if draw is None:
             return None
+        ledger, fidelity = self.groups.checked_counts(tx), tx.state.fidelity.now
         reply = p.DrawReply(
-            True,
-            draw.step,
-            draw.group_ids,
-            draw.record_ids,
-            ledger=self.groups.checked_counts(tx),
-            lengths=draw.lengths,
-            fidelity=tx.state.fidelity.now,
+            True, draw.step, draw.group_ids, draw.record_ids, ledger=ledger, lengths=draw.lengths, fidelity=fidelity
         )
         return reply, self._body(tx, draw)
 
@@ -131,13 +117,7 @@ class BufferCore:
         return p.DrawReply(False, request.step, [], [], self.draws.waiting_for(tx, request)), b""
 
     def _hello(self, tx: Transaction, message: p.Hello) -> p.Welcome:
-        if (message.shard, message.num_shards) != (self.facts.shard, self.facts.num_shards):
-            raise BufferRefused(
-                f"this is shard {self.facts.shard} of {self.facts.num_shards}, the client looked for shard "
-                f"{message.shard} of {message.num_shards}: give the addresses of all shards in their order"
-            )
-        actor = self.leases.hello(tx, message)
-        return p.Welcome(actor.epoch)
+        return p.Welcome(self.leases.hello(tx, message).epoch)
 
     def _read(self, tx: Transaction, body: bytes | memoryview, expected: pa.Schema, sender: str) -> pa.RecordBatch:
         try:

@@ -1,13 +1,12 @@
 """Which groups train at which step: recorded, so that the same step asked again gets the same groups.
 
-All chance comes from a generator seeded by run, shard, step and incarnation: the same store draws the
+All chance comes from a generator seeded by run, share, step and incarnation: the same store draws the
 same groups, also after a restart. What becomes of recorded draws is in `buffer.steps`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -18,14 +17,12 @@ from buffer.errors import BufferRefused, CorruptRecord
 from buffer.groups import Groups
 from buffer.index import ReadyGroup
 from buffer.ingest import MAX_BEHIND
-from buffer.leases import Leases
+from buffer.leases import Leases, Share
 from buffer.lengths import NUM_BUCKETS, Fidelity, bucket_of
-from buffer.protocol import DrawRequest, PlanReply, PlanRequest
+from buffer.protocol import DrawRequest
 from buffer.steps import Steps
 from buffer.tables import DrawRecord, Group, StoreState
 from buffer.transaction import Transaction
-from common.run import RunFacts
-from common.staleness import StalenessContract
 
 MAX_NAMED = 4
 """How many groups or actors a message names before it says 'and others'."""
@@ -40,23 +37,14 @@ GOOD_ENOUGH = 0.99
 class Draws:
     """Draws by the sampler, and records what it drew."""
 
-    def __init__(
-        self,
-        facts: RunFacts,
-        contract: StalenessContract,
-        capacity: int,
-        groups: Groups,
-        leases: Leases,
-        steps: Steps,
-    ) -> None:
-        self._facts = facts
-        self._contract = contract
+    def __init__(self, share: Share, groups: Groups, leases: Leases, steps: Steps) -> None:
+        self._share = share
+        self._facts, self._contract = share.facts, share.contract
         self._groups = groups
         self._leases = leases
         self._steps = steps
-        self._waits = contract.config.on_stale == "wait"
+        self._waits = self._contract.config.on_stale == "wait"
         """Only then are the open groups looked at."""
-        self._capacity = capacity
 
     def draw(self, tx: Transaction, request: DrawRequest) -> DrawRecord | None:
         """The groups of a step; None where the step must wait.
@@ -67,12 +55,10 @@ class Draws:
         state = tx.state
         self._check(tx, request)
         draw = tx.draws.get(request.step)
-        if draw is not None and draw.incarnation == state.incarnation:
-            if draw.plan != request.plan:
-                raise BufferRefused(f"step {request.step} is divided as {draw.plan} already, not as {request.plan}")
-            if draw.version == request.version or draw.step not in state.pending_draws:
-                return draw
-        self._check_version(state, request)
+        is_over = request.step not in state.pending_draws
+        if draw is not None and draw.incarnation == state.incarnation and (is_over or draw.version == request.version):
+            return draw
+        self._check_version(state, request.step, request.version)
         if draw is not None and self._adopt(tx, draw, request):
             return draw
         if draw is None and request.step <= state.step:
@@ -80,34 +66,10 @@ class Draws:
         self._steps.release_from(tx, request.step)
         self._drop_stale(tx, request.version)
         chosen = self._choose_sound(tx, request)
-        # Where the step is divided, the client that divided it has looked at what all shards would leave behind.
+        # Of a step that is divided, who divided it knows what all of its parts leave behind.
         if len(chosen) < request.num_groups or (not request.plan and self._held_back_by(tx, chosen, request.version)):
             return None
         return self._record(tx, request, chosen)
-
-    def offer(self, tx: Transaction, request: PlanRequest) -> PlanReply:
-        """What this shard could give to a step. Reads as many keys as groups may be outstanding.
-
-        Raises:
-            BufferRefused: the learner was replaced, or the step is over.
-        """
-        self._steps.check_incarnation(tx.state, request.incarnation)
-        self._check_version(tx.state, request)
-        if request.step > tx.state.step and not tx.draws.has(request.step):
-            self._steps.release_from(tx, request.step)  # what is offered is drawn anew, as in `draw`
-        self._drop_stale(tx, request.version)
-        ready = self._groups.index.ready
-        oldest_first = ready[: self._contract.capacity()]
-        return PlanReply(
-            num_eligible=len(ready),
-            capacity=self._capacity,
-            due=dict(Counter(self._left(oldest_first, request.version))),
-            open_due=dict(Counter(self._left(self._open(tx) if self._waits else (), request.version))),
-            waits=self._waits,
-            waiting_for=self._owed(tx),
-            ledger=self._groups.checked_counts(tx),
-            fidelity=tx.state.fidelity.now,
-        )
 
     def waiting_for(self, tx: Transaction, request: DrawRequest) -> str:
         """What the step still lacks, and who owes it."""
@@ -137,7 +99,7 @@ class Draws:
         return text + (f"no new leases: {closed}" if closed else "new leases wait for an actor to ask")
 
     def _check(self, tx: Transaction, request: DrawRequest) -> None:
-        """Refuse what no draw could answer."""
+        """Refuse what no draw could answer. The number of groups is compared where steps are divided."""
         self._steps.check_incarnation(tx.state, request.incarnation)
         resumed = tx.state.incarnations[-1].step
         if request.step <= resumed:
@@ -145,27 +107,15 @@ class Draws:
                 f"step {request.step} was done before this incarnation, which began after step {resumed}; "
                 f"its first step is {resumed + 1} (steps are counted from 1)"
             )
-        plan = request.plan or {self._facts.shard: request.num_groups}
-        if request.num_groups < 1 or any(s not in range(self._facts.num_shards) or n < 0 for s, n in plan.items()):
-            raise BufferRefused(
-                f"step {request.step} asks for {request.num_groups} groups of {plan}: a part has at least 1, and the "
-                f"shards are 0 to {self._facts.num_shards - 1}"
-            )
-        if sum(plan.values()) != self._facts.groups_per_step or plan.get(self._facts.shard) != request.num_groups:
-            raise BufferRefused(
-                f"step {request.step} asks for {request.num_groups} groups of {plan}, but admission counts on "
-                f"{self._facts.groups_per_step} per step: make [learner] groups_per_step agree with the run's facts"
-            )
 
-    def _check_version(self, state: StoreState, request: DrawRequest | PlanRequest) -> None:
+    def _check_version(self, state: StoreState, step: int, version: int) -> None:
         """Refuse a version that the learner cannot be at by the time of the step."""
-        # One of several shards need not have a part in every step that is drawn.
-        ahead = len(state.pending_draws) + (MAX_BEHIND if self._facts.num_shards > 1 else 0)
+        ahead = len(state.pending_draws) + (MAX_BEHIND if self._share.may_be_behind else 0)
         # A late copy of a request may still count on a step that was skipped since.
-        ahead = min(ahead, max(0, request.step - 1 - state.step))
-        if not state.version <= request.version <= self._contract.latest_version(state.version, ahead):
+        ahead = min(ahead, max(0, step - 1 - state.step))
+        if not state.version <= version <= self._contract.latest_version(state.version, ahead):
             raise BufferRefused(
-                f"step {request.step} cannot train at version {request.version}: the learner finished steps up to "
+                f"step {step} cannot train at version {version}: the learner finished steps up to "
                 f"version {state.version} and {len(state.pending_draws)} more are drawn"
             )
 
@@ -203,7 +153,7 @@ class Draws:
         config, num = self._groups.config, request.num_groups
         if len(self._groups.index.ready) < num:
             return []
-        seeds = [self._facts.seed & 0xFFFFFFFF, request.step, request.incarnation, self._facts.shard]
+        seeds = [self._facts.seed & 0xFFFFFFFF, request.step, request.incarnation, self._share.number]
         random = np.random.default_rng(seeds)
         sampler, candidates = self._groups.sampler, self._groups.index
         if not config.chooses_by_length:
@@ -241,15 +191,8 @@ class Draws:
             for index in group.usable():
                 record_ids.append(group.records[index])
                 lengths.append(group.lengths[index])
-        draw = DrawRecord(
-            request.step,
-            request.version,
-            request.incarnation,
-            chosen,
-            record_ids,
-            lengths,
-            plan=request.plan,
-        )
+        step, version, incarnation = request.step, request.version, request.incarnation
+        draw = DrawRecord(step, version, incarnation, chosen, record_ids, lengths, plan=request.plan)
         self._steps.record(tx, draw)
         return draw
 

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from buffer import schema
 from buffer.errors import BadBody, BufferRefused
 from buffer.groups import Groups, StoredSample
-from buffer.leases import Leases, is_name
+from buffer.leases import Leases, Share, is_name
 from buffer.nonsense import Quarantine
 from buffer.protocol import Push, PushReply, Refused, RowResult
 from buffer.rows import RowBytes, flat_values, list_bounds
@@ -34,7 +34,7 @@ from common.run import RunFacts
 MAX_PUSHED_ROWS = 4096
 """More trajectories in one push are refused: a turn of the service must stay short."""
 MAX_BEHIND = 1024
-"""How many steps one of several shards may have missed while it was down."""
+"""So many steps of the learner a service may not have heard of yet."""
 MAX_OVERTAKEN = 65_536
 """A row so far behind its actor's newest is not on its way any more, for credit is much less: it counts as settled."""
 SEQ_WINDOW = 2 * MAX_OVERTAKEN
@@ -86,8 +86,8 @@ class Pushes:
 class Ingest:
     """Takes pushed trajectories in."""
 
-    def __init__(self, facts: RunFacts, groups: Groups, leases: Leases, quarantine: Quarantine) -> None:
-        self._facts = facts
+    def __init__(self, share: Share, groups: Groups, leases: Leases, quarantine: Quarantine) -> None:
+        self._facts, self._may_be_behind = share.facts, share.may_be_behind
         self._groups = groups
         self._leases = leases
         self._quarantine = quarantine
@@ -98,7 +98,7 @@ class Ingest:
         `refusals` says of some, by their place, why they are not looked at.
         """
         facts = self._facts
-        known = known_versions(tx.state, updates_per_step=facts.updates_per_step, may_be_behind=facts.num_shards > 1)
+        known = known_versions(tx.state, updates_per_step=facts.updates_per_step, may_be_behind=self._may_be_behind)
         bad = {} if pushes.batch is None else faults(pushes.batch, facts, known)
         every = enumerate(pushes.rows)
         replies: list[PushReply | Refused] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,6 @@ from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, NotBelieved
 from buffer.groups import Groups
 from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Push, Renew, RenewReply, Request
-from buffer.sharding.division import owned_prompts
 from buffer.tables import Actor, Group
 from buffer.transaction import Transaction
 from common.rpc.messages import Asker
@@ -30,25 +30,34 @@ _NUM_REPLACED = 8
 """Sessions of a name that are remembered: a Hello is on its way for seconds, a process lives longer."""
 
 
+class Share(NamedTuple):
+    """What a store has of a run: all of it, or a part (`buffer.sharding.core`)."""
+
+    facts: RunFacts
+    contract: StalenessContract
+    config: BufferConfig
+    """The `[buffer]` section, with the capacities of the store."""
+    prompts: npt.NDArray[np.int64]
+    capacity: int
+    """How many groups may be outstanding."""
+    whose: str
+    """How a sentence goes on that names the capacity."""
+    closed: str
+    """Why no group is ever leased; '' where some are."""
+    may_be_behind: bool
+    """The learner goes on while the service is down."""
+    number: int
+    """Other shares of the run draw by other chance."""
+
+
 class Leases:
     """Grants, renews, expires and fences leases."""
 
-    def __init__(
-        self,
-        config: BufferConfig,
-        facts: RunFacts,
-        contract: StalenessContract,
-        capacity: int,
-        groups: Groups,
-        clock: Callable[[], float],
-    ) -> None:
-        self._config = config
-        self._facts = facts
-        self._contract = contract
+    def __init__(self, share: Share, groups: Groups, clock: Callable[[], float]) -> None:
+        self._config, self._facts, self._contract = share.config, share.facts, share.contract
         self._groups = groups
         self._clock = clock
-        self._capacity = capacity
-        self._prompts = owned_prompts(facts)
+        self._share = share
         self._deadlines: dict[int, float] = {}
         """Lease -> when it expires, in that order, for all have the same time. One that is closed is swept when due."""
         self._granted_none: dict[str, tuple[int, int]] = {}
@@ -217,11 +226,11 @@ class Leases:
             return "no learner has started"
         if state.published is None:
             return "the learner has not published weights"
-        if not self._capacity:
-            return f"no prompt belongs to shard {self._facts.shard} of {self._facts.num_shards}"
+        if self._share.closed:
+            return self._share.closed
         return self._contract.admit(
             self.outstanding(tx),
-            self._capacity,
+            self._share.capacity,
             version=state.version,
             published=state.effective(state.published),
         )
@@ -259,9 +268,10 @@ class Leases:
         for (key,), returned in tx.returned_prompts.all_items():
             tx.returned_prompts.delete(key)
             return returned.prompt_id, returned.failures
-        epoch, position = divmod(tx.state.cursor, len(self._prompts))
+        prompts = self._share.prompts
+        epoch, position = divmod(tx.state.cursor, len(prompts))
         tx.state.cursor += 1
-        return int(self._prompts[_order(self._facts.seed, epoch, len(self._prompts))[position]]), 0
+        return int(prompts[_order(self._facts.seed, epoch, len(prompts))[position]]), 0
 
     def _issue(self, tx: Transaction, group: Group, actor: Actor) -> Lease:
         state = tx.state

@@ -27,26 +27,11 @@ FAILED_KINDS = {
 COMMITTED_STATES = ("waiting", "drawn", "trained", "dropped_stale", "filtered", "evicted_unused")
 """What can become of a committed sample."""
 
-LEDGER_METRICS = {
-    "buffer/issued": "issued",
-    "buffer/in_flight": "in_flight",
-    "buffer/committed": "committed",
-    "buffer/failed": "failed",
-    "buffer/failed_reward": "failed_reward",
-    "buffer/failed_generation": "failed_generation",
-    "buffer/failed_quarantined": "failed_quarantined",
-    "buffer/failed_lease": "failed_lease",
-    "buffer/waiting": "waiting",
-    "buffer/trained": "trained",
-    "buffer/dropped_stale": "dropped_stale",
-    "buffer/filtered": "filtered",
-    "buffer/filtered_too_long": "filtered_too_long",
-    "buffer/evicted_unused": "evicted_unused",
-    "buffer/quarantined": "quarantined",
-    "buffer/duplicate": "duplicates",
-    "buffer/late": "late",
-    "buffer/ledger_gap": "gap",
-}
+_SHOWN_AS = {"duplicates": "duplicate", "gap": "ledger_gap"}
+LEDGER_METRICS = {f"buffer/{_SHOWN_AS.get(name, name)}": name for name in (
+    "issued", "in_flight", "committed", "failed", *FAILED_KINDS, "failed_lease", "waiting", "trained", "dropped_stale",
+    "filtered", "filtered_too_long", "evicted_unused", "quarantined", "duplicates", "late", "gap",
+)}  # fmt: skip
 """What a step reports of a ledger: metric -> name of the count."""
 
 MAX_REASONS = 64

@@ -85,7 +85,7 @@ class LengthFidelity(msgspec.Struct, frozen=True):
 
     @classmethod
     def worst(cls, parts: Iterable[LengthFidelity]) -> LengthFidelity:
-        """The worst of some shards, in each figure."""
+        """The worst of some, in each figure."""
         known = list(parts)
         ratio = max((part.p95_ratio for part in known), key=lambda ratio: abs(math.log(ratio)))
         return cls(max(part.ks for part in known), ratio)

@@ -70,12 +70,6 @@ class Structure(NamedTuple):
     num_pages: int
     num_free: int
     """Pages that hold nothing: the file's slack."""
-    page_size: int
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of pages in use."""
-        return (self.num_pages - self.num_free) * self.page_size
 
 
 def check(data: Path, *, deep: bool = False) -> Structure:
@@ -117,7 +111,7 @@ class _Walk:
             tree = _Tree._make(_TREE_FORMAT.unpack(self._bytes(at, size)))
             for _ in self._walk(tree, f"table at byte {at}", _PLAIN_FLAGS):
                 pass
-        return Structure(num_pages, self._account(freed), self._page_size)
+        return Structure(num_pages, self._account(freed))
 
     def _metas(self) -> tuple[_Meta, _Meta]:
         """The two meta pages, the newest last; they must be of neighbouring transactions."""

@@ -26,6 +26,9 @@ from buffer.config import BufferConfig
 from buffer.index import GroupIndex, Weight
 from buffer.tables import Group
 
+Random = np.random.Generator
+Ids = AbstractSet[int]
+
 EPSILON = 0.01
 """Of `prioritised`: a group whose rewards are all the same keeps a chance, a hundredth of one whose spread is 1."""
 NOTHING: frozenset[int] = frozenset()
@@ -36,9 +39,7 @@ _FINENESS = 2**32
 class Sampler(Protocol):
     """Chooses groups for a step."""
 
-    def choose(
-        self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
-    ) -> list[int]:
+    def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
         """Up to `num_groups` group ids; fewer where there are no more.
 
         Args:
@@ -74,9 +75,7 @@ def prioritised(alpha: float, tau: float) -> Weight:
 class Fifo:
     """Oldest tokens first."""
 
-    def choose(
-        self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
-    ) -> list[int]:
+    def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
         """The first `num_groups`."""
         return _first(num_groups, (key.group_id for key in candidates.ready), taken)
 
@@ -87,9 +86,7 @@ class Weighted:
 
     with_replacement: bool
 
-    def choose(
-        self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
-    ) -> list[int]:
+    def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
         """One after another. One that is out is taken out of the weights when it comes up again, as few do."""
         picker = candidates.picker()
         out = set(taken)
@@ -114,9 +111,7 @@ class LengthBalanced:
     average, so that a bucket of one in a thousand gets its turn too.
     """
 
-    def choose(
-        self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
-    ) -> list[int]:
+    def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
         """The buckets' shares, the shortest first."""
         counts = Counter({bucket: len(groups) for bucket, groups in candidates.strata.items()})
         counts.subtract(candidates.bucket(group_id) for group_id in taken)
@@ -139,9 +134,7 @@ class OnPolicyShare:
     share: float
     rest: Sampler
 
-    def choose(
-        self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
-    ) -> list[int]:
+    def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
         """The newest and the rest, in an order of chance: the first few of them have the same shares."""
         num_newest = min(num_groups, math.floor(self.share * num_groups + random.random()))
         newest = _first(num_newest, (key.group_id for key in reversed(candidates.ready)), taken)
@@ -160,9 +153,7 @@ class SamePrompt:
     num_others: int
     """The most others of a prompt that follow each group that the sampler takes."""
 
-    def choose(
-        self, candidates: GroupIndex, num_groups: int, random: np.random.Generator, taken: AbstractSet[int] = NOTHING
-    ) -> list[int]:
+    def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
         """The sampler's choices in their order, each with the others of its prompt."""
         chosen: dict[int, None] = {}
         for group_id in self.sampler.choose(candidates, num_groups, random, taken):
@@ -216,5 +207,5 @@ def systematic_shares(counts: Mapping[int, int], num: int, start: float) -> dict
     return shares
 
 
-def _first(num: int, ids: Iterable[int], taken: AbstractSet[int]) -> list[int]:
+def _first(num: int, ids: Iterable[int], taken: Ids) -> list[int]:
     return list(islice((group_id for group_id in ids if group_id not in taken), num))

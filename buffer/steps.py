@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 WARN_EVERY_STEPS = 100
 """The alarm of length fidelity is logged once in this many steps at most."""
-MAX_FILLERS = 1024
-"""An incarnation is given no number that is further above the last one."""
 
 
 class Steps:
@@ -47,8 +45,6 @@ class Steps:
         if message.version < 0 or message.step < 0:
             raise BufferRefused(f"a learner cannot begin at version {message.version} and step {message.step}")
         state = tx.state
-        if message.at_least > state.incarnation + MAX_FILLERS:
-            raise BufferRefused(f"incarnation {message.at_least} cannot follow on incarnation {state.incarnation}")
         sessions = [start.session for start in state.incarnations]
         if message.session in sessions[:-1]:
             raise BufferRefused(f"this learner was replaced by incarnation {state.incarnation}; only one may train")
@@ -56,11 +52,7 @@ class Steps:
             state.draining = False  # that was for the run that ended
             self._abandon(tx, message)
             self._resume(tx, message)
-        self._number(state, message.at_least)
-        plans = {step: tx.draws.require(step).plan for (step,) in tx.draws.all_keys(message.step + 1)}
-        return IncarnationReply(
-            state.incarnation, state.resumed_at, {step: plan for step, plan in plans.items() if plan}
-        )
+        return IncarnationReply(state.incarnation, state.resumed_at)
 
     def published(self, tx: Transaction, message: Published) -> None:
         """Weights can be pulled; news from an abandoned incarnation changes nothing."""
@@ -74,11 +66,6 @@ class Steps:
         state = tx.state
         self.check_incarnation(state, message.incarnation)
         draw = tx.draws.get(message.step) if message.step > 0 else None
-        if not message.took_part:
-            if message.step > state.step:
-                self._believe(state, message.version)
-                state.version, state.step = message.version, message.step
-            return
         if draw is None:
             if message.step <= state.step:
                 return
@@ -158,17 +145,6 @@ class Steps:
         newest = self._contract.latest_version(state.version, len(state.pending_draws) + MAX_BEHIND)
         if version > newest:
             raise BufferRefused(f"the learner cannot be at version {version}: it was at {state.version} a moment ago")
-
-    def _number(self, state: StoreState, at_least: int) -> None:
-        """Give the present incarnation the number that other shards gave it.
-
-        A learner that died while it began may have begun in some shards only. What fills its place here
-        resumed where the present one does, so it changes the age of no token.
-        """
-        mine = state.incarnations[-1]
-        filler = Incarnation("", mine.version, mine.step, newest=mine.version)
-        while state.incarnation < at_least:
-            state.incarnations.insert(-1, filler)
 
     def _abandon(self, tx: Transaction, message: BeginIncarnation) -> None:
         """Open the incarnation. Tokens of abandoned versions now count as older than they were."""

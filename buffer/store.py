@@ -11,7 +11,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -309,44 +308,6 @@ class Store:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def buffer_folder(path: Path) -> Path:
-    """The buffer's folder, from the folder of its run or its own.
-
-    Raises:
-        StoreError: there is no buffer.
-    """
-    for folder in (path, path / "buffer"):
-        if any((shard / DATA).exists() for shard in shard_folders(folder)):
-            return folder
-    raise StoreError(
-        f"there is no buffer in {path}: neither {DATA} nor buffer/{DATA} is there. Give the folder of a run, "
-        "as in runs/NAME"
-    )
-
-
-def shard_folders(folder: Path) -> list[Path]:
-    """The folders of a buffer's stores: its shards in order, or the folder itself."""
-    shards = [shard for shard in folder.glob("shard-*") if re.fullmatch(r"shard-\d+", shard.name)]
-    return sorted(shards, key=lambda shard: int(shard.name.rpartition("-")[2])) or [folder]
-
-
-def new_folders(folder: Path, num_shards: int) -> list[Path]:
-    """Where the stores of a buffer are to lie, shard by shard: the folder itself where there is only one.
-
-    Raises:
-        StoreError: the folder has a buffer of another number of shards, as far as its entries tell. What they
-            do not tell, each store says when it is opened.
-    """
-    there = [shard for shard in shard_folders(folder) if (shard / DATA).exists()]
-    wanted = [folder] if num_shards == 1 else [folder / f"shard-{shard}" for shard in range(num_shards)]
-    if any(shard not in wanted for shard in there):
-        raise StoreError(
-            f"the buffer in {folder} has {len(there)} shards and [buffer] shards = {num_shards}: the number is fixed "
-            f"when a buffer is made. Set shards = {len(there)}, or use a new run folder"
-        )
-    return wanted
 
 
 def own(folder: Path) -> int:

@@ -236,7 +236,7 @@ class DrawRecord(msgspec.Struct):
     is_trained: bool = False
     """A finished step has trained on it; a skipped one does not count."""
     plan: dict[int, int] = {}
-    """Where the buffer has several shards: how many groups of the step each of them gives."""
+    """How the step is divided; empty where all of its groups are in this store."""
 
 
 class Actor(msgspec.Struct):

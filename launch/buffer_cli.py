@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import BufferError
-from buffer.offline.compact import compact
 from buffer.offline.export import export
 from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, Selection, joined, read_row
-from buffer.offline.verify import check_store
+from buffer.offline.verify import check_store, compact
 from buffer.schema import SCHEMA
-from buffer.store import RESTORE, buffer_folder
+from buffer.sharding.division import buffer_folder
+from buffer.store import RESTORE
 from buffer.trajectory import SCHEMA_VERSION
 from launch.errors import ConfigError, ExitStatus, refuse
 from launch.run_folder import named_run

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from buffer.errors import StoreError
 from buffer.offline.inspect import Inspection
-from buffer.store import DATA, is_served, shard_folders
+from buffer.sharding.division import store_folders
+from buffer.store import DATA, is_served
 from launch.checks import Plan, check
 from launch.config import Config, load_config
 from launch.errors import ConfigError, as_config_error
@@ -166,7 +167,7 @@ def wait_for_the_dead(
     has_told = False
     while True:
         alive = [found for found in role_processes() if found.run == folder.root]
-        served = any(is_served(store) for store in shard_folders(folder.buffer))
+        served = any(is_served(store) for store in store_folders(folder.buffer))
         if not alive and not served:
             return
         names = ", ".join(f"{found.name} (process {found.process.pid})" for found in alive) or "its buffer service"
@@ -183,7 +184,7 @@ def wait_for_the_dead(
 
 def _check_buffer(folder: RunFolder, run_id: str) -> None:
     """See that the buffer in the folder is that of this run; none is there where the run ended before it was made."""
-    if not any((store / DATA).exists() for store in shard_folders(folder.buffer)):
+    if not any((store / DATA).exists() for store in store_folders(folder.buffer)):
         return
     try:
         with Inspection.open(folder.buffer) as inspection:

@@ -2,6 +2,5 @@
 
 inspect     Inspection: groups, their samples and the quarantine, read in short transactions
 export      a store as a Parquet file
-compact     a store without its free pages
-verify      proves a whole store: checksums, tables, ledger
+verify      proves a whole store: checksums, tables, ledger; or compacts it: without its free pages
 """

@@ -22,10 +22,11 @@ import numpy as np
 import pyarrow as pa
 
 from buffer import rows
-from buffer.errors import CorruptRecord, StoreError
+from buffer.errors import CorruptRecord
 from buffer.nonsense import SetAside
 from buffer.schema import SCHEMA, join_rows
-from buffer.store import RESTORE, Store, buffer_folder, shard_folders
+from buffer.sharding.division import buffer_folder, refuse_gaps, store_folders
+from buffer.store import RESTORE, Store
 from buffer.tables import NO_RECORD, Group, StoreState
 from buffer.trajectory import SCHEMA_VERSION
 from buffer.transaction import Transaction
@@ -149,10 +150,10 @@ class Inspection:
         folder = buffer_folder(path)
         stores: list[Store] = []
         try:
-            for shard in shard_folders(folder):
-                with _naming(shard):
-                    stores.append(Store(shard, None))
-            _refuse_gaps(folder, stores)
+            for each in store_folders(folder):
+                with _naming(each):
+                    stores.append(Store(each, None))
+            refuse_gaps(folder, stores)
             yield cls(folder, stores)
         finally:
             for store in stores:
@@ -355,17 +356,6 @@ def joined(samples: Sequence[Sample]) -> pa.RecordBatch:
 def _group_of(tx: Transaction, record_id: int) -> int | None:
     holder = tx.find_block(record_id)
     return None if holder is None else int(rows.decode([holder[0]])["group_id"][0].as_py())
-
-
-def _refuse_gaps(folder: Path, stores: Sequence[Store]) -> None:
-    """A listing without one of the shards would look whole. A shard's own folder may be looked at alone."""
-    first = stores[0]
-    missing = set(range(first.facts.num_shards)) - {store.facts.shard for store in stores}
-    if first.folder != folder and missing:
-        raise StoreError(
-            f"the buffer in {folder} has {first.facts.num_shards} shards, and shard-{min(missing)} is missing: restore "
-            f"it from a copy. Those that are there can be looked at one by one, as {first.folder}"
-        )
 
 
 def _within(value: float | None, low: float | None, high: float | None) -> bool:

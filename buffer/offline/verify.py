@@ -1,21 +1,36 @@
-"""Checks a whole store: every checksum, the tables against each other, and the ledger against the tables."""
+"""Checks a whole store, or rewrites it without its free pages.
+
+verify    every checksum, the tables against each other, and the ledger against the tables
+compact   of a run that is over. The old file stays in place until the new one is on disk and holds the same rows, byte
+          for byte; then one rename puts the new one there. Killed at any point, the folder holds one whole store
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from buffer.errors import CorruptRecord
+import lmdb
+
+from buffer.errors import CorruptRecord, StoreError
 from buffer.ledger import COMMITTED_STATES
 from buffer.offline.inspect import look_at
 from buffer.rows import records_in
-from buffer.store import Store, is_served
+from buffer.sharding.division import store_folders
+from buffer.store import DATA, Store, is_served, own
 from buffer.tables import NO_RECORD, DrawRecord
-from buffer.transaction import Transaction
+from buffer.transaction import TABLES, Transaction
+from common.files import sync
 
 MAX_NAMED = 4
 """How many keys a fault names."""
+_LOCK = "lock.mdb"
+_NEW = "compacting"
+"""Name of the folder, within the store's, where the new file grows."""
 
 
 def verify(tx: Transaction) -> dict[str, Any]:
@@ -149,3 +164,84 @@ def _sample_faults(tx: Transaction, draw: DrawRecord) -> Iterator[str]:
         yield f"step {draw.step} names {len(stray)} records that its groups do not have, such as {stray[:MAX_NAMED]}"
     elif draw.lengths != [lengths[record] for record in draw.record_ids]:
         yield f"step {draw.step} has other lengths than the groups say for its records"
+
+
+class Compacted(NamedTuple):
+    """Size of a store's file before and after."""
+
+    folder: Path
+    before_bytes: int
+    after_bytes: int
+
+
+def compact(folder: Path) -> list[Compacted]:
+    """Compact every store of a buffer folder.
+
+    Raises:
+        StoreError: its service runs, it cannot be read, or there is no room for a second copy. The old
+            file is then still there.
+    """
+    folders = store_folders(folder)
+    for each in folders:
+        Store(each, None).close()  # it can be read, and was not cut off
+    locks: list[int] = []
+    try:
+        for each in folders:
+            locks.append(own(each))  # noqa: PERF401 -- those taken must be given back where the next one fails
+        return [_compact(each) for each in folders]
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def _compact(folder: Path) -> Compacted:
+    data, new = folder / DATA, folder / _NEW
+    before = data.stat().st_size
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        with lmdb.open(str(folder), readonly=True, lock=False, max_dbs=len(TABLES), map_size=before) as env:
+            _copy(env, new)
+            _check_same(env, new)
+        sync(new / DATA)
+        after = (new / DATA).stat().st_size
+        (new / DATA).replace(data)
+        # Its reader table is of the old file: a process that opens the new one makes a table of its own.
+        (folder / _LOCK).unlink(missing_ok=True)
+        sync(folder)
+    except (OSError, lmdb.Error) as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(
+            f"the buffer in {folder} could not be compacted ({error}); it is as it was. The copy needs as much free "
+            "space as the store has live data"
+        ) from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return Compacted(folder, before, after)
+
+
+def _copy(env: lmdb.Environment, folder: Path) -> None:
+    env.copy(str(folder), compact=True)
+
+
+def _check_same(old: lmdb.Environment, new: Path) -> None:
+    """Compare every row of every table.
+
+    Raises:
+        StoreError: the copy differs.
+    """
+    size = (new / DATA).stat().st_size
+    with lmdb.open(str(new), readonly=True, lock=False, max_dbs=len(TABLES), map_size=size) as copy:
+        with old.begin() as tx:
+            names = [bytes(name) for name in tx.cursor().iternext(keys=True, values=False)]
+        tables = [(name, old.open_db(name, create=False), copy.open_db(name, create=False)) for name in names]
+        with old.begin(buffers=True) as theirs, copy.begin(buffers=True) as ours:
+            for name, before, after in tables:
+                rows = zip(theirs.cursor(db=before), ours.cursor(db=after), strict=False)
+                same = theirs.stat(before)["entries"] == ours.stat(after)["entries"]
+                if not same or any(row != copied for row, copied in rows):
+                    raise StoreError(
+                        f"the compacted copy in {new} differs from the buffer in table '{name.decode()}'; it was "
+                        "removed, and the buffer is as it was. Check the disk, then try again"
+                    )

@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,19 +62,10 @@ def open_client(
     keys: ClientKeys | None = None,
 ) -> BufferClient | ShardedClient:
     """A `BufferClient`, or one of several shards where there are several addresses, in the order of their shards."""
-    clients = [
-        BufferClient(
-            address,
-            run_id=run_id,
-            role=role,
-            name=name,
-            config=config,
-            shard=shard,
-            num_shards=len(addresses),
-            keys=keys,
-        )
-        for shard, address in enumerate(addresses)
-    ]
+    client = partial(
+        BufferClient, run_id=run_id, role=role, name=name, config=config, num_shards=len(addresses), keys=keys
+    )
+    clients = [client(address, shard=shard) for shard, address in enumerate(addresses)]
     return clients[0] if len(clients) == 1 else ShardedClient(clients, config)
 
 

@@ -1,4 +1,4 @@
-"""Which shard of a buffer owns what, and how many groups of a step each one gives. Pure functions.
+"""Which shard of a buffer owns what and where it lies, and how many groups of a step each one gives.
 
 A prompt belongs to one shard for ever, by its hash. Leases, groups and records carry their shard in their
 id (`RunFacts.global_id`), so that whatever concerns them finds its way without being looked up.
@@ -6,9 +6,11 @@ id (`RunFacts.global_id`), so that whatever concerns them finds its way without 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +18,9 @@ import xxhash
 
 from buffer.errors import StoreError
 from buffer.protocol import PlanReply
+from buffer.store import DATA, Store
 from common.run import RunFacts
-from common.staleness import StalenessContract, held_back
+from common.staleness import held_back
 
 
 def shard_of(prompt_id: int, num_shards: int) -> int:
@@ -44,18 +47,6 @@ def admission_shares(num_prompts: int, num_shards: int, capacity: int) -> list[i
             "some shards could never lease one: use fewer shards, or raise max_lag or groups_per_step"
         )
     return apportion(capacity, owned, given=[int(count > 0) for count in owned])
-
-
-def capacity_of(facts: RunFacts, contract: StalenessContract) -> int:
-    """How many groups of this shard may be outstanding; the capacities of all shards add up to the contract's.
-
-    Raises:
-        StoreError: there are more shards than groups that may be outstanding.
-    """
-    try:
-        return admission_shares(facts.num_prompts, facts.num_shards, contract.capacity())[facts.shard]
-    except ValueError as error:
-        raise StoreError(str(error)) from None
 
 
 def apportion(
@@ -119,6 +110,59 @@ def must_wait(plan: Mapping[int, int], num_groups: int, supplies: Mapping[int, P
         left += ready[plan.get(shard, 0) :]
         still_open += _expanded(supply.open_due)
     return bool(held_back(drawn, left, still_open, num_groups))
+
+
+def buffer_folder(path: Path) -> Path:
+    """The buffer's folder, from the folder of its run or its own.
+
+    Raises:
+        StoreError: there is no buffer.
+    """
+    for folder in (path, path / "buffer"):
+        if any((shard / DATA).exists() for shard in store_folders(folder)):
+            return folder
+    raise StoreError(
+        f"there is no buffer in {path}: neither {DATA} nor buffer/{DATA} is there. Give the folder of a run, "
+        "as in runs/NAME"
+    )
+
+
+def store_folders(folder: Path) -> list[Path]:
+    """The folders of a buffer's stores: its shards in order, or the folder itself."""
+    shards = [shard for shard in folder.glob("shard-*") if re.fullmatch(r"shard-\d+", shard.name)]
+    return sorted(shards, key=lambda shard: int(shard.name.rpartition("-")[2])) or [folder]
+
+
+def new_folders(folder: Path, num_shards: int) -> list[Path]:
+    """Where the stores of a buffer are to lie, shard by shard: the folder itself where there is only one.
+
+    Raises:
+        StoreError: the folder has a buffer of another number of shards, as far as its entries tell. What they
+            do not tell, each store says when it is opened.
+    """
+    there = [shard for shard in store_folders(folder) if (shard / DATA).exists()]
+    wanted = [folder] if num_shards == 1 else [folder / f"shard-{shard}" for shard in range(num_shards)]
+    if any(shard not in wanted for shard in there):
+        raise StoreError(
+            f"the buffer in {folder} has {len(there)} shards and [buffer] shards = {num_shards}: the number is fixed "
+            f"when a buffer is made. Set shards = {len(there)}, or use a new run folder"
+        )
+    return wanted
+
+
+def refuse_gaps(folder: Path, stores: Sequence[Store]) -> None:
+    """Refuse a buffer that lacks a shard: a listing of it would look whole. A shard's own folder may be read alone.
+
+    Raises:
+        StoreError: one is missing; names it.
+    """
+    first = stores[0]
+    missing = set(range(first.facts.num_shards)) - {store.facts.shard for store in stores}
+    if first.folder != folder and missing:
+        raise StoreError(
+            f"the buffer in {folder} has {first.facts.num_shards} shards, and shard-{min(missing)} is missing: restore "
+            f"it from a copy. Those that are there can be looked at one by one, as {first.folder}"
+        )
 
 
 @lru_cache(maxsize=2)

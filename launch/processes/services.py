@@ -20,7 +20,7 @@ import ray
 from buffer.client import BufferClient
 from buffer.errors import BufferError, StoreError
 from buffer.sharding.client import ShardedClient, open_client
-from buffer.store import new_folders
+from buffer.sharding.division import new_folders
 from common.rpc.auth import ServiceKeys, is_loopback
 from common.run import RunFacts
 from launch.processes.placement import here, spawn

@@ -13,13 +13,12 @@ import pytest
 from buffer import protocol as p
 from buffer import schema
 from buffer.errors import StoreError
-from buffer.offline import compact as compacting
 from buffer.offline import export as exporting
 from buffer.offline import inspect as inspecting
-from buffer.offline.compact import compact
+from buffer.offline import verify as verifying
 from buffer.offline.export import STATE, export, version_bounds
 from buffer.offline.inspect import Inspection, Selection
-from buffer.offline.verify import verify
+from buffer.offline.verify import compact, verify
 from buffer.rows import SPAN
 from buffer.store import Store, own
 from tests.world.buffer import Actor, InProcessBuffer, facts
@@ -224,7 +223,7 @@ def test_a_copy_that_differs_does_not_replace_the_store(run, monkeypatch):
         env.copy(str(target), compact=True)
         damage(target, 3)
 
-    monkeypatch.setattr(compacting, "_copy", copy_badly)
+    monkeypatch.setattr(verifying, "_copy", copy_badly)
     with pytest.raises(StoreError, match="differs from the buffer in table 'records'"):
         compact(folder)
     assert (folder / "data.mdb").read_bytes() == data

@@ -4,17 +4,18 @@ import pytest
 
 from buffer import protocol as p
 from buffer.config import BufferConfig
-from buffer.core import BufferCore
 from buffer.errors import BufferRefused, StoreError
+from buffer.sharding.core import ShardCore
 from buffer.sharding.division import (
     admission_shares,
     apportion,
     divide_step,
     must_wait,
+    new_folders,
     owned_prompts,
     shard_of,
 )
-from buffer.store import Store, new_folders
+from buffer.store import Store
 from common.staleness import PolicyVersion, StalenessConfig, StalenessContract
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
@@ -105,7 +106,7 @@ def test_the_shares_of_admission_add_up_to_the_capacity_and_none_is_empty(max_la
 
 def test_more_shards_than_groups_may_be_outstanding_are_refused(tmp_path):
     with pytest.raises(StoreError, match=r"buffer\.shards = 5.* only 4 groups"):
-        BufferCore(BufferConfig(), facts(num_prompts=100, groups_per_step=4, max_lag=0, num_shards=5), lambda: 0.0)
+        ShardCore(BufferConfig(), facts(num_prompts=100, groups_per_step=4, max_lag=0, num_shards=5), lambda: 0.0)
 
 
 def test_each_shard_leases_its_own_prompts_under_ids_that_name_it(shards):
@@ -176,7 +177,7 @@ def test_a_folder_with_another_number_of_shards_is_refused(tmp_path):
 def test_a_shard_keeps_its_part_of_the_capacity(tmp_path):
     config = BufferConfig(capacity_trajectories=90, capacity_gib=3.0)
     parts = [
-        BufferCore(config, facts(num_prompts=60, groups_per_step=3, max_lag=1, shard=shard, num_shards=3), lambda: 0.0)
+        ShardCore(config, facts(num_prompts=60, groups_per_step=3, max_lag=1, shard=shard, num_shards=3), lambda: 0.0)
         for shard in range(3)
     ]
     assert sum(part.groups.config.capacity_trajectories for part in parts) == pytest.approx(90, abs=2)

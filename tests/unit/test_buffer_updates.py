@@ -4,8 +4,8 @@ import pytest
 
 from buffer import protocol as p
 from buffer.config import BufferConfig
-from buffer.core import BufferCore
 from buffer.errors import BufferRefused, StoreError
+from buffer.sharding.core import ShardCore
 from buffer.store import Store
 from common.staleness import PolicyVersion
 from tests.world.buffer import Actor, InProcessBuffer, facts, generate
@@ -228,7 +228,7 @@ def test_one_of_several_shards_may_have_missed_all_updates_of_many_steps(tmp_pat
 
 def test_knobs_that_no_group_could_keep_are_refused_before_the_service_starts():
     with pytest.raises(StoreError, match=r"max_lag = 2 can never be met with 4 updates per step"):
-        BufferCore(BufferConfig(), facts(max_lag=2, updates_per_step=4), lambda: 0.0)
+        ShardCore(BufferConfig(), facts(max_lag=2, updates_per_step=4), lambda: 0.0)
 
 
 def test_a_store_made_with_one_update_per_step_goes_on_with_no_other_number(tmp_path):

@@ -29,7 +29,6 @@ def test_a_module_with_one_user_is_deep_or_says_why_it_stands_alone():
 
 ALONE = {
     "learner.scorer": "what a process of its own hosts",
-    "buffer.offline.compact": "a tool of its own, which no other tool needs",
     "launch.report.at_end": "the report's own process, so that it cannot hurt the run",
     "learner.report": "what a poisoned batch is, beside the stage that meets one",
     "launch.processes.reaper": "a program of its own, which imports the standard library alone",

@@ -25,6 +25,7 @@ from buffer.index import GroupIndex, Picker, Weights
 from buffer.ingest import Pushes
 from buffer.offline.verify import verify
 from buffer.rows import RowBytes, records_in
+from buffer.sharding.core import ShardCore
 from buffer.store import Store
 from buffer.trajectory import Trajectory, VersionSpan
 from buffer.transaction import Transaction
@@ -84,7 +85,7 @@ class InProcessBuffer:
 
     def _open(self) -> None:
         self.store = self._open_store()
-        self.core = BufferCore(self.config, self.facts, self._clock)
+        self.core = ShardCore(self.config, self.facts, self._clock)
         self.store.read(self.core.leases.restart)
 
     def restart(self) -> None:
