@@ -129,14 +129,14 @@ class Cores:
         return "taskset", "--cpu-list", str(self.others)
 
     def look(self, folder: Path) -> None:
-        """Move the actors that a run's status.json names, and their engines."""
+        """Move the actors that a run's status.json names, and their engines; and scorers."""
         try:
             snapshot = read_status(folder / "status.json")
         except StatusError:
             return  # it is still being started
-        for actor in snapshot.actors:
-            if actor.pid:
-                self._move(actor.pid)
+        for process in [*snapshot.actors, *(each for each in snapshot.services if each.role == "scorer")]:
+            if process.pid:
+                self._move(process.pid)
 
     def check(self) -> None:
         """Was every actor moved, with its engine?

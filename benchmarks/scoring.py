@@ -1,0 +1,197 @@
+"""What it gains to score with the reference before the step. Prints one JSON line last.
+
+    python benchmarks/scoring.py [--quick] [--rounds 3] [--steps 40] [--groups N] [--keep FOLDER] [--page [FILE]]
+
+Real runs of `leeway train` with trajectory balance on the long-tailed model of `benchmarks/overlap.py`, the only actor
+on one core, everything else on another; a scorer, where there is one, beside the actor. In every round three pairs:
+
+    synchronous       max_lag = 0: all scores in the step, and what has arrived while the learner waits
+    generation-bound  the default lag, and an actor that has few samples in flight: the same
+    learner-bound     the default lag, an actor that has many: all scores in the step, and by a scorer process
+
+The bound of a pair is what its first run's own times allow: the reference's share of a step gone, but for a last group
+of a synchronous one, which nothing can score before it is there.
+
+`--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/scoring.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.machine import RESULTS, describe_machine
+from benchmarks.lib.page import bars_table, judged, origin, share, table, write_page
+from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
+from benchmarks.lib.rounds import means
+from benchmarks.lib.runs import FinishedRun, train
+from benchmarks.overlap import GROUPS_PER_STEP, NUM_WARMUP, two_cores
+from benchmarks.overlap_parts.long_tail import GROUP_SIZE, Setting, write_setting
+
+PAGE = RESULTS / "scoring.md"
+IN_STEP = ("--learner.score_while_waiting", "false")
+FEW = ("--actors.max_running_samples", "8")
+SCORER = ("--pools.score.role", "scorer", "--pools.score.resource", "", "--pools.score.cpus", "0")
+PAIRS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "synchronous": (("--weight_sync.max_lag", "0"), IN_STEP, ()),
+    "generation_bound": (FEW, IN_STEP, ()),
+    "learner_bound": ((), IN_STEP, (*IN_STEP, *SCORER)),
+}
+"""Name -> what both runs have, what the first has besides, what the second has."""
+AT_LEAST = {"step_over_bound": 0.9, "scorer_over_bound": 0.95}
+AT_MOST = {"reference_share": 0.02}
+
+Figures = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round, for development")
+    parser.add_argument("--rounds", type=int, default=3, help="of all pairs")
+    parser.add_argument("--steps", type=int, default=40, help="of each run that count")
+    parser.add_argument("--groups", type=int, default=GROUPS_PER_STEP, help="prompts of a step")
+    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument(
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+    )
+    args = parser.parse_args()
+    if args.page and args.quick:
+        parser.error("--quick measures nothing that a page could show; leave --quick or --page out")
+    end_at_sigterm()
+    num_rounds, num_steps = (1, 8) if args.quick else (args.rounds, args.steps)
+    setting = Setting(num_steps + NUM_WARMUP, NUM_WARMUP, args.groups)
+    machine = describe_machine()
+    with tempfile.TemporaryDirectory(prefix="benchmark-scoring-") as fresh:
+        folder = (args.keep or Path(fresh)).resolve()
+        try:
+            rounds = [measure_round(folder, number, setting) for number in range(num_rounds)]
+        except MeasurementFailed as error:
+            sys.exit(f"benchmarks/scoring.py: {error}")
+    result = {"quick": args.quick, "groups_per_step": args.groups, **compared(rounds, setting), "machine": machine}
+    full = not args.quick
+    result["wanted"] = {
+        **judged(result, AT_LEAST, "at least", at_full_size=full),
+        **judged(result, AT_MOST, "at most", at_full_size=full),
+    }
+    if args.page:
+        write_page(args.page, page(result, setting, args.rounds))
+    print(json.dumps(result))
+
+
+def measure_round(folder: Path, number: int, setting: Setting) -> dict[str, tuple[Figures, Figures]]:
+    """Both runs of every pair.
+
+    Raises:
+        MeasurementFailed: one did not end well.
+    """
+    config = write_setting(folder / "setting", setting)
+    found = {}
+    for pair, (common, *sides) in PAIRS.items():
+        runs = []
+        for name, own in zip(("step", "before"), sides, strict=True):
+            cores = two_cores()
+            log = folder / f"{pair}-{name}-{number}.log"
+            run = train(config, folder / log.stem, (*common, *own), log=log, prefix=cores.prefix, look=cores.look)
+            cores.check()
+            runs.append(figures_of(run, setting.num_warmup))
+            shown = {key: round(value, 3) for key, value in runs[-1].items()}
+            print(f"round {number + 1}, {pair}, {name}: {json.dumps(shown)}", file=sys.stderr, flush=True)
+        found[pair] = (runs[0], runs[1])
+    return found
+
+
+def figures_of(run: FinishedRun, num_warmup: int) -> Figures:
+    """Of one run, seconds of a step as means over those that count.
+
+    Returns:
+        `period_s`: from the end of one step to that of the next, of which `wait_s` is waiting for the batch, and
+        `reference_s` scoring in the step; `ahead`: share of the samples that were scored before their step.
+
+    Raises:
+        MeasurementFailed: it is too short.
+    """
+    rows = run.updates
+    if len(rows) < num_warmup + 2:
+        raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps, of which {num_warmup} warm up: too few")
+    counted = rows[num_warmup:]
+
+    def mean(key: str) -> float:
+        return fmean(float(row[key] or 0.0) for row in counted)
+
+    return {
+        "period_s": (counted[-1]["finished_s"] - rows[num_warmup - 1]["finished_s"]) / len(counted),
+        "wait_s": mean("time/wait_for_batch"),
+        "reference_s": mean("time/reference"),
+        "step_s": mean("time/step"),
+        "ahead": mean("scored/ahead_frac"),
+    }
+
+
+def compared(rounds: Sequence[Mapping[str, tuple[Figures, Figures]]], setting: Setting) -> Figures:
+    """The figures of the JSON line; ratios are medians of the rounds', sides are means over them."""
+
+    def gain(pair: str) -> float:
+        return median(step["period_s"] / before["period_s"] for step, before in (each[pair] for each in rounds))
+
+    def bound(pair: str, left: float) -> float:
+        found = [each[pair][0] for each in rounds]
+        return median(one["period_s"] / (one["period_s"] - (1 - left) * one["reference_s"]) for one in found)
+
+    synchronous, learner_bound = bound("synchronous", 1 / setting.groups_per_step), bound("learner_bound", 0.0)
+    before = [each["generation_bound"][1] for each in rounds]
+    return {
+        "synchronous_gain": gain("synchronous"),
+        "synchronous_bound": synchronous,
+        "step_over_bound": gain("synchronous") / synchronous,
+        "scorer_gain": gain("learner_bound"),
+        "scorer_bound": learner_bound,
+        "scorer_over_bound": gain("learner_bound") / learner_bound,
+        "reference_share": median(one["reference_s"] / one["period_s"] for one in before),
+        "pairs": {pair: [means([each[pair][side] for each in rounds]) for side in (0, 1)] for pair in PAIRS},
+    }
+
+
+def page(result: Figures, setting: Setting, num_rounds: int) -> list[str]:
+    """The paragraphs of the page."""
+    command = (
+        f"python benchmarks/scoring.py --rounds {num_rounds} --steps {setting.num_steps - setting.num_warmup} "
+        f"--groups {setting.groups_per_step} --page"
+    )
+    head = (
+        f"{origin(command, result['machine'], result['machine']['commit'])} Real runs of `leeway train`, trajectory "
+        "balance, on the model and the machine of [overlap.md](overlap.md): one actor on a core of its own, all else "
+        f"on the other, {setting.groups_per_step} prompts of {GROUP_SIZE} samples a step. Synchronous is "
+        "`weight_sync.max_lag = 0`; generation-bound is the default lag with 8 samples in flight; learner-bound the "
+        "default lag, and its scorer shares the core of the actor. Bounds come from the times of the runs that score "
+        "in the step: all of the reference's time gone, but in a synchronous step that of one group. Rounds: "
+        f"{num_rounds}."
+    )
+    said = (
+        f"Synchronous: {result['synchronous_gain']:.2f} of {result['synchronous_bound']:.2f} possible. Learner-bound "
+        f"with a scorer: {result['scorer_gain']:.2f} of {result['scorer_bound']:.2f} possible."
+    )
+    rows = []
+    for pair, sides in result["pairs"].items():
+        for name, one in zip(("in the step", "before it"), sides, strict=True):
+            times = [f"{one[key]:.3f}" for key in ("period_s", "wait_s", "step_s", "reference_s")]
+            rows.append([pair.replace("_", "-"), name, *times, share(one["ahead"])])
+    columns = ["run", "scored", "s per step", "of it waiting", "training", "in which scoring", "scored before the step"]
+    wanted = result["wanted"]
+    bars = [
+        bars_table({key: wanted[key] for key in names}, word)
+        for names, word in ((AT_LEAST, "at least"), (AT_MOST, "at most"))
+    ]
+    return ["# Scores before the step, measured", head, said, *bars, table(columns, rows)]
+
+
+if __name__ == "__main__":
+    main()
