@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +85,8 @@ class StepBatch:
             ValueError: a sequence does not fit the budget, or there is none.
         """
         rows = rows.select(COLUMNS)
-        packed = _pack(rows, rule)
+        group_B = _group_numbers(rows)
+        packed = _pack(rows, rule, group_B)
         incarnation_S, version_S, start_S, end_S = map(np.asarray, rows.column("spans").flatten().flatten())
         row_S = np.repeat(np.arange(rows.num_rows), rows.column("spans").value_lengths())
         versions_of_rows = np.unique(np.stack([row_S, incarnation_S, version_S]), axis=1)
@@ -96,7 +98,7 @@ class StepBatch:
             version=version,
             resumed_at=resumed_at,
             sequence_T=np.repeat(np.arange(rows.num_rows), rows.column("logprobs").value_lengths()),
-            group_B=_group_numbers(rows),
+            group_B=group_B,
             prompt_B=np.array(rows.column("prompt_id")),
             counted_T=counted_T,
             abandoned_T=counted_T < np.repeat(version_S, end_S - start_S),
@@ -114,7 +116,7 @@ class StepBatch:
 
     def pack(self, sequences: IntArray) -> PackedBatch:
         """Some of the sequences, packed by the same rule."""
-        return _pack(self.rows.take(sequences), self.rule)
+        return _pack(self.rows.take(sequences), self.rule, np.unique(self.group_B[sequences], return_inverse=True)[1])
 
     def tokens_of(self, sequences: IntArray) -> IntArray:
         """Where the completion tokens of these sequences stand in T, in order."""
@@ -222,13 +224,11 @@ def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> Int
     return np.array(counted, np.int64)[which_S.reshape(-1)]
 
 
-def _pack(rows: pa.RecordBatch, rule: PackingRule) -> PackedBatch:
+def _pack(rows: pa.RecordBatch, rule: PackingRule, group_B: IntArray) -> PackedBatch:
     tokens, bounds = flat_values(rows.column("token_ids"))
-    sequences = np.split(tokens, bounds[1:-1]) if rows.num_rows else []
-    unit_B = None
-    if rule.unit == "group":
-        unit_B = _group_numbers(rows)
-    elif rule.unit == "prompt":
+    sequences = [tokens[start:end] for start, end in pairwise(bounds.tolist())]
+    unit_B = group_B
+    if rule.unit == "prompt":
         unit_B = np.unique(rows.column("prompt_id"), return_inverse=True)[1].reshape(-1)
     return pack(sequences, rows.column("prompt_length").to_pylist(), rule, unit_B)
 

@@ -6,7 +6,7 @@ from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
     "files": 157,
-    "lines": 37_750,
+    "lines": 37_850,
     "longest file": 460,
     "longest function": 60,
     "modules imported by exactly one other": 40,
