@@ -218,10 +218,10 @@ def lag_by_actor(updates: Sequence[StepBatch]) -> LagByActor:
 
 def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> IntArray:
     """The version that the tokens of each span count with, after restarts of the learner."""
-    incarnation_S, version_S, *_ = rows.column("spans").flatten().flatten()
-    sampled, which_S = np.unique(np.stack([incarnation_S, version_S]), axis=1, return_inverse=True)
-    counted = [effective_version(PolicyVersion(*each), resumed_at) for each in sampled.T.tolist()]
-    return np.array(counted, np.int64)[which_S.reshape(-1)]
+    incarnations, versions, *_ = rows.column("spans").flatten().flatten()
+    sampled_S = list(zip(incarnations.to_pylist(), versions.to_pylist(), strict=True))
+    counted = {each: effective_version(PolicyVersion(*each), resumed_at) for each in set(sampled_S)}
+    return np.array([counted[each] for each in sampled_S], np.int64)
 
 
 def _pack(rows: pa.RecordBatch, rule: PackingRule, group_B: IntArray) -> PackedBatch:
@@ -240,4 +240,5 @@ def _group_numbers(rows: pa.RecordBatch) -> IntArray:
     for group_id, index in zip(*(rows.column(name).to_pylist() for name in ("group_id", "sample_index")), strict=True):
         keys.append((group_id, seen[group_id, index]))
         seen[group_id, index] += 1
-    return np.unique(np.array(keys), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
+    return np.array([numbers[key] for key in keys], np.int64)
