@@ -3,7 +3,8 @@
 Where flash attention runs (CUDA, 16-bit floats), all T packed tokens of a micro-batch are one call, which is told where
 its sequences end. Elsewhere the sequences are bucketed by power-of-two length, gathered into a padded grid
 [N, H, L, D] per bucket, run through SDPA with `is_causal`, and scattered back. Padding stands to the
-right of every sequence, so no real token ever attends to it: the result is exact, and so is its gradient.
+right of every sequence, so no real token ever attends to it: the result is exact, and so is its gradient. A prompt that
+several sequences share is gathered for each of them, and of its results, which are alike, one is taken.
 Two things that some models ask for are exact too: a sliding window is a band mask [L, L] where a bucket is
 longer than the window, and soft-capped scores (Gemma 2), which neither kernel knows, are computed a block of queries at
 a time, again in the backward pass. The function is registered with Transformers under `IMPLEMENTATION`; layers pass the
@@ -52,12 +53,23 @@ class AttentionLayout:
     """The N sequences' starts, and the end of the last."""
     edges: Tensor
     """The same on the device, int32 [N + 1]."""
+    places: IntArray | None = None
+    """Which packed token is each of the sequences' tokens; None: they share none, and stand one behind the other."""
+    to_sequences: Tensor | None = None
+    """The same on the device."""
+    to_packed: Tensor | None = None
+    """The way back, int64 [T]: one of the sequences' tokens that each packed token is."""
     _bands: dict[tuple[int, int], Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def build(cls, bounds: IntArray, device: torch.device) -> AttentionLayout:
-        """Lay out the T = bounds[-1] tokens of one micro-batch; `bounds` are its sequences' starts, and the end."""
-        return cls(bounds, torch.from_numpy(bounds.astype(np.int32)).to(device))
+    def build(cls, bounds: IntArray, device: torch.device, places: IntArray | None = None) -> AttentionLayout:
+        """Lay out the tokens of one micro-batch; the arguments as in `PackedBatch`, None where nothing is shared."""
+        edges = torch.from_numpy(bounds.astype(np.int32)).to(device)
+        if places is None or places.max() + 1 == len(places):
+            return cls(bounds, edges)
+        back_T = np.zeros(places.max() + 1, np.int64)
+        back_T[places] = np.arange(len(places))
+        return cls(bounds, edges, places, torch.from_numpy(places).to(device), torch.from_numpy(back_T).to(device))
 
     @functools.cached_property
     def longest(self) -> int:
@@ -79,9 +91,11 @@ class AttentionLayout:
             cell_NL = starts[chosen, None] + np.where(inside_NL, offset_L, 0)
             row_NL = row + np.arange(cell_NL.size).reshape(cell_NL.shape)
             scatter[cell_NL[inside_NL]] = row_NL[inside_NL]
+            cell_NL = cell_NL if self.places is None else self.places[cell_NL]
             gather.append(torch.from_numpy(cell_NL).to(self.edges.device))
             row += cell_NL.size
-        return Grids(tuple(gather), torch.from_numpy(scatter).to(self.edges.device))
+        rows = torch.from_numpy(scatter).to(self.edges.device)
+        return Grids(tuple(gather), rows if self.to_packed is None else rows[self.to_packed])
 
     def band(self, length: int, window: int) -> Tensor:
         """Who sees whom, bool [length, length] by query and key: itself and the `window - 1` tokens before it."""
@@ -171,8 +185,10 @@ def _in_one_call(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    kernel = _packed_kernel()
+    kernel, places = _packed_kernel(), layout.to_sequences
     assert kernel is not None
+    if places is not None:
+        query_THD, key_THD, value_THD = (each.index_select(0, places) for each in (query_THD, key_THD, value_THD))
     grouped: dict[str, bool] = {}
     if _takes_grouped_heads_packed(kernel):
         grouped["enable_gqa"] = True
@@ -183,7 +199,7 @@ def _in_one_call(
     seen = (-1 if window is None else window - 1, 0)
     ends = (layout.edges, layout.edges, layout.longest, layout.longest)
     out_THD: Tensor = kernel(query_THD, key_THD, value_THD, *ends, scale=scale, window_size=seen, **grouped)
-    return out_THD
+    return out_THD if layout.to_packed is None else out_THD.index_select(0, layout.to_packed)
 
 
 # --- in grids -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +85,8 @@ class StepBatch:
             ValueError: a sequence does not fit the budget, or there is none.
         """
         rows = rows.select(COLUMNS)
-        packed = pack_rows(rows, rule)
+        group_B = _group_numbers(rows)
+        packed = pack_rows(rows, rule, group_B)
         incarnation_S, version_S, start_S, end_S = map(np.asarray, rows.column("spans").flatten().flatten())
         row_S = np.repeat(np.arange(rows.num_rows), rows.column("spans").value_lengths())
         versions_of_rows = np.unique(np.stack([row_S, incarnation_S, version_S]), axis=1)
@@ -96,7 +98,7 @@ class StepBatch:
             version=version,
             resumed_at=resumed_at,
             sequence_T=np.repeat(np.arange(rows.num_rows), rows.column("logprobs").value_lengths()),
-            group_B=_group_numbers(rows),
+            group_B=group_B,
             prompt_B=np.array(rows.column("prompt_id")),
             counted_T=counted_T,
             abandoned_T=counted_T < np.repeat(version_S, end_S - start_S),
@@ -114,7 +116,8 @@ class StepBatch:
 
     def pack(self, sequences: IntArray) -> PackedBatch:
         """Some of the sequences, packed by the same rule."""
-        return pack_rows(self.rows.take(sequences), self.rule)
+        chosen, (_, group_B) = self.rows.take(sequences), np.unique(self.group_B[sequences], return_inverse=True)
+        return pack_rows(chosen, self.rule, group_B)
 
     def tokens_of(self, sequences: IntArray) -> IntArray:
         """Where the completion tokens of these sequences stand in T, in order."""
@@ -216,20 +219,18 @@ def lag_by_actor(updates: Sequence[StepBatch]) -> LagByActor:
 
 def counted_versions(rows: pa.RecordBatch, resumed_at: Mapping[int, int]) -> IntArray:
     """The version that the tokens of each span count with, after restarts of the learner."""
-    incarnation_S, version_S, *_ = rows.column("spans").flatten().flatten()
-    sampled, which_S = np.unique(np.stack([incarnation_S, version_S]), axis=1, return_inverse=True)
-    counted = [effective_version(PolicyVersion(*each), resumed_at) for each in sampled.T.tolist()]
-    return np.array(counted, np.int64)[which_S.reshape(-1)]
+    incarnations, versions, *_ = rows.column("spans").flatten().flatten()
+    sampled_S = list(zip(incarnations.to_pylist(), versions.to_pylist(), strict=True))
+    counted = {each: effective_version(PolicyVersion(*each), resumed_at) for each in set(sampled_S)}
+    return np.array([counted[each] for each in sampled_S], np.int64)
 
 
-def pack_rows(rows: pa.RecordBatch, rule: PackingRule) -> PackedBatch:
-    """Trajectories by columns, packed; the errors as of `pack`."""
+def pack_rows(rows: pa.RecordBatch, rule: PackingRule, group_B: IntArray | None = None) -> PackedBatch:
+    """Trajectories by columns, packed, where the group of each is known already; the errors as of `pack`."""
     tokens, bounds = flat_values(rows.column("token_ids"))
-    sequences = np.split(tokens, bounds[1:-1]) if rows.num_rows else []
-    unit_B = None
-    if rule.unit == "group":
-        unit_B = _group_numbers(rows)
-    elif rule.unit == "prompt":
+    sequences = [tokens[start:end] for start, end in pairwise(bounds.tolist())]
+    unit_B = _group_numbers(rows) if group_B is None else group_B
+    if rule.unit == "prompt":
         unit_B = np.unique(rows.column("prompt_id"), return_inverse=True)[1].reshape(-1)
     return pack(sequences, rows.column("prompt_length").to_pylist(), rule, unit_B)
 
@@ -241,4 +242,5 @@ def _group_numbers(rows: pa.RecordBatch) -> IntArray:
     for group_id, index in zip(*(rows.column(name).to_pylist() for name in ("group_id", "sample_index")), strict=True):
         keys.append((group_id, seen[group_id, index]))
         seen[group_id, index] += 1
-    return np.unique(np.array(keys), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
+    return np.array([numbers[key] for key in keys], np.int64)

@@ -54,19 +54,27 @@ class DeviceBatch:
         self.packed = packed
         self.tokens_ML = torch.from_numpy(packed.tokens_ML).to(device)
         self.positions_ML = torch.from_numpy(packed.positions_ML).to(device)
-        self.num_tokens = [int(bounds[-1]) for bounds in packed.bounds]
+        self.num_tokens = [int(places.max()) + 1 for places in packed.places]
         """Per micro-batch, its tokens before the padding."""
-        self.layouts = [AttentionLayout.build(bounds, device) for bounds in packed.bounds]
+        self.layouts = [
+            AttentionLayout.build(bounds, device, places)
+            for bounds, places in zip(packed.bounds, packed.places, strict=True)
+        ]
         self.predicting = [torch.from_numpy(positions).to(device) for positions in packed.predicting]
         self.predicted = [torch.from_numpy(tokens).to(device) for tokens in packed.predicted]
+        self.completions = [
+            torch.from_numpy(packed.output_T[where_T] - m * packed.width).to(device)
+            for m, where_T in enumerate(packed.predicted)
+        ]
+        """Per micro-batch, the positions of its completion tokens, in the order of `predicted`."""
         self.output_T = torch.from_numpy(packed.output_T).to(device)
 
 
 class StageModule(nn.Module):
     """One stage, or one chunk of one: [1, L] tokens or [1, L, hidden] states in; states out, or what the heads say.
 
-    What the heads say is [1, L]: the log-probability of the next token, or ("value") the value of the state before
-    it; both are 0 where the next token is not a completion token. With "token_and_value" it is [1, 2, L].
+    What the heads say is [1, L]: the log-probability of the token, or ("value") the value of the state before it; both
+    are 0 where it is not a completion token. With "token_and_value" it is [1, 2, L].
 
     All shapes are those of the token budget L, but only the tokens before a micro-batch's padding are computed;
     states of padding are 0 on the way out and have gradient 0 on the way back.
@@ -221,16 +229,16 @@ class StageModule(nn.Module):
         return hidden
 
     def _output(self, hidden: Tensor, m: int, width: int) -> Tensor:
-        """What the heads say where the next token is a completion token, 0 elsewhere: [1, T, hidden] -> `output_shape`.
+        """What the heads say of completion tokens, 0 elsewhere: [1, T, hidden] -> `output_shape`.
 
         All of it is float32 or wider.
         """
         assert self._batch is not None
-        where = self._batch.predicting[m]
-        selected = self.model.norm(hidden[0].index_select(0, where))
+        where = self._batch.completions[m]
+        selected = self.model.norm(hidden[0].index_select(0, self._batch.predicting[m]))
         found: list[Tensor] = []
         if self.heads != "value":
-            tokens = self._batch.tokens_ML[m].index_select(0, where + 1)
+            tokens = self._batch.tokens_ML[m].index_select(0, where)
             found.append(token_logprobs(selected, self.lm_head.weight, tokens, self.rule))
         if self.heads != "token":
             found.append(self._values(selected))

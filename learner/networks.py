@@ -227,7 +227,7 @@ class _Asked:
         self._batch = batch
 
     def __call__(self, micro_batch: int, outputs: Tensor) -> Tensor:
-        where, at = self._batch.predicted[micro_batch], self._batch.predicting[micro_batch]
+        where, at = self._batch.predicted[micro_batch], self._batch.completions[micro_batch]
         flat = outputs.flatten()
         found = self._gradient(where, flat[at])
         return torch.zeros_like(flat).index_copy(0, at, found.to(flat.dtype)).view(outputs.shape)

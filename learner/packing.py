@@ -6,11 +6,14 @@
                one finds no room, because there is hardly any to spare, the layout of best fit stands
     deal       onto the replicas, equal counts, the dearest replica cheap
     order      within a replica: from the cheapest up to the dearest, and down again
-    whole      all of it with groups or prompts in the place of sequences, where a loss compares no further
+    whole      all of it with groups or prompts in the place of sequences, where a loss compares no further or
+               samples share prompts
+    lay out    sequences with the same prompt in a micro-batch have it there once: it is computed once for all of them
 
 Every micro-batch is [1, L] with L = token_budget: real sequences side by side, padding on the right, some of it
 empty. One shape lets the pipeline keep its buffers, and whole sequences keep attention and positions exact; a stage
-computes no padding. All of it follows from the lengths alone: every rank finds the same packing.
+computes no padding. Attention sees each sequence with a prompt of its own, so a budget is filled as if none were
+shared. All of it follows from the sequences alone: every rank finds the same packing.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 import numpy.typing as npt
@@ -65,8 +69,8 @@ class PackingRule:
     """The number per replica is a multiple of this."""
     cost: CostModel = field(default_factory=CostModel)
     unit: Unit = "sequence"
-    """What is kept whole in a micro-batch, where the budget has room for every one of them and it pays: a loss that
-    compares no further takes one pass then."""
+    """What a loss that compares no further has to find whole in a micro-batch to take one pass; so it is packed where
+    the budget has room for every one of them and it pays."""
     num_stages: int = 1
     """P, of the pipeline of a replica."""
 
@@ -95,15 +99,18 @@ class PackedBatch:
     members: tuple[IntArray, ...]
     """Per micro-batch: the indices of its sequences, from left to right; none in an empty one."""
     bounds: tuple[IntArray, ...]
-    """Per micro-batch: where its sequences start, and where the last ends (num_sequences + 1 values). An empty one
-    shows a sequence of one padding token, [0, 1], so that attention need not know of it."""
+    """Per micro-batch: where its sequences would start, each with its own prompt, and where the last would end
+    (num_sequences + 1 values). An empty one shows a sequence of one padding token, [0, 1], so that attention need not
+    know of it."""
+    places: tuple[IntArray, ...]
+    """Per micro-batch: where each token of those sequences stands, several times that of a prompt that they share."""
     predicting: tuple[IntArray, ...]
-    """Per micro-batch: the positions whose next token is a completion token, ascending."""
+    """Per micro-batch: the positions before its completion tokens; that of a shared prompt's end several times."""
     predicted: tuple[IntArray, ...]
     """Per micro-batch: which of the T completion tokens those are."""
     output_T: IntArray
-    """For each completion token, the flat index m * L + l of the output that holds its log-probability; -1 where
-    that is another replica's."""
+    """For each completion token, the flat index m * L + l where it stands, and its log-probability in the output; -1
+    where that is another replica's."""
     cost_M: FloatArray
     """Cost of each micro-batch; 0 of an empty one."""
     unit: Unit = "sequence"
@@ -116,7 +123,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, prompts included."""
+        """Real tokens, with a prompt for each sequence."""
         return sum(int(edges[-1]) for edges, members in zip(self.bounds, self.members, strict=True) if len(members))
 
     @property
@@ -153,6 +160,7 @@ class PackedBatch:
             positions_ML=self.positions_ML[rows],
             members=self.members[rows],
             bounds=self.bounds[rows],
+            places=self.places[rows],
             predicting=self.predicting[rows],
             predicted=self.predicted[rows],
             output_T=np.where(is_ours_T, self.output_T - first, -1),
@@ -192,14 +200,20 @@ def spread(lengths: Sequence[int], cost_B: FloatArray, token_budget: int, num_bi
     As `best_fit`, empty bins included; None where a sequence found no room left, which best fit may have.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    cost_N, room_N = np.zeros(num_bins), np.full(num_bins, token_budget)
+    room_N, costs = [token_budget] * num_bins, cost_B.tolist()
+    cheapest = [(0.0, n) for n in range(num_bins)]
     for i in longest_first(lengths):
-        chosen = int(np.where(room_N >= lengths[i], cost_N, np.inf).argmin())
-        if room_N[chosen] < lengths[i]:
+        full: list[tuple[float, int]] = []
+        while cheapest and room_N[cheapest[0][1]] < lengths[i]:
+            full.append(heappop(cheapest))
+        if not cheapest:
             return None
+        cost, chosen = cheapest[0]
         bins[chosen].append(i)
-        cost_N[chosen] += cost_B[i]
         room_N[chosen] -= lengths[i]
+        heapreplace(cheapest, (cost + costs[i], chosen))
+        for each in full:  # there may be room for what is shorter
+            heappush(cheapest, each)
     return bins
 
 
@@ -251,19 +265,46 @@ def _plan(lengths: Sequence[int], cost_B: FloatArray, rule: PackingRule) -> list
     return [bins[n] for share in deal(cost_N, rule.num_replicas) for n in order(cost_N, share)]
 
 
-def _whole(lengths: Sequence[int], cost_B: FloatArray, unit_B: IntArray, rule: PackingRule) -> list[list[int]] | None:
-    """As `plan`, with the sequences of a unit in one micro-batch; None where one does not fit."""
-    length_U = np.bincount(unit_B, lengths).astype(np.int64)
-    if length_U.max() > rule.token_budget:
-        return None
-    bins = _plan(length_U.tolist(), np.bincount(unit_B, cost_B).astype(np.float64), rule)
-    sequences_U = np.split(np.argsort(unit_B, kind="stable"), np.cumsum(np.bincount(unit_B))[:-1])
-    return [[i for unit in units for i in sequences_U[unit].tolist()] for units in bins]
+@dataclass(frozen=True)
+class _Samples:
+    """What packing knows of the sequences."""
+
+    length_B: IntArray
+    prompt_B: IntArray
+    """Tokens of the prompt."""
+    same_B: IntArray
+    """A number of the prompt: the same for the same tokens."""
+    cost_B: FloatArray
+    rule: PackingRule
+
+    def cost_of(self, home_B: IntArray, num_homes: int) -> FloatArray:
+        """What it costs to compute the sequences by their home, a micro-batch or a unit: each prompt there once."""
+        _, first = np.unique(home_B * len(home_B) + self.same_B, return_index=True)
+        saved = np.bincount(home_B, self.prompt_B, num_homes)
+        saved -= np.bincount(home_B[first], self.prompt_B[first], num_homes)
+        found: FloatArray = np.bincount(home_B, self.cost_B, num_homes) - self.rule.cost.per_token * saved
+        return found
+
+    def cost_of_bins(self, bins: Sequence[Sequence[int]]) -> FloatArray:
+        """The same, of micro-batches."""
+        home_B = np.zeros(len(self.length_B), np.int64)
+        for m, members in enumerate(bins):
+            home_B[members] = m
+        return self.cost_of(home_B, len(bins))
+
+    def whole(self, unit_B: IntArray) -> list[list[int]] | None:
+        """As `plan`, with the sequences of a unit in one micro-batch; None where one does not fit."""
+        length_U = np.bincount(unit_B, self.length_B).astype(np.int64)
+        if length_U.max() > self.rule.token_budget:
+            return None
+        bins = _plan(length_U.tolist(), self.cost_of(unit_B, len(length_U)), self.rule)
+        sequences_U = np.split(np.argsort(unit_B, kind="stable"), np.cumsum(np.bincount(unit_B))[:-1])
+        return [[i for unit in units for i in sequences_U[unit].tolist()] for units in bins]
 
 
-def _duration(bins: Sequence[Sequence[int]], cost_B: FloatArray, rule: PackingRule) -> float:
-    """How long a pipeline takes for them, in units of cost: see `order`."""
-    cost_RM = np.array([cost_B[members].sum() for members in bins]).reshape(rule.num_replicas, -1)
+def _duration(cost_M: FloatArray, rule: PackingRule) -> float:
+    """How long a pipeline takes for micro-batches, in units of cost: see `order`."""
+    cost_RM = cost_M.reshape(rule.num_replicas, -1)
     return float((cost_RM.sum(axis=1) + (rule.num_stages - 1) * cost_RM.max(axis=1)).max())
 
 
@@ -275,7 +316,7 @@ def pack(
 ) -> PackedBatch:
     """Pack sequences (prompt of at least 1 token, then completion) into the micro-batches of all replicas.
 
-    Where the rule has a unit, `unit_B` is that of each sequence, numbered from 0.
+    `unit_B` is the unit of each sequence, numbered from 0; of a rule without one, whose prompt it may share.
 
     Raises:
         ValueError: there is no sequence, one is longer than the budget, or one has no prompt.
@@ -286,37 +327,66 @@ def pack(
         if prompt_length < 1:
             raise ValueError(f"sequence {i} has no prompt token, so nothing predicts its first completion token")
     lengths = [len(sequence) for sequence in sequences]
-    length_B, prompt_B = np.array(lengths), np.array(prompt_lengths)
-    cost_B = rule.cost.of(length_B)
-    bins, unit = _plan(lengths, cost_B, rule), PackedBatch.unit
-    whole = None if unit_B is None else _whole(lengths, cost_B, unit_B, rule)
-    if whole is not None and _ONE_PASS * _duration(whole, cost_B, rule) <= _duration(bins, cost_B, rule):
-        bins, unit = whole, rule.unit
-    members = [np.array(indices, np.int64) for indices in bins]
-    bounds = [np.concatenate([[0], np.cumsum(length_B[indices])]) for indices in members]
-    start_B = np.zeros(len(lengths), np.int64)
-    tokens_ML = np.full((len(members), rule.token_budget), PAD_TOKEN, np.int64)
-    positions_ML = np.zeros_like(tokens_ML)
-    counting = np.arange(rule.token_budget)
-    for m, (indices, edges) in enumerate(zip(members, bounds, strict=True)):
-        start_B[indices] = m * rule.token_budget + edges[:-1]
-        for i, start in zip(indices.tolist(), edges.tolist(), strict=False):
-            tokens_ML[m, start : start + lengths[i]] = sequences[i]
-            positions_ML[m, start : start + lengths[i]] = counting[: lengths[i]]
+    numbers: dict[bytes, int] = {}
+    same = [
+        numbers.setdefault(sequence[:length].tobytes(), len(numbers))
+        for sequence, length in zip(sequences, prompt_lengths, strict=True)
+    ]
+    samples = _Samples(np.array(lengths), np.array(prompt_lengths), np.array(same), rule.cost.of(lengths), rule)
+    bins, unit = _plan(lengths, samples.cost_B, rule), PackedBatch.unit
+    cost_M = samples.cost_of_bins(bins)
+    if unit_B is not None and (rule.unit != "sequence" or len(numbers) < len(lengths)):
+        whole = samples.whole(unit_B)
+        whole_M = cost_M if whole is None else samples.cost_of_bins(whole)
+        passes = 1.0 if rule.unit == "sequence" else _ONE_PASS
+        if whole is not None and passes * _duration(whole_M, rule) <= _duration(cost_M, rule):
+            bins, cost_M, unit = whole, whole_M, rule.unit
+    return _lay_out(sequences, samples, [np.array(members, np.int64) for members in bins], cost_M, unit)
+
+
+def _lay_out(
+    sequences: Sequence[npt.NDArray[np.integer]],
+    samples: _Samples,
+    members: list[IntArray],
+    cost_M: FloatArray,
+    unit: Unit,
+) -> PackedBatch:
+    """The micro-batches of these sequences; S runs over them as they stand there."""
+    width, length_B, prompt_B = samples.rule.token_budget, samples.length_B, samples.prompt_B
     completion_B = length_B - prompt_B
+    order_S, home_S = np.concatenate(members), np.repeat(np.arange(len(members)), list(map(len, members)))
+    _, first, which_S = np.unique(
+        home_S * len(order_S) + samples.same_B[order_S], return_index=True, return_inverse=True
+    )
+    holder_S = first[which_S.reshape(-1)]  # who has the prompt that this one reads
+    own_S = completion_B[order_S] + np.where(holder_S == np.arange(len(order_S)), prompt_B[order_S], 0)
+    before_S, filled_M = np.cumsum(own_S) - own_S, np.bincount(home_S, own_S, len(members)).astype(np.int64)
+    start_S = before_S + (np.arange(len(members)) * width - np.cumsum(filled_M) + filled_M)[home_S]
+    prompt_at_B, completion_at_B = np.zeros_like(length_B), np.zeros_like(length_B)
+    prompt_at_B[order_S], completion_at_B[order_S] = start_S[holder_S], start_S + own_S - completion_B[order_S]
+    runs = np.stack([prompt_at_B, completion_at_B, prompt_B, completion_B])[:, order_S]
+    place = _runs(runs[:2].T.reshape(-1), runs[2:].T.reshape(-1))
+    tokens_ML = np.full((len(members), width), PAD_TOKEN, np.int64)
+    positions_ML = np.zeros_like(tokens_ML)
+    tokens_ML.reshape(-1)[place] = np.concatenate([sequences[i] for i in order_S.tolist()])
+    positions_ML.reshape(-1)[place] = _runs(np.zeros_like(order_S), length_B[order_S])
+    bounds = [np.concatenate([[0], np.cumsum(length_B[indices])]) for indices in members]
+    places = np.split(place, np.cumsum([edges[-1] for edges in bounds])[:-1])
     first_T = np.cumsum(completion_B) - completion_B
-    # the output at position l holds log pi of the token at l + 1
-    output_T = _runs(start_B + prompt_B - 1, completion_B)
+    output_T = _runs(completion_at_B, completion_B)
+    state_T = output_T - 1
+    state_T[first_T[completion_B > 0]] = (prompt_at_B + prompt_B - 1)[completion_B > 0]
     predicted = [_runs(first_T[indices], completion_B[indices]) for indices in members]
     return PackedBatch(
         tokens_ML,
         positions_ML,
         members=tuple(members),
         bounds=tuple(edges if len(edges) > 1 else np.array([0, 1]) for edges in bounds),
-        predicting=tuple(output_T[where_T] - m * rule.token_budget for m, where_T in enumerate(predicted)),
+        places=tuple(each - m * width if len(each) else np.array([0]) for m, each in enumerate(places)),
+        predicting=tuple(state_T[where_T] - m * width for m, where_T in enumerate(predicted)),
         predicted=tuple(predicted),
         output_T=output_T,
-        cost_M=np.array([cost_B[indices].sum() for indices in members]),
+        cost_M=cost_M,
         unit=unit,
     )
 

@@ -190,7 +190,7 @@ def packed(
             PlainBatch(
                 _packed_logprobs(on_device, m, temperature),
                 *_told(chosen, [advantages[i] for i in members]),
-                int(batch.bounds[m][-1]),
+                on_device.num_tokens[m],
             )
         )
     return batches
@@ -208,7 +208,7 @@ def _padded_logprobs(tokens_BL: Tensor, mask_BL: Tensor, completion_BL: Tensor, 
 def _packed_logprobs(on_device: DeviceBatch, m: int, temperature: float) -> LogProbabilities:
     where = on_device.predicting[m]
     layout = on_device.layouts[m]
-    real = slice(0, int(on_device.packed.bounds[m][-1]))
+    real = slice(0, on_device.num_tokens[m])
 
     def logprobs(model: PreTrainedModel) -> Tensor:
         logits = model(
@@ -218,7 +218,7 @@ def _packed_logprobs(on_device: DeviceBatch, m: int, temperature: float) -> LogP
             use_cache=False,
             logits_to_keep=where,
         ).logits[0]
-        tokens = on_device.tokens_ML[m, where + 1]
+        tokens = on_device.tokens_ML[m, on_device.completions[m]]
         return F.log_softmax(logits.float() / temperature, dim=-1).gather(1, tokens[:, None]).squeeze(1)
 
     return logprobs

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen3Config
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from algorithms.oapl import OAPLConfig
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
@@ -98,7 +97,6 @@ def splits(num_stages: int) -> list[Split]:
 def one_rank(folder: Path, mesh: Mesh) -> None:
     """What each process of a test runs."""
     place = mesh.place
-    Gemma2RMSNorm.forward = norm_of_its_own_width
     num_whole = 0
     for split in splits(place.num_stages):
         config = LearnerConfig(**SCHEDULES[split.schedule])
@@ -141,11 +139,6 @@ def record_gradients(networks: Networks) -> dict[str, torch.Tensor]:
     return found
 
 
-def norm_of_its_own_width(self: Gemma2RMSNorm, states: torch.Tensor) -> torch.Tensor:
-    """Stands in for a norm that computes in float32 whatever the model is, and so rounds sums over its tokens."""
-    return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A folder with a model of each family."""
@@ -172,7 +165,6 @@ def unsplit(folder):
 def gradients_of(path: Path, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
     softmax = F.softmax
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Gemma2RMSNorm, "forward", norm_of_its_own_width)
         # eager attention takes the softmax in float32, whatever the model is
         patched.setattr(F, "softmax", lambda scores, dim, dtype: softmax(scores, dim))
         return gradients_of_plain(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from learner.packing import CostModel, PackingRule, deal, pack, plan
 
 SHAPES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=40)
-"""Tokens of prompt and completion of each sequence."""
+"""Tokens of prompt and completion of each sequence; prompts of one length are one prompt."""
 RULES = st.builds(
     PackingRule,
     token_budget=st.integers(50, 90),
@@ -22,40 +22,46 @@ RULES = st.builds(
 )
 
 
-def packed_of(shapes, rule):
-    """Sequences of distinct tokens, and the batch that they are packed into."""
-    edges = np.cumsum([0, *[prompt + completion for prompt, completion in shapes]])
-    rows = [np.arange(start, end) for start, end in itertools.pairwise(edges)]
-    return rows, pack(rows, [prompt for prompt, _ in shapes], rule)
+def packed_of(shapes, rule, unit_B=None):
+    """Sequences, whose completions have distinct tokens, and the batch that they are packed into."""
+    edges = np.cumsum([0, *[completion for _, completion in shapes]])
+    completions = [np.arange(start, end) for start, end in itertools.pairwise(edges)]
+    rows = [
+        np.concatenate([-100 * prompt - np.arange(prompt), completion])
+        for (prompt, _), completion in zip(shapes, completions, strict=True)
+    ]
+    return rows, pack(rows, [prompt for prompt, _ in shapes], rule, unit_B)
 
 
 @given(SHAPES, RULES)
-def test_every_completion_token_is_found_again_behind_its_prediction(shapes, rule):
+def test_every_completion_token_is_found_again_and_predicted_by_the_one_before_it(shapes, rule):
     rows, packed = packed_of(shapes, rule)
-    # the output at l predicts the token at l + 1, which must be the completion's, in order
-    completions = np.concatenate([row[prompt:] for row, (prompt, _) in zip(rows, shapes, strict=True)])
-    np.testing.assert_array_equal(packed.tokens_ML.reshape(-1)[packed.output_T + 1], completions)
+    pairs = [(row[prompt - 1 : -1], row[prompt:]) for row, (prompt, _) in zip(rows, shapes, strict=True)]
+    before, completions = (np.concatenate(each) for each in zip(*pairs, strict=True))
+    np.testing.assert_array_equal(packed.tokens_ML.reshape(-1)[packed.output_T], completions)
+    assert len(set(packed.output_T.tolist())) == len(completions), "each has a place of its own"
     for m, (where, which) in enumerate(zip(packed.predicting, packed.predicted, strict=True)):
-        assert (np.diff(where) > 0).all()
-        np.testing.assert_array_equal(packed.output_T[which], m * packed.width + where)
+        np.testing.assert_array_equal(packed.tokens_ML[m, where], before[which])
+        np.testing.assert_array_equal(packed.output_T[which] // packed.width, np.full(len(which), m))
     assert sum(map(len, packed.predicted)) == len(packed.output_T)
 
 
 @given(SHAPES, RULES)
-def test_no_sequence_is_lost_doubled_cut_or_moved_in_position(shapes, rule):
-    rows, packed = packed_of(shapes, rule)
+def test_no_sequence_is_lost_cut_or_moved_in_position_and_no_prompt_is_in_a_micro_batch_twice(shapes, rule):
+    rows, packed = packed_of(shapes, rule, np.arange(len(shapes)) // 3)
     assert sorted(np.concatenate(packed.members)) == list(range(len(rows)))
-    for m, (members, bounds) in enumerate(zip(packed.members, packed.bounds, strict=True)):
+    for m, (members, bounds, places) in enumerate(zip(packed.members, packed.bounds, packed.places, strict=True)):
         if not len(members):
-            assert bounds.tolist() == [0, 1], "attention needs a sequence in every micro-batch"
+            assert (bounds.tolist(), places.tolist()) == ([0, 1], [0]), "attention needs a sequence everywhere"
             continue
-        whole = np.concatenate([rows[i] for i in members])
-        np.testing.assert_array_equal(packed.tokens_ML[m, : len(whole)], whole)
+        np.testing.assert_array_equal(packed.tokens_ML[m, places], np.concatenate([rows[i] for i in members]))
         np.testing.assert_array_equal(np.diff(bounds), [len(rows[i]) for i in members])
         restarted = np.concatenate([np.arange(len(rows[i])) for i in members])
-        np.testing.assert_array_equal(packed.positions_ML[m, : len(whole)], restarted)
-        assert not packed.tokens_ML[m, len(whole) :].any()
-        assert not packed.positions_ML[m, len(whole) :].any()
+        np.testing.assert_array_equal(packed.positions_ML[m, places], restarted)
+        num_tokens = sum({shapes[i][0] for i in members}) + sum(shapes[i][1] for i in members)
+        assert sorted(set(places.tolist())) == list(range(num_tokens))
+        assert not packed.tokens_ML[m, num_tokens:].any()
+        assert not packed.positions_ML[m, num_tokens:].any()
     assert packed.num_tokens == sum(map(len, rows))
 
 
@@ -84,7 +90,8 @@ def test_units_stay_whole_where_the_budget_has_room_for_each_and_a_pipeline_is_n
     packed = pack(rows, [prompt for prompt, _ in shapes], rule, unit_B)
     fits = np.bincount(unit_B, list(map(len, rows))).max() <= rule.token_budget
     if packed.unit == "sequence":
-        if fits and not rule.cost.per_token_squared:  # else a unit's length does not tell its cost
+        # else a unit's length does not tell its cost
+        if fits and not rule.cost.per_token_squared and len({prompt for prompt, _ in shapes}) == len(shapes):
             lengths_U = np.bincount(unit_B, list(map(len, rows))).astype(int)
             whole = [lengths_U[units].sum() for units in plan(lengths_U.tolist(), rule)]
             assert 3 * duration(whole, rule) > 4 * duration(by_sequence.cost_M, rule)
@@ -117,9 +124,12 @@ def test_the_replicas_shares_put_together_are_the_batch(shapes, rule):
     size = shares[0].tokens_ML.size
     of_T = (output_RT >= 0).argmax(axis=0)
     np.testing.assert_array_equal(output_RT.max(axis=0) + of_T * size, packed.output_T)
+    for name in ("places", "predicting", "predicted"):
+        put_together = [each for share in shares for each in getattr(share, name)]
+        assert [each.tolist() for each in put_together] == [each.tolist() for each in getattr(packed, name)]
     for share in shares:
-        for m, (where, which) in enumerate(zip(share.predicting, share.predicted, strict=True)):
-            np.testing.assert_array_equal(share.output_T[which], m * share.width + where)
+        for m, which in enumerate(share.predicted):
+            np.testing.assert_array_equal(share.output_T[which] // share.width, np.full(len(which), m))
 
 
 @given(

@@ -15,6 +15,8 @@ from learner.attention import AttentionLayout, packed_attention
 from tests.unit.small_models import LOCAL, Model, assert_close, load, packed_batch, run
 
 BOUNDS = np.array([0, 17, 22, 40])
+PLACES = np.concatenate([np.arange(17), np.arange(5), np.arange(5), np.arange(17, 30)])
+"""Which of 30 tokens are those of the sequences, where all begin with the same five."""
 
 
 def states(*heads, length=40):
@@ -22,8 +24,8 @@ def states(*heads, length=40):
     return [torch.randn(1, num, length, 8, generator=random, dtype=torch.float64).requires_grad_() for num in heads]
 
 
-def attend(query, key, value, bounds=BOUNDS, **options):
-    layout = AttentionLayout.build(bounds, query.device)
+def attend(query, key, value, bounds=BOUNDS, places=None, **options):
+    layout = AttentionLayout.build(bounds, query.device, places)
     return packed_attention(torch.nn.Identity(), query, key, value, None, layout=layout, **options)[0]
 
 
@@ -108,6 +110,25 @@ def test_under_autocast_all_that_reaches_attention_is_of_16_bits(model, monkeypa
 
 def test_attention_never_waits_for_plans_of_cudnn():
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+# --- shared prompts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 2.0}])
+def test_a_prompt_that_sequences_share_is_to_each_as_one_of_its_own(options, is_packed, monkeypatch):
+    inputs = states(6, 2, 2, length=30)
+    weights = torch.randn(1, 30, 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    apart = attend(*(each.index_select(2, torch.from_numpy(PLACES)) for each in inputs), **options)
+    firsts = np.unique(PLACES, return_index=True)[1]
+    wanted = [apart[:, firsts], *torch.autograd.grad((apart[:, firsts] * weights).sum(), inputs)]
+    if is_packed and "softcap" not in options:
+        monkeypatch.setattr(attention, "_takes_packed", lambda query: True)
+        monkeypatch.setattr(attention, "_packed_kernel", lambda: of_213)
+    shared = attend(*inputs, places=PLACES, **options)
+    for found, expected in zip([shared, *torch.autograd.grad((shared * weights).sum(), inputs)], wanted, strict=True):
+        assert_close(found, expected)
 
 
 # --- packed, where flash attention runs -----------------------------------------------------------

@@ -72,7 +72,7 @@ class OneByOne:
         self.group_B = np.array([sorted(set(keys)).index(key) for key in keys])
         self.prompt_B = np.array([row.prompt_id for row in rows])
         self.single_version_B = np.array([len({span.version for span in row.spans}) == 1 for row in rows])
-        self.packed = pack([row.token_ids for row in rows], [row.prompt_length for row in rows], RULE)
+        self.packed = pack([row.token_ids for row in rows], [row.prompt_length for row in rows], RULE, self.group_B)
         self.logprobs_T = np.concatenate([row.logprobs for row in rows])
         self.actor_T = np.repeat([row.actor for row in rows], lengths)
 

@@ -60,7 +60,7 @@ def test_values_are_computed_in_float32_also_where_the_model_runs_in_bfloat16(mo
     stage.batch = DeviceBatch(build(make_rows(0)).packed, CPU)
     output = stage(stage.batch.tokens_ML[:1], torch.tensor([0]))
     assert output.dtype == torch.float32
-    where = stage.batch.predicting[0]
+    where = stage.batch.completions[0]
     torch.testing.assert_close(output[0, 1, where], torch.full((len(where),), 1.001))
 
 

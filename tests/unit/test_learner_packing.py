@@ -26,7 +26,8 @@ RULE = PackingRule(64)
 
 
 def sequences(lengths):
-    return [np.arange(1, 1 + length) for length in lengths]
+    """Each with tokens, and so a prompt, of its own."""
+    return [np.arange(1, 1 + length) + 10_000 * i for i, length in enumerate(lengths)]
 
 
 def log_normal(number, seed=0):
@@ -104,6 +105,19 @@ def test_a_pipeline_begins_and_ends_with_its_cheap_micro_batches():
 def test_all_cost_on_one_replica_is_a_balance_of_its_share():
     packed = pack(sequences([20]), [1], PackingRule(32, num_replicas=4))
     assert packed.cost_balance(4) == pytest.approx(0.25)
+
+
+def test_samples_of_a_prompt_are_packed_together_where_that_is_cheaper_and_their_prompt_stands_there_once():
+    prompts = [np.arange(10), np.arange(50, 60)]
+    rows = [np.append(prompts[i % 2], np.full(2, 100 + i)) for i in range(8)]  # each group fills half of 96
+    units = np.arange(8) % 2
+    packed = pack(rows, [10] * 8, PackingRule(48, min_micro_batches=2), units)
+    assert sorted(sorted(members.tolist()) for members in packed.members) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert packed.cost_M.tolist() == [10 + 4 * 2] * 2
+    assert packed.unit == "sequence", "the rule asks for no more"
+    apart = pack(rows, [10] * 8, PackingRule(24, min_micro_batches=2), units)
+    assert [len(members) for members in apart.members] == [2] * 4, "a group has no room, though its tokens would"
+    assert (apart.num_tokens, apart.efficiency) == (96, 1.0)
 
 
 # --- batch ----------------------------------------------------------------------------------------
@@ -189,7 +203,7 @@ class Echo:
 
     def forward_only(self, batch):
         self.num_tokens.append(batch.packed.num_tokens)
-        return -batch.tokens_ML.roll(-1, 1).double()
+        return -batch.tokens_ML.double()
 
 
 def score(batch, pipeline):

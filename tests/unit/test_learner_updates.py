@@ -88,7 +88,7 @@ def test_a_part_of_a_draw_holds_the_same_samples_with_the_lag_of_its_own_version
     where_T = batch.tokens_of(sequences)
     expected = np.concatenate([rows[i].token_ids[rows[i].prompt_length :] for i in sequences])
     assert len(where_T) == len(expected)
-    np.testing.assert_array_equal(part.packed.tokens_ML.reshape(-1)[part.packed.output_T + 1], expected)
+    np.testing.assert_array_equal(part.packed.tokens_ML.reshape(-1)[part.packed.output_T], expected)
     np.testing.assert_array_equal(sequences[part.sequence_T], batch.sequence_T[where_T])
 
 

@@ -19,6 +19,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from algorithms.registry import AlgorithmConfig
 from buffer.schema import to_batch
@@ -55,6 +58,26 @@ class Case:
     precision: str = "float64"
 
 
+def _norms_of_their_own_width(kind: type[torch.nn.Module], offset: float) -> None:
+    """In float64, compute a norm in it: Transformers' compute in float32 whatever the model is.
+
+    That rounds the gradients of a prompt's copies one by one, and of a shared prompt their sum.
+    """
+    plain = kind.forward
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if states.dtype != torch.float64:
+            return plain(self, states)
+        eps = self.eps if offset else self.variance_epsilon
+        return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + eps) * (offset + self.weight)
+
+    kind.forward = forward
+
+
+for _kind, _offset in ((LlamaRMSNorm, 0.0), (Qwen3RMSNorm, 0.0), (Gemma2RMSNorm, 1.0)):
+    _norms_of_their_own_width(_kind, _offset)
+
+
 class NoReading(TorchDispatchMode):
     """Fails where a number is read, or a shape depends on values: on a GPU each waits for all that was begun.
 
@@ -72,16 +95,18 @@ def make_rows(seed: int, num_groups: int = 4, num_prompts: int | None = None, **
     random = np.random.default_rng(seed)
     rows = []
     for group in range(num_groups):
+        prompt = random.integers(0, VOCABULARY, random.integers(1, 7))
         for index in range(3):
-            prompt, length = int(random.integers(1, 7)), int(random.integers(1, 20))
+            length = int(random.integers(1, 20))
+            completion = random.integers(0, VOCABULARY, length)
             fields = {
                 "lease_id": 0,
                 "attempt": 0,
                 "group_id": group,
                 "sample_index": index,
                 "prompt_id": group % (num_prompts or num_groups),
-                "token_ids": random.integers(0, VOCABULARY, prompt + length).astype(np.int32),
-                "prompt_length": prompt,
+                "token_ids": np.concatenate([prompt, completion]).astype(np.int32),
+                "prompt_length": len(prompt),
                 "logprobs": -random.random(length).astype(np.float32) * 5,
                 "spans": (VersionSpan(PolicyVersion(0, 0), 0, length),),
                 "reward": float(random.random()),
