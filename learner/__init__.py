@@ -9,6 +9,7 @@ packing      best-fit packing of whole sequences into micro-batches of one shape
 step         TrainStep: a step trains one draw in one or several updates, in two passes or in one
              LossEvaluator: the loss of an update, its gradient, and whether and how it is taken
 report       the metrics of a step, by name; BadBatches: what could not be trained, and when a run has diverged
+scorer       ReferenceScorer: a process beside the learner that scores what is ready for later steps
 
 networks     Networks: the policy, and a critic that is a head of it or a model of its own; Reference: the frozen model
 device       which device a rank computes on, its share of the memory, and MemoryNeed: what training takes of it

@@ -6,7 +6,7 @@ from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
     "files": 160,
-    "lines": 38_390,
+    "lines": 38_400,
     "longest file": 462,
     "longest function": 60,
     "modules imported by exactly one other": 40,
