@@ -141,6 +141,14 @@ class PackedBatch:
         """Real tokens over the tokens that the micro-batches have room for, 0..1."""
         return self.num_tokens / self.tokens_ML.size
 
+    @property
+    def shared_frac(self) -> float:
+        """Share of the real tokens that is not computed: of prompts that another sample has in its micro-batch."""
+        held = [
+            int(places.max()) + 1 for places, members in zip(self.places, self.members, strict=True) if len(members)
+        ]
+        return 1 - sum(held) / self.num_tokens
+
     def cost_balance(self, num_replicas: int) -> float:
         """Mean cost of the replicas over that of the dearest: 1 is even, 1 / R is all of it on one."""
         cost_R = self.cost_M.reshape(num_replicas, -1).sum(axis=1)

@@ -137,6 +137,7 @@ def step_report(
         "batch/micro_batches": batch.packed.num_micro_batches // batch.rule.num_replicas,
         "batch/empty_micro_batches": batch.packed.num_empty,
         "batch/pack_efficiency": batch.packed.efficiency,
+        "batch/shared_frac": batch.packed.shared_frac,
         "batch/cost_balance": batch.packed.cost_balance(batch.rule.num_replicas),
         "time/wait_for_batch": times.started_s - times.asked_s,
         "time/scored_ahead": times.scored_ahead_s,

@@ -98,6 +98,8 @@ METRICS: dict[str, str] = {
     "the schedule asks for a least number.",
     "batch/pack_efficiency": "Real tokens over the tokens that all micro-batches have room for. Padding is not "
     "computed; it costs traffic between stages.",
+    "batch/shared_frac": "Share of batch/tokens that is not computed, for another sample in its micro-batch has the "
+    "same prompt.",
     "batch/cost_balance": "Mean computed cost of the replicas over that of the dearest, for which the others wait: 1 "
     "is even.",
     # the ledger, counted in samples since the start of the run, as the step's batch was drawn

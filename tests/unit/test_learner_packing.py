@@ -115,6 +115,7 @@ def test_samples_of_a_prompt_are_packed_together_where_that_is_cheaper_and_their
     assert sorted(sorted(members.tolist()) for members in packed.members) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert packed.cost_M.tolist() == [10 + 4 * 2] * 2
     assert packed.unit == "sequence", "the rule asks for no more"
+    assert packed.shared_frac == 2 * 3 * 10 / 96
     apart = pack(rows, [10] * 8, PackingRule(24, min_micro_batches=2), units)
     assert [len(members) for members in apart.members] == [2] * 4, "a group has no room, though its tokens would"
     assert (apart.num_tokens, apart.efficiency) == (96, 1.0)
@@ -297,6 +298,7 @@ def test_a_step_reports_how_its_draw_was_packed_and_shared():
     assert report["batch/empty_micro_batches"] == 1
     assert report["batch/pack_efficiency"] == pytest.approx(36 / 64)
     assert report["batch/cost_balance"] == pytest.approx(18 / 22)
+    assert report["batch/shared_frac"] == 0
     assert report["buffer/filtered_too_long"] == 4
     assert list(report["lag_by_actor"].values()) == [{3: 36 - 3 * 2}], "completion tokens"
     skipped = replace(taken, result=UpdateResult(True, False, (1.0,), 1e-5, 1.0))
