@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -75,7 +76,7 @@ def test_who_sets_or_picks_a_few_numbers_of_many_moves_those_alone():
 
 
 def test_gradients_are_added_to_those_of_the_micro_batch_before():
-    packed = pack([range(30)], [6], PackingRule(64))
+    packed = pack([np.arange(30)], [6], PackingRule(64))
     with pretended.pretended_gpu():
         stage = pretended.fake_stage("tiny", (1, 1), last=False)
         added = counting.count_micro_batch(stage, packed, 0).by_operation["backward.add_"]
@@ -97,7 +98,7 @@ def test_what_a_forward_pass_keeps_is_told_from_copies_of_weights():
 
 
 def test_a_stage_on_a_gpu_that_is_not_there_packs_attention_into_one_call_and_casts_no_weight():
-    packed = pack([range(30), range(9)], [6, 2], PackingRule(64))
+    packed = pack([np.arange(30), np.arange(9)], [6, 2], PackingRule(64))
     with pretended.pretended_gpu():
         one, two = (
             counting.count_micro_batch(pretended.fake_stage("tiny", (1, layers), last=True), packed, 0).figures
@@ -112,7 +113,7 @@ def test_a_stage_on_a_gpu_that_is_not_there_packs_attention_into_one_call_and_ca
 
 
 def test_what_liger_kernel_computes_is_one_operation_each():
-    packed = pack([range(30)], [6], PackingRule(64))
+    packed = pack([np.arange(30)], [6], PackingRule(64))
     with pretended.pretended_kernels(), pretended.pretended_gpu():
         moved, of_last = (
             counting.count_micro_batch(pretended.fake_stage("tiny", (1, 1), last=last), packed, 0).by_operation
