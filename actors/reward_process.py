@@ -34,7 +34,7 @@ from pydantic import TypeAdapter
 
 from actors.tasks import Problem, RewardFunction, TaskError, load_reward
 from actors.tasks.config import TaskConfig
-from actors.tasks.task import Call
+from actors.tasks.task import Call, NoScore
 
 MEMORY_BYTES = 16 * 2**30
 """What a process may allocate. The soft limit alone: a reward file that needs more raises it itself."""
@@ -67,6 +67,10 @@ class CallFailed(Exception):
         """Has it cost the process?"""
 
 
+Value = float | CallFailed | None
+"""Of a sample: a finite number, None where the function does not apply, or why this sample alone has none."""
+
+
 class Caller(Protocol):
     """What calls a reward function: a `RewardProcess`, or what a test has in its place."""
 
@@ -74,8 +78,8 @@ class Caller(Protocol):
     def is_alive(self) -> bool:
         """Can it take another call?"""
 
-    async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[float | None]:
-        """One finite number or None for each sample; CallFailed where there are none."""
+    async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Value]:
+        """What each sample has; CallFailed where it is not known which sample is to blame."""
 
     async def end(self) -> None:
         """Call nothing more; what is called ends at once. May be called twice."""
@@ -85,15 +89,20 @@ class _Outcome(msgspec.Struct, omit_defaults=True):
     """Of a call, or of loading the function."""
 
     values: list[float | None] = []
+    without: dict[int, tuple[str, str]] = {}
+    """Samples that the function itself gave none -> why, and in detail."""
     why: str = ""
     detail: str = ""
     where: str = ""
     trace: str = ""
 
-    def values_or_failure(self) -> list[float | None]:
+    def values_or_failure(self) -> list[Value]:
         if self.why:
             raise CallFailed(self.why, self.detail, where=self.where, trace=self.trace)
-        return self.values
+        values: list[Value] = list(self.values)
+        for number, (why, detail) in self.without.items():
+            values[number] = CallFailed(why, detail)
+        return values
 
 
 class RewardProcess:
@@ -155,8 +164,8 @@ class RewardProcess:
         """Can it take another call?"""
         return not self._is_ended and self._process.poll() is None and not self._reader.at_eof()
 
-    async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[float | None]:
-        """One finite number or None for each sample. A caller that gives up ends the process.
+    async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Value]:
+        """What each sample has. A caller that gives up ends the process.
 
         Raises:
             CallFailed: the function failed, or the process ended.
@@ -275,7 +284,7 @@ def _outcome(call: Call, asked: dict[str, Any], runner: asyncio.Runner) -> _Outc
         values: Any = call([problems[number] for number in asked["which"]], completions)
         if inspect.isawaitable(values):
             values = runner.run(awaited(values))
-        return _Outcome(_checked(values, len(completions)))  # calls methods of what the function returned
+        return _checked(values, len(completions))  # calls methods of what the function returned
     except CallFailed as failure:
         return _Outcome(why=failure.why, detail=_clean(str(failure).removeprefix(f"{failure.why}: ")))
     except BaseException as error:  # the function is the user's: it may raise anything
@@ -305,24 +314,27 @@ def _clean(text: str) -> str:
     return text[:_MOST_CHARACTERS].encode("utf-8", "replace").decode()
 
 
-def _checked(values: Any, num_samples: int) -> list[float | None]:  # noqa: ANN401 -- the function is the user's
-    """Exactly one finite number or None per sample; anything else is a CallFailed."""
+def _checked(values: Any, num_samples: int) -> _Outcome:  # noqa: ANN401 -- the function is the user's
+    """Exactly one finite number, None or NoScore per sample; anything else is a CallFailed."""
     if hasattr(values, "tolist"):  # numpy arrays and torch tensors
         values = values.tolist()
     if not isinstance(values, list | tuple):
         raise CallFailed("returned no list", f"but a {type(values).__name__}")
     if len(values) != num_samples:
         raise CallFailed("wrong number of values", f"{len(values)} for {num_samples} samples")
-    checked: list[float | None] = []
-    for value in values:
-        if value is None:
-            checked.append(None)
-            continue
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise CallFailed("returned no number", repr(value)) from error
-        if not math.isfinite(number):
-            raise CallFailed("returned a value that is not finite", repr(value))
-        checked.append(number)
-    return checked
+    without = {
+        number: (value.why, _clean(value.detail)) for number, value in enumerate(values) if isinstance(value, NoScore)
+    }
+    return _Outcome(
+        [None if value is None or number in without else _finite(value) for number, value in enumerate(values)], without
+    )
+
+
+def _finite(value: Any) -> float:  # noqa: ANN401 -- the function is the user's
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise CallFailed("returned no number", repr(value)) from error
+    if not math.isfinite(number):
+        raise CallFailed("returned a value that is not finite", repr(value))
+    return number

@@ -19,7 +19,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from actors.reward_process import Caller, CallFailed, RewardProcess
+from actors.reward_process import Caller, CallFailed, RewardProcess, Value
+from actors.tasks.config import Classifier, Judge
 from actors.tasks.task import Problem, RewardFunction, TaskError
 from buffer.ledger import REWARD_FAILED
 
@@ -31,6 +32,7 @@ its reward, and a function that fails twice on a sample is taken to fail always.
 SLOW_S = 3.0
 """A call that is open for longer is what an actor says it waits for."""
 _MAX_BATCH = 32
+_JUDGES_GRACE_S = 10.0
 _PATIENCE_S = 0.1
 """Calls wait so long for a process that is busy before another is started: a cheap function has one."""
 
@@ -150,8 +152,14 @@ class _Lane:
         self._start = start
         self._clock = clock
         self._waiting: list[_Waiting] = []
+        self._num_new = 0
+        """Of those, since the last turn of the event loop."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._slots = asyncio.Semaphore(limits.num_processes)
+        model = function.model
+        # a second process would hold the model a second time
+        self._slots = asyncio.Semaphore(1 if isinstance(model, Classifier) else limits.num_processes)
+        # a judge keeps to its own limit, so that one slow rating costs no other
+        self._timeout_s = model.timeout_s + _JUDGES_GRACE_S if isinstance(model, Judge) else limits.timeout_s
         self._callers: set[Caller] = set()
         self._idle: asyncio.LifoQueue[Caller] = asyncio.LifoQueue()
         self._open: dict[int, float] = {}
@@ -175,7 +183,8 @@ class _Lane:
     async def value(self, problem: Problem, completion: str) -> float | None:
         waiting = _Waiting(problem, completion)
         self._waiting.append(waiting)
-        if len(self._waiting) == 1:
+        self._num_new += 1
+        if self._num_new == 1:
             asyncio.get_running_loop().call_soon(self._flush)
         return await waiting.value
 
@@ -189,15 +198,35 @@ class _Lane:
         await asyncio.gather(*self._tasks, *(caller.end() for caller in callers), return_exceptions=True)
 
     def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for first in range(0, len(waiting), _MAX_BATCH):
-            task = asyncio.create_task(self._score(waiting[first : first + _MAX_BATCH]))
+        for _ in range(0, self._num_new, _MAX_BATCH):
+            task = asyncio.create_task(self._score())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        self._num_new = 0
 
-    async def _score(self, batch: Sequence[_Waiting]) -> None:
+    async def _score(self) -> None:
+        """Score what waits once a process is free: where all are busy, samples that come later share the call."""
+        batch: list[_Waiting] = []
         try:
-            await self._score_batch(batch)
+            async with self._slots:
+                batch, self._waiting = self._waiting[:_MAX_BATCH], self._waiting[_MAX_BATCH:]
+                if not batch:
+                    return
+                values = await self._tried(batch)
+            if isinstance(values, CallFailed) and len(batch) > 1:
+                # Which sample is to blame is not known; alone, each only answers for itself.
+                _log.warning("reward %s: %s; scoring %d samples one by one", self.function.name, values, len(batch))
+                # What costs a process, and often a whole limit of time, is tried alone once and no more.
+                retries = 0 if values.lost else self._retries
+                await asyncio.gather(*(self._score_alone(one, None, retries) for one in batch))
+                return
+            again = []
+            for one, value in zip(batch, [values] if isinstance(values, CallFailed) else values, strict=True):
+                if isinstance(value, CallFailed):
+                    again.append(self._score_alone(one, value, self._retries))
+                else:
+                    _resolve(one.value, value)
+            await asyncio.gather(*again)
         finally:
             # However it ended, nobody may go on waiting; and only `close` may look like being cancelled.
             for one in batch:
@@ -206,48 +235,37 @@ class _Lane:
                 elif not one.value.done():
                     one.value.set_exception(RewardFailed(self.function.name, "its scoring ended early"))
 
-    async def _score_batch(self, batch: Sequence[_Waiting]) -> None:
-        if len(batch) == 1:
-            await self._score_alone(batch[0], self._retries)
-            return
-        try:
-            values = await self._call(batch)
-        except CallFailed as failure:
-            # Which sample is to blame is not known; alone, each only answers for itself.
-            _log.warning("reward %s: %s; scoring %d samples one by one", self.function.name, failure, len(batch))
-            # What costs a process, and often a whole limit of time, is tried alone once and no more.
-            retries = 0 if failure.lost else self._retries
-            await asyncio.gather(*(self._score_alone(one, retries) for one in batch))
-        else:
-            for one, value in zip(batch, values, strict=True):
-                _resolve(one.value, value)
-
-    async def _score_alone(self, one: _Waiting, retries: int) -> None:
+    async def _score_alone(self, one: _Waiting, failure: CallFailed | None, retries: int) -> None:
+        """Try a sample by itself; `failure` is what it failed by in its first try, where it has had one."""
         for attempt in range(retries + 1):
-            try:
-                (value,) = await self._call([one])
-            except CallFailed as failure:
-                self._report(one, failure, attempt, retries)
-                given_up = RewardFailed(self.function.name, failure.why)
-                given_up.__cause__ = failure
-            else:
-                _resolve(one.value, value)
-                return
+            if failure is None:
+                async with self._slots:
+                    values = await self._tried([one])
+                value = values if isinstance(values, CallFailed) else values[0]
+                if not isinstance(value, CallFailed):
+                    _resolve(one.value, value)
+                    return
+                failure = value
+            self._report(one, failure, attempt, retries)
+            given_up = RewardFailed(self.function.name, failure.why)
+            given_up.__cause__, failure = failure, None
         if not one.value.done():
             one.value.set_exception(given_up)
 
-    async def _call(self, batch: Sequence[_Waiting]) -> list[float | None]:
-        async with self._slots:
-            number = next(self._numbers)
-            self._open[number] = self._clock()
-            try:
-                return await self._call_of(await self._caller(), batch)
-            finally:
-                del self._open[number]
+    async def _tried(self, batch: Sequence[_Waiting]) -> list[Value] | CallFailed:
+        """What each sample has, or why the whole call failed."""
+        number = next(self._numbers)
+        self._open[number] = self._clock()
+        try:
+            return await self._call_of(await self._caller(), batch)
+        except CallFailed as failure:
+            return failure
+        finally:
+            del self._open[number]
 
-    async def _call_of(self, caller: Caller, batch: Sequence[_Waiting]) -> list[float | None]:
+    async def _call_of(self, caller: Caller, batch: Sequence[_Waiting]) -> list[Value]:
         is_lost = True  # also where the call is cancelled: it cannot be taken back
-        limit_s = self._limits.timeout_s
+        limit_s = self._timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 values = await caller.call([one.problem for one in batch], [one.completion for one in batch])

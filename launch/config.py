@@ -249,6 +249,7 @@ GPU_STARTUP_S = 900.0
 PATH_KEYS = ("model.path", "model.recipe", "model.reference_path", "task.path", "task.heldout_path")
 WRITTEN_KEYS = ("weight_sync.folder", "weight_sync.staging_dir")  # told to processes that may be elsewhere
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
+REWARD_MODELS_KEY = "task.reward_models"  # tables by name; a classifier's has a path
 Tree = dict[str, Any]
 
 
@@ -294,7 +295,8 @@ def _literal(value: Any) -> str:  # noqa: ANN401 -- any TOML value
     if isinstance(value, list):
         return "[" + ", ".join(_literal(entry) for entry in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_literal(entry)}" for key, entry in value.items()) + "}"
+        entries = {key: entry for key, entry in value.items() if entry is not None}
+        return "{" + ", ".join(f"{json.dumps(key)} = {_literal(entry)}" for key, entry in entries.items()) + "}"
     if isinstance(value, str):
         # JSON's escapes are TOML's too, which wants one more character escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -367,17 +369,26 @@ def _merge(tree: Tree, patch: Tree, origin: str) -> None:
 
 
 def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
-    for dotted in (*PATH_KEYS, *WRITTEN_KEYS, REWARDS_KEY):
-        section, key = dotted.split(".")
-        table = tree.get(section)
-        value = table.get(key) if isinstance(table, dict) else None
+    models = _at(tree, REWARD_MODELS_KEY)
+    names = models if isinstance(models, dict) else ()
+    for dotted in (*PATH_KEYS, *WRITTEN_KEYS, REWARDS_KEY, *(f"{REWARD_MODELS_KEY}.{name}.path" for name in names)):
+        section, _, key = dotted.rpartition(".")
+        value = _at(tree, dotted)
         try:
             if dotted == REWARDS_KEY and isinstance(value, list):
-                tree[section][key] = [_resolve_reward(entry, base) for entry in value]
+                _at(tree, section)[key] = [_resolve_reward(entry, base) for entry in value]
             elif dotted != REWARDS_KEY and isinstance(value, str):
-                tree[section][key] = _absolute(value, Path.cwd() if dotted in WRITTEN_KEYS else base)
+                _at(tree, section)[key] = _absolute(value, Path.cwd() if dotted in WRITTEN_KEYS else base)
         except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
             raise ConfigError(f"{where}{dotted} = {shortened(value)}: no such place: {error}") from None
+
+
+def _at(tree: Tree, dotted: str) -> Any:  # noqa: ANN401 -- any TOML value
+    """What stands under the key, or None."""
+    found: Any = tree
+    for part in dotted.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
 
 
 def _resolve_reward(entry: object, base: Path) -> object:

@@ -89,6 +89,8 @@ def _walk(
         elif tagged := [candidate for candidate in candidates if _tag(candidate) == part]:
             models.append(tagged[0])
             candidates = []
+        elif candidates:  # the name of an entry of a table
+            keys.append(part)
         elif not at_leaf:  # else the branch of a union of plain values
             info = models[-1].model_fields.get(part)
             keys.append(part)

@@ -6,6 +6,8 @@ prompts    Template: an item's columns to the text of a prompt; held_out: a ques
 gym        any reasoning-gym dataset by name
 files      JSONL or Parquet rows
 functions  reward functions from FILE.py:FUNCTION, in TRL's shape
+judge      a language model behind an endpoint, which rates answers
+classifier a sequence classifier, whose output is the reward
 
 Importing this package, and `check_task` without a model folder, imports neither torch, vllm nor ray.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.tasks.config import FileTask, ReasoningGymTask
+from actors.tasks.config import FileTask, Judge, ReasoningGymTask
 from actors.tasks.functions import check_functions, load_function, try_imports
 from actors.tasks.prompts import Split, held_out
 from actors.tasks.task import Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
@@ -43,28 +45,41 @@ def check_task(
     """Find every mistake in a `[task]` section that can be found before a process starts.
 
     Reads the data and renders every prompt. Reward files are parsed; with a limit of time they are also imported, in a
-    process of their own. Without a model folder the lengths of prompts are not looked at, and nothing heavy is
-    imported; with one `Task.check_prompts` looks at them.
+    process of their own, and judges are asked for their models. Without a model folder neither lengths of prompts nor
+    classifiers are looked at, and nothing heavy is imported; with one `Task.check_prompts` looks at them.
 
     Raises:
         TaskError: says which key or file is wrong and what to do.
     """
     split, columns = _problems(config)
-    check_functions(config.rewards, columns)
+    check_functions(config.rewards, columns, config.reward_models)
+    for name, model in config.reward_models.items():
+        if isinstance(model, Judge):
+            from actors.tasks.judge import check_judge
+
+            check_judge(name, model, columns, ask=import_limit_s is not None)
+        elif model_folder is not None:
+            from actors.tasks.classifier import check_classifier
+
+            check_classifier(name, model)
     task = Task(split.train, split.heldout, ())
     if model_folder is not None:
         codec = PromptCodec(model_folder, config.chat, config.system_prompt)
         task.check_prompts(codec, max_prompt_tokens, vocab_size)
     if import_limit_s is not None:
-        try_imports(config.rewards, columns, import_limit_s)
+        files = [reference for reference in config.rewards if reference not in config.reward_models]
+        try_imports(files, columns, import_limit_s)
     return task.facts()
 
 
 def load_task(config: ReasoningGymTask | FileTask) -> Task:
     """The task itself, its prompts not yet encoded, its rewards not yet loaded; TaskError as `check_task`."""
     split, columns = _problems(config)
-    check_functions(config.rewards, columns)
-    rewards = [RewardFunction(each.rpartition(":")[2], config, columns, each) for each in config.rewards]
+    check_functions(config.rewards, columns, config.reward_models)
+    rewards = [
+        RewardFunction(each.rpartition(":")[2], config, columns, "" if each in config.reward_models else each)
+        for each in config.rewards
+    ]
     if not rewards:
         assert isinstance(config, ReasoningGymTask), "a file task without rewards was refused before"
         rewards = [RewardFunction(config.name, config, columns)]
@@ -72,9 +87,17 @@ def load_task(config: ReasoningGymTask | FileTask) -> Task:
 
 
 def load_reward(function: RewardFunction) -> Call:
-    """Load it into this process: runs the user's file. TaskError where that fails."""
+    """Load it into this process: runs the user's file, or loads the model. TaskError where that fails."""
     if function.reference:
         return load_function(function.reference, function.columns)
+    if isinstance(function.model, Judge):
+        from actors.tasks.judge import load_judge
+
+        return load_judge(function.name, function.model, function.columns)
+    if function.model is not None:
+        from actors.tasks.classifier import load_classifier
+
+        return load_classifier(function.name, function.model)
     from actors.tasks.gym import gym_scorer
 
     assert isinstance(function.task, ReasoningGymTask), "rows of a file do not score answers"

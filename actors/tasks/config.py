@@ -4,11 +4,66 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 MOST_HELDOUT = 1024
 """Held-out problems of a file where none are asked for by number: an eighth of a large file would take an evaluation
 longer than the training."""
+
+
+class _RewardModel(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    weight: float = Field(default=1.0, description="What its reward is multiplied by before rewards are summed.")
+
+
+class Judge(_RewardModel):
+    """A language model behind an endpoint that speaks OpenAI's chat completions, as `vllm serve` does.
+
+    Its rating is the last number of its answer. The reward is 0 at `worst` and 1 at `best`.
+    """
+
+    type: Literal["judge"]
+    endpoint: str = Field(pattern=r"^https?://", description="Base address, as http://HOST:8000/v1.")
+    model: str = Field(description="The model's name there.")
+    prompt: str = Field(
+        description="What it is asked: a template over {prompt}, {completion} and the columns of the task."
+    )
+    system_prompt: str | None = Field(default=None, description="What it is told before that.")
+    worst: float = Field(default=0.0, description="The rating of the worst answer.")
+    best: float = Field(default=10.0, description="The rating of the best; what lies outside is no rating.")
+    max_tokens: PositiveInt = Field(default=512, description="Longest answer of the judge; one that is cut rates none.")
+    timeout_s: PositiveFloat = Field(
+        default=120.0, description="For one rating, with all waiting where the endpoint is busy (429) or away."
+    )
+    api_key_env: str | None = Field(
+        default=None, description="Environment variable that holds the key of the endpoint, on every host of actors."
+    )
+    request: dict[str, Any] = Field(
+        default_factory=dict, description="Further fields of the request, as reasoning_effort; temperature is 0."
+    )
+
+    @model_validator(mode="after")
+    def _ratings_differ(self) -> Judge:
+        if self.worst == self.best:
+            raise ValueError(f"worst and best are both {self.best:g}, so no rating says anything; set them apart")
+        return self
+
+
+class Classifier(_RewardModel):
+    """A sequence classifier of Transformers with one output, which is the reward, in one process beside each actor."""
+
+    type: Literal["classifier"]
+    path: str = Field(description="Folder of the model and its tokenizer.")
+    chat: bool = Field(
+        default=False,
+        description="Score prompt and completion as turns of its tokenizer's chat template; else as one text.",
+    )
+    device: str = Field(default="cpu", description="Where it computes: cpu, or cuda for a GPU of its actor.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Its precision.")
+
+
+RewardModel = Annotated[Judge | Classifier, Field(discriminator="type")]
 
 
 class _TaskConfig(BaseModel):
@@ -25,7 +80,11 @@ class _TaskConfig(BaseModel):
         default=0.125, gt=0, lt=1, description="Share of all questions whose hash sets them aside for evaluation."
     )
     rewards: tuple[str, ...] = Field(
-        default=(), description="Reward functions as FILE.py:FUNCTION; their values are summed."
+        default=(),
+        description="Reward functions as FILE.py:FUNCTION, and names of reward_models; their values are summed.",
+    )
+    reward_models: dict[str, RewardModel] = Field(
+        default_factory=dict, description="Models that reward, by name: tables [task.reward_models.NAME]."
     )
     correct_at: float = Field(
         default=1.0, description="A held-out answer with at least this reward counts as correct in an evaluation."
@@ -35,6 +94,14 @@ class _TaskConfig(BaseModel):
     def _a_system_turn_needs_a_chat(self) -> _TaskConfig:
         if self.system_prompt is not None and not self.chat:
             raise ValueError("system_prompt is set but chat = false, so it would be ignored; set chat = true")
+        return self
+
+    @model_validator(mode="after")
+    def _every_reward_model_has_a_name_that_is_asked(self) -> _TaskConfig:
+        if odd := [name for name in self.reward_models if not name.isidentifier()]:
+            raise ValueError(f"reward_models.{odd[0]!r} is no name that metrics can carry; use letters, digits and _")
+        if idle := sorted(self.reward_models.keys() - set(self.rewards)):
+            raise ValueError(f"reward_models.{idle[0]} is not in rewards, so it would be ignored; add its name there")
         return self
 
 

@@ -32,7 +32,9 @@ def parse_reference(reference: str) -> tuple[Path, str]:
     """Split `FILE.py:FUNCTION`; TaskError if it has another form, or there is no such file."""
     file, _, function = reference.rpartition(":")
     if not file or not function.isidentifier():
-        raise TaskError(f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION")
+        raise TaskError(
+            f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION, nor a name of task.reward_models"
+        )
     path = Path(file).expanduser()
     try:
         is_file = path.is_file()
@@ -43,8 +45,10 @@ def parse_reference(reference: str) -> tuple[Path, str]:
     return path, function
 
 
-def check_functions(references: Sequence[str], columns: Collection[str]) -> None:
+def check_functions(references: Sequence[str], columns: Collection[str], models: Collection[str] = ()) -> None:
     """Check reward functions, each as FILE.py:FUNCTION, without running their files, which may import anything.
+
+    Names of reward models may stand between them.
 
     Raises:
         TaskError: a file or function is missing, or a function needs an argument that no column provides.
@@ -56,6 +60,12 @@ def check_functions(references: Sequence[str], columns: Collection[str]) -> None
             f"task.rewards names {sorted(twice)} twice; parts of a reward are told apart by function name: rename one"
         )
     for reference in references:
+        if reference in models:
+            continue
+        if models and ":" not in reference:
+            raise TaskError(
+                f"task.rewards: '{reference}' is none of task.reward_models; {among_known(reference, models)}"
+            )
         path, function = parse_reference(reference)
         try:
             tree = ast.parse(importlib.util.decode_source(path.read_bytes()), filename=str(path))

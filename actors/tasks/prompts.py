@@ -56,23 +56,22 @@ def _entry(container: object, key: str, field: str) -> object:
 class Template:
     """Turns an item into the text of a prompt."""
 
-    def __init__(self, text: str) -> None:
-        """Parse a template, for example "{metadata[expression]:compact}=".
+    def __init__(self, text: str, key: str = "task.template") -> None:
+        """Parse a template, for example "{metadata[expression]:compact}=", which stands under this key.
 
         TaskError if the braces do not pair, or the text names no column at all.
         """
         self.text = text
+        self._key = key
         self._formatter = _Columns()
         try:
             fields = [field for _, field, _, _ in self._formatter.parse(text) if field is not None]
         except ValueError as error:
-            raise TaskError(
-                f"task.template {text!r} does not parse: {error}; write {{{{ or }}}} for a brace"
-            ) from error
+            raise TaskError(f"{key} {text!r} does not parse: {error}; write {{{{ or }}}} for a brace") from error
         if not fields:
-            raise TaskError(
-                f"task.template {text!r} names no column, so every prompt would be the same; use {{question}}"
-            )
+            raise TaskError(f"{key} {text!r} names no column, so every prompt would be the same; use {{question}}")
+        self.columns = [re.split(r"[.\[]", field)[0] for field in fields]
+        """Those it names."""
 
     def render(self, item: Mapping[str, Any], where: str) -> str:
         """The prompt of one item; `where` (file and row, or dataset and index) is for the error.
@@ -83,7 +82,7 @@ class Template:
             return self._formatter.vformat(self.text, (), item)
         except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:  # the last two of a width
             why = error if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
-            raise TaskError(f"task.template {self.text!r} at {where}: {why}") from error
+            raise TaskError(f"{self._key} {self.text!r} at {where}: {why}") from error
 
 
 def normalised(text: str) -> str:

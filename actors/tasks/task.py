@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from actors.tasks.config import FileTask, ReasoningGymTask
+from actors.tasks.config import FileTask, ReasoningGymTask, RewardModel
 from common.names import did_you_mean
 
 MOST_LOOKED_AT = 10_000
@@ -29,7 +29,16 @@ def among_known(name: str, known: Iterable[str]) -> str:
     return f"known: {shown or 'none'}{did_you_mean(name, names)}"
 
 
-Scores = Sequence[float | None]
+@dataclass(frozen=True, slots=True)
+class NoScore:
+    """In the place of a score: this sample has none, and no other is to blame."""
+
+    why: str
+    """What failures are counted by, so it names no sample."""
+    detail: str = ""
+
+
+Scores = Sequence[float | NoScore | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,12 @@ class RewardFunction:
     columns: Sequence[str]
     """Names of those that the problems have."""
     reference: str = ""
-    """FILE.py:FUNCTION; empty where the dataset scores answers itself."""
+    """FILE.py:FUNCTION; empty where a model or the dataset scores answers."""
+
+    @property
+    def model(self) -> RewardModel | None:
+        """The reward model of this name."""
+        return None if self.reference else self.task.reward_models.get(self.name)
 
 
 @dataclass(frozen=True, slots=True)

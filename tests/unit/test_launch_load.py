@@ -67,6 +67,18 @@ def test_a_resolved_config_read_back_is_the_same(minimal, tmp_path):
 PPO = ["--algorithm", "{type = 'off_policy_ppo'}"]
 
 
+def test_reward_models_read_back_are_the_same_and_a_classifier_lies_relative_to_the_file(minimal, tmp_path):
+    judge = "{type = 'judge', endpoint = 'http://x/v1', model = 'm', prompt = '{completion}', request = {seed = 1}}"
+    named = ["--task.rewards", "['good', 'kind']", "--task.reward_models.good", judge]
+    minimal.write_text(MINIMAL + '[task.reward_models.kind]\ntype = "classifier"\npath = "rm"\n')
+    config = load_config(minimal, named)
+    assert config.task.reward_models["kind"].path == str(tmp_path / "rm")
+    again = tmp_path / "sub" / "again.toml"
+    again.parent.mkdir()
+    again.write_text(to_toml(config))
+    assert load_config(again) == config
+
+
 def test_a_resolved_preset_with_corrections_read_back_is_the_same(minimal, tmp_path):
     corrections = "['icepop', {type = 'token_tis', cap = 3.0}]"
     config = load_config(minimal, ["--algorithm", "{type = 'off_policy_ppo', corrections = " + corrections + "}"])

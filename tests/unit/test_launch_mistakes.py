@@ -161,6 +161,14 @@ def written(path: str, content: bytes, *arguments: object) -> Callable[[Path], l
 GOOD = DEMO.read_text()
 CORRECTION = ("--algorithm", '{type = "off_policy_ppo", corrections = [%s]}')
 
+JUDGE = (
+    *("--task.rewards", "['good']"),
+    *(
+        "--task.reward_models.good",
+        "{type = 'judge', endpoint = 'http://127.0.0.1:9/v1', model = 'm', prompt = '{completion}'}",
+    ),
+)
+
 CASES = [
     # the config file
     Case("no config", lambda folder: [folder / "c.toml"], ("c.toml: no such config file",)),
@@ -212,6 +220,18 @@ CASES = [
         demo(CORRECTION[0], CORRECTION[1] % '{type = "icepop", cap = 2.0}'),
         ("algorithm.corrections.0.type = 'icepop' has no such key, it is of type 'token_tis' or 'sequence_tis'",),
     ),
+    Case(
+        "a mistyped knob of a judge",
+        demo(*JUDGE, "--task.reward_models.good.wurst", "3"),
+        ("unknown key task.reward_models.good.wurst; did you mean task.reward_models.good.worst?",),
+    ),
+    Case(
+        "a knob of another reward model",
+        demo(*JUDGE, "--task.reward_models.good.path", "x"),
+        ("task.reward_models.good.type = 'judge' has no such key, it is of type 'classifier'",),
+    ),
+    Case("a judge that nobody asks", demo(*JUDGE, "--task.rewards", "[]"), ("reward_models.good is not in rewards",)),
+    Case("a judge that is not there", demo(*JUDGE), ("http://127.0.0.1:9/v1 does not answer", "start the judge first")),
     Case("top_p", demo("--actors.top_p", "0.9"), ("actors.top_p is refused",)),
     # values
     Case("text for a number", demo("--learner.num_steps", "many"), ("learner.num_steps = 'many': ",)),

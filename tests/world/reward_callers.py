@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+import msgspec
+
 from actors import reward_process
 from actors.rewards import RETRIES, Scorer, ScorerLimits
 from actors.tasks import RewardFunction, TaskError, load_reward
@@ -34,7 +36,8 @@ class InThisProcess:
 
     def _outcome(self, asked):
         with asyncio.Runner() as runner:
-            return reward_process._outcome(self._function, asked, runner)
+            outcome = reward_process._outcome(self._function, asked, runner)
+        return msgspec.json.decode(msgspec.json.encode(outcome), type=reward_process._Outcome)
 
     async def end(self):
         self.is_alive = False

@@ -1,0 +1,150 @@
+"""A language model as a judge: it reads prompt and completion, and its rating is the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any
+
+from actors.tasks.config import Judge
+from actors.tasks.prompts import Template
+from actors.tasks.task import NoScore, Problem, TaskError, among_known
+
+_LOOK_S = 10.0
+"""Within which the endpoint says which models it has."""
+_OFTEN = 1_000_000
+"""Tries of a request: its limit is one of time."""
+_RATING = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\D*$")
+"""The last number; of "8/10" the 8."""
+
+
+def check_judge(name: str, config: Judge, columns: Collection[str], *, ask: bool) -> None:
+    """Look at the template and the key, and with `ask` at the endpoint.
+
+    Raises:
+        TaskError: the prompt leaves out the completion or names what no row has, the key is not there, or the endpoint
+            refuses it, does not answer, or has no such model.
+    """
+    _template(name, config, columns)
+    key = _api_key(name, config)
+    if ask:
+        _check_endpoint(name, config, key)
+
+
+def load_judge(
+    name: str, config: Judge, columns: Collection[str]
+) -> Callable[[Sequence[Problem], Sequence[str]], Awaitable[list[float | NoScore | None]]]:
+    """The judge as a reward function, whose samples are rated at once; TaskError as `check_judge` without asking.
+
+    An endpoint that is busy (429), that fails (5xx) or is away is asked again, after as long as it says or with growing
+    pauses, until `timeout_s` is over. Only then, or if it refuses, or rates nothing, has a sample no score.
+    """
+    template = _template(name, config, columns)
+    client = _Client(config, _api_key(name, config))
+
+    async def rate(problem: Problem, completion: str) -> float | NoScore:
+        text = template.render({**problem.columns, "prompt": problem.text, "completion": completion}, "a sample")
+        answer = await client.answer(text)
+        return answer if isinstance(answer, NoScore) else _reward(answer, config)
+
+    async def call(problems: Sequence[Problem], completions: Sequence[str]) -> list[float | NoScore | None]:
+        return await asyncio.gather(*(map(rate, problems, completions)))
+
+    return call
+
+
+class _Client:
+    def __init__(self, config: Judge, key: str) -> None:
+        import openai
+
+        self._config = config
+        self._errors = openai
+        self._last_status: int | None = None
+        """What the endpoint answered last; None where it did not."""
+        self._head = [{"role": "system", "content": config.system_prompt}] if config.system_prompt is not None else []
+        self._request = {"temperature": 0.0, "max_tokens": config.max_tokens, **config.request}
+        if "max_completion_tokens" in config.request:  # its other name, where the first is refused
+            del self._request["max_tokens"]
+        http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [self._note]})
+        self._chat = openai.AsyncOpenAI(
+            base_url=config.endpoint, api_key=key, max_retries=_OFTEN, timeout=config.timeout_s, http_client=http
+        ).chat.completions
+
+    async def _note(self, response: Any) -> None:  # noqa: ANN401 -- of the library's own HTTP client
+        self._last_status = response.status_code
+
+    async def answer(self, text: str) -> str | NoScore:
+        messages: Any = [*self._head, {"role": "user", "content": text}]
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                answer = await self._chat.create(model=self._config.model, messages=messages, extra_body=self._request)
+        except TimeoutError:
+            last = f"answered {self._last_status} last" if self._last_status else "did not answer"
+            return NoScore("the judge took too long", f"{self._config.timeout_s:g} s, its endpoint {last}")
+        except self._errors.APIStatusError as error:
+            return NoScore(f"the judge answered {error.status_code}", error.message)
+        except self._errors.APIError as error:
+            return NoScore("the judge gave no answer", error.message)
+        if not answer.choices:
+            return NoScore("the judge gave no answer", "its response has no choice")
+        choice = answer.choices[0]
+        if choice.finish_reason == "length":
+            return NoScore("the judge's answer was cut", f"at max_tokens = {self._config.max_tokens}")
+        return choice.message.content or ""
+
+
+def _reward(answer: str, config: Judge) -> float | NoScore:
+    match = _RATING.search(answer)
+    rating = float(match[1]) if match else None
+    low, high = sorted((config.worst, config.best))
+    if rating is None or not low <= rating <= high:
+        return NoScore("the judge rated nothing", f"no number from {low:g} to {high:g} ends {answer[-200:]!r}")
+    return config.weight * (rating - config.worst) / (config.best - config.worst)
+
+
+def _template(name: str, config: Judge, columns: Collection[str]) -> Template:
+    key = f"task.reward_models.{name}.prompt"
+    template = Template(config.prompt, key)
+    known = {"prompt", "completion", *columns}
+    for column in template.columns:
+        if column not in known:
+            raise TaskError(f"{key} names {{{column}}}, which no row has; {among_known(column, known)}")
+    if "completion" not in template.columns:
+        raise TaskError(f"{key} does not name {{completion}}, so the judge would not see what it rates")
+    return template
+
+
+def _api_key(name: str, config: Judge) -> str:
+    if config.api_key_env is None:
+        return "none"  # the library sends no request without one
+    key = os.environ.get(config.api_key_env, "")
+    if not key:
+        raise TaskError(
+            f"task.reward_models.{name}.api_key_env = '{config.api_key_env}' is not set in the environment; export it "
+            "on every host of actors before the run"
+        )
+    return key
+
+
+def _check_endpoint(name: str, config: Judge, key: str) -> None:
+    import openai
+
+    where = f"task.reward_models.{name}: {config.endpoint}"
+    client = openai.OpenAI(base_url=config.endpoint, api_key=key, timeout=_LOOK_S, max_retries=1)
+    try:
+        with client:
+            models = [model.id for model in client.models.list()]
+    except openai.APIStatusError as error:
+        if error.status_code in (401, 403):
+            raise TaskError(
+                f"{where} refuses the key ({error.status_code}): set api_key_env to the variable with the right one"
+            ) from error
+        return  # it is there; some have no list, some are busy
+    except openai.APIError as error:
+        raise TaskError(
+            f"{where} does not answer ({error.message}): start the judge first, or mend the address"
+        ) from error
+    if models and config.model not in models:
+        raise TaskError(f"{where} has no model '{config.model}'; {among_known(config.model, models)}")

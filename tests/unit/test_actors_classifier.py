@@ -1,0 +1,102 @@
+"""A sequence classifier as a reward: its own output on prompt and completion, and every folder that is none refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from actors.tasks import Problem, TaskError, check_task, load_reward, load_task
+from actors.tasks.config import ReasoningGymTask
+from actors.tasks.task import NoScore
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+CHAT = "{% for turn in messages %}{{ '+' if turn['role'] == 'user' else '=' }}{{ turn['content'] }}{% endfor %}"
+
+
+def make(folder, kind=LlamaForSequenceClassification, *, pads=True, chat=False, **changes):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    values = {"vocab_size": len(tokenizer), "max_position_embeddings": 24, "num_labels": 1, "initializer_range": 0.5}
+    model = kind(LlamaConfig(**{**sizes, **values, **changes}))
+    model.save_pretrained(folder)
+    if not pads:
+        tokenizer.pad_token = None
+    if chat:
+        tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return model.eval(), tokenizer
+
+
+def task(folder, **changes):
+    model = {"type": "classifier", "path": str(folder), **changes}
+    return ReasoningGymTask(
+        type="reasoning_gym",
+        name="chain_sum",
+        num_train=8,
+        num_heldout=2,
+        rewards=("helpful",),
+        reward_models={"helpful": model},
+    )
+
+
+@pytest.mark.parametrize("pads", [True, False])
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_reward_is_the_models_output_on_each_text_by_itself(tmp_path, pads, chat):
+    model, tokenizer = make(tmp_path, pads=pads, chat=chat)
+    (function,) = load_task(task(tmp_path, chat=chat, weight=2.0)).rewards
+    prompts, completions = ["42+17", "1+1", "42+17"], ["59", "12345678", "5"]
+    values = load_reward(function)([Problem(text, text, {}) for text in prompts], completions)
+    for value, prompt, completion in zip(values, prompts, completions, strict=True):
+        text = f"+{prompt}={completion}" if chat else prompt + completion
+        with torch.no_grad():
+            alone = model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
+        assert value == pytest.approx(2 * alone, abs=1e-5)
+    assert len({round(value, 4) for value in values}) == 3
+
+
+def test_a_text_that_is_too_long_has_no_score_and_costs_no_other_its_own(tmp_path):
+    make(tmp_path)
+    (function,) = load_task(task(tmp_path)).rewards
+    problem = Problem("1+1=", "1+1=", {})
+    long, short = load_reward(function)([problem, problem], ["1" * 30, "2"])
+    assert long == NoScore("too long for the reward model", "34 tokens, it was made for 24")
+    assert isinstance(short, float)
+
+
+def refused(folder, **changes):
+    with pytest.raises(TaskError) as refusal:
+        check_task(task(folder, **changes), model_folder=DEMO, max_prompt_tokens=512, vocab_size=18)
+    return str(refusal.value)
+
+
+def test_a_folder_that_holds_no_reward_model_is_refused_before_anything_starts(tmp_path):
+    make(tmp_path / "good", vocab_size=64)
+    check_task(task(tmp_path / "good"), model_folder=DEMO, max_prompt_tokens=512, vocab_size=18)
+    assert "there is no model (config.json) in this folder" in refused(tmp_path / "nothing")
+    make(tmp_path / "policy", LlamaForCausalLM)
+    assert "is of type LlamaForCausalLM; a reward model is a ...ForSequenceClassification" in refused(
+        tmp_path / "policy"
+    )
+    make(tmp_path / "two", num_labels=2)
+    assert "has 2 outputs, and a reward is one number" in refused(tmp_path / "two")
+    make(tmp_path / "other", vocab_size=7)
+    assert "tokens and its model a vocabulary of 7: the tokenizer is of another model" in refused(tmp_path / "other")
+    assert "its tokenizer has no chat template; set chat = false" in refused(tmp_path / "good", chat=True)
+    shutil.copytree(tmp_path / "good", tmp_path / "bare")
+    for file in (tmp_path / "bare").glob("tokenizer*"):
+        file.unlink()
+    assert "has no tokenizer that can be loaded" in refused(tmp_path / "bare")
+
+
+def test_weights_without_the_head_are_refused_where_they_are_loaded(tmp_path):
+    make(tmp_path, LlamaForCausalLM)
+    config = json.loads((tmp_path / "config.json").read_text())
+    values = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **values, "num_labels": 1}))
+    (function,) = load_task(task(tmp_path)).rewards
+    with pytest.raises(TaskError, match=r"lacks score\.weight, so its rewards would be random"):
+        load_reward(function)

@@ -1,0 +1,201 @@
+"""A judge: its rating is the reward, it is waited for while it is busy, and what it does not rate is never 0."""
+
+import asyncio
+import time
+
+import pytest
+
+from actors.rewards import RewardFailed, Scorer, ScorerLimits
+from actors.tasks import Problem, RewardFunction, TaskError, check_task, load_reward, load_task
+from actors.tasks.config import ReasoningGymTask
+from actors.tasks.task import NoScore
+from tests.world.judge_server import judge_server
+from tests.world.reward_callers import InThisProcess
+
+PROBLEM = Problem("q", "What is 2+2?", {"answer": "4"})
+
+
+def task(endpoint, *, rewards=("helpful",), **changes):
+    judge = {
+        "type": "judge",
+        "endpoint": endpoint,
+        "model": "judge-8b",
+        "prompt": "Rate {completion} to {prompt} (right: {answer})",
+        "timeout_s": 5.0,
+        **changes,
+    }
+    return ReasoningGymTask(
+        type="reasoning_gym",
+        name="chain_sum",
+        num_train=8,
+        num_heldout=2,
+        rewards=rewards,
+        reward_models={"helpful": judge},
+    )
+
+
+def rate(config, *completions):
+    """What the judge gives to each, in one call."""
+    (function,) = load_task(config).rewards
+    return asyncio.run(load_reward(function)([PROBLEM] * len(completions), completions))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("7", 0.7),
+        ("It is right, so: 10.", 1.0),
+        ("Rating: 8/10", 0.8),
+        ("Of 3 points two are met.\n\n**2.5 / 10**", 0.25),
+        ("-1 of them", None),
+        ("11", None),
+        ("I cannot say", None),
+        ("", None),
+        ("CUT:9", None),
+    ],
+)
+def test_the_rating_that_ends_an_answer_is_the_reward_and_anything_else_none(answer, reward):
+    with judge_server(lambda text: answer) as server:
+        (value,) = rate(task(server.endpoint), "4")
+    if reward is None:
+        assert isinstance(value, NoScore)
+    else:
+        assert value == pytest.approx(reward)
+
+
+def test_it_is_asked_with_prompt_completion_and_columns_and_its_rating_is_scaled():
+    with judge_server(lambda text: "2") as server:
+        config = task(
+            server.endpoint, worst=5, best=1, weight=3, system_prompt="Be strict.", request={"seed": 7}, max_tokens=9
+        )
+        assert rate(config, "four") == [pytest.approx(3 * 0.75)]
+        (asked,) = server.asked
+    assert [turn["content"] for turn in asked["messages"]] == ["Be strict.", "Rate four to What is 2+2? (right: 4)"]
+    assert (asked["model"], asked["temperature"], asked["max_tokens"], asked["seed"]) == ("judge-8b", 0.0, 9, 7)
+
+
+def test_one_that_is_busy_or_fails_is_asked_again_and_others_do_not_wait_for_it():
+    tries = {}
+
+    def answer(text):
+        word = text.split()[1]
+        tries[word] = tries.get(word, 0) + 1
+        if word == "busy" and tries[word] < 3:
+            return 429, {"Retry-After": "0.1"}
+        if word == "broken" and tries[word] < 2:
+            return 503, {"Retry-After": "0.1"}
+        return "10"
+
+    with judge_server(answer) as server:
+        assert rate(task(server.endpoint), "busy", "broken", "well") == [1.0, 1.0, 1.0]
+    assert tries == {"busy": 3, "broken": 2, "well": 1}
+
+
+def test_past_its_limit_only_that_sample_has_no_score_and_the_reason_is_told():
+    def answer(text):
+        return (429, {"Retry-After": "0.05"}) if "busy" in text else "10"
+
+    with judge_server(answer) as server:
+        began_s = time.monotonic()
+        busy, well = rate(task(server.endpoint, timeout_s=0.6), "busy", "well")
+    assert time.monotonic() - began_s < 4
+    assert (busy, well) == (NoScore("the judge took too long", "0.6 s, its endpoint answered 429 last"), 1.0)
+
+
+def test_a_request_that_is_refused_is_not_repeated():
+    with judge_server(lambda text: (400, {})) as server:
+        (value,) = rate(task(server.endpoint), "too long")
+        assert len(server.asked) == 1
+    assert value.why == "the judge answered 400"
+
+
+async def test_a_sample_without_a_rating_fails_by_name_and_costs_no_other_its_reward():
+    rated = []
+
+    def answer(text):
+        rated.append(text.split()[1])
+        return "no idea" if "bad" in text else "10"
+
+    async def start(function, timeout_s):
+        return InThisProcess(load_reward(function))
+
+    with judge_server(answer) as server:
+        rewards = load_task(task(server.endpoint)).rewards
+        scorer = Scorer(rewards, ScorerLimits(1, 5.0, 5.0), start=start, retries=1)
+        asked = [scorer.score(PROBLEM, word) for word in ("a", "bad", "b")]
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        await scorer.close()
+    assert [getattr(one, "reward", None) for one in results] == [1.0, None, 1.0]
+    assert isinstance(results[1], RewardFailed)
+    assert str(results[1]) == "reward failed: helpful: the judge rated nothing"
+    assert sorted(rated) == ["a", "b", "bad", "bad"]
+
+
+def test_samples_that_come_while_a_judge_thinks_share_its_next_call():
+    sizes = []
+
+    class Slow:
+        is_alive = True
+
+        async def call(self, problems, completions):
+            sizes.append(len(completions))
+            await asyncio.sleep(0.05)
+            return [1.0] * len(completions)
+
+        async def end(self):
+            self.is_alive = False
+
+    async def start(function, timeout_s):
+        return Slow()
+
+    async def run():
+        function = RewardFunction("helpful", task("http://nowhere/v1"), ())
+        scorer = Scorer([function], ScorerLimits(1, 5.0, 5.0), start=start)
+        asked = []
+        for number in range(20):
+            asked.append(asyncio.create_task(scorer.score(PROBLEM, str(number))))
+            await asyncio.sleep(0.001)
+        await asyncio.gather(*asked)
+        await scorer.close()
+
+    asyncio.run(run())
+    assert sum(sizes) == 20
+    assert len(sizes) < 6
+
+
+def refused(config, **options):
+    with pytest.raises(TaskError) as refusal:
+        check_task(config, **options)
+    return str(refusal.value)
+
+
+def test_mistakes_are_one_sentence_before_anything_starts(monkeypatch):
+    with judge_server(lambda text: "1", key="secret") as server:
+        here = {"import_limit_s": 30.0}
+        assert "refuses the key (401): set api_key_env" in refused(task(server.endpoint), **here)
+        monkeypatch.setenv("JUDGE_KEY", "secret")
+        check_task(task(server.endpoint, api_key_env="JUDGE_KEY"), **here)
+        wrong = task(server.endpoint, api_key_env="JUDGE_KEY", model="judge-7b")
+        assert "has no model 'judge-7b'; known: judge-8b; did you mean" in refused(wrong, **here)
+        gone = server.endpoint
+    assert "does not answer" in refused(task(gone), **here)
+    check_task(task(gone))  # where actors are elsewhere, they ask
+    assert "JUDGE_KAY' is not set in the environment" in refused(task(gone, api_key_env="JUDGE_KAY"))
+    assert "does not name {completion}" in refused(task(gone, prompt="{prompt}"))
+    assert "names {anwser}, which no row has; known:" in refused(task(gone, prompt="{completion} {anwser}"))
+    assert "'helpfull' is none of task.reward_models; known: helpful" in refused(
+        task(gone, rewards=("helpful", "helpfull"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rewards": ()}, "reward_models.helpful is not in rewards"),
+        ({"worst": 1, "best": 1}, "no rating says anything"),
+        ({"endpoint": "localhost:8000"}, "pattern"),
+    ],
+)
+def test_a_section_that_cannot_be_meant_is_refused(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        task(**{"endpoint": "http://x/v1", **changes})
