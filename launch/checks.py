@@ -142,7 +142,7 @@ def check(config: Config, root: Path, *, run_id: str | None = None) -> Plan:
             raise ConfigError(already_there(root))
         check_writable(root, "run.dir")
     with as_config_error():
-        config.learner.check_pipeline()
+        config.learner.check_pipeline(config.algorithm.needs.critic)
     _check_steps(config)
     _check_pools(config)
     learner = config.learner

@@ -19,6 +19,8 @@ attention    block-diagonal attention over packed sequences
 logprobs     log-probabilities of tokens without the full logits
 precision    roundings of the weights, to compute with in bfloat16; what they need of embeddings and norms
 pipeline     Pipeline: forward-only and training schedules over torch.distributed.pipelining
+fused        FusedPasses: policy and critic at once, their pipelines against each other
+orders       in which order a rank takes the passes of two networks
 optimizer    StageOptimizer: AdamW on master weights; one decision over all ranks
 
 checkpoint   Checkpoints: what a restart needs, in the background and atomically; TrainingState: host copies

@@ -6,12 +6,14 @@ from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from algorithms.base import CriticKind
 from algorithms.corrections import EssAction
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
+from learner.orders import default_most_held
 from weight_sync.config import WeightSyncConfig
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "fused"]
 
 
 class LearnerConfig(BaseModel):
@@ -47,7 +49,16 @@ class LearnerConfig(BaseModel):
     token_budget: PositiveInt = Field(
         default=1024, description="Tokens of a micro-batch; the longest sample (prompt and completion) has to fit."
     )
-    schedule: ScheduleName = Field(default="1f1b", description="Pipeline schedule of the training pass.")
+    schedule: ScheduleName = Field(
+        default="1f1b",
+        description="Pipeline schedule of the training pass. fused: a critic model's passes fill the policy's bubbles.",
+    )
+    fused_held: int | None = Field(
+        default=None,
+        ge=2,
+        description="Micro-batches whose activations a stage keeps at once, with schedule = 'fused' alone, of policy "
+        "and critic together; fewer take longer. Unset: a quarter more than num_stages, beyond which little is gained.",
+    )
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32",
         description="Of compute; with bfloat16 too, what is trained and its optimizer are float32, and 2 bytes per "
@@ -131,6 +142,11 @@ class LearnerConfig(BaseModel):
         return self.gpu_memory_share
 
     @property
+    def most_held(self) -> int:
+        """Micro-batches whose activations a stage of fused passes keeps at once."""
+        return default_most_held(self.num_stages) if self.fused_held is None else self.fused_held
+
+    @property
     def updates_per_step(self) -> int:
         """M, optimizer steps that a step takes, at most."""
         return self.num_minibatches * self.num_epochs
@@ -138,11 +154,13 @@ class LearnerConfig(BaseModel):
     def alone(self, gpus: float) -> LearnerConfig:
         """That of a rank which has a whole model, forward only, on so many GPUs or on none."""
         one = dict.fromkeys(("num_stages", "num_replicas", "num_chunks"), 1)
-        whole = {"layers_per_chunk": None, "schedule": "gpipe", "reference_offload": "none"}
+        whole = {"layers_per_chunk": None, "schedule": "gpipe", "fused_held": None, "reference_offload": "none"}
         return self.model_copy(update={**one, **whole, "gpus": gpus, "device": "auto" if gpus else "cpu"})
 
-    def check_pipeline(self) -> None:
+    def check_pipeline(self, critic: CriticKind | None) -> None:
         """How processes share the model and what they compute in, as far as no model is needed to see it.
+
+        `critic` is what the algorithm trains beside the policy.
 
         Raises:
             ValueError: names the keys at odds.
@@ -153,7 +171,7 @@ class LearnerConfig(BaseModel):
                 "learner.precision = 'bfloat16' too, or leave learner.residual out"
             )
         chunks = f"learner.num_chunks = {self.num_chunks}"
-        if self.num_chunks > 1 and self.schedule in ("gpipe", "1f1b"):
+        if self.num_chunks > 1 and self.schedule in ("gpipe", "1f1b", "fused"):
             raise ValueError(
                 f"{chunks}, but learner.schedule = '{self.schedule}' takes one chunk per stage: use "
                 "'interleaved_1f1b' or 'zero_bubble', or learner.num_chunks = 1"
@@ -167,6 +185,21 @@ class LearnerConfig(BaseModel):
             raise ValueError(
                 "learner.activation_checkpointing = true with learner.schedule = 'zero_bubble' would compute every "
                 "layer again for each of its weights: turn it off, or use 'interleaved_1f1b' or '1f1b'"
+            )
+        if self.schedule == "fused" and self.num_stages == 1:
+            raise ValueError(
+                "learner.schedule = 'fused' with learner.num_stages = 1 has no bubble to fill: use '1f1b', or more"
+                " stages"
+            )
+        if self.schedule == "fused" and critic != "model":
+            raise ValueError(
+                "learner.schedule = 'fused' runs a critic model's passes beside the policy's, and the algorithm as it "
+                "is configured has none: use '1f1b', or set algorithm.critic = 'model' with off_policy_ppo"
+            )
+        if self.fused_held is not None and self.schedule != "fused":
+            raise ValueError(
+                f"learner.fused_held = {self.fused_held} says nothing with learner.schedule = '{self.schedule}': set "
+                "learner.schedule = 'fused' too, or leave it out"
             )
         layers, num_chunks = self.layers_per_chunk, self.num_stages * self.num_chunks
         if layers is not None and len(layers) != num_chunks:

@@ -205,6 +205,12 @@ def cost_shares(config: PreTrainedConfig, split: Sequence[tuple[int, int]], *, r
     return [cost / sum(costs) for cost in costs]
 
 
+def critic_share(config: PreTrainedConfig) -> float:
+    """What training a critic model, which has no LM head, costs over what its policy does, at most 1."""
+    layers = sum(_layer_costs(config, recomputed=False)) + _embedding(config)
+    return layers / (layers + _head(config))
+
+
 def _layer_costs(config: PreTrainedConfig, *, recomputed: bool) -> list[float]:
     passes = TRAINING_PASSES + recomputed
     return [

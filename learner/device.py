@@ -6,7 +6,7 @@ all others from the shapes of the model. They are at most: of the longest sample
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ import torch
 from learner.config import LearnerConfig
 from learner.decoders import StageShare, split_layers, widths
 from learner.logprobs import LogitRule
+from learner.orders import stage_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -122,16 +123,16 @@ def _need_of(
     has_reference: bool,
     num_models: int,
 ) -> MemoryNeed:
-    num_chunks, budget, width = config.num_stages * config.num_chunks, config.token_budget, model.hidden_size
+    budget, width = config.token_budget, model.hidden_size
     checkpointing = config.activation_checkpointing
-    split = split_layers(model, num_chunks, layers_per_chunk=config.layers_per_chunk, recomputed=checkpointing)
-    shares = [StageShare(chunk, num_chunks, *split[chunk]) for chunk in range(stage, num_chunks, config.num_stages)]
+    shares = _shares(stage, model, config)
     num_layers = sum(share.end_layer - share.first_layer for share in shares)
     has_head = shares[-1].is_last
-    word_weights = model.vocab_size * width
-    is_tied = bool(model.tie_word_embeddings) and shares[0].is_first
-    num_weights = num_layers * widths(model).num_weights + word_weights * has_head
-    num_weights += word_weights * (shares[0].is_first and not (has_head and is_tied))
+    num_weights = _num_weights(shares, model)
+    trained = num_weights
+    if num_models > 1:
+        of_critic = stage_of(1, stage, config.num_stages) if config.schedule == "fused" else stage
+        trained += _num_weights(_shares(of_critic, model, config), model, has_lm_head=False)
     item = 8 if config.precision == "float64" else 4
     is_narrow = config.precision == "bfloat16"
     states_item = 2 if config.residual == "bfloat16" else item
@@ -142,10 +143,10 @@ def _need_of(
     chunk = LogitRule(1.0).chunk_tokens(model.vocab_size, torch.float32, "cuda")
     chunk_bytes = item * model.vocab_size * min(chunk, budget)
     static = {
-        "weights": item * num_models * num_weights,
-        "rounded weights": 2 * num_models * num_weights * is_narrow,
-        "gradients": item * num_models * num_weights,
-        "moments": 2 * item * num_models * num_weights,
+        "weights": item * trained,
+        "rounded weights": 2 * trained * is_narrow,
+        "gradients": item * trained,
+        "moments": 2 * item * trained,
         "logits": (LOGIT_COPIES * chunk_bytes + HEAD_STATES * item * budget * width) * has_head,
         "between stages": 2 * states_item * budget * width * num_micro_batches * (config.num_stages > 1),
         "CUDA": RUNTIME_BYTES,
@@ -157,6 +158,25 @@ def _need_of(
     # it is there while it scores, and then no activations are
     larger = training if sum(training.values()) > reference["reference"] else reference
     return MemoryNeed(stage, {**static, **larger})
+
+
+def _shares(stage: int, model: PreTrainedConfig, config: LearnerConfig) -> list[StageShare]:
+    """The chunks of a stage."""
+    num_chunks = config.num_stages * config.num_chunks
+    split = split_layers(
+        model, num_chunks, layers_per_chunk=config.layers_per_chunk, recomputed=config.activation_checkpointing
+    )
+    return [StageShare(chunk, num_chunks, *split[chunk]) for chunk in range(stage, num_chunks, config.num_stages)]
+
+
+def _num_weights(shares: Sequence[StageShare], model: PreTrainedConfig, *, has_lm_head: bool = True) -> int:
+    """Of the chunks of a stage."""
+    num_layers = sum(share.end_layer - share.first_layer for share in shares)
+    has_embedding, has_head = shares[0].is_first, shares[-1].is_last and has_lm_head
+    is_one = bool(model.tie_word_embeddings) and has_embedding and has_head
+    return num_layers * widths(model).num_weights + model.vocab_size * model.hidden_size * (
+        has_embedding + has_head - is_one
+    )
 
 
 def kept_bytes(model: PreTrainedConfig, config: LearnerConfig) -> int:
@@ -174,5 +194,7 @@ def micro_batches_in_flight(config: LearnerConfig, stage: int, num_micro_batches
         "1f1b": float(num_stages - stage),
         "interleaved_1f1b": num_stages * (1 + 1 / config.num_chunks),
         "zero_bubble": float(num_stages),
+        "fused": float(config.most_held),
     }
-    return min(at_most[config.schedule], num_micro_batches)
+    num_networks = 2 if config.schedule == "fused" else 1
+    return min(at_most[config.schedule], num_networks * num_micro_batches)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,18 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import AutoConfig
 
+from algorithms.base import CriticKind
 from common.run import RunContext
 from learner.batch import Leaves, StepBatch, pack_rows
 from learner.config import LearnerConfig, LearnerSections
+from learner.decoders import critic_share
+from learner.fused import FusedPasses
 from learner.mesh import Mesh
 from learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_stage
 from learner.optimizer import StageOptimizer, UpdateDecision, UpdateResult, learning_rate, update_together
+from learner.orders import Work, stage_of
 from learner.packing import PackedBatch, PackingRule
 from learner.pipeline import Pipeline
 from learner.precision import COMPUTED
@@ -98,12 +104,23 @@ class Network:
 class Networks:
     """The policy and perhaps a critic; every method is called by all ranks."""
 
-    def __init__(self, policy: Network, critic: Network | None, config: LearnerConfig, mesh: Mesh) -> None:
-        """Put a policy, which may end in a value head, and a critic of its own, or None, together."""
+    def __init__(
+        self,
+        policy: Network,
+        critic: Network | None,
+        config: LearnerConfig,
+        mesh: Mesh,
+        fused: FusedPasses | None = None,
+    ) -> None:
+        """Put a policy, which may end in a value head, and a critic of its own, or None, together.
+
+        With fused passes the critic's stages are counted from the other end.
+        """
         self.policy = policy
         self.critic = critic
         self.mesh = mesh
         self._config = config
+        self._fused = fused
 
     @property
     def all(self) -> tuple[Network, ...]:
@@ -129,7 +146,11 @@ class Networks:
 
     def forward_only(self, batch: DeviceBatch) -> Leaves | None:
         """Log-probabilities, and a critic's values, of all T completion tokens; None but on the last stages."""
-        said = [gather_tokens(network.pipeline.forward_only(batch), batch, self.mesh) for network in self.all]
+        if self._fused is not None:
+            said = [gather_tokens(outputs, batch, self.mesh) for outputs in self._fused.forward_only(batch)]
+            said[1] = self._carry(said[1], batch, to_last=True)
+        else:
+            said = [gather_tokens(network.pipeline.forward_only(batch), batch, self.mesh) for network in self.all]
         by_token = [found for found in said if found is not None]
         if not by_token:
             return None
@@ -146,12 +167,32 @@ class Networks:
         """
         place = self.mesh.place
         rows = self._rows(batch, gradient) if place.is_last else None
+        if self._fused is not None:
+            of_values = self._carry(None if rows is None else rows[1:], batch, to_last=False)
+            own = (None if rows is None else rows[:1], of_values)
+            self._fused.train(batch, [None if each is None else _Spread(each, batch) for each in own])
+            return
         for network in self.all:
             module, coefficients = network.modules[-1], None
             if rows is not None:
                 coefficients = _Spread(rows[: module.num_heads], batch)
                 rows = rows[module.num_heads :]
             network.pipeline.train(batch, coefficients)
+
+    def _carry(self, values_1T: Tensor | None, batch: DeviceBatch, *, to_last: bool) -> Tensor | None:
+        """From one end of the pipeline, which has them, to the other: [1, T] there, None elsewhere."""
+        place = self.mesh.place
+        if self.mesh.ends is None:
+            return None
+        if is_sender := place.is_last != to_last:
+            assert values_1T is not None, "the sender has them"
+            values_1T = values_1T.contiguous()
+        else:
+            wide = torch.promote_types(self.policy.dtype, torch.float32)
+            values_1T = torch.empty(1, len(batch.packed.output_T), dtype=wide, device=self.policy.device)
+        first = place.rank - place.stage
+        dist.broadcast(values_1T, src=first if to_last else first + place.num_stages - 1, group=self.mesh.ends)
+        return None if is_sender else values_1T
 
     def _rows(self, batch: DeviceBatch, gradient: Leaves | None) -> Tensor:
         """The gradient as [heads, T], on the last stages of all replicas."""
@@ -306,12 +347,14 @@ def load_chunks(
     device: torch.device,
     *,
     frozen: bool = False,
+    backwards: bool = False,
 ) -> list[StageModule]:
     """This rank's chunks of a checkpoint folder: stage p of P has p, p + P, p + 2P, ... of P * learner.num_chunks.
 
-    What is frozen needs no float32 to be rounded from.
+    What is frozen needs no float32 to be rounded from. `backwards` counts stages from the other end.
     """
-    num_stages, stage = mesh.place.num_stages, mesh.place.stage
+    num_stages = mesh.place.num_stages
+    stage = stage_of(int(backwards), mesh.place.stage, num_stages)
     widths = {"float32": torch.float32, "bfloat16": COMPUTED if frozen else torch.float32, "float64": torch.float64}
     chunks = [
         load_stage(
@@ -336,14 +379,37 @@ def load_chunks(
 
 def build_networks(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Networks:
     """The policy, and a critic where the algorithm needs one; all ranks call it together."""
-    config, kind = context.config.learner, context.config.algorithm.needs.critic
+    config, needs = context.config.learner, context.config.algorithm.needs
+    return load_networks(context.model_path, config, needs.critic, context.temperature, mesh, device)
 
-    def build(heads: Heads) -> Network:
-        chunks = load_chunks(context.model_path, heads, config, context.temperature, mesh, device)
+
+def load_networks(
+    path: Path,
+    config: LearnerConfig,
+    critic: CriticKind | None,
+    temperature: float,
+    mesh: Mesh,
+    device: torch.device,
+) -> Networks:
+    """This rank's share of a checkpoint folder as policy, and as a critic of this kind; all ranks call it together."""
+    is_fused = critic == "model" and config.schedule == "fused" and mesh.place.num_stages > 1
+
+    def load(heads: Heads, *, backwards: bool = False) -> Network:
+        chunks = load_chunks(path, heads, config, temperature, mesh, device, backwards=backwards)
         return Network.build(chunks, config, mesh)
 
-    policy = build("token_and_value" if kind == "head" else "token")
-    return Networks(policy, build("value") if kind == "model" else None, config, mesh)
+    policy = load("token_and_value" if critic == "head" else "token")
+    if critic != "model":
+        return Networks(policy, None, config, mesh)
+    values = load("value", backwards=is_fused)
+    if not is_fused:
+        return Networks(policy, values, config, mesh)
+    # rounded, so that checkpoints that are alike but for their vocabulary share orders
+    share = max(1, round(8 * critic_share(AutoConfig.from_pretrained(path, local_files_only=True)))) / 8
+    backward = 2.0 + config.activation_checkpointing
+    work = Work(1.0, backward), Work(share, share * backward)
+    modules, timeout = (policy.modules[0], values.modules[0]), timedelta(seconds=config.collective_timeout_s)
+    return Networks(policy, values, config, mesh, FusedPasses(modules, mesh, work, config.most_held, timeout))
 
 
 def build_reference(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Reference:

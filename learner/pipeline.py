@@ -23,8 +23,9 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from learner.config import ScheduleName
-from learner.mesh import Mesh
+from learner.mesh import Mesh, MeshPlace
 from learner.model import DeviceBatch, StageModule
+from learner.packing import PackedBatch
 
 KEPT_BYTES = 256 * 2**20
 """A schedule holds a receive buffer for every micro-batch of its shape, and is built in milliseconds: between passes a
@@ -125,20 +126,10 @@ class Pipeline:
             return outputs
         # raised out here, so that torch's page about its arguments does not become the context of the cause
         if isinstance(failed, torch.OutOfMemoryError):
-            raise OutOfMemory(self._say_memory(key, failed)) from failed
+            raise OutOfMemory(
+                say_memory(self._mesh.place, self.modules[0], batch.packed, failed, train=key[0])
+            ) from failed
         raise failed
-
-    def _say_memory(self, key: ScheduleKey, error: torch.OutOfMemoryError) -> str:
-        """In one line."""
-        train, num_micro_batches, width = key
-        remedy = "lower learner.token_budget"
-        if train and not self.modules[0].activation_checkpointing:
-            remedy += ", or set learner.activation_checkpointing = true"
-        return (
-            f"{self._mesh.place.name} has not the memory for a {'training' if train else 'forward-only'} pass of "
-            f"{num_micro_batches} micro-batches of {width} tokens: {remedy}, or split the model over more stages. "
-            f"Reported: {' '.join(str(error).split())}"
-        )
 
     def _weighted_sum(self, outputs: Tensor, micro_batch: Tensor) -> Tensor:
         """The scalar whose gradient is that of the whole batch's loss: sum(coefficient * output) of a micro-batch."""
@@ -197,6 +188,20 @@ class Pipeline:
         )
 
 
+def say_memory(
+    place: MeshPlace, module: StageModule, packed: PackedBatch, error: torch.OutOfMemoryError, *, train: bool
+) -> str:
+    """Which pass did not fit, and what to lower, in one line."""
+    remedy = "lower learner.token_budget"
+    if train and not module.activation_checkpointing:
+        remedy += ", or set learner.activation_checkpointing = true"
+    return (
+        f"{place.name} has not the memory for a {'training' if train else 'forward-only'} pass of "
+        f"{packed.num_micro_batches} micro-batches of {packed.width} tokens: {remedy}, or split the model over more "
+        f"stages. Reported: {' '.join(str(error).split())}"
+    )
+
+
 def build_schedule(
     name: ScheduleName,
     stages: Sequence[PipelineStage],
@@ -212,7 +217,7 @@ def build_schedule(
         if several:
             return ScheduleLoopedBFS(list(stages), num_micro_batches, None, scale_grads=False)
         return ScheduleGPipe(stages[0], num_micro_batches, None, scale_grads=False)
-    if name in ("gpipe", "1f1b") or stages[0].num_stages == 1:
+    if name in ("gpipe", "1f1b", "fused") or stages[0].num_stages == 1:
         assert not several, f"the schedule {name} takes one chunk per stage"
         single = ScheduleGPipe if name == "gpipe" else Schedule1F1B
         return single(stages[0], num_micro_batches, loss, scale_grads=False)

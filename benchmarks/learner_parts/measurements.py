@@ -232,7 +232,7 @@ def real_compute(spot: Spot, *, quick: bool) -> Figures:
     if spot.number == 0:
         small_llama(path, hidden_size=hidden, num_layers=layers, vocab_size=REAL_VOCABULARY)
     spot.meet()
-    rows = trajectories(_real_lengths(), REAL_VOCABULARY, seed=3)
+    rows = trajectories(real_lengths(), REAL_VOCABULARY, seed=3)
     learner = Learner(path, mesh, configured(mesh, token_budget=REAL_BUDGET))
     batch = learner.batch(rows, min_micro_batches=REAL_MICRO_BATCHES)
     assert batch.packed.num_micro_batches == REAL_MICRO_BATCHES, batch.packed.num_micro_batches
@@ -256,7 +256,8 @@ def real_compute(spot: Spot, *, quick: bool) -> Figures:
     }
 
 
-def _real_lengths() -> list[int]:
+def real_lengths() -> list[int]:
+    """Of samples that fill the micro-batches of a step with real compute."""
     wanted = int(REAL_MICRO_BATCHES * REAL_BUDGET * REAL_FILL)
     lengths = [length for length in long_tailed(400, seed=4, longest=REAL_LONGEST) if length >= 16]
     chosen: list[int] = []

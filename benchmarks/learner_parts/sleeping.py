@@ -51,7 +51,7 @@ class SleepingStage(nn.Module):
 
     hidden_size = HIDDEN
     device = torch.device("cpu")
-    dtype = torch.float32
+    dtype = states_dtype = torch.float32
 
     def __init__(self, index: int, num_stages: int, unit_s: float) -> None:
         super().__init__()

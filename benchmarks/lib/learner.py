@@ -18,7 +18,7 @@ from common.staleness import PolicyVersion
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
-from learner.networks import Network, Networks, Reference, load_chunks
+from learner.networks import Reference, load_networks
 from learner.packing import PackingRule
 from learner.pipeline import micro_batches_asked
 from learner.step import TrainStep
@@ -73,8 +73,8 @@ class Learner:
     ) -> None:
         """Load this rank's chunks of a checkpoint; all ranks of the mesh call it together. Default: on the CPU."""
         self.device = device or torch.device("cpu")
-        chunks = load_chunks(model_path, "token", config, TEMPERATURE, mesh, self.device)
-        self.networks = networks = Networks(Network.build(chunks, config, mesh), None, config, mesh)
+        critic = algorithm.needs.critic
+        self.networks = networks = load_networks(model_path, config, critic, TEMPERATURE, mesh, self.device)
         self.policy = networks.policy
         self._config = config
         self._mesh = mesh

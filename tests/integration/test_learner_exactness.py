@@ -49,6 +49,9 @@ SCHEDULES = {
     "interleaved": {"schedule": "interleaved_1f1b", "num_chunks": 2},
     "zero_bubble": {"schedule": "zero_bubble"},
     "zero_bubble_chunks": {"schedule": "zero_bubble", "num_chunks": 2},
+    "fused": {"schedule": "fused"},
+    "fused_held_3": {"schedule": "fused", "fused_held": 3},
+    "fused_held_2": {"schedule": "fused", "fused_held": 2},
 }
 ALGORITHMS: dict[str, AlgorithmConfig] = {
     "balance": TrajectoryBalanceConfig(eta=0.3),
@@ -56,8 +59,10 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
     "ppo": OffPolicyPPOConfig(corrections=("token_tis",), kl_beta=0.1, kl_in="loss"),
     "oapl": OAPLConfig(),
     "ppo_critic": OffPolicyPPOConfig(baseline="critic", critic="head"),
+    "ppo_critic_model": OffPolicyPPOConfig(baseline="critic", critic="model"),
 }
 BUDGETS = (30, 64, 300)
+FUSED_BUDGETS = (30, 48, 100, 300)
 SHAPES = [(replicas, stages) for replicas in (1, 2) for stages in (1, 2, 4)]
 FULL_SHAPES = [(2, 1), (2, 4)]
 """Of two replicas of two stages and of four stages alone they hold nothing but the product."""
@@ -82,8 +87,13 @@ class Split:
 def splits(num_stages: int) -> list[Split]:
     """Every schedule with every algorithm; families and budgets take turns, so that all pairs of them come up."""
     found = []
-    for i, schedule in enumerate(SCHEDULES):
-        if num_stages == 1 and "num_chunks" in SCHEDULES[schedule]:
+    for i, (schedule, knobs) in enumerate(SCHEDULES.items()):
+        if num_stages == 1 and ("num_chunks" in knobs or knobs["schedule"] == "fused"):
+            continue
+        if knobs["schedule"] == "fused":
+            for j, budget in enumerate(FUSED_BUDGETS):
+                family = list(FAMILIES)[(i + j) % len(FAMILIES)]
+                found.append(Split(family, schedule, "ppo_critic_model", budget, one_pass=False))
             continue
         for j, algorithm in enumerate(ALGORITHMS):
             family = list(FAMILIES)[(i + j) % len(FAMILIES)]
@@ -102,6 +112,9 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
         config = LearnerConfig(**SCHEDULES[split.schedule])
         algorithm = ALGORITHMS[split.algorithm]
         networks, reference = make_networks(folder / split.family, config, algorithm, mesh)
+        for module in (module for network in networks.all for module in network.modules if module.share.is_last):
+            if module.heads != "token":
+                let_it_matter(module.value_head)
         gradients = record_gradients(networks)
         least, multiple = micro_batches_asked(config.schedule, place.num_stages)
         rule = {"num_replicas": place.num_replicas, "min_micro_batches": least, "multiple": multiple}
@@ -122,6 +135,13 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
     assert num_whole, "no loss of groups took one pass"
 
 
+@torch.no_grad()
+def let_it_matter(value_head: torch.nn.Linear) -> None:
+    """One that is zero, as it is at first, sends no gradient into the layers below it."""
+    value_head.weight.copy_(torch.linspace(-0.5, 0.5, value_head.weight.numel(), dtype=torch.float64)[None])
+    value_head.bias.fill_(0.1)
+
+
 def norm_of(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
 
@@ -129,10 +149,12 @@ def norm_of(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
 def record_gradients(networks: Networks) -> dict[str, torch.Tensor]:
     """Filled with copies of the gradients as the optimizer is about to use them."""
     found: dict[str, torch.Tensor] = {}
+    of_critic = [] if networks.critic is None else networks.critic.optimizers
     for optimizer in networks.optimizers:
+        place = "critic." if optimizer in of_critic else ""
 
-        def recording(norm: float, rate: float, optimizer=optimizer, apply=optimizer.apply) -> None:
-            found.update({name: parameter.grad.clone() for name, parameter in optimizer.parameters.items()})
+        def recording(norm: float, rate: float, optimizer=optimizer, apply=optimizer.apply, place=place) -> None:
+            found.update({f"{place}{name}": weight.grad.clone() for name, weight in optimizer.parameters.items()})
             apply(norm, rate)
 
         optimizer.apply = recording
@@ -167,15 +189,17 @@ def gradients_of(path: Path, algorithm: AlgorithmConfig) -> dict[str, torch.Tens
     with pytest.MonkeyPatch.context() as patched:
         # eager attention takes the softmax in float32, whatever the model is
         patched.setattr(F, "softmax", lambda scores, dim, dtype: softmax(scores, dim))
-        return gradients_of_plain(
-            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager"), algorithm
+        model, critic = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager") for _ in "12"
         )
+        return gradients_of_plain(model, critic if algorithm.needs.critic == "model" else None, algorithm)
 
 
-def gradients_of_plain(model: PreTrainedModel, algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
+def gradients_of_plain(
+    model: PreTrainedModel, critic: PreTrainedModel | None, algorithm: AlgorithmConfig
+) -> dict[str, torch.Tensor]:
     head = torch.nn.Linear(SHAPE["hidden_size"], 1, dtype=torch.float64)
-    torch.nn.init.zeros_(head.weight)
-    torch.nn.init.zeros_(head.bias)
+    let_it_matter(head)
     rows = make_rows(0)
     batch = build(rows, 0, 300)
     logprobs, values = [], []
@@ -185,7 +209,8 @@ def gradients_of_plain(model: PreTrainedModel, algorithm: AlgorithmConfig) -> di
         predicting = slice(row.prompt_length - 1, -1)
         scores = (out.logits[0] / TEMPERATURE).log_softmax(-1)
         logprobs.append(scores[predicting].gather(1, tokens[row.prompt_length :, None])[:, 0])
-        values.append(head(out.hidden_states[-1][0, predicting])[:, 0])
+        states = out.hidden_states[-1] if critic is None else critic.model(tokens[None]).last_hidden_state
+        values.append(head(states[0, predicting])[:, 0])
     leaves = Leaves(torch.cat(logprobs), torch.cat(values) if algorithm.needs.critic else None)
     reference_T = leaves.logprobs_T.detach().float().double()  # scores are rounded to what the buffer stores
     inputs = batch.loss_inputs(leaves, leaves, reference_T, 0)
@@ -193,11 +218,14 @@ def gradients_of_plain(model: PreTrainedModel, algorithm: AlgorithmConfig) -> di
     loss = loss_for(algorithm)(type(inputs)(**{**vars(inputs), **graph})).loss
     loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    of_head = {f"value_head.{name}": parameter.grad for name, parameter in head.named_parameters()}
+    place = "" if critic is None else "critic."
+    of_critic = {f"{place}value_head.{name}": parameter.grad for name, parameter in head.named_parameters()}
+    if critic is not None:
+        of_critic |= {f"critic.model.{name}": parameter.grad for name, parameter in critic.model.named_parameters()}
     norms = {"seen.grad_norm": norm_of(found)}
     if algorithm.needs.critic:
-        norms["seen.critic_norm"] = norm_of(of_head)
-        found |= of_head
+        norms["seen.critic_norm"] = norm_of(of_critic)
+        found |= of_critic
     num_parameters = sum(gradient.numel() for gradient in found.values())
     found |= norms
     return found | {"seen.loss": loss.detach(), "seen.parameters": torch.tensor(num_parameters, dtype=torch.float64)}

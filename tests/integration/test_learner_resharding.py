@@ -23,6 +23,8 @@ def one_rank(folder: Path, mesh: Mesh) -> None:
     config = CONFIG
     if (place.num_replicas, place.num_stages) == (1, 2):
         config = CONFIG.model_copy(update={"num_chunks": 2, "schedule": "interleaved_1f1b"})
+    elif place.num_stages == 4:  # the critic's stages are counted from the other end
+        config = CONFIG.model_copy(update={"schedule": "fused"})
     networks, _ = make_networks(folder / "model", config, CRITIC_MODEL, mesh)
     checkpoints = Checkpoints(folder / "checkpoints", 2, mesh, 30)
     if checkpoints.restore(networks) is None:

@@ -43,7 +43,7 @@ CASES = {
     "head-untied": Case("untied", LearnerConfig(**ONE), OffPolicyPPOConfig(baseline="critic", critic="head")),
     "model": Case(
         "untied",
-        LearnerConfig(**SEVERAL, critic_learning_rate=3e-2),
+        LearnerConfig(**SEVERAL, schedule="fused", critic_learning_rate=3e-2),
         OffPolicyPPOConfig(baseline="critic", critic="model"),
     ),
     "model-tied": Case("tied", LearnerConfig(**SEVERAL), OffPolicyPPOConfig(baseline="critic", critic="model")),

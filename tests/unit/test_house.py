@@ -5,14 +5,14 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 162,
-    "lines": 38_850,
+    "files": 164,
+    "lines": 39_450,
     "longest file": 462,
     "longest function": 60,
     "modules imported by exactly one other": 40,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 153,
+    "config keys": 154,
 }
 
 

@@ -72,6 +72,16 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         ),
         (["--learner.schedule", "1f1"], "learner.schedule = '1f1'"),
         (
+            ["--learner.schedule", "fused", "--learner.num_stages", "1"],
+            "'fused' with learner.num_stages = 1 has no bubble",
+        ),
+        (
+            ["--learner.schedule", "fused"],
+            "learner.schedule = 'fused' runs a critic model's passes beside the policy's",
+        ),
+        (["--learner.fused_held", "4"], "learner.fused_held = 4 says nothing with learner.schedule = '1f1b'"),
+        (["--learner.schedule", "fused", "--learner.fused_held", "1"], "learner.fused_held = 1: "),
+        (
             ["--learner.activation_checkpointing", "true", "--learner.schedule", "zero_bubble"],
             "learner.activation_checkpointing = true with learner.schedule = 'zero_bubble'",
         ),

@@ -160,12 +160,12 @@ def test_all_stages_together_hold_every_weight_once():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "in_flight"), [("gpipe", 32), ("1f1b", 4), ("interleaved_1f1b", 6), ("zero_bubble", 4)]
+    ("schedule", "in_flight"), [("gpipe", 32), ("1f1b", 4), ("interleaved_1f1b", 6), ("zero_bubble", 4), ("fused", 5)]
 )
 def test_a_schedule_holds_as_many_micro_batches_as_it_says(schedule, in_flight):
     config = LearnerConfig(num_stages=4, num_chunks=2 if schedule == "interleaved_1f1b" else 1, schedule=schedule)
     assert micro_batches_in_flight(config, 0, 32) == in_flight
-    assert micro_batches_in_flight(config, 0, 2) == 2
+    assert micro_batches_in_flight(config, 0, 2) == (4 if schedule == "fused" else 2)  # of two networks
     assert micro_batches_in_flight(config, 3, 32) == (1 if schedule == "1f1b" else in_flight)
 
 

@@ -1,0 +1,114 @@
+"""What it gains to run policy and critic at once, their pipelines against each other. Prints one JSON line last.
+
+    python benchmarks/fusion.py [--quick] [--page [FILE]]
+
+    sleeping  stages that sleep, so that only order and messages count: a pass of both networks by 1F1B and by zero
+              bubble, one after the other, and fused, with each bound on the micro-batches that a stage holds
+    real      a step of PPO with a critic model on two stages, a core each
+
+Sides take turns, and gains are medians of rounds. A gain's bound is what the order allows on stages that send for
+nothing. `--quick` is for development, and its figures mean nothing. `--page` writes docs/results/fusion.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.learner_parts.spot import Figures, run_measurement
+from benchmarks.lib.machine import RESULTS, describe_machine
+from benchmarks.lib.page import bars_table, judged, origin, table, write_page
+from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
+from learner.orders import default_most_held
+
+PAGE = RESULTS / "fusion.md"
+SHAPES = ((2, 8), (4, 4), (4, 8))
+"""Stages and micro-batches."""
+MUCH = 2.25
+"""Micro-batches per stage that the bars allow a stage to hold; 1F1B holds one of one network."""
+BARS = {"p4_m8": 1.24, "p4_m4": 1.48, "p2_m8": 1.08, "forward_pair": 1.17, "over_zero_bubble": 1.0, "real_ppo": 1.05}
+
+
+def main() -> None:
+    """Measure, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="shorter, for development")
+    parser.add_argument(
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+    )
+    args = parser.parse_args()
+    if args.page and args.quick:
+        parser.error("--quick measures nothing that a page could show; leave --quick or --page out")
+    end_at_sigterm()
+    machine = describe_machine()
+    try:
+        shapes = {f"p{stages}_m{batches}": measure(stages, batches, args.quick) for stages, batches in SHAPES}
+        result = {"quick": args.quick, **compared(shapes)}
+        result |= run_measurement("fused:real", {"quick": args.quick}, worlds=(2,))
+    except MeasurementFailed as error:
+        sys.exit(f"benchmarks/fusion.py: {error}")
+    result |= {"machine": machine, "wanted": judged(result, BARS, "at least", at_full_size=not args.quick)}
+    if args.page:
+        write_page(args.page, page(result))
+    print(json.dumps(result))
+
+
+def measure(num_stages: int, num_micro_batches: int, quick: bool) -> Figures:
+    """On sleeping stages, with all bounds from two micro-batches to more than orders ask for."""
+    helds = sorted({*range(2, default_most_held(num_stages) + 2), int(MUCH * num_stages)})
+    options = {"num_micro_batches": num_micro_batches, "helds": helds, "quick": quick}
+    return run_measurement("fused:sleeping", options, worlds=(num_stages,))
+
+
+def compared(shapes: dict[str, Figures]) -> Figures:
+    """The figures of the JSON line."""
+    found: Figures = {"shapes": shapes, "forward_pair": shapes["p4_m8"]["forward_pair"]}
+    over_zero_bubble = []
+    for name, shape in shapes.items():
+        *_, most = shape["by_held"].values()
+        found[name] = most["gain"]
+        over_zero_bubble.append(shape["zero_bubble_s"] / most["seconds"])
+    return found | {"over_zero_bubble": min(over_zero_bubble)}
+
+
+def page(result: Figures) -> list[str]:
+    """The paragraphs of the page."""
+    machine = result["machine"]
+    head = (
+        f"{origin('python benchmarks/fusion.py --page', machine, machine['commit'])} The learner's own passes, over "
+        "gloo: policy and critic model one after the other by 1F1B, against both at once with `learner.schedule = "
+        "'fused'`, where the critic's pipeline runs backwards. Medians of rounds in which the sides take turns."
+    )
+    real = (
+        f"A whole step of PPO with a critic model of the policy's size, {result['real_micro_batches']} micro-batches, "
+        f"two stages on a core each: {result['real_1f1b_s']:.2f} s by 1F1B, {result['real_fused_s']:.2f} s fused."
+    )
+    sleeping = (
+        "Stages that sleep, so that only order and messages count; forward takes one unit, backward two. `held` is "
+        "what a stage keeps of both networks at once, in micro-batches: allowed, and used. Gain is over 1F1B, possible "
+        "what the order allows where messages take no time."
+    )
+    rows = []
+    for name, shape in result["shapes"].items():
+        stages, batches = name.removeprefix("p").split("_m")
+        for allowed, one in shape["by_held"].items():
+            over = shape["zero_bubble_s"] / one["seconds"]
+            figures = (f"{one['gain']:.3f}", f"{one['bound']:.3f}", f"{over:.3f}")
+            rows.append([stages, batches, allowed, str(one["held"]), *figures])
+    columns = ["stages", "micro-batches", "held at most", "held", "gain", "possible", "over zero bubble"]
+    return [
+        "# Policy and critic at once, measured",
+        head,
+        bars_table(result["wanted"], "at least"),
+        real,
+        sleeping,
+        table(columns, rows),
+    ]
+
+
+if __name__ == "__main__":
+    main()
