@@ -28,9 +28,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.buffer_peers.measuring import PeersUnavailable, peers_python, run_measurement
+from benchmarks.buffer_peers.measuring import peers_python, run_measurement
 from benchmarks.lib.machine import RESULTS
 from benchmarks.lib.page import MET, judged, table
+from benchmarks.lib.peers import PeersUnavailable
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from buffer.outbox import COALESCE_S
 from buffer.protocol import STAGES

@@ -1,25 +1,15 @@
-"""One measurement in a process of its own, so that none warms up another; and the environment of the peers.
-
-What Leeway is compared with and does not depend on lies in an environment in the user's cache folder, never in the
-repository. It sees the packages of the environment that runs the benchmark (a .pth file names their folder), so torch
-and Ray need no second copy.
-"""
+"""One measurement in a process of its own, so that none warms up another; and what the peers need."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib
 import os
-import subprocess
-import sys
-import sysconfig
 import tempfile
-from functools import lru_cache
 from pathlib import Path
 
 from benchmarks.buffer_peers.workload import Figures, Workload
-from benchmarks.lib.machine import ROOT
+from benchmarks.lib.peers import python_with
 from benchmarks.lib.processes import call_in_processes, end_at_sigterm
 
 SETTINGS = {
@@ -32,7 +22,6 @@ SETTINGS = {
 LIMIT_S = 900.0
 """No measurement takes longer; one that does has failed."""
 REQUIREMENTS = ["torchrl==0.14.1", "tensordict==0.14.3", "TransferQueue==0.1.11", "redis==8.1.0", "hiredis==3.5.0"]
-INSTALL_TIMEOUT_S = 900
 
 
 def run_measurement(
@@ -71,37 +60,6 @@ def measure(what: str, num_trajectories: int | None, quick: bool, folder: str) -
     return found
 
 
-class PeersUnavailable(RuntimeError):
-    """The environment cannot be made; carries what the installer said."""
-
-
-@lru_cache
 def peers_python() -> Path:
-    """The interpreter of the environment; makes it where it is missing or of another make.
-
-    Raises:
-        PeersUnavailable: it cannot be made.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    here = sysconfig.get_path("purelib")
-    make = hashlib.sha256("\n".join([sys.version, here, *REQUIREMENTS]).encode()).hexdigest()[:12]
-    folder = cache / "leeway" / f"buffer-peers-{make}"
-    python, done = folder / "bin" / "python", folder / "done"
-    if done.exists():
-        return python
-    print(f"installing {', '.join(REQUIREMENTS)} into {folder}", flush=True)
-    _run([sys.executable, "-m", "venv", "--clear", str(folder)])
-    packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    (packages / "leeway_packages.pth").write_text(here + "\n")
-    # The versions of the repository hold, above all torch's: a build for CPUs must not be replaced.
-    constraints = ["-c", str(ROOT / "constraints.txt")]
-    _run([str(python), "-m", "pip", "install", "--quiet", *REQUIREMENTS, *constraints])
-    done.touch()
-    return python
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, check=False, timeout=INSTALL_TIMEOUT_S, capture_output=True, text=True)
-    if done.returncode:
-        last = " | ".join(done.stderr.splitlines()[-4:])
-        raise PeersUnavailable(f"the environment of the peers cannot be made: {' '.join(command[:4])} ... said: {last}")
+    """The interpreter of the peers' environment; PeersUnavailable where it cannot be made."""
+    return python_with(*REQUIREMENTS)

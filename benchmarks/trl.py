@@ -1,0 +1,240 @@
+"""Leeway beside TRL's GRPOTrainer: same machine, model, task, samples per step and cores. Prints one JSON line last.
+
+    python benchmarks/trl.py [--quick] [--only NAME ...] [--rounds 3] [--keep FOLDER] [--page [FILE]]
+
+    short    the demo: answers of three tokens by a model of half a million parameters, 256 samples a step
+    long     the long-tailed model of `benchmarks/overlap.py`, answers of 48 tokens in the median and 240 at most
+    smollm2  SmolLM2-135M, answers of up to 128 tokens, 32 samples a step
+
+TRL generates with Transformers, computes with both cores, has no KL and so no reference model. Leeway runs as the
+config says: engines, buffer and stages beside each other. The sides take turns; ratios are medians of rounds, of
+samples per second from the end of the warm-up to the last step. TRL's clock stands still while it evaluates; ours does
+not.
+
+`--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/trl.md. The
+first call installs TRL into an environment in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.machine import RECIPE_LIMIT_S, RESULTS, ROOT, describe_machine
+from benchmarks.lib.page import bars_table, judged, origin, table, write_page
+from benchmarks.lib.peers import PeersUnavailable, python_with
+from benchmarks.lib.processes import MeasurementFailed, call_in_processes, end_at_sigterm
+from benchmarks.lib.rounds import median_ratio
+from benchmarks.lib.runs import FinishedRun
+from benchmarks.lib.runs import train as train_ours
+from benchmarks.overlap import GROUPS_PER_STEP
+from benchmarks.overlap_parts.long_tail import Setting, write_setting
+from launch.config import load_config
+
+PAGE = RESULTS / "trl.md"
+REQUIREMENTS = ("trl==1.16.0", "datasets", "accelerate")
+LIMIT_S = 3000.0
+BARS = {"short_over_trl": 0.6, "long_over_trl": 3.0, "smollm2_over_trl": 1.5}
+TARGET = 0.9
+"""Held-out accuracy whose time is compared."""
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both sides train."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    num_steps: int
+    num_warmup: int
+    """Steps at the beginning that do not count."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of either side."""
+        return [*self.overrides, "--learner.num_steps", str(self.num_steps)]
+
+
+def main() -> None:
+    """Measure, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round, for development")
+    parser.add_argument("--only", nargs="+", choices=[*CASES], metavar="NAME", help=" ".join(CASES))
+    parser.add_argument("--rounds", type=int, default=3, help="of all cases")
+    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument(
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+    )
+    args = parser.parse_args()
+    if args.page and (args.quick or args.only):
+        parser.error("a page shows all cases at full size; leave --page out, or --quick and --only")
+    end_at_sigterm()
+    machine = describe_machine()
+    num_rounds = 1 if args.quick else args.rounds
+    with tempfile.TemporaryDirectory(prefix="benchmark-trl-") as fresh:
+        folder = (args.keep or Path(fresh)).resolve()
+        try:
+            python = python_with(*REQUIREMENTS)
+            cases = {name: CASES[name](folder, args.quick) for name in args.only or CASES}
+            rounds = [measure_round(folder, number, cases, python) for number in range(num_rounds)]
+        except (MeasurementFailed, PeersUnavailable, subprocess.SubprocessError) as error:
+            sys.exit(f"benchmarks/trl.py: {error}")
+    result = {"quick": args.quick, "trl": REQUIREMENTS[0], **compared(rounds), "machine": machine}
+    result["wanted"] = judged(result, BARS, "at least", at_full_size=not args.quick)
+    if args.page:
+        write_page(args.page, page(result, num_rounds))
+    print(json.dumps(result))
+
+
+# --- what is trained -------------------------------------------------------------------------------
+
+
+def short(folder: Path, quick: bool) -> Case:
+    """The demo."""
+    evaluated = ("--actors.eval_every", "10", "--actors.eval_problems", "256")
+    return Case(ROOT / "examples" / "demo.toml", evaluated, 20 if quick else 120, 5 if quick else 20)
+
+
+def long(folder: Path, quick: bool) -> Case:
+    """As `benchmarks/overlap.py`, but that both sides may use both cores."""
+    num_steps, num_warmup = (6, 2) if quick else (40, 5)
+    setting = Setting(num_steps, num_warmup, GROUPS_PER_STEP)
+    return Case(write_setting(folder / "setting", setting), (), num_steps, num_warmup)
+
+
+def smollm2(folder: Path, quick: bool) -> Case:
+    """The example, with long answers."""
+    sizes = ("--actors.max_new_tokens", "128", "--learner.groups_per_step", "4", "--actors.max_running_samples", "16")
+    return Case(ROOT / "examples" / "smollm2.toml", sizes, 2 if quick else 6, 1)
+
+
+CASES = {"short": short, "long": long, "smollm2": smollm2}
+
+
+# --- the sides -------------------------------------------------------------------------------------
+
+
+def measure_round(folder: Path, number: int, cases: dict[str, Case], python: Path) -> dict[str, dict[str, Figures]]:
+    """Both sides of every case; MeasurementFailed where one did not end well."""
+    found: dict[str, dict[str, Figures]] = {}
+    for name, case in cases.items():
+        _make_checkpoint(case)
+        sides = {"trl": _theirs(case, python), "leeway": _ours(folder, f"{name}-{number}", case)}
+        for side, figures in sides.items():
+            print(f"round {number + 1}, {name}, {side}: {json.dumps(figures)}", file=sys.stderr, flush=True)
+        found[name] = sides
+    return found
+
+
+def _make_checkpoint(case: Case) -> None:
+    model = load_config(case.config, case.arguments).model
+    if model.recipe and not (Path(str(model.path)) / "config.json").exists():
+        subprocess.run([sys.executable, model.recipe, str(model.path)], check=True, timeout=RECIPE_LIMIT_S)
+
+
+def _theirs(case: Case, python: Path) -> Figures:
+    call = {"config": str(case.config), "overrides": case.arguments, "num_threads": len(os.sched_getaffinity(0))}
+    (found,) = call_in_processes("TRL", "benchmarks.trl_parts.trainer:train", [call], limit_s=LIMIT_S, python=python)
+    learner, actors = (getattr(load_config(case.config, case.arguments), name) for name in ("learner", "actors"))
+    num_samples = learner.groups_per_step * actors.group_size * (case.num_steps - case.num_warmup)
+    seconds = found["steps_s"][-1] - found["steps_s"][case.num_warmup - 1]
+    return _figures(num_samples / seconds, found["accuracies"])
+
+
+def _ours(folder: Path, name: str, case: Case) -> Figures:
+    run = train_ours(case.config, folder / name, case.arguments, log=folder / f"{name}.log", limit_s=LIMIT_S)
+    steps = run.steps
+    counted = steps[case.num_warmup :]
+    num_samples = sum(row["batch/trajectories"] for row in counted)
+    seconds = counted[-1]["finished_s"] - steps[case.num_warmup - 1]["finished_s"]
+    return _figures(num_samples / seconds, _accuracies(run))
+
+
+def _accuracies(run: FinishedRun) -> list[tuple[float, float]]:
+    """As TRL's: by when the weights were there, from when the learner began to wait for its first batch."""
+    first = run.steps[0]
+    began_s = first["started_s"] - first["time/wait_for_batch"]
+    there_s = {row["version"]: row["finished_s"] - began_s for row in run.steps}
+    events = map(json.loads, (run.folder / "events.jsonl").read_text().splitlines())
+    found = [each for each in events if each["kind"] == "evaluated"]
+    numbers = [(int(each["eval/version"].split(".")[-1]), each["eval/accuracy_greedy"]) for each in found]
+    return [(there_s[version], accuracy) for version, accuracy in numbers if version in there_s]
+
+
+def _figures(samples_per_s: float, accuracies: Sequence[Sequence[float]]) -> Figures:
+    reached = [seconds for seconds, accuracy in accuracies if accuracy >= TARGET]
+    return {
+        "samples_per_s": samples_per_s,
+        "accuracy": accuracies[-1][1] if accuracies else None,
+        "target_s": min(reached) if reached else None,
+    }
+
+
+# --- what is shown ---------------------------------------------------------------------------------
+
+
+def compared(rounds: Sequence[dict[str, dict[str, Figures]]]) -> Figures:
+    """The figures of the JSON line; ratios are medians of the rounds'."""
+    found: Figures = {"cases": {}}
+    for name in rounds[0]:
+        sides = {side: [each[name][side] for each in rounds] for side in ("leeway", "trl")}
+        speeds = {side: [one["samples_per_s"] for one in own] for side, own in sides.items()}
+        found[f"{name}_over_trl"] = median_ratio(speeds["leeway"], speeds["trl"])
+        found["cases"][name] = {
+            side: {
+                "samples_per_s": fmean(speeds[side]),
+                "accuracy": _middle([one["accuracy"] for one in own]),
+                "target_s": _middle([one["target_s"] for one in own]),
+            }
+            for side, own in sides.items()
+        }
+    return found
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if len(known) == len(values) else None
+
+
+def page(result: Figures, num_rounds: int) -> list[str]:
+    """The paragraphs of the page."""
+    machine = result["machine"]
+    head = (
+        f"{origin(f'python benchmarks/trl.py --rounds {num_rounds} --page', machine, machine['commit'])} "
+        f"{result['trl'].replace('==', ' ')}, GRPOTrainer: it generates with Transformers and computes with both cores "
+        "in one process, without KL and so without a reference model. Leeway as its configs say, trajectory balance, "
+        f"with a reference, engines, buffer and stages on the same two cores. Rounds: {num_rounds}, in which the sides "
+        "take turns; ratios are of samples per second, after the warm-up."
+    )
+    said = (
+        "`short` is the demo (answers of three tokens, 256 samples a step), `long` the long-tailed model of "
+        "[overlap.md](overlap.md) (48 tokens in the median, 240 at most, 48 samples a step), `smollm2` SmolLM2-135M "
+        f"with answers of up to 128 tokens, 32 samples a step. Seconds are to a held-out greedy accuracy of "
+        f"{TARGET:g}, evaluated every ten steps; TRL's clock stands still for that, and Leeway's does not. The models "
+        "of `long` and `smollm2` learn nothing in so few steps, and are not evaluated."
+    )
+    rows = []
+    for name, sides in result["cases"].items():
+        for side, one in sides.items():
+            cells = (one["accuracy"], "{:.3f}"), (one["target_s"], "{:.0f}")
+            shown = ["-" if value is None else form.format(value) for value, form in cells]
+            rows.append([name, side, f"{one['samples_per_s']:.1f}", *shown])
+    columns = ["case", "side", "samples per second", "accuracy at the end", f"seconds to {TARGET:g}"]
+    return ["# Beside TRL, measured", head, bars_table(result["wanted"], "at least"), said, table(columns, rows)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""TRL's GRPOTrainer on the model, task, rewards and sizes of a config of ours, in the environment that has TRL.
+
+As well as it runs on a CPU: both cores in one process, no KL and so no reference model, a step's samples in one batch,
+nothing saved and nothing reported.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.tasks import Problem, load_reward, load_task
+from actors.tasks.task import Call, PromptCodec
+from launch.config import Config, load_config
+
+EVALUATED_AT_ONCE = 256
+
+Figures = dict[str, Any]
+
+
+def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
+    """Train, and say when each step ended and what was right by then.
+
+    Args:
+        config: TOML file of ours; its checkpoint is there.
+        overrides: of its keys.
+        num_threads: for compute.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(num_threads)
+    made = load_config(Path(config), overrides)
+    set_seed(made.run.seed)
+    task, folder = load_task(made.task), Path(str(made.model.path))
+    codec = PromptCodec(folder, made.task.chat, made.task.system_prompt)
+    functions = [load_reward(function) for function in task.rewards]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def reward(prompts: list[str], completions: list[str], number: list[int], **columns: object) -> list[float]:
+        return _rewards(functions, [task.train[each] for each in number], completions)
+
+    class Clock(TrainerCallback):
+        """Evaluates between steps, and stands still meanwhile."""
+
+        def __init__(self) -> None:
+            self.paused_s = 0.0
+            self.steps_s: list[float] = []
+            self.accuracies: list[tuple[float, float]] = []
+            """Seconds of training, and the share of held-out problems that were answered right then."""
+
+        def on_train_begin(self, *args: object, **kwargs: object) -> None:
+            self.began_s = time.perf_counter()
+
+        def on_step_end(self, *args: object, **kwargs: object) -> None:
+            now_s = time.perf_counter()
+            self.steps_s.append(now_s - self.began_s - self.paused_s)
+            if made.actors.eval_every and len(self.steps_s) % made.actors.eval_every == 0:
+                problems = task.heldout[: made.actors.eval_problems]
+                self.accuracies.append((self.steps_s[-1], _accuracy(model, codec, functions, problems, made)))
+                self.paused_s += time.perf_counter() - now_s
+
+    clock = Clock()
+    with tempfile.TemporaryDirectory(prefix="benchmark-trl-") as output:
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=GRPOConfig(output_dir=output, **_arguments(made)),
+            train_dataset=_dataset(task.train),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            callbacks=[clock],
+        )
+        trainer.train()
+    return {"steps_s": clock.steps_s, "accuracies": clock.accuracies}
+
+
+def _arguments(config: Config) -> dict[str, Any]:
+    """What our config says, in TRL's words."""
+    actors, learner = config.actors, config.learner
+    return {
+        "per_device_train_batch_size": learner.groups_per_step * actors.group_size,
+        "num_generations": actors.group_size,
+        "max_completion_length": actors.max_new_tokens,
+        "temperature": actors.temperature,
+        "max_steps": learner.num_steps,
+        "learning_rate": learner.learning_rate,
+        "lr_scheduler_type": learner.lr_schedule,
+        "warmup_steps": learner.warmup_steps,
+        "adam_beta1": learner.adam_beta1,
+        "adam_beta2": learner.adam_beta2,
+        "weight_decay": learner.weight_decay,
+        "max_grad_norm": learner.max_grad_norm,
+        "beta": 0.0,
+        "seed": config.run.seed,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def _dataset(problems: Sequence[Problem]) -> Any:  # noqa: ANN401 -- a library that only its environment has
+    from datasets import Dataset
+
+    return Dataset.from_dict({"prompt": [each.text for each in problems], "number": list(range(len(problems)))})
+
+
+def _rewards(functions: Sequence[Call], problems: Sequence[Problem], completions: Sequence[str]) -> list[float]:
+    parts: list[Any] = [function(problems, completions) for function in functions]
+    return [sum(each or 0.0 for each in own) for own in zip(*parts, strict=True)]
+
+
+@torch.no_grad()
+def _accuracy(
+    model: Any,  # noqa: ANN401 -- Transformers
+    codec: PromptCodec,
+    functions: Sequence[Call],
+    problems: Sequence[Problem],
+    config: Config,
+) -> float:
+    """Of greedy answers."""
+    right = 0
+    for first in range(0, len(problems), EVALUATED_AT_ONCE):
+        some = problems[first : first + EVALUATED_AT_ONCE]
+        ids = codec.encode([each.text for each in some])
+        width = max(map(len, ids))
+        pad = model.config.pad_token_id or 0
+        tokens = torch.tensor([[pad] * (width - len(each)) + each for each in ids])
+        mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in ids])
+        model.eval()
+        out = model.generate(
+            input_ids=tokens, attention_mask=mask, do_sample=False, max_new_tokens=config.actors.max_new_tokens
+        )
+        model.train()
+        answers = [codec.decode(each) for each in out[:, width:].tolist()]
+        right += sum(value >= config.task.correct_at for value in _rewards(functions, some, answers))
+    return right / len(problems)
