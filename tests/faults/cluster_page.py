@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tests.faults.results import _machine
@@ -38,13 +39,16 @@ class Outcome:
         return float(self.summary["accuracy_after"])
 
     def mismatch(self) -> dict[str, float]:
-        """Of each pool: the newest mean |difference| of log-probabilities at lag 0."""
-        newest: dict[str, float] = {}
+        """Of each pool: the mean |difference| of log-probabilities at lag 0, over the steps that had such tokens.
+
+        Of a single step it says little: a handful of tokens may be all that a pool had at lag 0.
+        """
+        found: dict[str, list[float]] = {}
         for row in self.rows:
             for key, value in row.items():
                 if key.startswith("pool/") and key.endswith("/mismatch_lag0_abs") and value is not None:
-                    newest[key.split("/")[1]] = value
-        return newest
+                    found.setdefault(key.split("/")[1], []).append(value)
+        return {pool: fmean(values) for pool, values in found.items()}
 
 
 class Page:
