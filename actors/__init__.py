@@ -2,11 +2,12 @@
 
 engine    Engine: generates with vLLM, and takes newer weights while it does
 engine_setup  its arguments and environment; EngineSockets: where vLLM's own sockets lie, and their end
+engine_stats  EngineStats: what its steps cost, how full its cache is, whom it preempts
 tasks     Task: prompts and a reward; from reasoning-gym by name, or from files
 rewards   Scorer: TRL's function shape; a failure is counted, never scored 0
 reward_process  RewardProcess: where a reward function runs, and may hang or crash
 weights   WeightFollower: pulls newer weights in flight, and says when a request may start; ActorError
-sample    SampleMaker: one sample from a prompt to a scored trajectory; held-out accuracy at one version
+sample    SampleMaker: generates a sample, and makes a scored trajectory of it; held-out accuracy at one version
 loop      ActorLoop: lease, make samples, push, renew; what it works with, and how that is started
 report    ActorReport: what an actor tells the launcher
 """

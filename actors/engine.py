@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from actors.config import ActorsConfig
 from actors.engine_setup import EngineSockets, engine_args, load_engine, uncollected_children
+from actors.engine_stats import EngineReport, EngineStats, stat_logger
 from buffer.trajectory import VersionSpan
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
@@ -90,9 +91,11 @@ class Engine:
         version: PolicyVersion,
         stop_token_ids: list[int],
         sockets: EngineSockets,
+        stats: EngineStats,
     ) -> None:
         """Use `start`."""
         self._llm: AsyncLLM | None = llm
+        self._stats = stats
         self._sockets = sockets
         self._config = config
         self._version = version
@@ -123,17 +126,19 @@ class Engine:
         facts = check_model_folder(model_path)
         load_engine(config)
         sockets = EngineSockets()
+        stats = EngineStats()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
             # held by `engine` alone: vLLM keeps this frame alive, and what it holds would outlive `stop`
             with uncollected_children():
                 engine = cls(
-                    AsyncLLM.from_engine_args(engine_args(model_path, config, seed)),
+                    AsyncLLM.from_engine_args(engine_args(model_path, config, seed), stat_loggers=[stat_logger(stats)]),
                     config,
                     version,
                     list(facts.eos_token_ids),
                     sockets,
+                    stats,
                 )
             await engine._alive().update_weight_version(str(version))
             # the first step of an engine takes seconds; an update must not have to wait for it
@@ -149,6 +154,10 @@ class Engine:
     def version(self) -> PolicyVersion:
         """The version that new requests start under."""
         return self._version
+
+    def report(self) -> EngineReport:
+        """What its steps cost, and how full it is."""
+        return self._stats.report()
 
     async def generate(
         self,
@@ -195,8 +204,9 @@ class Engine:
         prompt = tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt())
         try:
             final = None
-            async for output in llm.generate(prompt, params, f"r{next(self._numbers)}"):
-                final = output
+            with self._stats.request(len(prompt_token_ids)):
+                async for output in llm.generate(prompt, params, f"r{next(self._numbers)}"):
+                    final = output
         except Exception as error:
             if self._broken is None and not llm.errored:
                 raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
@@ -269,6 +279,7 @@ class Engine:
                 self._broken = f"its update to version {staged.version} failed half way: {late}"
                 raise EngineDead(self._last_words()) from error
             self._broken = None
+            self._stats.interrupt()
             if refusal is not None:
                 raise UpdateRefused(f"{refusal}; still serving version {self._version}")
             self._version = staged.version

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from typing import Any, TypeVar
 
 from actors.config import ActorSections
@@ -125,6 +126,8 @@ class _HeldLease:
     problem: Problem
     open: set[int]
     """Sample indices neither acknowledged nor given up."""
+    to_generate: set[int]
+    """Those of them that the engine has not completed yet."""
     renew_at_s: float
     """On the loop's clock."""
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -286,6 +289,8 @@ class ActorLoop:
             num_failed=dict(counts.failed),
             num_leases_lost=counts.num_leases_lost,
             num_running=self._maker.busy.num_running,
+            num_slots=self._config.max_running_samples,
+            running_s=self._maker.busy.running_s(),
             busy_intervals=self._maker.busy.take(),
             refused=self._follower.refused,
             version_since_s=self._follower.version_since_s,
@@ -293,6 +298,7 @@ class ActorLoop:
             updates=self._follower.take_updates(),
             waiting=waiting,
             waiting_s=waiting_s,
+            engine=self._started.engine.report(),
         )
 
     def _waiting_for(self) -> tuple[str, float]:
@@ -309,13 +315,17 @@ class ActorLoop:
     # --- leases -----------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        """How many groups fit; one always does in an idle actor, however large its groups."""
-        num_open = sum(len(held.open) for held in self._held.values())
-        room = (self._config.max_running_samples - num_open) // self._config.group_size
-        return room if self._held else max(1, room)
+        """How many groups to lease so that no slot of the engine stays empty: rounded down, up to K - 1 would for ever.
+
+        What is being scored or pushed needs no slot, but is bounded too: a reward may be slower than the engine.
+        """
+        slots, held = self._config.max_running_samples, self._held.values()
+        free = slots - sum(len(each.to_generate) for each in held)
+        free = min(free, 2 * slots - sum(len(each.open) for each in held))
+        return max(0, ceil(free / self._config.group_size))
 
     async def _lease_groups(self) -> None:
-        """Lease whenever a group fits, until the buffer drains."""
+        """Lease whenever there is room, until the buffer drains."""
         client = self._started.client
         pause_s = _LEASE_POLL_S[0]
         while True:
@@ -338,13 +348,12 @@ class ActorLoop:
             pause_s = min(2 * pause_s, _LEASE_POLL_S[1])
 
     def _take(self, lease: Lease) -> None:
-        problem = self._started.task.prompt(lease.prompt_id)
-        held = _HeldLease(lease, problem, set(lease.sample_indices), self._clock() + lease.timeout_s / 3)
+        problem, indices = self._started.task.prompt(lease.prompt_id), lease.sample_indices
+        held = _HeldLease(lease, problem, set(indices), set(indices), self._clock() + lease.timeout_s / 3)
         self._held[lease.lease_id] = held
         self._leased.set()
-        for index in lease.sample_indices:
-            task = asyncio.create_task(self._make_sample(held, index))
-            held.tasks[index] = task
+        for index in indices:
+            held.tasks[index] = task = asyncio.create_task(self._make_sample(held, index))
             self._samples.add(task)
             task.add_done_callback(partial(self._on_sample_done, held, index))
 
@@ -386,7 +395,12 @@ class ActorLoop:
         counts = self._maker.counts
         try:
             try:
-                trajectory = await self._maker.make(held.lease, held.problem, index)
+                try:
+                    completed = await self._maker.generate(held.lease, held.problem, index)
+                finally:
+                    held.to_generate.discard(index)
+                    self._room_changed.set()
+                trajectory = await self._maker.score(held.lease, held.problem, index, completed)
             finally:
                 del held.tasks[index]
             self._account(await self._push(client, trajectory), held.lease, index)

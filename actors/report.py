@@ -7,6 +7,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from actors.engine_stats import EngineReport
+
 
 def actor_name(number: int) -> str:
     """What the actor of this number is called in reports, leases and trajectories."""
@@ -53,6 +55,10 @@ class ActorReport:
     num_leases_lost: int
     num_running: int
     """Training requests in the engine now."""
+    num_slots: int
+    """How many there may be at once."""
+    running_s: float
+    """Seconds that training requests have spent in the engine, added up: over wall time, their mean number."""
     busy_intervals: list[tuple[float, float]]
     """Wall-clock (start, end) in seconds since the epoch, during which a training request was running."""
     refused: str
@@ -64,8 +70,9 @@ class ActorReport:
     """Of the weights."""
     waiting: str
     """What keeps the actor from running more, or a group from being whole; empty while nothing does."""
-    waiting_s: float = 0.0
-    """How long already, where that is known."""
+    waiting_s: float
+    """How long already; 0.0 where that is not known."""
+    engine: EngineReport
 
 
 @dataclass(slots=True)
@@ -82,27 +89,43 @@ class Counts:
 
 
 class BusyClock:
-    """Merged intervals during which at least one request was running."""
+    """Merged intervals during which at least one request was running, and how many there were."""
 
     def __init__(self, wall: Callable[[], float] = time.time, max_intervals: int = 4096) -> None:
         """Start idle; if nobody takes them, the oldest beyond `max_intervals` are forgotten."""
         self.num_running = 0
         self._wall = wall
         self._since_s = 0.0
+        self._running_s = 0.0
+        self._changed_s = 0.0
+        """When `num_running` was last counted into `_running_s`."""
         self._closed: deque[tuple[float, float]] = deque(maxlen=max_intervals)
 
     def enter(self) -> None:
         """A request starts."""
+        now_s = self._count()
         if self.num_running == 0:
-            self._since_s = self._wall()
+            self._since_s = now_s
         self.num_running += 1
 
     def leave(self) -> None:
         """A request ends."""
         assert self.num_running > 0, "a request ended that never started"
+        now_s = self._count()
         self.num_running -= 1
         if self.num_running == 0:
-            self._closed.append((self._since_s, self._wall()))
+            self._closed.append((self._since_s, now_s))
+
+    def running_s(self) -> float:
+        """Seconds of all requests so far, added up; never less than at the last call."""
+        self._count()
+        return self._running_s
+
+    def _count(self) -> float:
+        now_s = self._wall()
+        self._running_s += self.num_running * max(0.0, now_s - self._changed_s)
+        self._changed_s = now_s
+        return now_s
 
     def take(self) -> list[tuple[float, float]]:
         """The intervals since the last call; one that is still open is cut here."""

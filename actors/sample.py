@@ -72,6 +72,16 @@ class EvalResult:
     """One answer per problem at temperature 1."""
 
 
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A sample that has left the engine and has no reward yet."""
+
+    generation: Generation
+    started_s: float
+    """Wall clock, seconds since the epoch."""
+    finished_s: float
+
+
 class SampleFailed(Exception):
     """This sample will not come. Its text is the reason that the ledger counts by."""
 
@@ -109,11 +119,11 @@ class SampleMaker:
         self.busy = BusyClock()
         self.counts = Counts()
 
-    async def make(self, lease: Lease, problem: Problem, sample_index: int) -> Trajectory:
-        """Generate and score one sample of a lease.
+    async def generate(self, lease: Lease, problem: Problem, sample_index: int) -> Completed:
+        """Generate one sample of a lease, once there is a slot for it.
 
         Raises:
-            SampleFailed: generation or a reward function failed.
+            SampleFailed: it could not be generated.
             EngineDead: the engine is gone.
             PolicyTimeout: a policy version never came.
         """
@@ -122,13 +132,21 @@ class SampleMaker:
             started_s = time.time()
             self.busy.enter()
             try:
-                completion = await self._generate(lease, problem, sample_index)
+                generation = await self._generate(lease, problem, sample_index)
             finally:
                 self.busy.leave()
-        finished_s = time.time()
         self.counts.num_samples += 1
-        self.counts.num_tokens += len(completion.token_ids)
-        text = self._decoder.decode(completion.token_ids.tolist())
+        self.counts.num_tokens += len(generation.token_ids)
+        return Completed(generation, started_s, time.time())
+
+    async def score(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:
+        """What is trained on: the sample with its reward.
+
+        Raises:
+            SampleFailed: a reward function failed.
+        """
+        generation = completed.generation
+        text = self._decoder.decode(generation.token_ids.tolist())
         try:
             scored = await self._scorer.score(problem, text)
         except RewardFailed as failure:
@@ -140,16 +158,16 @@ class SampleMaker:
             group_id=lease.group_id,
             sample_index=sample_index,
             prompt_id=lease.prompt_id,
-            token_ids=np.concatenate((prompt, completion.token_ids)),
+            token_ids=np.concatenate((prompt, generation.token_ids)),
             prompt_length=len(prompt),
-            logprobs=completion.logprobs,
-            spans=completion.spans,
+            logprobs=generation.logprobs,
+            spans=generation.spans,
             reward=scored.reward,
-            finish_reason=completion.finish_reason,
+            finish_reason=generation.finish_reason,
             reward_parts=scored.parts,
             columns=problem.columns,
-            started_s=started_s,
-            finished_s=finished_s,
+            started_s=completed.started_s,
+            finished_s=completed.finished_s,
         )
 
     async def _generate(self, lease: Lease, problem: Problem, sample_index: int) -> Generation:

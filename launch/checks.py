@@ -455,8 +455,3 @@ def _check_pools(config: Config) -> None:
 
             with as_config_error(f"{section}."):
                 check_engine_args(actors.engine_args, on_cpu=not actors.gpus)
-        if actors.max_running_samples < actors.group_size:
-            raise ConfigError(
-                f"{section}.max_running_samples = {actors.max_running_samples} is below actors.group_size = "
-                f"{actors.group_size}: an actor could never hold a whole group"
-            )

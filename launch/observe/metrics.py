@@ -156,6 +156,12 @@ METRICS: dict[str, str] = {
     "pool/NAME/tokens_per_s": "Completion tokens that they generated per second, over the last seconds.",
     "pool/NAME/lag_mean": "Mean of v - u over the step's trained tokens that they sampled; null where it had none.",
     "pool/NAME/mismatch_lag0_abs": "mismatch/lag0_abs over the tokens that they sampled.",
+    "pool/NAME/slots_used": "Mean share of max_running_samples that their engines had, over the last seconds.",
+    "pool/NAME/step_ms": "Milliseconds that an engine takes for one token of all its samples, mean over the last "
+    "seconds.",
+    "pool/NAME/queued_ms": "Milliseconds that a sample waited within its engine before its first step, mean likewise.",
+    "pool/NAME/kv_usage": "Share of the cache of keys and values in use in the fullest of their engines.",
+    "pool/NAME/preempted": "Times, so far, that a running sample had to make room in the cache; it is computed anew.",
     # weights on their way, as of the poll that brought the row
     "weights/published": "Newest published version.",
     "weights/behind": "Versions that the engine furthest behind is behind it; null while no actor works.",

@@ -296,6 +296,8 @@ class Observer:
             lag0_abs = _mean_of(each for actor, each in lag0_by_actor.items() if pool_of.get(actor) == pool)
             if lag0_abs is not None:
                 self._lag0_of_pool[pool] = lag0_abs
+            engines = self.actor_totals.engines(pool, self._reports.values()).metrics()
+            row |= {f"pool/{pool}/{what}": value for what, value in engines.items()}
             row |= {
                 f"pool/{pool}/actors": sum(1 for report in self._reports.values() if report.pool == pool),
                 f"pool/{pool}/tokens_per_s": self.actor_totals.tokens_per_s("pool", pool),
@@ -350,6 +352,7 @@ class Observer:
             tokens_per_s=self.actor_totals.tokens_per_s("pool", name),
             lag_mean=_mean_of(self.status.lags.get(name, {}).items()),
             mismatch_lag0_abs=self._lag0_of_pool.get(name),
+            engines=self.actor_totals.engines(name, self._reports.values()),
         )
 
     def _actor(self, process: ProcessStatus) -> ActorStatus:

@@ -20,6 +20,7 @@ import msgspec
 
 from common.files import private_file
 from launch.errors import ConfigError
+from launch.observe.totals import PoolEngines
 from launch.run_folder import RunFolder, open_run, owner_of
 from launch.text import number
 
@@ -103,6 +104,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Over all trained tokens that it sampled."""
     mismatch_lag0_abs: float | None = None
     """Of the newest step that had such tokens of it."""
+    engines: PoolEngines = PoolEngines()
 
 
 class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from actors.report import ActorReport
+import msgspec
+
+if TYPE_CHECKING:
+    from actors.report import ActorReport
 
 Lags = Mapping[str, Mapping[int, int]]
 """Pool -> lag in versions -> trained tokens."""
@@ -99,14 +102,46 @@ class Fresh:
     """What is new in counts of actors, which begin at 0 with each new process."""
 
     def __init__(self) -> None:
-        self._told: dict[str, tuple[int, ...]] = {}
+        self._told: dict[str, tuple[float, ...]] = {}
 
-    def of(self, actor: str, *counts: int) -> tuple[int, ...]:
+    def of(self, actor: str, *counts: float) -> tuple[float, ...]:
         """How much was counted since the last call, or since the actor was started again: then a count is smaller."""
         before = self._told.get(actor, (0,) * len(counts))
         self._told[actor] = counts
         new = tuple(now - then for now, then in zip(counts, before, strict=True))
         return counts if min(new) < 0 else new
+
+
+class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines of a pool over the last seconds."""
+
+    slots: int = 0
+    """Samples that they have room for."""
+    slots_used: float | None = None
+    """Mean share of them; None where no engine is there."""
+    step_s: float | None = None
+    """That an engine takes for one token of all its samples; None where no step was measured."""
+    queued_s: float | None = None
+    """That a sample waits within its engine before its first step."""
+    kv_usage: float = 0.0
+    """Share of the cache of keys and values in use in the fullest of them."""
+    preempted: int = 0
+    """Times, so far, that a running sample had to make room in the cache."""
+
+    def metrics(self) -> dict[str, float | None]:
+        """By the last part of their names in the registry."""
+        step_ms, queued_ms = (None if each is None else 1e3 * each for each in (self.step_s, self.queued_s))
+        shares = {"slots_used": self.slots_used, "kv_usage": self.kv_usage}
+        return {**shares, "step_ms": step_ms, "queued_ms": queued_ms, "preempted": self.preempted}
+
+
+_ENGINE_COUNTS = ("running_s", "steps", "steps_s", "ended", "queued_s", "preempted")
+
+
+def _engine_counts(report: ActorReport) -> tuple[float, ...]:
+    engine = report.engine
+    steps = engine.num_steps, engine.steps_s
+    return report.running_s, *steps, engine.num_ended, engine.queued_s, engine.num_preempted
 
 
 class ActorTotals:
@@ -121,27 +156,53 @@ class ActorTotals:
         """Actor -> samples of which the buffer told it that it has them."""
         self._fresh = Fresh()
         self._rates: dict[tuple[str, str], Rate] = {}
+        self._engines: dict[str, list[float]] = {}
+        """Pool -> its `_ENGINE_COUNTS`."""
+        self._engine_rates: dict[str, list[Rate]] = {}
 
     def update(self, now_s: float, reports: Iterable[ActorReport], working: Iterable[str]) -> None:
         """Take in a poll: reports of some of the actors, and the names of all that work. `now_s` only grows."""
         for report in reports:
             self.pool_of[report.name] = report.pool
             committed = sum(report.num_outcomes.get(outcome, 0) for outcome in ACKNOWLEDGED)
-            tokens, acknowledged = self._fresh.of(report.name, report.num_tokens, committed)
-            self.acknowledged[report.name] += acknowledged
+            tokens, acknowledged, *engine = self._fresh.of(
+                report.name, report.num_tokens, committed, *_engine_counts(report)
+            )
+            self.acknowledged[report.name] += int(acknowledged)
             for key in (ALL, ("pool", report.pool), ("actor", report.name)):
-                self.num_tokens[key] += tokens
+                self.num_tokens[key] += int(tokens)
+            before = self._engines.get(report.pool, [0.0] * len(engine))
+            self._engines[report.pool] = [total + new for total, new in zip(before, engine, strict=True)]
         alive = set(working)
         for key, total in self.num_tokens.items():
             if key[0] != "actor" or key[1] in alive:
                 self._rates.setdefault(key, Rate()).update(now_s, total)
             else:
                 self._rates.pop(key, None)
+        for pool, totals in self._engines.items():
+            rates = self._engine_rates.setdefault(pool, [Rate() for _ in totals])
+            for rate, count in zip(rates, totals, strict=True):
+                rate.update(now_s, count)
 
     def tokens_per_s(self, kind: str = ALL[0], name: str = ALL[1]) -> float:
         """Over the last seconds: of a "pool", of an "actor", or of all."""
         rate = self._rates.get((kind, name))
         return 0.0 if rate is None else rate.value()
+
+    def engines(self, pool: str, reports: Iterable[ActorReport]) -> PoolEngines:
+        """Of a pool; `reports` are the newest ones of all actors that work."""
+        there = [report for report in reports if report.pool == pool]
+        slots = sum(report.num_slots for report in there)
+        rates = [rate.value() for rate in self._engine_rates.get(pool, [])] or [0.0] * len(_ENGINE_COUNTS)
+        running, steps, steps_s, ended, queued_s, _ = rates
+        return PoolEngines(
+            slots=slots,
+            slots_used=running / slots if slots else None,
+            step_s=steps_s / steps if steps else None,
+            queued_s=queued_s / ended if ended else None,
+            kv_usage=max((report.engine.kv_usage for report in there), default=0.0),
+            preempted=int(self._engines[pool][-1]) if pool in self._engines else 0,
+        )
 
 
 # --- intervals of time --------------------------------------------------------------------------------

@@ -169,12 +169,16 @@ def _pools(status: RunStatus) -> Iterator[Text]:
     names = sorted(status.lags)
     width = 2 + max((len(pool.name) for pool in status.pools), default=0)
     for pool in status.pools:
-        short = pool.working < pool.wanted
+        short, engines = pool.working < pool.wanted, pool.engines
         yield Text.assemble(
             (f"{pool.name:<{width}}", f"bold {style_of(names, pool.name)}"),
             (f"{pool.working}/{pool.wanted} work", "yellow" if short else ""),
             f"  {pool.tokens_per_s:>5,.0f} tokens/s {pool.running:>4} running",
             f"  lag {number(pool.lag_mean)}  mismatch {number(pool.mismatch_lag0_abs)}",
+            "" if engines.slots_used is None else f"  {engines.slots_used:.0%} of {engines.slots} slots",
+            "" if engines.step_s is None else f"  step {1e3 * engines.step_s:.1f} ms",
+            f"  cache {engines.kv_usage:.0%}" if engines.kv_usage else "",
+            (f"  {engines.preempted} preempted", "yellow") if engines.preempted else "",
         )
 
 

@@ -29,4 +29,5 @@ def test_busy_intervals_are_the_union_of_the_requests_whenever_they_are_taken(re
     busy = {second for start, end in intervals for second in range(start, end)}
     assert busy == {second for start, length in requests for second in range(start, start + length)}
     assert clock.num_running == 0
+    assert clock.running_s() == sum(length for _, length in requests)
     assert clock.take() == []

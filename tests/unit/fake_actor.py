@@ -17,6 +17,7 @@ import numpy as np
 
 from actors.config import ActorsConfig
 from actors.engine import UpdateRefused
+from actors.engine_stats import EngineReport
 from actors.loop import ActorLoop, Parts
 from actors.rewards import Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, Task
@@ -70,6 +71,9 @@ class FakeEngine:
         return SimpleNamespace(
             token_ids=tokens, logprobs=np.full(4, -0.5, np.float32), spans=spans, finish_reason="stop"
         )
+
+    def report(self):
+        return EngineReport()
 
     async def prepare(self, staged, *, timeout_s):
         self.prepared.append(staged.version)
@@ -206,7 +210,7 @@ def make_actor(buffer, engine=None, store=None, reward=half, config=None, weight
     context = run_context(
         Path("run"),
         run_facts(run_id="run", seed=7, group_size=K, staleness=knobs.staleness()),
-        actors=ActorsConfig(group_size=K, max_running_samples=16, **(config or {})),
+        actors=ActorsConfig(**{"group_size": K, "max_running_samples": 16, **(config or {})}),
         task=TASK,
         weight_sync=knobs,
     )

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 from tokenizers import Tokenizer, decoders, models
 
-from actors.report import ActorReport, WeightUpdate
+from actors.report import WeightUpdate
 from launch.observe.status import BufferStatus, Ended, PollResult, ProcessStatus, RunStatus, write_status
 from launch.observe.trace import Trace
 from launch.run_folder import RunFolder
+from tests.unit import made_up_run
 from tests.world.buffer import Actor, InProcessBuffer, facts
 
 START_S = 1_800_000_000.0
@@ -36,10 +37,8 @@ learning_rate = 0.0001
 
 
 def report(name: str, *, num_tokens: int = 0, busy=(), updates=(), running: int = 0, pool: str = "actors"):
-    fields = dict.fromkeys(ActorReport.__dataclass_fields__, 0)
-    fields |= {"num_outcomes": {}, "num_failed": {}, "waiting": "", "refused": "", "version": (0, 0), "pool": pool}
-    fields |= {"name": name, "num_tokens": num_tokens, "num_samples": num_tokens // 4, "num_running": running}
-    return ActorReport(**fields | {"busy_intervals": list(busy), "updates": list(updates)})
+    counts = {"num_tokens": num_tokens, "num_samples": num_tokens // 4, "num_running": running}
+    return made_up_run.report(name, pool, **counts, busy_intervals=list(busy), updates=list(updates))
 
 
 def status(*, ready: int = 3, version: int = 0) -> SimpleNamespace:

@@ -252,3 +252,46 @@ async def test_the_loop_costs_well_under_a_millisecond_of_processor_time_per_sam
     print(f"{micros:.0f} microseconds of processor time per sample")
     assert report.num_outcomes == {"committed": num_groups * K}
     assert micros < 900
+
+
+async def test_no_slot_stays_empty_where_groups_do_not_divide_what_is_free():
+    class Lagging(FakeEngine):
+        """One sample of each group takes ten times as long, so slots come free one by one."""
+
+        async def generate(self, prompt_token_ids, *, temperature=None, max_new_tokens=None, seed=None):
+            self.seconds = 0.1 if len(self.seeds) % K == 0 else 0.01
+            return await super().generate(prompt_token_ids, seed=seed)
+
+    buffer, engine = FakeBuffer(60), Lagging()
+    actor = make_actor(buffer, engine, config={"max_running_samples": 2 * K - 1})
+    await actor.start()
+    running = asyncio.create_task(actor.run())
+    await until(lambda: buffer.granted >= 4)
+    used = []
+    while buffer.granted < 50:
+        used.append(engine.running)
+        await asyncio.sleep(0.002)
+    await asyncio.wait_for(running, 60)
+    await actor.stop()
+    assert max(used) == 2 * K - 1
+    assert sum(used) / len(used) > 0.95 * (2 * K - 1), "rounded down to whole groups, about half of them would be used"
+
+
+async def test_what_waits_for_a_slow_reward_needs_no_slot_and_is_bounded():
+    may_score = threading.Event()
+
+    def slow(problems, completions):
+        assert may_score.wait(60)
+        return [0.5 for _ in completions]
+
+    buffer, engine = FakeBuffer(40), FakeEngine(0.001)
+    actor = make_actor(buffer, engine, reward=slow)
+    await actor.start()
+    running = asyncio.create_task(actor.run())
+    await until(lambda: len(engine.seeds) == 2 * 16)
+    await asyncio.sleep(0.1)
+    assert len(engine.seeds) == 2 * 16, "twice the slots, of which all wait for their reward"
+    may_score.set()
+    await asyncio.wait_for(running, 60)
+    await actor.stop()
+    assert len(buffer.pushed) == 40 * K

@@ -98,7 +98,6 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
         (["--weight_sync.max_lag", "0", "--learner.num_minibatches", "2"], "Raise weight_sync.max_lag to 1"),
         (["--learner.ess_budget", "0"], "learner.ess_budget = 0"),
         (["--learner.token_budget", "8"], "the longest sample would fit in no micro-batch"),
-        (["--actors.max_running_samples", "4"], "could never hold a whole group"),
         (["--task.name", "chain_sun"], "is not a dataset of reasoning-gym"),
         (["--task.num_heldout", "5000"], "distinct"),
         (["--task.template", "{metadata[expresion]}="], "did you mean 'expression'?"),

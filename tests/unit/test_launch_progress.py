@@ -14,15 +14,13 @@ from launch.observe.sinks import Tracker
 from launch.observe.status import Accuracy, PollResult
 from launch.observe.totals import Rate
 from launch.run_folder import RunFolder
+from tests.unit.made_up_run import report as made_up_report
 from tests.unit.made_up_run import status as made_up_status
 
 
 def report(name: str, num_tokens: int, pause_s: list[float]) -> ActorReport:
-    fields = dict.fromkeys(ActorReport.__dataclass_fields__, 0)
-    lists = {"busy_intervals": [], "num_outcomes": {}, "num_failed": {}, "waiting": "", "refused": ""}
     updates = [WeightUpdate(0.0, seconds, seconds / 2, (0, 1)) for seconds in pause_s]
-    values = {"name": name, "pool": "actors", "num_tokens": num_tokens, "updates": updates, "version": (0, 0)}
-    return ActorReport(**{**fields, **lists, **values})
+    return made_up_report(name, num_tokens=num_tokens, updates=updates)
 
 
 def step_row(step: int, num_tokens: int, lag: float) -> dict:

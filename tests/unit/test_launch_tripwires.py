@@ -1,6 +1,5 @@
 """Tripwires: weights that go wrong or do not arrive are told once, with who and what is done, and when it is over."""
 
-import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from launch.observe.tripwires import LEARNER, MISMATCH_TOKENS, PUBLISHING_S, Tri
 from launch.processes.role_process import RunFailed
 from launch.train import Sinks, _Run
 from tests.unit.made_up_run import context, process
+from tests.unit.made_up_run import report as made_up_report
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 ACTIONS = ("warn", "quarantine", "stop")
@@ -32,10 +32,7 @@ def short_times(monkeypatch):
 
 
 def report(name: str, version: int, *, incarnation: int = 0, **fields: object) -> ActorReport:
-    empty = dict.fromkeys((field.name for field in dataclasses.fields(ActorReport)), 0)
-    lists = {"busy_intervals": [], "num_outcomes": {}, "num_failed": {}, "updates": []}
-    texts = {"waiting": "", "refused": ""}
-    return ActorReport(**{**empty, **lists, **texts, "name": name, "version": (incarnation, version), **fields})
+    return made_up_report(name, version=(incarnation, version), **fields)
 
 
 def row(**means: float) -> dict:

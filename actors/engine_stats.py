@@ -1,0 +1,141 @@
+"""EngineStats: what the steps of an engine cost, how full its cache is, and whom it preempts, from vLLM's own counts.
+
+The law of its steps is fitted as it works, so that whoever plans knows how fast it would be with all slots filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.costs import Fit, Moments
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """Counts since the start of the engine, but for `kv_usage`."""
+
+    num_steps: int = 0
+    """That were measured: those after an idle moment or a weight update are not."""
+    steps_s: float = 0.0
+    """Seconds of these."""
+    num_preempted: int = 0
+    """Times that a running request had to make room in the cache; it is computed anew later."""
+    num_ended: int = 0
+    """Requests that have ended."""
+    queued_s: float = 0.0
+    """Seconds that these had waited within the engine before their first step."""
+    kv_usage: float = 0.0
+    """Greatest share of the cache in use since the last report."""
+    fit: Fit | None = None
+    """The law of its steps, by the terms of `common.costs.TokenTime`; None before there were steps."""
+
+
+class EngineStats:
+    """Fed by vLLM once for each step, and by the engine with what runs; read by `report`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Of an engine that has done nothing yet."""
+        self._clock = clock
+        self._moments = Moments(4)
+        """By the terms of `common.costs.TokenTime`."""
+        self._num_steps = 0
+        """All, also those that are not measured: a running sample's context grows by a token in each."""
+        self._running = 0
+        self._prompt_tokens = 0
+        self._first_steps = 0
+        """Sum over the running requests of the step at which each began."""
+        self._interrupted_s = -float("inf")
+        self._kv_usage = 0.0
+        self._num_preempted = self._num_ended = 0
+        self._queued_s = 0.0
+
+    @contextlib.contextmanager
+    def request(self, num_prompt_tokens: int) -> Iterator[None]:
+        """A request is in the engine while this lasts."""
+        began = self._num_steps
+        self._running += 1
+        self._prompt_tokens += num_prompt_tokens
+        self._first_steps += began
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._prompt_tokens -= num_prompt_tokens
+            self._first_steps -= began
+
+    def interrupt(self) -> None:
+        """Generation paused until now: the step that this falls into says nothing of the engine."""
+        self._interrupted_s = self._clock()
+
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
+        """One step of the engine, as vLLM tells it."""
+        if scheduler is not None:
+            self._kv_usage = max(self._kv_usage, scheduler.kv_cache_usage)
+        if iteration is None or not iteration.num_generation_tokens:
+            return
+        self._num_steps += 1
+        self._num_preempted += iteration.num_preempted_reqs
+        for ended in iteration.finished_requests:
+            self._num_ended += 1
+            self._queued_s += max(0.0, ended.queued_time)
+        # every sample that was in the step before has waited for this one alone
+        if not iteration.inter_token_latencies_iter:
+            return
+        step_s = min(iteration.inter_token_latencies_iter)
+        if step_s <= 0.0 or self._clock() - step_s < self._interrupted_s:
+            return
+        contexts = self._prompt_tokens + self._running * self._num_steps - self._first_steps
+        terms = (1.0, iteration.num_generation_tokens, contexts, iteration.prompt_token_stats.computed)
+        self._moments.add(terms, step_s)
+
+    def report(self) -> EngineReport:
+        """What is known; the greatest use of the cache begins anew."""
+        kv_usage, self._kv_usage = self._kv_usage, 0.0
+        return EngineReport(
+            num_steps=self._moments.num_measured,
+            steps_s=self._moments.total,
+            num_preempted=self._num_preempted,
+            num_ended=self._num_ended,
+            queued_s=self._queued_s,
+            kv_usage=kv_usage,
+            fit=self._moments.fit(),
+        )
+
+
+def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
+    """What vLLM is given as a logger of its statistics."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    # one of Prometheus in name only: where there is none vLLM adds its own, which costs more than the step of a small
+    # model, and nobody reads it
+    class Logger(PrometheusStatLogger):
+        def __init__(self, vllm_config: object, engine_indexes: object = None) -> None:
+            """There is one engine."""
+
+        def record(
+            self,
+            scheduler_stats: SchedulerStats | None,
+            iteration_stats: IterationStats | None,
+            mm_cache_stats: object = None,
+            engine_idx: int = 0,
+        ) -> None:
+            stats.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            """There is nothing to say."""
+
+        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+            """It never sleeps."""
+
+        def record_admission_rejection(self, reason: str) -> None:
+            """Leeway admits what it sends."""
+
+    return Logger

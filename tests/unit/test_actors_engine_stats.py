@@ -1,0 +1,63 @@
+"""What an engine tells of its steps: the contexts that run in them, and what is left out."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from actors.engine_stats import EngineStats
+from common.costs import Moments
+from tests.unit.fake_actor import Clock
+
+
+def step(latencies, prompt_tokens=0, preempted=0, ended=()):
+    """vLLM's statistics of one step; `latencies` of the samples that were in the step before."""
+    return SimpleNamespace(
+        num_generation_tokens=len(latencies) + (prompt_tokens > 0),
+        inter_token_latencies_iter=list(latencies),
+        num_preempted_reqs=preempted,
+        prompt_token_stats=SimpleNamespace(computed=prompt_tokens),
+        finished_requests=[SimpleNamespace(queued_time=each) for each in ended],
+    )
+
+
+def cache(usage):
+    return SimpleNamespace(kv_cache_usage=usage)
+
+
+def test_contexts_grow_by_a_token_a_step_and_leave_with_their_request():
+    clock, seen = Clock(), []
+    stats = EngineStats(clock)
+
+    class Recorded(Moments):
+        def add(self, terms, seconds):
+            seen.append((*terms[1:], seconds))
+
+    stats._moments = Recorded(4)
+    with stats.request(10):
+        stats.record(cache(0.1), step([], prompt_tokens=10))  # its first: there is no step before it to measure from
+        with stats.request(20):
+            clock.now_s += 1.0
+            stats.record(cache(0.4), step([0.5], prompt_tokens=20))
+            clock.now_s += 1.0
+            stats.record(cache(0.2), step([0.25, 0.25], preempted=1, ended=[0.5]))
+    with stats.request(30):
+        clock.now_s += 1.0
+        stats.record(cache(0.1), step([0.125]))
+    # (samples, tokens of their contexts, prompt tokens computed, seconds)
+    assert seen == [(2, (10 + 2) + (20 + 1), 20, 0.5), (2, (10 + 3) + (20 + 2), 0, 0.25), (1, 30 + 1, 0, 0.125)]
+    report = stats.report()
+    assert (report.num_preempted, report.num_ended, report.queued_s, report.kv_usage) == (1, 1, 0.5, 0.4)
+    assert stats.report().kv_usage == 0.0
+
+
+def test_the_step_that_an_update_fell_into_is_not_measured():
+    clock = Clock()
+    stats = EngineStats(clock)
+    for interrupted in (False, True, False):
+        clock.now_s += 1.0
+        if interrupted:
+            stats.interrupt()
+        clock.now_s += 0.1
+        stats.record(None, step([0.2 if interrupted else 0.05]))
+    assert stats.report().num_steps == 2
+    assert stats.report().steps_s == pytest.approx(0.1)

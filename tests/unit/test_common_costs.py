@@ -1,0 +1,52 @@
+"""Laws of cost: what made the measurements is found again, nothing is negative, and few measurements suffice."""
+
+import numpy as np
+import pytest
+
+from common.costs import Moments, TokenTime
+
+LAWS = [
+    TokenTime(4e-3, 6e-5, 2e-8, 1e-5),
+    TokenTime(4e-3, 0.0, 2e-8, 0.0),
+    TokenTime(0.0, 1e-3, 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_law_that_made_the_steps_is_found_again(law):
+    random, moments = np.random.default_rng(1), Moments(4)
+    for _ in range(300):
+        b, c, p = int(random.integers(1, 65)), int(random.integers(100, 60_000)), int(random.choice([0, 0, 0, 512]))
+        moments.add((1.0, b, c, p), law.seconds(b, c, p))
+    fit = moments.fit()
+    found = TokenTime(*fit.coefficients)
+    for name in ("base", "per_sample", "per_kv_token", "per_prompt_token"):
+        assert getattr(found, name) == pytest.approx(getattr(law, name), rel=1e-4, abs=1e-10)
+    assert fit.relative_error < 1e-4
+    assert fit.num_measured == 300
+
+
+def test_it_is_the_best_of_all_laws_without_a_negative_coefficient():
+    random = np.random.default_rng(2)
+    for _ in range(30):
+        terms = np.c_[np.ones(20), random.integers(1, 9, 20), random.integers(1, 900, 20)].astype(float)
+        seconds, moments = random.exponential(1e-2, 20), Moments(3)
+        for row, each in zip(terms, seconds, strict=True):
+            moments.add(row, each)
+        found = np.array(moments.fit().coefficients)
+        assert (found >= 0.0).all()
+        error = ((terms @ found - seconds) ** 2).sum()
+        scale = seconds.mean() / np.array([1.0, 4.0, 400.0])
+        for _ in range(200):
+            other = np.maximum(0.0, found + random.normal(size=3) * random.choice([0.01, 0.1, 1.0]) * scale)
+            assert ((terms @ other - seconds) ** 2).sum() >= error * (1 - 1e-3)
+
+
+def test_where_all_steps_are_alike_the_law_has_one_term_and_before_two_there_is_none():
+    moments = Moments(4)
+    assert moments.fit() is None
+    for _ in range(5):
+        moments.add((1.0, 8, 800, 0), 0.01)
+    law = TokenTime(*moments.fit().coefficients)
+    assert law.seconds(8, 800) == pytest.approx(0.01)
+    assert sum(each > 0 for each in moments.fit().coefficients) == 1
