@@ -66,6 +66,18 @@ class ActorsConfig(BaseModel):
         """Longest prompt plus completion."""
         return self.max_prompt_tokens + self.max_new_tokens
 
+    def room(self, num_to_generate: int, num_open: int) -> int:
+        """How many groups an actor leases so that no slot stays empty: rounded down, up to K - 1 would for ever.
+
+        What is being scored or pushed needs no slot, but is bounded too: a reward may be slower than the engine.
+
+        Args:
+            num_to_generate: samples of its leases that the engine has not completed.
+            num_open: those, and the ones that are being scored or pushed.
+        """
+        free = min(self.max_running_samples - num_to_generate, 2 * self.max_running_samples - num_open)
+        return max(0, -(-free // self.group_size))
+
     @property
     def kv_cache_bytes_on_cpu(self) -> int:
         """For attention keys and values of an engine that computes there."""

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil
 from typing import Any, TypeVar
 
 from actors.config import ActorSections
@@ -315,14 +314,8 @@ class ActorLoop:
     # --- leases -----------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        """How many groups to lease so that no slot of the engine stays empty: rounded down, up to K - 1 would for ever.
-
-        What is being scored or pushed needs no slot, but is bounded too: a reward may be slower than the engine.
-        """
-        slots, held = self._config.max_running_samples, self._held.values()
-        free = slots - sum(len(each.to_generate) for each in held)
-        free = min(free, 2 * slots - sum(len(each.open) for each in held))
-        return max(0, ceil(free / self._config.group_size))
+        held = self._held.values()
+        return self._config.room(sum(len(each.to_generate) for each in held), sum(len(each.open) for each in held))
 
     async def _lease_groups(self) -> None:
         """Lease whenever there is room, until the buffer drains."""

@@ -110,6 +110,10 @@ class GroupIndex:
             self._move(group.group_id, old, new)
             tx.undo.append(partial(self._move, group.group_id, new, old))
 
+    def put(self, group_id: int, place: Place | None) -> None:
+        """Enter a group that has no row, as a simulation has it, or what became of it."""
+        self._move(group_id, self._places.get(group_id), place)
+
     @property
     def first_to_go(self) -> Evictable | None:
         """The group that eviction takes next; None where none may go."""

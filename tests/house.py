@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("actors", "algorithms", "buffer", "common", "launch", "learner", "weight_sync")
+PACKAGES = ("actors", "algorithms", "buffer", "common", "launch", "learner", "planning", "weight_sync")
 ENTRY_POINTS = frozenset({"launch.bootstrap", "launch.cli", "launch.cluster_nodes"})
 """Started by a user, the Makefile or a script; a module that nobody imports is one too."""
 DEEP_LINES = 120

@@ -176,6 +176,8 @@ def train(
     limit_s: float = LIMIT_S,
     prefix: Sequence[str] = (),
     look: Callable[[Path], None] = lambda folder: None,
+    module: str = "launch.cli",
+    variables: Mapping[str, str] | None = None,
 ) -> FinishedRun:
     """Train as a config says, in a process of its own.
 
@@ -187,15 +189,19 @@ def train(
         limit_s: a run that takes longer has failed.
         prefix: a command that runs it, such as `taskset`.
         look: shown the folder about every LOOK_EVERY_S while it runs.
+        module: whose command it is.
+        variables: further ones of its environment.
 
     Raises:
         RunFailed: it did not end well, or took too long.
     """
-    command = [*prefix, sys.executable, "-m", "launch.cli", "train", str(config)]
+    command = [*prefix, sys.executable, "-m", module, "train", str(config)]
     command += ["--run.dir", str(folder.parent), "--run.name", folder.name, "--tracking.display", "plain", *overrides]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") if log else contextlib.nullcontext() as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(**(variables or {})), stdout=output, stderr=subprocess.STDOUT
+        )
         try:
             is_over = _follow(process, folder, look, time.monotonic() + limit_s)
         finally:

@@ -5,8 +5,8 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 166,
-    "lines": 39_810,
+    "files": 170,
+    "lines": 40_700,
     "longest file": 462,
     "longest function": 60,
     "modules imported by exactly one other": 40,
@@ -28,7 +28,7 @@ def test_a_module_with_one_user_is_deep_or_says_why_it_stands_alone():
 
 
 ALONE = {
-    "common.costs": "laws of cost, which engines are fitted by and plans are made from",
+    "planning.engine": "the sleeping engines of benchmarks keep time by it too",
     "learner.scorer": "what a process of its own hosts",
     "launch.report.at_end": "the report's own process, so that it cannot hurt the run",
     "learner.report": "what a poisoned batch is, beside the stage that meets one",

@@ -1,0 +1,17 @@
+"""`leeway train` with sleeping engines and a sleeping learner: `python -m benchmarks.fleet_parts.command train ...`.
+
+All else is the real run: the actors' loop, the buffer, the ledger, staleness, weights, Ray, the supervisor.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.fleet_parts.roles import SleepingActorRole, SleepingStageRole
+from launch.cli import main
+from launch.processes import actor_pools, learner_group
+
+if __name__ == "__main__":
+    actor_pools.ActorRole = SleepingActorRole  # type: ignore[misc]
+    learner_group.StageRole = SleepingStageRole  # type: ignore[misc]
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,182 @@
+"""SleepingEngine: the interface of `actors.engine.Engine`, and a law of token time in place of a model.
+
+What it generates means nothing; how long that takes, how samples share it, which version sampled which token and what
+an update costs is what a real one would do that follows the law. It computes nothing: sixteen of them fit two cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from actors.config import ActorsConfig
+from actors.engine import EngineDead, Generation, UpdateTiming
+from actors.engine_stats import EngineReport
+from benchmarks.fleet_parts.setting import EngineSetting
+from buffer.trajectory import VersionSpan
+from common.costs import Fit
+from common.hf_folder import check_model_folder
+from common.staleness import PolicyVersion
+from planning.engine import TokenClock
+from planning.lengths import score_of
+from weight_sync.store import StagedVersion
+
+_LOGPROB = -1.0
+
+
+class SleepingEngine:
+    """One engine; `setting` is set by the role that hosts it, before it starts."""
+
+    setting: EngineSetting
+
+    def __init__(self, config: ActorsConfig, version: PolicyVersion, vocab_size: int) -> None:
+        """Use `start`."""
+        self._config, self._version, self._vocab_size = config, version, vocab_size
+        self._clock: TokenClock[int] = TokenClock(self.setting.law, time.perf_counter())
+        self._numbers = itertools.count()
+        self._ends: dict[int, asyncio.Future[None]] = {}
+        self._changed = asyncio.Event()
+        self._updating = asyncio.Lock()
+        self._versions: list[tuple[float, PolicyVersion]] = [(-float("inf"), version)]
+        """From which value of the clock's `made` on each version sampled, as far back as a running sample goes."""
+        self._began: dict[int, float] = {}
+        """Value of `made` at which each running sample began."""
+        self._waker = asyncio.create_task(self._wake())
+        self._num_steps = self._steps_s = 0.0
+
+    @classmethod
+    async def start(
+        cls, model_path: Path, config: ActorsConfig, *, version: PolicyVersion, seed: int
+    ) -> SleepingEngine:
+        """As `Engine.start`."""
+        return cls(config, version, check_model_folder(model_path).vocab_size)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version that new requests start under."""
+        return self._version
+
+    def report(self) -> EngineReport:
+        """As a real one that has measured its own law."""
+        law = self.setting.law
+        terms = law.base, law.per_sample, law.per_kv_token, law.per_prompt_token
+        return EngineReport(num_steps=int(self._num_steps), steps_s=self._steps_s, fit=Fit(terms, 1, 0.0))
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        temperature: float | None = None,
+        max_new_tokens: int | None = None,
+        seed: int | None = None,
+    ) -> Generation:
+        """As `Engine.generate`: the length follows from the prompt and the seed."""
+        law = self.setting.lengths
+        length = int(law.lengths(score_of(*prompt_token_ids), [score_of("sample", seed)])[0])
+        longest = max_new_tokens or self._config.max_new_tokens
+        finish_reason: Literal["stop", "length"] = "length" if length >= longest else "stop"
+        length = min(length, longest)
+        async with self._updating:
+            number, began = self._start(len(prompt_token_ids), length)
+        try:
+            await self._ends[number]
+        except asyncio.CancelledError:
+            if number in self._began:
+                self._pass_time()
+                if number in self._began:
+                    self._clock.cancel(number)
+            raise
+        finally:
+            self._ends.pop(number, None)
+            self._began.pop(number, None)
+        random = np.random.default_rng(abs(hash((seed, length))))
+        return Generation(
+            token_ids=random.integers(0, self._vocab_size, length, dtype=np.int32),
+            logprobs=np.full(length, _LOGPROB, np.float32),
+            spans=self._spans(began, length),
+            finish_reason=finish_reason,
+        )
+
+    async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> float:
+        """As `Engine.prepare`."""
+        return 0.0
+
+    async def apply(
+        self, staged: StagedVersion, kv_cache: Literal["keep", "recompute"], *, timeout_s: float = 120.0
+    ) -> UpdateTiming:
+        """As `Engine.apply`: nobody makes a token for the length of the pause."""
+        async with self._updating:
+            self._pass_time()
+            self._clock.stall(self.setting.pause_s)
+            self._changed.set()
+            await asyncio.sleep(self.setting.pause_s)
+            self._version = staged.version
+            oldest = min(self._began.values(), default=self._clock.made)
+            later = [each for each in self._versions if each[0] > oldest]
+            before = [each for each in self._versions if each[0] <= oldest][-1:]
+            self._versions = [*before, *later, (self._clock.made, staged.version)]
+        return UpdateTiming(pause_s=self.setting.pause_s, load_s=self.setting.pause_s)
+
+    async def stop(self) -> None:
+        """As `Engine.stop`."""
+        self._waker.cancel()
+        for end in self._ends.values():
+            if not end.done():
+                end.set_exception(EngineDead("it was stopped"))
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def _start(self, num_prompt_tokens: int, length: int) -> tuple[int, float]:
+        self._pass_time()
+        number = next(self._numbers)
+        self._ends[number] = asyncio.get_running_loop().create_future()
+        if not self._clock.num_running:
+            self._versions = [(-float("inf"), self._version)]
+        self._clock.start(number, num_prompt_tokens, length)
+        self._began[number] = self._clock.made
+        self._changed.set()
+        return number, self._clock.made
+
+    def _pass_time(self) -> None:
+        """Let the clock pass every end up to now, each at its own time."""
+        now_s, clock = time.perf_counter(), self._clock
+        while (next_s := clock.next_end_s()) <= now_s:
+            self._advance(next_s)
+            number = clock.end()
+            if not self._ends[number].done():
+                self._ends[number].set_result(None)
+            self._began.pop(number, None)
+        self._advance(now_s)
+
+    def _advance(self, now_s: float) -> None:
+        before, before_s = self._clock.made, self._clock.now_s
+        self._clock.advance(now_s)
+        if self._clock.num_running:
+            self._num_steps += self._clock.made - before
+            self._steps_s += now_s - before_s
+
+    async def _wake(self) -> None:
+        while True:
+            self._changed.clear()
+            self._pass_time()
+            wait_s = self._clock.next_end_s() - time.perf_counter()
+            try:
+                async with asyncio.timeout(wait_s if wait_s < float("inf") else None):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def _spans(self, began: float, length: int) -> tuple[VersionSpan, ...]:
+        """Which version sampled which tokens."""
+        starts = [(round(at - began) if at > began else 0, version) for at, version in self._versions]
+        spans: list[VersionSpan] = []
+        for (start, version), (end, _) in zip(starts, [*starts[1:], (length, self._version)], strict=True):
+            if min(end, length) > start:
+                spans.append(VersionSpan(version, start, min(end, length)))
+        return tuple(spans)

@@ -1,0 +1,56 @@
+"""What a fleet of sleeping engines and a sleeping learner are told: laws of time, passed on in the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.costs import TokenTime
+from planning.lengths import LengthLaw
+
+VARIABLE = "LEEWAY_FLEET"
+
+
+@dataclass(frozen=True)
+class EngineSetting:
+    """Of the engines of a pool."""
+
+    law: TokenTime
+    lengths: LengthLaw
+    pause_s: float = 0.05
+    """That an update of the weights takes."""
+
+
+@dataclass(frozen=True)
+class FleetSetting:
+    """Of all."""
+
+    pools: Mapping[str, TokenTime]
+    """Pool -> the law of its engines."""
+    lengths: LengthLaw
+    step_s: float
+    """That a step takes besides its tokens."""
+    step_token_s: float = 0.0
+    """That each trained token takes."""
+    pause_s: float = 0.05
+
+    def engine(self, pool: str) -> EngineSetting:
+        """What the engines of a pool are told."""
+        return EngineSetting(self.pools[pool], self.lengths, self.pause_s)
+
+    def as_text(self) -> str:
+        """For the environment of every role."""
+        laws = {
+            name: [law.base, law.per_sample, law.per_kv_token, law.per_prompt_token] for name, law in self.pools.items()
+        }
+        lengths = [list(self.lengths.quantiles), self.lengths.explained]
+        return json.dumps([laws, lengths, self.step_s, self.step_token_s, self.pause_s])
+
+    @classmethod
+    def here(cls) -> FleetSetting:
+        """As it stands in the environment."""
+        laws, (quantiles, explained), step_s, step_token_s, pause_s = json.loads(os.environ[VARIABLE])
+        pools = {name: TokenTime(*terms) for name, terms in laws.items()}
+        return cls(pools, LengthLaw(tuple(quantiles), explained), step_s, step_token_s, pause_s)

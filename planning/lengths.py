@@ -1,0 +1,127 @@
+"""LengthLaw: how many tokens completions have, and how much of that the prompt decides.
+
+A law is a distribution of lengths and the share of variance, on a normal scale, that siblings have in common:
+
+    z = sqrt(explained) * u(prompt) + sqrt(1 - explained) * e(sample),   length = quantile(Phi(z)),   u, e ~ N(0, 1)
+
+So any measured distribution can have any share of it explained, and the best ranking of prompts is known: by u.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+NUM_QUANTILES = 257
+_REACH = 4.0
+"""Quantiles are kept for normal scores up to this: of 30,000 samples two lie beyond, and count as the outermost."""
+
+
+@dataclass(frozen=True)
+class LengthLaw:
+    """Lengths by their quantiles at evenly spaced normal scores from -4 to 4."""
+
+    quantiles: tuple[float, ...]
+    """Tokens, ascending."""
+    explained: float = 0.0
+    """Share of the variance of the normal score that the prompt decides, 0..1."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no law.
+
+        Raises:
+            ValueError: lengths below a token, or not ascending; a share that is none.
+        """
+        if len(self.quantiles) < 2 or self.quantiles[0] < 1 or list(self.quantiles) != sorted(self.quantiles):
+            raise ValueError("quantiles of lengths are at least two, at least 1, and ascending")
+        if not 0.0 <= self.explained <= 1.0:
+            raise ValueError(f"explained = {self.explained}: a share of the variance lies between 0 and 1")
+
+    @classmethod
+    def lognormal(cls, median: float, sigma: float, longest: int, explained: float = 0.0) -> LengthLaw:
+        """exp(N(log median, sigma^2)), cut at `longest` as `max_new_tokens` does, and at one token."""
+        lengths = np.clip(median * np.exp(sigma * _SCORES), 1.0, longest)
+        return cls(tuple(lengths.tolist()), explained)
+
+    @classmethod
+    def constant(cls, length: int) -> LengthLaw:
+        """Every completion alike."""
+        return cls((float(length), float(length)))
+
+    @classmethod
+    def measured(cls, lengths: npt.ArrayLike, explained: float = 0.0) -> LengthLaw:
+        """Of completions that were seen; ValueError where there are none."""
+        seen = np.asarray(lengths, np.float64)
+        if not len(seen):
+            raise ValueError("a law of lengths needs at least one completion")
+        at = [NormalDist().cdf(score) for score in _SCORES.tolist()]
+        return cls(tuple(np.quantile(seen, at).tolist()), explained)
+
+    def lengths(self, prompt_score: float | Floats, sample_scores: Sequence[float] | Floats) -> Floats:
+        """Whole tokens of the samples of a prompt, from standard normal scores of the prompt and of each sample."""
+        own = math.sqrt(1.0 - self.explained)
+        scores = math.sqrt(self.explained) * prompt_score + own * np.asarray(sample_scores)
+        return np.maximum(1.0, np.rint(np.interp(scores, self._at, self.quantiles)))
+
+    @cached_property
+    def _at(self) -> Floats:
+        return np.linspace(-_REACH, _REACH, len(self.quantiles))
+
+    @cached_property
+    def mean(self) -> float:
+        """Tokens of a completion, on average."""
+        scores = np.linspace(-2 * _REACH, 2 * _REACH, 8001)
+        density = np.exp(-(scores**2) / 2)
+        return float((np.interp(scores, self._at, self.quantiles) * density).sum() / density.sum())
+
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest completion."""
+        return self.quantiles[-1]
+
+
+_SCORES = np.linspace(-_REACH, _REACH, NUM_QUANTILES)
+
+
+def explained_by_prompt(prompt_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> float:
+    """Share of the variance of the normal scores of lengths that prompts explain, by one-way analysis of variance.
+
+    Args:
+        prompt_ids: of each completion.
+        lengths: its tokens.
+    """
+    prompts, values = np.asarray(prompt_ids), np.asarray(lengths, np.float64)
+    if len(values) < 2 or values.min() == values.max():
+        return 0.0
+    ranks = np.empty(len(values))
+    ranks[np.argsort(values, kind="stable")] = np.arange(1, len(values) + 1)
+    _, same = np.unique(values, return_inverse=True)  # ties share the mean of their ranks
+    ranks = (np.bincount(same, ranks) / np.bincount(same))[same]
+    normal = NormalDist()
+    scores = np.array([normal.inv_cdf((rank - 0.5) / len(values)) for rank in ranks.tolist()])
+    _, which = np.unique(prompts, return_inverse=True)
+    counts = np.bincount(which)
+    within_df = len(scores) - len(counts)
+    if within_df < 1 or len(counts) < 2:
+        return 0.0
+    means = np.bincount(which, scores) / counts
+    within = float(((scores - means[which]) ** 2).sum()) / within_df
+    between = float((counts * (means - scores.mean()) ** 2).sum()) / (len(counts) - 1)
+    size = (len(scores) - float((counts**2).sum()) / len(scores)) / (len(counts) - 1)
+    shared = max(0.0, (between - within) / size)
+    return shared / (shared + within) if shared + within > 0.0 else 0.0
+
+
+def score_of(*key: object) -> float:
+    """A standard normal score that is the same wherever the same key is asked for."""
+    number = int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+    return NormalDist().inv_cdf((number + 0.5) / 2**64)

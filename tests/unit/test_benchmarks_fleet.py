@@ -1,0 +1,88 @@
+"""A sleeping engine: samples take the time of the law, and every token has the version of its time."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from actors.config import ActorsConfig
+from benchmarks.fleet_parts.engine import SleepingEngine
+from benchmarks.fleet_parts.setting import VARIABLE, EngineSetting, FleetSetting
+from common.costs import TokenTime
+from common.staleness import PolicyVersion
+from planning.lengths import LengthLaw
+from tests.unit.fake_actor import FakeBuffer, K, make_actor, run_to_end
+
+LAW = TokenTime(5e-3, 1e-3)
+FORTY = LengthLaw.constant(40)
+
+
+@pytest.fixture
+async def sleeping(monkeypatch):
+    """Makes one engine."""
+    engines = []
+
+    def make(law=LAW, lengths=FORTY):
+        monkeypatch.setattr(SleepingEngine, "setting", EngineSetting(law, lengths, pause_s=0.05), raising=False)
+        engines.append(SleepingEngine(ActorsConfig(max_new_tokens=64), PolicyVersion(0, 0), vocab_size=50))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        await engine.stop()
+
+
+async def test_samples_share_the_engine_and_take_the_time_of_the_law(sleeping):
+    engine, began_s = sleeping(), time.perf_counter()
+    made = await asyncio.gather(*(engine.generate([1, 2], seed=seed) for seed in range(4)))
+    took_s = time.perf_counter() - began_s
+    assert took_s == pytest.approx(40 * LAW.seconds(4, 0), rel=0.2)
+    assert all(len(one.token_ids) == len(one.logprobs) == 40 for one in made)
+    assert [one.spans[0].end for one in made] == [40] * 4
+    assert engine.report().steps_s == pytest.approx(took_s, rel=0.2)
+
+
+async def test_an_update_pauses_and_tokens_after_it_are_of_the_new_version(sleeping):
+    engine = sleeping()
+    running = asyncio.create_task(engine.generate([1], seed=0))
+    began_s = time.perf_counter()
+    await asyncio.sleep(20 * LAW.seconds(1, 0))
+    await engine.apply(SimpleNamespace(version=PolicyVersion(0, 1)), "keep")
+    one = await running
+    assert time.perf_counter() - began_s == pytest.approx(40 * LAW.seconds(1, 0) + 0.05, rel=0.2)
+    first, second = one.spans
+    assert (first.version, second.version) == (PolicyVersion(0, 0), PolicyVersion(0, 1))
+    assert (first.start, first.end, second.end) == (0, second.start, 40)
+    assert first.end == pytest.approx(20, abs=4)
+
+
+async def test_lengths_follow_from_prompt_and_seed(sleeping):
+    engine = sleeping(TokenTime(1e-5), LengthLaw.lognormal(20, 0.8, 60, 0.65))
+
+    async def length(prompt, seed):
+        return len((await engine.generate([prompt], seed=seed)).token_ids)
+
+    assert await length(3, 1) == await length(3, 1)
+    lengths = np.log([[await length(prompt, seed) for seed in range(8)] for prompt in range(40)])
+    assert lengths.mean(axis=1).var() > 3 * (lengths.var(axis=1, ddof=1).mean() / 8), "siblings are alike"
+
+
+async def test_it_works_under_the_real_loop_and_stops_what_is_cancelled(sleeping):
+    engine = sleeping(TokenTime(1e-4), LengthLaw.constant(5))
+    buffer = FakeBuffer(6)
+    report = await run_to_end(make_actor(buffer, engine))
+    assert report.num_outcomes == {"committed": 6 * K}
+    task = asyncio.create_task(engine.generate([1], seed=0))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine._clock.num_running == 0
+
+
+def test_a_setting_survives_the_environment(monkeypatch):
+    setting = FleetSetting({"a": LAW}, LengthLaw.lognormal(20, 0.8, 60, 0.65), 0.5, 1e-4)
+    monkeypatch.setenv(VARIABLE, setting.as_text())
+    assert FleetSetting.here() == setting

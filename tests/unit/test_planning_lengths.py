@@ -1,0 +1,61 @@
+"""Laws of lengths: what they promise of means, quantiles and shares is what they give."""
+
+import math
+
+import numpy as np
+import pytest
+
+from planning.lengths import LengthLaw, explained_by_prompt, score_of
+
+
+def drawn(law, num_prompts=4000, group_size=8, seed=0):
+    random = np.random.default_rng(seed)
+    scores = random.standard_normal(num_prompts)
+    return law.lengths(scores[:, None], random.standard_normal((num_prompts, group_size)))
+
+
+def test_a_lognormal_law_has_its_median_and_spread_and_is_cut_at_the_longest():
+    lengths = drawn(LengthLaw.lognormal(200, 0.7, 1000))
+    assert np.median(lengths) == pytest.approx(200, rel=0.02)
+    inside = np.log(lengths[(lengths > 1) & (lengths < 1000)])
+    assert inside.std() == pytest.approx(0.7, rel=0.05)
+    assert lengths.max() == 1000
+    assert (lengths == 1000).mean() == pytest.approx(0.5 * math.erfc(math.log(5) / 0.7 / math.sqrt(2)), rel=0.1)
+    assert lengths.mean() == pytest.approx(LengthLaw.lognormal(200, 0.7, 1000).mean, rel=0.02)
+
+
+@pytest.mark.parametrize("explained", [0.0, 0.3, 0.65, 1.0])
+def test_prompts_explain_the_share_that_the_law_says_and_it_is_found_again(explained):
+    lengths = drawn(LengthLaw.lognormal(500, 0.5, 4000, explained))
+    prompts = np.repeat(np.arange(len(lengths)), lengths.shape[1])
+    assert explained_by_prompt(prompts, lengths.reshape(-1)) == pytest.approx(explained, abs=0.03)
+
+
+def test_a_measured_law_gives_what_was_measured_back():
+    seen = np.random.default_rng(1).integers(5, 90, 20_000)
+    lengths = drawn(LengthLaw.measured(seen))
+    assert lengths.mean() == pytest.approx(seen.mean(), rel=0.02)
+    assert np.quantile(lengths, [0.1, 0.5, 0.9]) == pytest.approx(np.quantile(seen, [0.1, 0.5, 0.9]), abs=2)
+
+
+def test_a_constant_law_is_constant_and_lengths_that_are_all_alike_are_explained_by_nothing():
+    assert (drawn(LengthLaw.constant(7)) == 7).all()
+    assert LengthLaw.constant(7).mean == pytest.approx(7)
+    assert explained_by_prompt([1, 1, 2, 2], [5, 5, 5, 5]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("quantiles", "explained", "message"),
+    [((5.0, 3.0), 0.0, "ascending"), ((0.0, 3.0), 0.0, "at least 1"), ((1.0, 2.0), 1.5, "explained = 1.5")],
+)
+def test_what_is_no_law_is_refused(quantiles, explained, message):
+    with pytest.raises(ValueError, match=message):
+        LengthLaw(quantiles, explained)
+    with pytest.raises(ValueError, match="at least one completion"):
+        LengthLaw.measured([])
+
+
+def test_scores_are_standard_normal_and_the_same_for_the_same_key():
+    scores = [score_of("p", number) for number in range(4000)]
+    assert (np.mean(scores), np.std(scores)) == (pytest.approx(0, abs=0.05), pytest.approx(1, abs=0.05))
+    assert score_of(1, 2) == score_of(1, 2) != score_of(2, 1)

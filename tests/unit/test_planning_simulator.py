@@ -1,0 +1,120 @@
+"""A simulated run against closed forms: generation, training, Little's law; and what its policies promise."""
+
+import pytest
+
+from actors.config import ActorsConfig
+from buffer.config import BufferConfig
+from common.costs import TokenTime
+from common.staleness import StalenessConfig, StalenessContract
+from planning.lengths import LengthLaw
+from planning.simulator import Simulation
+from planning.world import Costs, EnginePool, World
+
+LAW = TokenTime(4e-3, 6e-5)
+K, G = 8, 4
+FREE = Costs()
+
+
+def world(
+    *, slots=16, engines=1, length=100, lengths=None, step_s=1e-9, max_lag=4, law=LAW, costs=FREE, sampler=None,
+    pools=None, kv_tokens=float("inf"), **staleness,
+):  # fmt: skip
+    config = ActorsConfig(group_size=K, max_running_samples=slots, max_new_tokens=4096)
+    return World(
+        pools or (EnginePool("a", engines, law, config, kv_tokens),),
+        StalenessContract(StalenessConfig(max_lag=max_lag, **staleness), G),
+        BufferConfig(**(sampler or {})),
+        lengths or LengthLaw.constant(length),
+        lambda tokens: step_s,
+        num_prompts=1000,
+        prompt_tokens=10,
+        costs=costs,
+    )
+
+
+def test_full_engines_make_what_the_law_says():
+    found = Simulation(world(engines=3, max_lag="unbounded")).run(200, warm_up=50)
+    assert found.samples_per_s == pytest.approx(3 * 16 / (100 * LAW.seconds(16, 0)), rel=1e-9)
+    assert found.slots_used == pytest.approx(1.0, rel=1e-9)
+    assert found.binds == "generation"
+
+
+def test_a_slow_learner_trains_its_groups_in_its_time():
+    found = Simulation(world(engines=4, step_s=10.0)).run(60, warm_up=20)
+    assert found.samples_per_s == pytest.approx(G * K / 10.0, rel=1e-9)
+    assert found.learner_busy == pytest.approx(1.0, rel=1e-9)
+    assert found.binds == "training"
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 5])
+def test_admission_obeys_littles_law(max_lag):
+    """As many groups are outstanding as the contract has room for: rate = room * K / residence."""
+    made = world(engines=20, step_s=3.0, max_lag=max_lag)
+    found = Simulation(made).run(80, warm_up=30)
+    residence_s = found.residence_s / sum(found.lags.values())
+    assert found.samples_per_s == pytest.approx(made.contract.capacity() * K / residence_s, rel=1e-9)
+
+
+def test_synchronous_training_takes_turns():
+    """max_lag = 0: a step's groups are generated once its predecessor's weights are there."""
+    costs = Costs(publish_s=0.5, fetch_s=0.25, pause_s=0.125)
+    found = Simulation(world(slots=G * K, step_s=3.0, max_lag=0, costs=costs)).run(40, warm_up=10)
+    # samples are leased when the weights are published, and start when the engine serves them
+    turn_s = 3.0 + 0.5 + 0.25 + 0.125 + 100 * LAW.seconds(G * K, 0)
+    assert found.seconds / found.num_steps == pytest.approx(turn_s, rel=1e-9)
+    assert set(found.lags) == {0}
+    assert found.binds in ("staleness", "weights")
+
+
+def test_groups_that_do_not_divide_the_slots_leave_none_of_them_empty():
+    found = Simulation(world(slots=2 * K - 1, max_lag="unbounded")).run(300, warm_up=100)
+    assert found.slots_used == pytest.approx(1.0, rel=1e-9)
+
+
+LONG_TAIL = LengthLaw.lognormal(100, 1.0, 2000, 0.65)
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "wait"])
+@pytest.mark.parametrize("max_lag", [0, 1, 4])
+def test_no_group_is_trained_past_the_bound_and_none_is_dropped_where_the_step_waits(max_lag, on_stale):
+    made = world(engines=4, lengths=LONG_TAIL, step_s=0.3, max_lag=max_lag, on_stale=on_stale)
+    found = Simulation(made, seed=max_lag).run(150)
+    assert max(found.lags) <= max_lag
+    assert found.num_steps == 150
+    if on_stale == "wait":
+        assert found.num_dropped == 0
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_not():
+    first, again, other = (Simulation(world(engines=3, lengths=LONG_TAIL), seed).run(60) for seed in (1, 1, 2))
+    assert first == again
+    assert first.seconds != other.seconds
+
+
+def test_replay_uses_groups_as_often_as_it_may():
+    often = {"sampler": "uniform", "max_uses": 3}
+    found = Simulation(world(lengths=LONG_TAIL, sampler=often, max_lag="unbounded")).run(200, warm_up=50)
+    assert found.num_trained == 150 * G * K
+    assert found.num_generated < found.num_trained / 2
+
+
+def test_a_faster_pool_makes_more_and_the_price_is_that_of_all():
+    config = ActorsConfig(group_size=K, max_running_samples=16, max_new_tokens=4096)
+    pools = (
+        EnginePool("slow", 2, LAW, config, price=1.0),
+        EnginePool("fast", 1, TokenTime(2e-3, 3e-5), config, price=4.0),
+    )
+    found = Simulation(world(pools=pools, max_lag="unbounded")).run(300, warm_up=100)
+    assert found.samples_per_s == pytest.approx(4 * 16 / (100 * LAW.seconds(16, 0)), rel=0.01)
+    assert found.price == 6.0
+    assert found.price_per_1000 == pytest.approx(6.0 / 3600 * 1000 / found.samples_per_s)
+
+
+def test_a_cache_that_is_small_keeps_samples_waiting():
+    found = Simulation(world(kv_tokens=5 * 110, max_lag="unbounded")).run(60, warm_up=20)
+    assert found.slots_used == pytest.approx(5 / 16, rel=1e-9)
+    assert found.kv_peak == pytest.approx(5 * 110, rel=1e-9)
+
+
+def test_a_run_without_end_is_ended():
+    assert Simulation(world(step_s=1e6)).run(10, limit_s=100.0).num_steps == 0
