@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.costs import Fit, Moments
+from common.costs import Moments
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.metrics.loggers import AggregateStatLoggerBase
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
@@ -34,8 +35,10 @@ class EngineReport:
     """Seconds that these had waited within the engine before their first step."""
     kv_usage: float = 0.0
     """Greatest share of the cache in use since the last report."""
-    fit: Fit | None = None
-    """The law of its steps, by the terms of `common.costs.TokenTime`; None before there were steps."""
+    moments: tuple[float, ...] = ()
+    """`common.costs.Moments` of its steps, by the terms of `TokenTime`; none before there were steps."""
+    kv_tokens: int = 0
+    """Tokens that its cache holds; 0 where it is not known."""
 
 
 class EngineStats:
@@ -56,6 +59,8 @@ class EngineStats:
         self._kv_usage = 0.0
         self._num_preempted = self._num_ended = 0
         self._queued_s = 0.0
+        self.kv_tokens = 0
+        """Tokens that the cache holds; 0 until it is known."""
 
     @contextlib.contextmanager
     def request(self, num_prompt_tokens: int) -> Iterator[None]:
@@ -106,7 +111,8 @@ class EngineStats:
             num_ended=self._num_ended,
             queued_s=self._queued_s,
             kv_usage=kv_usage,
-            fit=self._moments.fit(),
+            moments=tuple(self._moments.as_list()) if self._moments.num_measured else (),
+            kv_tokens=self.kv_tokens,
         )
 
 
@@ -117,8 +123,10 @@ def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
     # one of Prometheus in name only: where there is none vLLM adds its own, which costs more than the step of a small
     # model, and nobody reads it
     class Logger(PrometheusStatLogger):
-        def __init__(self, vllm_config: object, engine_indexes: object = None) -> None:
+        def __init__(self, vllm_config: VllmConfig, engine_indexes: object = None) -> None:
             """There is one engine."""
+            cache = vllm_config.cache_config
+            stats.kv_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
 
         def record(
             self,

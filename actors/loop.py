@@ -286,6 +286,7 @@ class ActorLoop:
             num_tokens=counts.num_tokens,
             num_outcomes=dict(counts.outcomes),
             num_failed=dict(counts.failed),
+            settled_s=counts.settled_s,
             num_leases_lost=counts.num_leases_lost,
             num_running=self._maker.busy.num_running,
             num_slots=self._config.max_running_samples,
@@ -397,6 +398,7 @@ class ActorLoop:
             finally:
                 del held.tasks[index]
             self._account(await self._push(client, trajectory), held.lease, index)
+            counts.settled_s += time.time() - trajectory.finished_s
         except SampleFailed as failure:
             counts.failed[str(failure)] += 1
             await _settled(client.give_up(held.lease, [index], str(failure)))

@@ -52,6 +52,8 @@ class ActorReport:
     """Pushed trajectories by outcome: committed, duplicate, late, quarantined."""
     num_failed: dict[str, int]
     """Samples given up, by reason."""
+    settled_s: float
+    """Seconds that pushed ones took from their last token until the buffer had answered, added up."""
     num_leases_lost: int
     num_running: int
     """Training requests in the engine now."""
@@ -85,6 +87,7 @@ class Counts:
     """Of pushed trajectories."""
     failed: Counter[str] = field(default_factory=Counter)
     """Samples given up, by reason."""
+    settled_s: float = 0.0
     num_leases_lost: int = 0
 
 

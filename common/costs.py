@@ -79,6 +79,29 @@ class Moments:
         self.num_measured += 1
         self.total += measured
 
+    def as_list(self) -> list[float]:
+        """All sums, to be stored; `from_list` reads them."""
+        sums = (self._squares, self.num_measured, self.total)
+        return [*map(float, sums), *self._targets.tolist(), *self._products.reshape(-1).tolist()]
+
+    @classmethod
+    def from_list(cls, sums: Sequence[float]) -> Moments:
+        """As they were stored; ValueError where they are none."""
+        num_terms = int(len(sums) ** 0.5)
+        while num_terms and 3 + num_terms + num_terms**2 > len(sums):
+            num_terms -= 1
+        if not num_terms or 3 + num_terms + num_terms**2 != len(sums):
+            raise ValueError(f"{len(sums)} numbers are not the sums of any law")
+        found, values = cls(num_terms), np.array(sums, np.float64)
+        found._squares, found.num_measured, found.total = float(values[0]), int(values[1]), float(values[2])
+        found._targets = values[3 : 3 + num_terms]
+        found._products = values[3 + num_terms :].reshape(num_terms, num_terms)
+        return found
+
+    def __add__(self, other: Moments) -> Moments:
+        """Of the measurements of both."""
+        return Moments.from_list([one + two for one, two in zip(self.as_list(), other.as_list(), strict=True)])
+
     def fit(self) -> Fit | None:
         """The law with the least squared error among those without a negative coefficient; None before two.
 

@@ -25,6 +25,7 @@ from launch.host import CONNECT_S, answers
 from launch.pools import actor_pools, scorer_pools, serving_dtypes, stage_pools
 from launch.run_folder import RunFolder, already_there, check_weights_folder, check_writable
 from learner.decoders import FAMILIES, cost_shares, split_layers
+from planning.prediction import Prediction
 from weight_sync.config import WeightSyncConfig
 
 _OF_RAY = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
@@ -45,6 +46,8 @@ class Plan:
     """Why this machine cannot run it; it is no mistake of the config, and may be dry-run here."""
     keys: RunKeys | None = field(default=None, repr=False)
     """Of the sockets of this start of the run; None where they are not locked."""
+    prediction: Prediction | None = None
+    """What `leeway plan` said of it; None where it follows no plan."""
 
     @property
     def service_keys(self) -> ServiceKeys | None:

@@ -13,6 +13,7 @@ import select
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ _CONFIG = arg("config", type=Path, metavar="CONFIG.toml")
     "train a model as a TOML file says",
     _CONFIG,
     flag("--dry-run", "check everything that can be checked, start nothing"),
+    arg("--plan", type=Path, metavar="PLAN.toml", help="as `leeway plan` wrote it; the command line wins over it"),
     epilog=_CTRL_C,
     takes_overrides=True,
 )
@@ -80,8 +82,14 @@ def train(parsed: argparse.Namespace) -> int:
         from launch.config import load_config
         from launch.run_folder import choose_root
 
-        config = load_config(parsed.config, parsed.overrides)
-        plan = check(config, choose_root(config, parsed.config))
+        chosen: list[str] = []
+        prediction = None
+        if parsed.plan is not None:
+            from launch.plans import read_plan
+
+            chosen, prediction = read_plan(parsed.plan)
+        config = load_config(parsed.config, [*chosen, *parsed.overrides])
+        plan = replace(check(config, choose_root(config, parsed.config)), prediction=prediction)
         if parsed.dry_run:
             print(plan.describe())
             return ExitStatus.OK
@@ -219,7 +227,8 @@ def check_reward(parsed: argparse.Namespace) -> int:
     """
     from actors.tasks import TaskError, load_task
     from launch.config import load_config
-    from launch.reward_check import BUDGET_S, NUM_PROBLEMS, RewardCheck, check_rewards, progress_line, show, spread
+    from launch.reward_check import BUDGET_S, NUM_PROBLEMS, RewardCheck, check_rewards, show, spread
+    from launch.text import progress_line
 
     config = load_config(parsed.config, parsed.overrides)
     with as_config_error("[task] ", TaskError):
@@ -242,6 +251,99 @@ def check_reward(parsed: argparse.Namespace) -> int:
     if not sentences:
         print(f"The rewards of {len(problems)} problems are as they should be.")
     return ExitStatus.FAILED if sentences else ExitStatus.OK
+
+
+@verb(
+    "measure what a run costs on this machine",
+    arg("config", nargs="?", type=Path, metavar="CONFIG.toml"),
+    arg("--from", nargs="+", type=Path, metavar="RUN", dest="runs", help="of these runs, in place of two short ones"),
+    arg("--out", type=Path, default=Path("profile.json"), help="where it goes; default: profile.json"),
+    takes_overrides=True,
+)
+def profile(parsed: argparse.Namespace) -> int:
+    """Measure what the parts of a run cost on this machine: two short real runs, about three minutes in all.
+
+    Any key can be overridden, as with train. Runs that there are already say the same: --from RUN.
+    """
+    with uncollected():
+        from launch.checks import check
+        from launch.config import load_config
+        from launch.profiling import profile_of, take
+        from launch.run_folder import choose_root, open_run
+        from launch.text import progress_line
+
+        if (parsed.config is None) == (not parsed.runs):
+            raise ConfigError("give either a config, which is run for it, or runs that there are: --from RUN")
+        if parsed.runs:
+            if parsed.overrides:
+                raise ConfigError(f"{parsed.overrides[0]} changes nothing of runs that there are: leave it out")
+            found = profile_of([open_run(each) for each in parsed.runs])
+        else:
+            config = load_config(parsed.config, parsed.overrides)
+            check(config, choose_root(config, parsed.config))  # a mistake is told before anything is started
+            try:
+                with progress_line() as progress:
+                    found = take(parsed.config, parsed.overrides, lambda text: progress(text, None))
+            except KeyboardInterrupt:
+                return refuse("interrupted; no profile was written", ExitStatus.INTERRUPTED)
+    try:
+        found.write(parsed.out)
+    except OSError as error:
+        raise ConfigError(f"{parsed.out} cannot be written: {error.strerror}; give another place as --out") from None
+    print(found.describe())
+    print(f"written to {parsed.out}")
+    return ExitStatus.OK
+
+
+@verb(
+    "choose actors, learner and bound for a config, and say what it will do",
+    arg("config", type=Path, metavar="CONFIG.toml"),
+    arg("--profile", type=Path, default=Path("profile.json"), help="of `leeway profile`; default: profile.json"),
+    arg("--hosts", type=Path, metavar="FILE", help="as launch/cluster.sh takes it; default: this machine alone"),
+    arg("--host-cpus", type=float, metavar="N", help="that each of them has; default: as many as this machine"),
+    arg("--host-gpus", type=float, metavar="N", help="likewise"),
+    arg("--price", nargs="+", default=[], metavar="POOL=PER_HOUR", help="of one worker: samples per price are sought"),
+    arg("--out", type=Path, default=Path("plan.toml"), help="where the plan goes; default: plan.toml"),
+    epilog="Then: leeway train CONFIG.toml --plan plan.toml",
+    takes_overrides=True,
+)
+def plan(parsed: argparse.Namespace) -> int:
+    """Search for the plan of CONFIG that trains most samples per second, or per price, by what a profile says.
+
+    Chosen are the number of actors and their slots, the shape of the learner, publish_every, and max_lag up to the
+    config's own. A key that is given here, as --learner.num_stages 2, is not chosen.
+    """
+    with uncollected():
+        from launch.planner import Planner
+        from launch.plans import host_here, prices_of, read_hosts, show, write_plan
+        from launch.profiling import machine_here, model_of
+        from launch.text import progress_line
+        from planning.profile import Profile, ProfileError
+
+        try:
+            found = Profile.read(parsed.profile)
+        except ProfileError as error:
+            raise ConfigError(str(error)) from None
+        here = host_here()
+        hosts = [here]
+        if parsed.hosts is not None:
+            cpus, gpus = parsed.host_cpus or here.cpus, here.gpus if parsed.host_gpus is None else parsed.host_gpus
+            hosts = read_hosts(parsed.hosts, cpus, gpus)
+        planner = Planner(parsed.config, parsed.overrides, found, hosts, prices_of(parsed.price))
+        if (model := model_of(planner.config)) is not None:
+            try:
+                found.check_model(model, parsed.profile)
+            except ProfileError as error:
+                raise ConfigError(str(error)) from None
+        if not found.machine.is_like(machine_here()):
+            print(f"note: the profile was taken on another machine ({found.machine}); the rates are those of that one")
+        with progress_line() as progress:
+            candidates = planner.find(progress)
+            as_it_is = planner.as_it_is()
+    show(candidates, as_it_is, planner.own)
+    write_plan(parsed.out, candidates[0], parsed.profile)
+    print(f"written to {parsed.out}; leeway train {parsed.config} --plan {parsed.out}")
+    return ExitStatus.OK
 
 
 BUFFER_VERBS = {
@@ -292,7 +394,10 @@ def _add_buffer(parsers: Any) -> None:  # noqa: ANN401 -- as in `Verb`
         which.add_argument("--phase", choices=PHASES, help="in this phase of their life")
 
 
-VERBS = (train, resume, scale, status, top, report, trace, export, doctor, check_reward, Verb("buffer", _add_buffer))
+VERBS = (
+    *(train, resume, scale, status, top, report, trace, export, doctor, check_reward, profile, plan),
+    Verb("buffer", _add_buffer),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

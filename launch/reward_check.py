@@ -7,7 +7,6 @@ engine and no Ray.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -289,18 +288,6 @@ def show(checked: RewardCheck) -> None:
         console.print(_LEGEND, soft_wrap=True)
     for line in (*_examples(checked), *checked.cut.values()):
         console.print(line, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def progress_line() -> Iterator[Callable[[str, float], None]]:
-    """One line on the standard error that says how far a function is; nothing where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as line:
-        task = line.add_task("rewards", total=1.0)
-        yield lambda function, share: line.update(task, description=function, completed=share)
 
 
 def _row_of(completion: Completion) -> str:

@@ -62,6 +62,7 @@ class RunFolder:
         self.control = self.root / "control"
         self.summary = self.root / "summary.json"
         self.report = self.root / "report.html"
+        self.prediction = self.root / "prediction.json"
 
     @property
     def name(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,19 @@ class TextOf:
         found = try_to_load_from_cache(name, _TOKENIZER, revision=revision or "main")
         if isinstance(found, str):
             yield Path(found).parent
+
+
+@contextlib.contextmanager
+def progress_line() -> Iterator[Callable[[str, float | None], None]]:
+    """One line on the standard error that says what is done, and how much of it; nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as line:
+        task = line.add_task("", total=None)
+
+        def say(what: str, share: float | None = None) -> None:
+            line.update(task, description=what, total=None if share is None else 1.0, completed=share)
+
+        yield say

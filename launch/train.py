@@ -16,6 +16,7 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import msgspec
 from safetensors import SafetensorError
 
 from actors.sample import EvalResult
@@ -121,6 +122,8 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         if earlier is None:
             folder.create(config)
             half_made.callback(shutil.rmtree, folder.root, ignore_errors=True)  # it would be in the next try's way
+            if plan.prediction is not None:
+                write_whole(folder.prediction, [msgspec.json.encode(plan.prediction)])
             stack.enter_context(claimed(folder))
         else:
             folder.update(config)

@@ -22,11 +22,13 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush, heapreplace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from algorithms.base import Unit
+if TYPE_CHECKING:  # with torch, which planning does without
+    from algorithms.base import Unit
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -83,6 +85,16 @@ class PackingRule:
         """Of all replicas, where `needed` would hold the tokens."""
         per_replica = max(-(-needed // self.num_replicas), self.min_micro_batches, 1)
         return self.num_replicas * (-(-per_replica // self.multiple) * self.multiple)
+
+
+def micro_batches_asked(schedule: str, num_stages: int) -> tuple[int, int]:
+    """How many micro-batches a replica has to run by its schedule: the least number, and of what it is a multiple.
+
+    1F1B takes at least one per stage, schedules in rounds whole rounds of them.
+    """
+    if schedule == "gpipe" or num_stages == 1:
+        return 1, 1
+    return num_stages, 1 if schedule == "1f1b" else num_stages
 
 
 @dataclass(frozen=True)
@@ -300,6 +312,19 @@ class _Samples:
             home_B[members] = m
         return self.cost_of(home_B, len(bins))
 
+    def bins(self, unit_B: IntArray | None) -> tuple[list[list[int]], FloatArray, Unit]:
+        """Which sequences each micro-batch takes, what each costs, and what lies in one whole."""
+        bins = _plan(self.length_B.tolist(), self.cost_B, self.rule)
+        cost_M = self.cost_of_bins(bins)
+        shares = len(np.unique(self.same_B)) < len(self.same_B)
+        if unit_B is not None and (self.rule.unit != "sequence" or shares):
+            whole = self.whole(unit_B)
+            whole_M = cost_M if whole is None else self.cost_of_bins(whole)
+            passes = 1.0 if self.rule.unit == "sequence" else _ONE_PASS
+            if whole is not None and passes * _duration(whole_M, self.rule) <= _duration(cost_M, self.rule):
+                return whole, whole_M, self.rule.unit
+        return bins, cost_M, PackedBatch.unit
+
     def whole(self, unit_B: IntArray) -> list[list[int]] | None:
         """As `plan`, with the sequences of a unit in one micro-batch; None where one does not fit."""
         length_U = np.bincount(unit_B, self.length_B).astype(np.int64)
@@ -341,15 +366,25 @@ def pack(
         for sequence, length in zip(sequences, prompt_lengths, strict=True)
     ]
     samples = _Samples(np.array(lengths), np.array(prompt_lengths), np.array(same), rule.cost.of(lengths), rule)
-    bins, unit = _plan(lengths, samples.cost_B, rule), PackedBatch.unit
-    cost_M = samples.cost_of_bins(bins)
-    if unit_B is not None and (rule.unit != "sequence" or len(numbers) < len(lengths)):
-        whole = samples.whole(unit_B)
-        whole_M = cost_M if whole is None else samples.cost_of_bins(whole)
-        passes = 1.0 if rule.unit == "sequence" else _ONE_PASS
-        if whole is not None and passes * _duration(whole_M, rule) <= _duration(cost_M, rule):
-            bins, cost_M, unit = whole, whole_M, rule.unit
+    bins, cost_M, unit = samples.bins(unit_B)
     return _lay_out(sequences, samples, [np.array(members, np.int64) for members in bins], cost_M, unit)
+
+
+def cost_of_micro_batches(
+    length_B: IntArray, prompt_B: IntArray, same_B: IntArray, rule: PackingRule, unit_B: IntArray
+) -> tuple[FloatArray, Unit]:
+    """The cost of each micro-batch that `pack` would make, and what lies in one whole, from lengths alone.
+
+    Args:
+        length_B: tokens of each sequence.
+        prompt_B: of its prompt.
+        same_B: a number of its prompt, the same for the same tokens.
+        rule: with costs in the unit that is wanted.
+        unit_B: the unit of each sequence, numbered from 0.
+    """
+    samples = _Samples(length_B, prompt_B, same_B, rule.cost.of(length_B), rule)
+    _, cost_M, unit = samples.bins(unit_B)
+    return cost_M, unit
 
 
 def _lay_out(

@@ -58,16 +58,6 @@ class _Built:
             stage.clear_runtime_states()
 
 
-def micro_batches_asked(schedule: ScheduleName, num_stages: int) -> tuple[int, int]:
-    """How many micro-batches a replica has to run: the least number, and of what it is a multiple.
-
-    1F1B takes at least one per stage, schedules in rounds whole rounds of them.
-    """
-    if schedule == "gpipe" or num_stages == 1:
-        return 1, 1
-    return num_stages, 1 if schedule == "1f1b" else num_stages
-
-
 class Pipeline:
     """Runs packed batches through this rank's chunks and their neighbours. All ranks of a replica call alike."""
 

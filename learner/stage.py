@@ -50,8 +50,7 @@ from learner.mesh import (
     tells_of_loss,
 )
 from learner.networks import build_networks, build_reference
-from learner.packing import CostModel, PackingRule
-from learner.pipeline import micro_batches_asked
+from learner.packing import CostModel, PackingRule, micro_batches_asked
 from learner.report import BadBatches, BadSample, Report, StepTimes, TrainingDiverged, check_samples, step_report
 from learner.step import TrainStep
 from weight_sync.client import open_sink

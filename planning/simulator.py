@@ -174,14 +174,17 @@ class Simulation:
         engine, group = what
         engine.num_scoring -= 1
         self._complete(group)
-        self._advance(engine)
-        self._go_on(engine)
+        if engine.clock.num_running < engine.slots and not engine.waiting:  # what is scored had been too much
+            self._advance(engine)
+            self._go_on(engine)
 
     def _go_on(self, engine: _Engine) -> None:
         """Lease what there is room for, start what may start, and see when the next sample ends."""
-        if not engine.is_asking and engine.closed_since_s is None:
+        has_room = engine.clock.num_running + len(engine.waiting) < engine.slots
+        if has_room and not engine.is_asking and engine.closed_since_s is None:
             self._lease(engine)
-        self._fill(engine)
+        if engine.waiting:
+            self._fill(engine)
         engine.event = self._at(engine.clock.next_end_s(), _END, engine) if engine.clock.num_running else 0
 
     def _fill(self, engine: _Engine) -> None:

@@ -159,6 +159,9 @@ def _fault_of_leeway(arguments: list[str], in_a_sentence: bool = False) -> str:
         return str(error)
     if config is None or path is DEMO:
         return ""
+    if getattr(parsed, "plan", None) is not None:  # a file that the command before has written
+        at = shown.index("--plan")
+        shown = shown[:at] + shown[at + 2 :]
     return _run([*shown, "--dry-run"] if parsed.verb == "train" and "--dry-run" not in shown else shown, parsed.verb)
 
 

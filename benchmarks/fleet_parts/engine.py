@@ -20,7 +20,6 @@ from actors.engine import EngineDead, Generation, UpdateTiming
 from actors.engine_stats import EngineReport
 from benchmarks.fleet_parts.setting import EngineSetting
 from buffer.trajectory import VersionSpan
-from common.costs import Fit
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
 from planning.engine import TokenClock
@@ -63,10 +62,8 @@ class SleepingEngine:
         return self._version
 
     def report(self) -> EngineReport:
-        """As a real one that has measured its own law."""
-        law = self.setting.law
-        terms = law.base, law.per_sample, law.per_kv_token, law.per_prompt_token
-        return EngineReport(num_steps=int(self._num_steps), steps_s=self._steps_s, fit=Fit(terms, 1, 0.0))
+        """What the clock has passed; the law of its steps is known to whoever set it."""
+        return EngineReport(num_steps=int(self._num_steps), steps_s=self._steps_s)
 
     async def generate(
         self,

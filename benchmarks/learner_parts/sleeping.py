@@ -22,6 +22,7 @@ from benchmarks.learner_parts.spot import Figures, Spot
 from learner.decoders import StageShare
 from learner.mesh import Mesh
 from learner.pipeline import Pipeline
+from planning.learner import bubble
 
 NUM_MICRO_BATCHES = 8
 WIDTH, HIDDEN = 4, 8
@@ -101,15 +102,6 @@ class SleepingPipeline:
         self._pipeline.train(self._batch, lambda _, outputs: torch.ones_like(outputs))
 
 
-def theoretical_bubble(schedule: str, num_stages: int, num_chunks: int, num_micro_batches: int) -> float:
-    """Idle share of a stage's time, 0..1, where F, B and W of a chunk take one unit each."""
-    idle = num_stages - 1
-    if schedule == "zero_bubble":
-        # one unit of F + B - W, against 3 units per chunk and micro-batch
-        return idle / (3 * num_chunks * num_micro_batches + idle)
-    return idle / (num_chunks * num_micro_batches + idle)
-
-
 def measure(spot: Spot, *, quick: bool) -> Figures:
     """Every schedule on the stages of the first world. A second world is one stage that does the work of two."""
     unit_s = UNIT_S / 3 if quick else UNIT_S
@@ -122,7 +114,7 @@ def measure(spot: Spot, *, quick: bool) -> Figures:
         seconds = _median_s(spot, split, 0, num_rounds)
         bubbles[f"{schedule}_x{num_chunks}"] = {
             "measured": 1 - work_s / seconds,
-            "theory": theoretical_bubble(schedule, num_stages, num_chunks, NUM_MICRO_BATCHES),
+            "theory": bubble(schedule, num_stages, num_chunks, NUM_MICRO_BATCHES),
             "seconds": seconds,
         }
         spot.say(f"sleeping, {num_stages} stages, {schedule} x {num_chunks}: {bubbles[f'{schedule}_x{num_chunks}']}")

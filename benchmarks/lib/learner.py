@@ -19,8 +19,7 @@ from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.networks import Reference, load_networks
-from learner.packing import PackingRule
-from learner.pipeline import micro_batches_asked
+from learner.packing import PackingRule, micro_batches_asked
 from learner.step import TrainStep
 
 GROUP_SIZE = 8

@@ -127,6 +127,12 @@ class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the cache of keys and values in use in the fullest of them."""
     preempted: int = 0
     """Times, so far, that a running sample had to make room in the cache."""
+    kv_tokens: int = 0
+    """Tokens that the cache of one holds."""
+    moments: list[float] = []
+    """What their steps cost, by what runs in them, as `common.costs.Moments` stores it."""
+    settled_s: float | None = None
+    """From a completion to its commit, mean."""
 
     def metrics(self) -> dict[str, float | None]:
         """By the last part of their names in the registry."""
@@ -195,6 +201,8 @@ class ActorTotals:
         slots = sum(report.num_slots for report in there)
         rates = [rate.value() for rate in self._engine_rates.get(pool, [])] or [0.0] * len(_ENGINE_COUNTS)
         running, steps, steps_s, ended, queued_s, _ = rates
+        moments = [report.engine.moments for report in there if report.engine.moments]
+        settled = sum(sum(report.num_outcomes.values()) for report in there)
         return PoolEngines(
             slots=slots,
             slots_used=running / slots if slots else None,
@@ -202,6 +210,9 @@ class ActorTotals:
             queued_s=queued_s / ended if ended else None,
             kv_usage=max((report.engine.kv_usage for report in there), default=0.0),
             preempted=int(self._engines[pool][-1]) if pool in self._engines else 0,
+            kv_tokens=max((report.engine.kv_tokens for report in there), default=0),
+            moments=[sum(each) for each in zip(*moments, strict=True)],
+            settled_s=sum(report.settled_s for report in there) / settled if settled else None,
         )
 
 

@@ -18,6 +18,7 @@ from launch.report.samples import BufferData, read_buffer
 from launch.report.svg import Point
 from launch.report.timeline import Timeline, read_timeline
 from launch.run_folder import RunFolder
+from planning.prediction import Prediction
 
 FIRST_EVENTS, LAST_EVENTS = 60, 240
 """That are shown of a run with more."""
@@ -163,6 +164,8 @@ class RunData:
     seen: StatusView | None = None
     timeline: Timeline | None = None
     buffer: BufferData | None = None
+    prediction: Prediction | None = None
+    """Of the plan that it followed."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, a sentence each."""
 
@@ -225,7 +228,15 @@ def collect(folder: RunFolder) -> RunData:
     Nothing that is missing, torn or damaged is an error: `missing` names it.
     """
     run = RunData(folder.name, folder.root)
-    for read in (_read_config, _read_metrics, _read_events, _read_status, _read_timeline, _read_buffer):
+    for read in (
+        _read_config,
+        _read_metrics,
+        _read_events,
+        _read_status,
+        _read_timeline,
+        _read_buffer,
+        _read_prediction,
+    ):
         try:
             read(folder, run)
         except FileNotFoundError as error:
@@ -299,6 +310,11 @@ def _read_timeline(folder: RunFolder, run: RunData) -> None:
     run.timeline = read_timeline(folder.timeline)
     if run.timeline is None:
         run.missing.append("timeline.json is empty, so there is no timeline.")
+
+
+def _read_prediction(folder: RunFolder, run: RunData) -> None:
+    if folder.prediction.exists():
+        run.prediction = msgspec.json.decode(folder.prediction.read_bytes(), type=Prediction)
 
 
 def _read_buffer(folder: RunFolder, run: RunData) -> None:

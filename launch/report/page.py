@@ -18,6 +18,7 @@ from launch.observe.status import RunStatus
 from launch.observe.view import commonest
 from launch.report import charts
 from launch.report.data import RunData
+from launch.report.foretold import foretold
 from launch.report.svg import DASH, short
 from launch.report.timeline import ActorSums, overview, window
 from launch.text import duration, printable, share_of
@@ -57,6 +58,7 @@ def render(runs: Sequence[RunData]) -> str:
         ledger=ledger_rows(runs),
         reasons=[(run, reasons(run)) for run in runs],
         differences=differences(runs),
+        foretold=[(run, found) for run in runs if (found := foretold(run)) is not None],
         sections=[(run, list(sections(run))) for run in runs],
         made=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )

@@ -22,7 +22,7 @@ from learner.batch import Leaves
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.networks import Networks
-from learner.pipeline import micro_batches_asked
+from learner.packing import micro_batches_asked
 from learner.step import TrainStep
 from tests.world.learner import SEED, TEMPERATURE, VOCABULARY, build, make_networks, make_rows, run_ranks
 

@@ -8,7 +8,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _ComputationType
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.learner_parts import sides, sleeping
+from benchmarks.learner_parts import sides
 from benchmarks.learner_parts.spot import run_measurement
 from benchmarks.lib import learner as learner_step
 from benchmarks.lib.processes import MeasurementFailed
@@ -16,6 +16,7 @@ from learner.attention import IMPLEMENTATION
 from learner.mesh import Mesh, MeshPlace
 from learner.model import DeviceBatch
 from learner.pipeline import build_schedule
+from planning.learner import bubble
 
 MICRO_BATCHES = 8
 UNITS = {
@@ -63,7 +64,7 @@ def test_the_bubble_in_theory_is_that_of_the_schedule_s_own_table(fake_mesh, sch
     stages = [empty_stage(index, total, fake_mesh) for index in range(0, total, num_stages)]
     built = build_schedule(schedule, stages, MICRO_BATCHES, lambda *_: torch.zeros(()))
     idle = 1 - 3 * num_chunks * MICRO_BATCHES / makespan(built.pipeline_order, total)
-    assert sleeping.theoretical_bubble(schedule, num_stages, num_chunks, MICRO_BATCHES) == pytest.approx(idle)
+    assert bubble(schedule, num_stages, num_chunks, MICRO_BATCHES) == pytest.approx(idle)
 
 
 def empty_stage(index, total, mesh):

@@ -50,3 +50,16 @@ def test_where_all_steps_are_alike_the_law_has_one_term_and_before_two_there_is_
     law = TokenTime(*moments.fit().coefficients)
     assert law.seconds(8, 800) == pytest.approx(0.01)
     assert sum(each > 0 for each in moments.fit().coefficients) == 1
+
+
+def test_sums_are_stored_and_those_of_several_engines_add_up():
+    random, parts, whole = np.random.default_rng(4), [Moments(4), Moments(4)], Moments(4)
+    for _ in range(40):
+        terms, seconds = (1.0, *random.integers(1, 99, 3)), float(random.exponential(1e-2))
+        parts[random.integers(2)].add(terms, seconds)
+        whole.add(terms, seconds)
+    together = Moments.from_list(parts[0].as_list()) + parts[1]
+    assert together.as_list() == pytest.approx(whole.as_list())
+    assert together.fit().coefficients == pytest.approx(whole.fit().coefficients)
+    with pytest.raises(ValueError, match="6 numbers are not the sums"):
+        Moments.from_list([1.0] * 6)

@@ -5,8 +5,8 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 170,
-    "lines": 40_700,
+    "files": 179,
+    "lines": 42_650,
     "longest file": 462,
     "longest function": 60,
     "modules imported by exactly one other": 40,
@@ -29,6 +29,8 @@ def test_a_module_with_one_user_is_deep_or_says_why_it_stands_alone():
 
 ALONE = {
     "planning.engine": "the sleeping engines of benchmarks keep time by it too",
+    "planning.bounds": "closed forms, which the simulator is held to",
+    "launch.report.foretold": "what a plan said beside what the run did, apart from how a page shows it",
     "learner.scorer": "what a process of its own hosts",
     "launch.report.at_end": "the report's own process, so that it cannot hurt the run",
     "learner.report": "what a poisoned batch is, beside the stage that meets one",

@@ -19,7 +19,7 @@ from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
 from learner.networks import Networks
 from learner.optimizer import UpdateDecision
-from learner.pipeline import micro_batches_asked
+from learner.packing import micro_batches_asked
 from tests.world.learner import alone, build, make_networks, make_rows, weights_of
 
 SHAPE = {

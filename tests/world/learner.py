@@ -31,8 +31,7 @@ from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
 from learner.networks import Networks, Reference, build_networks, build_reference
-from learner.packing import PackingRule
-from learner.pipeline import micro_batches_asked
+from learner.packing import PackingRule, micro_batches_asked
 from learner.step import TrainStep
 from tests.world.run_context import run_context, run_facts
 

@@ -1,0 +1,393 @@
+"""Planner: the best plan of a config on its hosts, first by what the bounds allow, then by simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import product
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import psutil
+
+from common.hf_folder import read_object
+from common.staleness import StalenessConfig, StalenessContract
+from launch.config import Config, load_config
+from launch.doctor.machine import MachineNeeds
+from launch.errors import ConfigError
+from launch.gpus import gpus_here, stage_need, too_small
+from launch.plans import Candidate, Host, Key, Keys, as_overrides, engines_like, world_of
+from launch.pools import actor_pools, stage_pools
+from launch.profiling import shape_of
+from planning.bounds import bounds_of
+from planning.learner import LearnerShape
+from planning.prediction import MANY_SAMPLES, Prediction, predict
+from planning.profile import Profile
+from planning.search import Plan, Space, search
+from planning.world import EnginePool
+
+NUM_SIMULATED = 20
+NUM_CLOSER = 5
+"""Of these, that are looked at once more."""
+FEW_SAMPLES = 8_000
+CLOSE = 0.01
+"""Plans whose rates differ by less than this are as good as each other: the one with the younger data is taken."""
+BEYOND = 2
+"""Times the samples that engines were measured with: further out their law is a guess."""
+MOST_ACTORS = 64
+"""Of a pool, that are looked at."""
+FOR_A_CHANGE = 1e-6
+"""Of its rate, that a plan must gain for each key that it changes."""
+MOST_RANKS = 64
+"""Of a learner."""
+LEARNER = "learner"
+"""Stands for all pools of stages."""
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
+
+
+class Planner:
+    """Looks for the best plan of a config."""
+
+    def __init__(
+        self, path: Path, overrides: Sequence[str], profile: Profile, hosts: Sequence[Host], prices: Mapping[str, float]
+    ) -> None:
+        """Of a config file and what is said on the command line, which no plan changes.
+
+        Raises:
+            ConfigError: the config is wrong, or the profile or the prices are not of it.
+        """
+        self._path, self._overrides = path, list(overrides)
+        self.config = load_config(path, overrides)
+        self._profile, self._hosts, self._prices = profile, list(hosts), dict(prices)
+        self._fixed = {word[2:].partition("=")[0] for word in overrides if word.startswith("--")}
+        self._actors = {pool.name: pool for pool in actor_pools(self.config)}
+        self._stages = stage_pools(self.config)
+        names = [*self._actors, *(pool.name for pool in self._stages)]
+        if prices and (missing := [name for name in names if name not in prices]):
+            raise ConfigError(
+                f"the price of {', '.join(missing)} is missing: give every pool one, --price POOL=PER_HOUR of one of "
+                f"its workers; the pools are {', '.join(names)}"
+            )
+        if unknown := [name for name in prices if name not in names]:
+            raise ConfigError(f"--price {unknown[0]}: there is no such pool; the pools are {', '.join(names)}")
+        self._as_it_is = world_of(self.config, profile, prices)
+        taken = max(self._shares(self._counts(self.config), self._num_ranks(shape_of(self.config))))
+        self._slack = max(1.0, taken) if taken < math.inf else 1.0
+        """Processes on CPUs may share cores as much as those of the config do, for so the profile was taken."""
+
+    @cached_property
+    def space(self) -> Space:
+        """Everything that may be chosen, with the config's own values among it."""
+        dimensions: dict[str, Sequence[object]] = {}
+        for name, pool in self._actors.items():
+            count, slots = (self._key(name, each) for each in ("count", "max_running_samples"))
+            dimensions[count] = self._choices(count, pool.count, range(1, self._most_actors(name) + 1))
+            own, costs = pool.config.max_running_samples, engines_like(self._profile, pool)
+            most = BEYOND * costs.most_running
+            dimensions[slots] = self._choices(
+                slots, own, [each for each in (own // 4, own // 2, own, 2 * own) if 1 <= each <= most]
+            )
+        dimensions["learner"] = self._shapes()
+        sync = self.config.weight_sync
+        every = "weight_sync.publish_every"
+        dimensions[every] = self._choices(every, sync.publish_every, [1, 2, 4, 8])
+        lag = "weight_sync.max_lag"
+        lags: list[object] = [sync.max_lag]
+        if isinstance(sync.max_lag, int):
+            lags = [each for each in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if each < sync.max_lag] + lags
+        dimensions[lag] = self._choices(lag, sync.max_lag, lags)
+        return Space(dimensions)
+
+    @cached_property
+    def own(self) -> Keys:
+        """What the config says now, of all that may be chosen."""
+        sync = self.config.weight_sync
+        keys: dict[Key, Any] = {}
+        for name, pool in self._actors.items():
+            keys[self._key(name, "count")] = pool.count
+            keys[self._key(name, "max_running_samples")] = pool.config.max_running_samples
+        return {
+            **keys,
+            **_keys_of_shape(shape_of(self.config)),
+            "weight_sync.publish_every": sync.publish_every,
+            "weight_sync.max_lag": sync.max_lag,
+        }
+
+    def keys_of(self, plan: Plan) -> Keys:
+        """What a plan would write into the config."""
+        keys: dict[Key, Any] = {}
+        for name, choice in self.space.choices(plan).items():
+            if isinstance(choice, LearnerShape):
+                keys |= {key: value for key, value in _keys_of_shape(choice).items() if key not in self._fixed}
+            else:
+                keys[name] = choice
+        return {key: value for key, value in keys.items() if key not in self._fixed}
+
+    def find(self, say: Callable[[str, float | None], None]) -> list[Candidate]:
+        """The best plans, best first.
+
+        Raises:
+            ConfigError: none fits.
+        """
+        say("weighing plans", None)
+        found = search(self.space, self.score, NUM_SIMULATED)
+        if not found:
+            lacks = "" if self._room is None else f" with {self._room / 2**30:.1f} GiB of memory"
+            raise ConfigError(
+                "no plan fits: not even an actor of each pool and one stage of a learner have a place on "
+                f"{', '.join(host.name for host in self._hosts)}{lacks}. Give it more hosts, or smaller workers"
+            )
+        plans = [self.keys_of(plan) for plan, _ in found]
+        candidates = self._in_order(self._simulated(plans, FEW_SAMPLES, say))
+        first = candidates[:NUM_CLOSER]
+        return self._in_order(self._simulated([each.keys for each in first], MANY_SAMPLES, say))
+
+    def _simulated(
+        self, plans: Sequence[Keys], samples: int, say: Callable[[str, float | None], None]
+    ) -> list[Candidate]:
+        found = []
+        for number, keys in enumerate(plans):
+            say(f"simulating plan {number + 1} of {len(plans)}", number / len(plans))
+            world = world_of(self._with(keys), self._profile, self._prices)
+            found.append(Candidate(keys, predict(world, samples=samples)))
+        return found
+
+    def as_it_is(self) -> Prediction:
+        """What the config would do without a plan."""
+        return predict(self._as_it_is)
+
+    # --- scores -----------------------------------------------------------------------------------
+
+    def score(self, plan: Plan) -> float:
+        """What the bounds allow: samples per second, or per price; -inf where it cannot be."""
+        choices = self.space.choices(plan)
+        shape = choices["learner"]
+        assert isinstance(shape, LearnerShape)
+        counts = {name: int(choices[self._key(name, "count")]) for name in self._actors}  # type: ignore[call-overload]
+        if max(self._shares(counts, self._num_ranks(shape))) > self._slack + 1e-9 or self._lacks_memory(counts, shape):
+            return -math.inf
+        contract = self._contract(choices["weight_sync.publish_every"], choices["weight_sync.max_lag"])
+        if contract is None:
+            return -math.inf
+        pools = tuple(
+            self._engine_pool(name, counts[name], choices[self._key(name, "max_running_samples")])
+            for name in self._actors
+        )
+        world = replace(self._as_it_is, pools=pools, contract=contract)
+        worth = bounds_of(world, self._mean_step_s(shape)).rate
+        if self._prices:
+            worth /= sum(pool.count * pool.price for pool in pools) + self._price_of_stages(self._num_ranks(shape))
+        # of plans that are as good the one that changes least
+        num_changes = sum(self.own[key] != value for key, value in self.keys_of(plan).items())
+        return worth * (1.0 - FOR_A_CHANGE * num_changes)
+
+    def _in_order(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Best first; of those that are as good as the best the one with the youngest data."""
+
+        def worth(each: Candidate) -> float:
+            price = each.prediction.price_per_1000
+            return each.prediction.samples_per_s if price is None else 1.0 / price
+
+        candidates = sorted(candidates, key=worth, reverse=True)
+        close = [each for each in candidates if worth(each) >= (1.0 - CLOSE) * worth(candidates[0])]
+        first = min(close, key=lambda each: (_lag_of(each.keys), -worth(each)))
+        return [first, *(each for each in candidates if each is not first)]
+
+    @lru_cache(maxsize=4096)  # noqa: B019 -- a planner lives as long as its command
+    def _engine_pool(self, name: str, count: int, slots: int) -> EnginePool:
+        before = next(pool for pool in self._as_it_is.pools if pool.name == name)
+        return replace(before, count=count, config=before.config.model_copy(update={"max_running_samples": slots}))
+
+    @lru_cache(maxsize=256)  # noqa: B019 -- as above
+    def _contract(self, publish_every: int, max_lag: int | str) -> StalenessContract | None:
+        said, learner = self.config.weight_sync.staleness(), self.config.learner
+        try:
+            asked = StalenessConfig(**{**said.model_dump(), "publish_every": publish_every, "max_lag": max_lag})
+            return StalenessContract(asked, learner.groups_per_step, learner.updates_per_step)
+        except ValueError:
+            return None
+
+    @lru_cache(maxsize=4096)  # noqa: B019 -- as above
+    def _mean_step_s(self, shape: LearnerShape) -> float:
+        return self._profile.learner.law.seconds(self._typical, self._as_it_is.prompt_tokens, self._group_size, shape)
+
+    @cached_property
+    def _typical(self) -> list[int]:
+        """Tokens of the samples of a step whose lengths are spread as the law says."""
+        num = self.config.learner.groups_per_step * self._group_size
+        law = replace(self._profile.samples.lengths, explained=0.0)
+        scores = [NormalDist().inv_cdf((place + 0.5) / num) for place in range(num)]
+        return [self._as_it_is.prompt_tokens + int(length) for length in law.lengths(0.0, scores)]
+
+    @property
+    def _group_size(self) -> int:
+        return self.config.actors.group_size
+
+    # --- what fits --------------------------------------------------------------------------------
+
+    def _key(self, pool: str, what: str) -> Key:
+        """Of a pool, or of `[actors]` where the config has no pools."""
+        if pool in self.config.pools:
+            return f"pools.{pool}.{what}"
+        return "actors.num_actors" if what == "count" else f"actors.{what}"
+
+    def _choices(self, key: Key, own: object, choices: Iterable[object]) -> list[object]:
+        """These and the config's own; that alone where the command line says it."""
+        return [own] if key in self._fixed else sorted({own, *choices}, key=_in_order)
+
+    def _most_actors(self, name: str) -> int:
+        """So many as have a place when there is nothing else."""
+        count = 1
+        while count < MOST_ACTORS and max(self._shares({name: count + 1}, 0)) <= self._slack:
+            count += 1
+        return max(count, self._actors[name].count)
+
+    def _shapes(self) -> list[object]:
+        """Shapes of the learner that the config allows, its own first."""
+        own = shape_of(self.config)
+        budgets = sorted({own.token_budget // 2, own.token_budget, 2 * own.token_budget, 4 * own.token_budget})
+        ranks = [n for n in range(1, MOST_RANKS + 1) if max(self._shares({}, n)) <= self._slack + 1e-9]
+        found: dict[LearnerShape, None] = {own: None}
+        for num_ranks, schedule, budget in product(ranks, SCHEDULES, budgets):
+            for stages in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
+                if (stages == 1) != (schedule == "1f1b") and stages == 1:
+                    continue  # without a pipeline all schedules are one
+                for chunks in (1,) if schedule == "1f1b" else (2,) if schedule == "interleaved_1f1b" else (1, 2):
+                    shape = replace(
+                        own, num_stages=stages, num_replicas=num_ranks // stages, num_chunks=chunks,
+                        schedule=schedule, token_budget=budget,
+                    )  # fmt: skip
+                    if shape not in found and self._is_possible(shape):
+                        found[shape] = None
+        return list(found)
+
+    def _is_possible(self, shape: LearnerShape) -> bool:
+        if shape.num_stages * shape.num_chunks > self._num_layers:
+            return False
+        keys = _keys_of_shape(shape)
+        own = _keys_of_shape(shape_of(self.config))
+        if any(keys[key] != own[key] for key in keys if key in self._fixed):
+            return False
+        try:
+            config = self._with(keys)
+        except ConfigError:
+            return False
+        if config.learner.token_budget < config.actors.max_model_tokens:
+            return False
+        need = stage_need(config)
+        return need is None or not too_small(config, need, gpus_here())
+
+    @cached_property
+    def _num_layers(self) -> int:
+        path = self.config.model.path
+        layers = read_object(Path(path) / "config.json").get("num_hidden_layers") if path is not None else None
+        return layers if isinstance(layers, int) else MOST_RANKS
+
+    def _with(self, keys: Keys) -> Config:
+        """The config with these keys.
+
+        Raises:
+            ConfigError: it would be wrong.
+        """
+        return load_config(self._path, [*as_overrides(keys), *self._overrides])
+
+    def _counts(self, config: Config) -> dict[str, int]:
+        return {pool.name: pool.count for pool in actor_pools(config)}
+
+    @staticmethod
+    def _num_ranks(shape: LearnerShape) -> int:
+        return shape.num_stages * shape.num_replicas
+
+    def _shares(self, counts: Mapping[str, int], num_ranks: int) -> list[float]:
+        """How much of the cores and of the GPUs that they may use these workers take; above 1 they share them.
+
+        Pools that may use the same hosts are counted together: they are the same, or none of another's.
+        """
+        workers = [(name, count, self._actors[name].config) for name, count in counts.items()]
+        placed = {name for _, names in self._sites for name in names}
+        if {*counts, *([LEARNER] if num_ranks else [])} - placed:
+            return [math.inf]  # a pool has no host
+        shares = [0.0]
+        for hosts, names in self._sites:
+            cores, gpus = sum(host.cpus for host in hosts), sum(host.gpus for host in hosts)
+            there = [(count, config) for name, count, config in workers if name in names]
+            on_cpu = sum(count * config.num_threads for count, config in there if not config.gpus)
+            on_gpu = sum(count * config.gpus for count, config in there)
+            if LEARNER in names:
+                learner = self.config.learner
+                device_gpus = max([learner.gpus, *(pool.bundle.get("GPU", 0.0) for pool in self._stages)])
+                on_gpu += num_ranks * device_gpus
+                on_cpu += 0 if device_gpus else num_ranks * learner.num_threads
+            shares.append(on_cpu / cores if cores else math.inf * bool(on_cpu))
+            shares.append(0.0 if not on_gpu else on_gpu / gpus if gpus else math.inf)
+        return shares
+
+    @cached_property
+    def _sites(self) -> list[tuple[list[Host], frozenset[str]]]:
+        """Hosts, and the pools of workers that may be on them."""
+        stages = {pool.name for pool in self._stages}
+        sites: dict[frozenset[str], list[Host]] = {}
+        for host in self._hosts:
+            names = {name for name in self._actors if not host.pools or name in host.pools}
+            if not host.pools or stages & host.pools:
+                names.add(LEARNER)
+            sites.setdefault(frozenset(names), []).append(host)
+        return [(hosts, names) for names, hosts in sites.items()]
+
+    @cached_property
+    def _room(self) -> int | None:
+        """Bytes of memory, where this machine is the only host; None: not known."""
+        return psutil.virtual_memory().total if len(self._hosts) == 1 else None
+
+    def _lacks_memory(self, counts: Mapping[str, int], shape: LearnerShape) -> bool:
+        """Do these workers not fit into the memory of this machine, where that is the only host?"""
+        if self._room is None or self._bytes is None:
+            return False
+        per_actor, per_rank, per_replica, rest = self._bytes
+        actors = sum(count * per_actor[name] for name, count in counts.items())
+        learner = self._num_ranks(shape) * per_rank + shape.num_replicas * per_replica
+        return actors + learner + rest > self._room
+
+    @cached_property
+    def _bytes(self) -> tuple[Mapping[str, int], int, int, int] | None:
+        """That an actor of each pool takes, a rank of the learner, a replica besides, and the rest; None: not known.
+
+        `MachineNeeds` is linear in them, so that differences tell.
+        """
+
+        def needed(keys: Keys) -> int:
+            found = MachineNeeds.of(self._with({**least, **keys}))
+            return found.memory.size_bytes if found is not None else 0
+
+        least: dict[Key, Any] = {self._key(name, "count"): 1 for name in self._actors}
+        least |= _keys_of_shape(LearnerShape(token_budget=self.config.learner.token_budget))
+        if not (one := needed({})):
+            return None
+        per_actor = {name: needed({self._key(name, "count"): 2}) - one for name in self._actors}
+        per_rank = needed({"learner.num_stages": 2}) - one
+        per_replica = needed({"learner.num_replicas": 2}) - one - per_rank
+        return per_actor, per_rank, per_replica, one - sum(per_actor.values()) - per_rank - per_replica
+
+    def _price_of_stages(self, num_ranks: int) -> float:
+        return num_ranks * max(self._prices.get(pool.name, 0.0) for pool in self._stages)
+
+
+def _keys_of_shape(shape: LearnerShape) -> dict[Key, Any]:
+    return {
+        "learner.num_stages": shape.num_stages,
+        "learner.num_replicas": shape.num_replicas,
+        "learner.num_chunks": shape.num_chunks,
+        "learner.schedule": shape.schedule,
+        "learner.token_budget": shape.token_budget,
+    }
+
+
+def _in_order(choice: object) -> float:
+    return float(choice) if isinstance(choice, int | float) else math.inf
+
+
+def _lag_of(keys: Keys) -> float:
+    return _in_order(keys.get("weight_sync.max_lag", "unbounded"))

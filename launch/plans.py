@@ -1,0 +1,251 @@
+"""Plans: what of a config may be chosen, what of it fits the hosts, and what it would do by a profile.
+
+Chosen are the number of actors of each pool and their slots, the shape of the learner, how often it publishes and how
+old samples may be, up to the config's own bound. Everything that learning depends on stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from common.staleness import StalenessContract
+from launch.config import Config
+from launch.errors import ConfigError
+from launch.gpus import gpus_here
+from launch.pools import ActorPool, actor_pools, stage_pools
+from launch.profiling import shape_of
+from planning.prediction import Prediction
+from planning.profile import EngineCosts, Profile
+from planning.world import EnginePool, World
+
+NUM_SHOWN = 4
+"""Plans that are printed."""
+
+Key = str
+Keys = Mapping[Key, Any]
+"""Keys of a config, dotted, and the values that a plan gives them."""
+
+
+class Host(NamedTuple):
+    """A machine that a run may use."""
+
+    name: str
+    pools: frozenset[str]
+    """Empty: any."""
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was looked at closely."""
+
+    keys: Keys
+    prediction: Prediction
+
+
+# --- hosts --------------------------------------------------------------------------------------------
+
+
+def host_here() -> Host:
+    """This machine."""
+    return Host("this machine", frozenset(), float(len(os.sched_getaffinity(0))), float(len(gpus_here())))
+
+
+def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
+    """The hosts of a file as `launch/cluster.sh` takes it, each with so many CPUs and GPUs.
+
+    Raises:
+        ConfigError: it cannot be read, or names no host.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give a file with a line per host") from None
+    hosts = []
+    for line in lines:
+        words = line.partition("#")[0].split()
+        if words:
+            pools = frozenset(words[1].split(",")) if len(words) > 1 else frozenset()
+            hosts.append(Host(words[0], pools, cpus, gpus))
+    if not hosts:
+        raise ConfigError(f"{path} names no host: a line is HOST [POOL[,POOL...] [ADDRESS]]")
+    return hosts
+
+
+# --- what a config would do ---------------------------------------------------------------------------
+
+
+def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | None = None) -> World:
+    """The run of a config, at the costs of a profile.
+
+    Raises:
+        ConfigError: the profile has no engines like those of a pool, or is of another learner.
+    """
+    learner = profile.learner
+    said = (config.algorithm.type, config.learner.precision)
+    if said != (learner.algorithm, learner.precision):
+        raise ConfigError(
+            f"the profile is of a learner with {learner.algorithm} in {learner.precision}, and the config has "
+            f"{said[0]} in {said[1]}: a step costs another time there. Take one with this config: `leeway profile "
+            "CONFIG.toml`"
+        )
+    prices = prices or {}
+    law, shape, group_size = learner.law, shape_of(config), config.actors.group_size
+    prompt_tokens = round(profile.samples.prompt_tokens)
+    pools = []
+    for pool in actor_pools(config):
+        costs = engines_like(profile, pool)
+        kv_tokens = float(costs.kv_tokens or math.inf)
+        pools.append(EnginePool(pool.name, pool.count, costs.law, pool.config, kv_tokens, prices.get(pool.name, 0.0)))
+    return World(
+        tuple(pools),
+        StalenessContract(
+            config.weight_sync.staleness(), config.learner.groups_per_step, config.learner.updates_per_step
+        ),
+        config.buffer,
+        profile.samples.lengths,
+        lambda tokens: law.seconds(tokens, prompt_tokens, group_size, shape),
+        prompt_tokens=prompt_tokens,
+        costs=profile.costs(),
+        learner_price=sum(prices.get(pool.name, 0.0) * pool.count for pool in stage_pools(config)),
+    )
+
+
+def engines_like(profile: Profile, pool: ActorPool) -> EngineCosts:
+    """Of the profile's engines those of this pool, or else of its kind.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    kind = pool.config.dtype, pool.config.tensor_parallel_size
+    named = profile.engines.get(pool.name)
+    for costs in (*([named] if named else []), *profile.engines.values()):
+        if (costs.dtype, costs.tensor_parallel_size) == kind:
+            return costs
+    has = ", ".join(f"{name} ({each.dtype}, {each.tensor_parallel_size})" for name, each in profile.engines.items())
+    raise ConfigError(
+        f"the profile has no engines in {kind[0]} with tensor_parallel_size = {kind[1]}, as pool '{pool.name}' wants; "
+        f"it has those of {has}. Take one with this config: `leeway profile CONFIG.toml`"
+    )
+
+
+# --- the patch ----------------------------------------------------------------------------------------
+
+
+def as_overrides(keys: Keys) -> list[str]:
+    """Keys as the command line gives them."""
+    return [word for key, value in keys.items() for word in (f"--{key}", json.dumps(value))]
+
+
+def write_plan(path: Path, candidate: Candidate, profile: Path) -> None:
+    """A TOML patch, with the prediction that it was chosen for.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in candidate.keys.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, {})[name] = value
+    lines = [
+        f"# {candidate.prediction.describe()}",
+        "# leeway train CONFIG.toml --plan THIS; the command line wins",
+        "",
+    ]
+    for section, values in sections.items():
+        lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items()), ""]
+    told = msgspec.to_builtins(candidate.prediction) | {"profile": str(profile.resolve())}
+    lines += ["[plan]", *(f"{name} = {json.dumps(value)}" for name, value in told.items() if value is not None), ""]
+    try:
+        path.write_text("\n".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; give another place as --out") from None
+
+
+def read_plan(path: Path) -> tuple[list[str], Prediction]:
+    """The keys of a plan as overrides, and what was predicted of it.
+
+    Raises:
+        ConfigError: it is not there, or is no plan.
+    """
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        told = {key: value for key, value in tree.pop("plan").items() if key != "profile"}
+        prediction = msgspec.convert(told, Prediction)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; `leeway plan CONFIG.toml` writes one") from None
+    except (tomllib.TOMLDecodeError, KeyError, msgspec.ValidationError, AttributeError) as error:
+        raise ConfigError(f"{path} is no plan: {error}; `leeway plan CONFIG.toml` writes one") from None
+    return as_overrides(dict(_flat(tree))), prediction
+
+
+def _flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[Key, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+# --- for people ---------------------------------------------------------------------------------------
+
+
+def prices_of(words: Sequence[str]) -> dict[str, float]:
+    """POOL=PER_HOUR, each.
+
+    Raises:
+        ConfigError: one has another form, or is no price.
+    """
+    prices = {}
+    for word in words:
+        pool, equals, text = word.partition("=")
+        try:
+            prices[pool] = float(text)
+        except ValueError:
+            prices[pool] = -1.0
+        if not equals or not pool or not 0.0 < prices[pool] < math.inf:
+            raise ConfigError(f"--price {word}: write POOL=PER_HOUR with a price above 0, as in --price actors=2.5")
+    return prices
+
+
+def show(candidates: Sequence[Candidate], as_it_is: Prediction, own: Keys) -> None:
+    """Print the best plan, the next best three and the config as it is, and what each changes of it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    has_price = as_it_is.price_per_1000 is not None
+    heads = ["plan", "samples/s", "binds", "learner busy", "slots used", "lag", "dropped", *["per 1,000"] * has_price]
+    table = Table(*heads, box=None, pad_edge=False)
+    names = ["best", *(f"{place}." for place in range(2, NUM_SHOWN + 1))]
+    different = {each.prediction.samples_per_s: each for each in reversed(candidates)}
+    candidates = [each for each in candidates if different[each.prediction.samples_per_s] is each]
+    shown = [(name, each.prediction) for name, each in zip(names, candidates, strict=False)]
+    for name, prediction in [*shown, ("as it is", as_it_is)]:
+        cells = [
+            f"{prediction.samples_per_s:.1f} ({prediction.low:.1f} to {prediction.high:.1f})",
+            prediction.binds,
+            f"{prediction.learner_busy:.0%}",
+            f"{prediction.slots_used:.0%}",
+            f"{prediction.lag_mean:.1f}",
+            f"{prediction.drop_share:.1%}",
+        ]
+        if has_price:
+            cells.append("-" if prediction.price_per_1000 is None else f"{prediction.price_per_1000:.3g}")
+        table.add_row(name, *cells)
+    for column in table.columns:
+        column.no_wrap = True
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for name, each in zip(names, candidates, strict=False):
+        changed = [f"{key} {own[key]} -> {value}" for key, value in each.keys.items() if own[key] != value]
+        print(f"{name}: {', '.join(changed) or 'as the config says'}")

@@ -1,0 +1,360 @@
+"""Profiles of runs: read from what runs have left in their folders, and from two short ones that are made for it.
+
+Whatever a run did is in its folder: the steps of its engines in status.json, those of its learner in metrics.jsonl, its
+weights in timeline.json, lengths in its buffer. So any run is a profile, and one taken on purpose is two short real
+runs: one as the config says, one with a quarter of the slots and twice the budget of a micro-batch, so that the terms
+of the laws are told apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from buffer.errors import StoreError
+from buffer.offline.inspect import Inspection, Selection
+from common.costs import Moments
+from common.hf_folder import model_identity
+from launch.config import Config, load_config
+from launch.errors import ConfigError
+from launch.gpus import gpus_here
+from launch.observe.status import RunStatus, StatusError, read_status
+from launch.observe.trace import read
+from launch.pools import actor_pools
+from launch.run_folder import RunFolder
+from planning.learner import NUM_TERMS, LearnerShape, terms
+from planning.lengths import LengthLaw, explained_by_prompt
+from planning.profile import (
+    EngineCosts,
+    LearnerCosts,
+    MachineFacts,
+    Profile,
+    SampleFacts,
+    WeightCosts,
+)
+
+WARM_UP = 3
+"""Steps at the beginning that say nothing: caches are cold, and everybody waits for the first samples."""
+LEAST_STEPS = 8
+"""That a run must have taken after those."""
+ENOUGH_S, AT_MOST_S = 25.0, 120.0
+"""Of training, for a profile: once there are enough steps, and in any case."""
+END_S = 120.0
+"""So long a run may take to end."""
+LOOK_EVERY_S = 0.5
+NUM_LAST_LINES = 8
+MIN_ENGINE_STEPS = 50
+
+Say = Callable[[str], None]
+
+
+class _Trained(NamedTuple):
+    """What the buffer knows of the samples."""
+
+    squares: dict[int, float]
+    """Step -> sum of the squared lengths of its sequences."""
+    prompt_tokens: float
+    completions: list[int]
+    prompts: list[int]
+    """Of each of those."""
+
+
+# --- from folders of runs -----------------------------------------------------------------------------
+
+
+def profile_of(folders: Sequence[RunFolder]) -> Profile:
+    """What runs of one model on this machine cost, together.
+
+    Raises:
+        ConfigError: one of them is too short, or is not readable; the text says which.
+    """
+    runs = [_Run(folder) for folder in folders]
+    first = runs[0]
+    for run in runs[1:]:
+        if run.model != first.model:
+            raise ConfigError(f"{run.folder.root} is of another model than {first.folder.root}: profile each by itself")
+    law_of_steps = Moments(NUM_TERMS)
+    for run in runs:
+        run.add_steps(law_of_steps)
+    fit = law_of_steps.fit()
+    assert fit is not None, "each run has LEAST_STEPS"
+    config = first.config
+    learner = LearnerCosts(
+        terms=tuple(fit.coefficients),  # type: ignore[arg-type]
+        num_steps=fit.num_measured,
+        relative_error=fit.relative_error,
+        shape=shape_of(config),
+        algorithm=config.algorithm.type,
+        precision=config.learner.precision,
+        between_steps_s=median(gap for run in runs for gap in run.gaps_s()),
+    )
+    completions = [length for run in runs for length in run.trained.completions]
+    explained = [explained_by_prompt(run.trained.prompts, run.trained.completions) for run in runs]
+    pools = [pool for run in runs for pool in run.status.pools]
+    settled = [pool.engines.settled_s for pool in pools if pool.engines.settled_s is not None]
+    delays, pauses = zip(*(run.weights_s() for run in runs), strict=True)
+    return Profile(
+        taken_s=time.time(),
+        machine=machine_here(),
+        model=first.model,
+        engines=_engines(runs),
+        learner=learner,
+        weights=WeightCosts(behind_s=median(_flat(delays) or [0.0]), pause_s=fmean(_flat(pauses) or [0.0])),
+        samples=SampleFacts(
+            prompt_tokens=fmean(run.trained.prompt_tokens for run in runs),
+            quantiles=LengthLaw.measured(completions).quantiles,
+            explained=min(1.0, fmean(explained)),
+            settled_s=fmean(settled) if settled else 0.0,
+        ),
+    )
+
+
+def model_of(config: Config) -> str | None:
+    """What the model of a config is known by; None where it is not here yet."""
+    path = Path(config.model.path or "")
+    return model_identity(path) if config.model.path is not None and path.is_dir() else None
+
+
+def machine_here() -> MachineFacts:
+    """This machine, as far as it decides what work costs."""
+    processor = platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    gpus = [gpu.name for gpu in gpus_here()]
+    return MachineFacts(host=socket.gethostname(), processor=processor, cores=len(os.sched_getaffinity(0)), gpus=gpus)
+
+
+def shape_of(config: Config) -> LearnerShape:
+    """The shape of a config's learner."""
+    learner = config.learner
+    return LearnerShape(
+        num_stages=learner.num_stages,
+        num_replicas=learner.num_replicas,
+        num_chunks=learner.num_chunks,
+        schedule=learner.schedule,
+        token_budget=learner.token_budget,
+        unit=config.algorithm.needs.separable or "sequence",
+    )
+
+
+def _engines(runs: Sequence[_Run]) -> dict[str, EngineCosts]:
+    moments: dict[str, Moments] = {}
+    for run in runs:
+        for state in run.status.pools:
+            if state.engines.moments:
+                told = Moments.from_list(state.engines.moments)
+                moments[state.name] = moments[state.name] + told if state.name in moments else told
+    found = {}
+    for pool in actor_pools(runs[0].config):
+        told = moments.get(pool.name, Moments(NUM_TERMS))
+        fit = told.fit() if told.num_measured >= MIN_ENGINE_STEPS else None
+        if fit is None:
+            raise ConfigError(
+                f"the engines of pool '{pool.name}' have measured {told.num_measured} steps in "
+                f"{', '.join(str(run.folder.root) for run in runs)}, too few: let the run go on for longer"
+            )
+        states = [state for run in runs for state in run.status.pools if state.name == pool.name]
+        found[pool.name] = EngineCosts(
+            terms=tuple(fit.coefficients),  # type: ignore[arg-type]
+            num_steps=fit.num_measured,
+            relative_error=fit.relative_error,
+            most_running=pool.config.max_running_samples,
+            kv_tokens=max((state.engines.kv_tokens for state in states), default=0),
+            dtype=pool.config.dtype,
+            tensor_parallel_size=pool.config.tensor_parallel_size,
+        )
+    return found
+
+
+class _Run:
+    """The folder of a run, and what can be read there."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        try:
+            self.config: Config = load_config(folder.config, [])
+            self.status: RunStatus = read_status(folder.status)
+            lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+            self.model = model_identity(next(path for path in sorted(folder.serving_models.iterdir())))
+            self.trained = _trained(folder)
+        except (StatusError, StoreError) as error:
+            raise ConfigError(str(error)) from None
+        except (OSError, StopIteration, json.JSONDecodeError) as error:
+            raise ConfigError(f"the run {folder.root} cannot be read: {error}") from None
+        steps = [row for row in lines if "loss" in row and not row["skipped"]]
+        self.steps: list[dict[str, Any]] = steps[WARM_UP:]
+        if len(self.steps) < LEAST_STEPS:
+            raise ConfigError(
+                f"the run {folder.root} took {len(steps)} steps, and a profile needs {WARM_UP + LEAST_STEPS}: the "
+                f"first {WARM_UP} say nothing. Let it go on for longer, or take a profile of its config"
+            )
+
+    def add_steps(self, law: Moments) -> None:
+        """What each step cost, by what was in it."""
+        shape = shape_of(self.config)
+        for row in self.steps:
+            tokens = row["batch/tokens"] * (1.0 - (row.get("batch/shared_frac") or 0.0))
+            squares = self.trained.squares.get(int(row["step"]), 0.0)
+            law.add(
+                terms(tokens, squares, int(row["batch/micro_batches"]) * shape.num_replicas, shape), row["time/step"]
+            )
+
+    def gaps_s(self) -> Iterator[float]:
+        """Seconds from step to step in which nobody waited for samples."""
+        waits = sorted(row["time/wait_for_batch"] for row in self.steps)
+        least_s = waits[len(waits) // 20]
+        for before, row in zip(self.steps, self.steps[1:], strict=False):
+            if row["step"] == before["step"] + 1:
+                yield max(0.0, row["started_s"] - row["time/wait_for_batch"] - before["finished_s"]) + least_s
+
+    def weights_s(self) -> tuple[list[float], list[float]]:
+        """How long after its step each version came to each engine, and how long the engine paused for it."""
+        ended_s = {int(row["version"]): row["finished_s"] for row in self.steps}
+        delays, pauses = [], []
+        for span in read(self.folder.timeline):
+            if span.cat == "update" and span.count == 1:
+                version = int(span.args["version"].partition(".")[2])
+                pauses.append(float(span.args.get("busy_s", 0.0)))
+                if version in ended_s:
+                    delays.append(max(0.0, span.start_s - ended_s[version]))
+        return delays, pauses
+
+
+def _trained(folder: RunFolder) -> _Trained:
+    squares: defaultdict[int, float] = defaultdict(float)
+    completions: list[int] = []
+    prompts: list[int] = []
+    prompt_tokens: list[int] = []
+    with Inspection.open(folder.root) as inspection:
+        for group in inspection.groups(Selection()):
+            row = group.row
+            there = [(total, own) for total, own in zip(row.lengths, row.completion_lengths, strict=True) if total]
+            completions += [own for _, own in there]
+            prompts += [row.prompt_id] * len(there)
+            prompt_tokens += [total - own for total, own in there]
+            for use in row.trained_at:
+                squares[use.step] += sum(total * total for total, _ in there)
+    if not completions:
+        raise ConfigError(f"the buffer of {folder.root} holds no sample")
+    return _Trained(dict(squares), float(np.mean(prompt_tokens)), completions, prompts)
+
+
+def _flat(lists: Sequence[Sequence[float]]) -> list[float]:
+    return [each for one in lists for each in one]
+
+
+# --- runs that are made for it ------------------------------------------------------------------------
+
+
+def take(config_path: Path, overrides: Sequence[str], say: Say) -> Profile:
+    """Run a config twice, for a minute each, and profile that.
+
+    Raises:
+        ConfigError: it is wrong, or a run came to nothing; the text has its last words.
+        KeyboardInterrupt: both have ended by then.
+    """
+    config = load_config(config_path, overrides)
+    with tempfile.TemporaryDirectory(prefix="leeway-profile-") as place:
+        folders = []
+        for number, variant in enumerate((_as_it_is(), _told_apart(config)), 1):
+            name = f"profile-{number}"
+            _say_of(say, number, "starting")
+            arguments = [*overrides, *variant, "--run.dir", place, "--run.name", name]
+            folder = RunFolder(Path(place) / name)
+            _run(
+                config_path,
+                arguments,
+                folder,
+                Path(place) / f"{name}.log",
+                partial(_say_of, say, number),
+            )
+            folders.append(folder)
+        return profile_of(folders)
+
+
+def _say_of(say: Say, number: int, text: str) -> None:
+    say(f"run {number} of 2: {text}")
+
+
+def _as_it_is() -> list[str]:
+    """So slow a learning rate that lengths stay those of the model, no checkpoints, no W&B, and no end by itself."""
+    quiet = ["--tracking.wandb", "disabled", "--tracking.display", "plain"]
+    endless = ["--learner.num_steps", "1000000", "--learner.checkpoint_every", "1000000", "--actors.eval_every", "0"]
+    return [*quiet, *endless, "--learner.learning_rate", "1e-12", "--tracking.log_every", "1"]
+
+
+def _told_apart(config: Config) -> list[str]:
+    """The same with other loads."""
+    changed = ["--learner.token_budget", str(2 * config.learner.token_budget)]
+    for pool in actor_pools(config):
+        slots = str(max(1, pool.config.max_running_samples // 4))
+        where = f"pools.{pool.name}" if pool.name in config.pools else "actors"
+        changed += [f"--{where}.max_running_samples", slots]
+    return [*_as_it_is(), *changed]
+
+
+_CHILD = (
+    "import ctypes, os, signal, sys\n"
+    "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
+    "from launch.cli import main\n"
+    "sys.exit(main(sys.argv[1:]))"
+)
+"""`leeway` in a process that ends with the one that started it."""
+
+
+def _run(config: Path, arguments: Sequence[str], folder: RunFolder, log: Path, say: Say) -> None:
+    """Train until there is enough to see, and end that in order."""
+    command = [sys.executable, "-c", _CHILD, "train", str(config), *arguments]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            _follow(process, folder, say)
+        finally:
+            _end(process)
+    if process.returncode not in (0, 130):
+        said = log.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
+        raise ConfigError("\n".join(["the run that was to be profiled did not end well; it said last:", *said]))
+
+
+def _follow(process: subprocess.Popen[bytes], folder: RunFolder, say: Say) -> None:
+    began_s: float | None = None
+    while process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LOOK_EVERY_S)
+        try:
+            status = read_status(folder.status)
+        except StatusError:
+            continue
+        if began_s is None and status.step:
+            began_s = time.monotonic()
+        say(f"step {status.step}" if status.step else status.phase)
+        if began_s is not None:
+            passed_s, is_enough = time.monotonic() - began_s, status.step >= WARM_UP + LEAST_STEPS + 1
+            if (is_enough and passed_s >= ENOUGH_S) or passed_s >= AT_MOST_S:
+                return
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C, once, and what it takes where that does not do."""
+    for number, within_s in ((signal.SIGINT, END_S), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        if process.poll() is None:
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(within_s)

@@ -1,0 +1,114 @@
+"""LearnerTime: how long a step takes, for any shape of the learner, from what its parts cost on one stage.
+
+    seconds = step + (M + b) * (micro_batch + work / (P * M))
+
+The dearest replica has so much work in M micro-batches, P stages share it, and b is the bubble of the schedule. The
+work of a batch is what `learner.packing` counts, shared prompts once, at the price of a token and of a squared token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from learner.packing import CostModel, PackingRule, cost_of_micro_batches, micro_batches_asked
+
+NUM_TERMS = 4
+MANY_SAMPLES = 4096
+"""In a step of so many samples packing is even enough not to be computed."""
+
+
+@dataclass(frozen=True)
+class LearnerShape:
+    """What of a learner decides how long its step takes."""
+
+    num_stages: int = 1
+    num_replicas: int = 1
+    num_chunks: int = 1
+    schedule: str = "1f1b"
+    token_budget: int = 1024
+    unit: str = "sequence"
+    """What its loss compares."""
+
+    def rule(self, cost: CostModel) -> PackingRule:
+        """How it packs."""
+        least, multiple = micro_batches_asked(self.schedule, self.num_stages)
+        return PackingRule(
+            self.token_budget,
+            num_replicas=self.num_replicas,
+            min_micro_batches=least,
+            multiple=multiple,
+            cost=cost,
+            unit=self.unit,  # type: ignore[arg-type]
+            num_stages=self.num_stages,
+        )
+
+    @property
+    def idle(self) -> float:
+        """b: micro-batches that a stage could compute while it waits for the first and after the last."""
+        return bubble_in_micro_batches(self.schedule, self.num_stages, self.num_chunks)
+
+
+def bubble_in_micro_batches(schedule: str, num_stages: int, num_chunks: int) -> float:
+    """What a stage idles in a step, in the time of one micro-batch on it, where forward is a third of that.
+
+    GPipe and 1F1B: P - 1 (arXiv 1811.06965). Interleaved: over V (2104.04473, section 2.2). Zero bubble: over 3 V, for
+    what is left is F + B - W of each of P - 1 (2401.10241, table 1).
+    """
+    return (num_stages - 1) / ((3 if schedule == "zero_bubble" else 1) * num_chunks)
+
+
+def bubble(schedule: str, num_stages: int, num_chunks: int, num_micro_batches: int) -> float:
+    """Idle share of a stage's time, 0..1, where forward, backward for inputs and for weights take as long each."""
+    idle = bubble_in_micro_batches(schedule, num_stages, num_chunks)
+    return idle / (num_micro_batches + idle)
+
+
+@dataclass(frozen=True)
+class LearnerTime:
+    """Seconds of a step, by the terms of `terms`; none is negative."""
+
+    step: float
+    """What does not depend on its samples: the update, the draw, the loss."""
+    micro_batch: float = 0.0
+    """Of each on each stage, besides its tokens."""
+    token: float = 0.0
+    """Forward and backward, and whatever else the algorithm asks for, of a token through all stages."""
+    token_squared: float = 0.0
+    """The same of a squared token of a sequence: attention."""
+
+    def seconds(self, lengths: Sequence[int], prompt_tokens: int, group_size: int, shape: LearnerShape) -> float:
+        """Of a step on samples of so many tokens each, prompt and completion, those of a group beside each other."""
+        length_B = np.asarray(lengths, np.int64)
+        if len(length_B) > MANY_SAMPLES:
+            tokens, squares = float(length_B.sum()), float((length_B.astype(np.float64) ** 2).sum())
+            work = (self.token * tokens + self.token_squared * squares) / shape.num_replicas
+            per_replica = max(tokens / shape.num_replicas / shape.token_budget, 1.0)
+            least, _ = micro_batches_asked(shape.schedule, shape.num_stages)
+            num_micro_batches = max(per_replica, float(least))
+        else:
+            rule = shape.rule(CostModel(self.token, self.token_squared))
+            prompt_B = np.full(len(length_B), prompt_tokens)
+            group_B = np.arange(len(length_B)) // group_size
+            cost_M, _ = cost_of_micro_batches(length_B, prompt_B, group_B, rule, group_B)
+            work = float(cost_M.reshape(shape.num_replicas, -1).sum(axis=1).max())
+            num_micro_batches = len(cost_M) / shape.num_replicas
+        rounds = num_micro_batches + shape.idle
+        return self.step + rounds * (self.micro_batch + work / (shape.num_stages * num_micro_batches))
+
+
+def terms(tokens: float, squares: float, num_micro_batches: int, shape: LearnerShape) -> tuple[float, ...]:
+    """What each coefficient of `LearnerTime` is multiplied with, for a step that was measured.
+
+    Args:
+        tokens: that were computed, of all replicas.
+        squares: sum of the squared lengths of its sequences.
+        num_micro_batches: of all replicas.
+        shape: of the learner that took the step.
+    """
+    per_replica = num_micro_batches / shape.num_replicas
+    rounds = per_replica + shape.idle
+    share = rounds / (shape.num_stages * per_replica * shape.num_replicas)
+    return 1.0, rounds, share * tokens, share * squares

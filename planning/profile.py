@@ -1,0 +1,201 @@
+"""Profile: what the parts of a run cost on one machine with one model, as it was measured. profile.json holds it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from common.costs import TokenTime
+from common.files import write_whole
+from planning.learner import LearnerShape, LearnerTime
+from planning.lengths import LengthLaw
+from planning.world import Costs
+
+FORMAT = 1
+
+
+class ProfileError(ValueError):
+    """It cannot be read, or is not of this run; the text says why and what to do."""
+
+
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where it was measured."""
+
+    host: str = ""
+    processor: str
+    cores: int
+    gpus: list[str] = []
+    """Their names."""
+
+    def __str__(self) -> str:
+        gpus = f", {len(self.gpus)} x {self.gpus[0]}" if self.gpus else ", no GPU"
+        return f"{self.processor}, {self.cores} cores{gpus}"
+
+    def is_like(self, other: MachineFacts) -> bool:
+        """Does the other cost as much, by all that is known of it?"""
+        return (self.processor, self.cores, self.gpus) == (other.processor, other.cores, other.gpus)
+
+
+class EngineCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the engines of a pool."""
+
+    terms: tuple[float, float, float, float]
+    """Of `common.costs.TokenTime`, seconds."""
+    num_steps: int
+    relative_error: float
+    """Root mean square of what the law leaves of a step, over the mean step."""
+    most_running: int
+    """Samples that it was measured with at most; beyond, the law is a guess."""
+    kv_tokens: int
+    dtype: str
+    tensor_parallel_size: int = 1
+
+    @property
+    def law(self) -> TokenTime:
+        """To reckon with."""
+        return TokenTime(*self.terms)
+
+
+class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the learner."""
+
+    terms: tuple[float, float, float, float]
+    """Of `planning.learner.LearnerTime`, seconds."""
+    num_steps: int
+    relative_error: float
+    shape: LearnerShape
+    """That it was measured with."""
+    algorithm: str
+    precision: str
+    between_steps_s: float
+    """From the end of a step to the begin of the next where its batch was ready."""
+
+    @property
+    def law(self) -> LearnerTime:
+        """To reckon with."""
+        return LearnerTime(*self.terms)
+
+
+class WeightCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a version on its way from the learner to the engines."""
+
+    behind_s: float
+    """From the end of a step until an engine begins to apply its weights, median."""
+    pause_s: float
+    """That an engine makes no token meanwhile, mean."""
+
+
+class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What was generated."""
+
+    prompt_tokens: float
+    """Mean."""
+    quantiles: tuple[float, ...]
+    """Of the lengths of completions; see `LengthLaw`."""
+    explained: float
+    settled_s: float
+    """From the last token of a sample to its commit: reward, push and all, mean."""
+
+    @property
+    def lengths(self) -> LengthLaw:
+        """The law of the lengths."""
+        return LengthLaw(self.quantiles, self.explained)
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it."""
+
+    format: int = FORMAT
+    taken_s: float
+    """Seconds since the Unix epoch."""
+    machine: MachineFacts
+    model: str
+    """`common.hf_folder.model_identity`."""
+    engines: dict[str, EngineCosts]
+    """Pool -> its engines."""
+    learner: LearnerCosts
+    weights: WeightCosts
+    samples: SampleFacts
+
+    def costs(self) -> Costs:
+        """Of what is neither a token nor a step. A version can be pulled about half way to its use."""
+        return Costs(
+            reward_s=self.samples.settled_s,
+            publish_s=self.weights.behind_s / 2,
+            fetch_s=self.weights.behind_s / 2,
+            pause_s=self.weights.pause_s,
+            between_steps_s=self.learner.between_steps_s,
+        )
+
+    def write(self, path: Path) -> None:
+        """As JSON, for people too.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_whole(path, [msgspec.json.format(msgspec.json.encode(self)), b"\n"])
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """As `write` left it.
+
+        Raises:
+            ProfileError: it is not there, or nothing that this Leeway reads.
+        """
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=Profile)
+        except OSError as error:
+            raise ProfileError(
+                f"{path} cannot be read ({error.strerror}); `leeway profile CONFIG.toml` makes one"
+            ) from None
+        except msgspec.DecodeError as error:
+            raise ProfileError(f"{path} is no profile: {error}; `leeway profile CONFIG.toml` makes one") from None
+        if found.format != FORMAT:
+            raise ProfileError(f"{path} has format {found.format}, and this Leeway reads {FORMAT}: take it anew")
+        return found
+
+    def check_model(self, model: str, path: Path) -> None:
+        """Is it of this model?
+
+        Raises:
+            ProfileError: it is of another.
+        """
+        if model != self.model:
+            raise ProfileError(
+                f"{path} is of another model ({self.model}, and the config names {model}): what a token costs there "
+                "says nothing here. Take one with this config: `leeway profile CONFIG.toml`"
+            )
+
+    def describe(self) -> str:
+        """For people: what was measured, and how well the laws describe it."""
+        taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.taken_s))
+        lines = [f"taken {taken} on {self.machine}, of {self.model}"]
+        for name, engine in self.engines.items():
+            law = engine.law
+            full_s = law.seconds(engine.most_running, engine.most_running * self.samples.prompt_tokens)
+            lines.append(
+                f"engines of '{name}': a step takes {1e3 * law.base:.2f} ms + {1e6 * law.per_sample:.1f} us a sample "
+                f"+ {1e9 * law.per_kv_token:.2f} ns a token of context + {1e6 * law.per_prompt_token:.2f} us a prompt "
+                f"token, {1e3 * full_s:.1f} ms with {engine.most_running} samples; {engine.num_steps} steps, within "
+                f"{engine.relative_error:.0%}"
+            )
+        learner = self.learner
+        law_of_steps = learner.law
+        lines.append(
+            f"learner: a step takes {1e3 * law_of_steps.step:.0f} ms + {1e3 * law_of_steps.micro_batch:.1f} ms a "
+            f"micro-batch + {1e6 * law_of_steps.token:.2f} us a token + {1e9 * law_of_steps.token_squared:.2f} ns a "
+            f"squared one; {learner.num_steps} steps, within {learner.relative_error:.0%}"
+        )
+        lines.append(
+            f"weights: an engine begins to apply a version {self.weights.behind_s:.2f} s after its step, and pauses "
+            f"{1e3 * self.weights.pause_s:.0f} ms for it"
+        )
+        lengths = self.samples.lengths
+        lines.append(
+            f"completions: {lengths.mean:.0f} tokens on average, {lengths.longest:.0f} at most, "
+            f"{lengths.explained:.0%} of the spread explained by the prompt; committed "
+            f"{1e3 * self.samples.settled_s:.0f} ms after the last token"
+        )
+        return "\n".join(lines)

@@ -1,0 +1,37 @@
+"""A profile of the demo that nobody measured: engines and a learner of round figures."""
+
+from pathlib import Path
+
+import msgspec
+
+from launch.config import load_config
+from launch.profiling import machine_here, model_of
+from planning.learner import LearnerShape
+from planning.lengths import LengthLaw
+from planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+
+
+def profile(**changes: object) -> Profile:
+    engine = EngineCosts(
+        terms=(4e-3, 6e-5, 0.0, 1e-6), num_steps=1000, relative_error=0.05, most_running=128, kv_tokens=20_000,
+        dtype="float32",
+    )  # fmt: skip
+    learner = LearnerCosts(
+        terms=(0.05, 0.01, 2e-5, 0.0), num_steps=40, relative_error=0.05, shape=LearnerShape(2, token_budget=1536),
+        algorithm="trajectory_balance", precision="float32", between_steps_s=0.03,
+    )  # fmt: skip
+    samples = SampleFacts(
+        prompt_tokens=6.0, quantiles=LengthLaw.lognormal(4, 0.3, 8).quantiles, explained=0.3, settled_s=0.02
+    )
+    found = Profile(
+        taken_s=1.7e9,
+        machine=machine_here(),
+        model=model_of(load_config(DEMO)) or "llama-made-up",
+        engines={"actors": engine},
+        learner=learner,
+        weights=WeightCosts(behind_s=0.15, pause_s=0.02),
+        samples=samples,
+    )
+    return msgspec.structs.replace(found, **changes)

@@ -1,0 +1,181 @@
+"""Plans: what is chosen and what never is, what fits, what is refused with a sentence, and what a plan file does."""
+
+import math
+import tomllib
+
+import msgspec
+import psutil
+import pytest
+
+from launch import planner as planning
+from launch import plans
+from launch.cli import main
+from launch.config import load_config
+from launch.errors import ConfigError
+from launch.planner import Planner
+from launch.plans import Host, read_hosts, read_plan, world_of
+from launch.pools import actor_pools
+from planning.profile import Profile, ProfileError
+from tests.unit.made_up_profile import DEMO, profile
+
+LEARNED_FROM = (
+    "group_size",
+    "groups_per_step",
+    "num_minibatches",
+    "num_epochs",
+    "algorithm",
+    "max_new_tokens",
+    "dtype",
+)
+BIG = [Host("big", frozenset(), 64.0, 0.0)]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Simulations are short here: what they find is tested elsewhere."""
+    monkeypatch.setattr(planning, "NUM_SIMULATED", 4)
+    monkeypatch.setattr(planning, "NUM_CLOSER", 2)
+    monkeypatch.setattr(planning, "FEW_SAMPLES", 2000)
+    monkeypatch.setattr(planning, "MANY_SAMPLES", 4000)
+
+
+def say(what, share):
+    """Nobody listens."""
+
+
+def made(*overrides, hosts=BIG, prices=None, told=None):
+    return Planner(DEMO, overrides, told or profile(), hosts, prices or {})
+
+
+def test_a_plan_is_better_than_the_config_and_is_one_that_runs(tmp_path):
+    planner = made()
+    best = planner.find(say)[0]
+    assert best.prediction.samples_per_s > 1.2 * planner.as_it_is().samples_per_s
+    plans.write_plan(tmp_path / "plan.toml", best, tmp_path / "profile.json")
+    overrides, prediction = read_plan(tmp_path / "plan.toml")
+    assert prediction == best.prediction
+    config = load_config(DEMO, overrides)
+    assert config.actors.num_actors == best.keys["actors.num_actors"]
+    assert (config.learner.num_stages, config.learner.schedule) == (
+        best.keys["learner.num_stages"],
+        best.keys["learner.schedule"],
+    )
+    again = world_of(config, profile())
+    assert [pool.count for pool in again.pools] == [best.keys["actors.num_actors"]]
+
+
+def test_nothing_that_learning_depends_on_is_chosen_and_no_sample_may_be_older_than_the_config_says():
+    space = made().space
+    assert not [key for key in made().own if key.rpartition(".")[2] in LEARNED_FROM]
+    assert max(space.dimensions["weight_sync.max_lag"]) == load_config(DEMO).weight_sync.max_lag
+    unbounded = made("--weight_sync.max_lag", "unbounded").space
+    assert list(unbounded.dimensions["weight_sync.max_lag"]) == ["unbounded"]
+
+
+def test_what_is_said_on_the_command_line_is_not_chosen():
+    planner = made("--actors.num_actors", "3", "--learner.num_stages", "2", "--weight_sync.max_lag", "2")
+    for candidate in planner.find(say):
+        assert not {"actors.num_actors", "learner.num_stages", "weight_sync.max_lag"} & candidate.keys.keys()
+    assert {shape.num_stages for shape in planner.space.dimensions["learner"]} == {2}
+    assert list(planner.space.dimensions["actors.num_actors"]) == [3]
+
+
+def test_processes_share_cores_no_more_than_those_of_the_config():
+    planner = made(hosts=[Host("small", frozenset(), 2.0, 0.0)])  # the demo has two engines and two stages
+    few, many = 0, 0
+    for plan in planner.space.all():
+        choices = planner.space.choices(plan)
+        shape = choices["learner"]
+        workers = choices["actors.num_actors"] + shape.num_stages * shape.num_replicas
+        fits = planner.score(plan) > -math.inf
+        assert not fits or workers <= 4
+        few, many = few + (fits and workers < 4), many + (fits and workers == 4)
+    assert few
+    assert many
+
+
+def test_pools_with_hosts_of_their_own_and_prices(tmp_path):
+    config = tmp_path / "pools.toml"
+    config.write_text(
+        DEMO.read_text()
+        .replace('path = "demo_model"', f'path = "{DEMO.parent / "demo_model"}"')
+        .replace("num_actors = 2\n", "")
+        + '\n[pools.fast]\nrole = "actors"\ncount = 1\n[pools.slow]\nrole = "actors"\ncount = 1\n'
+        + '[pools.back]\nrole = "learner"\n'
+    )
+    told = profile()
+    engine = told.engines["actors"]
+    slow = msgspec.structs.replace(engine, terms=tuple(4 * each for each in engine.terms))
+    told = msgspec.structs.replace(told, engines={"fast": engine, "slow": slow})
+    (tmp_path / "hosts.txt").write_text("h1 fast 10.0.0.1\nh2 slow,back # both\n\nh3 back\n")
+    hosts = read_hosts(tmp_path / "hosts.txt", 4.0, 0.0)
+    assert hosts[1] == Host("h2", frozenset({"slow", "back"}), 4.0, 0.0)
+    planner = Planner(config, [], told, hosts, {"fast": 1.0, "slow": 1.0, "back": 0.1})
+    best = planner.find(say)[0]
+    assert best.prediction.price_per_1000 < planner.as_it_is().price_per_1000
+    pools = {pool.name: pool.count for pool in actor_pools(load_config(config, plans.as_overrides(best.keys)))}
+    assert pools["fast"] <= 4
+    assert len(planner.space.dimensions["pools.fast.count"]) == 4, "h1 has four cores"
+
+
+def refused(capsys, *arguments):
+    assert main(["plan", str(DEMO), *map(str, arguments)]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    return said
+
+
+def test_bad_input_is_a_sentence_each_and_exit_status_2(tmp_path, capsys):
+    path, other = tmp_path / "profile.json", tmp_path / "other.json"
+    profile().write(path)
+    profile(model="qwen2-0123").write(other)
+    (tmp_path / "hosts.txt").write_text("# nobody\n")
+    assert "cannot be read" in refused(capsys, "--profile", tmp_path / "none.json")
+    assert "is of another model (qwen2-0123" in refused(capsys, "--profile", other)
+    assert "names no host" in refused(capsys, "--profile", path, "--hosts", tmp_path / "hosts.txt")
+    assert "the price of learner is missing" in refused(capsys, "--profile", path, "--price", "actors=2")
+    assert "there is no such pool" in refused(capsys, "--profile", path, "--price", "actors=2", "learner=1", "x=1")
+    assert "write POOL=PER_HOUR" in refused(capsys, "--profile", path, "--price", "actors:2")
+    other.write_text("{}")
+    assert "is no profile" in refused(capsys, "--profile", other)
+    assert "of a learner with trajectory_balance in float32" in refused(
+        capsys, "--profile", path, "--learner.precision", "bfloat16"
+    )
+    assert "no engines in bfloat16" in refused(capsys, "--profile", path, "--actors.dtype", "bfloat16")
+
+
+def test_a_plan_that_fits_no_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("M", (), {"total": 2**30})())
+    with pytest.raises(ConfigError, match=r"no plan fits: .* with 1\.0 GiB of memory"):
+        made().find(say)
+
+
+def test_where_nothing_has_a_place_it_is_said():
+    with pytest.raises(ConfigError, match="have a place on h1"):
+        made(hosts=[Host("h1", frozenset({"nobody"}), 4.0, 0.0)]).find(say)
+
+
+def test_a_profile_is_read_as_it_was_written_and_one_of_another_machine_is_marked(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "profile.json"
+    told = profile()
+    told.write(path)
+    assert Profile.read(path) == told
+    assert "engines of 'actors': a step takes 4.00 ms" in told.describe()
+    msgspec.structs.replace(told, format=0).write(path)
+    with pytest.raises(ProfileError, match="has format 0"):
+        Profile.read(path)
+    elsewhere = msgspec.structs.replace(told.machine, processor="another", cores=64)
+    msgspec.structs.replace(told, machine=elsewhere).write(path)
+    arguments = ["plan", str(DEMO), "--profile", str(path), "--out", str(tmp_path / "plan.toml")]
+    assert main([*arguments, "--actors.num_actors", "2", "--learner.num_stages", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "taken on another machine (another, 64 cores, no GPU)" in said
+    assert "as it is" in said
+    assert tomllib.loads((tmp_path / "plan.toml").read_text())["plan"]["samples_per_s"] > 0
+
+
+@pytest.mark.parametrize(("text", "message"), [("x = [", "is no plan"), ("[actors]\nnum_actors = 1\n", "is no plan")])
+def test_what_is_no_plan_is_refused(tmp_path, text, message):
+    (tmp_path / "plan.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_plan(tmp_path / "plan.toml")

@@ -1,0 +1,56 @@
+"""The four bounds: each is met by a simulated run that nothing else limits, and none is ever passed."""
+
+import itertools
+
+import pytest
+
+from planning.bounds import bounds_of, figures_of
+from planning.lengths import LengthLaw
+from planning.simulator import Simulation
+from planning.world import Costs
+from tests.unit.test_planning_simulator import LAW, LONG_TAIL, G, K, world
+
+
+def test_full_engines_meet_the_bound_of_generation():
+    made = world(engines=3, max_lag="unbounded")
+    bounds = bounds_of(made, 1e-9)
+    assert bounds.generation == pytest.approx(3 * 16 / (100 * LAW.seconds(16, 0)), rel=1e-9)
+    assert bounds.binds == "generation"
+    long_tail = world(engines=3, lengths=LONG_TAIL, max_lag="unbounded")
+    found = Simulation(long_tail, seed=1).run(2000, warm_up=500)
+    assert found.samples_per_s == pytest.approx(bounds_of(long_tail, 1e-9).rate, rel=0.03)
+
+
+def test_a_slow_learner_meets_the_bound_of_training():
+    bounds = bounds_of(world(engines=4, step_s=10.0, costs=Costs(between_steps_s=2.0)), 10.0)
+    assert (bounds.rate, bounds.binds) == (pytest.approx(G * K / 12.0), "training")
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_admission_meets_the_bound_of_staleness_where_engines_have_room(max_lag):
+    law_of_one_sample = type(LAW)(4e-3)  # alone or not, a token takes as long
+    costs = Costs(publish_s=0.2, fetch_s=0.1, pause_s=0.05, between_steps_s=0.1)
+    made = world(engines=20, slots=64, law=law_of_one_sample, step_s=0.05, max_lag=max_lag, costs=costs)
+    found, bounds = Simulation(made).run(200, warm_up=100), bounds_of(made, 0.05)
+    assert bounds.binds == "staleness"
+    assert found.samples_per_s <= bounds.rate * (1 + 1e-9)
+    assert found.samples_per_s >= 0.5 * bounds.rate, "groups wait for others of their step, and for publication"
+    if max_lag == 0:
+        assert found.samples_per_s == pytest.approx(bounds.rate, rel=1e-9)
+
+
+def test_no_simulated_run_passes_a_bound():
+    for slots, engines, step_s, max_lag in itertools.product((8, 24), (1, 4), (0.05, 1.0), (0, 2, 8)):
+        made = world(engines=engines, slots=slots, lengths=LONG_TAIL, step_s=step_s, max_lag=max_lag)
+        found = Simulation(made, seed=7).run(150, warm_up=50)
+        assert found.samples_per_s <= 1.08 * bounds_of(made, step_s).rate, "means of 100 steps scatter"
+
+
+def test_means_of_groups():
+    constant = figures_of(LengthLaw.constant(50), 8)
+    assert (constant.mean, constant.at_a_moment, constant.longest_of_group) == (50, 25, 50)
+    tail = figures_of(LengthLaw.lognormal(100, 1.0, 100_000), 8)
+    assert tail.mean == pytest.approx(100 * 2.718281828**0.5, rel=0.05)
+    assert tail.longest_of_group > 3 * tail.mean
+    alike = figures_of(LengthLaw.lognormal(100, 1.0, 100_000, explained=1.0), 8)
+    assert alike.longest_of_group == pytest.approx(alike.mean, rel=1e-6)

@@ -1,0 +1,89 @@
+"""How long a step takes: closed forms against the schedules themselves, and packing as the learner packs."""
+
+import numpy as np
+import pytest
+
+from common.costs import Moments
+from learner.packing import CostModel, pack
+from planning.learner import LearnerShape, LearnerTime, bubble, bubble_in_micro_batches, terms
+
+
+def one_forward_one_backward(num_stages, num_micro_batches, forward_s, backward_s):
+    """When 1F1B ends, by recursion over what each of its actions waits for."""
+    orders = []
+    for stage in range(num_stages):
+        warm = min(num_stages - stage, num_micro_batches)
+        order = [("F", m) for m in range(warm)]
+        for m in range(num_micro_batches):
+            order += [("B", m)] + ([("F", m + warm)] if m + warm < num_micro_batches else [])
+        orders.append(order)
+    done, free_s, at = {}, [0.0] * num_stages, [0] * num_stages
+    while any(place < len(order) for place, order in zip(at, orders, strict=True)):
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order):
+                kind, m = order[at[stage]]
+                needs = {("F", m): (stage - 1, "F", m), ("B", m): (stage + 1, "B", m)}[kind, m]
+                is_end = (stage == 0) if kind == "F" else (stage == num_stages - 1)
+                if not is_end and needs not in done:
+                    break
+                began_s = max(free_s[stage], 0.0 if is_end else done[needs])
+                free_s[stage] = done[stage, kind, m] = began_s + (forward_s if kind == "F" else backward_s)
+                at[stage] += 1
+    return max(free_s)
+
+
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(1, 3), (2, 2), (2, 8), (4, 4), (4, 9), (8, 16)])
+def test_1f1b_takes_as_long_as_its_schedule(num_stages, num_micro_batches):
+    work_s = 0.5  # of a micro-batch through all stages, forward and backward
+    shape = LearnerShape(num_stages, schedule="1f1b", token_budget=100)
+    lengths = [100] * num_micro_batches  # one in each
+    law = LearnerTime(step=0.0, token=work_s / 100)
+    stage_s = work_s / num_stages
+    wanted_s = one_forward_one_backward(num_stages, num_micro_batches, stage_s / 3, 2 * stage_s / 3)
+    assert law.seconds(lengths, 1, 1, shape) == pytest.approx(wanted_s, rel=1e-9)
+    idle = 1 - num_micro_batches * stage_s / wanted_s
+    assert bubble("1f1b", num_stages, 1, num_micro_batches) == pytest.approx(idle, abs=1e-9)
+
+
+def test_bubbles_of_the_other_schedules():
+    """Against torch's own tables they are held in tests/unit/test_benchmarks_learner.py."""
+    assert bubble_in_micro_batches("gpipe", 4, 1) == 3
+    assert bubble_in_micro_batches("interleaved_1f1b", 4, 2) == 1.5
+    assert bubble_in_micro_batches("zero_bubble", 4, 1) == 1
+
+
+@pytest.mark.parametrize("shape", [LearnerShape(), LearnerShape(2, 2, token_budget=256, unit="group")])
+def test_the_work_of_a_step_is_that_of_the_micro_batches_that_the_learner_makes(shape):
+    random = np.random.default_rng(0)
+    lengths = random.integers(30, 120, 64)
+    sequences = [np.r_[np.full(20, i // 8), np.zeros(n - 20, np.int64)] for i, n in enumerate(lengths.tolist())]
+    packed = pack(sequences, [20] * 64, shape.rule(CostModel(2.0, 0.01)), np.arange(64) // 8)
+    per_replica = packed.cost_M.reshape(shape.num_replicas, -1)
+    rounds = per_replica.shape[1] + shape.idle
+    wanted = 7.0 + rounds * (3.0 + per_replica.sum(axis=1).max() / (shape.num_stages * per_replica.shape[1]))
+    assert LearnerTime(7.0, 3.0, 2.0, 0.01).seconds(lengths.tolist(), 20, 8, shape) == pytest.approx(wanted)
+
+
+def test_the_law_is_found_again_from_steps_of_one_shape_and_holds_for_another():
+    law, random, moments = LearnerTime(0.05, 0.004, 2e-5, 3e-9), np.random.default_rng(3), Moments(4)
+    for budget in (1024, 4096):
+        shape = LearnerShape(2, 1, token_budget=budget)
+        for _ in range(20):
+            lengths = random.integers(100, 900, 32)
+            num = -(-int(lengths.sum()) // budget)
+            row = terms(float(lengths.sum()), float((lengths**2).sum()), num, shape)
+            moments.add(row, float(np.dot(row, (law.step, law.micro_batch, law.token, law.token_squared))))
+    found = LearnerTime(*moments.fit().coefficients)
+    assert found.token == pytest.approx(law.token, rel=1e-3)
+    assert found.micro_batch == pytest.approx(law.micro_batch, rel=1e-3)
+    lengths = [500] * 64
+    for shape in (LearnerShape(4, 2, token_budget=2048), LearnerShape(1, 1, token_budget=8192)):
+        assert found.seconds(lengths, 1, 8, shape) == pytest.approx(law.seconds(lengths, 1, 8, shape), rel=1e-3)
+
+
+def test_a_step_of_many_samples_is_estimated_without_packing():
+    random = np.random.default_rng(5)
+    law, shape = LearnerTime(0.1, 1e-4, 1e-6, 1e-11), LearnerShape(4, 2, token_budget=16_384)
+    lengths = random.integers(500, 4000, 4096).tolist()
+    packed = law.seconds(lengths, 1, 8, shape)
+    assert law.seconds([*lengths, 500], 1, 8, shape) == pytest.approx(packed, rel=0.03)
