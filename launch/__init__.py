@@ -19,6 +19,7 @@ pools       which workers a run has, and what each reserves
 
 run_folder  RunFolder: where everything of a run lies, and which command works on it; the folder of its weights
 model_folder  the model of a run as a Hugging Face folder: where it comes from, and how it leaves
+autoscale   pools of actors that follow the lengths and costs of a run
 control     what is asked of a run while it lives
 host        this machine: modes of files, logs by which processes are found, Ray's folders, who answers at an address
 text        figures and texts for people, also of token ids

@@ -176,6 +176,14 @@ class LaunchConfig(_Section):
         description="Tripwire: mean absolute log-probability difference between engine and learner at lag 0. Unset: "
         "0.001 where engines and learner compute in float32, else 0.2.",
     )
+    autoscale: Literal["off", "advise", "on"] = Field(
+        default="off",
+        description="Pools of actors that follow lengths and costs: an event says what number of actors would do, or "
+        "('on') it is changed at once.",
+    )
+    autoscale_most: PositiveInt | None = Field(
+        default=None, description="Actors that a pool may grow to by launch.autoscale; unset: as many as have a place."
+    )
     on_mismatch: Action = Field(
         default="warn", description="Above it: say so, also take the actor out of the run, or stop the run."
     )

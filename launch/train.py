@@ -13,8 +13,10 @@ import json
 import shutil
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from safetensors import SafetensorError
@@ -26,6 +28,7 @@ from common.hf_folder import ModelFolderError
 from common.run import RunContext
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion, StalenessContract
+from launch.autoscale import Autoscale
 from launch.checks import Plan, check_fetched
 from launch.config import Config
 from launch.control import Control
@@ -225,6 +228,7 @@ class _Run:
         self._observer = self.sinks.observer
         self._control = Control(self.plan.folder.control)
         self._tripwires = Tripwires(self.plan.config, self.contract)
+        self._autoscale = Autoscale(self.plan.config)
         self._evaluation: Evaluation | None = None
         self._evaluated_at = 0
         self.has_begun = False
@@ -316,6 +320,18 @@ class _Run:
         self._warn_of_buffer(news.status)
         for trip in trips:
             self._act(trip)
+        if self._evaluation is None and self.interrupts.training:
+            self._follow_lengths(rows)
+
+    def _follow_lengths(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Say which number of actors would do, or have it so."""
+        actors = self.supervisor.actors
+        for row in rows:
+            advice = self._autoscale.look(row, self._observer.status.pools, actors.room)
+            if advice is not None:
+                self.sinks.event("advice", advice.text, pool=advice.pool, count=advice.count)
+                if advice.pool and self._autoscale.mode == "on":
+                    actors.scale(advice.pool, advice.count)
 
     def _act(self, trip: Trip) -> None:
         """Tell what tripped, and do what the knob says.

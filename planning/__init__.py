@@ -8,5 +8,6 @@ learner    LearnerTime: how long a step takes, for any shape of the learner
 profile    Profile: what the parts of a run cost on one machine with one model
 bounds     what each part of a run allows by itself, in closed form
 prediction  Prediction: what simulated runs come to, with an interval
+following  how many actors a run should have now, as lengths and costs change
 search     the best of many plans: enumerated, or walked by Metropolis chains
 """

@@ -1,4 +1,4 @@
-"""LengthLaw: how many tokens completions have, and how much of that the prompt decides.
+"""LengthLaw: how many tokens completions have, and how much of that the prompt decides; PromptStream: in their order.
 
 A law is a distribution of lengths and the share of variance, on a normal scale, that siblings have in common:
 
@@ -10,6 +10,7 @@ So any measured distribution can have any share of it explained, and the best ra
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,6 +91,42 @@ class LengthLaw:
 
 
 _SCORES = np.linspace(-_REACH, _REACH, NUM_QUANTILES)
+
+
+class PromptStream:
+    """Which prompt comes next, in the data's order, and how long its samples will be; many at once, for speed."""
+
+    _MANY = 4096
+
+    def __init__(self, law: LengthLaw, num_prompts: int, group_size: int, seed: int) -> None:
+        """Of so many prompts, each of which the law makes long or short for ever; a new order in every epoch."""
+        self._law, self._group_size, self._num_prompts = law, group_size, num_prompts
+        self._scores = np.random.default_rng([seed, 0]).standard_normal(num_prompts)
+        self._random = np.random.default_rng([seed, 1])
+        self._order: list[int] = []
+        self._known: list[tuple[int, list[float]]] = []
+        """In reverse."""
+        self._returned: deque[int] = deque()
+
+    def next(self) -> tuple[int, list[float]]:
+        """A prompt, and the tokens of each of its samples."""
+        if self._returned:
+            return self._draw([self._returned.popleft()])[0]
+        if not self._known:
+            while len(self._order) < self._MANY:
+                self._order += self._random.permutation(self._num_prompts).tolist()
+            self._known = self._draw(self._order[: self._MANY])[::-1]
+            del self._order[: self._MANY]
+        return self._known.pop()
+
+    def give_back(self, prompt: int) -> None:
+        """A group of it was dropped: it is issued again, before new ones."""
+        self._returned.append(prompt)
+
+    def _draw(self, prompts: list[int]) -> list[tuple[int, list[float]]]:
+        own = self._random.standard_normal((len(prompts), self._group_size))
+        lengths = self._law.lengths(self._scores[prompts][:, None], own)
+        return list(zip(prompts, lengths.tolist(), strict=True))
 
 
 def explained_by_prompt(prompt_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> float:

@@ -30,6 +30,7 @@ from buffer.samplers import build
 from buffer.tables import Group
 from common.staleness import PolicyVersion
 from planning.engine import TokenClock
+from planning.lengths import PromptStream
 from planning.world import EnginePool, Outcome, World
 
 _END, _UPDATE, _SCORED, _PUBLISHED, _STEP, _DRAW, _LEASE = range(7)
@@ -69,6 +70,8 @@ class _Engine:
     is_updating: bool = False
     is_asking: bool = False
     """It is about to ask for leases."""
+    is_leaving: bool = False
+    """It leases nothing more."""
     event: int = 0
     """Number of the event that is its next end; an older one is over."""
     reserved: float = 0.0
@@ -88,7 +91,7 @@ class Simulation:
         """All engines are empty, and version 0 is published."""
         self._world, self._costs, self._contract = world, world.costs, world.contract
         self._random = Random(seed)
-        self._samples = _Samples(world, seed)
+        self._samples = PromptStream(world.lengths, world.num_prompts, world.group_size, seed)
         self._draws = np.random.default_rng([seed, 2])
         self._sampler, weight = build(world.buffer)
         self._index = GroupIndex(world.buffer, weight)
@@ -112,11 +115,18 @@ class Simulation:
         self._version = self._published = 0
         self._is_training = False
         self._found = Outcome()
+        self.stretch = 1.0
+        """Lengths are drawn so many times as long as the law says; may be changed while it runs."""
 
     # --- running ----------------------------------------------------------------------------------
 
-    def run(self, num_steps: int, warm_up: int = 0, limit_s: float = inf) -> Outcome:
-        """Take so many steps, of which the first are not counted; end earlier at `limit_s`, or where none comes."""
+    def run(
+        self, num_steps: int, warm_up: int = 0, limit_s: float = inf, after_step: Callable[[int], None] | None = None
+    ) -> Outcome:
+        """Take so many steps, of which the first are not counted; end earlier at `limit_s`, or where none comes.
+
+        `after_step` is called with the number of each step, and may `scale`.
+        """
         self._knock()
         handlers: dict[int, Callable[[Any], None]] = {
             _UPDATE: self._on_update, _SCORED: self._on_scored, _PUBLISHED: self._on_published, _STEP: self._on_step,
@@ -140,7 +150,33 @@ class Simulation:
                 if step == warm_up:
                     counted_from_s = now_s
                     self._begin_to_count()
+                if after_step is not None:
+                    after_step(step)
         return self._finish(max(0, step - warm_up), self.now_s - counted_from_s)
+
+    def so_far(self) -> Outcome:
+        """What is counted until now, but for shares of time."""
+        return self._found
+
+    def count(self, pool: str) -> int:
+        """Actors of a pool that work."""
+        return sum(1 for engine in self._engines if engine.pool.name == pool and not engine.is_leaving)
+
+    def scale(self, pool: str, count: int, start_s: float = 0.0) -> None:
+        """Let a pool have another number of actors; who comes takes a while, who leaves finishes what it runs."""
+        there = [engine for engine in self._engines if engine.pool.name == pool and not engine.is_leaving]
+        kind = next(each for each in self._world.pools if each.name == pool)
+        for _ in range(count - len(there)):
+            newest = PolicyVersion(0, self._published)
+            engine = _Engine(kind, kind.config.max_running_samples, TokenClock(kind.law, self.now_s), newest, newest)
+            engine.is_asking = True
+            self._engines.append(engine)
+            self._at(self.now_s + start_s, _LEASE, engine)
+        for engine in there[count:]:
+            engine.is_leaving = True
+            heir = min((each for each in there[:count]), key=lambda each: len(each.waiting))
+            heir.waiting.extend(engine.waiting)
+            engine.waiting.clear()
 
     def _at(self, time_s: float, kind: int, what: object) -> int:
         self._seq += 1
@@ -205,6 +241,8 @@ class Simulation:
             engine.behind_since_s = None
 
     def _lease(self, engine: _Engine) -> None:
+        if engine.is_leaving:
+            return
         in_engine = engine.clock.num_running + len(engine.waiting)
         room = engine.pool.config.room(in_engine, in_engine + engine.num_scoring)
         for _ in range(room):
@@ -246,6 +284,8 @@ class Simulation:
     def _new_group(self) -> _Group:
         self._num_groups += 1
         prompt, lengths = self._samples.next()
+        if self.stretch != 1.0:
+            lengths = [max(1.0, round(self.stretch * length)) for length in lengths]
         oldest = self._contract.min_version(self._published)
         group = _Group(self._num_groups, prompt, self.now_s, oldest, len(lengths), _NEVER, lengths)
         self._open[group.id] = group
@@ -413,38 +453,3 @@ class Simulation:
         found.behind /= seconds * len(engines)
         found.kv_peak = max(engine.clock.kv_peak for engine in engines)
         return found
-
-
-class _Samples:
-    """Which prompt comes next, in the data's order, and how long its samples will be; many at once, for speed."""
-
-    _MANY = 4096
-
-    def __init__(self, world: World, seed: int) -> None:
-        self._law, self._group_size, self._num_prompts = world.lengths, world.group_size, world.num_prompts
-        self._scores = np.random.default_rng([seed, 0]).standard_normal(world.num_prompts)
-        self._random = np.random.default_rng([seed, 1])
-        self._order: list[int] = []
-        self._known: list[tuple[int, list[float]]] = []
-        """In reverse."""
-        self._returned: deque[int] = deque()
-
-    def next(self) -> tuple[int, list[float]]:
-        """A prompt, and the tokens of each of its samples."""
-        if self._returned:
-            return self._draw([self._returned.popleft()])[0]
-        if not self._known:
-            while len(self._order) < self._MANY:
-                self._order += self._random.permutation(self._num_prompts).tolist()
-            self._known = self._draw(self._order[: self._MANY])[::-1]
-            del self._order[: self._MANY]
-        return self._known.pop()
-
-    def give_back(self, prompt: int) -> None:
-        """A group of it was dropped: it is issued again, before new ones."""
-        self._returned.append(prompt)
-
-    def _draw(self, prompts: list[int]) -> list[tuple[int, list[float]]]:
-        own = self._random.standard_normal((len(prompts), self._group_size))
-        lengths = self._law.lengths(self._scores[prompts][:, None], own)
-        return list(zip(prompts, lengths.tolist(), strict=True))

@@ -119,6 +119,8 @@ class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that they have room for."""
     slots_used: float | None = None
     """Mean share of them; None where no engine is there."""
+    tokens_per_sample: float | None = None
+    """Of the completions that ended; None where none did."""
     step_s: float | None = None
     """That an engine takes for one token of all its samples; None where no step was measured."""
     queued_s: float | None = None
@@ -141,13 +143,14 @@ class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
         return {**shares, "step_ms": step_ms, "queued_ms": queued_ms, "preempted": self.preempted}
 
 
-_ENGINE_COUNTS = ("running_s", "steps", "steps_s", "ended", "queued_s", "preempted")
+_ENGINE_COUNTS = ("running_s", "samples", "tokens", "steps", "steps_s", "ended", "queued_s", "preempted")
 
 
 def _engine_counts(report: ActorReport) -> tuple[float, ...]:
     engine = report.engine
     steps = engine.num_steps, engine.steps_s
-    return report.running_s, *steps, engine.num_ended, engine.queued_s, engine.num_preempted
+    made = report.num_samples, report.num_tokens
+    return report.running_s, *made, *steps, engine.num_ended, engine.queued_s, engine.num_preempted
 
 
 class ActorTotals:
@@ -200,12 +203,13 @@ class ActorTotals:
         there = [report for report in reports if report.pool == pool]
         slots = sum(report.num_slots for report in there)
         rates = [rate.value() for rate in self._engine_rates.get(pool, [])] or [0.0] * len(_ENGINE_COUNTS)
-        running, steps, steps_s, ended, queued_s, _ = rates
+        running, samples, tokens, steps, steps_s, ended, queued_s, _ = rates
         moments = [report.engine.moments for report in there if report.engine.moments]
         settled = sum(sum(report.num_outcomes.values()) for report in there)
         return PoolEngines(
             slots=slots,
             slots_used=running / slots if slots else None,
+            tokens_per_sample=tokens / samples if samples else None,
             step_s=steps_s / steps if steps else None,
             queued_s=queued_s / ended if ended else None,
             kv_usage=max((report.engine.kv_usage for report in there), default=0.0),

@@ -291,6 +291,12 @@ class ActorPools:
         self._notify("scaled", text)
         return text
 
+    def room(self, name: str) -> int:
+        """How many more actors of a pool have a place now, by what nobody has reserved."""
+        free = ray.available_resources()
+        places = [free.get(kind, 0.0) // amount for kind, amount in self.pools[name].bundle.items()]
+        return int(min(places, default=0.0))
+
     def _enlist(self, pool: ActorPool) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
         placement = PlacementGroup([pool.bundle], f"actor.{number} of {replace(pool, count=1).describe()}")

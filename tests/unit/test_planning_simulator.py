@@ -17,12 +17,12 @@ FREE = Costs()
 
 def world(
     *, slots=16, engines=1, length=100, lengths=None, step_s=1e-9, max_lag=4, law=LAW, costs=FREE, sampler=None,
-    pools=None, kv_tokens=float("inf"), **staleness,
+    pools=None, kv_tokens=float("inf"), groups=G, **staleness,
 ):  # fmt: skip
     config = ActorsConfig(group_size=K, max_running_samples=slots, max_new_tokens=4096)
     return World(
         pools or (EnginePool("a", engines, law, config, kv_tokens),),
-        StalenessContract(StalenessConfig(max_lag=max_lag, **staleness), G),
+        StalenessContract(StalenessConfig(max_lag=max_lag, **staleness), groups),
         BufferConfig(**(sampler or {})),
         lengths or LengthLaw.constant(length),
         lambda tokens: step_s,

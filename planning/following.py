@@ -1,0 +1,162 @@
+"""Following: how many actors a run should have now, as lengths and costs change.
+
+    T_gen(n)  seconds in which n actors would generate the samples of a step, all slots full
+    T_train   seconds of a step and of what lies between two, where its batch is ready
+
+Both are means that forget (over `MEMORY` steps). A pool grows where T_gen has been above T_train for a few steps, by
+what it lacks, and shrinks where one actor less would still be enough for many. In between lies a band in which nothing
+happens, so that noise moves nothing. After a change it looks away until the change shows. (StreamRL, arXiv 2504.15930,
+adjusts its generation stage by the same two times.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from common.costs import TokenTime
+
+MEMORY = 8
+ABOVE, BELOW = 0.04, 0.12
+"""Shares of T_train by which T_gen may be above, and has to be below with an actor less, before anything is done."""
+PATIENCE_TO_GROW, PATIENCE_TO_SHRINK = 3, 20
+"""Steps in a row."""
+SETTLES = 6
+"""Steps after a change, from the moment that the actors are there, that say nothing yet."""
+USED = 0.85
+"""Share of the slots below which more of them would stay empty too."""
+
+
+@dataclass(frozen=True)
+class PoolState:
+    """A pool of actors as it is."""
+
+    name: str
+    count: int
+    """Actors that work."""
+    wanted: int
+    """That it is to have."""
+    slots: int
+    """Of one actor."""
+    law: TokenTime
+    most: int
+    """Actors that it may grow to."""
+
+    def rate(self, tokens: float, prompt_tokens: float) -> float:
+        """Samples per second of one of its actors, its slots full of samples of so many tokens on average."""
+        step_s = self.law.seconds(self.slots, self.slots * (prompt_tokens + tokens / 2))
+        return 1.0 / (tokens * step_s / self.slots + self.law.per_prompt_token * prompt_tokens)
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the last step says."""
+
+    tokens: float
+    """Of the completions that ended since the step before, mean."""
+    prompt_tokens: float
+    train_s: float
+    slots_used: float
+    """Mean share of all slots."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What would make the run faster, or as fast with less."""
+
+    text: str
+    pool: str = ""
+    """That is to change; empty where no number of actors helps."""
+    count: int = 0
+    """Actors that it should have."""
+
+
+class Following:
+    """Looks at every step of a run; advises where it has been sure for long enough."""
+
+    def __init__(self, samples_per_step: int) -> None:
+        """Of a run whose steps take so many samples."""
+        self._samples = samples_per_step
+        self._tokens = self._train_s = self._used = 0.0
+        self._num_seen = 0
+        self._above = self._below = 0
+        self._settling = 0
+
+    def look(self, pools: Sequence[PoolState], facts: StepFacts) -> Advice | None:
+        """A step has ended; None where nothing should change."""
+        self._remember(facts)
+        if any(pool.count != pool.wanted for pool in pools):
+            self._settling = SETTLES
+        if self._settling:
+            self._settling -= 1
+            self._above = self._below = 0
+            return None
+        if self._num_seen < PATIENCE_TO_GROW or not any(pool.count for pool in pools):
+            return None
+        gen_s = self._gen_s(pools, facts.prompt_tokens)
+        self._above = self._above + 1 if gen_s > (1.0 + ABOVE) * self._train_s else 0
+        less = self._with_one_less(pools, facts.prompt_tokens)
+        self._below = self._below + 1 if less is not None and less[0] < (1.0 - BELOW) * self._train_s else 0
+        if self._above >= PATIENCE_TO_GROW:
+            self._above = 0
+            return self._grow(pools, facts.prompt_tokens, gen_s)
+        if less is not None and self._below >= PATIENCE_TO_SHRINK:
+            self._below = 0
+            return self._changed(less[1], less[1].count - 1, "is one more than training needs: one less would do")
+        return None
+
+    def _remember(self, facts: StepFacts) -> None:
+        self._num_seen += 1
+        new = 2.0 / (1.0 + min(self._num_seen, MEMORY))
+        if self._num_seen == 1:
+            new = 1.0
+        self._tokens += new * (facts.tokens - self._tokens)
+        self._train_s += new * (facts.train_s - self._train_s)
+        self._used += new * (facts.slots_used - self._used)
+
+    def _gen_s(self, pools: Sequence[PoolState], prompt_tokens: float) -> float:
+        rate = sum(pool.count * pool.rate(self._tokens, prompt_tokens) for pool in pools)
+        return self._samples / rate if rate else float("inf")
+
+    def _grow(self, pools: Sequence[PoolState], prompt_tokens: float, gen_s: float) -> Advice:
+        if self._used < USED:
+            return Advice(
+                f"{1.0 - self._used:.0%} of the slots stay empty, for the staleness bound grants no more leases: a "
+                "larger weight_sync.max_lag would raise the rate, more actors would not"
+            )
+        there = [pool for pool in pools if pool.count < pool.most]
+        if not there:
+            return Advice(
+                f"the samples of a step take {gen_s:.1f} s, its training {self._train_s:.1f} s, and no pool may grow: "
+                "see launch.autoscale_most"
+            )
+        pool = max(there, key=lambda each: each.rate(self._tokens, prompt_tokens))
+        count = pool.count + 1
+        while count < pool.most and self._gen_s(_with(pools, pool, count), prompt_tokens) > self._train_s:
+            count += 1
+        after_s = max(self._gen_s(_with(pools, pool, count), prompt_tokens), self._train_s)
+        gain = gen_s / after_s - 1.0
+        more = count - pool.count
+        actors = "one more actor" if more == 1 else f"{more} more actors"
+        return self._changed(pool, count, f"{actors} in pool '{pool.name}' would raise the rate by {gain:.0%}")
+
+    def _with_one_less(self, pools: Sequence[PoolState], prompt_tokens: float) -> tuple[float, PoolState] | None:
+        """T_gen without one actor of the slowest pool that has two, and which pool that is."""
+        if sum(pool.count for pool in pools) < 2:
+            return None
+        pool = min((each for each in pools if each.count), key=lambda each: each.rate(self._tokens, prompt_tokens))
+        return self._gen_s(_with(pools, pool, pool.count - 1), prompt_tokens), pool
+
+    def _changed(self, pool: PoolState, count: int, text: str) -> Advice:
+        self._settling = SETTLES
+        prefix = f"pool '{pool.name}' " if count < pool.count else ""
+        return Advice(f"{prefix}{text}", pool.name, count)
+
+
+def _with(pools: Sequence[PoolState], pool: PoolState, count: int) -> list[PoolState]:
+    return list(_replaced(pools, pool, count))
+
+
+def _replaced(pools: Sequence[PoolState], pool: PoolState, count: int) -> Iterator[PoolState]:
+    for each in pools:
+        yield replace(each, count=count) if each is pool else each
