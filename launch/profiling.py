@@ -48,6 +48,7 @@ from planning.profile import (
     SampleFacts,
     WeightCosts,
 )
+from planning.world import Costs
 
 WARM_UP = 3
 """Steps at the beginning that say nothing: caches are cold, and everybody waits for the first samples."""
@@ -102,27 +103,50 @@ def profile_of(folders: Sequence[RunFolder]) -> Profile:
         shape=shape_of(config),
         algorithm=config.algorithm.type,
         precision=config.learner.precision,
-        between_steps_s=median(gap for run in runs for gap in run.gaps_s()),
+        between_steps_s=_between_steps_s(runs),
     )
     completions = [length for run in runs for length in run.trained.completions]
     explained = [explained_by_prompt(run.trained.prompts, run.trained.completions) for run in runs]
-    pools = [pool for run in runs for pool in run.status.pools]
-    settled = [pool.engines.settled_s for pool in pools if pool.engines.settled_s is not None]
-    delays, pauses = zip(*(run.weights_s() for run in runs), strict=True)
     return Profile(
         taken_s=time.time(),
         machine=machine_here(),
         model=first.model,
         engines=_engines(runs),
         learner=learner,
-        weights=WeightCosts(behind_s=median(_flat(delays) or [0.0]), pause_s=fmean(_flat(pauses) or [0.0])),
+        weights=_weights(runs),
         samples=SampleFacts(
             prompt_tokens=fmean(run.trained.prompt_tokens for run in runs),
             quantiles=LengthLaw.measured(completions).quantiles,
             explained=min(1.0, fmean(explained)),
-            settled_s=fmean(settled) if settled else 0.0,
+            settled_s=_settled_s(runs),
         ),
     )
+
+
+def costs_of(folders: Sequence[RunFolder]) -> Costs:
+    """What is neither a token nor a step, of runs whose engines need not have measured anything.
+
+    Raises:
+        ConfigError: as `profile_of`.
+    """
+    runs = [_Run(folder) for folder in folders]
+    weights = _weights(runs)
+    return weights.as_costs(_settled_s(runs), _between_steps_s(runs))
+
+
+def _weights(runs: Sequence[_Run]) -> WeightCosts:
+    delays, pauses = zip(*(run.weights_s() for run in runs), strict=True)
+    return WeightCosts(behind_s=median(_flat(delays) or [0.0]), pause_s=fmean(_flat(pauses) or [0.0]))
+
+
+def _settled_s(runs: Sequence[_Run]) -> float:
+    told = [pool.engines.settled_s for run in runs for pool in run.status.pools]
+    known = [each for each in told if each is not None]
+    return fmean(known) if known else 0.0
+
+
+def _between_steps_s(runs: Sequence[_Run]) -> float:
+    return median(gap for run in runs for gap in run.gaps_s())
 
 
 def model_of(config: Config) -> str | None:

@@ -14,6 +14,8 @@ from planning.lengths import LengthLaw
 from planning.world import Costs
 
 FORMAT = 1
+LEASE_S = 0.025
+"""An actor at a closed door asks again after at most twice as long; see `actors.loop`."""
 
 
 class ProfileError(ValueError):
@@ -86,6 +88,17 @@ class WeightCosts(msgspec.Struct, frozen=True, kw_only=True):
     pause_s: float
     """That an engine makes no token meanwhile, mean."""
 
+    def as_costs(self, settled_s: float, between_steps_s: float) -> Costs:
+        """For a simulation; a version can be pulled about half way to its use."""
+        return Costs(
+            reward_s=settled_s,
+            lease_s=LEASE_S,
+            publish_s=self.behind_s / 2,
+            fetch_s=self.behind_s / 2,
+            pause_s=self.pause_s,
+            between_steps_s=between_steps_s,
+        )
+
 
 class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What was generated."""
@@ -120,14 +133,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     samples: SampleFacts
 
     def costs(self) -> Costs:
-        """Of what is neither a token nor a step. A version can be pulled about half way to its use."""
-        return Costs(
-            reward_s=self.samples.settled_s,
-            publish_s=self.weights.behind_s / 2,
-            fetch_s=self.weights.behind_s / 2,
-            pause_s=self.weights.pause_s,
-            between_steps_s=self.learner.between_steps_s,
-        )
+        """Of what is neither a token nor a step."""
+        return self.weights.as_costs(self.samples.settled_s, self.learner.between_steps_s)
 
     def write(self, path: Path) -> None:
         """As JSON, for people too.

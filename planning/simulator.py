@@ -31,7 +31,7 @@ from buffer.tables import Group
 from common.staleness import PolicyVersion
 from planning.engine import TokenClock
 from planning.lengths import PromptStream
-from planning.world import EnginePool, Outcome, World
+from planning.world import EnginePool, Outcome, Prompts, World
 
 _END, _UPDATE, _SCORED, _PUBLISHED, _STEP, _DRAW, _LEASE = range(7)
 _NEVER = 1 << 60
@@ -91,7 +91,11 @@ class Simulation:
         """All engines are empty, and version 0 is published."""
         self._world, self._costs, self._contract = world, world.costs, world.contract
         self._random = Random(seed)
-        self._samples = PromptStream(world.lengths, world.num_prompts, world.group_size, seed)
+        self._samples: Prompts
+        if world.prompts is not None:
+            self._samples = world.prompts(seed)
+        else:
+            self._samples = PromptStream(world.lengths, world.num_prompts, world.group_size, seed)
         self._draws = np.random.default_rng([seed, 2])
         self._sampler, weight = build(world.buffer)
         self._index = GroupIndex(world.buffer, weight)

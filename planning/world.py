@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import Literal, Protocol
 
 from actors.config import ActorsConfig
 from buffer.config import BufferConfig
@@ -21,6 +21,16 @@ StepSeconds = Callable[[Sequence[int]], float]
 
 _FULL = 0.95
 """So much of its time at work, and it is what the others wait for."""
+
+
+class Prompts(Protocol):
+    """Which prompt comes next, and how long its samples will be."""
+
+    def next(self) -> tuple[int, list[float]]:
+        """A prompt, and the tokens of each of its samples."""
+
+    def give_back(self, prompt: int) -> None:
+        """A group of it was dropped: it is issued again, before new ones."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,8 @@ class World:
     costs: Costs = Costs()
     learner_price: float = 0.0
     """Of all its hosts, per hour."""
+    prompts: Callable[[int], Prompts] | None = None
+    """The prompts under a seed; None: as the law of lengths makes them."""
 
     @property
     def group_size(self) -> int:
