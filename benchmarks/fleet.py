@@ -3,9 +3,9 @@
     python benchmarks/fleet.py [--quick] [--only N ...] [--keep FOLDER] [--page [FILE]]
 
 A fleet is a real run of `leeway train` whose engines sleep by a law of token time and whose learner sleeps for the rest
-of its step (`fleet_parts`): loop, buffer, ledger, staleness, weights, Ray and supervisor are real. Ten of them, unlike in
-engines, lags, lengths and laws, are run and simulated: with the same laws, the same prompts in the same order, the same
-lengths, and with costs of leases, rewards, steps and weights that an eleventh fleet was measured with.
+of its step (`fleet_parts`): loop, buffer, ledger, staleness, weights, Ray and supervisor are real. Ten of them, unlike
+in engines, lags, lengths and laws, are run and simulated: with the same laws, the same prompts in the same order, the
+same lengths, and with costs of leases, rewards, steps and weights that an eleventh fleet was measured with.
 
     sim_over_fleet_worst_error   the largest error of trained samples per second
     drop_share_worst             the largest difference in the share of samples dropped as stale, points

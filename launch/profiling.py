@@ -216,11 +216,11 @@ class _Run:
             self.config: Config = load_config(folder.config, [])
             self.status: RunStatus = read_status(folder.status)
             lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-            self.model = model_identity(next(path for path in sorted(folder.serving_models.iterdir())))
+            self.model = model_of(self.config) or ""
             self.trained = _trained(folder)
         except (StatusError, StoreError) as error:
             raise ConfigError(str(error)) from None
-        except (OSError, StopIteration, json.JSONDecodeError) as error:
+        except (OSError, json.JSONDecodeError) as error:
             raise ConfigError(f"the run {folder.root} cannot be read: {error}") from None
         steps = [row for row in lines if "loss" in row and not row["skipped"]]
         self.steps: list[dict[str, Any]] = steps[WARM_UP:]
