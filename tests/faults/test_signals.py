@@ -17,8 +17,8 @@ from tests.world.live_run import LiveRun, assert_ended_in_order, command_of, des
 pytestmark = pytest.mark.timeout(600)
 
 BOUND_S = 25.0
-"""From the signal to the end of the last process; a manager of jobs kills after 30 s. Half of it is imports of processes
-that begin or report then, so that machines differ: the page has what each took."""
+"""From the signal to the end of the last process; a manager of jobs kills after 30 s. Half of it is imports of
+processes that begin or report then, so machines differ: the page has what each took."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Send = Callable[[LiveRun, signal.Signals], None]
