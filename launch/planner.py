@@ -273,6 +273,7 @@ class Planner:
             return False
         try:
             config = self._with(keys)
+            stage_pools(config)  # whose counts may say another number
         except ConfigError:
             return False
         if config.learner.token_budget < config.actors.max_model_tokens:

@@ -14,6 +14,7 @@ import pytest
 from actors import engine as engine_module
 from actors.config import ActorsConfig
 from actors.engine import Engine, EngineDead, EngineGone, UpdateRefused, verify, while_alive
+from actors.engine_stats import EngineStats
 from common.staleness import PolicyVersion
 from weight_sync.vllm_engine import REFUSED
 
@@ -99,7 +100,7 @@ def make(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", stand_in)
 
     def engine(llm: FakeVllm, ranks: int = 1) -> Engine:
-        return Engine(llm, ActorsConfig(tensor_parallel_size=ranks), OLD, [2], sockets=None)
+        return Engine(llm, ActorsConfig(tensor_parallel_size=ranks), OLD, [2], sockets=None, stats=EngineStats())
 
     return engine
 

@@ -265,7 +265,7 @@ def run(tmp_path, request):
         display = SimpleNamespace(say=said.append, update=lambda progress: None)
         tracker = Tracker(plan.config, plan.folder)
         request.addfinalizer(tracker.close)
-        interrupts, observer = SimpleNamespace(count=0), Observer(plan)
+        interrupts, observer = SimpleNamespace(count=0, training=False), Observer(plan)
         trace = Trace(plan.folder.timeline)
         request.addfinalizer(trace.close)
         sinks = Sinks(tracker, display, trace, observer)
