@@ -49,7 +49,7 @@ AT_MOST = {"sim_over_fleet_worst_error": 0.03, "drop_share_worst": 0.02, "sim_10
 WARM_UP = 8
 """Steps that do not count: a run begins with empty engines, a simulation too, but not in the same instant."""
 BASE = (
-    *("--actors.max_new_tokens", "64", "--learner.num_stages", "1", "--learner.token_budget", "4096"),
+    *("--actors.max_new_tokens", "56", "--learner.num_stages", "1", "--learner.token_budget", "4096"),
     *("--learner.groups_per_step", "8", "--actors.group_size", "8", "--learner.learning_rate", "1e-9"),
     *("--actors.cpus", "0.05", "--learner.cpus", "0.1", "--actors.reward_processes", "1"),
     *("--learner.checkpoint_every", "100000", "--task.num_heldout", "16", "--tracking.wandb", "disabled"),
@@ -61,8 +61,8 @@ TWO_POOLS = (
 )
 EVEN, TAIL, LONG = (
     LengthLaw.constant(24),
-    LengthLaw.lognormal(16, 0.6, 64, 0.65),
-    LengthLaw.lognormal(20, 0.9, 64, 0.0),
+    LengthLaw.lognormal(16, 0.6, 56, 0.65),
+    LengthLaw.lognormal(20, 0.9, 56, 0.0),
 )
 LAW = TokenTime(0.08, 0.002)
 STEEP = TokenTime(0.03, 0.01, 2e-5)

@@ -6,6 +6,7 @@ The buffer's order of prompts, the seeds of samples and the lengths of a sleepin
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 
 from actors.sample import sample_seed
 from actors.tasks import load_task
@@ -20,7 +21,7 @@ class FleetPrompts:
 
     def __init__(self, config: Config, law: LengthLaw) -> None:
         """Of the task of a config."""
-        codec = PromptCodec(config.model.path, config.task.chat, config.task.system_prompt)  # type: ignore[arg-type]
+        codec = PromptCodec(Path(config.model.path), config.task.chat, config.task.system_prompt)
         task = load_task(config.task).encoded(codec.encode, config.actors.max_prompt_tokens)
         tokens = [problem.token_ids for problem in task.train]
         self._scores = [score_of(*ids) for ids in tokens]
