@@ -46,7 +46,7 @@ from planning.world import Costs, EnginePool, Outcome, World
 PAGE = RESULTS / "fleet.md"
 CONFIG = ROOT / "examples" / "demo.toml"
 AT_MOST = {"sim_over_fleet_worst_error": 0.03, "drop_share_worst": 0.02, "sim_10M_s": 300.0}
-WARM_UP = 8
+WARM_UP = 6
 """Steps that do not count: a run begins with empty engines, a simulation too, but not in the same instant."""
 BASE = (
     *("--actors.max_new_tokens", "56", "--learner.num_stages", "1", "--learner.token_budget", "4096"),
@@ -64,8 +64,8 @@ EVEN, TAIL, LONG = (
     LengthLaw.lognormal(16, 0.6, 56, 0.65),
     LengthLaw.lognormal(20, 0.9, 56, 0.0),
 )
-LAW = TokenTime(0.08, 0.002)
-STEEP = TokenTime(0.03, 0.01, 2e-5)
+LAW = TokenTime(0.04, 0.001)
+STEEP = TokenTime(0.015, 0.005, 1e-5)
 
 Figures = dict[str, Any]
 
@@ -77,7 +77,7 @@ class Fleet:
     name: str
     setting: FleetSetting
     overrides: tuple[str, ...]
-    steps: int = 40
+    steps: int = 30
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -108,11 +108,11 @@ def two_pools(name: str, slots: int, lag: int, lengths: LengthLaw, step_s: float
     return Fleet(name, setting, (*TWO_POOLS, *said))
 
 
-CALIBRATION = one_pool("calibration", 4, 12, 4, LAW, TAIL, 1.0)
+CALIBRATION = one_pool("calibration", 6, 12, 4, LAW, TAIL, 1.2)
 FLEETS = (
-    one_pool("generation binds", 2, 16, 4, LAW, EVEN, 0.4),
-    one_pool("training binds", 6, 16, 4, LAW, TAIL, 2.0),
-    one_pool("synchronous", 4, 16, 0, LAW, TAIL, 1.0),
+    one_pool("generation binds", 3, 16, 4, LAW, EVEN, 0.4),
+    one_pool("training binds", 6, 16, 3, LAW, TAIL, 1.0),
+    one_pool("synchronous", 4, 16, 0, LAW, TAIL, 0.5),
     one_pool("lag 1, drop", 4, 12, 1, LAW, TAIL, 0.8),
     one_pool("lag 2, wait", 4, 12, 2, LAW, LONG, 0.8, "--weight_sync.on_stale", "wait"),
     one_pool("long tail, lag 2, drop", 5, 12, 2, LAW, LONG, 0.8),

@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from buffer.errors import StoreError
-from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.inspect import Inspection, Selection, joined
 from common.costs import Moments
 from common.hf_folder import model_identity
 from launch.config import Config, load_config
@@ -70,6 +71,8 @@ class _Trained(NamedTuple):
 
     squares: dict[int, float]
     """Step -> sum of the squared lengths of its sequences."""
+    finished_s: dict[int, float]
+    """Step -> when the last token of its samples was made, where they are still stored."""
     prompt_tokens: float
     completions: list[int]
     prompts: list[int]
@@ -146,7 +149,8 @@ def _settled_s(runs: Sequence[_Run]) -> float:
 
 
 def _between_steps_s(runs: Sequence[_Run]) -> float:
-    return median(gap for run in runs for gap in run.gaps_s())
+    settled_s = _settled_s(runs)
+    return median([gap for run in runs for gap in run.gaps_s(settled_s)] or [0.0])
 
 
 def model_of(config: Config) -> str | None:
@@ -240,13 +244,12 @@ class _Run:
                 terms(tokens, squares, int(row["batch/micro_batches"]) * shape.num_replicas, shape), row["time/step"]
             )
 
-    def gaps_s(self) -> Iterator[float]:
-        """Seconds from step to step in which nobody waited for samples."""
-        waits = sorted(row["time/wait_for_batch"] for row in self.steps)
-        least_s = waits[len(waits) // 20]
-        for before, row in zip(self.steps, self.steps[1:], strict=False):
-            if row["step"] == before["step"] + 1:
-                yield max(0.0, row["started_s"] - row["time/wait_for_batch"] - before["finished_s"]) + least_s
+    def gaps_s(self, settled_s: float) -> Iterator[float]:
+        """Seconds from step to step in which nobody waited for samples, which are committed so long after their end."""
+        for before, row in pairwise(self.steps):
+            if row["step"] == before["step"] + 1 and row["step"] in self.trained.finished_s:
+                ready_s = self.trained.finished_s[row["step"]] + settled_s
+                yield max(0.0, row["started_s"] - max(before["finished_s"], ready_s))
 
     def weights_s(self) -> tuple[list[float], list[float]]:
         """How long after its step each version came to each engine, and how long the engine paused for it."""
@@ -263,21 +266,25 @@ class _Run:
 
 def _trained(folder: RunFolder) -> _Trained:
     squares: defaultdict[int, float] = defaultdict(float)
+    finished_s: dict[int, float] = {}
     completions: list[int] = []
     prompts: list[int] = []
     prompt_tokens: list[int] = []
     with Inspection.open(folder.root) as inspection:
-        for group in inspection.groups(Selection()):
+        for group in inspection.groups(Selection(), with_samples=True):
             row = group.row
             there = [(total, own) for total, own in zip(row.lengths, row.completion_lengths, strict=True) if total]
             completions += [own for _, own in there]
             prompts += [row.prompt_id] * len(there)
             prompt_tokens += [total - own for total, own in there]
+            ended_s = max(joined(group.samples)["finished_s"].to_pylist()) if group.samples else None
             for use in row.trained_at:
                 squares[use.step] += sum(total * total for total, _ in there)
+                if ended_s is not None:
+                    finished_s[use.step] = max(ended_s, finished_s.get(use.step, 0.0))
     if not completions:
         raise ConfigError(f"the buffer of {folder.root} holds no sample")
-    return _Trained(dict(squares), float(np.mean(prompt_tokens)), completions, prompts)
+    return _Trained(dict(squares), finished_s, float(np.mean(prompt_tokens)), completions, prompts)
 
 
 def _flat(lists: Sequence[Sequence[float]]) -> list[float]:

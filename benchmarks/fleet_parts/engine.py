@@ -20,6 +20,7 @@ from actors.engine import EngineDead, Generation, UpdateTiming
 from actors.engine_stats import EngineReport
 from benchmarks.fleet_parts.setting import EngineSetting
 from buffer.trajectory import VersionSpan
+from common.costs import Moments
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
 from planning.engine import TokenClock
@@ -27,6 +28,8 @@ from planning.lengths import score_of
 from weight_sync.store import StagedVersion
 
 _LOGPROB = -1.0
+_LEAST_MADE = 0.01
+"""Tokens in a stretch of time, so that it says what a step takes."""
 
 
 class SleepingEngine:
@@ -48,6 +51,10 @@ class SleepingEngine:
         """Value of `made` at which each running sample began."""
         self._waker = asyncio.create_task(self._wake())
         self._num_steps = self._steps_s = 0.0
+        self._moments = Moments(4)
+        """Of its steps, by the terms of `TokenTime`."""
+        self._stalled_until_s = -float("inf")
+        """Before that, time says nothing of the law."""
 
     @classmethod
     async def start(
@@ -62,8 +69,9 @@ class SleepingEngine:
         return self._version
 
     def report(self) -> EngineReport:
-        """What the clock has passed; the law of its steps is known to whoever set it."""
-        return EngineReport(num_steps=int(self._num_steps), steps_s=self._steps_s)
+        """What the clock has passed."""
+        moments = tuple(self._moments.as_list()) if self._moments.num_measured else ()
+        return EngineReport(num_steps=int(self._num_steps), steps_s=self._steps_s, moments=moments)
 
     async def generate(
         self,
@@ -73,13 +81,15 @@ class SleepingEngine:
         max_new_tokens: int | None = None,
         seed: int | None = None,
     ) -> Generation:
-        """As `Engine.generate`: the length follows from the prompt and the seed."""
-        law = self.setting.lengths
+        """As `Engine.generate`: the length follows from the prompt, the seed, and the version where it is stretched."""
+        law, stretch = self.setting.lengths, self.setting.stretch
         length = int(law.lengths(score_of(*prompt_token_ids), [score_of("sample", seed)])[0])
         longest = max_new_tokens or self._config.max_new_tokens
-        finish_reason: Literal["stop", "length"] = "length" if length >= longest else "stop"
-        length = min(length, longest)
         async with self._updating:
+            if stretch is not None:
+                length = max(1, round(stretch.at(self._version.version) * length))
+            finish_reason: Literal["stop", "length"] = "length" if length >= longest else "stop"
+            length = min(length, longest)
             number, began = self._start(len(prompt_token_ids), length)
         try:
             await self._ends[number]
@@ -111,6 +121,7 @@ class SleepingEngine:
         async with self._updating:
             self._pass_time()
             self._clock.stall(self.setting.pause_s)
+            self._expect_stall(self.setting.pause_s)
             self._changed.set()
             await asyncio.sleep(self.setting.pause_s)
             self._version = staged.version
@@ -136,6 +147,7 @@ class SleepingEngine:
         if not self._clock.num_running:
             self._versions = [(-float("inf"), self._version)]
         self._clock.start(number, num_prompt_tokens, length)
+        self._expect_stall(self.setting.law.per_prompt_token * num_prompt_tokens)
         self._began[number] = self._clock.made
         self._changed.set()
         return number, self._clock.made
@@ -154,9 +166,17 @@ class SleepingEngine:
     def _advance(self, now_s: float) -> None:
         before, before_s = self._clock.made, self._clock.now_s
         self._clock.advance(now_s)
-        if self._clock.num_running:
-            self._num_steps += self._clock.made - before
+        if (running := self._clock.num_running) > 0:
+            made = self._clock.made - before
+            self._num_steps += made
             self._steps_s += now_s - before_s
+            if made > _LEAST_MADE and before_s >= self._stalled_until_s:
+                contexts = self._clock.kv_tokens - running * made / 2
+                self._moments.add((1.0, running, contexts, 0.0), (now_s - before_s) / made)
+
+    def _expect_stall(self, seconds: float) -> None:
+        if seconds > 0.0:
+            self._stalled_until_s = max(self._stalled_until_s, self._clock.now_s) + seconds
 
     async def _wake(self) -> None:
         while True:

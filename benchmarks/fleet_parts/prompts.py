@@ -21,7 +21,7 @@ class FleetPrompts:
 
     def __init__(self, config: Config, law: LengthLaw) -> None:
         """Of the task of a config."""
-        codec = PromptCodec(Path(config.model.path), config.task.chat, config.task.system_prompt)
+        codec = PromptCodec(Path(config.model.path or ""), config.task.chat, config.task.system_prompt)
         task = load_task(config.task).encoded(codec.encode, config.actors.max_prompt_tokens)
         tokens = [problem.token_ids for problem in task.train]
         self._scores = [score_of(*ids) for ids in tokens]

@@ -330,6 +330,23 @@ def test_the_summary_is_of_the_whole_life(run: Life):
     assert len(versions) >= 3, "no evaluation during the run"
 
 
+def test_what_it_cost_is_a_profile_that_foretells_what_it_did(run: Life):
+    from launch.config import load_config
+    from launch.plans import world_of
+    from launch.profiling import profile_of
+    from launch.run_folder import RunFolder
+    from planning.prediction import predict
+
+    profile = profile_of([RunFolder(run.folder)])
+    assert profile.engines["first"].law.seconds(8, 80) > 0
+    assert 2 <= profile.samples.lengths.mean <= 8
+    foretold = predict(world_of(load_config(run.folder / "config.toml"), profile), samples=8000)
+    rows = [run.of_last()[step] for step in sorted(run.of_last())][-LAST_STEPS + 3 :]
+    seconds = rows[-1]["finished_s"] - rows[0]["finished_s"]
+    measured = sum(row["batch/trajectories"] for row in rows[1:]) / seconds
+    assert 0.4 < foretold.samples_per_s / measured < 2.5, (foretold.samples_per_s, measured)
+
+
 def test_its_model_loads_in_plain_transformers_and_answers_as_the_run_said(run: Life):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -24,6 +24,7 @@ from launch.report.page import render
 from launch.report.samples import read_buffer
 from launch.report.svg import LEFT, LETTER, RIGHT, Curve, axis, line_chart, short
 from launch.run_folder import RunFolder
+from planning.prediction import Prediction
 from tests.unit.report_run import CONFIG, NASTY, START_S, make_run, row
 
 PARTS = ("curves", "timeline", "distributions", "samples", "pools", "ledger", "events", "config")
@@ -92,6 +93,19 @@ def test_what_does_not_print_is_written_out(tmp_path):
     assert "\x1b" not in page
     assert "!\\u202e\\x1b" in page
     assert NASTY not in page
+
+
+def test_what_a_plan_said_stands_beside_what_the_run_did(tmp_path, whole):
+    assert "Plan" not in words(render([collect(whole)]))
+    run = make_run(tmp_path / "sums")
+    said = Prediction(
+        samples_per_s=32.0, low=31.0, high=33.0, step_s=0.48, token_s=0.01, learner_busy=1.0,
+        slots_used=0.5, drop_share=0.0, lag_mean=1.0, kv_peak=0.0, binds="training",
+    )  # fmt: skip
+    run.prediction.write_bytes(msgspec.json.encode(said))
+    text = words(render([collect(run)]))
+    assert "The run trained 16.0 samples per second, 32.0 were predicted (-50%)" in text
+    assert "a step of the learner took 25% longer than the profile says." in text
 
 
 def test_the_distribution_of_lags_and_lengths_comes_from_the_buffer(whole):

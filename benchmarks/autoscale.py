@@ -1,0 +1,339 @@
+"""What `launch.autoscale = "on"` makes of lengths that change. Prints one JSON line last.
+
+    python benchmarks/autoscale.py [--quick] [--seeds 100] [--only fleets|response] [--keep FOLDER] [--page [FILE]]
+
+Fleets: real runs of `leeway train` whose engines and learner sleep (`fleet_parts`), and whose lengths double within 40
+steps. One follows; three keep the number of actors that is best in the end, one less, one more. Best is the least
+number whose engines, by law and lengths, all slots full, generate the samples of a step in the time of a step.
+
+    grows_within_steps     at most, from the step whose lengths ask for another actor to the advice; then it starts
+    rate_over_best_static  samples per second once it has grown, over those of the best static run in these steps
+
+Response: the same `Following` drives simulated runs, for every seed with other laws, lengths, steps and noise.
+
+    steps_worst            that the pool stays more than one actor from the best number, by change
+    rate_over_best_worst   samples per second in the last 60 steps, over those with the best number or one more
+
+Admission never binds in these: facts say that all slots are in use.
+
+`--quick` is for development, and its figures mean nothing. `--page` writes docs/results/autoscale.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+from math import ceil
+from pathlib import Path
+from random import Random
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from actors.config import ActorsConfig
+from benchmarks.fleet import Fleet, run
+from benchmarks.fleet_parts.setting import FleetSetting, Stretch
+from benchmarks.lib.machine import RESULTS, describe_machine
+from benchmarks.lib.page import bars_table, judged, origin, table, write_page
+from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
+from benchmarks.lib.runs import FinishedRun, Row
+from buffer.config import BufferConfig
+from common.costs import TokenTime
+from common.staleness import StalenessConfig, StalenessContract
+from planning.following import ABOVE, Following, PoolState, StepFacts
+from planning.lengths import LengthLaw
+from planning.simulator import Simulation
+from planning.world import Costs, EnginePool, World
+
+PAGE = RESULTS / "autoscale.md"
+BARS: Mapping[str, Mapping[str, float]] = {
+    "at most": {"grows_within_steps": 3, "reversals": 1, "samples_lost": 0, "reversals_worst": 1},
+    "at least": {"rate_over_best_static": 0.95, "rate_over_best_worst": 0.95},
+}
+LAW, SLOTS, STEP_S, K, GROUPS, PROMPT_TOKENS = TokenTime(0.08, 0.002), 16, 2.1, 8, 8, 8
+LENGTHS = LengthLaw.lognormal(12, 0.4, 27, 0.5)
+DOUBLES, AFTER = Stretch(20, 40, 2.0), 50
+"""How lengths change, and how many steps follow."""
+CHANGES = {"sudden doubling": Stretch(20, 1, 2.0), "slow doubling": DOUBLES, "sudden halving": Stretch(20, 1, 0.5)}
+NUM_STEPS, LAST, SEEDS = 160, 60, 100
+"""Of a simulated run, those of them whose rate counts, and how many runs with each change."""
+
+Figures = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="short fleets and two seeds, for development")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of the simulated response")
+    parser.add_argument("--only", choices=("fleets", "response"), help="one part alone")
+    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument(
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+    )
+    args = parser.parse_args()
+    is_full = not args.quick and args.seeds >= SEEDS
+    if args.page and (args.only or not is_full):
+        parser.error(f"a page has both parts and {SEEDS} seeds; leave --quick, --only and fewer seeds out, or --page")
+    end_at_sigterm()
+    machine = describe_machine()
+    result: Figures = {"quick": args.quick, "seeds": 2 if args.quick else args.seeds, "machine": machine}
+    with tempfile.TemporaryDirectory(prefix="benchmark-autoscale-") as fresh:
+        try:
+            if args.only != "response":
+                result |= fleets((args.keep or Path(fresh)).resolve(), quick=args.quick)
+        except MeasurementFailed as error:
+            sys.exit(f"benchmarks/autoscale.py: {error}")
+    if args.only != "fleets":
+        result |= responses(result["seeds"])
+    judgements = [judged(result, bars, word, at_full_size=is_full) for word, bars in BARS.items()]
+    result["wanted"] = judgements[0] | judgements[1]
+    if args.page:
+        write_page(args.page, page(result))
+    print(json.dumps(result))
+
+
+def best_count(law: TokenTime, slots: int, tokens: float, num_groups: int, train_s: float) -> int:
+    """The least number of actors that generate the groups of a step, all slots full, in the time of a step."""
+    return ceil(K * num_groups / (train_s * PoolState("", 1, 1, slots, law, 1).rate(tokens, PROMPT_TOKENS)))
+
+
+def reversals(counts: Sequence[int]) -> int:
+    """How often a number changes in the other direction than the time before."""
+    ups = [after > before for before, after in pairwise(counts) if after != before]
+    return sum(one != two for one, two in pairwise(ups))
+
+
+# --- fleets -------------------------------------------------------------------------------------------
+
+
+def fleets(folder: Path, *, quick: bool) -> Figures:
+    """The figures of the run that follows, beside those that do not.
+
+    Raises:
+        MeasurementFailed: one did not end well.
+    """
+    stretch, after = (Stretch(4, 8, 2.0), 6) if quick else (DOUBLES, AFTER)
+    setting, end = FleetSetting({"actors": LAW}, LENGTHS, STEP_S, stretch=stretch), stretch.start + stretch.over
+    first, best = (best_count(LAW, SLOTS, LENGTHS.mean * times, GROUPS, STEP_S) for times in (1.0, stretch.to))
+
+    def measured(name: str, count: int, *more: str) -> FinishedRun:
+        said = ("--actors.num_actors", str(count), "--actors.max_running_samples", str(SLOTS), *more)
+        return run(folder, Fleet(name, setting, (*said, "--weight_sync.max_lag", "4"), end + after))
+
+    follows = measured("follows", first, "--launch.autoscale", "on", "--launch.autoscale_most", str(2 * best))
+    statics = {count: measured(f"static {count}", count).updates for count in (best - 1, best, best + 1)}
+    rows, summary = follows.updates, follows.summary
+    events = map(json.loads, (follows.folder / "events.jsonl").read_text().splitlines())
+    advice = [each for each in events if each["kind"] == "advice"]
+    changes = [each for each in advice if each["pool"]]
+    growth = grown(rows, changes, stretch)
+    since = min(max(end, growth[-1]["had"]), len(rows) - 2)
+    rates = {f"static {count}": rate(each, since) for count, each in statics.items()}
+    waits, failed = first_wait(statics[best - 1], stretch.start), rows[-1]["buffer/failed"]
+    handed_back = rows[-1]["buffer/failed_lease"]
+    return {
+        "grows_within_steps": max(each["advised"] - each["asked"] for each in growth),
+        "has_within_steps": max(each["had"] - each["asked"] for each in growth),
+        "actor_start_s": median(each["start_s"] for each in growth),
+        "has_after_one_less_waits_steps": None if waits is None else growth[-1]["had"] - waits,
+        "rate_over_best_static": rate(rows, since) / max(rates.values()),
+        "reversals": reversals([first, *(each["count"] for each in changes)]),
+        "samples_lost": summary["ledger_gap"] + failed - handed_back + summary["ledger"]["evicted_unused"],
+        "handed_back": handed_back,
+        "best_by_arithmetic": best,
+        "counted_from_step": since,
+        "rates": {"follows": rate(rows, since), **rates},
+        "growth": growth,
+        "counts": [row["pool/actors/actors"] for row in rows],
+        "advice": [each["text"] for each in advice],
+    }
+
+
+def grown(rows: Sequence[Row], changes: Sequence[Row], stretch: Stretch) -> list[Figures]:
+    """Each number of actors: in which step lengths ask for it, it is advised, and it works; the last where never."""
+    train_s = median(two["finished_s"] - one["finished_s"] - two["time/wait_for_batch"] for one, two in pairwise(rows))
+    asked = [best_count(LAW, SLOTS, LENGTHS.mean * stretch.at(row["step"]), GROUPS, train_s) for row in rows]
+    last, found = rows[-1], []
+    for count in range(asked[0] + 1, asked[-1] + 1):
+        told_s = next((each["time_s"] for each in changes if each["count"] >= count), last["finished_s"])
+        had = next((row for row in rows if row["pool/actors/actors"] >= count), last)
+        steps = {
+            "asked": next(row["step"] for row, each in zip(rows, asked, strict=True) if each >= count),
+            "advised": max((row["step"] for row in rows if row["finished_s"] <= told_s), default=0),
+            "had": had["step"],
+        }
+        found.append({"count": count, **steps, "start_s": max(0.0, had["finished_s"] - told_s)})
+    return found
+
+
+def rate(rows: Sequence[Row], since: int) -> float:
+    """Samples per second trained after so many steps."""
+    counted = sum(row["batch/trajectories"] for row in rows[since:])
+    return float(counted / (rows[-1]["finished_s"] - rows[since - 1]["finished_s"]))
+
+
+def first_wait(rows: Sequence[Row], start: int) -> int | None:
+    """The first step from which on, for five, the learner waits for samples for more than noise; None: never."""
+    for at in range(start, len(rows) - 5):
+        if fmean(row["time/wait_for_batch"] for row in rows[at : at + 5]) > ABOVE * STEP_S:
+            return int(rows[at]["step"])
+    return None
+
+
+# --- response -----------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A run to simulate."""
+
+    seed: int
+    world: World
+    stretch: Stretch
+    step_s: float
+    start_s: float
+    """That an actor takes."""
+
+    def best(self, step: int) -> int:
+        """Number of actors for the lengths of a step."""
+        pool, tokens = self.world.pools[0], self.world.lengths.mean * self.stretch.at(step)
+        groups = self.world.contract.groups_per_step
+        return best_count(pool.law, pool.config.max_running_samples, tokens, groups, self.step_s)
+
+
+class AtStep(NamedTuple):
+    """A simulated run at the end of a step."""
+
+    now_s: float
+    working: int
+    wanted: int
+
+
+def made_up(seed: int, stretch: Stretch) -> Case:
+    """A run under a seed: two to four actors for the shorter lengths, about twice as many for the longer ones."""
+    random = Random(seed)
+    least, groups, tokens = random.randint(2, 4), random.choice((8, 16, 32)), random.uniform(100, 400)
+    slots, base_s = max(8, round(random.uniform(0.2, 0.5) * K * groups / least)), random.uniform(5e-3, 3e-2)
+    law = TokenTime(base_s, base_s * random.uniform(0.1, 2.0) / slots)
+    lengths = LengthLaw.lognormal(tokens, random.uniform(0.3, 0.8), round(4 * tokens), random.uniform(0.0, 0.7))
+    one = PoolState("", 1, 1, slots, law, 1).rate(lengths.mean, PROMPT_TOKENS)
+    step_s = K * groups / (one * (least - random.uniform(0.05, 0.5)))
+    if stretch.to < 1.0:
+        lengths = LengthLaw(tuple(each / stretch.to for each in lengths.quantiles), lengths.explained)
+    costs = Costs(*(share * step_s for share in (0.01, 0.01, 0.02, 0.02, 0.01, 0.01)))
+    pool = EnginePool("a", 1, law, ActorsConfig(group_size=K, max_running_samples=slots, max_new_tokens=8192))
+    contract = StalenessContract(StalenessConfig(max_lag=8), groups)
+    world = World((pool,), contract, BufferConfig(), lengths, lambda _: step_s, 10_000, PROMPT_TOKENS, costs)
+    return Case(seed, world, stretch, step_s, random.uniform(0.0, 4.0) * step_s)
+
+
+def simulated(case: Case, count: int, *, follows: bool) -> list[AtStep]:
+    """A run that begins with so many actors; a step takes up to 5 % more or less than on average."""
+    noise, took_s, pool = Random(case.seed), [0.0], replace(case.world.pools[0], count=count)
+    slots, most = pool.config.max_running_samples, 4 * case.best(NUM_STEPS)
+    following, found, there_s = Following(K * case.world.contract.groups_per_step), [AtStep(0.0, count, count)], 0.0
+    seen: tuple[int, float] = (0, 0.0)
+
+    def step_s(_: Sequence[int]) -> float:
+        took_s.append(case.step_s * noise.uniform(0.95, 1.05))
+        return took_s[-1]
+
+    def after_step(step: int) -> None:
+        nonlocal there_s, seen
+        so_far, now_s, wanted = simulation.so_far(), simulation.now_s, found[-1].wanted
+        here = wanted if now_s >= there_s else found[-1].working
+        (ended, tokens), seen = seen, (so_far.num_generated, so_far.num_tokens)
+        if follows and seen[0] > ended:
+            train_s = took_s[-1] + case.world.costs.between_steps_s
+            facts = StepFacts((seen[1] - tokens) / (seen[0] - ended), PROMPT_TOKENS, train_s, 1.0)
+            advice = following.look([PoolState("a", here, wanted, slots, pool.law, most)], facts)
+            if advice is not None and advice.pool:
+                here = min(here, advice.count)
+                wanted, there_s = advice.count, now_s + case.start_s * (advice.count > wanted)
+                simulation.scale("a", wanted, case.start_s)
+        simulation.stretch = case.stretch.at(step)
+        found.append(AtStep(now_s, here, wanted))
+
+    simulation = Simulation(replace(case.world, pools=(pool,), step_s=step_s), case.seed)
+    simulation.run(NUM_STEPS, after_step=after_step)
+    return found
+
+
+def response(case: Case) -> Figures:
+    """What following made of one run, beside runs that keep the best number for the end, and one more."""
+    found, end = simulated(case, case.best(0), follows=True), case.best(NUM_STEPS)
+    statics = [simulated(case, count, follows=False) for count in (end, end + 1)]
+    off = [abs(at.working - case.best(step)) > 1 for step, at in enumerate(found)]
+
+    def over_best(since: int) -> float:
+        return min(each[-1].now_s - each[since].now_s for each in statics) / (found[-1].now_s - found[since].now_s)
+
+    return {
+        "seed": case.seed,
+        "steps": max((len(list(several)) for is_off, several in groupby(off) if is_off), default=0),
+        "reversals": reversals([at.wanted for at in found]),
+        "rate": over_best(NUM_STEPS - LAST),
+        "rate_since_change": over_best(case.stretch.start),
+        "counts": [count for count, _ in groupby(at.wanted for at in found)],
+        "best": end,
+    }
+
+
+def responses(num_seeds: int) -> Figures:
+    """The figures over seeds, by change, and for each the seed that is worst."""
+    changes = {}
+    for name, stretch in CHANGES.items():
+        found = [response(made_up(seed, stretch)) for seed in range(num_seeds)]
+        changes[name] = {
+            "steps_median": median(each["steps"] for each in found),
+            "steps_worst": max(each["steps"] for each in found),
+            "reversals_worst": max(each["reversals"] for each in found),
+            "rate_over_best_worst": min(each["rate"] for each in found),
+            "rate_since_change_worst": min(each["rate_since_change"] for each in found),
+            "worst": min(found, key=lambda each: (-each["reversals"], each["rate_since_change"])),
+        }
+        print(json.dumps({name: changes[name]}), file=sys.stderr, flush=True)
+    return {
+        "reversals_worst": max(each["reversals_worst"] for each in changes.values()),
+        "rate_over_best_worst": min(each["rate_over_best_worst"] for each in changes.values()),
+        "changes": changes,
+    }
+
+
+def page(result: Figures) -> list[str]:
+    """The paragraphs of the page."""
+    made = origin("python benchmarks/autoscale.py --page", result["machine"], result["machine"]["commit"])
+    head = (
+        f"{made} Fleets are real runs with sleeping engines and a sleeping learner, {K * GROUPS} samples a step of "
+        f"{STEP_S:g} s, lengths that double between the steps {DOUBLES.start} and {DOUBLES.start + DOUBLES.over}. An "
+        f"actor takes {result['actor_start_s']:.1f} s to start, and worked at most {result['has_within_steps']} steps "
+        f"after lengths asked for it. Rates count from step {result['counted_from_step']} on. Responses are "
+        f"simulated under {result['seeds']} seeds; lengths change at step {DOUBLES.start}."
+    )
+    keys = ("count", "asked", "advised", "had")
+    growth = [[*(str(each[key]) for key in keys), f"{each['start_s']:.1f}"] for each in result["growth"]]
+    responses = [
+        [name, f"{each['steps_median']:g}", str(each["steps_worst"]), str(each["reversals_worst"])]
+        + [f"{each[key]:.3f}" for key in ("rate_over_best_worst", "rate_since_change_worst")]
+        for name, each in result["changes"].items()
+    ]
+    wanted = [bars_table({key: result["wanted"][key] for key in bars}, word) for word, bars in BARS.items()]
+    columns = ["lengths", "steps off by more than one actor, median", "worst", "reversals, worst"]
+    return [
+        "# Pools that follow lengths",
+        head,
+        *wanted,
+        table(["actors", "lengths ask in step", "advised in", "at work in", "s to start"], growth),
+        table(["run", "samples/s"], [[name, f"{each:.2f}"] for name, each in result["rates"].items()]),
+        table([*columns, "rate over best static, worst", "since the change, worst"], responses),
+    ]
+
+
+if __name__ == "__main__":
+    main()

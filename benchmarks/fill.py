@@ -1,0 +1,155 @@
+"""What it gains that no slot of an engine stays empty. Prints one JSON line last.
+
+    python benchmarks/fill.py [--quick] [--rounds 3] [--keep FOLDER] [--page [FILE]]
+
+Real runs of `leeway train` on the long-tailed model of `benchmarks/overlap.py`, the only actor on one core, everything
+else on another: groups of 8 samples, an engine with 16 slots. In every round the actor leases by two rules:
+
+    old   a group once all of it fits beside what is leased and not yet in the buffer (`fill_parts/roles.py`)
+    new   a group as soon as a slot is free (`ActorsConfig.room`)
+
+The lag allowed is so great that admission is always open: generation never waits for the learner. Figures are those of
+metrics.jsonl, rates over ten seconds or so before each step, here means over the time after a warm-up.
+
+`--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/fill.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.machine import RESULTS, describe_machine
+from benchmarks.lib.page import bars_table, judged, origin, table, write_page
+from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
+from benchmarks.lib.rounds import means
+from benchmarks.lib.runs import FinishedRun, train
+from benchmarks.overlap import GROUPS_PER_STEP, two_cores
+from benchmarks.overlap_parts.long_tail import Setting, write_setting
+
+PAGE = RESULTS / "fill.md"
+OVERRIDES = (
+    *("--actors.group_size", "8", "--actors.max_running_samples", "16"),
+    *("--weight_sync.max_lag", "1000"),
+)
+MODULES = {"old": "benchmarks.fill_parts.command", "new": "launch.cli"}
+"""Rule -> the module whose command runs by it."""
+NUM_STEPS = 30
+"""Of about two seconds."""
+WARM_UP_S = 15.0
+"""After the first step; longer than rates look back."""
+AT_LEAST = {"slots_used": 0.97, "new_over_old_tokens_per_s": 1.10}
+
+Figures = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round, for development")
+    parser.add_argument("--rounds", type=int, default=3, help="of a run by each rule")
+    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument(
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+    )
+    args = parser.parse_args()
+    if args.page and args.quick:
+        parser.error("--quick measures nothing that a page could show; leave --quick or --page out")
+    end_at_sigterm()
+    num_rounds, num_steps = (1, 16) if args.quick else (args.rounds, NUM_STEPS)
+    setting, machine = Setting(num_steps, 0, GROUPS_PER_STEP), describe_machine()
+    with tempfile.TemporaryDirectory(prefix="benchmark-fill-") as fresh:
+        folder = (args.keep or Path(fresh)).resolve()
+        try:
+            rounds = [measure_round(folder, number, setting) for number in range(num_rounds)]
+        except MeasurementFailed as error:
+            sys.exit(f"benchmarks/fill.py: {error}")
+    result = {"quick": args.quick, **compared(rounds), "machine": machine}
+    result["wanted"] = judged(result, AT_LEAST, "at least", at_full_size=not args.quick)
+    if args.page:
+        write_page(args.page, page(result))
+    print(json.dumps(result))
+
+
+def measure_round(folder: Path, number: int, setting: Setting) -> dict[str, Figures]:
+    """A run by each rule.
+
+    Raises:
+        MeasurementFailed: one did not end well.
+    """
+    config, found = write_setting(folder / "setting", setting), {}
+    for rule, module in MODULES.items():
+        cores, log = two_cores(), folder / f"{rule}-{number}.log"
+        run = train(config, folder / log.stem, OVERRIDES, log=log, prefix=cores.prefix, look=cores.look, module=module)
+        cores.check()
+        found[rule] = figures_of(run)
+        shown = {key: round(value, 3) for key, value in found[rule].items()}
+        print(f"round {number + 1}, {rule}: {json.dumps(shown)}", file=sys.stderr, flush=True)
+    return found
+
+
+def figures_of(run: FinishedRun) -> Figures:
+    """Of one run, means over the `seconds` that count.
+
+    Returns:
+        `slots_used`: share that had a sample; `tokens_per_s`: completion tokens generated; `step_ms`: that the engine
+        takes for a token of all its samples; `waiting`: share of steps whose end found the actor waiting.
+
+    Raises:
+        MeasurementFailed: it is too short.
+    """
+    began_s = min((row["finished_s"] for row in run.updates), default=0.0) + WARM_UP_S
+    rows = [row for row in run.updates if row["finished_s"] >= began_s]
+    if len(rows) < 3:
+        raise MeasurementFailed(f"{run.folder.name} has {len(rows)} steps after {WARM_UP_S:g} s of warm-up: too few")
+    spans_s = [float(after["finished_s"] - before["finished_s"]) for before, after in pairwise(rows)]
+    names = ("slots_used", "tokens_per_s", "step_ms")
+    found = {name: fmean((row[f"pool/actors/{name}"] or 0.0 for row in rows[1:]), spans_s) for name in names}
+    return found | {"waiting": fmean(row["actors/waiting"] for row in rows[1:]), "seconds": sum(spans_s)}
+
+
+def compared(rounds: Sequence[dict[str, Figures]]) -> Figures:
+    """The figures of the JSON line: of the new rule and the ratio the medians, of `old` and `new` means over rounds."""
+    ratios = [each["new"]["tokens_per_s"] / each["old"]["tokens_per_s"] for each in rounds]
+    return {
+        "rounds": len(rounds),
+        "slots_used": median(each["new"]["slots_used"] for each in rounds),
+        "new_over_old_tokens_per_s": median(ratios),
+        "new_over_old_rounds": ratios,
+        **{rule: means([each[rule] for each in rounds]) for rule in MODULES},
+    }
+
+
+def page(result: Figures) -> list[str]:
+    """The paragraphs of the page."""
+    command, ratios = f"python benchmarks/fill.py --rounds {result['rounds']} --page", result["new_over_old_rounds"]
+    head = (
+        f"{origin(command, result['machine'], result['machine']['commit'])} Real runs of `leeway train` on the model "
+        "and the machine of [overlap.md](overlap.md): one actor on a core of its own, all else on the other, 8 samples "
+        "a prompt, 16 slots, admission always open. By the old rule the actor leases a group once all of it fits "
+        "beside what is leased and not yet in the buffer; by the new one as soon as a slot is free. Figures are of the "
+        f"time from {WARM_UP_S:g} s after the first step of a run to its last step. Tokens per second, new over old, "
+        f"in each of {result['rounds']} rounds: {', '.join(f'{each:.2f}' for each in ratios)}."
+    )
+    lines = [
+        ("share of the slots that had a sample", "slots_used", "{:.3f}"),
+        ("completion tokens generated per second", "tokens_per_s", "{:.0f}"),
+        ("ms of a step of the engine", "step_ms", "{:.2f}"),
+        ("steps whose end found the actor waiting", "waiting", "{:.0%}"),
+    ]
+    rows = [[said, *(form.format(result[rule][key]) for rule in MODULES)] for said, key, form in lines]
+    cells = table(["mean of the rounds", "old rule", "new rule"], rows)
+    return ["# No slot stays empty, measured", head, bars_table(result["wanted"], "at least"), cells]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What `leeway plan` foretells and chooses, against what runs do. Prints one JSON line last.
+
+    python benchmarks/plan.py [--parts errors choices search] [--only N ...] [--keep FOLDER] [--page [FILE]]
+
+    errors    a profile of two real runs with vLLM, what it says of eight other configs, and what these do
+    choices   twelve small spaces, three of them with vLLM: the plan chosen, and every plan of the space, run
+    search    chains against enumeration on 100 made-up settings
+
+`--only` takes some of the spaces, counted from 1. `--page` writes docs/results/plan.md and the figure beside it, of all
+parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.fleet import CALIBRATION
+from benchmarks.fleet import run as run_fleet
+from benchmarks.lib.figure import drawn
+from benchmarks.lib.machine import RESULTS, describe_machine
+from benchmarks.lib.page import bars_table, judged, origin, table, write_page
+from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
+from benchmarks.plan_parts.choices import CHOICES, chosen
+from benchmarks.plan_parts.predictions import PREDICTED, compared, errors, profiled
+from benchmarks.plan_parts.searches import LIMIT_S, searched
+from launch.config import load_config
+from launch.profiling import costs_of
+from launch.run_folder import RunFolder
+
+PAGE = RESULTS / "plan.md"
+CONFIG = Path(__file__).resolve().parent.parent / "examples" / "demo.toml"
+PARTS = ("errors", "choices", "search")
+AT_MOST = {
+    "error_median": 0.05,
+    "error_worst": 0.10,
+    "enumerated_over_metropolis_worst": 1.01,
+    "metropolis_s_worst": LIMIT_S,
+    "plan_s_worst": 15.0,
+}
+AT_LEAST = {"plan_over_best_measured": 0.95, "plan_over_default": 1.25}
+
+Figures = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="of the spaces, counted from 1")
+    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument(
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+    )
+    args = parser.parse_args()
+    is_whole = set(args.parts) == set(PARTS) and not args.only
+    if args.page and not is_whole:
+        parser.error("a page has all parts and spaces; leave --parts and --only out, or --page")
+    end_at_sigterm()
+    machine = describe_machine()
+    with tempfile.TemporaryDirectory(prefix="benchmark-plan-") as fresh:
+        folder = (args.keep or Path(fresh)).resolve()
+        try:
+            result = measure(folder, args.parts, args.only)
+        except MeasurementFailed as error:
+            sys.exit(f"benchmarks/plan.py: {error}")
+    result |= {"machine": machine}
+    result["wanted_at_most"] = judged(result, AT_MOST, "at most", at_full_size=is_whole)
+    result["wanted_at_least"] = judged(result, AT_LEAST, "at least", at_full_size=is_whole)
+    if args.page:
+        draw(args.page.with_suffix(".svg"), result)
+        write_page(args.page, page(result))
+    print(json.dumps(result))
+
+
+def measure(folder: Path, parts: list[str], only: list[int] | None) -> Figures:
+    """These parts.
+
+    Raises:
+        MeasurementFailed: a run did not end well.
+    """
+    result: Figures = {}
+    if "search" in parts:
+        result |= searched(load_config(CONFIG, []))
+        print(json.dumps(result), file=sys.stderr, flush=True)
+    if {"errors", "choices"} & {*parts}:
+        profile = profiled(folder)
+        print(profile.describe(), file=sys.stderr, flush=True)
+    if "errors" in parts:
+        rows = []
+        for number, case in enumerate(PREDICTED):
+            rows.append(compared(folder, number, case, profile))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        result |= {"predictions": rows, **errors(rows)}
+    if "choices" in parts:
+        costs = costs_of([RunFolder(run_fleet(folder, CALIBRATION).folder)])
+        taken = [CHOICES[number - 1] for number in only] if only else list(CHOICES)
+        found = []
+        for choice in taken:
+            found.append(chosen(folder, choice, costs, profile))
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+        result |= {
+            "choices": found,
+            "plan_over_best_measured": min(each["plan_over_best"] for each in found),
+            "plan_over_default": fmean(each["plan_over_default"] for each in found),
+            "plan_s_worst": max(each["plan_s"] for each in found),
+        }
+    return result
+
+
+def page(result: Figures) -> list[str]:
+    """The paragraphs of the page."""
+    origin_ = origin("python benchmarks/plan.py --page", result["machine"], result["machine"]["commit"])
+    head = (
+        f"{origin_} Errors are of trained samples per second: real runs with vLLM on the model and the cores of "
+        "[overlap.md](overlap.md), predicted by a profile of two of them that is not of the eight below. A space of "
+        "choices is what some keys may be; every plan of it was run, with sleeping engines and a sleeping learner "
+        f"([fleet.md](fleet.md)) or with vLLM. Chains and enumeration search {result['instances']} made-up settings "
+        f"of {result['plans_of_an_instance']:,} plans."
+    )
+    predictions = [
+        [row["case"], row["binds"], f"{row['measured']:.1f}", f"{row['predicted']:.1f}", f"{100 * row['error']:+.1f} %",
+         f"{row['step_s']:.2f}", f"{row['predicted_step_s']:.2f}"]
+        for row in result["predictions"]
+    ]  # fmt: skip
+    choices = [
+        [row["choice"], row["config"], row["plan"], row["best"], f"{row['plan_over_best']:.3f}",
+         f"{row['plan_over_default']:.2f}", f"{len(row['rates'])}", f"{row['plan_s']:.1f}"]
+        for row in result["choices"]
+    ]  # fmt: skip
+    return [
+        "# Plans, predicted and measured",
+        head,
+        bars_table(result["wanted_at_most"], "at most"),
+        bars_table(result["wanted_at_least"], "at least"),
+        "## Predictions",
+        table(["config", "binds", "samples/s", "predicted", "error", "step, s", "predicted"], predictions),
+        "![predicted against measured](plan.svg)",
+        "## Choices",
+        table(["space", "config", "plan", "best", "plan over best", "over config", "plans", "seconds"], choices),
+    ]
+
+
+def draw(path: Path, result: Figures) -> None:
+    """Predicted against measured."""
+    rows = result["predictions"]
+    measured, predicted = [row["measured"] for row in rows], [row["predicted"] for row in rows]
+    most = 1.1 * max(*measured, *predicted)
+    with drawn(path, 4.2, 4.0, font_size=9) as figure:
+        axes = figure.add_subplot()
+        axes.fill_between([0, most], [0, 0.9 * most], [0, 1.1 * most], alpha=0.15, label="within 10 %")
+        axes.plot([0, most], [0, most], linewidth=0.8)
+        axes.scatter(measured, predicted, s=18, zorder=3)
+        axes.set(xlabel="measured, samples/s", ylabel="predicted, samples/s", xlim=(0, most), ylim=(0, most))
+        axes.legend(frameon=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What a profile of two configs says of eight others, and what these do: real runs with vLLM on two cores.
+
+The checkpoint and the cores are those of `benchmarks/overlap.py`: one actor on a core of its own, all else on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.lib.runs import FinishedRun, train
+from benchmarks.overlap import figures_of, two_cores
+from benchmarks.overlap_parts.long_tail import Setting, write_setting
+from launch.config import load_config
+from launch.plans import world_of
+from launch.profiling import profile_of
+from launch.run_folder import RunFolder
+from planning.prediction import Prediction, predict
+from planning.profile import Profile
+
+GROUPS = 12
+WARM_UP = 5
+SAMPLES = 1_400
+"""Trained of each run, about, after the warm-up."""
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config: the one of `overlap`, and what is other."""
+
+    slots: int
+    budget: int = 1024
+    groups: int = GROUPS
+    max_lag: int = 4
+    more: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For the page."""
+        more = "".join(f", {key.rpartition('.')[2]} {value}" for key, value in zip(*[iter(self.more)] * 2, strict=True))
+        return f"{self.slots} slots, {self.groups} prompts, lag {self.max_lag}, budget {self.budget}{more}"
+
+    @property
+    def overrides(self) -> list[str]:
+        """Of `leeway train`."""
+        said = {
+            "actors.max_running_samples": self.slots,
+            "learner.token_budget": self.budget,
+            "learner.groups_per_step": self.groups,
+            "weight_sync.max_lag": self.max_lag,
+            "learner.num_steps": WARM_UP + max(12, SAMPLES // (4 * self.groups)),
+        }
+        return [*(word for key, value in said.items() for word in (f"--{key}", str(value))), *self.more]
+
+
+PROFILED = (Case(48), Case(12, 2048))
+PREDICTED = (
+    Case(24),
+    Case(8),
+    Case(48, max_lag=1),
+    Case(48, max_lag=0),
+    Case(32, 512, groups=8, max_lag=2),
+    Case(48, 2048, groups=24),
+    Case(16, max_lag=8, more=("--weight_sync.publish_every", "2")),
+    Case(40, 1024, groups=6, max_lag=2, more=("--weight_sync.on_stale", "wait")),
+)
+
+
+def config_in(folder: Path) -> Path:
+    """The config that all cases change; its folder is made."""
+    return write_setting(folder / "setting", Setting(WARM_UP + 20, WARM_UP, GROUPS))
+
+
+def measured(folder: Path, number: int, case: Case, more: Sequence[str] = ()) -> FinishedRun:
+    """A run of a case, each on its cores.
+
+    Raises:
+        MeasurementFailed: it did not end well.
+    """
+    cores, log = two_cores(), folder / f"case-{number}.log"
+    run = train(
+        config_in(folder), folder / log.stem, [*case.overrides, *more], log=log, prefix=cores.prefix, look=cores.look
+    )
+    cores.check()
+    return run
+
+
+def profiled(folder: Path) -> Profile:
+    """What `leeway profile --from` says of two runs.
+
+    Raises:
+        MeasurementFailed: one did not end well.
+    """
+    runs = [measured(folder, number, case) for number, case in enumerate(PROFILED, 100)]
+    return profile_of([RunFolder(run.folder) for run in runs])
+
+
+def predicted(folder: Path, case: Case, profile: Profile) -> Prediction:
+    """What a profile says of a case."""
+    return predict(world_of(load_config(config_in(folder), case.overrides), profile))
+
+
+def compared(folder: Path, number: int, case: Case, profile: Profile) -> Figures:
+    """A case, predicted and measured."""
+    found, said = figures_of(measured(folder, number, case), WARM_UP), predicted(folder, case, profile)
+    return {
+        "case": case.name,
+        "measured": found["samples_per_s"],
+        "predicted": said.samples_per_s,
+        "error": said.samples_per_s / found["samples_per_s"] - 1.0,
+        "binds": said.binds,
+        "step_s": found["step_s"],
+        "predicted_step_s": said.step_s,
+    }
+
+
+def errors(rows: Sequence[Figures]) -> Figures:
+    """Over all cases."""
+    sizes = [abs(row["error"]) for row in rows]
+    return {"error_median": median(sizes), "error_worst": max(sizes)}

@@ -1,0 +1,106 @@
+"""Chains against enumeration, on made-up settings whose best plan is known."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+from common.costs import TokenTime
+from common.staleness import StalenessConfig, StalenessContract
+from launch.config import Config
+from launch.pools import actor_pools
+from planning.bounds import bounds_of
+from planning.learner import LearnerShape, LearnerTime
+from planning.lengths import LengthLaw
+from planning.search import Best, Plan, Space, metropolis
+from planning.world import Costs, EnginePool, World
+
+NUM_INSTANCES = 100
+LIMIT_S = 10.0
+COUNTS = (1, 2, 3, 4, 6, 8, 12)
+SLOTS = (16, 64, 256)
+STAGES, REPLICAS = (1, 2, 4), (1, 2, 3, 4)
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
+EVERY = (1, 2, 4, 8)
+
+
+class Instance:
+    """Two pools of engines and a learner that share GPUs, all of them unlike."""
+
+    def __init__(self, config: Config, seed: int) -> None:
+        """Made of a seed."""
+        chance = random.Random(seed)
+        self._group_size, self._groups = config.actors.group_size, chance.choice((64, 128, 256))
+        self._gpus = chance.choice((12, 16, 24, 32))
+        self._laws = [
+            TokenTime(10 ** chance.uniform(-2.5, -1.3), 10 ** chance.uniform(-5, -3.5), 10 ** chance.uniform(-9, -7.5))
+            for _ in range(2)
+        ]
+        self._lengths = LengthLaw.lognormal(chance.choice((200, 1000, 4000)), chance.uniform(0.4, 1.0), 16_384, 0.6)
+        self._learner = LearnerTime(
+            chance.uniform(0.05, 1.0), chance.uniform(0.001, 0.05), 10 ** chance.uniform(-6, -4.5)
+        )
+        self._costs = Costs(publish_s=chance.uniform(0.1, 4.0), fetch_s=chance.uniform(0.1, 4.0), pause_s=0.2)
+        self._pool, self._buffer = actor_pools(config)[0].config, config.buffer
+        self.space = Space({
+            "first": COUNTS, "first_slots": SLOTS, "second": COUNTS, "second_slots": SLOTS,
+            "stages": STAGES, "replicas": REPLICAS, "schedule": SCHEDULES, "publish_every": EVERY,
+        })  # fmt: skip
+        self._step_s: dict[tuple[object, ...], float] = {}
+        self._pools: dict[tuple[object, ...], EnginePool] = {}
+
+    def score(self, plan: Plan) -> float:
+        """What the bounds allow."""
+        first, first_slots, second, second_slots, stages, replicas, schedule, every = self.space.choices(plan).values()
+        if first + second + stages * replicas > self._gpus:  # type: ignore[operator]
+            return float("-inf")
+        contract = StalenessContract(StalenessConfig(max_lag=8, publish_every=every), self._groups)  # type: ignore[arg-type]
+        pools = (self._engines(0, first, first_slots), self._engines(1, second, second_slots))
+        world = World(
+            pools, contract, self._buffer, self._lengths, lambda tokens: 0.0, prompt_tokens=200, costs=self._costs
+        )
+        return bounds_of(world, self._mean_step_s(stages, replicas, schedule)).rate
+
+    def _engines(self, number: int, count: object, slots: object) -> EnginePool:
+        key = number, count, slots
+        if key not in self._pools:
+            config = self._pool.model_copy(update={"max_running_samples": slots})
+            self._pools[key] = EnginePool(str(number), count, self._laws[number], config)  # type: ignore[arg-type]
+        return self._pools[key]
+
+    def _mean_step_s(self, stages: object, replicas: object, schedule: object) -> float:
+        key = stages, replicas, schedule
+        if key not in self._step_s:
+            num = self._groups * self._group_size
+            shape = LearnerShape(stages, replicas, 1, schedule, 32_768)  # type: ignore[arg-type]
+            lengths = [200 + round(self._lengths.mean)] * num
+            self._step_s[key] = self._learner.seconds(lengths, 200, self._group_size, shape)
+        return self._step_s[key]
+
+
+def searched(config: Config, num_instances: int = NUM_INSTANCES) -> dict[str, Any]:
+    """The best plan that was enumerated over the best that chains found, and how long these took."""
+    ratios, seconds, sizes = [], [], []
+    for seed in range(num_instances):
+        instance = Instance(config, seed)
+        best = enumerated(instance)
+        began_s = time.perf_counter()
+        found = metropolis(instance.space, instance.score, 20, seed=seed, limit_s=LIMIT_S)
+        seconds.append(time.perf_counter() - began_s)
+        ratios.append(best / found[0][1] if found else float("inf"))
+        sizes.append(instance.space.size)
+    return {
+        "enumerated_over_metropolis_worst": max(ratios),
+        "metropolis_s_worst": max(seconds),
+        "instances": num_instances,
+        "plans_of_an_instance": max(sizes),
+    }
+
+
+def enumerated(instance: Instance) -> float:
+    """The best score of all plans."""
+    best = Best(1)
+    for plan in instance.space.all():
+        best.see(plan, instance.score(plan))
+    return best.plans[0][1]
