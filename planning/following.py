@@ -3,7 +3,8 @@
     T_gen(n)  seconds in which n actors would generate the samples of a step, all slots full
     T_train   seconds of a step and of what lies between two, where its batch is ready
 
-Both are means that forget (over `MEMORY` steps). A pool grows where T_gen has been above T_train for a few steps, by
+Both are means that forget (over `MEMORY` steps), that of lengths with its trend, a few steps ahead: lengths grow for
+hours, and whoever looks at a mean is always late. A pool grows where T_gen has been above T_train for a few steps, by
 what it lacks, and shrinks where one actor less would still be enough for many. In between lies a band in which nothing
 happens, so that noise moves nothing. After a change it looks away until the change shows. (StreamRL, arXiv 2504.15930,
 adjusts its generation stage by the same two times.)
@@ -17,6 +18,8 @@ from dataclasses import dataclass, replace
 from common.costs import TokenTime
 
 MEMORY = 8
+AHEAD = 4
+"""Steps: about as long as it takes to be sure."""
 ABOVE, BELOW = 0.04, 0.12
 """Shares of T_train by which T_gen may be above, and has to be below with an actor less, before anything is done."""
 PATIENCE_TO_GROW, PATIENCE_TO_SHRINK = 3, 20
@@ -71,12 +74,30 @@ class Advice:
     """Actors that it should have."""
 
 
+class _Trend:
+    """Where a noisy figure is going: double exponential smoothing (R. G. Brown, 1963)."""
+
+    def __init__(self) -> None:
+        self._once = self._twice = 0.0
+
+    def see(self, figure: float, share: float) -> float:
+        """One more, which counts so much; returns what the figure will be `AHEAD` steps from now."""
+        if share >= 1.0:
+            self._once = self._twice = figure
+            return figure
+        self._once += share * (figure - self._once)
+        self._twice += share * (self._once - self._twice)
+        above = self._once - self._twice
+        return max(self._once / 2, self._once + above * (1.0 + AHEAD * share / (1.0 - share)))
+
+
 class Following:
     """Looks at every step of a run; advises where it has been sure for long enough."""
 
     def __init__(self, samples_per_step: int) -> None:
         """Of a run whose steps take so many samples."""
         self._samples = samples_per_step
+        self._lengths = _Trend()
         self._tokens = self._train_s = self._used = 0.0
         self._num_seen = 0
         self._above = self._below = 0
@@ -108,9 +129,7 @@ class Following:
     def _remember(self, facts: StepFacts) -> None:
         self._num_seen += 1
         new = 2.0 / (1.0 + min(self._num_seen, MEMORY))
-        if self._num_seen == 1:
-            new = 1.0
-        self._tokens += new * (facts.tokens - self._tokens)
+        self._tokens = self._lengths.see(facts.tokens, new)
         self._train_s += new * (facts.train_s - self._train_s)
         self._used += new * (facts.slots_used - self._used)
 

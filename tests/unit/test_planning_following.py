@@ -58,6 +58,23 @@ def test_it_shrinks_where_one_less_is_enough_for_long():
     assert looks.index(found[0]) >= PATIENCE_TO_SHRINK - 1
 
 
+def test_lengths_that_grow_step_by_step_are_followed_within_three_steps():
+    following = Following(G * K)
+    times = [0.9 + 0.018 * step for step in range(40)]
+    asked = next(step for step, seconds in enumerate(times) if seconds > 1.0)
+    looks = [following.look([pool(4)], facts(tokens_for(4, seconds))) for seconds in times]
+    advice = next(each for each in looks if each is not None)
+    assert asked <= looks.index(advice) <= asked + 3
+    assert advice.count == 5
+
+
+def test_lengths_that_fall_at_once_leave_something_to_reckon_with():
+    following = Following(G * K)
+    for tokens in (1000.0, 1000.0, 1.0, 1.0, 1.0):
+        following.look([pool(4)], facts(tokens))
+        assert following._tokens > 0.0
+
+
 @pytest.mark.parametrize("off", [-BELOW / 2, 0.0, ABOVE / 2])
 def test_within_the_band_nothing_happens(off):
     following, state = Following(G * K), [pool(4)]
