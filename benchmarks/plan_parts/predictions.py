@@ -23,7 +23,7 @@ from planning.profile import Profile
 
 GROUPS = 12
 WARM_UP = 5
-SAMPLES = 1_400
+SAMPLES = 1_000
 """Trained of each run, about, after the warm-up."""
 
 Figures = dict[str, Any]
