@@ -42,7 +42,7 @@ ENDLESS = (
     *("--pools.first.role", "actors", "--pools.first.count", "2", "--pools.first.cpus", "0.25"),
     *("--actors.eval_every", "10", "--actors.eval_problems", "16"),
 )
-LAST_STEPS = 10
+LAST_STEPS = 20
 """That the run has left when it is resumed for the last time."""
 
 
