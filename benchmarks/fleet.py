@@ -104,7 +104,7 @@ def two_pools(name: str, slots: int, lag: int, lengths: LengthLaw, step_s: float
     """Three engines, and one that is twice as fast."""
     fast = TokenTime(LAW.base / 2, LAW.per_sample / 2)
     setting = FleetSetting({"slow": LAW, "fast": fast}, lengths, step_s, 1e-4)
-    said = ("--actors.max_running_samples", str(slots), "--weight_sync.max_lag", str(lag))
+    said = ("--actors.num_actors", "4", "--actors.max_running_samples", str(slots), "--weight_sync.max_lag", str(lag))
     return Fleet(name, setting, (*TWO_POOLS, *said))
 
 

@@ -46,6 +46,8 @@ MOST_RANKS = 64
 LEARNER = "learner"
 """Stands for all pools of stages."""
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
+TOTAL = "actors.num_actors"
+"""Which a config with pools need not say; where it does, it is the sum of their counts."""
 
 
 class Planner:
@@ -65,6 +67,9 @@ class Planner:
         self._fixed = {word[2:].partition("=")[0] for word in overrides if word.startswith("--")}
         self._actors = {pool.name: pool for pool in actor_pools(self.config)}
         self._stages = stage_pools(self.config)
+        self._says_total = "num_actors" in self.config.actors.model_fields_set and not self._actors.keys().isdisjoint(
+            self.config.pools
+        )
         names = [*self._actors, *(pool.name for pool in self._stages)]
         if prices and (missing := [name for name in names if name not in prices]):
             raise ConfigError(
@@ -109,6 +114,8 @@ class Planner:
         for name, pool in self._actors.items():
             keys[self._key(name, "count")] = pool.count
             keys[self._key(name, "max_running_samples")] = pool.config.max_running_samples
+        if self._says_total:
+            keys[TOTAL] = self.config.actors.num_actors
         return {
             **keys,
             **_keys_of_shape(shape_of(self.config)),
@@ -124,6 +131,8 @@ class Planner:
                 keys |= {key: value for key, value in _keys_of_shape(choice).items() if key not in self._fixed}
             else:
                 keys[name] = choice
+        if self._says_total:
+            keys[TOTAL] = sum(keys[self._key(name, "count")] for name in self._actors)
         return {key: value for key, value in keys.items() if key not in self._fixed}
 
     def find(self, say: Callable[[str, float | None], None]) -> list[Candidate]:
@@ -167,6 +176,8 @@ class Planner:
         shape = choices["learner"]
         assert isinstance(shape, LearnerShape)
         counts = {name: int(choices[self._key(name, "count")]) for name in self._actors}  # type: ignore[call-overload]
+        if self._says_total and TOTAL in self._fixed and sum(counts.values()) != self.config.actors.num_actors:
+            return -math.inf
         if max(self._shares(counts, self._num_ranks(shape))) > self._slack + 1e-9 or self._lacks_memory(counts, shape):
             return -math.inf
         contract = self._contract(choices["weight_sync.publish_every"], choices["weight_sync.max_lag"])
@@ -232,7 +243,7 @@ class Planner:
         """Of a pool, or of `[actors]` where the config has no pools."""
         if pool in self.config.pools:
             return f"pools.{pool}.{what}"
-        return "actors.num_actors" if what == "count" else f"actors.{what}"
+        return TOTAL if what == "count" else f"actors.{what}"
 
     def _choices(self, key: Key, own: object, choices: Iterable[object]) -> list[object]:
         """These and the config's own; that alone where the command line says it."""
@@ -293,7 +304,11 @@ class Planner:
         Raises:
             ConfigError: it would be wrong.
         """
-        return load_config(self._path, [*as_overrides(keys), *self._overrides])
+        total = {}
+        if self._says_total:  # so that it is true of any counts; `score` sees to it where the command line says it
+            counts = {name: pool.count for name, pool in self._actors.items()}
+            total[TOTAL] = sum(keys.get(self._key(name, "count"), count) for name, count in counts.items())
+        return load_config(self._path, [*as_overrides(keys), *self._overrides, *as_overrides(total)])
 
     def _counts(self, config: Config) -> dict[str, int]:
         return {pool.name: pool.count for pool in actor_pools(config)}

@@ -2,12 +2,18 @@
 
     generation   sum over engines of  1 / (E[L] * PTL(b, c) / b + prefill)         all slots full
     training     samples of a step / (step + what lies between two steps)
-    staleness    groups that may be outstanding * K / E[W]                          Little's law on admission
+    staleness    groups that may be outstanding * K / E[O]                          Little's law on admission
     weights      samples of the steps in which an engine may fall behind, over the time to apply one version
 
-W is how long a group is outstanding: its longest sample, its commit, its own step, and with room for a single step also
-the way of the weights that it waits for. Contexts c are as they are on average over time, where long samples are seen
-more often: E[L^2] / (2 E[L]) tokens of each completion.
+A group takes W: its longest sample, its commit, its own step, and with room for a single step also the way of the
+weights that it waits for. O is how long it takes up room. Where a step waits for the groups that would become stale,
+and where there is room for one step only, that is the longest W of a step. Where they are dropped, at a deadline D of
+max_lag + 1 steps, a prompt with long samples is issued again and again, and with q = P(W <= D | prompt)
+
+    E[O] = E[ E[W | W <= D, prompt] + D (1 / q - 1) ]       over prompts; the rate sets D, and the least D that has room
+
+This is what a long run comes to: at first no prompt has failed, and it is faster. Contexts c are as they are on average
+over time, where long samples are seen more often: E[L^2] / (2 E[L]) tokens of each completion.
 """
 
 from __future__ import annotations
@@ -15,14 +21,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
+from statistics import NormalDist
 
 import numpy as np
 
-from planning.lengths import LengthLaw
+from common.staleness import StalenessContract
+from planning.lengths import REACH, Floats, LengthLaw
 from planning.world import Bound, EnginePool, World
 
 NUM_GROUPS = 4096
 """Drawn for means over groups."""
+NUM_LENGTHS, NUM_PROMPTS = 513, 65
+"""Of the grid that a law is looked at on."""
+NUM_LOADS = 3
+"""Times that the load of engines is reckoned with that of the time before; it changes little."""
+_PROMPT_SCORES = np.array([NormalDist().inv_cdf((place + 0.5) / NUM_PROMPTS) for place in range(NUM_PROMPTS)])
 
 
 @dataclass(frozen=True)
@@ -53,13 +66,23 @@ class Bounds:
 
 @dataclass(frozen=True)
 class LengthFigures:
-    """Means of a law of lengths."""
+    """What follows from a law of lengths for groups of K."""
 
     mean: float
     at_a_moment: float
     """Tokens that a running sample has made, mean over time."""
-    longest_of_group: float
-    """Mean of the longest of K."""
+    longest: Floats
+    """Tokens that the longest of a group may have, ascending; the others are of groups that are cut off there."""
+    within: Floats
+    """Share of the groups whose longest sample has at most so many."""
+    kept: Floats
+    """Mean of the longest sample of those."""
+    failed: Floats
+    """Groups of a prompt that are longer, before the first that is not; mean over prompts."""
+
+    def longest_of(self, num_groups: int) -> float:
+        """Mean of the longest sample of so many groups."""
+        return float(self.longest @ np.diff(self.within**num_groups, prepend=0.0))
 
 
 @lru_cache(maxsize=256)
@@ -69,7 +92,16 @@ def figures_of(law: LengthLaw, group_size: int) -> LengthFigures:
     prompts = random.standard_normal((NUM_GROUPS, 1))
     lengths = law.lengths(prompts, random.standard_normal((NUM_GROUPS, group_size)))
     mean = float(lengths.mean())
-    return LengthFigures(mean, float((lengths**2).mean()) / (2.0 * mean), float(lengths.max(axis=1).mean()))
+    score_N = np.linspace(-REACH, REACH, NUM_LENGTHS)
+    longest_N = law.at(score_N)
+    within_PN = law.share_below(_PROMPT_SCORES[:, None], score_N) ** group_size
+    within_PN[:, -1] = 1.0  # there the law is cut
+    within_PN = np.maximum(1e-300, within_PN[:, np.searchsorted(longest_N, longest_N, side="right") - 1])
+    kept_PN = np.cumsum(np.diff(within_PN, axis=1, prepend=0.0) * longest_N, axis=1) / within_PN
+    return LengthFigures(
+        mean, float((lengths**2).mean()) / (2.0 * mean), longest_N, within_PN.mean(axis=0), kept_PN.mean(axis=0),
+        (1.0 / within_PN - 1.0).mean(axis=0),
+    )  # fmt: skip
 
 
 def engine_rate(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float) -> float:
@@ -78,9 +110,9 @@ def engine_rate(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, lo
                   + pool.law.per_prompt_token * prompt_tokens)  # fmt: skip
 
 
-def step_s(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float) -> float:
-    """Seconds of a step of one of its engines whose slots are full."""
-    running = _running(pool, prompt_tokens, longest)
+def step_s(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float, load: float = 1.0) -> float:
+    """Seconds of a step of one of its engines with this share of its slots in use."""
+    running = max(1.0, load * _running(pool, prompt_tokens, longest))
     return pool.law.seconds(running, running * (prompt_tokens + lengths.at_a_moment))
 
 
@@ -95,7 +127,6 @@ def bounds_of(world: World, mean_step_s: float) -> Bounds:
     contract, costs, group_size = world.contract, world.costs, world.group_size
     lengths, longest = figures_of(world.lengths, group_size), world.lengths.longest
     rates = [pool.count * engine_rate(pool, lengths, world.prompt_tokens, longest) for pool in world.pools]
-    steps_s = [step_s(pool, lengths, world.prompt_tokens, longest) for pool in world.pools]
     generation = sum(rates)
     per_step = contract.groups_per_step * group_size
     turn_s = mean_step_s + costs.between_steps_s
@@ -104,9 +135,36 @@ def bounds_of(world: World, mean_step_s: float) -> Bounds:
     weights = per_step * versions_behind / (contract.updates_per_step * apply_s) if apply_s else inf
     if contract.bound() is None:
         return Bounds(generation, per_step / turn_s, inf, weights)
-    # an engine has as many of the groups as it makes of the samples
-    token_s = sum(rate * seconds for rate, seconds in zip(rates, steps_s, strict=True)) / generation
-    residence_s = lengths.longest_of_group * token_s + costs.reward_s + mean_step_s
+    rest_s = costs.reward_s + mean_step_s
     if contract.capacity() <= contract.groups_per_step:
-        residence_s += costs.publish_s + apply_s
-    return Bounds(generation, per_step / turn_s, contract.capacity() * group_size / residence_s, weights)
+        rest_s += costs.publish_s + apply_s
+    staleness, load = 0.0, 1.0
+    for _ in range(NUM_LOADS):  # engines that wait for admission are faster, for they run fewer samples
+        steps_s = [step_s(pool, lengths, world.prompt_tokens, longest, load) for pool in world.pools]
+        # an engine has as many of the groups as it makes of the samples
+        token_s = sum(rate * seconds for rate, seconds in zip(rates, steps_s, strict=True)) / generation
+        staleness = group_size * staleness_rate(contract, lengths, token_s, rest_s)
+        load = min(1.0, staleness / generation)
+    return Bounds(generation, per_step / turn_s, staleness, weights)
+
+
+def staleness_rate(contract: StalenessContract, lengths: LengthFigures, token_s: float, rest_s: float) -> float:
+    """Trained groups per second, where engines have room for every group that is admitted.
+
+    Args:
+        contract: bounded.
+        lengths: of the groups.
+        token_s: of an engine, for a token of all its samples.
+        rest_s: of a group, beside its tokens.
+    """
+    capacity, per_step = contract.capacity(), contract.groups_per_step
+    if contract.config.on_stale == "wait" or capacity <= per_step:
+        return capacity / (lengths.longest_of(per_step) * token_s + rest_s)
+    bound = contract.bound()
+    assert bound is not None, "else nothing is ever dropped"
+    deadline_groups = (bound // contract.updates_per_step + 1) * per_step
+    group_N = lengths.longest * token_s + rest_s
+    # a deadline between two lengths drops as many groups as at the first: D as small as it has room there
+    deadline_N = (lengths.kept * token_s + rest_s + group_N * lengths.failed) * deadline_groups / capacity
+    first = int(np.argmax(deadline_N <= np.append(group_N[1:], inf)))
+    return deadline_groups / float(max(group_N[first], deadline_N[first]))

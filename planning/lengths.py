@@ -23,7 +23,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 NUM_QUANTILES = 257
-_REACH = 4.0
+REACH = 4.0
 """Quantiles are kept for normal scores up to this: of 30,000 samples two lie beyond, and count as the outermost."""
 
 
@@ -70,19 +70,27 @@ class LengthLaw:
     def lengths(self, prompt_score: float | Floats, sample_scores: Sequence[float] | Floats) -> Floats:
         """Whole tokens of the samples of a prompt, from standard normal scores of the prompt and of each sample."""
         own = math.sqrt(1.0 - self.explained)
-        scores = math.sqrt(self.explained) * prompt_score + own * np.asarray(sample_scores)
-        return np.maximum(1.0, np.rint(np.interp(scores, self._at, self.quantiles)))
+        return self.at(math.sqrt(self.explained) * prompt_score + own * np.asarray(sample_scores))
+
+    def at(self, scores: Floats) -> Floats:
+        """Whole tokens of samples, from the standard normal scores of their lengths."""
+        return np.maximum(1.0, np.rint(np.interp(scores, self._scores, self.quantiles)))
+
+    def share_below(self, prompt_scores: Floats, scores: Floats) -> Floats:
+        """Of the samples of a prompt those whose length has at most such a score."""
+        own = max(1e-9, math.sqrt(1.0 - self.explained))
+        return np.vectorize(NormalDist().cdf)((scores - math.sqrt(self.explained) * prompt_scores) / own)
 
     @cached_property
-    def _at(self) -> Floats:
-        return np.linspace(-_REACH, _REACH, len(self.quantiles))
+    def _scores(self) -> Floats:
+        return np.linspace(-REACH, REACH, len(self.quantiles))
 
     @cached_property
     def mean(self) -> float:
         """Tokens of a completion, on average."""
-        scores = np.linspace(-2 * _REACH, 2 * _REACH, 8001)
+        scores = np.linspace(-2 * REACH, 2 * REACH, 8001)
         density = np.exp(-(scores**2) / 2)
-        return float((np.interp(scores, self._at, self.quantiles) * density).sum() / density.sum())
+        return float((np.interp(scores, self._scores, self.quantiles) * density).sum() / density.sum())
 
     @property
     def longest(self) -> float:
@@ -90,7 +98,7 @@ class LengthLaw:
         return self.quantiles[-1]
 
 
-_SCORES = np.linspace(-_REACH, _REACH, NUM_QUANTILES)
+_SCORES = np.linspace(-REACH, REACH, NUM_QUANTILES)
 
 
 class PromptStream:

@@ -60,6 +60,11 @@ class Choice:
         found = [dict(zip(self.free, values, strict=True)) for values in product(*self.free.values())]
         return [plan for plan in found if sum(n for key, n in plan.items() if key.endswith(COUNTS)) < self.cores]
 
+    def overrides(self, plan: Keys) -> list[str]:
+        """Of `leeway train`, for this plan."""
+        total = sum(value for key, value in plan.items() if key.startswith("pools."))
+        return as_overrides({**({ACTORS: total} if total else {}), **self.said, **plan})
+
 
 def _fleet(name: str, law: TokenTime, lengths: LengthLaw, step_s: float, free: Mapping[str, Sequence[int]],
            pause_s: float = 0.05, prices: Mapping[str, float] | None = None, **said: int) -> Choice:  # fmt: skip
@@ -112,7 +117,7 @@ def chosen(folder: Path, choice: Choice, costs: Costs, profile: Profile) -> Figu
     known = list(BASE) if choice.setting else Case(48).overrides
     if len(choice.setting.pools if choice.setting else ()) > 1:
         known += TWO_POOLS
-    config = load_config(base, [*known, *as_overrides({**choice.said, **choice.plans[0]})])
+    config = load_config(base, [*known, *choice.overrides(choice.plans[0])])
     if choice.setting is not None:
         profile = profile_of_fleet(config, choice.setting, costs)
     path = place / "config.toml"
@@ -178,7 +183,7 @@ def profile_of_fleet(config: Config, setting: FleetSetting, costs: Costs) -> Pro
 
 def _worth(folder: Path, choice: Choice, plan: Keys, known: Sequence[str]) -> float:
     """Samples per second of a real run, or per price."""
-    said = as_overrides({**choice.said, **plan})
+    said = choice.overrides(plan)
     if choice.setting is None:
         number = 200 + len(list(folder.glob("case-*.log")))
         return figures_of(measured(folder, number, Case(48), said), WARM_UP)["samples_per_s"]

@@ -118,6 +118,19 @@ def test_pools_with_hosts_of_their_own_and_prices(tmp_path):
     assert len(planner.space.dimensions["pools.fast.count"]) == 4, "h1 has four cores"
 
 
+def test_where_a_config_of_pools_says_their_sum_a_plan_says_it_too(tmp_path):
+    config = tmp_path / "pools.toml"
+    text = DEMO.read_text().replace('path = "demo_model"', f'path = "{DEMO.parent / "demo_model"}"')
+    config.write_text(text + '\n[pools.fast]\nrole = "actors"\ncount = 1\n[pools.slow]\nrole = "actors"\ncount = 1\n')
+    engine = profile().engines["actors"]
+    told = msgspec.structs.replace(profile(), engines={"fast": engine, "slow": engine})
+    best = Planner(config, ["--actors.max_running_samples", "4"], told, BIG, {}).find(say)[0].keys
+    assert best["actors.num_actors"] == best["pools.fast.count"] + best["pools.slow.count"] > 2
+    actor_pools(load_config(config, plans.as_overrides(best)))
+    fixed = Planner(config, ["--actors.num_actors", "2"], told, BIG, {})
+    assert {each.keys["pools.fast.count"] for each in fixed.find(say)} == {1}
+
+
 def refused(capsys, *arguments):
     assert main(["plan", str(DEMO), *map(str, arguments)]) == 2
     said = capsys.readouterr().err

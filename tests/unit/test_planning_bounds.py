@@ -39,6 +39,29 @@ def test_admission_meets_the_bound_of_staleness_where_engines_have_room(max_lag)
         assert found.samples_per_s == pytest.approx(bounds.rate, rel=1e-9)
 
 
+@pytest.mark.parametrize(("explained", "max_lag"), [(0.0, 4), (0.8, 1), (0.8, 8)])
+def test_the_bound_of_staleness_knows_what_drops_cost(explained, max_lag):
+    """By the mean of the longest alone it would be 1.3, 2.8 and 2.9 times what the run does."""
+    made = world(
+        engines=20, slots=64, law=type(LAW)(4e-3), step_s=0.05, max_lag=max_lag,
+        lengths=LengthLaw.lognormal(100, 0.9, 2000, explained),
+    )  # fmt: skip
+    found, bounds = Simulation(made).run(1500, warm_up=700), bounds_of(made, 0.05)
+    assert bounds.binds == "staleness"
+    assert found.drop_share > 0.05
+    assert 0.75 * bounds.rate < found.samples_per_s < 1.15 * bounds.rate
+
+
+def test_where_steps_wait_the_bound_is_the_longest_of_a_step():
+    made = world(
+        engines=20, slots=64, law=type(LAW)(4e-3), step_s=0.05, max_lag=4, on_stale="wait",
+        lengths=LengthLaw.lognormal(100, 0.9, 2000),
+    )  # fmt: skip
+    found, bounds = Simulation(made).run(1500, warm_up=700), bounds_of(made, 0.05)
+    assert bounds.binds == "staleness"
+    assert 0.6 * bounds.rate < found.samples_per_s < bounds.rate
+
+
 def test_no_simulated_run_passes_a_bound():
     for slots, engines, step_s, max_lag in itertools.product((8, 24), (1, 4), (0.05, 1.0), (0, 2, 8)):
         made = world(engines=engines, slots=slots, lengths=LONG_TAIL, step_s=step_s, max_lag=max_lag)
@@ -48,9 +71,9 @@ def test_no_simulated_run_passes_a_bound():
 
 def test_means_of_groups():
     constant = figures_of(LengthLaw.constant(50), 8)
-    assert (constant.mean, constant.at_a_moment, constant.longest_of_group) == (50, 25, 50)
+    assert (constant.mean, constant.at_a_moment, constant.longest_of(1)) == (50, 25, 50)
     tail = figures_of(LengthLaw.lognormal(100, 1.0, 100_000), 8)
     assert tail.mean == pytest.approx(100 * 2.718281828**0.5, rel=0.05)
-    assert tail.longest_of_group > 3 * tail.mean
+    assert tail.longest_of(1) > 3 * tail.mean
     alike = figures_of(LengthLaw.lognormal(100, 1.0, 100_000, explained=1.0), 8)
-    assert alike.longest_of_group == pytest.approx(alike.mean, rel=1e-6)
+    assert alike.longest_of(1) == pytest.approx(alike.mean, rel=0.02)

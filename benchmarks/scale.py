@@ -1,0 +1,307 @@
+"""What runs on 16 to 1,024 GPUs would do by data sheets, and what unlike GPUs are worth. Prints one JSON line last.
+
+    python benchmarks/scale.py [--quick] [--page [FILE]]
+
+Nothing here was measured on a GPU: engines and learners cost what `scale_parts/sheets.py` derives from data sheets and
+stated assumptions. For each number of GPUs and each bound of lag the plans that are best by the bounds are simulated:
+how many GPUs train, in which shape, and how many samples each engine runs.
+
+    one_kind_over_mixed_price   the price of a trained sample with the best plan of one kind of GPU, over that of the
+                                best plan of two kinds whose prices are 2.85 to 1; simulated, the least over two models
+
+`--quick` is for development, and its figures mean nothing. `--page` writes docs/results/scale.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.machine import RESULTS, ROOT, describe_machine
+from benchmarks.lib.page import bars_table, judged, origin, share, table, write_page
+from benchmarks.scale_parts.sheets import (
+    COMPUTES,
+    H20,
+    H800,
+    LARGE,
+    READS,
+    SMALL,
+    TRAINS,
+    Gpu,
+    Model,
+    engine_law,
+    kv_tokens,
+    learner_law,
+    other_costs,
+    shapes,
+)
+from common.staleness import StalenessConfig, StalenessContract
+from launch.config import load_config
+from launch.pools import actor_pools
+from planning.bounds import bounds_of
+from planning.learner import LearnerShape
+from planning.lengths import LengthLaw
+from planning.prediction import Prediction, predict
+from planning.search import Plan, Space, search
+from planning.world import EnginePool, World
+
+PAGE = RESULTS / "scale.md"
+GROUPS, K, PROMPT_TOKENS, LONGEST = 128, 16, 512, 16_384
+LENGTHS = LengthLaw.lognormal(2000, 0.9, LONGEST, 0.65)
+SLOTS = (8, 16, 24, 32, 48, 64, 96)
+SIZES, LAGS = (16, 32, 64, 128, 256, 512, 1024), (1, 4, 16)
+OF_LARGE = 64
+"""GPUs that the large model needs at least: a learner, and engines."""
+MOST_OF_A_KIND, PRICED_LAG = 128, 8
+NUM_CLOSER, STEPS = 4, 50
+"""Plans that are simulated, the best by the bounds, and so many steps of each under each of three seeds."""
+AT_LEAST = {"one_kind_over_mixed_price": 1.23}
+CONFIG = load_config(
+    ROOT / "examples" / "demo.toml",
+    [*("--actors.group_size", str(K), "--actors.max_new_tokens", str(LONGEST), "--learner.token_budget", "20480"),
+     *("--actors.max_prompt_tokens", str(PROMPT_TOKENS))],
+)  # fmt: skip
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A plan for GPUs: engines of each kind, and a learner."""
+
+    model: Model
+    engines: tuple[tuple[Gpu, int], ...]
+    slots: int
+    trainer: Gpu
+    shape: LearnerShape
+    max_lag: int
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs that train."""
+        return self.shape.num_stages * self.shape.num_replicas
+
+    @property
+    def price(self) -> float:
+        """Per hour."""
+        generate = sum(count * self.model.tensor_parallel * gpu.price for gpu, count in self.engines)
+        return generate + self.num_ranks * self.trainer.price
+
+    @property
+    def world(self) -> World:
+        """To weigh and to simulate."""
+        law, shape = learner_law(self.model, self.trainer), self.shape
+        return World(
+            tuple(_pool(self.model, gpu, count, self.slots) for gpu, count in self.engines if count),
+            StalenessContract(StalenessConfig(max_lag=self.max_lag), GROUPS),
+            CONFIG.buffer,
+            LENGTHS,
+            lambda tokens: law.seconds(tokens, PROMPT_TOKENS, K, shape),
+            prompt_tokens=PROMPT_TOKENS,
+            costs=other_costs(self.model),
+            learner_price=self.num_ranks * self.trainer.price,
+        )
+
+    @property
+    def rate(self) -> float:
+        """What the bounds allow, samples per second."""
+        return bounds_of(self.world, _step_s(self.model, self.trainer, self.shape)).rate
+
+
+def main() -> None:
+    """Reckon, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two sizes, for development")
+    parser.add_argument(
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+    )
+    args = parser.parse_args()
+    if args.page and args.quick:
+        parser.error("a page has all sizes; leave --quick out, or --page")
+    machine = describe_machine()
+    rows = []
+    for model, sizes in ((SMALL, SIZES), (LARGE, [size for size in SIZES if size >= OF_LARGE])):
+        for size in sizes[:2] if args.quick else sizes:
+            for max_lag in LAGS[:2] if args.quick else LAGS:
+                rows.append(at_size(model, size, max_lag))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    priced = []
+    for model in (SMALL, LARGE):
+        priced.append(by_price(model))
+        print(json.dumps(priced[-1]), file=sys.stderr, flush=True)
+    result: Figures = {
+        "quick": args.quick,
+        "one_kind_over_mixed_price": min(each["one_kind_over_mixed_price"] for each in priced),
+        "sizes": rows,
+        "priced": priced,
+        "machine": machine,
+    }
+    result["wanted"] = judged(result, AT_LEAST, "at least", at_full_size=not args.quick)
+    if args.page:
+        write_page(args.page, page(result))
+    print(json.dumps(result))
+
+
+def at_size(model: Model, size: int, max_lag: int) -> Figures:
+    """The best plan for so many H800, simulated."""
+    plans = [
+        Cluster(model, ((H800, (size - ranks) // model.tensor_parallel),), slots, H800, shape, max_lag)
+        for shape in shapes(model, H800, size - model.tensor_parallel)
+        for ranks in [shape.num_stages * shape.num_replicas]
+        for slots in SLOTS
+    ]
+    closer = sorted(plans, key=lambda plan: plan.rate, reverse=True)[:NUM_CLOSER]
+    found, best = max(((_simulated(plan), plan) for plan in closer), key=lambda each: each[0].samples_per_s)
+    bounds = bounds_of(best.world, _step_s(model, H800, best.shape))
+    return {
+        "model": model.name,
+        "gpus": size,
+        "max_lag": max_lag,
+        "plan": _text(best),
+        **_figures(found),
+        "generation": bounds.generation,
+        "training": bounds.training,
+        "staleness": bounds.staleness,
+        "weights": bounds.weights,
+    }
+
+
+def by_price(model: Model) -> Figures:
+    """The cheapest sample with both kinds of GPU, and with one."""
+    found = {}
+    for name, kinds in (("H800 alone", [H800]), ("H20 alone", [H20]), ("both", [H800, H20])):
+        candidates = [(_simulated(plan), plan) for plan in _cheapest(model, kinds)]
+        found[name] = min(candidates, key=lambda each: each[0].price_per_1000 or float("inf"))
+    row: Figures = {"model": model.name}
+    for name, (prediction, plan) in found.items():
+        row[name] = {"plan": _text(plan), "price_per_1000": prediction.price_per_1000, **_figures(prediction)}
+    alone = min(row["H800 alone"]["price_per_1000"], row["H20 alone"]["price_per_1000"])
+    return row | {"one_kind_over_mixed_price": alone / row["both"]["price_per_1000"]}
+
+
+def _cheapest(model: Model, kinds: Sequence[Gpu]) -> list[Cluster]:
+    """The best few by bounds, of at most MOST_OF_A_KIND GPUs of each kind."""
+    most = MOST_OF_A_KIND // model.tensor_parallel
+    counts = sorted({count for count in (*range(0, 17, 2), *range(20, 65, 4), *range(72, 129, 8)) if count <= most})
+    learners = [(gpu, shape) for gpu in kinds for shape in shapes(model, gpu, MOST_OF_A_KIND)]
+    space = Space({**{gpu.name: counts for gpu in kinds}, "slots": SLOTS, "learner": learners})
+
+    def cluster(plan: Plan) -> Cluster:
+        *each, slots, learner = plan
+        engines = tuple((gpu, counts[place]) for gpu, place in zip(kinds, each, strict=True))
+        return Cluster(model, engines, SLOTS[slots], *learners[learner], PRICED_LAG)
+
+    def score(plan: Plan) -> float:
+        found = cluster(plan)
+        taken = {gpu: count * model.tensor_parallel for gpu, count in found.engines}
+        taken[found.trainer] = taken.get(found.trainer, 0) + found.num_ranks
+        if max(taken.values()) > MOST_OF_A_KIND or not any(count for _, count in found.engines):
+            return float("-inf")
+        return found.rate / found.price
+
+    return [cluster(plan) for plan, _ in search(space, score, NUM_CLOSER)]
+
+
+def _simulated(plan: Cluster) -> Prediction:
+    return predict(plan.world, samples=3 * STEPS * GROUPS * K)
+
+
+@lru_cache(maxsize=4096)
+def _pool(model: Model, gpu: Gpu, count: int, slots: int) -> EnginePool:
+    config = actor_pools(CONFIG)[0].config.model_copy(update={"max_running_samples": slots})
+    price = gpu.price * model.tensor_parallel
+    return EnginePool(gpu.name, count, engine_law(model, gpu), config, kv_tokens(model, gpu), price)
+
+
+@lru_cache(maxsize=4096)
+def _step_s(model: Model, gpu: Gpu, shape: LearnerShape) -> float:
+    """Of samples whose lengths are spread as the law says."""
+    num = GROUPS * K
+    scores = [NormalDist().inv_cdf((place + 0.5) / num) for place in range(num)]
+    lengths = [PROMPT_TOKENS + int(each) for each in replace(LENGTHS, explained=0.0).lengths(0.0, scores)]
+    return learner_law(model, gpu).seconds(lengths, PROMPT_TOKENS, K, shape)
+
+
+def _text(plan: Cluster) -> str:
+    engines = " + ".join(f"{count} x {gpu.name}" for gpu, count in plan.engines if count)
+    shape = plan.shape
+    return f"{engines}, {plan.slots} slots; {shape.num_stages} stages x {shape.num_replicas} on {plan.trainer.name}"
+
+
+def _figures(found: Prediction) -> Figures:
+    return {
+        "samples_per_s": found.samples_per_s,
+        "low": found.low,
+        "high": found.high,
+        "binds": found.binds,
+        "learner_busy": found.learner_busy,
+        "slots_used": found.slots_used,
+        "lag_mean": found.lag_mean,
+        "drop_share": found.drop_share,
+    }
+
+
+def page(result: Figures) -> list[str]:
+    """The paragraphs of the page."""
+    head = (
+        f"{origin('python benchmarks/scale.py --page', result['machine'], result['machine']['commit'])} **Nothing on "
+        "this page was measured on a GPU**: it says what the simulator makes of data sheets and of assumptions, all of "
+        "them in [benchmarks/scale_parts/sheets.py](../../benchmarks/scale_parts/sheets.py). Engines reach "
+        f"{READS:.0%} of the sheet's bandwidth and {COMPUTES:.0%} of its FLOP/s, a learner {TRAINS:.0%}. How far the "
+        "simulator itself can be trusted is in [fleet.md](fleet.md). A step is of "
+        f"{GROUPS} prompts with {K} samples each, at every size; answers have {LENGTHS.mean:,.0f} tokens on average "
+        f"and {LONGEST:,} at most, and the prompt explains 65 % of their spread."
+    )
+    rows = [
+        [row["model"], f"{row['gpus']:,}", f"{row['max_lag']}", row["plan"],
+         f"{row['samples_per_s']:.1f} ({row['low']:.1f} to {row['high']:.1f})",
+         f"{row['samples_per_s'] / row['gpus']:.3f}", row["binds"], share(row["learner_busy"]),
+         share(row["slots_used"]), f"{row['lag_mean']:.1f}", f"{row['drop_share']:.1%}"]
+        for row in result["sizes"]
+    ]  # fmt: skip
+    bounds = [
+        [row["model"], f"{row['gpus']:,}", f"{row['max_lag']}",
+         *(f"{row[name]:,.1f}" for name in ("generation", "training", "staleness", "weights"))]
+        for row in result["sizes"]
+    ]  # fmt: skip
+    priced = [
+        [row["model"], name, row[name]["plan"], f"{row[name]['samples_per_s']:.1f}", row[name]["binds"],
+         f"{row[name]['price_per_1000']:.3f}"]
+        for row in result["priced"]
+        for name in ("H800 alone", "H20 alone", "both")
+    ]  # fmt: skip
+    return [
+        "# Scale, simulated from data sheets",
+        head,
+        "## What binds where",
+        f"Of all plans for so many H800 the {NUM_CLOSER} best by the bounds were simulated, {STEPS} steps under each "
+        "of three seeds. Here is the best of them.",
+        table(["model", "GPUs", "max_lag", "plan", "samples/s", "per GPU", "binds", "learner busy", "slots used",
+               "lag", "dropped"], rows),
+        "By itself each part would allow, samples per second:",
+        table(["model", "GPUs", "max_lag", "generation", "training", "staleness", "weights"], bounds),
+        "## Unlike GPUs by price",
+        f"The cheapest plans of up to {MOST_OF_A_KIND} GPUs of each kind at `max_lag = {PRICED_LAG}`, by what a "
+        "thousand trained samples cost, where an hour of an H20 costs 1.",
+        bars_table(result["wanted"], "at least"),
+        table(["model", "GPUs", "plan", "samples/s", "binds", "per 1,000"], priced),
+        "## What the model does not know",
+        "Networks that are shared or congested: every host pulls weights at the full rate of its link, and hops "
+        "between stages and sums over replicas are in a constant. Preemption: an engine starts no sample for which its "
+        "cache may have no room, which a real one does. Failures, stragglers and hosts that throttle. Rewards that "
+        "are slow in bursts. What the kernels of a given version really reach. And whether a model learns as well at "
+        "that lag: [stability.md](stability.md) and [accuracy_over_lag.md](accuracy_over_lag.md) are about that.",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
