@@ -1,13 +1,14 @@
 """What `leeway plan` foretells and chooses, against what runs do. Prints one JSON line last.
 
-    python benchmarks/plan.py [--parts errors choices search] [--only N ...] [--keep FOLDER] [--page [FILE]]
+    python benchmarks/plan.py [--parts errors choices search] [--only N ...] [--after FILE ...] [--keep FOLDER]
+                              [--page [FILE]]
 
     errors    a profile of two real runs with vLLM, what it says of eight other configs, and what these do
     choices   twelve small spaces, three of them with vLLM: the plan chosen, and every plan of the space, run
     search    chains against enumeration on 100 made-up settings
 
-`--only` takes some of the spaces, counted from 1. `--page` writes docs/results/plan.md and the figure beside it, of all
-parts.
+`--only` takes some of the spaces, counted from 1. All of it takes an hour and a half; `--after` adds what earlier calls
+on this machine printed. `--page` writes docs/results/plan.md and the figure beside it, of all parts and spaces.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,7 +30,7 @@ from benchmarks.lib.figure import drawn
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
-from benchmarks.plan_parts.choices import CHOICES, chosen
+from benchmarks.plan_parts.choices import CHOICES, Choice, chosen
 from benchmarks.plan_parts.predictions import PREDICTED, compared, errors, profiled
 from benchmarks.plan_parts.searches import LIMIT_S, searched
 from launch.config import load_config
@@ -55,64 +57,82 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="of the spaces, counted from 1")
+    parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="FILE", help="what other calls printed")
     parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
     parser.add_argument(
         "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
     )
     args = parser.parse_args()
-    is_whole = set(args.parts) == set(PARTS) and not args.only
-    if args.page and not is_whole:
-        parser.error("a page has all parts and spaces; leave --parts and --only out, or --page")
-    end_at_sigterm()
     machine = describe_machine()
+    rows: Figures = {part: {} for part in PARTS}
+    for path in args.after:
+        earlier = json.loads(path.read_text().splitlines()[-1])
+        if earlier["machine"]["processor"] != machine["processor"]:
+            parser.error(f"{path} is of another machine ({earlier['machine']['processor']})")
+        for part in PARTS:
+            rows[part] |= earlier["rows"][part]
+    wanted = [CHOICES[number - 1] for number in args.only] if args.only else list(CHOICES)
+    will_have = {*rows["choices"], *(choice.name for choice in wanted if "choices" in args.parts)}
+    is_whole = len(will_have) == len(CHOICES) and all(rows[part] or part in args.parts for part in PARTS)
+    if args.page and not is_whole:
+        parser.error("a page has all parts and spaces; leave --parts and --only out, or say --after")
+    end_at_sigterm()
     with tempfile.TemporaryDirectory(prefix="benchmark-plan-") as fresh:
         folder = (args.keep or Path(fresh)).resolve()
         try:
-            result = measure(folder, args.parts, args.only)
+            measure(folder, args.parts, wanted, rows)
         except MeasurementFailed as error:
             sys.exit(f"benchmarks/plan.py: {error}")
-    result |= {"machine": machine}
+    result = {**figures_of(rows), "rows": rows, "machine": machine}
     result["wanted_at_most"] = judged(result, AT_MOST, "at most", at_full_size=is_whole)
     result["wanted_at_least"] = judged(result, AT_LEAST, "at least", at_full_size=is_whole)
     if args.page:
-        draw(args.page.with_suffix(".svg"), result)
+        draw(args.page.with_suffix(".svg"), [*rows["errors"].values()])
         write_page(args.page, page(result))
     print(json.dumps(result))
 
 
-def measure(folder: Path, parts: list[str], only: list[int] | None) -> Figures:
-    """These parts.
+def measure(folder: Path, parts: Sequence[str], spaces: Sequence[Choice], rows: Figures) -> None:
+    """These parts, into `rows`: part -> name -> figures.
 
     Raises:
         MeasurementFailed: a run did not end well.
     """
-    result: Figures = {}
+
+    def found(part: str, name: str, figures: Figures) -> None:
+        rows[part][name] = figures
+        print(json.dumps(figures), file=sys.stderr, flush=True)
+
     if "search" in parts:
-        result |= searched(load_config(CONFIG, []))
-        print(json.dumps(result), file=sys.stderr, flush=True)
-    if {"errors", "choices"} & {*parts}:
+        found("search", "all", searched(load_config(CONFIG, [])))
+    if "errors" in parts or any(space.setting is None for space in spaces if "choices" in parts):
         profile = profiled(folder)
         print(profile.describe(), file=sys.stderr, flush=True)
+    else:
+        profile = None
     if "errors" in parts:
-        rows = []
+        assert profile is not None
         for number, case in enumerate(PREDICTED):
-            rows.append(compared(folder, number, case, profile))
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        result |= {"predictions": rows, **errors(rows)}
+            found("errors", case.name, compared(folder, number, case, profile))
     if "choices" in parts:
         costs = costs_of([RunFolder(run_fleet(folder, CALIBRATION).folder)])
-        taken = [CHOICES[number - 1] for number in only] if only else list(CHOICES)
-        found = []
-        for choice in taken:
-            found.append(chosen(folder, choice, costs, profile))
-            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-        result |= {
-            "choices": found,
-            "plan_over_best_measured": min(each["plan_over_best"] for each in found),
-            "plan_over_default": fmean(each["plan_over_default"] for each in found),
-            "plan_s_worst": max(each["plan_s"] for each in found),
+        for space in spaces:
+            found("choices", space.name, chosen(folder, space, costs, profile))
+
+
+def figures_of(rows: Figures) -> Figures:
+    """Over all rows of each part that there are."""
+    choices = [*rows["choices"].values()]
+    found: Figures = {}
+    if rows["errors"]:
+        found |= errors([*rows["errors"].values()])
+    if choices:
+        found |= {
+            "plan_over_best_measured": min(each["plan_over_best"] for each in choices),
+            "plan_over_default": fmean(each["plan_over_default"] for each in choices),
+            "plan_s_worst": max(each["plan_s"] for each in choices),
         }
-    return result
+    return {**found, **rows["search"].get("all", {})}
 
 
 def page(result: Figures) -> list[str]:
@@ -128,12 +148,12 @@ def page(result: Figures) -> list[str]:
     predictions = [
         [row["case"], row["binds"], f"{row['measured']:.1f}", f"{row['predicted']:.1f}", f"{100 * row['error']:+.1f} %",
          f"{row['step_s']:.2f}", f"{row['predicted_step_s']:.2f}"]
-        for row in result["predictions"]
+        for row in result["rows"]["errors"].values()
     ]  # fmt: skip
     choices = [
         [row["choice"], row["config"], row["plan"], row["best"], f"{row['plan_over_best']:.3f}",
          f"{row['plan_over_default']:.2f}", f"{len(row['rates'])}", f"{row['plan_s']:.1f}"]
-        for row in result["choices"]
+        for row in result["rows"]["choices"].values()
     ]  # fmt: skip
     return [
         "# Plans, predicted and measured",
@@ -148,9 +168,8 @@ def page(result: Figures) -> list[str]:
     ]
 
 
-def draw(path: Path, result: Figures) -> None:
+def draw(path: Path, rows: Sequence[Figures]) -> None:
     """Predicted against measured."""
-    rows = result["predictions"]
     measured, predicted = [row["measured"] for row in rows], [row["predicted"] for row in rows]
     most = 1.1 * max(*measured, *predicted)
     with drawn(path, 4.2, 4.0, font_size=9) as figure:

@@ -30,7 +30,7 @@ from planning.lengths import LengthLaw
 from planning.profile import EngineCosts, LearnerCosts, Profile, SampleFacts, WeightCosts
 from planning.world import Costs
 
-STEPS = 24
+STEPS = 18
 FIXED = ("learner.num_stages", "learner.num_replicas", "learner.num_chunks", "learner.schedule", "learner.token_budget")
 """No law of a fleet says what another shape of the learner would take."""
 FREE = ("actors.num_actors", "actors.max_running_samples", "weight_sync.max_lag", "weight_sync.publish_every")
@@ -99,14 +99,14 @@ CHOICES = (
 )  # fmt: skip
 
 
-def chosen(folder: Path, choice: Choice, costs: Costs, profile: Profile) -> Figures:
+def chosen(folder: Path, choice: Choice, costs: Costs, profile: Profile | None) -> Figures:
     """What the planner takes of a space, beside what every plan of it does.
 
     Args:
         folder: for the runs.
         choice: the space.
         costs: of fleets, as one was measured.
-        profile: of the real engines.
+        profile: of the real engines, where the space is of such.
 
     Raises:
         MeasurementFailed: a run did not end well.
@@ -120,6 +120,7 @@ def chosen(folder: Path, choice: Choice, costs: Costs, profile: Profile) -> Figu
     config = load_config(base, [*known, *choice.overrides(choice.plans[0])])
     if choice.setting is not None:
         profile = profile_of_fleet(config, choice.setting, costs)
+    assert profile is not None
     path = place / "config.toml"
     path.write_text(to_toml(config))
     fixed = {key: _value(config, key) for key in (*FIXED, *FREE) if key not in choice.free and _has(config, key)}
