@@ -45,6 +45,8 @@ R = TypeVar("R")
 _LEASE_POLL_S = (0.01, 0.05)
 """First and longest pause before asking again while admission is closed."""
 _CREDIT_POLL_S = 0.02
+_AHEAD_SHARE = 0.25
+"""Of the last lease in the running mean of what leaves the engine until one comes."""
 _GOODBYE_S = 5.0
 """Bound of what is handed back when stopping."""
 _CLOSE_S = 3.0
@@ -164,6 +166,10 @@ class ActorLoop:
         self._samples: set[asyncio.Task[None]] = set()
         self._failure: ActorError | Exception | None = None
         self._evaluating = 0
+        self._num_left = 0
+        """Samples that have left the engine since the last lease came."""
+        self._num_ahead = 0.0
+        """That leave it until what is leased for them is there, a running mean."""
         self._waiting = "starting"
 
     # --- life -------------------------------------------------------------------------------------
@@ -316,23 +322,30 @@ class ActorLoop:
 
     def _room(self) -> int:
         held = self._held.values()
-        return self._config.room(sum(len(each.to_generate) for each in held), sum(len(each.open) for each in held))
+        num_to_generate = sum(len(each.to_generate) for each in held)
+        return self._config.room(num_to_generate, sum(len(each.open) for each in held), self._num_ahead)
 
     async def _lease_groups(self) -> None:
         """Lease whenever there is room, until the buffer drains."""
         client = self._started.client
-        pause_s = _LEASE_POLL_S[0]
+        pause_s, since_s = _LEASE_POLL_S[0], self._clock()
         while True:
             self._room_changed.clear()
             if (room := self._room()) < 1:
                 self._waiting = ""
                 await self._room_changed.wait()
                 continue
+            asked_s = self._clock()
             grant = await _settled(client.lease(room))
             self._follower.hear_of(PolicyVersion(*grant.newest))
             for lease in grant.leases:
                 self._take(lease)
             if grant.leases:
+                now_s = self._clock()
+                # what ends just after one is asked for is asked for with the next
+                num_ahead = 2 * self._num_left * (now_s - asked_s) / max(1e-9, now_s - since_s)
+                self._num_ahead += (num_ahead - self._num_ahead) * _AHEAD_SHARE
+                since_s, self._num_left = now_s, 0
                 pause_s = _LEASE_POLL_S[0]
                 continue
             if grant.draining and not self._held:
@@ -393,6 +406,7 @@ class ActorLoop:
                     completed = await self._maker.generate(held.lease, held.problem, index)
                 finally:
                     held.to_generate.discard(index)
+                    self._num_left += 1
                     self._room_changed.set()
                 trajectory = await self._maker.score(held.lease, held.problem, index, completed)
             finally:

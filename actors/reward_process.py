@@ -134,7 +134,9 @@ class RewardProcess:
                     [sys.executable, "-P", "-c", _PROGRAM, root, str(descriptor), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[descriptor],
-                    start_new_session=True,  # no signal of the terminal, and what it starts ends with it
+                    # no signal of the terminal, and what it starts ends with it; a session of its own would do that
+                    # too, but be scheduled as one (CONFIG_SCHED_AUTOGROUP), and wait beside busy engines
+                    process_group=0,
                 )
         except OSError as error:
             ours.close()

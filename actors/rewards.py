@@ -285,11 +285,15 @@ class _Lane:
                 self._idle.put_nowait(caller)
 
     async def _caller(self) -> Caller:
-        """One that is idle, now or soon; else another, of which one starts at a time."""
+        """One that is idle, now or soon; else another is started, one at a time, and whichever is free first is it."""
         is_patient = bool(self._callers)
         while True:
             if self._idle.empty() and not (is_patient or self._is_starting):
-                return await self._another()
+                if not self._callers:
+                    return await self._another()
+                task = asyncio.create_task(self._one_more())
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             try:
                 async with asyncio.timeout(_PATIENCE_S):
                     caller = await self._idle.get()
@@ -300,6 +304,12 @@ class _Lane:
                 return caller
             self._callers.discard(caller)
             await caller.end()
+
+    async def _one_more(self) -> None:
+        try:
+            self._idle.put_nowait(await self._another())
+        except CallFailed as failure:
+            _log.warning("reward %s: one process more did not start: %s", self.function.name, failure)
 
     async def _another(self) -> Caller:
         self._is_starting = True

@@ -332,8 +332,10 @@ def _as_it_is() -> list[str]:
 
 
 def _told_apart(config: Config) -> list[str]:
-    """The same with other loads."""
-    changed = ["--learner.token_budget", str(2 * config.learner.token_budget)]
+    """The same with other loads: of engines, and of steps, whose fixed part is told apart from that of their tokens."""
+    learner = config.learner
+    fewer = max(1, learner.groups_per_step // (2 * learner.num_minibatches)) * learner.num_minibatches
+    changed = ["--learner.token_budget", str(2 * learner.token_budget), "--learner.groups_per_step", str(fewer)]
     for pool in actor_pools(config):
         slots = str(max(1, pool.config.max_running_samples // 4))
         where = f"pools.{pool.name}" if pool.name in config.pools else "actors"

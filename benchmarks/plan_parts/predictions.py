@@ -58,7 +58,7 @@ class Case:
         return [*(word for key, value in said.items() for word in (f"--{key}", str(value))), *self.more]
 
 
-PROFILED = (Case(48), Case(12, 2048))
+PROFILED = (Case(48), Case(12, 2048, GROUPS // 2))
 PREDICTED = (
     Case(24),
     Case(8),

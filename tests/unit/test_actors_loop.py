@@ -277,6 +277,32 @@ async def test_no_slot_stays_empty_where_groups_do_not_divide_what_is_free():
     assert sum(used) / len(used) > 0.95 * (2 * K - 1), "rounded down to whole groups, about half of them would be used"
 
 
+async def test_no_slot_stays_empty_while_a_lease_is_on_its_way():
+    class SlowToAnswer(FakeBuffer):
+        """Grants a lease after as long as a sample takes."""
+
+        def lease(self, max_groups):
+            grant, late = super().lease(max_groups), Future()
+            asyncio.get_running_loop().call_later(0.04, late.set_result, grant.result())
+            return late
+
+    buffer, engine = SlowToAnswer(200), FakeEngine(0.04)
+    actor = make_actor(buffer, engine)
+    await actor.start()
+    running = asyncio.create_task(actor.run())
+    await until(lambda: buffer.granted >= 80)
+    used = []
+    while buffer.granted < 190:
+        used.append(engine.running)
+        await asyncio.sleep(0.002)
+    await asyncio.wait_for(running, 60)
+    await actor.stop()
+    assert max(used) == 16
+    assert sum(used) / len(used) > 0.8 * 16, (
+        "leased when they are needed, half of the slots would wait for their samples"
+    )
+
+
 async def test_what_waits_for_a_slow_reward_needs_no_slot_and_is_bounded():
     may_score = threading.Event()
 
@@ -288,9 +314,10 @@ async def test_what_waits_for_a_slow_reward_needs_no_slot_and_is_bounded():
     actor = make_actor(buffer, engine, reward=slow)
     await actor.start()
     running = asyncio.create_task(actor.run())
-    await until(lambda: len(engine.seeds) == 2 * 16)
+    await until(lambda: len(engine.seeds) >= 2 * 16)
     await asyncio.sleep(0.1)
-    assert len(engine.seeds) == 2 * 16, "twice the slots, of which all wait for their reward"
+    assert len(engine.seeds) <= 3 * 16, "twice the slots, and what ended while leases were on their way"
+    assert engine.running == 0, "all of them wait for their reward"
     may_score.set()
     await asyncio.wait_for(running, 60)
     await actor.stop()
