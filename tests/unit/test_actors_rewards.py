@@ -221,6 +221,35 @@ async def test_one_process_serves_calls_that_are_short_and_more_come_up_to_the_b
     assert await asyncio.wait(stuck, timeout=60) == (set(stuck), set())
 
 
+async def test_no_sample_waits_for_one_process_more_and_where_it_does_not_start_nothing_is_lost(processes):
+    may_end, may_fail = asyncio.Event(), asyncio.Event()
+
+    async def wait_on_slow(completion):
+        if completion == "slow":
+            await may_end.wait()
+
+    def f(problems, completions):
+        pytest.fail("the processes are fakes")
+
+    async def start(function, timeout_s):
+        processes.append(Process(wait_on_slow))
+        if len(processes) > 1:
+            await may_fail.wait()
+            raise CallFailed("its process did not start", "no memory")
+        return processes[0]
+
+    scores = scorer(f, start=start)
+    slow = asyncio.create_task(scores.score(PROBLEM, "slow"))
+    await until(lambda: processes and processes[0].calls)
+    quick = asyncio.create_task(scores.score(PROBLEM, "quick"))
+    await until(lambda: len(processes) == 2)
+    may_end.set()
+    assert [(await asyncio.wait_for(each, 20)).reward for each in (slow, quick)] == [1.0, 1.0]
+    may_fail.set()
+    assert (await scores.score(PROBLEM, "another")).reward == 1.0
+    await scores.close()
+
+
 async def test_a_call_that_is_open_for_seconds_is_named_with_its_age_and_a_closed_scorer_waits_for_none(processes):
     clock = Clock()
     scores = with_processes(processes, hang_on_stuck, clock=clock)

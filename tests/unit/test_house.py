@@ -6,8 +6,8 @@ from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
     "files": 181,
-    "lines": 43_050,
-    "longest file": 462,
+    "lines": 43_110,
+    "longest file": 471,
     "longest function": 60,
     "modules imported by exactly one other": 42,
     "import cycles": 0,

@@ -26,7 +26,7 @@ def run(tmp_path):
 def living(run):
     """A run whose command lives, and answers as the pools do."""
     folder, _ = run
-    stop = threading.Event()
+    ready, stop = threading.Event(), threading.Event()
 
     def scale(question) -> str:
         if question["pool"] != "actors":
@@ -35,16 +35,14 @@ def living(run):
 
     def serve() -> None:
         control = Control(folder.control)
+        ready.set()
         while not stop.wait(0.01):
             control.answer({"scale": scale})
 
     with claimed(folder):
         thread = threading.Thread(target=serve)
         thread.start()
-        deadline = time.monotonic() + 60
-        while not folder.control.is_dir():
-            assert time.monotonic() < deadline, "the run does not begin to answer"
-            time.sleep(0.01)
+        assert ready.wait(60), "the run does not begin to answer"
         yield folder
         stop.set()
         thread.join()
