@@ -22,7 +22,7 @@ from common.staleness import StalenessContract
 from launch.config import Config
 from launch.errors import ConfigError
 from launch.gpus import gpus_here
-from launch.pools import ActorPool, actor_pools, stage_pools
+from launch.pools import ActorPool, actor_pools, scorer_pools, stage_pools
 from launch.profiling import shape_of
 from planning.prediction import Prediction
 from planning.profile import EngineCosts, Profile
@@ -118,6 +118,7 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
         lambda tokens: law.seconds(tokens, prompt_tokens, group_size, shape),
         prompt_tokens=prompt_tokens,
         costs=profile.costs(),
+        scores=None if scorer_pools(config) else learner.scores(shape, ahead=config.learner.score_while_waiting),
         learner_price=sum(prices.get(pool.name, 0.0) * pool.count for pool in stage_pools(config)),
     )
 

@@ -107,6 +107,7 @@ def profile_of(folders: Sequence[RunFolder]) -> Profile:
         algorithm=config.algorithm.type,
         precision=config.learner.precision,
         between_steps_s=_between_steps_s(runs),
+        **_score_costs(runs),
     )
     completions = [length for run in runs for length in run.trained.completions]
     explained = [explained_by_prompt(run.trained.prompts, run.trained.completions) for run in runs]
@@ -135,6 +136,21 @@ def costs_of(folders: Sequence[RunFolder]) -> Costs:
     runs = [_Run(folder) for folder in folders]
     weights = _weights(runs)
     return weights.as_costs(_settled_s(runs), _between_steps_s(runs))
+
+
+def _score_costs(runs: Sequence[_Run]) -> dict[str, float]:
+    """Seconds of a token on one stage, in a step and while waiting for one; where nothing was scored so, as other."""
+    tokens, seconds = np.zeros(2), np.zeros(2)
+    for run in runs:
+        shape = shape_of(run.config)
+        for row in run.steps:
+            ahead = row.get("scored/ahead_frac") or 0.0
+            tokens += row["batch/tokens"] * np.array([1.0 - ahead, ahead])
+            spent = [row.get("time/reference") or 0.0, row.get("time/scored_ahead") or 0.0]
+            seconds += np.array(spent) * shape.num_stages * shape.num_replicas
+    in_all = seconds.sum() / tokens.sum()
+    rates = [float(spent / num) if num else float(in_all) for spent, num in zip(seconds, tokens, strict=True)]
+    return {"score_token_s": rates[0], "score_ahead_token_s": rates[1]}
 
 
 def _weights(runs: Sequence[_Run]) -> WeightCosts:
@@ -241,7 +257,8 @@ class _Run:
             tokens = row["batch/tokens"] * (1.0 - (row.get("batch/shared_frac") or 0.0))
             squares = self.trained.squares.get(int(row["step"]), 0.0)
             law.add(
-                terms(tokens, squares, int(row["batch/micro_batches"]) * shape.num_replicas, shape), row["time/step"]
+                terms(tokens, squares, int(row["batch/micro_batches"]) * shape.num_replicas, shape),
+                row["time/step"] - (row.get("time/reference") or 0.0),
             )
 
     def gaps_s(self, settled_s: float) -> Iterator[float]:

@@ -3,6 +3,7 @@
 lengths    LengthLaw: how long completions are, and how much of that the prompt decides
 engine     TokenClock: the samples that share an engine, in time
 world      World: a run as a simulation has it, and what it costs; Outcome: what became of it
+buffer     SimulatedBuffer: the groups of a simulated run, under the rules of the real one
 simulator  Simulation: a whole run, event by event, decided by the policies of the run itself
 learner    LearnerTime: how long a step takes, for any shape of the learner
 profile    Profile: what the parts of a run cost on one machine with one model

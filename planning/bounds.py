@@ -1,7 +1,7 @@
 """Bounds: what the rate of a run is at most, by each of its parts alone; closed forms, microseconds each.
 
     generation   sum over engines of  1 / (E[L] * PTL(b, c) / b + prefill)         all slots full
-    training     samples of a step / (step + what lies between two steps)
+    training     samples of a step / (step with the scores of all its samples + what lies between two steps)
     staleness    groups that may be outstanding * K / E[O]                          Little's law on admission
     weights      samples of the steps in which an engine may fall behind, over the time to apply one version
 
@@ -130,6 +130,9 @@ def bounds_of(world: World, mean_step_s: float) -> Bounds:
     generation = sum(rates)
     per_step = contract.groups_per_step * group_size
     turn_s = mean_step_s + costs.between_steps_s
+    if world.scores is not None:  # a learner that never waits scores in its steps
+        scores, tokens = world.scores, per_step * (world.prompt_tokens + lengths.mean)
+        turn_s += tokens * (min(scores.token_s, scores.ahead_token_s) if scores.round_tokens else scores.token_s)
     apply_s = costs.fetch_s + costs.pause_s
     versions_behind = (contract.actor_lag + 1) * contract.config.publish_every
     weights = per_step * versions_behind / (contract.updates_per_step * apply_s) if apply_s else inf

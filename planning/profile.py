@@ -9,13 +9,16 @@ import msgspec
 
 from common.costs import TokenTime
 from common.files import write_whole
+from learner.packing import CostModel
 from planning.learner import LearnerShape, LearnerTime
 from planning.lengths import LengthLaw
-from planning.world import Costs
+from planning.world import Costs, Scores
 
-FORMAT = 1
+FORMAT = 2
 LEASE_S = 0.025
 """An actor at a closed door asks again after at most twice as long; see `actors.loop`."""
+POLL_S = 0.05
+"""A learner that waits looks so often for samples to score; see `learner.coordinator`."""
 
 
 class ProfileError(ValueError):
@@ -64,7 +67,7 @@ class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the learner."""
 
     terms: tuple[float, float, float, float]
-    """Of `planning.learner.LearnerTime`, seconds."""
+    """Of `planning.learner.LearnerTime`, seconds, without scores of a reference."""
     num_steps: int
     relative_error: float
     shape: LearnerShape
@@ -73,11 +76,23 @@ class LearnerCosts(msgspec.Struct, frozen=True, kw_only=True):
     precision: str
     between_steps_s: float
     """From the end of a step to the begin of the next where its batch was ready."""
+    score_token_s: float = 0.0
+    """Of scoring a token with the reference in a step, on one stage alone; 0 where the learner has none."""
+    score_ahead_token_s: float = 0.0
+    """The same while the learner waits, a few groups at a time."""
 
     @property
     def law(self) -> LearnerTime:
         """To reckon with."""
         return LearnerTime(*self.terms)
+
+    def scores(self, shape: LearnerShape, *, ahead: bool) -> Scores | None:
+        """For a simulation of a learner of this shape, which scores while it waits or does not."""
+        if not self.score_token_s:
+            return None
+        ranks = shape.num_stages * shape.num_replicas
+        round_tokens = shape.rule(CostModel()).least_tokens if ahead else 0
+        return Scores(self.score_token_s / ranks, self.score_ahead_token_s / ranks, round_tokens, POLL_S)
 
 
 class WeightCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,6 +209,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             f"learner: a step takes {1e3 * law_of_steps.step:.0f} ms + {1e3 * law_of_steps.micro_batch:.1f} ms a "
             f"micro-batch + {1e6 * law_of_steps.token:.2f} us a token + {1e9 * law_of_steps.token_squared:.2f} ns a "
             f"squared one; {learner.num_steps} steps, within {learner.relative_error:.0%}"
+            + (f"; the reference {1e6 * learner.score_token_s:.2f} us a token" if learner.score_token_s else "")
         )
         lines.append(
             f"weights: an engine begins to apply a version {self.weights.behind_s:.2f} s after its step, and pauses "

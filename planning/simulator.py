@@ -4,8 +4,8 @@ What decides here is what decides in the run: `StalenessContract` admits, starts
 a `GroupIndex` chooses, `ActorsConfig.room` leases. Costs are given, and time is what follows from them.
 
     engine     TokenClock: samples share it; leased ones wait for a slot, and for weights that are new enough
-    groups     leased -> complete, when the last of K samples is scored -> drawn, once or more, or dropped as stale
-    learner    draws when it can, trains, publishes what is due
+    groups     leased -> complete, when the last of K samples has its reward -> drawn, once or more, or dropped as stale
+    learner    draws when it can, scores what lacks it, trains, publishes what is due; while it waits it scores ahead
     weights    come to each engine some time after they are published, and stop it for a moment
 
 Not in it: failures, evaluations, choices by length (`buffer.length_correction`, `pack_tokens`), shards, preemption
@@ -16,43 +16,22 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
 from typing import Any
 
-import numpy as np
-
-from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
-from buffer.lengths import bucket_of
-from buffer.samplers import build
-from buffer.tables import Group
 from common.staleness import PolicyVersion
+from planning.buffer import SimulatedBuffer, SimulatedGroup
 from planning.engine import TokenClock
 from planning.lengths import PromptStream
-from planning.world import EnginePool, Outcome, Prompts, World
+from planning.world import EnginePool, Outcome, Prompts, Scores, World
 
-_END, _UPDATE, _SCORED, _PUBLISHED, _STEP, _DRAW, _LEASE = range(7)
+_END, _UPDATE, _REWARDED, _PUBLISHED, _STEP, _DRAW, _LEASE, _POLL, _SCORED = range(9)
 _NEVER = 1 << 60
-_UNREWARDED = Group.new(0, 0, 2, 0)
-"""What a sampler by rewards sees: none is known."""
 
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    id: int
-    prompt: int
-    leased_s: float
-    min_version: int
-    missing: int
-    oldest: int
-    """Version of the oldest token of its samples, and while some are missing at most `min_version`."""
-    lengths: list[float]
-    uses: int = 0
-
-
-_Sample = tuple[_Group, int, float]
+_Sample = tuple[SimulatedGroup, int, float]
 """Its group, the version that it began with, and its tokens."""
 
 
@@ -64,9 +43,9 @@ class _Engine:
     served: PolicyVersion
     heard: PolicyVersion
     """The newest published version that it knows of."""
-    waiting: deque[tuple[_Group, float]] = field(default_factory=deque)
+    waiting: deque[tuple[SimulatedGroup, float]] = field(default_factory=deque)
     """Leased samples without a slot, and their tokens."""
-    num_scoring: int = 0
+    num_rewarded: int = 0
     is_updating: bool = False
     is_asking: bool = False
     """It is about to ask for leases."""
@@ -96,19 +75,11 @@ class Simulation:
             self._samples = world.prompts(seed)
         else:
             self._samples = PromptStream(world.lengths, world.num_prompts, world.group_size, seed)
-        self._draws = np.random.default_rng([seed, 2])
-        self._sampler, weight = build(world.buffer)
-        self._index = GroupIndex(world.buffer, weight)
-        self._weigh = weight
-        self._waits = world.contract.config.on_stale == "wait"
-        self._runs_free = world.buffer.replays and world.contract.bound() is None
+        self._buffer = SimulatedBuffer(world, seed)
         self._longest = world.prompt_tokens + world.lengths.longest
-        self._num_stored = 0
         self.now_s = 0.0
         self._events: list[tuple[float, int, int, Any]] = []
         self._seq = 0
-        self._open: dict[int, _Group] = {}
-        self._ready: dict[int, _Group] = {}
         self._num_groups = self._num_pending = 0
         first = PolicyVersion(0, 0)
         self._engines = [
@@ -117,7 +88,7 @@ class Simulation:
             for _ in range(pool.count)
         ]
         self._version = self._published = 0
-        self._is_training = False
+        self._is_training = self._is_scoring = self._is_polling = False
         self._found = Outcome()
         self.stretch = 1.0
         """Lengths are drawn so many times as long as the law says; may be changed while it runs."""
@@ -133,8 +104,9 @@ class Simulation:
         """
         self._knock()
         handlers: dict[int, Callable[[Any], None]] = {
-            _UPDATE: self._on_update, _SCORED: self._on_scored, _PUBLISHED: self._on_published, _STEP: self._on_step,
-            _DRAW: self._on_learner_free, _LEASE: self._on_lease,
+            _UPDATE: self._on_update, _REWARDED: self._on_rewarded, _PUBLISHED: self._on_published,
+            _STEP: self._on_step, _DRAW: self._on_learner_free, _LEASE: self._on_lease,
+            _POLL: self._on_poll, _SCORED: self._on_scored,
         }  # fmt: skip
         events, step, counted_from_s = self._events, 0, 0.0
         while events and step < num_steps:
@@ -204,17 +176,17 @@ class Simulation:
         if version < group.oldest:
             group.oldest = version
         if costs.reward_s:
-            engine.num_scoring += 1
-            self._at(self.now_s + costs.reward_s, _SCORED, (engine, group))
+            engine.num_rewarded += 1
+            self._at(self.now_s + costs.reward_s, _REWARDED, (engine, group))
         else:
             self._complete(group)
         self._go_on(engine)
 
-    def _on_scored(self, what: tuple[_Engine, _Group]) -> None:
+    def _on_rewarded(self, what: tuple[_Engine, SimulatedGroup]) -> None:
         engine, group = what
-        engine.num_scoring -= 1
+        engine.num_rewarded -= 1
         self._complete(group)
-        if engine.clock.num_running < engine.slots and not engine.waiting:  # what is scored had been too much
+        if engine.clock.num_running < engine.slots and not engine.waiting:  # what has its reward had been too much
             self._advance(engine)
             self._go_on(engine)
 
@@ -248,7 +220,7 @@ class Simulation:
         if engine.is_leaving:
             return
         in_engine = engine.clock.num_running + len(engine.waiting)
-        room = engine.pool.config.room(in_engine, in_engine + engine.num_scoring)
+        room = engine.pool.config.room(in_engine, in_engine + engine.num_rewarded)
         for _ in range(room):
             if self._is_closed():
                 if engine.closed_since_s is None:
@@ -281,108 +253,71 @@ class Simulation:
     # --- groups -----------------------------------------------------------------------------------
 
     def _is_closed(self) -> bool:
-        outstanding = len(self._open) + self._num_pending + (0 if self._runs_free else self._index.num_unused)
-        contract = self._contract
+        contract, outstanding = self._contract, self._buffer.num_outstanding + self._num_pending
         return bool(contract.admit(outstanding, contract.capacity(), version=self._version, published=self._published))
 
-    def _new_group(self) -> _Group:
+    def _new_group(self) -> SimulatedGroup:
         self._num_groups += 1
         prompt, lengths = self._samples.next()
         if self.stretch != 1.0:
             lengths = [max(1.0, round(self.stretch * length)) for length in lengths]
-        oldest = self._contract.min_version(self._published)
-        group = _Group(self._num_groups, prompt, self.now_s, oldest, len(lengths), _NEVER, lengths)
-        self._open[group.id] = group
+        group = SimulatedGroup(
+            self._num_groups,
+            prompt,
+            self.now_s,
+            min_version=self._contract.min_version(self._published),
+            missing=len(lengths),
+            oldest=_NEVER,
+            lengths=lengths,
+            num_tokens=sum(self._world.prompt_tokens + int(length) for length in lengths),
+            is_scored=self._world.scores is None,
+        )
+        self._buffer.open(group)
         return group
 
-    def _complete(self, group: _Group) -> None:
+    def _complete(self, group: SimulatedGroup) -> None:
         """One more of its samples is in the buffer."""
         group.missing -= 1
-        if group.missing:
-            return
-        del self._open[group.id]
-        self._ready[group.id] = group
-        self._index.put(group.id, self._place(group))
-        self._num_stored += len(group.lengths)
-        if self._world.buffer.replays:
-            while self._num_stored > self._world.buffer.capacity_trajectories:
-                first = self._index.first_to_go
-                if first is None:
-                    break
-                self._leave(first.group_id)
-        self._draw()
-
-    def _place(self, group: _Group) -> Place:
-        world = self._world
-        key = ReadyGroup(group.oldest, group.id)
-        return Place(
-            evictable=Evictable(ELIGIBLE, (group.oldest, group.id), group.id) if world.buffer.replays else None,
-            ready=key,
-            prompt_id=group.prompt,
-            uses=group.uses,
-            bucket=bucket_of(sum(group.lengths) / len(group.lengths)),
-            log_weight=0.0 if self._weigh is None else self._weigh(_UNREWARDED, group.oldest),
-            is_scored=True,
-        )
-
-    def _leave(self, group_id: int) -> _Group:
-        group = self._ready.pop(group_id)
-        self._index.put(group_id, None)
-        self._num_stored -= len(group.lengths)
-        return group
+        if not group.missing:
+            self._buffer.complete(group)
+            self._draw()
 
     # --- the learner ------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        """Begin a step, where one can begin."""
-        if self._is_training:
+        """Begin a step, where one can begin; until then score what is there for it."""
+        if self._is_training or self._is_scoring:
             return
-        contract, index, version = self._contract, self._index, self._version
-        for group_id in list(contract.evict(index.ready, version)):
-            group = self._leave(group_id)
+        self._begin_step()
+        scores = self._world.scores
+        if scores is not None and scores.round_tokens and not self._is_training and not self._is_polling:
+            self._is_polling = True
+            self._at(self.now_s + self._random.random() * scores.poll_s, _POLL, scores)
+
+    def _begin_step(self) -> None:
+        contract, version, scores = self._contract, self._version, self._world.scores
+        for group in self._buffer.drop_stale(version):
             self._found.num_dropped += len(group.lengths) if not group.uses else 0
             self._samples.give_back(group.prompt)
-        num = contract.groups_per_step
-        if len(index.ready) < num:
-            return
-        chosen = self._sampler.choose(index, num, self._draws)
-        if len(chosen) < num or (self._waits and self._is_held_back(set(chosen))):
+        groups = self._buffer.draw(version)
+        if not groups:
             return
         self._is_training = True
-        self._num_pending = len(chosen)
-        groups = [self._ready[group_id] for group_id in chosen]
-        tokens = [self._world.prompt_tokens + int(length) for group in groups for length in group.lengths]
-        for group in groups:
-            group.uses += 1
-        for group_id in dict.fromkeys(chosen):
-            group = self._ready[group_id]
-            if group.uses < index.max_uses:
-                index.put(group_id, self._place(group))
-            else:
-                self._leave(group_id)
-        step_s, updates = self._world.step_s(tokens), contract.updates_per_step
+        self._num_pending = len(groups)
+        step_s = self._world.step_s(
+            [self._world.prompt_tokens + int(length) for group in groups for length in group.lengths]
+        )
+        if scores is not None:
+            step_s += scores.token_s * sum(group.num_tokens for group in groups if not group.is_scored)
+        self._buffer.use(groups)
+        updates = contract.updates_per_step
         for update in range(1, updates + 1):
             if (version + update) % contract.config.publish_every == 0:
                 done_s = self.now_s + step_s * update / updates
                 self._at(done_s + self._costs.publish_s, _PUBLISHED, version + update)
         self._at(self.now_s + step_s, _STEP, (groups, self.now_s))
 
-    def _is_held_back(self, chosen: set[int]) -> bool:
-        contract, version = self._contract, self._version
-
-        def left(ages: Iterable[int]) -> list[int]:
-            return [steps for age in ages if (steps := contract.steps_left(age, version)) is not None]
-
-        ready = self._index.ready
-        return bool(
-            contract.held_back(
-                left(key.oldest for key in ready if key.group_id in chosen),
-                left(key.oldest for key in ready if key.group_id not in chosen),
-                left(min(group.oldest, group.min_version) for group in self._open.values()),
-            )
-        )
-
-    def _on_step(self, what: tuple[list[_Group], float]) -> None:
+    def _on_step(self, what: tuple[list[SimulatedGroup], float]) -> None:
         groups, began_s = what
         found, updates = self._found, self._contract.updates_per_step
         for group in groups:
@@ -399,6 +334,25 @@ class Simulation:
         self._is_training = False
         self._draw()
         self._knock()
+
+    def _on_poll(self, scores: Scores) -> None:
+        """Score a round of what no step has scored yet."""
+        self._is_polling = False
+        if self._is_training or self._is_scoring:
+            return
+        groups = self._buffer.unscored(scores.round_tokens)
+        if groups:
+            self._is_scoring = True
+            took_s = scores.ahead_token_s * sum(group.num_tokens for group in groups)
+            self._at(self.now_s + took_s, _SCORED, (scores, groups))
+
+    def _on_scored(self, what: tuple[Scores, list[SimulatedGroup]]) -> None:
+        scores, groups = what
+        self._is_scoring = False
+        self._buffer.scored(groups)
+        self._is_polling = True  # at once, if there is still no step
+        self._draw()
+        self._on_poll(scores)
 
     # --- weights ----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from planning.lengths import LengthLaw
 
 Bound = Literal["training", "generation", "staleness", "weights"]
 StepSeconds = Callable[[Sequence[int]], float]
-"""Tokens of each trained sample, prompt and completion -> seconds of the step."""
+"""Tokens of each trained sample, prompt and completion -> seconds of the step, without scores of a reference."""
 
 
 _FULL = 0.95
@@ -67,6 +67,20 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """What the learner's own reference model costs; where scorers do it, or nobody, there are none."""
+
+    token_s: float
+    """Of a token in a step, for samples that were not scored before."""
+    ahead_token_s: float
+    """Of a token while the learner waits for a step."""
+    round_tokens: int
+    """Tokens of groups that are scored at a time, meanwhile; 0 where nothing is."""
+    poll_s: float = 0.0
+    """A learner that waits, and has nothing to score, looks so often whether there is something."""
+
+
+@dataclass(frozen=True)
 class World:
     """A run to simulate."""
 
@@ -78,6 +92,7 @@ class World:
     num_prompts: int = 1_000_000
     prompt_tokens: int = 64
     costs: Costs = Costs()
+    scores: Scores | None = None
     learner_price: float = 0.0
     """Of all its hosts, per hour."""
     prompts: Callable[[int], Prompts] | None = None

@@ -340,6 +340,7 @@ def test_what_it_cost_is_a_profile_that_foretells_what_it_did(run: Life):
     profile = profile_of([RunFolder(run.folder)])
     assert profile.engines["first"].law.seconds(8, 80) > 0
     assert 2 <= profile.samples.lengths.mean <= 8
+    assert profile.learner.score_token_s > 0, "trajectory balance has a reference"
     foretold = predict(world_of(load_config(run.folder / "config.toml"), profile), samples=8000)
     rows = [run.of_last()[step] for step in sorted(run.of_last())][-LAST_STEPS + 3 :]
     seconds = rows[-1]["finished_s"] - rows[0]["finished_s"]

@@ -5,11 +5,11 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 181,
-    "lines": 43_110,
+    "files": 182,
+    "lines": 43_270,
     "longest file": 471,
     "longest function": 60,
-    "modules imported by exactly one other": 42,
+    "modules imported by exactly one other": 43,
     "import cycles": 0,
     "class names with two meanings": 0,
     "config keys": 156,

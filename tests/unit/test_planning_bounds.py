@@ -7,7 +7,7 @@ import pytest
 from planning.bounds import bounds_of, figures_of
 from planning.lengths import LengthLaw
 from planning.simulator import Simulation
-from planning.world import Costs
+from planning.world import Costs, Scores
 from tests.unit.test_planning_simulator import LAW, LONG_TAIL, G, K, world
 
 
@@ -24,6 +24,19 @@ def test_full_engines_meet_the_bound_of_generation():
 def test_a_slow_learner_meets_the_bound_of_training():
     bounds = bounds_of(world(engines=4, step_s=10.0, costs=Costs(between_steps_s=2.0)), 10.0)
     assert (bounds.rate, bounds.binds) == (pytest.approx(G * K / 12.0), "training")
+
+
+def test_scores_of_a_reference_belong_to_the_bound_of_training_at_the_price_that_is_lower():
+    for scores, token_s in (
+        (Scores(1e-3, 2e-3, 100), 1e-3),
+        (Scores(1e-3, 5e-4, 100), 5e-4),
+        (Scores(1e-3, 0, 0), 1e-3),
+    ):
+        made = world(engines=4, step_s=10.0, scores=scores)
+        found = Simulation(made).run(60, warm_up=20).samples_per_s
+        bound = G * K / (10.0 + token_s * G * K * (10 + 100))
+        assert bounds_of(made, 10.0).rate == pytest.approx(bound, rel=1e-3)
+        assert found <= bound * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2])

@@ -1,0 +1,153 @@
+"""SimulatedBuffer: the groups of a simulated run, under the rules of the real buffer: its index, its samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
+from buffer.lengths import bucket_of
+from buffer.samplers import build
+from buffer.tables import Group
+from common.staleness import StalenessContract
+from planning.world import World
+
+_UNREWARDED = Group.new(0, 0, 2, 0)
+"""What a sampler by rewards sees: none is known."""
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedGroup:
+    """From its lease on."""
+
+    id: int
+    prompt: int
+    leased_s: float
+    min_version: int
+    missing: int
+    oldest: int
+    """Version of the oldest token of its samples, and while some are missing at most `min_version`."""
+    lengths: list[float]
+    num_tokens: int
+    """Of all its samples, prompts and completions."""
+    is_scored: bool
+    """Also where there is no reference."""
+    uses: int = 0
+
+
+class SimulatedBuffer:
+    """Groups that are open, and those that are ready to be drawn."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        """Empty; the seed is that of the draws."""
+        self._world = world
+        self._draws = np.random.default_rng([seed, 2])
+        self._sampler, self._weigh = build(world.buffer)
+        self._index = GroupIndex(world.buffer, self._weigh)
+        self._runs_free = world.buffer.replays and world.contract.bound() is None
+        self._num_stored = 0
+        self._open: dict[int, SimulatedGroup] = {}
+        self._ready: dict[int, SimulatedGroup] = {}
+
+    @property
+    def num_outstanding(self) -> int:
+        """Groups that count for admission, without those of the step in progress."""
+        return len(self._open) + (0 if self._runs_free else self._index.num_unused)
+
+    def open(self, group: SimulatedGroup) -> None:
+        """It is leased."""
+        self._open[group.id] = group
+
+    def complete(self, group: SimulatedGroup) -> None:
+        """All of its samples are there; others make room for them."""
+        self._ready[group.id] = self._open.pop(group.id)
+        self._place(group)
+        self._num_stored += len(group.lengths)
+        if self._world.buffer.replays:
+            while self._num_stored > self._world.buffer.capacity_trajectories:
+                first = self._index.first_to_go
+                if first is None:
+                    break
+                self._leave(first.group_id)
+
+    def drop_stale(self, version: int) -> list[SimulatedGroup]:
+        """Those that no step at this version or later may use leave."""
+        return [self._leave(group_id) for group_id in list(self._world.contract.evict(self._index.ready, version))]
+
+    def draw(self, version: int) -> list[SimulatedGroup]:
+        """Those that the next step may take; none where it has to wait."""
+        contract: StalenessContract = self._world.contract
+        num = contract.groups_per_step
+        if len(self._index.ready) < num:
+            return []
+        chosen = self._sampler.choose(self._index, num, self._draws)
+        waits = contract.config.on_stale == "wait"
+        if len(chosen) < num or (waits and self._is_held_back(set(chosen), version)):
+            return []
+        return [self._ready[group_id] for group_id in chosen]
+
+    def use(self, groups: Sequence[SimulatedGroup]) -> None:
+        """A step takes them, and scores what lacks it."""
+        for group in groups:
+            group.uses += 1
+            group.is_scored = True
+        for group in dict.fromkeys(groups):
+            if group.uses < self._index.max_uses:
+                self._place(group)
+            else:
+                self._leave(group.id)
+
+    def unscored(self, max_tokens: int) -> list[SimulatedGroup]:
+        """Groups to score: the oldest, of so many tokens together at most, but one at least; as `buffer.scoring`."""
+        found: list[SimulatedGroup] = []
+        num_tokens = 0
+        for key in self._index.unscored:
+            group = self._ready[key.group_id]
+            num_tokens += group.num_tokens
+            if found and num_tokens > max_tokens:
+                break
+            found.append(group)
+        return found
+
+    def scored(self, groups: Iterable[SimulatedGroup]) -> None:
+        """They are, and need not be in their step."""
+        for group in groups:
+            group.is_scored = True
+            if group.id in self._ready:
+                self._place(group)
+
+    def _place(self, group: SimulatedGroup) -> None:
+        replays = self._world.buffer.replays
+        place = Place(
+            evictable=Evictable(ELIGIBLE, (group.oldest, group.id), group.id) if replays else None,
+            ready=ReadyGroup(group.oldest, group.id),
+            prompt_id=group.prompt,
+            uses=group.uses,
+            bucket=bucket_of(sum(group.lengths) / len(group.lengths)),
+            log_weight=0.0 if self._weigh is None else self._weigh(_UNREWARDED, group.oldest),
+            is_scored=group.is_scored,
+        )
+        self._index.put(group.id, place)
+
+    def _leave(self, group_id: int) -> SimulatedGroup:
+        group = self._ready.pop(group_id)
+        self._index.put(group_id, None)
+        self._num_stored -= len(group.lengths)
+        return group
+
+    def _is_held_back(self, chosen: set[int], version: int) -> bool:
+        contract = self._world.contract
+
+        def left(ages: Iterable[int]) -> list[int]:
+            return [steps for age in ages if (steps := contract.steps_left(age, version)) is not None]
+
+        ready = self._index.ready
+        return bool(
+            contract.held_back(
+                left(key.oldest for key in ready if key.group_id in chosen),
+                left(key.oldest for key in ready if key.group_id not in chosen),
+                left(min(group.oldest, group.min_version) for group in self._open.values()),
+            )
+        )
