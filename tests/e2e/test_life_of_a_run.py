@@ -312,7 +312,9 @@ def test_the_summary_is_of_the_whole_life(run: Life):
     num_steps = run.step_when_killed + LAST_STEPS
     rows = run.of_last()
     assert (summary["num_steps"], summary["ledger_gap"], summary["num_heldout"]) == (num_steps, 0, 16)
-    assert len(rows) + summary["steps_without_report"] == num_steps
+    # a step that was taken again, and whose second report was lost with its learner, has left the row of the first time
+    superseded = len(rows) + summary["steps_without_report"] - num_steps
+    assert 0 <= superseded <= min(summary["steps_redone"], summary["steps_without_report"])
     assert {row["buffer/ledger_gap"] for row in run.steps()} == {0}
     counted = [rows[step]["restarts"] for step in sorted(rows)]
     assert counted == sorted(counted), "the last row of a step is that of the learner that counts"
