@@ -149,7 +149,7 @@ def _score_costs(runs: Sequence[_Run]) -> dict[str, float]:
             spent = [row.get("time/reference") or 0.0, row.get("time/scored_ahead") or 0.0]
             seconds += np.array(spent) * shape.num_stages * shape.num_replicas
     in_all = seconds.sum() / tokens.sum()
-    rates = [float(spent / num) if num else float(in_all) for spent, num in zip(seconds, tokens, strict=True)]
+    rates = [float(spent / num) if spent and num else float(in_all) for spent, num in zip(seconds, tokens, strict=True)]
     return {"score_token_s": rates[0], "score_ahead_token_s": rates[1]}
 
 

@@ -45,7 +45,7 @@ class _Engine:
     """The newest published version that it knows of."""
     waiting: deque[tuple[SimulatedGroup, float]] = field(default_factory=deque)
     """Leased samples without a slot, and their tokens."""
-    num_rewarded: int = 0
+    num_unrewarded: int = 0
     is_updating: bool = False
     is_asking: bool = False
     """It is about to ask for leases."""
@@ -176,7 +176,7 @@ class Simulation:
         if version < group.oldest:
             group.oldest = version
         if costs.reward_s:
-            engine.num_rewarded += 1
+            engine.num_unrewarded += 1
             self._at(self.now_s + costs.reward_s, _REWARDED, (engine, group))
         else:
             self._complete(group)
@@ -184,7 +184,7 @@ class Simulation:
 
     def _on_rewarded(self, what: tuple[_Engine, SimulatedGroup]) -> None:
         engine, group = what
-        engine.num_rewarded -= 1
+        engine.num_unrewarded -= 1
         self._complete(group)
         if engine.clock.num_running < engine.slots and not engine.waiting:  # what has its reward had been too much
             self._advance(engine)
@@ -220,7 +220,7 @@ class Simulation:
         if engine.is_leaving:
             return
         in_engine = engine.clock.num_running + len(engine.waiting)
-        room = engine.pool.config.room(in_engine, in_engine + engine.num_rewarded)
+        room = engine.pool.config.room(in_engine, in_engine + engine.num_unrewarded)
         for _ in range(room):
             if self._is_closed():
                 if engine.closed_since_s is None:
