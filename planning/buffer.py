@@ -11,7 +11,6 @@ from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
 from buffer.lengths import bucket_of
 from buffer.samplers import build
 from buffer.tables import Group
-from common.staleness import StalenessContract
 from planning.world import World
 
 _UNREWARDED = Group.new(0, 0, 2, 0)
@@ -30,11 +29,16 @@ class SimulatedGroup:
     oldest: int
     """Version of the oldest token of its samples, and while some are missing at most `min_version`."""
     lengths: list[float]
-    num_tokens: int
-    """Of all its samples, prompts and completions."""
+    tokens: list[int]
+    """Of each of its samples, prompt and completion."""
     is_scored: bool
     """Also where there is no reference."""
     uses: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all its samples."""
+        return sum(self.tokens)
 
 
 class SimulatedBuffer:
@@ -78,7 +82,7 @@ class SimulatedBuffer:
 
     def draw(self, version: int) -> list[SimulatedGroup]:
         """Those that the next step may take; none where it has to wait."""
-        contract: StalenessContract = self._world.contract
+        contract = self._world.contract
         num = contract.groups_per_step
         if len(self._index.ready) < num:
             return []

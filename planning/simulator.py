@@ -269,7 +269,7 @@ class Simulation:
             missing=len(lengths),
             oldest=_NEVER,
             lengths=lengths,
-            num_tokens=sum(self._world.prompt_tokens + int(length) for length in lengths),
+            tokens=[self._world.prompt_tokens + int(length) for length in lengths],
             is_scored=self._world.scores is None,
         )
         self._buffer.open(group)
@@ -304,9 +304,7 @@ class Simulation:
             return
         self._is_training = True
         self._num_pending = len(groups)
-        step_s = self._world.step_s(
-            [self._world.prompt_tokens + int(length) for group in groups for length in group.lengths]
-        )
+        step_s = self._world.step_s([tokens for group in groups for tokens in group.tokens])
         if scores is not None:
             step_s += scores.token_s * sum(group.num_tokens for group in groups if not group.is_scored)
         self._buffer.use(groups)
