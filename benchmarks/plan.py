@@ -3,11 +3,11 @@
     python benchmarks/plan.py [--parts errors choices search] [--only N ...] [--after FILE ...] [--keep FOLDER]
                               [--page [FILE]]
 
-    errors    a profile of two real runs with vLLM, what it says of eight other configs, and what these do
+    errors    a profile of two configs with vLLM, what it says of eight others, and what these do, in three rounds
     choices   twelve small spaces, three of them with vLLM: the plan chosen, and every plan of the space, run
     search    chains against enumeration on 100 made-up settings
 
-`--only` takes some of the spaces, counted from 1. All of it takes an hour and a half; `--after` adds what earlier calls
+`--only` takes some of the spaces, counted from 1. All of it takes two hours; `--after` adds what earlier calls
 on this machine printed. `--page` writes docs/results/plan.md and the figure beside it, of all parts and spaces.
 """
 
@@ -31,7 +31,7 @@ from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.plan_parts.choices import CHOICES, Choice, chosen
-from benchmarks.plan_parts.predictions import PREDICTED, compared, errors, profiled
+from benchmarks.plan_parts.predictions import PREDICTED, compared, errors, run_all
 from benchmarks.plan_parts.searches import LIMIT_S, searched
 from launch.config import load_config
 from launch.profiling import costs_of
@@ -105,15 +105,13 @@ def measure(folder: Path, parts: Sequence[str], spaces: Sequence[Choice], rows: 
 
     if "search" in parts:
         found("search", "all", searched(load_config(CONFIG, [])))
+    profile = None
     if "errors" in parts or any(space.setting is None for space in spaces if "choices" in parts):
-        profile = profiled(folder)
+        runs = run_all(folder, PREDICTED if "errors" in parts else ())
+        profile = runs.profile
         print(profile.describe(), file=sys.stderr, flush=True)
-    else:
-        profile = None
-    if "errors" in parts:
-        assert profile is not None
-        for number, case in enumerate(PREDICTED):
-            found("errors", case.name, compared(folder, number, case, profile))
+        for case in runs.figures:
+            found("errors", case.name, compared(folder, case, runs))
     if "choices" in parts:
         costs = costs_of([RunFolder(run_fleet(folder, CALIBRATION).folder)])
         for space in spaces:
@@ -140,14 +138,16 @@ def page(result: Figures) -> list[str]:
     origin_ = origin("python benchmarks/plan.py --page", result["machine"], result["machine"]["commit"])
     head = (
         f"{origin_} Errors are of trained samples per second: real runs with vLLM on the model and the cores of "
-        "[overlap.md](overlap.md), predicted by a profile of two of them that is not of the eight below. A space of "
+        "[overlap.md](overlap.md), predicted by a profile of two configs that are not among the eight below. All ten "
+        "are run in turn, three times; a rate is the median, with the least and the greatest beside it. A space of "
         "choices is what some keys may be; every plan of it was run, with sleeping engines and a sleeping learner "
-        f"([fleet.md](fleet.md)) or with vLLM. Chains and enumeration search {result['instances']} made-up settings "
-        f"of {result['plans_of_an_instance']:,} plans."
+        "([fleet.md](fleet.md)) or with vLLM, three times too. Chains and enumeration search "
+        f"{result['instances']} made-up settings of {result['plans_of_an_instance']:,} plans."
     )
     predictions = [
-        [row["case"], row["binds"], f"{row['measured']:.1f}", f"{row['predicted']:.1f}", f"{100 * row['error']:+.1f} %",
-         f"{row['step_s']:.2f}", f"{row['predicted_step_s']:.2f}"]
+        [row["case"], row["binds"], f"{row['measured']:.1f} ({row['least']:.1f} to {row['most']:.1f})",
+         f"{row['predicted']:.1f}", f"{100 * row['error']:+.1f} %", f"{row['step_s']:.2f}",
+         f"{row['predicted_step_s']:.2f}"]
         for row in result["rows"]["errors"].values()
     ]  # fmt: skip
     choices = [

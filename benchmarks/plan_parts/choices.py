@@ -1,7 +1,8 @@
 """What the planner chooses, what the config says, and the best there is: every plan of a small space is run.
 
 A space is what a few keys may be, the others said on the command line, which no plan changes. Fleets sleep by a law
-(`benchmarks/fleet.py`), and their profile is that law; three spaces are of real runs with vLLM (`predictions`).
+(`benchmarks/fleet.py`), and their profile is that law; three spaces are of real runs with vLLM (`predictions`), in
+rounds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.fleet import BASE, CONFIG, EVEN, LAW, LONG, STEEP, TAIL, TWO_POOLS, Fleet
@@ -18,7 +20,7 @@ from benchmarks.fleet import run as run_fleet
 from benchmarks.fleet_parts.prompts import FleetPrompts
 from benchmarks.fleet_parts.setting import FleetSetting
 from benchmarks.overlap import figures_of
-from benchmarks.plan_parts.predictions import WARM_UP, Case, config_in, measured
+from benchmarks.plan_parts.predictions import ROUNDS, WARM_UP, Case, config_in, measured
 from common.costs import TokenTime
 from common.hf_folder import model_identity
 from launch.config import Config, load_config, to_toml
@@ -129,9 +131,12 @@ def chosen(folder: Path, choice: Choice, costs: Costs, profile: Profile | None) 
     best = planner.find(lambda text, share: None)[0].keys
     took_s = time.perf_counter() - began_s
     taken = {key: best.get(key, _value(config, key)) for key in choice.free}
-    rates = {_text(plan): _worth(place, choice, plan, known) for plan in choice.plans}
-    if _text(taken) not in rates:
-        rates[_text(taken)] = _worth(place, choice, taken, known)
+    plans = {_text(plan): plan for plan in [*choice.plans, taken]}
+    rounds = [
+        {name: _worth(place, choice, plan, known) for name, plan in plans.items()}
+        for _ in range(1 if choice.setting else ROUNDS)
+    ]
+    rates = {name: median(each[name] for each in rounds) for name in plans}
     return {
         "choice": choice.name,
         "config": _text(choice.plans[0]),

@@ -1,15 +1,18 @@
 """What a profile of two configs says of eight others, and what these do: real runs with vLLM on two cores.
 
 The checkpoint and the cores are those of `benchmarks/overlap.py`: one actor on a core of its own, all else on another.
+All ten are run in turn, `ROUNDS` times, for a machine that others share is now faster and now slower: the profile is of
+all runs of its two, and what a config does is the median of its runs.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.lib.runs import FinishedRun, train
 from benchmarks.overlap import figures_of, two_cores
@@ -21,6 +24,7 @@ from launch.run_folder import RunFolder
 from planning.prediction import Prediction, predict
 from planning.profile import Profile
 
+ROUNDS = 3
 GROUPS = 12
 WARM_UP = 5
 SAMPLES = 1_000
@@ -90,14 +94,29 @@ def measured(folder: Path, number: int, case: Case, more: Sequence[str] = ()) ->
     return run
 
 
-def profiled(folder: Path) -> Profile:
-    """What `leeway profile --from` says of two runs.
+class Runs(NamedTuple):
+    """Of all rounds."""
+
+    profile: Profile
+    """What `leeway profile --from` says of those of `PROFILED`."""
+    figures: dict[Case, list[Figures]]
+    """Of those of `PREDICTED`; a list for each, by round."""
+
+
+def run_all(folder: Path, cases: Sequence[Case]) -> Runs:
+    """Run what is profiled, and these cases, in rounds.
 
     Raises:
-        MeasurementFailed: one did not end well.
+        MeasurementFailed: a run did not end well.
     """
-    runs = [measured(folder, number, case) for number, case in enumerate(PROFILED, 100)]
-    return profile_of([RunFolder(run.folder) for run in runs])
+    profiled, figures = [], defaultdict(list)
+    for each in range(ROUNDS):
+        place = folder / f"round-{each}"
+        place.mkdir(parents=True, exist_ok=True)
+        profiled += [measured(place, number, case) for number, case in enumerate(PROFILED, 100)]
+        for number, case in enumerate(cases):
+            figures[case].append(figures_of(measured(place, number, case), WARM_UP))
+    return Runs(profile_of([RunFolder(run.folder) for run in profiled]), figures)
 
 
 def predicted(folder: Path, case: Case, profile: Profile) -> Prediction:
@@ -105,16 +124,19 @@ def predicted(folder: Path, case: Case, profile: Profile) -> Prediction:
     return predict(world_of(load_config(config_in(folder), case.overrides), profile))
 
 
-def compared(folder: Path, number: int, case: Case, profile: Profile) -> Figures:
+def compared(folder: Path, case: Case, runs: Runs) -> Figures:
     """A case, predicted and measured."""
-    found, said = figures_of(measured(folder, number, case), WARM_UP), predicted(folder, case, profile)
+    said, rates = predicted(folder, case, runs.profile), [each["samples_per_s"] for each in runs.figures[case]]
+    rate = median(rates)
     return {
         "case": case.name,
-        "measured": found["samples_per_s"],
+        "measured": rate,
+        "least": min(rates),
+        "most": max(rates),
         "predicted": said.samples_per_s,
-        "error": said.samples_per_s / found["samples_per_s"] - 1.0,
+        "error": said.samples_per_s / rate - 1.0,
         "binds": said.binds,
-        "step_s": found["step_s"],
+        "step_s": median(each["step_s"] for each in runs.figures[case]),
         "predicted_step_s": said.step_s,
     }
 
