@@ -24,6 +24,7 @@ from benchmarks.plan_parts.predictions import ROUNDS, WARM_UP, Case, config_in, 
 from common.costs import TokenTime
 from common.hf_folder import model_identity
 from launch.config import Config, load_config, to_toml
+from launch.model_folder import fetch_model
 from launch.planner import Planner
 from launch.plans import Host, Keys, as_overrides
 from launch.pools import actor_pools
@@ -120,7 +121,9 @@ def chosen(folder: Path, choice: Choice, costs: Costs, profile: Profile | None) 
     if len(choice.setting.pools if choice.setting else ()) > 1:
         known += TWO_POOLS
     config = load_config(base, [*known, *choice.overrides(choice.plans[0])])
-    if choice.setting is not None:
+    if choice.setting is None:
+        fetch_model(config.model, is_there=False)  # at which the planner looks before anything runs
+    else:
         profile = profile_of_fleet(config, choice.setting, costs)
     assert profile is not None
     path = place / "config.toml"
