@@ -155,6 +155,11 @@ class Engine:
         """The version that new requests start under."""
         return self._version
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, mean so far: a token of each running sample; 0 before the first."""
+        return self._stats.step_s
+
     def report(self) -> EngineReport:
         """What its steps cost, and how full it is."""
         return self._stats.report()

@@ -101,6 +101,11 @@ class EngineStats:
         terms = (1.0, iteration.num_generation_tokens, contexts, iteration.prompt_token_stats.computed)
         self._moments.add(terms, step_s)
 
+    @property
+    def step_s(self) -> float:
+        """Of a step, mean of those that were measured; 0 before the first."""
+        return self._moments.total / self._moments.num_measured if self._moments.num_measured else 0.0
+
     def report(self) -> EngineReport:
         """What is known; the greatest use of the cache begins anew."""
         kv_usage, self._kv_usage = self._kv_usage, 0.0

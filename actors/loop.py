@@ -336,7 +336,7 @@ class ActorLoop:
                 await self._room_changed.wait()
                 continue
             asked_s = self._clock()
-            grant = await _settled(client.lease(room))
+            grant = await _settled(client.lease(room, self._pool, self._started.engine.step_s))
             self._follower.hear_of(PolicyVersion(*grant.newest))
             for lease in grant.leases:
                 self._take(lease)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -67,6 +67,19 @@ class Unscored(p.UnscoredReply, frozen=True):
     """The trajectories as an Arrow IPC stream; empty where there are none."""
 
 
+class Visits(p.VisitsReply, frozen=True):
+    """What is known of the lengths of answers."""
+
+    body: bytes | memoryview = b""
+    """As an Arrow IPC stream of `schema.VISITS`."""
+
+
+class _LeaseWish(NamedTuple):
+    max_groups: int
+    lane: str
+    token_s: float
+
+
 class BufferClient:
     """One client of the buffer service; safe to use from several threads."""
 
@@ -104,7 +117,7 @@ class BufferClient:
         self._incarnation = -1
         self._lock = threading.Lock()
         self._next_request = 0
-        self._waiting_leases: deque[tuple[int, Future[p.LeaseGrant]]] = deque()
+        self._waiting_leases: deque[tuple[_LeaseWish, Future[p.LeaseGrant]]] = deque()
         self._lease_in_flight = False
         self._closing = False
         self._outbox = Outbox(name, run_id, config, lambda: self._transport)
@@ -174,12 +187,18 @@ class BufferClient:
 
     # --- actors -----------------------------------------------------------------------------------
 
-    def lease(self, max_groups: int) -> Future[p.LeaseGrant]:
-        """Ask for up to `max_groups` groups. One request is on its way at a time, so that none is lost."""
+    def lease(self, max_groups: int, lane: str = "", token_s: float = 0.0) -> Future[p.LeaseGrant]:
+        """Ask for up to `max_groups` groups. One request is on its way at a time, so that none is lost.
+
+        Args:
+            max_groups: for which there is room.
+            lane: of actors that are alike fast.
+            token_s: seconds for a token of each of the actor's samples; 0 where that is not known yet.
+        """
         future: Future[p.LeaseGrant] = Future()
         with self._lock:
             self._refuse_if_closing()
-            self._waiting_leases.append((int(max_groups), future))
+            self._waiting_leases.append((_LeaseWish(int(max_groups), lane, token_s), future))
         self._send_next_lease()
         return future
 
@@ -291,6 +310,25 @@ class BufferClient:
         """Say that a checkpoint at or past `step` is on disk: uses up to it are final."""
         return self._ask(p.CheckpointDurable(step, self._incarnation), p.Done)
 
+    # --- the ranker -------------------------------------------------------------------------------
+
+    def visits(self) -> Future[list[Visits]]:
+        """Ask what is known of the lengths of answers to prompts that groups were seen of; there is one answer."""
+
+        def told(answer: Answer) -> list[Visits]:
+            return [Visits(**msgspec.structs.asdict(_expect(answer, p.VisitsReply)), body=answer.body)]
+
+        return self._then(self._transport.submit(p.VisitsRequest()), told)
+
+    def expect(self, means: npt.NDArray[np.float32], variance: float) -> Future[p.Done]:
+        """Say what prompts are like that no group was seen of: of each prompt, by its id, and how far they differ."""
+        most = message_room() // (2 * means.itemsize)
+        asked = [
+            self._ask(p.Expect(first, variance), p.Done, checked(schema.encode_expected(means[first : first + most])))
+            for first in range(0, len(means), most)
+        ]
+        return self._then(Together[p.Done](len(asked)).follow(asked), lambda _: p.Done())
+
     # --- parts ------------------------------------------------------------------------------------
 
     def _ask(self, message: p.Request, kind: type[M], body: bytes | memoryview = b"") -> Future[M]:
@@ -321,9 +359,9 @@ class BufferClient:
         with self._lock:
             if self._lease_in_flight or not self._waiting_leases:
                 return
-            max_groups, future = self._waiting_leases.popleft()
+            wish, future = self._waiting_leases.popleft()
             self._lease_in_flight = True
-            request = p.LeaseRequest(self.name, self._epoch, self._next_request, max_groups)
+            request = p.LeaseRequest(self.name, self._epoch, self._next_request, *wish)
             self._next_request += 1
 
         def answered(grant: Future[p.LeaseGrant]) -> None:
@@ -336,11 +374,11 @@ class BufferClient:
         try:
             sent = self._ask(request, p.LeaseGrant)
         except BufferUnavailable as closed:
-            self._fail_waiting([(max_groups, future)], closed)
+            self._fail_waiting([(wish, future)], closed)
             return
         sent.add_done_callback(answered)
 
-    def _fail_waiting(self, leases: list[tuple[int, Future[p.LeaseGrant]]], error: BufferUnavailable) -> None:
+    def _fail_waiting(self, leases: list[tuple[_LeaseWish, Future[p.LeaseGrant]]], error: BufferUnavailable) -> None:
         """There is no transport any more: whatever was not handed to it will not be sent."""
         with self._lock:
             leases = leases + list(self._waiting_leases)

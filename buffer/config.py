@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from buffer.dispatch import PolicyName
+
 RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"]
 SamplerName = Literal["fifo", "on_policy_share", "uniform", "reward_softmax", "prioritised", "length_balanced"]
 
@@ -82,6 +84,12 @@ class BufferConfig(BaseModel):
         gt=0.0,
         le=1.0,
         description="Warn where trained and generated lengths differ by more than this Kolmogorov-Smirnov distance.",
+    )
+    dispatch: PolicyName = Field(
+        default="by_deadline",
+        description="Who gets which prompt where actors are not equally fast: 'by_deadline' gives those whose answers "
+        "a slower one would not make in time to a faster one, 'longest_first' the longest to whoever asks, 'in_order' "
+        "the next. None chooses what is trained.",
     )
     lease_timeout_s: PositiveFloat = Field(
         default=60.0, description="A lease that is neither completed nor renewed for so long is issued again."

@@ -21,6 +21,7 @@ from buffer.groups import Groups
 from buffer.ingest import Ingest, Pushes
 from buffer.leases import Leases, Share
 from buffer.nonsense import Quarantine
+from buffer.prompts import Prompts
 from buffer.scoring import Scoring
 from buffer.steps import Steps
 from buffer.tables import DrawRecord
@@ -52,7 +53,8 @@ class BufferCore:
                 "staleness bound lets be outstanding: raise it, or lower max_lag, groups_per_step or group_size"
             )
         self.facts = facts
-        self.groups = Groups(share.config, facts.group_size, num_kept=capacity)
+        prompts = Prompts(facts, share.contract, share.prompts, share.config.dispatch, clock)
+        self.groups = Groups(share.config, facts.group_size, prompts, num_kept=capacity)
         self.leases = Leases(share, self.groups, clock)
         self.quarantine = Quarantine(clock)
         self.ingest = Ingest(share, self.groups, self.leases, self.quarantine)
@@ -88,6 +90,12 @@ class BufferCore:
         if isinstance(message, p.TakeUnscored):
             taken = self.scoring.take(tx, message.max_tokens)
             return p.UnscoredReply(taken.record_ids), b"" if taken.batch is None else schema.write_stream(taken.batch)
+        if isinstance(message, p.VisitsRequest):
+            reply, visits = self.groups.prompts.visits()
+            return reply, schema.write_stream(visits)
+        if isinstance(message, p.Expect):
+            self.groups.prompts.expect(message, self._read(tx, body, schema.EXPECTED, sender))
+            return p.Done(), b""
         answer = self._answers.get(type(message))
         if answer is None:
             raise BufferRefused(f"{type(message).__name__} is no request that the buffer answers")
@@ -106,7 +114,7 @@ class BufferCore:
         draw = self.draws.draw(tx, request)
         if draw is None:
             return None
-        ledger, fidelity = self.groups.checked_counts(tx), tx.state.fidelity.now
+        ledger, fidelity = self.groups.checked_counts(tx), tx.state.length_fidelity
         reply = p.DrawReply(
             True, draw.step, draw.group_ids, draw.record_ids, ledger=ledger, lengths=draw.lengths, fidelity=fidelity
         )
@@ -156,7 +164,7 @@ class BufferCore:
             num_records=state.num_records,
             size_bytes=0,
             draining=state.draining,
-            fidelity=state.fidelity.now,
+            fidelity=state.length_fidelity,
             fidelity_alarm=state.fidelity.is_alarming(self.groups.config.fidelity_alarm),
         )
 

@@ -23,7 +23,8 @@ import msgspec
 from buffer import samplers
 from buffer.config import BufferConfig
 from buffer.index import ELIGIBLE, GroupIndex
-from buffer.tables import NO_RECORD, Group, ReturnedPrompt
+from buffer.prompts import Prompts
+from buffer.tables import NO_RECORD, Group
 from buffer.transaction import Transaction
 
 _BYTES_PER_TOKEN = 8
@@ -41,6 +42,8 @@ class StoredSample(msgspec.Struct, frozen=True, gc=False):
     reward: float | None
     num_tokens: int
     num_completion_tokens: int
+    is_cut: bool
+    """Its completion would have gone on."""
     oldest: tuple[int, int]
     """(incarnation, version) of the first token: versions only grow within a trajectory."""
 
@@ -48,9 +51,10 @@ class StoredSample(msgspec.Struct, frozen=True, gc=False):
 class Groups:
     """The changes of state that leases, commits and draws share."""
 
-    def __init__(self, config: BufferConfig, group_size: int, num_kept: int = 0) -> None:
+    def __init__(self, config: BufferConfig, group_size: int, prompts: Prompts, num_kept: int = 0) -> None:
         """Start without an index; eviction leaves `num_kept` ready groups alone, so that the learner has some."""
         self.config = config
+        self.prompts = prompts
         self.sampler, weight = samplers.build(config)
         self.index = GroupIndex(config, weight)
         self.num_needed = min(2, group_size)
@@ -61,6 +65,7 @@ class Groups:
     def prepare(self, tx: Transaction) -> None:
         """Know the store, and close what an earlier, larger max_uses left open; belongs before the first change."""
         self.index.load(tx)
+        self.prompts.load(tx)
         if self._is_prepared:
             return
         self._is_prepared = True
@@ -113,6 +118,8 @@ class Groups:
             group.sample_states[index] = "filtered" if sample.reward is None else "waiting"
             group.records[index], group.rewards[index] = record, sample.reward
             group.lengths[index], group.completion_lengths[index] = sample.num_tokens, sample.num_completion_tokens
+            if sample.is_cut:
+                group.cut.append(index)
         rewarded = [sample.oldest for sample in samples if sample.reward is not None]
         tx.state.num_records += len(samples)
         tx.state.ledger.commit(len(rewarded), "waiting")
@@ -127,6 +134,7 @@ class Groups:
             self.save(tx, group)
             return
         group.lease_id = 0
+        self.prompts.saw(tx, group)
         if len(group.having("waiting")) < self.num_needed:
             self.close(tx, group, "filtered")
             self.return_prompt(tx, group, failures=group.failures + 1)
@@ -168,8 +176,7 @@ class Groups:
         if failures >= self.config.max_attempts:
             tx.state.ledger.prompts_given_up += 1
             return
-        tx.returned_prompts.put(ReturnedPrompt(group.prompt_id, failures), tx.state.next_returned)
-        tx.state.next_returned += 1
+        self.prompts.give_back(tx, group.prompt_id, failures)
 
     def drop_ready(self, tx: Transaction, group: Group, state: str) -> None:
         """Take a ready group out, whole, and lease its prompt again where it was never used."""

@@ -270,7 +270,10 @@ def _rows(batch: pa.RecordBatch) -> Iterator[_Row]:
         oldest = zip(*(spans.field(i).to_numpy()[first].tolist() for i in range(2)), strict=True)
     else:
         oldest = zip([0] * batch.num_rows, [0] * batch.num_rows, strict=True)
-    values = {**plain, "num_tokens": lengths[0], "num_completion_tokens": lengths[1], "oldest": oldest}
+    is_cut = pc.equal(column["finish_reason"], "length").to_pylist()
+    values = {
+        **plain, "num_tokens": lengths[0], "num_completion_tokens": lengths[1], "is_cut": is_cut, "oldest": oldest
+    }  # fmt: skip
     return map(_Row, *(values[name] for name in _Row.__struct_fields__))
 
 

@@ -8,7 +8,6 @@ granted nothing: when that is forgotten, a late copy of one may be granted a lea
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -155,7 +154,7 @@ class Leases:
             return LeaseGrant([], state.newest, state.draining)
         leases: list[Lease] = []
         while request.request_number > actor.last_request and len(leases) < request.max_groups:
-            group = self._next_group(tx)
+            group = self._next_group(tx, request)
             if group is None:
                 break
             leases.append(self._issue(tx, group, actor))
@@ -235,7 +234,7 @@ class Leases:
             published=state.effective(state.published),
         )
 
-    def _next_group(self, tx: Transaction) -> Group | None:
+    def _next_group(self, tx: Transaction, request: LeaseRequest) -> Group | None:
         if tx.state.draining or tx.state.published is None:
             return None
         while self._groups.index.unleased:
@@ -245,9 +244,9 @@ class Leases:
             self._drop_open(tx, group)
         if self.closed_because(tx):
             return None
-        prompt_id, failures = self._next_prompt(tx)
+        prompt = self._groups.prompts.next(tx, request)
         group_id = self._facts.global_id(tx.state.next_group)
-        group = Group.new(group_id, prompt_id, self._facts.group_size, failures)
+        group = Group.new(group_id, prompt.prompt_id, self._facts.group_size, prompt.failures, round(prompt.longest))
         tx.state.next_group += 1
         return group
 
@@ -260,18 +259,9 @@ class Leases:
         """Drop a group that has no lease: its missing samples were counted as failed when it lost the last one."""
         for index in group.missing():
             group.sample_states[index] = "failed"
+        self._groups.prompts.saw(tx, group)
         self._groups.close(tx, group, "dropped_stale")
         self._groups.return_prompt(tx, group, failures=group.failures)
-
-    def _next_prompt(self, tx: Transaction) -> tuple[int, int]:
-        """A returned prompt (with its failures), or the next one of the data's order."""
-        for (key,), returned in tx.returned_prompts.all_items():
-            tx.returned_prompts.delete(key)
-            return returned.prompt_id, returned.failures
-        prompts = self._share.prompts
-        epoch, position = divmod(tx.state.cursor, len(prompts))
-        tx.state.cursor += 1
-        return int(prompts[_order(self._facts.seed, epoch, len(prompts))[position]]), 0
 
     def _issue(self, tx: Transaction, group: Group, actor: Actor) -> Lease:
         state = tx.state
@@ -303,9 +293,3 @@ class Leases:
 def is_name(text: str) -> bool:
     """May a client be called so? The store uses names within keys, which are short."""
     return 0 < len(text.encode()) <= MAX_NAME_BYTES and "\0" not in text
-
-
-@lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, num_prompts: int) -> npt.NDArray[np.int64]:
-    """The order of prompts in one epoch of the data: the same after every restart."""
-    return np.random.default_rng([seed & 0xFFFFFFFF, epoch]).permutation(num_prompts)

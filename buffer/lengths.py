@@ -13,6 +13,8 @@ from itertools import accumulate
 
 import msgspec
 
+from buffer.length_model import SHARE
+
 NUM_BUCKETS = 48
 """Two to an octave: completions up to 2^24 tokens."""
 MIN_SAMPLES = 256
@@ -82,13 +84,18 @@ class LengthFidelity(msgspec.Struct, frozen=True):
     """95th percentile trained over that generated, below 1 where long answers are starved; 1 before any training.
     Within buckets of half an octave it is interpolated, so it can be off by a factor of sqrt(2) at most, if the lengths
     of one bucket lie on one of its ends."""
+    covered: float = 0.0
+    """Share of the groups whose longest completion was no longer than foretold: 0.9 is right; 0 before any."""
+    foretold: float = 0.0
+    """Share of the variance among prompts' mean lengths, in logarithms, that was foretold."""
 
     @classmethod
     def worst(cls, parts: Iterable[LengthFidelity]) -> LengthFidelity:
         """The worst of some, in each figure."""
         known = list(parts)
         ratio = max((part.p95_ratio for part in known), key=lambda ratio: abs(math.log(ratio)))
-        return cls(max(part.ks for part in known), ratio)
+        covered = max((part.covered for part in known), key=lambda share: abs(share - SHARE))
+        return cls(max(part.ks for part in known), ratio, covered, min(part.foretold for part in known))
 
 
 class Fidelity(msgspec.Struct):

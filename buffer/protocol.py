@@ -50,6 +50,10 @@ class LeaseRequest(Message, frozen=True):
     request_number: Count
     """Counts up per epoch; the same number asked again returns the same leases."""
     max_groups: Count
+    lane: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    """Those of a lane, a pool of actors, are alike fast."""
+    token_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
+    """Seconds for a token of each sample that the actor has room for; 0: not known."""
 
 
 class Push(Message, frozen=True):
@@ -115,6 +119,22 @@ class TakeUnscored(Message, frozen=True):
 
 class WriteScores(Message, frozen=True):
     """Reference log-probabilities of trajectories; the body is an Arrow IPC stream of `schema.SCORES`."""
+
+
+class VisitsRequest(Message, frozen=True):
+    """Ask what is known of the lengths of answers, of the prompts that groups were seen of last."""
+
+
+class Expect(Message, frozen=True):
+    """What prompts are expected to be like that no group was seen of; the body is an Arrow IPC stream of
+    `schema.EXPECTED`, a row for each prompt from `first` on.
+    """
+
+    is_bulk: ClassVar[bool] = True
+
+    first: Count
+    variance: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
+    """Of what a prompt has of its own, around that."""
 
 
 class StepFinished(Message, frozen=True):
@@ -258,6 +278,15 @@ class UnscoredReply(Message, frozen=True):
     """One per trajectory: the key under which scores are written back."""
 
 
+class VisitsReply(Message, frozen=True):
+    """Answer to VisitsRequest; the body is an Arrow IPC stream of `schema.VISITS`."""
+
+    num_seen: int
+    """Prompts of which groups were seen; the body has no more than `length_model.MOST_TOLD` of them."""
+    is_expecting: bool
+    """It was told what to expect of the others, since it started."""
+
+
 class PlanReply(Message, frozen=True):
     """Answer to PlanRequest. A group is due in as many steps after this one as could still use it; 0: in this one."""
 
@@ -339,17 +368,18 @@ class Status(Message, frozen=True):
 
 
 Request = (
-    Hello | LeaseRequest | Push | GiveUp | Renew | PlanRequest | DrawRequest | TakeUnscored | WriteScores | StepFinished
-    | Published | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
+    Hello | LeaseRequest | Push | GiveUp | Renew | PlanRequest | DrawRequest | TakeUnscored | WriteScores
+    | VisitsRequest | Expect | StepFinished | Published | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
 )  # fmt: skip
 Reply = (
-    Welcome | LeaseGrant | PushReply | RenewReply | PlanReply | DrawReply | UnscoredReply | IncarnationReply | Status
-    | Done | Refused
+    Welcome | LeaseGrant | PushReply | RenewReply | PlanReply | DrawReply | UnscoredReply | VisitsReply
+    | IncarnationReply | Status | Done | Refused
 )  # fmt: skip
 
 _ACTOR: frozenset[Role] = frozenset({"actor"})
 _LEARNER: frozenset[Role] = frozenset({"learner"})
 _SCORING: frozenset[Role] = frozenset({"learner", "scorer"})
+_RANKER: frozenset[Role] = frozenset({"ranker"})
 
 ASKED_BY: dict[type[Message], frozenset[Role]] = {
     Hello: ROLES,
@@ -364,6 +394,8 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
     DrawRequest: _LEARNER,
     TakeUnscored: _SCORING,
     WriteScores: _SCORING,
+    VisitsRequest: _RANKER,
+    Expect: _RANKER,
     StepFinished: _LEARNER,
     Published: _LEARNER,
     CheckpointDurable: _LEARNER,
@@ -372,7 +404,7 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
 
 PROTOCOL = Protocol(
     "buffer service",
-    8,
+    9,
     Request,
     Reply,
     asked_by=ASKED_BY,

@@ -51,6 +51,19 @@ SCORES = pa.schema(
 )
 """Reference log-probabilities on their way back from the learner."""
 
+VISITS = pa.schema(
+    [
+        pa.field("prompt_id", pa.int64(), nullable=False),
+        pa.field("mean", pa.float32(), nullable=False),
+        pa.field("variance", pa.float32(), nullable=False),
+    ],
+    metadata={"schema_version": str(SCHEMA_VERSION)},
+)
+"""What is known of the lengths of answers to prompts, on its way to the ranker: `buffer.length_model.Visit`."""
+
+EXPECTED = pa.schema([pa.field("mean", pa.float32(), nullable=False)], metadata={"schema_version": str(SCHEMA_VERSION)})
+"""What is expected of prompts that follow each other, on its way back."""
+
 _ARROW_MARK = b"\xff\xff\xff\xff"
 """What an Arrow message begins with."""
 MAX_METADATA_BYTES = 64 * 2**10
@@ -149,6 +162,11 @@ def encode_scores(record_ids: Sequence[int], logprobs: Sequence[npt.NDArray[np.f
     """Reference log-probabilities of records as a message body."""
     columns = [pa.array(record_ids, pa.int64()), _lists(logprobs, np.float32)]
     return write_stream(pa.RecordBatch.from_arrays(columns, schema=SCORES))
+
+
+def encode_expected(means: npt.NDArray[np.float32]) -> memoryview:
+    """What is expected of prompts that follow each other as a message body."""
+    return write_stream(pa.RecordBatch.from_arrays([pa.array(means, pa.float32())], schema=EXPECTED))
 
 
 def read_stream(

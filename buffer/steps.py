@@ -75,6 +75,7 @@ class Steps:
         self._check_outcome(draw, message)
         self._finish(tx, draw, message.version)
         state.version, state.step = message.version, message.step
+        self._groups.prompts.pace.finished()
         self._watch_lengths(state)
 
     def durable(self, tx: Transaction, message: CheckpointDurable) -> None:
@@ -110,6 +111,7 @@ class Steps:
             self._groups.hold(tx, group)
         tx.draws.put(draw, draw.step)
         tx.state.pending_draws[draw.step] = len(set(draw.group_ids))
+        self._groups.prompts.pace.drawn()
 
     def all_usable(self, tx: Transaction, draw: DrawRecord, version: int) -> bool:
         """Are all groups of a recorded draw within the age bound at this version?"""

@@ -8,9 +8,11 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from buffer.ledger import COMMITTED_STATES, Ledger
-from buffer.lengths import Fidelity
+from buffer.length_model import Shape
+from buffer.lengths import Fidelity, LengthFidelity
 from buffer.protocol import Lease
 from common.staleness import PolicyVersion, effective_version
 
@@ -53,6 +55,7 @@ class StoreState(msgspec.Struct):
     pending_draws: dict[int, int] = {}
     """For every step drawn but not finished in this incarnation, how many groups it holds."""
     fidelity: Fidelity = msgspec.field(default_factory=Fidelity)
+    lengths: Shape = msgspec.field(default_factory=Shape)
     cursor: int = 0
     """How many prompts were taken from the data's order so far."""
     next_lease: int = 1
@@ -81,6 +84,11 @@ class StoreState(msgspec.Struct):
     def newest(self) -> tuple[int, int]:
         """The newest published weights; (0, 0) before any, when no lease is granted anyway."""
         return self.published or (0, 0)
+
+    @property
+    def length_fidelity(self) -> LengthFidelity:
+        """How far lengths trained are from lengths generated, and these from what was foretold."""
+        return replace(self.fidelity.now, covered=self.lengths.covered, foretold=self.lengths.foretold)
 
     def newest_possible(self, updates_per_step: int) -> int:
         """The newest version that the present incarnation can have published.
@@ -122,9 +130,13 @@ class Group(msgspec.Struct):
     """Per sample: all its tokens, 0 where it is not committed."""
     completion_lengths: list[int]
     """Per sample: the tokens of its completion, 0 where it is not committed."""
+    cut: list[int] = []
+    """The samples whose completion would have gone on."""
     phase: Literal["open", "ready", "drawn", "closed"] = "open"
     failures: int = 0
     """How often earlier groups of this prompt were filtered, in a row."""
+    foretold: int = 0
+    """Tokens of its longest completion, as they were foretold when its prompt was taken; 0: they were not."""
     attempt: int = 0
     lease_id: int = 0
     """0 while no lease is open."""
@@ -149,7 +161,7 @@ class Group(msgspec.Struct):
     """The reference's log-probabilities lie beside all of its records that a step may use."""
 
     @classmethod
-    def new(cls, group_id: int, prompt_id: int, size: int, failures: int) -> Group:
+    def new(cls, group_id: int, prompt_id: int, size: int, failures: int = 0, foretold: int = 0) -> Group:
         """A group before its first lease."""
         return cls(
             group_id,
@@ -160,6 +172,7 @@ class Group(msgspec.Struct):
             lengths=[0] * size,
             completion_lengths=[0] * size,
             failures=failures,
+            foretold=foretold,
         )
 
     @property

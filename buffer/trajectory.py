@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from common.staleness import PolicyVersion
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)

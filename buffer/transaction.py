@@ -15,7 +15,9 @@ import lmdb
 import msgspec
 import xxhash
 
+from buffer.dispatch import Waiting
 from buffer.errors import CorruptRecord
+from buffer.length_model import Visit
 from buffer.rows import records_in
 from buffer.tables import Actor, DrawRecord, Group, ReturnedPrompt, StoreState
 
@@ -25,6 +27,8 @@ TABLES: dict[str, Any] = {
     "meta": bytes,
     "groups": Group,
     "returned_prompts": ReturnedPrompt,
+    "window": Waiting,
+    "lengths": Visit,
     "draws": DrawRecord,
     "actors": Actor,
     "seen": bytes,
@@ -248,6 +252,10 @@ class Transaction:
     meta: Table[bytes]
     groups: Table[Group]
     returned_prompts: Table[ReturnedPrompt]
+    window: Table[Waiting]
+    """By its place in the data's order."""
+    lengths: Table[Visit]
+    """By prompt."""
     draws: Table[DrawRecord]
     """By step."""
     actors: Table[Actor]

@@ -206,9 +206,10 @@ def _group_line(group: GroupView) -> str:
     version = "-" if group.oldest_version is None else str(group.oldest_version)
     n = group.lengths
     lengths = f"{min(n)}..{max(n)} ({np.mean(n):.0f})" if n else "-"
+    foretold = f"  longest {max(row.completion_lengths)}, foretold {row.foretold}" if row.foretold else ""
     return (
         f"{row.group_id:>8} {row.prompt_id:>8} {row.phase:<6} {_number(row.mean_reward):>8} {version:>7} "
-        f"{row.uses:>4}  {lengths:<16} {_states(Counter(row.sample_states))}"
+        f"{row.uses:>4}  {lengths:<16} {_states(Counter(row.sample_states))}{foretold}"
     )
 
 

@@ -130,6 +130,8 @@ def step_report(
         "length/trained_mean": float(np.mean(np.diff(batch.bounds_T()))),
         "length/fidelity_ks": fidelity.ks,
         "length/p95_ratio": fidelity.p95_ratio,
+        "length/covered": fidelity.covered,
+        "length/foretold": fidelity.foretold,
         "batch/trajectories": batch.rows.num_rows,
         "batch/groups": batch.num_groups,
         "batch/tokens": batch.packed.num_tokens,

@@ -1,19 +1,25 @@
-"""SimulatedBuffer: the groups of a simulated run, under the rules of the real buffer: its index, its samplers."""
+"""The buffer of a simulated run, under the rules of the real one.
+
+SimulatedBuffer    its groups: index, samplers
+SimulatedPrompts   which prompt is leased next: window, policies, what was learned of lengths
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from buffer.dispatch import MOST_LOOKED_AT, POLICIES, Pace, Speeds, Waiting, Window, window_size
 from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
+from buffer.length_model import LengthModel
 from buffer.lengths import bucket_of
 from buffer.samplers import build
 from buffer.tables import Group
-from planning.world import World
+from planning.world import EnginePool, PromptSource, World
 
-_UNREWARDED = Group.new(0, 0, 2, 0)
+_UNREWARDED = Group.new(0, 0, 2)
 """What a sampler by rewards sees: none is known."""
 
 
@@ -155,3 +161,70 @@ class SimulatedBuffer:
                 left(min(group.oldest, group.min_version) for group in self._open.values()),
             )
         )
+
+
+class SimulatedPrompts:
+    """The prompts of a simulated run."""
+
+    def __init__(self, world: World, stream: PromptSource, clock: Callable[[], float]) -> None:
+        """In the order of a stream, and nothing is known of their lengths."""
+        self._world, self._stream = world, stream
+        self._policy = POLICIES[world.buffer.dispatch]()
+        self._group_size = world.group_size
+        self._longest = round(world.lengths.longest)
+        self._token_s = {pool.name: self._token_s_of(pool) for pool in world.pools}
+        self._lanes = list(self._token_s.values())
+        self._learns = self._policy.needs_lengths(len(self._lanes))
+        self._lengths = LengthModel(world.num_prompts if self._learns else 0)
+        self._returned: list[int] = []
+        self._window = Window()
+        self._order = 0
+        self.pace = Pace(clock)
+
+    def next(self, pool: EnginePool, version: int) -> tuple[int, list[float]]:
+        """The prompt that an engine of a pool gets, and the tokens of its samples."""
+        speeds = Speeds(self._token_s[pool.name], self._lanes, self.pace.budget_s(self._world.contract))
+        prompt = self._came_back(speeds, version) if self._returned else None
+        if prompt is None:
+            prompt = self._next(speeds, version)
+        return prompt, self._stream.lengths(prompt)
+
+    def give_back(self, prompt: int) -> None:
+        """Its group was dropped: it is leased again before new ones."""
+        self._returned.append(prompt)
+
+    def saw(self, group: SimulatedGroup, version: int) -> None:
+        """A group is complete."""
+        if self._learns:
+            lengths = [round(length) for length in group.lengths]
+            self._lengths.see(group.prompt, lengths, [length >= self._longest for length in lengths], version)
+
+    def _came_back(self, speeds: Speeds, version: int) -> int | None:
+        first = self._returned[: 1 if self._policy.is_in_order(speeds) else MOST_LOOKED_AT]
+        longest = [0.0] * len(first)
+        if self._learns:
+            longest = self._lengths.longest_of(np.array(first), self._group_size, version).tolist()
+        for place, most in enumerate(longest):
+            if self._policy.takes(most, speeds):
+                return self._returned.pop(place)
+        return None
+
+    def _next(self, speeds: Speeds, version: int) -> int:
+        if not self._window:
+            if self._policy.is_in_order(speeds):
+                return self._stream.next()
+            self._open_window(version)
+        waiting = self._policy.choose(self._window, speeds)
+        self._window.take(waiting)
+        return waiting.prompt_id
+
+    def _open_window(self, version: int) -> None:
+        prompts = [self._stream.next() for _ in range(window_size(self._world.contract.groups_per_step))]
+        longest = self._lengths.longest_of(np.array(prompts), self._group_size, version)
+        for prompt, most in zip(prompts, longest.tolist(), strict=True):
+            self._order += 1
+            self._window.put(Waiting(self._order, prompt, min(most, self._longest)))
+
+    def _token_s_of(self, pool: EnginePool) -> float:
+        slots, world = pool.config.max_running_samples, self._world
+        return pool.law.seconds(slots, slots * (world.prompt_tokens + world.lengths.mean / 2))

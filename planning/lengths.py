@@ -10,7 +10,6 @@ So any measured distribution can have any share of it explained, and the best ra
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,29 +111,35 @@ class PromptStream:
         self._scores = np.random.default_rng([seed, 0]).standard_normal(num_prompts)
         self._random = np.random.default_rng([seed, 1])
         self._order: list[int] = []
-        self._known: list[tuple[int, list[float]]] = []
-        """In reverse."""
-        self._returned: deque[int] = deque()
+        self._ahead: list[int] = []
+        """The next of them, in reverse."""
+        self._known: dict[int, list[list[float]]] = {}
+        """Lengths of the samples of their groups, by prompt."""
 
-    def next(self) -> tuple[int, list[float]]:
-        """A prompt, and the tokens of each of its samples."""
-        if self._returned:
-            return self._draw([self._returned.popleft()])[0]
-        if not self._known:
+    def next(self) -> int:
+        """The next prompt of the data's order."""
+        if not self._ahead:
             while len(self._order) < self._MANY:
                 self._order += self._random.permutation(self._num_prompts).tolist()
-            self._known = self._draw(self._order[: self._MANY])[::-1]
+            self._ahead = self._order[: self._MANY][::-1]
             del self._order[: self._MANY]
-        return self._known.pop()
+            self._draw(self._ahead[::-1])
+        return self._ahead.pop()
 
-    def give_back(self, prompt: int) -> None:
-        """A group of it was dropped: it is issued again, before new ones."""
-        self._returned.append(prompt)
+    def lengths(self, prompt: int) -> list[float]:
+        """Tokens of each sample of the group of a prompt that is leased now."""
+        if prompt not in self._known:
+            self._draw([prompt])
+        known = self._known.pop(prompt)
+        if len(known) > 1:
+            self._known[prompt] = known[1:]
+        return known[0]
 
-    def _draw(self, prompts: list[int]) -> list[tuple[int, list[float]]]:
+    def _draw(self, prompts: list[int]) -> None:
         own = self._random.standard_normal((len(prompts), self._group_size))
         lengths = self._law.lengths(self._scores[prompts][:, None], own)
-        return list(zip(prompts, lengths.tolist(), strict=True))
+        for prompt, each in zip(prompts, lengths.tolist(), strict=True):
+            self._known.setdefault(prompt, []).append(each)
 
 
 def explained_by_prompt(prompt_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> float:

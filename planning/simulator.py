@@ -1,7 +1,8 @@
 """Simulation: a whole run, event by event, without a process, a model or a token.
 
 What decides here is what decides in the run: `StalenessContract` admits, starts, drops and holds back, a `Sampler` over
-a `GroupIndex` chooses, `ActorsConfig.room` leases. Costs are given, and time is what follows from them.
+a `GroupIndex` chooses, `ActorsConfig.room` leases, `buffer.dispatch` says what. Costs are given, and time is what
+follows from them.
 
     engine     TokenClock: samples share it; leased ones wait for a slot, and for weights that are new enough
     groups     leased -> complete, when the last of K samples has its reward -> drawn, once or more, or dropped as stale
@@ -23,10 +24,10 @@ from random import Random
 from typing import Any
 
 from common.staleness import PolicyVersion
-from planning.buffer import SimulatedBuffer, SimulatedGroup
+from planning.buffer import SimulatedBuffer, SimulatedGroup, SimulatedPrompts
 from planning.engine import TokenClock
 from planning.lengths import PromptStream
-from planning.world import EnginePool, Outcome, Prompts, Scores, World
+from planning.world import EnginePool, Outcome, PromptSource, Scores, World
 
 _END, _UPDATE, _REWARDED, _PUBLISHED, _STEP, _DRAW, _LEASE, _POLL, _SCORED = range(9)
 _NEVER = 1 << 60
@@ -70,11 +71,12 @@ class Simulation:
         """All engines are empty, and version 0 is published."""
         self._world, self._costs, self._contract = world, world.costs, world.contract
         self._random = Random(seed)
-        self._samples: Prompts
+        stream: PromptSource
         if world.prompts is not None:
-            self._samples = world.prompts(seed)
+            stream = world.prompts(seed)
         else:
-            self._samples = PromptStream(world.lengths, world.num_prompts, world.group_size, seed)
+            stream = PromptStream(world.lengths, world.num_prompts, world.group_size, seed)
+        self._prompts = SimulatedPrompts(world, stream, lambda: self.now_s)
         self._buffer = SimulatedBuffer(world, seed)
         self._longest = world.prompt_tokens + world.lengths.longest
         self.now_s = 0.0
@@ -227,7 +229,7 @@ class Simulation:
                     engine.closed_since_s = self.now_s
                 return
             engine.heard = PolicyVersion(0, self._published)
-            group = self._new_group()
+            group = self._new_group(engine.pool)
             engine.waiting.extend((group, length) for length in group.lengths)
         if engine.closed_since_s is not None:
             self._found.closed += self.now_s - engine.closed_since_s
@@ -256,9 +258,9 @@ class Simulation:
         contract, outstanding = self._contract, self._buffer.num_outstanding + self._num_pending
         return bool(contract.admit(outstanding, contract.capacity(), version=self._version, published=self._published))
 
-    def _new_group(self) -> SimulatedGroup:
+    def _new_group(self, pool: EnginePool) -> SimulatedGroup:
         self._num_groups += 1
-        prompt, lengths = self._samples.next()
+        prompt, lengths = self._prompts.next(pool, self._version)
         if self.stretch != 1.0:
             lengths = [max(1.0, round(self.stretch * length)) for length in lengths]
         group = SimulatedGroup(
@@ -280,6 +282,7 @@ class Simulation:
         group.missing -= 1
         if not group.missing:
             self._buffer.complete(group)
+            self._prompts.saw(group, self._version)
             self._draw()
 
     # --- the learner ------------------------------------------------------------------------------
@@ -298,12 +301,13 @@ class Simulation:
         contract, version, scores = self._contract, self._version, self._world.scores
         for group in self._buffer.drop_stale(version):
             self._found.num_dropped += len(group.lengths) if not group.uses else 0
-            self._samples.give_back(group.prompt)
+            self._prompts.give_back(group.prompt)
         groups = self._buffer.draw(version)
         if not groups:
             return
         self._is_training = True
         self._num_pending = len(groups)
+        self._prompts.pace.drawn()
         step_s = self._world.step_s([tokens for group in groups for tokens in group.tokens])
         if scores is not None:
             step_s += scores.token_s * sum(group.num_tokens for group in groups if not group.is_scored)
@@ -325,6 +329,7 @@ class Simulation:
         found.busy_s += self.now_s - began_s
         self._version += updates
         self._num_pending = 0
+        self._prompts.pace.finished()
         self._at(self.now_s + self._costs.between_steps_s, _DRAW, None)
         self._knock()
 

@@ -23,14 +23,14 @@ _FULL = 0.95
 """So much of its time at work, and it is what the others wait for."""
 
 
-class Prompts(Protocol):
+class PromptSource(Protocol):
     """Which prompt comes next, and how long its samples will be."""
 
-    def next(self) -> tuple[int, list[float]]:
-        """A prompt, and the tokens of each of its samples."""
+    def next(self) -> int:
+        """The next one of the data's order."""
 
-    def give_back(self, prompt: int) -> None:
-        """A group of it was dropped: it is issued again, before new ones."""
+    def lengths(self, prompt: int) -> list[float]:
+        """Tokens of each sample of the group of a prompt that is leased now."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class World:
     scores: Scores | None = None
     learner_price: float = 0.0
     """Of all its hosts, per hour."""
-    prompts: Callable[[int], Prompts] | None = None
+    prompts: Callable[[int], PromptSource] | None = None
     """The prompts under a seed; None: as the law of lengths makes them."""
 
     @property

@@ -68,6 +68,11 @@ class SleepingEngine:
         """The version that new requests start under."""
         return self._version
 
+    @property
+    def step_s(self) -> float:
+        """As the engine's."""
+        return self._steps_s / self._num_steps if self._num_steps else 0.0
+
     def report(self) -> EngineReport:
         """What the clock has passed."""
         moments = tuple(self._moments.as_list()) if self._moments.num_measured else ()

@@ -5,19 +5,18 @@ The buffer's order of prompts, the seeds of samples and the lengths of a sleepin
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 
 from actors.sample import sample_seed
 from actors.tasks import load_task
 from actors.tasks.task import PromptCodec
-from buffer.leases import _order
+from buffer.prompts import order_of
 from launch.config import Config
 from planning.lengths import LengthLaw, score_of
 
 
 class FleetPrompts:
-    """As `planning.world.Prompts`."""
+    """As `planning.world.PromptSource`."""
 
     def __init__(self, config: Config, law: LengthLaw) -> None:
         """Of the task of a config."""
@@ -29,26 +28,20 @@ class FleetPrompts:
         self.num_prompts = len(tokens)
         self.mean_prompt_tokens = sum(map(len, tokens)) / len(tokens)
         self._cursor = self._group = 0
-        self._returned: deque[int] = deque()
 
     def anew(self) -> FleetPrompts:
         """From the first prompt on."""
         self._cursor = self._group = 0
-        self._returned.clear()
         return self
 
-    def next(self) -> tuple[int, list[float]]:
-        """A prompt, and the tokens of each of its samples."""
-        self._group += 1
-        if self._returned:
-            prompt = self._returned.popleft()
-        else:
-            epoch, position = divmod(self._cursor, self.num_prompts)
-            self._cursor += 1
-            prompt = int(_order(self._seed, epoch, self.num_prompts)[position])
-        seeds = [sample_seed(self._seed, self._group, index, 1) for index in range(self._group_size)]
-        return prompt, self._law.lengths(self._scores[prompt], [score_of("sample", seed) for seed in seeds]).tolist()
+    def next(self) -> int:
+        """The next prompt of the data's order."""
+        epoch, position = divmod(self._cursor, self.num_prompts)
+        self._cursor += 1
+        return int(order_of(self._seed, epoch, self.num_prompts)[position])
 
-    def give_back(self, prompt: int) -> None:
-        """A group of it was dropped."""
-        self._returned.append(prompt)
+    def lengths(self, prompt: int) -> list[float]:
+        """Tokens of each sample of the next group, which is of this prompt."""
+        self._group += 1
+        seeds = [sample_seed(self._seed, self._group, index, 1) for index in range(self._group_size)]
+        return self._law.lengths(self._scores[prompt], [score_of("sample", seed) for seed in seeds]).tolist()

@@ -52,7 +52,7 @@ def verify(tx: Transaction) -> dict[str, Any]:
         ]
         if ledger.gap:
             faults.append(f"the ledger's identities are violated by {ledger.gap} samples")
-        faults += [*_lease_faults(tx), *_seen_faults(tx), *_draw_faults(tx)]
+        faults += [*_lease_faults(tx), *_window_faults(tx), *_seen_faults(tx), *_draw_faults(tx)]
         faults += _unclaimed(tx)
     except CorruptRecord as error:
         # A damaged row is named already; what lacks a row that another table names is not.
@@ -122,6 +122,16 @@ def _lease_faults(tx: Transaction) -> Iterator[str]:
         if group.phase != "open" or group.lease_id in groups:
             yield f"lease {group.lease_id} of group {group_id} is closed, or that of group {groups.get(group.lease_id)}"
         groups[group.lease_id] = group_id
+
+
+def _window_faults(tx: Transaction) -> Iterator[str]:
+    """A prompt that waits was taken from the data's order."""
+    for (order,), waiting in tx.window.all_items():
+        if waiting.order != order or order >= tx.state.cursor:
+            yield (
+                f"prompt {waiting.prompt_id} waits as number {waiting.order} of the data's order, under key {order}; "
+                f"{tx.state.cursor} were taken"
+            )
 
 
 def _seen_faults(tx: Transaction) -> Iterator[str]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw, Unscored
+from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw, Unscored, Visits
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
 from buffer.outbox import Together
@@ -128,9 +128,9 @@ class ShardedClient:
 
     # --- actors -----------------------------------------------------------------------------------
 
-    def lease(self, max_groups: int) -> Future[p.LeaseGrant]:
+    def lease(self, max_groups: int, lane: str = "", token_s: float = 0.0) -> Future[p.LeaseGrant]:
         """Ask all shards in turn for up to `max_groups` groups; more come where a silent shard answers late."""
-        return self._submit(lambda: self._lease(max_groups))
+        return self._submit(lambda: self._lease(max_groups, lane, token_s))
 
     def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
         """Hand in a trajectory to the shard of its prompt. Does not block: what a shard has no credit for waits."""
@@ -180,6 +180,14 @@ class ShardedClient:
             arrays.append(array)
         return self._tell(lambda client: client.write_scores(*of_shard[client.shard]), of_shard)
 
+    def visits(self) -> Future[list[Visits]]:
+        """Ask all shards that answer; each tells of its own prompts."""
+        return self._submit(self._visits)
+
+    def expect(self, means: npt.NDArray[np.float32], variance: float) -> Future[p.Done]:
+        """Say it to all shards."""
+        return self._tell(lambda client: client.expect(means, variance))
+
     def step_finished(self, step: int, version: int, skipped: bool = False) -> Future[p.Done]:
         """Say that step `step` is done; shards without a part in it only learn the version."""
         took_part = [self._draws.takes_part(step, shard.number) for shard in self._shards]
@@ -213,9 +221,9 @@ class ShardedClient:
         silent = [shard.number for shard in self._shards if shard.number not in replies]
         return sum_of([shard.status for shard in self._shards if shard.status is not None], silent)
 
-    async def _lease(self, max_groups: int) -> p.LeaseGrant:
+    async def _lease(self, max_groups: int, lane: str, token_s: float) -> p.LeaseGrant:
         async with self._leasing:
-            while not (grants := await self._ask_for_leases(max_groups)):
+            while not (grants := await self._ask_for_leases(max_groups, lane, token_s)):
                 if self._shards.late_error is not None:
                     raise self._shards.late_error
                 # all that are connected are silent, while another one is not: nothing was waited for
@@ -225,7 +233,7 @@ class ShardedClient:
             leases, max(grant.newest for grant in grants), draining=any(grant.draining for grant in grants)
         )
 
-    async def _ask_for_leases(self, max_groups: int) -> list[p.LeaseGrant]:
+    async def _ask_for_leases(self, max_groups: int, lane: str, token_s: float) -> list[p.LeaseGrant]:
         """One round over the shards. Another one begins it each time, so that none is always the last."""
         turn, self._turn = self._turn, (self._turn + 1) % len(self._shards)
         order = [shard for shard in self._shards[turn:] + self._shards[:turn] if shard.is_connected]
@@ -235,7 +243,8 @@ class ShardedClient:
             if room <= 0:
                 break
             wanted = -(-room // (len(order) - i))
-            task = shard.ask_one("lease", lambda client, num=wanted: client.lease(num), even_late=True)  # type: ignore[misc]
+            ask = partial(_lease_of, max_groups=wanted, lane=lane, token_s=token_s)
+            task = shard.ask_one("lease", ask, even_late=True)
             answer = await self._shards.answered({shard.number: task})
             if answer:
                 shard.taken("lease")
@@ -251,6 +260,10 @@ class ShardedClient:
                 if any(taken.record_ids for taken in answer.values()):
                     return answer[shard.number]
         return Unscored([])
+
+    async def _visits(self) -> list[Visits]:
+        asked = {shard.number: shard.ask(lambda client: client.visits()) for shard in self._shards}
+        return [each for told in (await self._shards.answered(asked)).values() for each in told]
 
     async def _renew(self, lease_ids: Sequence[int]) -> p.RenewReply:
         of_shard: dict[int, list[int]] = {}
@@ -422,3 +435,7 @@ def _lacks(shard: Shard) -> str:
     if shard.is_silent:
         return f"no answer from {shard.client.address} for {shard.silent_s:.0f} s"
     return shard.waiting_for or f"no answer from {shard.client.address} yet"
+
+
+def _lease_of(client: BufferClient, *, max_groups: int, lane: str, token_s: float) -> Future[p.LeaseGrant]:
+    return client.lease(max_groups, lane, token_s)

@@ -98,7 +98,7 @@ class ShardDraws(Draws):
             waits=self._waits,
             waiting_for=self._owed(tx),
             ledger=self._groups.checked_counts(tx),
-            fidelity=tx.state.fidelity.now,
+            fidelity=tx.state.length_fidelity,
         )
 
     def _check(self, tx: Transaction, request: p.DrawRequest) -> None:

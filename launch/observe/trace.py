@@ -57,7 +57,7 @@ NOTHING: Mapping[str, object] = {}
 NAMES = {"wait_for_batch": "wait for batch", "update": "weight update"}
 """Of a kind that is not called as it is."""
 NUMBERS = {"launch": 1, "evaluation": 2, "learner": 3, "buffer": 4, "actors": 5}
-FIRST_NUMBERS = {"buffer": 10, "weights": 100, "scorer": 150, "stage": 200, "actor": 1000}
+FIRST_NUMBERS = {"buffer": 10, "weights": 100, "scorer": 150, "ranker": 190, "stage": 200, "actor": 1000}
 """Of the processes of the trace, in the order in which they are shown; "stage-3" has 203, under every command."""
 COUNTERS = {
     "lag (versions)": {"mean": "lag/token_mean", "greatest": "lag/token_max"},

@@ -22,6 +22,7 @@ from launch.processes.actor_pools import ActorPools, ActorProcess
 from launch.processes.evaluation import EVALUATION_SHARE, Evaluation
 from launch.processes.learner_group import LearnerGroup
 from launch.processes.placement import PLACEMENT_S
+from launch.processes.ranker import RankerService
 from launch.processes.ray_cluster import RayWatch, abandon_ray, end_ray, start_ray
 from launch.processes.role_process import Notify, RunFailed, done, results
 from launch.processes.scorers import Scorers
@@ -55,6 +56,7 @@ class Supervisor:
         self.learner = LearnerGroup(plan, notify, self._watch_services)
         self.actors = ActorPools(plan, notify, self._check_ray)
         self.scorers = Scorers(plan, notify)
+        self.ranker = RankerService(plan, notify)
         self._drained = False
         self._goodbye_s = GOODBYE_S
         self._told_of: set[str] = set()
@@ -87,6 +89,7 @@ class Supervisor:
         context = replace(self._context, buffer_addresses=addresses, weights_address=self._weights.address)
         calls = [*self.actors.start(context), *self.learner.start(context, deadline)]
         self.scorers.start(context)
+        self.ranker.start(context)
         told = ""
 
         def look() -> None:
@@ -132,6 +135,7 @@ class Supervisor:
         if news.resumed_at is not None:
             self._drain_again()
         self.scorers.watch()
+        self.ranker.watch()
         working = self.actors.watch()
         news.working = frozenset(actor_name(actor.number) for actor in working)
         news.quarantined, news.wanted = tuple(self.actors.quarantined), dict(self.actors.wanted)
@@ -164,8 +168,10 @@ class Supervisor:
                 self._notify("nonsense", f"the buffer refuses some of what {sender} sends, at first: {told.first}")
 
     def processes(self) -> tuple[ProcessStatus, ...]:
-        """Buffer, weights, scorers, stages, actors, as they are now; waits for none of them."""
-        services = (*self._buffer.processes, *self._weights.processes, *self.scorers.processes)
+        """Buffer, weights, scorers, ranker, stages, actors, as they are now; waits for none of them."""
+        services = (
+            *self._buffer.processes, *self._weights.processes, *self.scorers.processes, *self.ranker.processes
+        )  # fmt: skip
         return (
             *(each.facts() for each in services),
             *self.learner.facts(),
@@ -250,6 +256,7 @@ class Supervisor:
         # the actors first: what they hand back goes to the services
         self.actors.stop(self._goodbye_s)
         self.scorers.stop()
+        self.ranker.stop()
         if goodbyes := self._buffer.ask_to_stop() + self._weights.ask_to_stop():
             ray.wait(goodbyes, num_returns=len(goodbyes), timeout=self._goodbye_s)
         self.learner.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from buffer.length_model import SHARE
 from launch.observe.metrics import PART_PREFIX, POOL_PREFIX, labelled
 from launch.observe.view import commonest
 from launch.report.data import TIMES, Metrics, RunData, thinned
@@ -307,5 +308,10 @@ def _lengths(run: RunData, title: str) -> Figure:
         Bars("generated", [buffer.generated[i] for i in buckets], "a2"),
         Bars("trained", [buffer.trained[i] for i in buckets], "a1"),
     ]
-    note = f"Distance {buffer.fidelity_ks:.3f} (Kolmogorov-Smirnov); the last few thousand completions."
+    note = f"Distance {buffer.fidelity.ks:.3f} (Kolmogorov-Smirnov); the last few thousand completions."
+    if buffer.fidelity.covered:
+        note += (
+            f" Foretold by their prompts: {max(0.0, buffer.fidelity.foretold):.0%} of how the means of groups differ; "
+            f"{buffer.fidelity.covered:.0%} of groups were no longer than foretold, where {SHARE:.0%} is right."
+        )
     return bar_chart(title, unit, [length_label(i) for i in buckets], sets, "tokens", note)

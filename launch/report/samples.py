@@ -12,7 +12,7 @@ from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from buffer.errors import BufferError
-from buffer.lengths import NUM_BUCKETS, LengthCounts, bounds_of
+from buffer.lengths import NUM_BUCKETS, LengthCounts, LengthFidelity, bounds_of
 from launch.text import TextOf, printable
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class BufferData:
     generated: list[float] = field(default_factory=list)
     """Share of each bucket of `buffer.lengths`, as of the last few thousand completions."""
     trained: list[float] = field(default_factory=list)
-    fidelity_ks: float = 0.0
+    fidelity: LengthFidelity = field(default_factory=LengthFidelity)
     lags: Counter[int] = field(default_factory=Counter)
     """Trained tokens of each lag, in the groups that were read for it."""
     num_lag_samples: int = 0
@@ -109,7 +109,7 @@ def read_buffer(root: Path, limit_s: float, clock: Callable[[], float] = time.mo
             ledger=totals.ledger,
             generated=_mean([state.fidelity.generated for state in states]),
             trained=_mean([state.fidelity.trained for state in states]),
-            fidelity_ks=max((state.fidelity.now.ks for state in states), default=0.0),
+            fidelity=LengthFidelity.worst(state.length_fidelity for state in states) if states else LengthFidelity(),
         )
         chooser = _Chooser()
         for group in inspection.groups(Selection()):

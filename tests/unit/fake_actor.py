@@ -72,6 +72,8 @@ class FakeEngine:
             token_ids=tokens, logprobs=np.full(4, -0.5, np.float32), spans=spans, finish_reason="stop"
         )
 
+    step_s = 0.0
+
     def report(self):
         return EngineReport()
 
@@ -146,6 +148,8 @@ class FakeBuffer:
         self.timeout_s = timeout_s
         self.newest = (0, 0)
         self.granted = 0
+        self.asked = []
+        """Lane and seconds per token of each who asked for a lease."""
         self.pushed = []
         self.given_up = []
         self.renewals = 0
@@ -154,7 +158,8 @@ class FakeBuffer:
         self.credit = True
         self.closed = False
 
-    def lease(self, max_groups):
+    def lease(self, max_groups, lane="", token_s=0.0):
+        self.asked.append((lane, token_s))
         leases = []
         while self.granted < self.num_groups and len(leases) < max_groups:
             self.granted += 1

@@ -254,6 +254,13 @@ async def test_the_loop_costs_well_under_a_millisecond_of_processor_time_per_sam
     assert micros < 900
 
 
+async def test_an_actor_that_leases_says_its_pool_and_how_fast_its_engine_is():
+    buffer, engine = FakeBuffer(2), FakeEngine()
+    engine.step_s = 0.25
+    await run_to_end(make_actor(buffer, engine))
+    assert set(buffer.asked) == {("actors", 0.25)}
+
+
 async def test_no_slot_stays_empty_where_groups_do_not_divide_what_is_free():
     class Lagging(FakeEngine):
         """One sample of each group takes ten times as long, so slots come free one by one."""
@@ -281,7 +288,7 @@ async def test_no_slot_stays_empty_while_a_lease_is_on_its_way():
     class SlowToAnswer(FakeBuffer):
         """Grants a lease after as long as a sample takes."""
 
-        def lease(self, max_groups):
+        def lease(self, max_groups, lane="", token_s=0.0):
             grant, late = super().lease(max_groups), Future()
             asyncio.get_running_loop().call_later(0.04, late.set_result, grant.result())
             return late

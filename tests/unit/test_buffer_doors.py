@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -18,8 +19,9 @@ from tests.world.buffer import InProcessBuffer, facts, make_trajectory
 from tests.world.serving import serving
 
 FACTS = facts(vocab_size=64, max_tokens=16, groups_per_step=1)
-ACTOR, LEARNER, LAUNCH = (Asker(name, role, f"of-{name}") for name, role in
-                          (("actor-0", "actor"), ("learner", "learner"), ("launch", "launch")))  # fmt: skip
+CLIENTS = ACTOR, LEARNER, LAUNCH, RANKER = [
+    Asker(name, name.removesuffix("-0"), f"of-{name}") for name in ("actor-0", "learner", "launch", "ranker")
+]
 
 
 class Wire:
@@ -78,7 +80,7 @@ def wire(service):
 def run(service, wire):
     """A learner has begun and published, an actor works on leases, one of which is done: what can be disturbed."""
     wire = wire()
-    for asker in (ACTOR, LEARNER, LAUNCH):
+    for asker in CLIENTS:
         assert isinstance(wire.hello(asker), p.Welcome)
     wire.ask(p.BeginIncarnation(LEARNER.session, 0, 0), asker=LEARNER)
     wire.ask(p.Published(0, 0), asker=LEARNER)
@@ -99,13 +101,17 @@ def held(service):
 def every_request(lease, actor=ACTOR.name, epoch=1):
     """One of each kind, and its body; each would change something, or tell something, coming from the right client."""
     rows = [make_trajectory(lease, index, seq=9 + index, actor=actor, epoch=epoch) for index in lease.sample_indices]
-    bodies = {p.Push: bytes(schema.encode(rows, FACTS.run_id)), p.WriteScores: bytes(schema.encode_scores([], []))}
+    bodies = {
+        p.Push: bytes(schema.encode(rows, FACTS.run_id)),
+        p.WriteScores: bytes(schema.encode_scores([], [])),
+        p.Expect: bytes(schema.encode_expected(np.zeros(1, np.float32))),
+    }
     made = [
         p.Hello("observer", "another", "s"), p.LeaseRequest(actor, epoch, 99, 4), p.Push(actor, epoch),
         p.GiveUp(actor, epoch, lease.lease_id, lease.attempt, lease.sample_indices, "x"), p.Renew(actor, epoch, []),
         p.PlanRequest(1, 0, 0), p.DrawRequest(1, 0, 0, 1, 0.0), p.TakeUnscored(9), p.WriteScores(),
         p.StepFinished(1, 1, 0), p.Published(0, 1), p.CheckpointDurable(1, 0), p.BeginIncarnation("x", 0, 0),
-        p.Drain(), p.StatusRequest(),
+        p.VisitsRequest(), p.Expect(0, 1.0), p.Drain(), p.StatusRequest(),
     ]  # fmt: skip
     assert {type(message) for message in made} == p.ASKED_BY.keys(), "a kind of request is not tried"
     return [(message, bodies.get(type(message), b"")) for message in made]
@@ -125,7 +131,7 @@ def test_whoever_is_not_a_greeted_client_of_the_run_is_refused_and_changes_nothi
     disguise, run_id, why = NOT_OF_THE_RUN[who]
     stranger, before = wire(), held(service)
     for message, body in every_request(run.lease):
-        honest = {"actor": ACTOR, "learner": LEARNER, "launch": LAUNCH}[min(p.ASKED_BY[type(message)] - {"observer"})]
+        honest = {each.role: each for each in CLIENTS}[min(p.ASKED_BY[type(message)] - {"observer"})]
         refused = stranger.ask(message, body, asker=disguise(honest), run_id=run_id)
         assert isinstance(refused, p.Refused), message
         assert any(part in refused.reason for part in why), (message, refused)
@@ -152,7 +158,7 @@ def test_a_client_that_says_another_role_than_it_was_greeted_in_is_refused_and_c
     wire, before = wire(), held(service)
     for message, body in every_request(run.lease):
         for role in p.ASKED_BY[type(message)]:
-            for known in (ACTOR, LEARNER, LAUNCH):
+            for known in CLIENTS:
                 if role != known.role:
                     refused = wire.ask(message, body, asker=Asker(known.name, role, known.session))
                     assert isinstance(refused, p.Refused), (message, role, known)

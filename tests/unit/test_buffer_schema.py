@@ -10,7 +10,7 @@ from buffer import protocol as p
 from buffer import rows, schema
 from buffer.errors import BadBody
 from buffer.ingest import faults
-from buffer.trajectory import VersionSpan
+from buffer.trajectory import SCHEMA_VERSION, VersionSpan
 from common.run import RunFacts
 from common.staleness import PolicyVersion, StalenessConfig
 from tests.trajectories import decode, from_batch
@@ -213,7 +213,7 @@ def test_a_body_is_one_batch_in_todays_framing_and_its_metadata_is_small():
         schema.read_stream(arrow_stream(batch, batch))
     with pytest.raises(BadBody, match="does not begin"):
         schema.read_stream(arrow_stream(batch, use_legacy_format=True))
-    stuffed = schema.SCHEMA.with_metadata({"schema_version": "5", "x": "y" * 2**17})
+    stuffed = schema.SCHEMA.with_metadata({"schema_version": str(SCHEMA_VERSION), "x": "y" * 2**17})
     with pytest.raises(BadBody, match="its schema takes"):
         schema.read_stream(arrow_stream(batch.replace_schema_metadata(stuffed.metadata), schema=stuffed))
 

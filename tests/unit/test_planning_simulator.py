@@ -1,5 +1,7 @@
 """A simulated run against closed forms: generation, training, Little's law; and what its policies promise."""
 
+from dataclasses import replace
+
 import pytest
 
 from actors.config import ActorsConfig
@@ -151,3 +153,34 @@ def test_a_cache_that_is_small_keeps_samples_waiting():
 
 def test_a_run_without_end_is_ended():
     assert Simulation(world(step_s=1e6)).run(10, limit_s=100.0).num_steps == 0
+
+
+# --- who gets which prompt ------------------------------------------------------------------------
+
+
+def dispatched(dispatch, unlike, max_lag=2, on_stale="wait"):
+    """Rate of eight engines; unlike: two are twice as fast. 65 % of the spread of lengths is the prompts'."""
+    law, config = TokenTime(0.04, 0.001), ActorsConfig(group_size=8, max_running_samples=16, max_new_tokens=2000)
+    pools = [EnginePool("slow", 6, law, config), EnginePool("fast", 2, TokenTime(0.02, 0.0005), config)]
+    world = World(
+        tuple(pools) if unlike else (replace(pools[0], count=8),),
+        StalenessContract(StalenessConfig(max_lag=max_lag, on_stale=on_stale), 16),
+        BufferConfig(dispatch=dispatch),
+        LengthLaw.lognormal(200, 0.9, 2000, 0.65),
+        lambda _: 0.5,
+        num_prompts=256,
+    )
+    return Simulation(world).run(96, 48).samples_per_s
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_long_answers_on_fast_engines_pay_where_the_longest_is_waited_for(max_lag):
+    assert dispatched("by_deadline", True, max_lag) > 1.3 * dispatched("in_order", True, max_lag)
+
+
+def test_engines_that_are_alike_get_prompts_in_order():
+    assert dispatched("by_deadline", False) == dispatched("in_order", False)
+
+
+def test_what_is_dropped_as_stale_is_less_where_long_answers_are_fast():
+    assert dispatched("by_deadline", True, on_stale="drop") > dispatched("in_order", True, on_stale="drop")

@@ -24,6 +24,7 @@ from buffer.errors import BufferRefused
 from buffer.index import GroupIndex, Picker, Weights
 from buffer.ingest import Pushes
 from buffer.offline.verify import verify
+from buffer.prompts import Prompts
 from buffer.rows import RowBytes, records_in
 from buffer.sharding.core import ShardCore
 from buffer.store import Store
@@ -213,7 +214,18 @@ def index_faults(core: BufferCore, tx: Transaction) -> list[str]:
     )
     pairs = [(name, getattr(mine, name), getattr(anew, name)) for name in names]
     pairs.append(("_weights", _weighed(mine), _weighed(anew)))
+    pairs += _prompts_of(core, tx)
     return [f"the index has {name} = {kept}, the rows say {found}" for name, kept, found in pairs if kept != found]
+
+
+def _prompts_of(core: BufferCore, tx: Transaction) -> list[tuple[str, Any, Any]]:
+    """What a core keeps of prompts, beside what is derived anew."""
+    mine, facts = core.groups.prompts, core.facts
+    anew = Prompts(facts, facts.contract, np.arange(facts.num_prompts), core.groups.config.dispatch, lambda: 0.0)
+    mine.load(tx)
+    anew.load(tx)
+    visits = [[each.lengths.get(prompt) for prompt in range(facts.num_prompts)] for each in (mine, anew)]
+    return [("window", [*mine._window], [*anew._window]), ("lengths", *visits)]
 
 
 def _weighed(index: GroupIndex) -> dict[int, float]:

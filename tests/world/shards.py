@@ -119,9 +119,9 @@ class InProcessShard:
     def drain(self):
         return self._ask(p.Drain())
 
-    def lease(self, max_groups):
+    def lease(self, max_groups, lane="", token_s=0.0):
         self._requests += 1
-        return self._ask(p.LeaseRequest(self.name, self._epoch, self._requests, max_groups))
+        return self._ask(p.LeaseRequest(self.name, self._epoch, self._requests, max_groups, lane, token_s))
 
     def push(self, trajectory):
         trajectory = replace(trajectory, actor=self.name, epoch=self._epoch, seq=self._seq)

@@ -1,0 +1,211 @@
+"""How long the answers to prompts will be that no group was seen of: what their tokens say, by those that were seen.
+
+Features are which tokens, pairs and triples of tokens a prompt has, hashed, its length, and its numeric columns. A
+ridge regression of what is known of prompts (`buffer.length_model`) on these is what others are expected to be like,
+and what it leaves unexplained is how far they may be from that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from scipy.sparse import csr_matrix
+from sklearn.linear_model import Ridge
+
+from actors.config import ActorSections
+from actors.tasks import load_task
+from actors.tasks.task import Problem, PromptCodec
+from buffer.schema import VISITS, read_stream
+from buffer.sharding.client import open_client
+from common.run import RunContext
+
+_log = logging.getLogger(__name__)
+
+Floats = npt.NDArray[np.float64]
+
+NUM_HASHES = 2**18
+LONGEST_NGRAM = 3
+FOLDS = 4
+PENALTIES = (1.0, 10.0, 100.0)
+"""Of which the one that foretells best is taken."""
+MOST_LEFT = 0.95
+"""Of the variance: where more is left tokens tell nothing, and what they seem to tell is chance."""
+FEWEST = 64
+"""Prompts that have to be known."""
+LEAST_COMMON = 5
+"""N-grams that fewer of them have tell of these alone."""
+_AT_ONCE = 20_000
+"""Prompts whose features are in memory together."""
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_LOOK_EVERY_S = 10.0
+_MORE = 1.25
+"""Times the prompts that were known, after which it is fitted anew."""
+
+
+class Expected(NamedTuple):
+    """What is expected of prompts."""
+
+    means: npt.NDArray[np.float32]
+    """Of each prompt's own part of log tokens."""
+    variance: float
+    """By which the prompts are around that."""
+
+
+class Features:
+    """Of the prompts of a task."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        """Of encoded prompts."""
+        lengths = np.array([len(problem.token_ids) for problem in problems])
+        self._tokens = np.concatenate([np.asarray(problem.token_ids, np.uint64) for problem in problems])
+        self._bounds = np.concatenate([[0], np.cumsum(lengths)])
+        names = sorted(name for name in problems[0].columns if _is_number(problems, name))
+        columns = [np.log1p(lengths), *([float(each.columns[name]) for each in problems] for name in names)]
+        dense = np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
+        spread = dense.std(axis=0)
+        self.numbers: Floats = (dense - dense.mean(axis=0)) / np.where(spread > 0.0, spread, 1.0)
+        """(prompts, 1 + numeric columns): logarithm of the length and the columns, with mean 0 and variance 1."""
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        return len(self._bounds) - 1
+
+    def rows(self, prompts: npt.NDArray[np.int64]) -> csr_matrix:
+        """A row for each of some prompts: 1 for each n-gram that it has, then its numbers."""
+        lengths = np.diff(self._bounds)[prompts]
+        starts = np.repeat(self._bounds[prompts] - np.cumsum(lengths) + lengths, lengths)
+        tokens = self._tokens[starts + np.arange(len(starts))]
+        row_of = np.repeat(np.arange(len(prompts)), lengths)
+        which, hashes, hashed = [], [], np.zeros(len(tokens), np.uint64)
+        for order in range(LONGEST_NGRAM):
+            # the n-gram that ends here goes on from the shorter one that ends a token before, in the same prompt
+            before = np.concatenate([np.zeros(1, np.uint64), hashed[:-1]]) if len(hashed) else hashed
+            hashed = (before + tokens + np.uint64(order + 1)) * _MIX
+            hashed ^= hashed >> np.uint64(29)
+            is_whole = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths) >= order
+            which.append(row_of[is_whole])
+            hashes.append((hashed[is_whole] % np.uint64(NUM_HASHES)).astype(np.int64))
+        rows, columns = np.concatenate(which), np.concatenate(hashes)
+        num_dense = self.numbers.shape[1]
+        dense_rows = np.repeat(np.arange(len(prompts)), num_dense)
+        dense_columns = NUM_HASHES + np.tile(np.arange(num_dense), len(prompts))
+        found = csr_matrix(
+            (
+                np.concatenate([np.ones(len(rows)), self.numbers[prompts].reshape(-1)]),
+                (np.concatenate([rows, dense_rows]), np.concatenate([columns, dense_columns])),
+            ),
+            shape=(len(prompts), NUM_HASHES + num_dense),
+        )  # an n-gram that a prompt has twice is summed
+        found.data[found.indices < NUM_HASHES] = 1.0
+        return found
+
+
+class Ranker:
+    """Tells the buffer of a run what to expect of prompts. It keeps nothing, and nobody waits for it."""
+
+    def __init__(self, context: RunContext[ActorSections]) -> None:
+        """Load the prompts and meet the buffer.
+
+        Raises:
+            TaskError: the task or the tokenizer is not as the configuration says.
+            BufferUnavailable: the buffer does not answer.
+            BufferRefused: it serves another run.
+        """
+        config = context.config
+        codec = PromptCodec(context.model_path, config.task.chat, config.task.system_prompt)
+        self._features = Features(load_task(config.task).encoded(codec.encode, config.actors.max_prompt_tokens).train)
+        self._client = open_client(
+            context.buffer_addresses,
+            run_id=context.facts.run_id,
+            role="ranker",
+            name="ranker",
+            config=config.buffer,
+            keys=context.keys,
+        )
+        self._client.connect()
+        self._num_known = 0
+        """Prompts that were known when it was fitted last."""
+        self._has_told = False
+
+    def run(self, stop: threading.Event) -> None:
+        """Look now and then whether there is more to learn from, until `stop` is set.
+
+        Raises:
+            BufferUnavailable: the buffer did not answer for `buffer.give_up_after_s`.
+        """
+        try:
+            while not stop.is_set():
+                self.look()
+                stop.wait(_LOOK_EVERY_S)
+        finally:
+            self._client.close(1.0)
+
+    def look(self) -> Expected | None:
+        """Fit anew where many more prompts are known, or the buffer has forgotten; what it was told, if so."""
+        told = self._client.visits().result()
+        num_known = sum(each.num_seen for each in told)
+        has_forgotten = self._has_told and not all(each.is_expecting for each in told)
+        if not has_forgotten and num_known < max(FEWEST, _MORE * self._num_known):
+            return None
+        table = pa.Table.from_batches([read_stream(each.body, VISITS) for each in told])
+        known, means, variances = (table.column(name).to_numpy() for name in VISITS.names)
+        expected = expect(self._features, known, means.astype(np.float64), variances.astype(np.float64))
+        self._num_known = num_known
+        if expected is None:
+            _log.info("what %d prompts are tells nothing of how long their answers are", num_known)
+            return None
+        self._client.expect(*expected).result()
+        self._has_told = True
+        share = 1.0 - expected.variance / max(1e-9, float(np.var(means)))
+        _log.info("foretold from %d prompts: %.0f%% of how others differ from them", num_known, 100 * share)
+        return expected
+
+
+def expect(features: Features, known: npt.NDArray[np.int64], means: Floats, variances: Floats) -> Expected | None:
+    """What is expected of all prompts; None where too few are known, or their tokens tell nothing.
+
+    Args:
+        features: of all prompts.
+        known: prompts that groups were seen of.
+        means: of their own part of log tokens.
+        variances: how sure that is.
+    """
+    if len(known) < FEWEST:
+        return None
+    rows = features.rows(known)
+    is_common = np.bincount(rows.indices, minlength=rows.shape[1]) >= LEAST_COMMON
+    rows.data *= is_common[rows.indices]
+    weights = 1.0 / (variances + max(1e-9, float(np.var(means)) / 4))
+    total = float(np.average((means - np.average(means, weights=weights)) ** 2, weights=weights))
+    folds = np.random.default_rng(0).permutation(len(known)) % FOLDS
+    errors = {penalty: _error(rows, means, weights, folds, penalty) for penalty in PENALTIES}
+    best = min(errors, key=lambda penalty: errors[penalty])
+    if errors[best] > MOST_LEFT * total:
+        return None
+    ridge = Ridge(best, solver="sparse_cg").fit(rows, means, weights)
+    found = [
+        ridge.predict(features.rows(np.arange(first, min(first + _AT_ONCE, len(features)))))
+        for first in range(0, len(features), _AT_ONCE)
+    ]
+    noise = float(np.average(variances, weights=weights))
+    return Expected(np.concatenate(found).astype(np.float32), max(1e-6, errors[best] - noise))
+
+
+def _error(rows: csr_matrix, means: Floats, weights: Floats, folds: npt.NDArray[np.int64], penalty: float) -> float:
+    """Mean square of what a penalty leaves of prompts that it did not see."""
+    squares = np.empty(len(means))
+    for fold in range(FOLDS):
+        others, these = folds != fold, folds == fold
+        ridge = Ridge(penalty, solver="sparse_cg").fit(rows[others], means[others], weights[others])
+        squares[these] = (ridge.predict(rows[these]) - means[these]) ** 2
+    return float(np.average(squares, weights=weights))
+
+
+def _is_number(problems: Sequence[Problem], name: str) -> bool:
+    return all(isinstance(each.columns.get(name), int | float) for each in problems)

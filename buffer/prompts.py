@@ -1,0 +1,183 @@
+"""Prompts: which prompt is leased next, to whom, and how long its answers are likely to be.
+
+Prompts that came back go first, then those of the window: a stretch of the data's order that `buffer.dispatch` takes
+apart as it likes, but empties before the next begins. Window and what was learned of lengths are rows, and are kept in
+memory too; who asks how fast, and how long steps take, is known of the running service alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from buffer.dispatch import MOST_LOOKED_AT, POLICIES, Pace, PolicyName, Speeds, Waiting, Window, window_size
+from buffer.errors import BufferRefused
+from buffer.length_model import LengthModel
+from buffer.protocol import Expect, LeaseRequest, VisitsReply
+from buffer.schema import VISITS
+from buffer.tables import Group, ReturnedPrompt
+from buffer.transaction import Transaction
+from common.run import RunFacts
+from common.staleness import StalenessContract
+
+_FURTHEST = 20.0
+"""From the level, in logarithms; nobody believes more."""
+MOST_LANES = 64
+FORGOTTEN_S = 60.0
+"""A lane of which nobody has asked for so long is gone."""
+
+
+class NextPrompt(NamedTuple):
+    """Of which a group is leased."""
+
+    prompt_id: int
+    failures: int = 0
+    """How often groups of it were filtered, in a row."""
+    longest: float = 0.0
+    """Tokens of the longest of its samples, as foretold; 0: not foretold."""
+
+
+class Prompts:
+    """Those of one store."""
+
+    def __init__(
+        self,
+        facts: RunFacts,
+        contract: StalenessContract,
+        own: npt.NDArray[np.int64],
+        dispatch: PolicyName,
+        clock: Callable[[], float],
+    ) -> None:
+        """Those with the ids in `own`."""
+        self._facts, self._contract, self._own, self._clock = facts, contract, own, clock
+        self._policy = POLICIES[dispatch]()
+        self.lengths = LengthModel(facts.num_prompts)
+        self.pace = Pace(clock)
+        self._window = Window()
+        self._lanes: dict[str, tuple[float, float]] = {}
+        """Lane -> seconds for a token, 0 where it is not known yet, and when that was said."""
+        self._is_loaded = False
+
+    def load(self, tx: Transaction) -> None:
+        """Read what is stored, where that was not done."""
+        if not self._is_loaded:
+            for _, waiting in tx.window.all_items():
+                self._window.put(waiting)
+            for (prompt,), visit in tx.lengths.all_items():
+                self.lengths.put(prompt, visit)
+            self._is_loaded = True
+
+    def next(self, tx: Transaction, request: LeaseRequest) -> NextPrompt:
+        """The prompt that the next group of this actor is of."""
+        speeds = self._speeds(request)
+        if (returned := self._returned(tx, speeds)) is not None:
+            return returned
+        if not self._window:
+            if self._policy.is_in_order(speeds):
+                return NextPrompt(int(self._ahead(tx, 1)[0]))
+            self._open_window(tx)
+        waiting = self._policy.choose(self._window, speeds)
+        self._window.take(waiting)
+        tx.undo.append(partial(self._window.put, waiting))
+        tx.window.delete(waiting.order)
+        return NextPrompt(waiting.prompt_id, longest=waiting.longest)
+
+    def give_back(self, tx: Transaction, prompt_id: int, failures: int) -> None:
+        """Its group was dropped or filtered: it is leased again before new ones."""
+        tx.returned_prompts.put(ReturnedPrompt(prompt_id, failures), tx.state.next_returned)
+        tx.state.next_returned += 1
+
+    def saw(self, tx: Transaction, group: Group) -> None:
+        """Lengths of the samples that a group has, of which no more come; learned where they are of use."""
+        there = [index for index, length in enumerate(group.completion_lengths) if length]
+        if not there or not self._policy.needs_lengths(len(self._lanes)):
+            return
+        prompt, before = group.prompt_id, self.lengths.get(group.prompt_id)
+        self.lengths.shape = tx.state.lengths
+        lengths, cut = [group.completion_lengths[index] for index in there], [index in group.cut for index in there]
+        visit = self.lengths.see(prompt, lengths, cut, tx.state.version)
+        tx.undo.append(partial(self.lengths.put, prompt, before))
+        tx.lengths.put(visit, prompt)
+
+    def visits(self) -> tuple[VisitsReply, pa.RecordBatch]:
+        """What is known of prompts, those of the last groups first where they are too many."""
+        batch = pa.RecordBatch.from_arrays([pa.array(each) for each in self.lengths.recent()], schema=VISITS)
+        return VisitsReply(self.lengths.num_seen, self.lengths.is_expecting), batch
+
+    def expect(self, message: Expect, batch: pa.RecordBatch) -> None:
+        """Believe what is foretold of prompts that were not seen. It is not stored: whoever foretold it says it again.
+
+        Raises:
+            BufferRefused: it is of prompts that there are not, or no number.
+        """
+        means = batch.column(0).to_numpy()
+        if message.first + len(means) > self._facts.num_prompts or not np.isfinite(means).all():
+            last = message.first + len(means) - 1
+            raise BufferRefused(
+                f"what is expected of prompts {message.first} to {last} is no number for one of them, or they are not "
+                f"all prompts of this run, whose ids are 0 to {self._facts.num_prompts - 1}"
+            )
+        self.lengths.expect(message.first, np.clip(means, -_FURTHEST, _FURTHEST), message.variance)
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _returned(self, tx: Transaction, speeds: Speeds) -> NextPrompt | None:
+        """The first prompt that came back and that this actor may have."""
+        first = list(islice(tx.returned_prompts.all_items(), 1 if self._policy.is_in_order(speeds) else MOST_LOOKED_AT))
+        if not first:
+            return None
+        prompts = np.array([returned.prompt_id for _, returned in first])
+        longest = self._longest_of(tx, prompts)
+        for ((key,), returned), most in zip(first, longest.tolist(), strict=True):
+            if self._policy.takes(most, speeds):
+                tx.returned_prompts.delete(key)
+                return NextPrompt(returned.prompt_id, returned.failures, most)
+        return None
+
+    def _open_window(self, tx: Transaction) -> None:
+        first = tx.state.cursor
+        prompts = self._ahead(tx, window_size(self._facts.groups_per_step))
+        longest = self._longest_of(tx, prompts).tolist()
+        for order, (prompt, most) in enumerate(zip(prompts.tolist(), longest, strict=True), first):
+            waiting = Waiting(order, prompt, most)
+            self._window.put(waiting)
+            tx.undo.append(partial(self._window.take, waiting))
+            tx.window.put(waiting, order)
+
+    def _longest_of(self, tx: Transaction, prompts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Tokens of the longest sample of each, no more than a sample may have; 0 before any group was seen."""
+        self.lengths.shape = tx.state.lengths
+        if not self.lengths.shape.num_groups:
+            return np.zeros(len(prompts))
+        longest = self.lengths.longest_of(prompts, self._facts.group_size, tx.state.version)
+        return np.minimum(self._facts.max_tokens, longest)
+
+    def _ahead(self, tx: Transaction, many: int) -> npt.NDArray[np.int64]:
+        """So many prompts of the data's order, which are not ahead any more."""
+        size, parts = len(self._own), []
+        while many:
+            epoch, first = divmod(tx.state.cursor, size)
+            parts.append(self._own[order_of(self._facts.seed, epoch, size)[first : first + many]])
+            tx.state.cursor += len(parts[-1])
+            many -= len(parts[-1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _speeds(self, request: LeaseRequest) -> Speeds:
+        now_s = self._clock()
+        self._lanes[request.lane] = request.token_s, now_s
+        if len(self._lanes) > MOST_LANES:  # which no config has
+            del self._lanes[min(self._lanes, key=lambda lane: self._lanes[lane][1])]
+        lanes = [each for each, said_s in self._lanes.values() if each > 0.0 and now_s - said_s < FORGOTTEN_S]
+        return Speeds(request.token_s, lanes, self.pace.budget_s(self._contract))
+
+
+@lru_cache(maxsize=3)
+def order_of(seed: int, epoch: int, num_prompts: int) -> npt.NDArray[np.int64]:
+    """The order of prompts in one epoch of the data: the same after every restart."""
+    return np.random.default_rng([seed & 0xFFFFFFFF, epoch]).permutation(num_prompts)

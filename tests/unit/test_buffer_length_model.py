@@ -1,0 +1,147 @@
+"""The length model against laws that are known: what it ranks, what it covers, and how soon it notices."""
+
+import math
+
+import numpy as np
+import pytest
+
+from buffer.length_model import LengthModel, Shape, Visit
+
+K, NUM_PROMPTS = 8, 1_500
+SPREAD, NOISE, LEVEL = 0.52, 0.28, math.log(200)
+"""65 % of the variance lies among prompts."""
+
+
+class World:
+    """Prompts whose log lengths are LEVEL + own + noise, cut at some length."""
+
+    def __init__(self, seed=0, longest=10**9, num_prompts=NUM_PROMPTS, group_size=K):
+        self.random = np.random.default_rng(seed)
+        self.own = self.random.normal(0.0, math.sqrt(SPREAD), num_prompts)
+        self.level, self.longest, self.group_size = LEVEL, longest, group_size
+
+    def group(self, prompt):
+        values = self.level + self.own[prompt] + self.random.normal(0.0, math.sqrt(NOISE), self.group_size)
+        lengths = np.maximum(1, np.rint(np.exp(values))).astype(int)
+        return np.minimum(lengths, self.longest).tolist(), (lengths >= self.longest).tolist()
+
+    def epoch(self, model, version=0):
+        for prompt in self.random.permutation(len(self.own)).tolist():
+            model.see(prompt, *self.group(prompt), version)
+
+
+def recall(scores, longest):
+    """Of the longest fifth, how many are in the fifth with the greatest scores."""
+    many = len(longest) // 5
+    return len({*np.argsort(scores)[-many:]} & {*np.argsort(longest)[-many:]}) / many
+
+
+def test_after_two_epochs_groups_are_ranked_as_well_as_by_whoever_knew_the_law():
+    world, model, seen = World(), LengthModel(NUM_PROMPTS), np.zeros(NUM_PROMPTS)
+    for prompt in 2 * [*range(NUM_PROMPTS)]:
+        lengths, cut = world.group(prompt)
+        seen[prompt] += np.log(lengths).mean()  # by which whoever knows the law ranks
+        model.see(prompt, lengths, cut, 0)
+    prompts = np.arange(NUM_PROMPTS)
+    foretold, found, best = model.longest_of(prompts, K, 0), [], []
+    for _ in range(4):
+        total = np.array([sum(world.group(prompt)[0]) for prompt in prompts])
+        found.append(recall(foretold, total))
+        best.append(recall(seen, total))
+    assert np.mean(found) >= 0.99 * np.mean(best)
+    assert np.mean(found) > 0.75
+    assert model.shape.spread == pytest.approx(SPREAD, rel=0.1)
+    assert model.shape.noise == pytest.approx(NOISE, rel=0.1)
+
+
+@pytest.mark.parametrize("num_epochs", [0, 1, 3])
+def test_the_quantile_covers_what_it_says_whatever_is_known(num_epochs):
+    world, model = World(1), LengthModel(NUM_PROMPTS)
+    known = slice(0, NUM_PROMPTS // 2)
+    for _ in range(num_epochs):
+        world.epoch(model)
+    if not num_epochs:  # of these prompts nothing is known, of others all
+        for prompt in range(NUM_PROMPTS)[known]:
+            model.see(prompt, *world.group(prompt), 0)
+    prompts = np.arange(NUM_PROMPTS)[NUM_PROMPTS // 2 :]
+    foretold = model.longest_of(prompts, K, 0)
+    covered = np.mean([max(world.group(p)[0]) <= most for p, most in zip(prompts, foretold, strict=True)])
+    assert 0.87 <= covered <= 0.93
+
+
+def test_with_a_known_shape_visits_add_up_to_the_shrunken_mean():
+    many = 1e12
+    shape = Shape(many, LEVEL, NOISE * many, many, SPREAD * many, many)
+    model, world = LengthModel(1, shape), World(2)
+    seen = []
+    for visit in range(1, 6):
+        lengths, cut = world.group(0)
+        seen += [math.log(each) for each in lengths]
+        found = model.see(0, lengths, cut, 7)
+        num = visit * K
+        own = num * SPREAD / (num * SPREAD + NOISE) * (np.mean(seen) - LEVEL)
+        assert found.mean == pytest.approx(own, rel=1e-5)
+        assert found.variance == pytest.approx(SPREAD * NOISE / (num * SPREAD + NOISE), rel=1e-5)
+
+
+def test_lengths_that_grow_together_move_the_level_and_leave_the_ranks():
+    world, model = World(3), LengthModel(NUM_PROMPTS)
+    world.epoch(model)
+    before = model.of(np.arange(NUM_PROMPTS), 0)[0]
+    world.level += math.log(2)
+    for prompt in range(NUM_PROMPTS // 2):
+        model.see(prompt, *world.group(prompt), 0)
+    others = np.arange(NUM_PROMPTS)[NUM_PROMPTS // 2 :]
+    after = model.of(others, 0)[0]
+    assert np.mean(after - before[others]) == pytest.approx(math.log(2), abs=0.1)
+    assert np.corrcoef(after, world.own[others])[0, 1] > 0.95
+
+
+def test_what_a_prompt_had_of_its_own_is_forgotten_as_fast_as_it_changes():
+    steady, changing = LengthModel(NUM_PROMPTS), LengthModel(NUM_PROMPTS)
+    world, other = World(4), World(5)
+    for epoch in range(4):
+        world.epoch(steady, version=100 * epoch)
+        other.epoch(changing, version=100 * epoch)
+        fresh = other.random.normal(0.0, math.sqrt(SPREAD), NUM_PROMPTS)
+        other.own = 0.5 * other.own + math.sqrt(0.75) * fresh
+    assert 100 * steady.shape.fading < 0.05
+    assert math.exp(-100 * changing.shape.fading) == pytest.approx(0.5, abs=0.1)
+    prompts = np.arange(NUM_PROMPTS)
+    error = changing.of(prompts, 400)[0] - LEVEL - other.own
+    assert np.mean(error**2) == pytest.approx(np.mean(changing.of(prompts, 400)[1]), rel=0.15)
+
+
+def test_cut_completions_do_not_hide_how_long_their_prompts_are():
+    longest = round(math.exp(LEVEL + 0.8 * math.sqrt(SPREAD + NOISE)))  # a fifth is cut
+    world, model, blind = World(6, longest), LengthModel(NUM_PROMPTS), LengthModel(NUM_PROMPTS)
+    for _ in range(2):
+        for prompt in range(NUM_PROMPTS):
+            lengths, cut = world.group(prompt)
+            model.see(prompt, lengths, cut, 0)
+            blind.see(prompt, lengths, [False] * K, 0)
+    long = np.flatnonzero(world.own > 1.3 * math.sqrt(SPREAD))
+    error = np.mean(model.of(long, 0)[0] - LEVEL - world.own[long])
+    missed = np.mean(blind.of(long, 0)[0] - LEVEL - world.own[long])
+    assert missed < -0.4
+    assert abs(error) < 0.4 * abs(missed)
+
+
+def test_single_samples_and_equal_lengths_are_no_trouble():
+    model = LengthModel(3)
+    for _ in range(50):
+        model.see(0, [7], [False], 0)
+        model.see(1, [7] * K, [True] * K, 0)
+    found = model.longest_of(np.arange(3), K, 0)
+    assert np.isfinite(found).all()
+    assert found[0] < found[1], "of the second all were cut"
+
+
+def test_what_is_put_is_got_and_nothing_is_nothing():
+    model = LengthModel(2)
+    visit = Visit(0.5, 0.25, 3)
+    model.put(1, visit)
+    assert model.get(1) == visit
+    assert model.get(0) is None
+    model.put(1, None)
+    assert model.get(1) is None

@@ -1,0 +1,65 @@
+"""When a run has a ranker, and what becomes of one that dies."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from launch.processes import ranker, role_process
+from launch.processes.ranker import RankerService
+from tests.unit.made_up_run import context, plan
+
+TWO_POOLS = ("--pools.slow.role", "actors", "--pools.slow.count", "1", "--pools.fast.role", "actors")
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Rankers without processes: the n-th that is started, from 0, lives until n is among the dead."""
+    seen = SimpleNamespace(started=0, dead=set(), told=[])
+
+    def spawn(*_, **__):
+        seen.started += 1
+        return SimpleNamespace(run=SimpleNamespace(remote=lambda _, number=seen.started - 1: number))
+
+    monkeypatch.setattr(ranker, "spawn", spawn)
+    monkeypatch.setattr(ranker, "here", lambda: None)
+    for module in (ranker, role_process):
+        monkeypatch.setattr(module, "done", lambda call: call in seen.dead)
+    monkeypatch.setattr(ranker, "outcome", lambda _: "it was killed")
+    monkeypatch.setattr(ranker.ray, "kill", lambda *_, **__: None)
+    return seen
+
+
+def start(world, folder, *overrides) -> RankerService:
+    made = plan(folder, *overrides)
+    found = RankerService(made, lambda *event: world.told.append(event))
+    found.start(context(made))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num"),
+    [
+        ((), 0),
+        (TWO_POOLS, 1),
+        ((*TWO_POOLS, "--buffer.dispatch", "in_order"), 0),
+        (("--buffer.dispatch", "longest_first"), 1),
+    ],
+    ids=["one pool", "two pools", "in order", "longest first"],
+)
+def test_a_run_has_a_ranker_where_lengths_may_decide_who_gets_a_prompt(world, tmp_path, overrides, num):
+    found = start(world, tmp_path / "run", *overrides)
+    assert (len(found.processes), world.started) == (num, num)
+
+
+def test_a_ranker_that_dies_is_started_again_and_given_up_when_it_does_so_too_often(world, tmp_path):
+    found = start(world, tmp_path / "run", *TWO_POOLS, "--launch.max_restarts", "1")
+    (process,) = found.processes
+    world.dead = {0}
+    found.watch()
+    found.watch()
+    assert (world.started, process.state, process.restarts.total) == (2, "working", 1)
+    world.dead = {0, 1}
+    found.watch()
+    assert found.processes == []
+    assert [kind for kind, _ in world.told] == ["restart", "given_up"]
+    assert str(process.log) in world.told[1][1]
