@@ -1,0 +1,208 @@
+"""What it gains that long answers go to fast engines. Prints one JSON line last.
+
+    python benchmarks/dispatch.py [--quick] [--rounds 3] [--only NAME ...] [--keep FOLDER] [--page [FILE]]
+
+Fleets (`fleet_parts`) of eight sleeping engines, two of them twice as fast as the others: all but the engines and the
+learner's arithmetic is real. In every round a fleet runs once with `buffer.dispatch = "in_order"` and once with
+"by_deadline", on the same engines; lengths are learned from the groups that complete, in a few epochs of few prompts,
+before anything counts. Each is simulated too. Ratios are of trained samples per second, by_deadline over in_order:
+
+    wait_over_in_order, lag0_over_in_order, drop_over_in_order    on_stale = "wait", max_lag = 0, on_stale = "drop"
+    like_engines     eight engines of one kind, where there is nothing to gain
+    ks_over_in_order `length/fidelity_ks` of the runs that drop: how far lengths trained are from lengths generated
+
+`--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/dispatch.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.fleet import CALIBRATION, CONFIG, Fleet, run, world_of
+from benchmarks.fleet_parts.setting import FleetSetting
+from benchmarks.lib.machine import RESULTS, describe_machine
+from benchmarks.lib.page import bars_table, judged, origin, table, write_page
+from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
+from common.costs import TokenTime
+from launch.config import load_config
+from launch.profiling import costs_of
+from launch.run_folder import RunFolder
+from planning.lengths import LengthLaw
+from planning.simulator import Simulation
+from planning.world import Costs
+
+PAGE = RESULTS / "dispatch.md"
+AT_LEAST = {"wait_over_in_order": 1.40, "lag0_over_in_order": 1.45, "drop_over_in_order": 1.03, "like_engines": 0.99}
+AT_MOST = {"ks_over_in_order": 1.0}
+POLICIES = ("in_order", "by_deadline")
+SLOW = TokenTime(0.1, 0.0015)
+FAST = TokenTime(SLOW.base / 2, SLOW.per_sample / 2)
+LENGTHS = LengthLaw.lognormal(6, 0.9, 56, 0.65)
+STEP_S = 0.3
+PROMPTS, GROUPS, LEARNED, COUNTED = 128, 16, 24, 24
+"""Prompts, and how many of them a step takes; steps until lengths are known, and steps that count."""
+SAID = ("--task.num_train", str(PROMPTS), "--actors.num_actors", "8", "--actors.max_running_samples", "32",
+        "--learner.groups_per_step", str(GROUPS))  # fmt: skip
+UNLIKE = (
+    *("--pools.slow.role", "actors", "--pools.slow.count", "6", "--pools.slow.resource", ""),
+    *("--pools.fast.role", "actors", "--pools.fast.count", "2", "--pools.fast.resource", ""),
+)
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fleet, but for how prompts are dispatched."""
+
+    name: str
+    lag: int
+    on_stale: str
+    unlike: bool = True
+
+    def fleet(self, policy: str, number: int) -> Fleet:
+        """The fleet with a policy; its seed is the round's."""
+        laws = {"slow": SLOW, "fast": FAST} if self.unlike else {"actors": SLOW}
+        said = (
+            *SAID, *(UNLIKE if self.unlike else ()), "--run.seed", str(number), "--buffer.dispatch", policy,
+            "--weight_sync.max_lag", str(self.lag), "--weight_sync.on_stale", self.on_stale,
+        )  # fmt: skip
+        setting = FleetSetting(laws, LENGTHS, STEP_S, 1e-4)
+        return Fleet(f"{self.name} {policy} {number}", setting, said, LEARNED + COUNTED)
+
+
+CASES = (
+    Case("wait", 2, "wait"),
+    Case("lag0", 0, "drop"),
+    Case("drop", 2, "drop"),
+    Case("like_engines", 2, "wait", unlike=False),
+)
+
+
+def main() -> None:
+    """Measure, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round, for development")
+    parser.add_argument("--rounds", type=int, default=3, help="of a run by each policy")
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="some of the fleets")
+    parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
+    parser.add_argument(
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+    )
+    args = parser.parse_args()
+    if args.page and (args.quick or args.only):
+        parser.error("a page has all fleets at full size; leave --quick and --only out, or --page")
+    end_at_sigterm()
+    machine = describe_machine()
+    cases = [case for case in CASES if not args.only or case.name in args.only]
+    num_rounds, learned, counted = (1, 4, 6) if args.quick else (args.rounds, LEARNED, COUNTED)
+    with tempfile.TemporaryDirectory(prefix="benchmark-dispatch-") as fresh:
+        folder = (args.keep or Path(fresh)).resolve()
+        try:
+            costs = costs_of([RunFolder(run(folder, CALIBRATION).folder)])
+            rows = measured(folder, cases, num_rounds, learned, counted)
+        except MeasurementFailed as error:
+            sys.exit(f"benchmarks/dispatch.py: {error}")
+    for case in cases:
+        ratios = [simulated(case, number, costs, learned, counted) for number in range(num_rounds)]
+        rows[case.name]["simulated"] = ratios
+    result = {"quick": args.quick, "rounds": num_rounds, **figures_of(rows), "fleets": rows, "machine": machine}
+    result["wanted_at_least"] = judged(result, AT_LEAST, "at least", at_full_size=not args.quick and not args.only)
+    result["wanted_at_most"] = judged(result, AT_MOST, "at most", at_full_size=not args.quick and not args.only)
+    if args.page:
+        write_page(args.page, page(result))
+    print(json.dumps(result))
+
+
+def measured(folder: Path, cases: Sequence[Case], num_rounds: int, learned: int, counted: int) -> dict[str, Figures]:
+    """Case -> figures by policy and round, and the ratios of each round.
+
+    Raises:
+        MeasurementFailed: a run did not end well.
+    """
+    rows: dict[str, Figures] = {case.name: {policy: [] for policy in POLICIES} for case in cases}
+    for number in range(num_rounds):
+        for case in cases:
+            for policy in POLICIES:
+                fleet = case.fleet(policy, number)
+                updates = run(folder, Fleet(fleet.name, fleet.setting, fleet.overrides, learned + counted)).updates
+                last = updates[learned:]
+                seconds = last[-1]["finished_s"] - updates[learned - 1]["finished_s"]
+                figures = {
+                    "samples_per_s": sum(row["batch/trajectories"] for row in last) / seconds,
+                    "ks": last[-1]["length/fidelity_ks"],
+                    "covered": last[-1]["length/covered"],
+                    "foretold": last[-1]["length/foretold"],
+                }
+                rows[case.name][policy].append(figures)
+                print(json.dumps({"fleet": fleet.name, **figures}), file=sys.stderr, flush=True)
+    for case in cases:
+        first, second = (rows[case.name][policy] for policy in POLICIES)
+        rows[case.name]["ratios"] = [
+            two["samples_per_s"] / one["samples_per_s"] for one, two in zip(first, second, strict=True)
+        ]
+    return rows
+
+
+def simulated(case: Case, number: int, costs: Costs, learned: int, counted: int) -> float:
+    """The ratio of a round by simulation."""
+    rates = []
+    for policy in POLICIES:
+        fleet = case.fleet(policy, number)
+        world = world_of(fleet, load_config(CONFIG, fleet.arguments), costs)
+        rates.append(Simulation(world).run(learned + counted, learned).samples_per_s)
+    return rates[1] / rates[0]
+
+
+def figures_of(rows: dict[str, Figures]) -> Figures:
+    """Medians of the rounds' ratios."""
+    names = {"like_engines": "like_engines"}
+    found: Figures = {names.get(name, f"{name}_over_in_order"): median(row["ratios"]) for name, row in rows.items()}
+    if "drop" in rows:
+        first, second = (fmean(each["ks"] for each in rows["drop"][policy]) for policy in POLICIES)
+        found["ks_over_in_order"] = second / first
+    return found
+
+
+def page(result: Figures) -> list[str]:
+    """The paragraphs of the page."""
+    command = "python benchmarks/dispatch.py --page"
+    head = (
+        f"{origin(command, result['machine'], result['machine']['commit'])} Eight sleeping engines, of which two are "
+        f"twice as fast, and a sleeping learner; {PROMPTS} prompts, of which a step takes {GROUPS}, with 8 samples "
+        f"each; 65 % of the variance of lengths is the prompt's. Lengths are learned in the first {LEARNED} steps; the "
+        f"next {COUNTED} count. Ratios are medians of {result['rounds']} rounds."
+    )
+    cells = []
+    for name, row in result["fleets"].items():
+        first, second = ([each["samples_per_s"] for each in row[policy]] for policy in POLICIES)
+        known = row[POLICIES[1]]
+        cells.append([
+            name, f"{fmean(first):.2f}", f"{fmean(second):.2f}", ", ".join(f"{each:.2f}" for each in row["ratios"]),
+            ", ".join(f"{each:.2f}" for each in row["simulated"]), f"{fmean(each['foretold'] for each in known):.0%}",
+            f"{fmean(each['covered'] for each in known):.0%}",
+        ])  # fmt: skip
+    columns = ["fleet", "in order, samples/s", "by deadline", "ratios", "simulated", "foretold", "covered"]
+    return [
+        "# Long answers on fast engines",
+        head,
+        bars_table(result["wanted_at_least"], "at least"),
+        bars_table(result["wanted_at_most"], "at most"),
+        table(columns, cells),
+        "`foretold` is the share of the variance among the means of groups that was known before; `covered` that of "
+        "the groups whose longest answer was no longer than foretold, where 90 % is right.",
+    ]
+
+
+if __name__ == "__main__":
+    main()
