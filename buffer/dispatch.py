@@ -88,7 +88,7 @@ class Window:
         return len(self._in_order)
 
     def __iter__(self) -> Iterator[Waiting]:
-        """In the data's order, but for those that were put back."""
+        """In the data's order."""
         return iter(self._in_order.values())
 
     def put(self, waiting: Waiting) -> None:

@@ -72,6 +72,7 @@ class ShardSteps(Steps):
         if message.step > state.step:
             self._believe(state, message.version)
             state.version, state.step = message.version, message.step
+            self._groups.prompts.pace.finished()
 
 
 class ShardDraws(Draws):

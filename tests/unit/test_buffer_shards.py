@@ -267,14 +267,16 @@ def test_the_next_learner_hears_how_recorded_steps_are_divided_and_redoes_them(s
     assert len(draw(shards[1], 1, plan, incarnation=1)) == 2
 
 
-def test_a_shard_without_a_part_only_learns_the_version(shards):
+def test_a_shard_without_a_part_only_learns_the_version_and_how_fast_steps_are(shards):
     prepared(shards)
     shard = shards[2]
     for step in (1, 2, 5):  # it was down for the others
+        shard.now_s += 4.0
         shard.ask(p.StepFinished(step, step, 0, took_part=False), p.Done)
         shard.ask(p.StepFinished(step, step, 0, took_part=False), p.Done)
     shard.ask(p.StepFinished(2, 2, 0, took_part=False), p.Done)
     assert shard.status().version == 5
+    assert shard.core.groups.prompts.pace.step_s == 4.0
     assert shard.status().ledger["trained"] == 0
     assert shard.faults() == []
     with pytest.raises(BufferRefused, match="never drawn"):
