@@ -19,7 +19,7 @@ OBJECT_STORE_BYTES = 80 * 2**20
 """Only control passes through Ray, so its object store stays near the smallest that it accepts."""
 CONNECT_S = 3.0
 _OWNER_ONLY = 0o077
-_ROLE_LOG = re.compile(r"(buffer|weights|stage|actor)\.\d+\.log")
+_ROLE_LOG = re.compile(r"(buffer|weights|scorer|ranker|stage|actor)\.\d+\.log")
 
 
 def keep_files_private() -> None:

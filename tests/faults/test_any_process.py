@@ -19,8 +19,8 @@ from tests.world.live_run import LiveRun, command_of, descendants, wait_for_end
 pytestmark = pytest.mark.timeout(900)
 
 BOUND_S = 60.0
-NUM_PROCESSES = 6
-"""Two actors, two stages, two services."""
+NUM_PROCESSES = 7
+"""Two actors, two stages, two services, and the ranker."""
 STEPS_AFTER = 5
 """So many further steps, and every process at work, are what healed means."""
 
@@ -64,13 +64,14 @@ def seconds_to_heal(run: LiveRun, kill: Callable[[], None], bound_s: float) -> f
 @pytest.mark.fault("K", "kill -9 of each role in turn, in one run", full=True)
 def test_a_run_heals_from_the_death_of_any_role(start_run, show):
     began_s = time.monotonic()
-    run = start_run("--weight_sync.transport", "network")
+    run = start_run("--weight_sync.transport", "network", "--buffer.dispatch", "longest_first")
     run.wait_for("all to work", lambda: len(at_work(run)) == NUM_PROCESSES)
     started_s = time.monotonic() - began_s
     engine_bound_s = max(BOUND_S, 2 * started_s)
     deaths = {
         "buffer": lambda: run.kill("buffer"),
         "weights": lambda: run.kill("weights"),
+        "ranker": lambda: run.kill("ranker"),
         "first stage": lambda: run.kill("stage", 0),
         "last stage": lambda: run.kill("stage", 1),
         "actor": lambda: run.kill("actor", 1),

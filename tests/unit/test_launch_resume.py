@@ -217,16 +217,17 @@ def test_the_claim_of_a_killed_command_is_gone_with_it(folder):
         assert owner_of(folder) == os.getpid()
 
 
-def test_processes_of_a_dead_command_are_waited_for_and_named_where_they_stay(folder):
+@pytest.mark.parametrize("role", ["stage", "scorer", "ranker"])
+def test_processes_of_a_dead_command_are_waited_for_and_named_where_they_stay(folder, role):
     said: list[str] = []
-    with folder.log("stage", 1).open("wb") as log, subprocess.Popen(["sleep", "60"], stdout=log) as process:
+    with folder.log(role, 1).open("wb") as log, subprocess.Popen(["sleep", "60"], stdout=log) as process:
         with pytest.raises(ConfigError) as error:
             wait_for_the_dead(folder, said.append, limit_s=0.3, pause_s=0.1)
-        assert f"stage.1 (process {process.pid})" in str(error.value)
+        assert f"{role}.1 (process {process.pid})" in str(error.value)
         assert f"kill -9 {process.pid}" in str(error.value)
         process.kill()
     wait_for_the_dead(folder, said.append, limit_s=15.0)
-    assert said == [f"waiting for stage.1 (process {process.pid}) of an earlier command to end"]
+    assert said == [f"waiting for {role}.1 (process {process.pid}) of an earlier command to end"]
 
 
 @pytest.mark.process
