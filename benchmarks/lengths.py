@@ -32,7 +32,7 @@ PAGE = RESULTS / "lengths.md"
 PARTS = ("history", "features", "costs", "smollm2")
 NUM_PROMPTS = 640
 AT_LEAST = {"recall_over_bayes_history": 0.97, "recall_over_bayes_features": 0.95, "smollm2_recall": 0.6,
-            "smollm2_over_simpler": 1.0}  # fmt: skip
+            "smollm2_over_simpler": 1.01}  # fmt: skip
 AT_MOST = {"million_s": 30.0, "choice_us": 5.0, "covered_off": 0.03}
 
 Figures = dict[str, Any]
@@ -105,7 +105,8 @@ def page(result: Figures) -> list[str]:
         f"{result['features_covered']:.3f}.",
         f"SmolLM2-135M-Instruct on four tasks of reasoning-gym, answers of up to 128 tokens, "
         f"{result['mean_tokens']:.0f} on average, {result['cut']:.0%} of them cut; {result['num_prompts'] // 2} "
-        f"prompts that were seen once foretell as many others. Covered {result['smollm2_covered']:.3f}.",
+        f"prompts that were seen once foretell as many others. Of {result['num_shorter']} groups less than the longest "
+        f"answer was foretold; of these {result['smollm2_covered']:.3f} are covered.",
         table(["ranked by", "recall"], real),
     ]
 

@@ -93,6 +93,7 @@ def smollm2_tasks(num_prompts: int, folder: Path) -> Figures:
     by_task = np.array([np.mean(of_task[problem.columns["task"]]) for problem in problems]) + chance
     by_length = np.array([len(problem.token_ids) for problem in problems], np.float64) + chance
     totals, longest = groups.sum(axis=1).astype(np.float64) + chance, groups.max(axis=1)
+    shorter = foretold < LONGEST  # of the others the cut hides whether they were right
     return {
         "num_prompts": num_prompts,
         "mean_tokens": float(groups.mean()),
@@ -100,6 +101,7 @@ def smollm2_tasks(num_prompts: int, folder: Path) -> Figures:
         "smollm2_recall": recall(foretold + chance[new], totals[new]),
         "recall_by_task": recall(by_task[new], totals[new]),
         "recall_by_prompt_length": recall(by_length[new], totals[new]),
-        "smollm2_covered": float(np.mean(longest[new] <= np.ceil(foretold))),
+        "num_shorter": int(shorter.sum()),
+        "smollm2_covered": float(np.mean(longest[new][shorter] <= foretold[shorter])) if shorter.any() else 0.0,
         "by_chance": LONG,
     }
