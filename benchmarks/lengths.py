@@ -60,7 +60,7 @@ def main() -> None:
         result["smollm2_over_simpler"] = result["smollm2_recall"] / max(
             result["recall_by_task"], result["recall_by_prompt_length"]
         )
-    covered = [value for key, value in result.items() if key.endswith("_covered")]
+    covered = [value for key, value in result.items() if key.endswith("_covered") and value is not None]
     result["covered_off"] = max((abs(each - 0.9) for each in covered), default=0.0)
     result["machine"] = machine
     is_full = not args.quick and not args.only
@@ -105,8 +105,8 @@ def page(result: Figures) -> list[str]:
         f"{result['features_covered']:.3f}.",
         f"SmolLM2-135M-Instruct on four tasks of reasoning-gym, answers of up to 128 tokens, "
         f"{result['mean_tokens']:.0f} on average, {result['cut']:.0%} of them cut; {result['num_prompts'] // 2} "
-        f"prompts that were seen once foretell as many others. Of {result['num_shorter']} groups less than the longest "
-        f"answer was foretold; of these {result['smollm2_covered']:.3f} are covered.",
+        f"prompts that were seen once foretell as many others. Of {result['num_shorter']} groups less than 128 tokens "
+        f"were foretold; covered, of these: {result['smollm2_covered'] or 'none to measure'}.",
         table(["ranked by", "recall"], real),
     ]
 

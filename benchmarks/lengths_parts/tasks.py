@@ -102,6 +102,6 @@ def smollm2_tasks(num_prompts: int, folder: Path) -> Figures:
         "recall_by_task": recall(by_task[new], totals[new]),
         "recall_by_prompt_length": recall(by_length[new], totals[new]),
         "num_shorter": int(shorter.sum()),
-        "smollm2_covered": float(np.mean(longest[new][shorter] <= foretold[shorter])) if shorter.any() else 0.0,
+        "smollm2_covered": float(np.mean(longest[new][shorter] <= foretold[shorter])) if shorter.any() else None,
         "by_chance": LONG,
     }
