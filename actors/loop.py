@@ -25,7 +25,7 @@ from actors.engine import Engine
 from actors.report import ActorReport, actor_name
 from actors.rewards import Scorer, ScorerLimits
 from actors.sample import EvalRequest, EvalResult, SampleFailed, SampleMaker
-from actors.tasks import Problem, Task, load_task
+from actors.tasks import Problem, Task, load_encoded
 from actors.tasks.task import PromptCodec
 from actors.weights import ActorError, WeightFollower
 from buffer.client import BufferClient
@@ -117,8 +117,7 @@ async def assemble(context: RunContext[ActorSections], number: int) -> Parts:
 
 def _load(context: RunContext[ActorSections]) -> tuple[Task, PromptCodec]:
     config = context.config
-    codec = PromptCodec(context.model_path, config.task.chat, config.task.system_prompt)
-    return load_task(config.task).encoded(codec.encode, config.actors.max_prompt_tokens), codec
+    return load_encoded(config.task, context.model_path, config.actors.max_prompt_tokens)
 
 
 @dataclass(slots=True, eq=False)

@@ -19,8 +19,7 @@ from scipy.sparse import csr_matrix
 from sklearn.linear_model import Ridge
 
 from actors.config import ActorSections
-from actors.tasks import load_task
-from actors.tasks.task import Problem, PromptCodec
+from actors.tasks import Problem, load_encoded
 from buffer.schema import VISITS, read_stream
 from buffer.sharding.client import open_client
 from common.run import RunContext
@@ -118,8 +117,8 @@ class Ranker:
             BufferRefused: it serves another run.
         """
         config = context.config
-        codec = PromptCodec(context.model_path, config.task.chat, config.task.system_prompt)
-        self._features = Features(load_task(config.task).encoded(codec.encode, config.actors.max_prompt_tokens).train)
+        task, _ = load_encoded(config.task, context.model_path, config.actors.max_prompt_tokens)
+        self._features = Features(task.train)
         self._client = open_client(
             context.buffer_addresses,
             run_id=context.facts.run_id,

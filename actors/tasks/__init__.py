@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.tasks.config import FileTask, Judge, ReasoningGymTask
+from actors.tasks.config import FileTask, Judge, ReasoningGymTask, TaskConfig
 from actors.tasks.functions import check_functions, load_function, try_imports
 from actors.tasks.prompts import Split, held_out
 from actors.tasks.task import Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
@@ -29,6 +29,7 @@ __all__ = [
     "TaskFacts",
     "check_task",
     "held_out",
+    "load_encoded",
     "load_reward",
     "load_task",
 ]
@@ -70,6 +71,18 @@ def check_task(
         files = [reference for reference in config.rewards if reference not in config.reward_models]
         try_imports(files, columns, import_limit_s)
     return task.facts()
+
+
+def load_encoded(task: TaskConfig, model_path: Path, max_prompt_tokens: int) -> tuple[Task, PromptCodec]:
+    """A task with encoded prompts, as actors have it, and the codec that encoded them; errors as of both.
+
+    Args:
+        task: the `[task]` section.
+        model_path: the checkpoint whose tokenizer it is.
+        max_prompt_tokens: a longer prompt is refused.
+    """
+    codec = PromptCodec(model_path, task.chat, task.system_prompt)
+    return load_task(task).encoded(codec.encode, max_prompt_tokens), codec
 
 
 def load_task(config: ReasoningGymTask | FileTask) -> Task:

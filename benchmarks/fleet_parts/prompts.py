@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from actors.sample import sample_seed
-from actors.tasks import load_task
-from actors.tasks.task import PromptCodec
+from actors.tasks import load_encoded
 from buffer.prompts import order_of
 from launch.config import Config
 from planning.lengths import LengthLaw, score_of
@@ -20,8 +19,7 @@ class FleetPrompts:
 
     def __init__(self, config: Config, law: LengthLaw) -> None:
         """Of the task of a config."""
-        codec = PromptCodec(Path(config.model.path or ""), config.task.chat, config.task.system_prompt)
-        task = load_task(config.task).encoded(codec.encode, config.actors.max_prompt_tokens)
+        task, _ = load_encoded(config.task, Path(config.model.path or ""), config.actors.max_prompt_tokens)
         tokens = [problem.token_ids for problem in task.train]
         self._scores = [score_of(*ids) for ids in tokens]
         self._law, self._seed, self._group_size = law, config.run.seed, config.actors.group_size
