@@ -58,6 +58,12 @@ class ActorsConfig(BaseModel):
         default=4, description="Processes, and calls at once, that a reward function has at most in one actor."
     )
     generate_timeout_s: PositiveFloat = Field(default=300.0, description="A sample that takes longer counts as failed.")
+    keep_every_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds between two times that the buffer is told what running samples have, so that an "
+        "actor that is killed loses no more; 0: it hands them on when it ends, and loses them when it is killed.",
+    )
     eval_every: int = Field(default=0, ge=0, description="Versions between evaluations; 0: before and after only.")
     eval_problems: PositiveInt = Field(default=256, description="Held-out problems of an evaluation during the run.")
 

@@ -12,25 +12,23 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from actors.config import ActorsConfig
 from actors.engine_setup import EngineSockets, engine_args, load_engine, uncollected_children
 from actors.engine_stats import EngineReport, EngineStats, stat_logger
-from buffer.trajectory import VersionSpan
+from actors.generation import EngineError, Generation, RequestRefused, completion_of
+from buffer.trajectory import Prefix
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
 from weight_sync.store import StagedVersion
 from weight_sync.vllm_engine import REFUSED
 
 if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -43,32 +41,24 @@ workers of an engine, which keeps it from preparing its next step."""
 _STOP_TIMEOUT_S = 10.0
 
 
-class EngineError(RuntimeError):
-    """Base of what can go wrong with an engine."""
-
-
 class EngineDead(EngineError):
     """The engine's process is gone, or its model is in an unknown state: start another."""
-
-
-class RequestRefused(EngineError):
-    """This request is not one that the engine can generate; others are not affected."""
 
 
 class UpdateRefused(EngineError):
     """New weights were missing, changed or of another model; the old ones are still served."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Generation:
-    """What one request generated. The end-of-sequence token is part of it: the learner trains on it."""
+RequestKey = tuple[int, int]
+"""Of a request that may be interrupted: its lease and the index of its sample."""
 
-    token_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    """Of each token under the distribution that it was sampled from."""
-    spans: tuple[VersionSpan, ...]
-    """Which version sampled which tokens, without gap, in order."""
-    finish_reason: Literal["stop", "length"]
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    request_id: str
+    prefix: Prefix | None
+    version: PolicyVersion
+    """That it was sent under."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +91,9 @@ class Engine:
         self._version = version
         self._stop_token_ids = stop_token_ids
         self._numbers = itertools.count()
-        self._known_sampling: dict[tuple[float, int], SamplingParams] = {}
+        self._known_sampling: dict[float, SamplingParams] = {}
+        self._running: dict[RequestKey, _Running] = {}
+        """Of an engine that died, those that it had then."""
         self._broken: str | None = None
         self._verified: dict[str, Any] | None = None
         """What `prepare` verified last, until it is applied."""
@@ -171,6 +163,8 @@ class Engine:
         temperature: float | None = None,
         max_new_tokens: int | None = None,
         seed: int | None = None,
+        prefix: Prefix | None = None,
+        key: RequestKey | None = None,
     ) -> Generation:
         """Complete one tokenized prompt. Cancelling the task aborts the request.
 
@@ -179,23 +173,64 @@ class Engine:
             temperature: unset: the configured one; 0 is greedy, for evaluation.
             max_new_tokens: unset: the configured one.
             seed: of this request's samples; unset: the engine's generator.
+            prefix: the first tokens of the completion, which `ended` says to be incomplete; the others are generated,
+                and the result has all.
+            key: by which `interrupt` and `so_far` know the request.
 
         Raises:
             RequestRefused: too long, or otherwise not as the engine wants it.
             EngineDead: the engine is gone.
         """
         params = self._sampling(temperature, max_new_tokens, seed)
+        if prefix is not None:
+            params.max_tokens -= len(prefix.token_ids)
+            prompt_token_ids = [*prompt_token_ids, *prefix.token_ids.tolist()]
         while True:
-            version, final = await self._run(prompt_token_ids, params)
-            completion = _completion(final.outputs[0])
-            # A request may wait inside the engine until weights have changed, and then find a prefix that the old
-            # ones computed. What grew from that is of no version: generate it anew. It does not depend on what
-            # was sampled, so nothing is favoured by it.
-            if not final.num_cached_tokens or completion.spans[0].version == version:
-                return completion
+            version, final = await self._run(prompt_token_ids, params, key, prefix)
+            completion = completion_of(final, version)
+            if completion is not None:
+                return completion.after(prefix)
+
+    def ended(self, prefix: Prefix) -> Literal["stop", "length"] | None:
+        """Why these tokens are a whole completion; None where they are not."""
+        if prefix.token_ids[-1] in self._stop_token_ids:
+            return "stop"
+        return "length" if len(prefix.token_ids) >= self._config.max_new_tokens else None
+
+    def runs(self, key: RequestKey) -> bool:
+        """Has the engine a request of this key? Or had it one when it died?"""
+        return key in self._running
+
+    async def interrupt(self, keys: Iterable[RequestKey]) -> None:
+        """End these requests now: their `generate` returns what there is of them. One that has ended is left alone.
+
+        Raises:
+            EngineDead: the engine is gone; `so_far` still says what there is.
+        """
+        llm = self._alive()
+        await llm.abort([self._running[key].request_id for key in keys if key in self._running])
+
+    def so_far(self, key: RequestKey) -> Generation | None:
+        """What there is of a request that runs, or ran when the engine died; None where there is nothing."""
+        running, llm = self._running.get(key), self._llm
+        if running is None or llm is None:
+            return None
+        from vllm.v1.engine import FinishReason
+
+        processor = llm.output_processor
+        inside = [processor.request_states.get(each) for each in processor.external_req_ids.get(running.request_id, ())]
+        for state in filter(None, inside):
+            output = state.make_request_output([], None, FinishReason.ABORT, None)
+            completion = None if output is None else completion_of(output, running.version)
+            return None if completion is None or not completion.spans else completion.after(running.prefix)
+        return None
 
     async def _run(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        key: RequestKey | None,
+        prefix: Prefix | None,
     ) -> tuple[PolicyVersion, RequestOutput]:
         """Send one request; the version that it was sent under, and its output."""
         from vllm.inputs.engine import tokens_input
@@ -207,16 +242,22 @@ class Engine:
         # prefixes cached under one version are never reused under another
         version = self._version
         prompt = tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt())
+        request_id = f"r{next(self._numbers)}"
+        if key is not None:
+            self._running[key] = _Running(request_id, prefix, version)
         try:
             final = None
             with self._stats.request(len(prompt_token_ids)):
-                async for output in llm.generate(prompt, params, f"r{next(self._numbers)}"):
+                async for output in llm.generate(prompt, params, request_id):
                     final = output
         except Exception as error:
             if self._broken is None and not llm.errored:
                 raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
             self._broken = self._broken or "its process ended"
             raise EngineDead(self._last_words()) from error
+        finally:
+            if key is not None and self._broken is None:
+                del self._running[key]
         if final is None:
             raise RequestRefused("vLLM ended a request without an output")
         return version, final
@@ -310,15 +351,12 @@ class Engine:
     def _sampling(self, temperature: float | None, max_new_tokens: int | None, seed: int | None) -> SamplingParams:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        key = (
-            self._config.temperature if temperature is None else temperature,
-            self._config.max_new_tokens if max_new_tokens is None else max_new_tokens,
-        )
+        heat = self._config.temperature if temperature is None else temperature
         # validating parameters takes longer than a token of a small model: once for each kind, then copies
-        if key not in self._known_sampling:
-            self._known_sampling[key] = SamplingParams(
-                temperature=key[0],
-                max_tokens=key[1],
+        if heat not in self._known_sampling:
+            self._known_sampling[heat] = SamplingParams(
+                temperature=heat,
+                max_tokens=self._config.max_new_tokens,
                 stop_token_ids=self._stop_token_ids,
                 logprobs=0,
                 flat_logprobs=True,
@@ -326,8 +364,9 @@ class Engine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,
             )
-        params = copy.copy(self._known_sampling[key])
+        params = copy.copy(self._known_sampling[heat])
         params.seed = seed
+        params.max_tokens = self._config.max_new_tokens if max_new_tokens is None else max_new_tokens
         return params
 
     def _alive(self) -> AsyncLLM:
@@ -342,21 +381,6 @@ class Engine:
             f"the vLLM engine that served version {self._version} is not usable: {self._broken}; "
             f"its own words are in the log of this process ({os.getpid()}). Start another"
         )
-
-
-def _completion(output: CompletionOutput) -> Generation:
-    """Read vLLM's output; RequestRefused if it ended neither by an end-of-sequence token nor by length."""
-    if output.finish_reason not in ("stop", "length"):
-        raise RequestRefused(f"a request ended with '{output.finish_reason}' after {len(output.token_ids)} tokens")
-    spans = tuple(
-        VersionSpan(PolicyVersion.parse(span.version), span.start, span.end) for span in output.weight_versions
-    )
-    return Generation(
-        token_ids=np.asarray(output.token_ids, dtype=np.int32),
-        logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
-        spans=spans,
-        finish_reason=output.finish_reason,
-    )
 
 
 class EngineGone(RuntimeError):

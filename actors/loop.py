@@ -5,7 +5,8 @@
 
 Every sample is a task of its own and leaves when it is complete: nobody waits for the batch. Three
 more tasks lease prompts while there is room, renew what is held, and follow the weight store. The
-first of them to fail ends the loop with its error; a failed sample is only given up.
+first of them to fail ends the loop with its error; a failed sample is only given up. Whatever ends the
+loop, samples that are not complete are handed on with the tokens that they have.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from actors.config import ActorSections
 from actors.engine import Engine
+from actors.held import GOODBYE_S, HandingOn, HeldLease, settled
 from actors.report import ActorReport, actor_name
 from actors.rewards import Scorer, ScorerLimits
 from actors.sample import EvalRequest, EvalResult, SampleFailed, SampleMaker
-from actors.tasks import Problem, Task, load_encoded
+from actors.tasks import Task, load_encoded
 from actors.tasks.task import PromptCodec
 from actors.weights import ActorError, WeightFollower
 from buffer.client import BufferClient
 from buffer.protocol import Lease, RowResult
 from buffer.sharding.client import ShardedClient, open_client
-from buffer.trajectory import Trajectory
+from buffer.trajectory import Prefix, Trajectory
 from common.run import RunContext
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
@@ -47,8 +48,6 @@ _LEASE_POLL_S = (0.01, 0.05)
 _CREDIT_POLL_S = 0.02
 _AHEAD_SHARE = 0.25
 """Of the last lease in the running mean of what leaves the engine until one comes."""
-_GOODBYE_S = 5.0
-"""Bound of what is handed back when stopping."""
 _CLOSE_S = 3.0
 """Bound of closing what is connected to others."""
 
@@ -120,20 +119,6 @@ def _load(context: RunContext[ActorSections]) -> tuple[Task, PromptCodec]:
     return load_encoded(config.task, context.model_path, config.actors.max_prompt_tokens)
 
 
-@dataclass(slots=True, eq=False)
-class _HeldLease:
-    lease: Lease
-    problem: Problem
-    open: set[int]
-    """Sample indices neither acknowledged nor given up."""
-    to_generate: set[int]
-    """Those of them that the engine has not completed yet."""
-    renew_at_s: float
-    """On the loop's clock."""
-    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """Those that still generate or score; once a sample is being pushed nothing cancels it."""
-
-
 class ActorLoop:
     """One actor. `start`, then `run` until the buffer drains or `stop` is called; `evaluate` any time between."""
 
@@ -154,7 +139,7 @@ class ActorLoop:
         self._pool = pool
         self._assemble = assemble
         self._parts: Parts | None = None
-        self._held: dict[int, _HeldLease] = {}
+        self._held: dict[int, HeldLease] = {}
         self._room_changed = asyncio.Event()
         self._leased = asyncio.Event()
         self._clock = clock
@@ -184,7 +169,7 @@ class ActorLoop:
         """
         parts = await self._assemble(self._context, self._number)
         facts, sections, config = self._context.facts, self._context.config, self._config
-        self._parts = parts
+        self._parts, self._client = parts, parts.client
         self._fingerprint = parts.task.facts().fingerprint
         self._follower = WeightFollower(
             self._name, parts.engine, parts.puller, sections.weight_sync, facts.contract, clock=self._clock
@@ -192,6 +177,7 @@ class ActorLoop:
         self._maker = SampleMaker(
             facts.seed, config, sections.task.correct_at, parts.engine, self._follower, parts.scorer, parts.decoder
         )
+        self._handing_on = HandingOn(self._name, self._maker, parts.client)
         await self._follower.update()
         self._waiting = "not running yet"
 
@@ -214,6 +200,7 @@ class ActorLoop:
             self._stopping.wait(),
             self._follower.run(),
             self._renew_leases(),
+            *([self._keep(self._config.keep_every_s)] if self._config.keep_every_s else []),
         ]
         tasks = [asyncio.create_task(job) for job in jobs]
         self._ended.clear()
@@ -225,6 +212,7 @@ class ActorLoop:
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
+            await self._handing_on.leave_all(self._held.values())
             await self._cancel_samples(self._held.values())
             self._waiting = "stopped"
             self._ended.set()
@@ -247,14 +235,16 @@ class ActorLoop:
             self._evaluating -= 1
 
     async def stop(self) -> None:
-        """End `run`, hand back what is leased, and stop the engine. May be called twice."""
+        """End `run`, which hands on what is leased, and stop the engine. May be called twice."""
         self._stopping.set()
         parts, self._parts = self._parts, None
         if parts is None:
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GOODBYE_S):
-                await self._hand_back(parts.client)
+            async with asyncio.timeout(2 * GOODBYE_S):
+                await self._ended.wait()
+                if self._samples:  # what is left is being pushed: let it arrive
+                    await asyncio.wait(self._samples)
         self._held.clear()
         await parts.scorer.close()
         # side by side: a buffer that no longer answers must not keep the staged weights of this machine
@@ -262,20 +252,6 @@ class ActorLoop:
         closing = [closer.submit(parts.client.close), closer.submit(parts.puller.close)]
         await asyncio.wait([asyncio.wrap_future(each) for each in closing], timeout=_CLOSE_S)
         await parts.engine.stop()
-
-    async def _hand_back(self, client: BufferClient | ShardedClient) -> None:
-        """End `run`, and give up what is leased; leases that the buffer does not hear of run out by themselves."""
-        await self._ended.wait()
-        await self._cancel_samples(self._held.values())
-        if self._samples:  # what is left is being pushed: let it arrive, so that it is not given up below
-            await asyncio.wait(self._samples)
-        give_ups = [
-            asyncio.wrap_future(client.give_up(held.lease, sorted(held.open), "actor stopped"))
-            for held in self._held.values()
-            if held.open
-        ]
-        if give_ups:
-            await asyncio.wait(give_ups)
 
     def report(self) -> ActorReport:
         """What this actor has done and what it waits for."""
@@ -291,6 +267,8 @@ class ActorLoop:
             num_tokens=counts.num_tokens,
             num_outcomes=dict(counts.outcomes),
             num_failed=dict(counts.failed),
+            num_handed_on=counts.num_handed_on,
+            num_tokens_lost=counts.num_tokens_lost,
             settled_s=counts.settled_s,
             num_leases_lost=counts.num_leases_lost,
             num_running=self._maker.busy.num_running,
@@ -326,7 +304,6 @@ class ActorLoop:
 
     async def _lease_groups(self) -> None:
         """Lease whenever there is room, until the buffer drains."""
-        client = self._started.client
         pause_s, since_s = _LEASE_POLL_S[0], self._clock()
         while True:
             self._room_changed.clear()
@@ -335,10 +312,11 @@ class ActorLoop:
                 await self._room_changed.wait()
                 continue
             asked_s = self._clock()
-            grant = await _settled(client.lease(room, self._pool, self._started.engine.step_s))
+            grant = await settled(self._client.lease(room, self._pool, self._started.engine.step_s))
             self._follower.hear_of(PolicyVersion(*grant.newest))
+            prefixes = grant.prefixes()
             for lease in grant.leases:
-                self._take(lease)
+                self._take(lease, {i: prefixes[lease.lease_id, i] for i in lease.prefixes})
             if grant.leases:
                 now_s = self._clock()
                 # what ends just after one is asked for is asked for with the next
@@ -353,9 +331,10 @@ class ActorLoop:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LEASE_POLL_S[1])
 
-    def _take(self, lease: Lease) -> None:
+    def _take(self, lease: Lease, prefixes: dict[int, Prefix]) -> None:
         problem, indices = self._started.task.prompt(lease.prompt_id), lease.sample_indices
-        held = _HeldLease(lease, problem, set(indices), set(indices), self._clock() + lease.timeout_s / 3)
+        renew_at_s = self._clock() + lease.timeout_s / 3
+        held = HeldLease(lease, problem, set(indices), set(indices), renew_at_s, prefixes)
         self._held[lease.lease_id] = held
         self._leased.set()
         for index in indices:
@@ -365,7 +344,6 @@ class ActorLoop:
 
     async def _renew_leases(self) -> None:
         """Renew each lease at every third of its timeout; what the buffer took back is cancelled."""
-        client = self._started.client
         while True:
             next_s = min((held.renew_at_s for held in self._held.values()), default=None)
             self._leased.clear()
@@ -379,54 +357,65 @@ class ActorLoop:
                 continue
             for held in due.values():
                 held.renew_at_s = now_s + held.lease.timeout_s / 3
-            reply = await _settled(client.renew(list(due)))
+            reply = await settled(self._client.renew(list(due)))
             lost = [self._held.pop(lease_id) for lease_id in reply.lost if lease_id in self._held]
             # A lease whose last sample was just committed is gone as well, but nothing is lost with it.
             self._maker.counts.num_leases_lost += sum(1 for held in lost if held.tasks)
+            self._handing_on.count_lost(lost)
             await self._cancel_samples(lost)
             self._room_changed.set()
 
-    async def _cancel_samples(self, leases: Iterable[_HeldLease]) -> None:
+    async def _cancel_samples(self, leases: Iterable[HeldLease]) -> None:
         """Cancel what is generated or scored for these leases; what is being pushed finishes its push."""
         tasks = [task for held in leases for task in held.tasks.values()]
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=_GOODBYE_S)
+            await asyncio.wait(tasks, timeout=GOODBYE_S)
+
+    async def _keep(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            await self._handing_on.keep(self._held.values())
 
     # --- samples ----------------------------------------------------------------------------------
 
-    async def _make_sample(self, held: _HeldLease, index: int) -> None:
-        client = self._started.client
+    async def _make_sample(self, held: HeldLease, index: int) -> None:
         counts = self._maker.counts
         try:
             try:
                 try:
-                    completed = await self._maker.generate(held.lease, held.problem, index)
+                    prefix = held.prefixes.get(index)
+                    completed = await self._maker.generate(held.lease, held.problem, index, prefix)
+                    held.completed[index] = completed
                 finally:
                     held.to_generate.discard(index)
                     self._num_left += 1
                     self._room_changed.set()
+                if index in held.left:
+                    return
                 trajectory = await self._maker.score(held.lease, held.problem, index, completed)
             finally:
                 del held.tasks[index]
-            self._account(await self._push(client, trajectory), held.lease, index)
+            del held.completed[index]
+            held.pushing.add(index)
+            self._account(await self._push(trajectory), held.lease, index)
             counts.settled_s += time.time() - trajectory.finished_s
         except SampleFailed as failure:
             counts.failed[str(failure)] += 1
-            await _settled(client.give_up(held.lease, [index], str(failure)))
+            await settled(self._client.give_up(held.lease, [index], str(failure)))
         self._settle(held, index)
 
-    async def _push(self, client: BufferClient | ShardedClient, trajectory: Trajectory) -> RowResult:
+    async def _push(self, trajectory: Trajectory) -> RowResult:
         """Push once there is credit, in order: without it the client would block this event loop.
 
         What the credit waits for is acknowledged, or fails within the client's bound and ends the loop.
         """
         async with self._pushing:
-            while not client.has_room(trajectory):
+            while not self._client.has_room(trajectory):
                 await asyncio.sleep(_CREDIT_POLL_S)
-            pushed = client.push(trajectory)
-        return await _settled(pushed)
+            pushed = self._client.push(trajectory)
+        return await settled(pushed)
 
     def _account(self, result: RowResult, lease: Lease, index: int) -> None:
         if result.outcome == "fenced":
@@ -438,18 +427,18 @@ class ActorLoop:
             _log.error("the buffer quarantined group %d, sample %d: %s", lease.group_id, index, result.reason)
         self._maker.counts.outcomes[result.outcome] += 1
 
-    def _settle(self, held: _HeldLease, index: int) -> None:
+    def _settle(self, held: HeldLease, index: int) -> None:
         held.open.discard(index)
         if not held.open:
             self._held.pop(held.lease.lease_id, None)
         self._room_changed.set()
 
-    def _on_sample_done(self, held: _HeldLease, index: int, task: asyncio.Task[None]) -> None:
+    def _on_sample_done(self, held: HeldLease, index: int, task: asyncio.Task[None]) -> None:
         self._samples.discard(task)
         error: BaseException | None
         if not task.cancelled():
             error = task.exception()
-        elif self._stopping.is_set() or self._held.get(held.lease.lease_id) is not held:
+        elif self._stopping.is_set() or index in held.left or self._held.get(held.lease.lease_id) is not held:
             return
         else:  # nobody cancelled it: its lease would be renewed, and its group waited for, without end
             error = ActorError(
@@ -461,10 +450,3 @@ class ActorLoop:
             assert isinstance(error, Exception)
             self._failure = self._failure or error
             self._stopping.set()
-
-
-async def _settled(future: Future[R]) -> R:
-    """Wait for the buffer. The wait is bounded by the client, and cancelling it leaves the request alone:
-    the client owns its futures and must be able to complete them.
-    """
-    return await asyncio.shield(asyncio.wrap_future(future))

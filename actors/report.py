@@ -52,6 +52,10 @@ class ActorReport:
     """Pushed trajectories by outcome: committed, duplicate, late, quarantined."""
     num_failed: dict[str, int]
     """Samples given up, by reason."""
+    num_handed_on: int
+    """Samples left to another actor, with what there was of them."""
+    num_tokens_lost: int
+    """Tokens thrown away with samples whose lease was lost or that could not be handed on: they are made again."""
     settled_s: float
     """Seconds that pushed ones took from their last token until the buffer had answered, added up."""
     num_leases_lost: int
@@ -87,6 +91,8 @@ class Counts:
     """Of pushed trajectories."""
     failed: Counter[str] = field(default_factory=Counter)
     """Samples given up, by reason."""
+    num_handed_on: int = 0
+    num_tokens_lost: int = 0
     settled_s: float = 0.0
     num_leases_lost: int = 0
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
 
 from actors.config import ActorsConfig
-from actors.engine import Engine, EngineDead, Generation
+from actors.engine import Engine, EngineDead
+from actors.generation import Generation
 from actors.report import BusyClock, Counts
 from actors.rewards import RewardFailed, Scorer
 from actors.tasks import Problem
@@ -20,7 +21,7 @@ from actors.tasks.task import PromptCodec
 from actors.weights import ActorError, WeightFollower
 from buffer.ledger import GENERATION_FAILED
 from buffer.protocol import Lease
-from buffer.trajectory import Trajectory
+from buffer.trajectory import HANDED_ON, Prefix, Trajectory
 from common.staleness import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A sample that has left the engine and has no reward yet."""
+    """A sample that has left the engine and has no reward yet; or the first tokens of one that was interrupted."""
 
     generation: Generation
     started_s: float
@@ -116,28 +117,60 @@ class SampleMaker:
         self._slots = asyncio.Semaphore(config.max_running_samples)
         # its own, for samples hold theirs while an evaluation keeps them waiting
         self._evaluation_slots = asyncio.Semaphore(config.max_running_samples)
+        self._started_s: dict[tuple[int, int], float] = {}
+        """Of the samples in the engine."""
         self.busy = BusyClock()
         self.counts = Counts()
 
-    async def generate(self, lease: Lease, problem: Problem, sample_index: int) -> Completed:
-        """Generate one sample of a lease, once there is a slot for it.
+    async def generate(self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None) -> Completed:
+        """Generate one sample of a lease, once there is a slot for it; all of it, or what follows its first tokens.
 
         Raises:
             SampleFailed: it could not be generated.
             EngineDead: the engine is gone.
             PolicyTimeout: a policy version never came.
         """
+        if prefix is not None and (why := self._engine.ended(prefix)) is not None:
+            whole = Generation(prefix.token_ids, prefix.logprobs, prefix.spans, why)
+            return Completed(whole, prefix.started_s, time.time())
         async with self._slots:
+            if prefix is not None:  # no token is of an older version than the one before it
+                await self._follower.catch_up(prefix.newest)
             await self._follower.admit(lease.min_version)
-            started_s = time.time()
+            started_s = time.time() if prefix is None else prefix.started_s
+            self._started_s[lease.lease_id, sample_index] = started_s
             self.busy.enter()
             try:
-                generation = await self._generate(lease, problem, sample_index)
+                generation = await self._generate(lease, problem, sample_index, prefix)
+            except EngineDead:
+                raise  # what there is of it can still be handed on
+            except BaseException:
+                del self._started_s[lease.lease_id, sample_index]
+                raise
             finally:
                 self.busy.leave()
-        self.counts.num_samples += 1
-        self.counts.num_tokens += len(generation.token_ids)
+        del self._started_s[lease.lease_id, sample_index]
+        self.counts.num_samples += generation.finish_reason != HANDED_ON
+        self.counts.num_tokens += len(generation.token_ids) - (0 if prefix is None else len(prefix.token_ids))
         return Completed(generation, started_s, time.time())
+
+    def is_in_engine(self, lease: Lease, sample_index: int) -> bool:
+        """Does the engine generate it?"""
+        return self._engine.runs((lease.lease_id, sample_index))
+
+    async def interrupt(self, lease: Lease, sample_indices: Iterable[int]) -> None:
+        """Let samples that are in the engine end with what there is of them.
+
+        Raises:
+            EngineDead: the engine is gone.
+        """
+        await self._engine.interrupt([(lease.lease_id, index) for index in sample_indices])
+
+    def so_far(self, lease: Lease, sample_index: int) -> Completed | None:
+        """What there is of a sample that is in the engine, or was when that died; None where there is nothing."""
+        key = lease.lease_id, sample_index
+        generation = self._engine.so_far(key)
+        return None if generation is None else Completed(generation, self._started_s[key], time.time())
 
     async def score(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:
         """What is trained on: the sample with its reward.
@@ -151,7 +184,17 @@ class SampleMaker:
             scored = await self._scorer.score(problem, text)
         except RewardFailed as failure:
             raise SampleFailed(str(failure)) from failure
-        prompt = np.array(problem.token_ids, dtype=np.int32)
+        return replace(
+            self.unfinished(lease, problem, sample_index, completed),
+            reward=scored.reward,
+            finish_reason=generation.finish_reason,
+            reward_parts=scored.parts,
+            columns=problem.columns,
+        )
+
+    def unfinished(self, lease: Lease, problem: Problem, sample_index: int, completed: Completed) -> Trajectory:
+        """What is handed on: the sample without a reward, complete or not."""
+        generation, prompt = completed.generation, np.array(problem.token_ids, dtype=np.int32)
         return Trajectory(
             lease_id=lease.lease_id,
             attempt=lease.attempt,
@@ -162,20 +205,19 @@ class SampleMaker:
             prompt_length=len(prompt),
             logprobs=generation.logprobs,
             spans=generation.spans,
-            reward=scored.reward,
-            finish_reason=generation.finish_reason,
-            reward_parts=scored.parts,
-            columns=problem.columns,
+            reward=None,
+            finish_reason=HANDED_ON,
             started_s=completed.started_s,
             finished_s=completed.finished_s,
         )
 
-    async def _generate(self, lease: Lease, problem: Problem, sample_index: int) -> Generation:
+    async def _generate(self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None) -> Generation:
         seed = sample_seed(self._run_seed, lease.group_id, sample_index, lease.attempt)
         deadline = asyncio.timeout(self._config.generate_timeout_s)
         try:
             async with deadline:
-                return await self._engine.generate(problem.token_ids, seed=seed)
+                key = lease.lease_id, sample_index
+                return await self._engine.generate(problem.token_ids, seed=seed, prefix=prefix, key=key)
         except (ActorError, EngineDead):
             raise
         except Exception as error:  # whatever the engine refuses is this sample's failure, counted by its type

@@ -26,8 +26,8 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable
-from buffer.outbox import Outbox, Together, checked, message_room, num_fitting
-from buffer.trajectory import Trajectory
+from buffer.outbox import Outbox, Together, checked, message_room, num_fitting, size_bytes
+from buffer.trajectory import Prefix, Trajectory
 from common.rpc.auth import ClientKeys
 from common.rpc.client import Answer, Patience, RpcClient, RpcErrors, settle
 from common.rpc.messages import Asker, Message, Role
@@ -58,6 +58,21 @@ class Draw(p.DrawReply, frozen=True, dict=True):
             BadBody: the bytes are not the body of a draw.
         """
         return schema.read_stream(self.body)
+
+
+class Granted(p.LeaseGrant, frozen=True):
+    """Leases, and what there is of their samples."""
+
+    body: bytes | memoryview = b""
+
+    def prefixes(self) -> dict[tuple[int, int], Prefix]:
+        """(lease, sample index) -> its first tokens, of those that have some.
+
+        Raises:
+            BadBody: the bytes are not the body of a grant.
+        """
+        keys = [(lease.lease_id, index) for lease in self.leases for index in lease.prefixes]
+        return dict(zip(keys, schema.read_prefixes(self.body), strict=True)) if keys else {}
 
 
 class Unscored(p.UnscoredReply, frozen=True):
@@ -111,13 +126,14 @@ class BufferClient:
         self.shard = shard
         self._num_shards = num_shards
         self.name = name
+        self._run_id = run_id
         self._config = config
         self._asker = Asker(name, role, secrets.token_hex(16))
         self._epoch = 0
         self._incarnation = -1
         self._lock = threading.Lock()
         self._next_request = 0
-        self._waiting_leases: deque[tuple[_LeaseWish, Future[p.LeaseGrant]]] = deque()
+        self._waiting_leases: deque[tuple[_LeaseWish, Future[Granted]]] = deque()
         self._lease_in_flight = False
         self._closing = False
         self._outbox = Outbox(name, run_id, config, lambda: self._transport)
@@ -187,7 +203,7 @@ class BufferClient:
 
     # --- actors -----------------------------------------------------------------------------------
 
-    def lease(self, max_groups: int, lane: str = "", token_s: float = 0.0) -> Future[p.LeaseGrant]:
+    def lease(self, max_groups: int, lane: str = "", token_s: float = 0.0) -> Future[Granted]:
         """Ask for up to `max_groups` groups. One request is on its way at a time, so that none is lost.
 
         Args:
@@ -195,7 +211,7 @@ class BufferClient:
             lane: of actors that are alike fast.
             token_s: seconds for a token of each of the actor's samples; 0 where that is not known yet.
         """
-        future: Future[p.LeaseGrant] = Future()
+        future: Future[Granted] = Future()
         with self._lock:
             self._refuse_if_closing()
             self._waiting_leases.append((_LeaseWish(int(max_groups), lane, token_s), future))
@@ -229,6 +245,36 @@ class BufferClient:
         """Say that these samples of a lease will not come."""
         message = p.GiveUp(self.name, self._epoch, lease.lease_id, lease.attempt, list(sample_indices), reason)
         return self._ask(message, p.Done)
+
+    def hand_on(
+        self, lease: p.Lease, sample_indices: Sequence[int], there: Sequence[Trajectory], *, goes_on: bool = False
+    ) -> Future[p.Done]:
+        """Leave samples of a lease unfinished; whoever leases them next goes on from what there is of them.
+
+        Sent in as many messages as they need; the future completes when all of them are on disk.
+
+        Args:
+            lease: that they are of.
+            sample_indices: which; what was stored of one before stays where nothing newer is given.
+            there: their tokens so far, of those that have any, with finish_reason `HANDED_ON`.
+            goes_on: the actor goes on with them; what there is so far is only kept.
+        """
+        with_tokens = {row.sample_index for row in there}
+        parts: list[tuple[list[int], Sequence[Trajectory]]] = []
+        if bare := [index for index in sample_indices if index not in with_tokens]:
+            parts.append((bare, ()))
+        start = 0
+        while start < len(there):
+            sizes = (size_bytes(row) for row in itertools.islice(there, start, None))
+            end = start + num_fitting(sizes, message_room())
+            parts.append(([row.sample_index for row in there[start:end]], there[start:end]))
+            start = end
+        asked = []
+        for indices, rows in parts:
+            message = p.HandOn(self.name, self._epoch, lease.lease_id, lease.attempt, indices, goes_on)
+            sender = schema.Sender(self.name, self._epoch, [0] * len(rows))  # the lease tells copies apart
+            asked.append(self._ask(message, p.Done, checked(schema.encode(rows, self._run_id, sender))))
+        return self._then(Together[p.Done](len(asked)).follow(asked), lambda _: p.Done())
 
     def renew(self, lease_ids: Sequence[int]) -> Future[p.RenewReply]:
         """Say that these leases are still worked on; the reply names those that are lost."""
@@ -364,7 +410,10 @@ class BufferClient:
             request = p.LeaseRequest(self.name, self._epoch, self._next_request, *wish)
             self._next_request += 1
 
-        def answered(grant: Future[p.LeaseGrant]) -> None:
+        def granted(answer: Answer) -> Granted:
+            return Granted(**msgspec.structs.asdict(_expect(answer, p.LeaseGrant)), body=answer.body)
+
+        def answered(grant: Future[Granted]) -> None:
             with self._lock:
                 self._lease_in_flight = False
             error = grant.exception()
@@ -372,13 +421,13 @@ class BufferClient:
             self._send_next_lease()
 
         try:
-            sent = self._ask(request, p.LeaseGrant)
+            sent = self._then(self._transport.submit(request), granted)
         except BufferUnavailable as closed:
             self._fail_waiting([(wish, future)], closed)
             return
         sent.add_done_callback(answered)
 
-    def _fail_waiting(self, leases: list[tuple[_LeaseWish, Future[p.LeaseGrant]]], error: BufferUnavailable) -> None:
+    def _fail_waiting(self, leases: list[tuple[_LeaseWish, Future[Granted]]], error: BufferUnavailable) -> None:
         """There is no transport any more: whatever was not handed to it will not be sent."""
         with self._lock:
             leases = leases + list(self._waiting_leases)

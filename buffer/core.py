@@ -21,6 +21,7 @@ from buffer.groups import Groups
 from buffer.ingest import Ingest, Pushes
 from buffer.leases import Leases, Share
 from buffer.nonsense import Quarantine
+from buffer.partials import Partials
 from buffer.prompts import Prompts
 from buffer.scoring import Scoring
 from buffer.steps import Steps
@@ -58,12 +59,12 @@ class BufferCore:
         self.leases = Leases(share, self.groups, clock)
         self.quarantine = Quarantine(clock)
         self.ingest = Ingest(share, self.groups, self.leases, self.quarantine)
+        self.partials = Partials(share, self.groups, self.leases, self.quarantine)
         self.scoring = Scoring(facts, self.groups, clock)
         self.steps = self.steps_type(share.contract, self.groups)
         self.draws = self.draws_type(share, self.groups, self.leases, self.steps)
         self._answers: dict[type, Callable[[Transaction, Any], p.Reply | None]] = {
             p.Hello: self._hello,
-            p.LeaseRequest: self.leases.grant,
             p.Renew: self.leases.renew,
             p.GiveUp: self.leases.give_up,
             p.BeginIncarnation: self.steps.begin,
@@ -84,6 +85,11 @@ class BufferCore:
             BufferRefused: the request cannot be served; nothing was changed but the quarantine.
         """
         self.groups.prepare(tx)
+        if isinstance(message, p.LeaseRequest):
+            return self.partials.grant(tx, self.leases.grant(tx, message))
+        if isinstance(message, p.HandOn):
+            self.partials.take(tx, message, self._read(tx, body, schema.SCHEMA, sender))
+            return p.Done(), b""
         if isinstance(message, p.WriteScores):
             self.scoring.write(tx, self._read(tx, body, schema.SCORES, sender))
             return p.Done(), b""

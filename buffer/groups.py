@@ -81,6 +81,8 @@ class Groups:
 
     def save(self, tx: Transaction, group: Group) -> None:
         """Write the row; or, once nothing of the group is stored, fold it into the retired counts."""
+        for index in [index for index in group.partials if group.sample_states[index] != "missing"]:
+            self.forget_partial(tx, group, index)
         self.index.update(tx, group)
         if group.phase != "closed" or group.is_stored:
             tx.groups.put(group, group.group_id)
@@ -89,6 +91,11 @@ class Groups:
             if count:
                 tx.state.retired[name] = tx.state.retired.get(name, 0) + count
         tx.groups.delete(group.group_id)
+
+    def forget_partial(self, tx: Transaction, group: Group, index: int) -> None:
+        """A sample is complete, or is made from its beginning; `save` writes the row."""
+        del group.partials[index]
+        tx.partials.delete(group.group_id, index)
 
     def fail(self, tx: Transaction, group: Group, indices: list[int], reason: str) -> None:
         """Give up samples in flight for good."""
@@ -99,13 +106,14 @@ class Groups:
 
     def lose_lease(self, tx: Transaction, group: Group, reason: str) -> None:
         """The lease expired or was fenced: its samples failed, and are issued again while attempts remain."""
-        missing = group.missing()
-        group.lease_id = 0
-        if group.attempt >= self.config.max_attempts:
-            self.fail(tx, group, missing, reason)
+        lost = group.in_flight()
+        group.end_lease()
+        group.losses += 1
+        if group.losses >= self.config.max_attempts:
+            self.fail(tx, group, lost, reason)
         else:
-            group.failed += len(missing)
-            tx.state.ledger.fail(len(missing), reason)
+            group.failed += len(lost)
+            tx.state.ledger.fail(len(lost), reason)
         self.settle(tx, group)
 
     def commit(self, tx: Transaction, group: Group, samples: Sequence[StoredSample], records: Sequence[int]) -> None:
@@ -131,9 +139,11 @@ class Groups:
     def settle(self, tx: Transaction, group: Group) -> None:
         """After samples were committed or failed: is the group complete, and is it good for training?"""
         if group.missing():
+            if not group.in_flight():  # the others wait to be leased again
+                group.end_lease()
             self.save(tx, group)
             return
-        group.lease_id = 0
+        group.end_lease()
         self.prompts.saw(tx, group)
         if len(group.having("waiting")) < self.num_needed:
             self.close(tx, group, "filtered")
@@ -258,6 +268,5 @@ class Groups:
         for group_id in group_ids:
             group = tx.groups.require(group_id)
             found.update(group.sample_states)
-            if group.lease_id:
-                found["in_flight"] += group.sample_states.count("missing")
+            found["in_flight"] += len(group.in_flight())
         return sum(abs(found[name] - getattr(ledger, name)) for name in checked)

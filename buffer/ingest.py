@@ -28,6 +28,7 @@ from buffer.nonsense import Quarantine
 from buffer.protocol import Push, PushReply, Refused, RowResult
 from buffer.rows import RowBytes, flat_values, list_bounds
 from buffer.tables import NO_RECORD, Actor, Group, StoreState
+from buffer.trajectory import COMPLETE
 from buffer.transaction import Transaction
 from common.run import RunFacts
 
@@ -77,9 +78,9 @@ class Pushes:
             except BadBody as error:
                 self.opened.append((message, body, error))
         self.batch = pa.concat_batches(batches) if batches else None
-        self.rows: list[_Row] = []
+        self.rows: list[PushedRow] = []
         if self.batch is not None:
-            self.rows = list(_rows(self.batch))
+            self.rows = list(rows_of(self.batch))
             self.as_bytes = RowBytes(self.batch)
 
 
@@ -119,7 +120,7 @@ class Ingest:
         return replies
 
     def _push_one(
-        self, tx: Transaction, message: Push, rows: dict[int, _Row], bad: dict[int, str], as_bytes: RowBytes
+        self, tx: Transaction, message: Push, rows: dict[int, PushedRow], bad: dict[int, str], as_bytes: RowBytes
     ) -> PushReply:
         """Settle the rows of one message, which are given by their places in the turn, as is what is `bad` of them."""
         actor = tx.actors.get(message.actor) if is_name(message.actor) else None
@@ -129,7 +130,7 @@ class Ingest:
             return PushReply([], [RowResult(row.seq, "fenced", reason) for row in rows.values()])
         actor = self._leases.current(tx, message.actor, message.epoch)
         settled = self._settle_known(tx, actor, rows, bad)
-        groups: dict[int, dict[int, _Row]] = {}
+        groups: dict[int, dict[int, PushedRow]] = {}
         for place, row in rows.items():
             if place not in settled:
                 groups.setdefault(row.group_id, {})[place] = row
@@ -140,7 +141,7 @@ class Ingest:
         return PushReply(runs_of(committed), [*settled.values()])
 
     def _settle_known(
-        self, tx: Transaction, actor: Actor, rows: dict[int, _Row], bad: dict[int, str]
+        self, tx: Transaction, actor: Actor, rows: dict[int, PushedRow], bad: dict[int, str]
     ) -> dict[int, RowResult]:
         """Find the rows that were settled before, and what became of them; blame those of another sender."""
         next_ones = range(actor.low_water, actor.low_water + len(rows))
@@ -169,7 +170,7 @@ class Ingest:
         tx: Transaction,
         actor: Actor,
         group_id: int,
-        rows: dict[int, _Row],
+        rows: dict[int, PushedRow],
         bad: dict[int, str],
         as_bytes: RowBytes,
     ) -> dict[int, RowResult]:
@@ -180,7 +181,7 @@ class Ingest:
         group = tx.groups.get(group_id) if group_id >= 1 else None
         if group is not None and (not group.lease_id or (group.actor, group.epoch) != (actor.name, actor.epoch)):
             group = None
-        waited_for = set() if group is None else set(group.missing())
+        waited_for = set() if group is None else set(group.in_flight())
         taken: list[tuple[int, int]] = []
         settled = {}
         has_failed = False
@@ -212,7 +213,7 @@ class Ingest:
         return settled
 
     def _commit(
-        self, tx: Transaction, group: Group, places: list[int], rows: dict[int, _Row], as_bytes: RowBytes
+        self, tx: Transaction, group: Group, places: list[int], rows: dict[int, PushedRow], as_bytes: RowBytes
     ) -> None:
         """Store rows of a group in one block, and settle the group."""
         if places:
@@ -248,7 +249,7 @@ class Ingest:
             actor.low_water += 1
 
 
-class _Row(StoredSample, frozen=True, gc=False):
+class PushedRow(StoredSample, frozen=True, gc=False):
     """What `Ingest` looks at of one pushed trajectory."""
 
     actor: str
@@ -259,10 +260,10 @@ class _Row(StoredSample, frozen=True, gc=False):
     group_id: int
 
 
-def _rows(batch: pa.RecordBatch) -> Iterator[_Row]:
+def rows_of(batch: pa.RecordBatch) -> Iterator[PushedRow]:
     """The rows of a record batch; a whole column is read at once."""
     column = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
-    plain = {name: column[name].to_pylist() for name in _Row.__struct_fields__ if name in column}
+    plain = {name: column[name].to_pylist() for name in PushedRow.__struct_fields__ if name in column}
     lengths = [column[name].value_lengths().to_pylist() for name in ("token_ids", "logprobs")]
     spans, bounds = column["spans"].flatten(), list_bounds(column["spans"])[:-1]
     if len(spans):
@@ -274,11 +275,15 @@ def _rows(batch: pa.RecordBatch) -> Iterator[_Row]:
     values = {
         **plain, "num_tokens": lengths[0], "num_completion_tokens": lengths[1], "is_cut": is_cut, "oldest": oldest
     }  # fmt: skip
-    return map(_Row, *(values[name] for name in _Row.__struct_fields__))
+    return map(PushedRow, *(values[name] for name in PushedRow.__struct_fields__))
 
 
-def faults(batch: pa.RecordBatch, facts: RunFacts, known: Mapping[int, int]) -> dict[int, str]:
+def faults(
+    batch: pa.RecordBatch, facts: RunFacts, known: Mapping[int, int], ends: Sequence[str] = COMPLETE
+) -> dict[int, str]:
     """The rows that must not be stored, each with the first reason found, in a few fixed words.
+
+    Those that are to be stored end for one of these reasons.
 
     Each check costs one pass over the flat values of a message; rows are looked at one by one only
     where something is wrong.
@@ -291,7 +296,7 @@ def faults(batch: pa.RecordBatch, facts: RunFacts, known: Mapping[int, int]) -> 
             found.setdefault(int(row), reason)
 
     blame(_other_than(column["run_id"], (facts.run_id,)), "another run")
-    blame(_other_than(column["finish_reason"], ("stop", "length")), "finish_reason")
+    blame(_other_than(column["finish_reason"], ends), "finish_reason")
     for name, low, high in (
         ("sample_index", 0, facts.group_size),
         ("prompt_id", 0, facts.num_prompts),
@@ -350,7 +355,7 @@ def _rows_of(bad_values: npt.NDArray[np.bool_], bounds: npt.NDArray[np.int64]) -
     return rows
 
 
-def _other_than(column: pa.Array, allowed: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+def _other_than(column: pa.Array, allowed: Sequence[str]) -> npt.NDArray[np.bool_]:
     return ~pc.is_in(column, pa.array(allowed)).to_numpy(zero_copy_only=False)
 
 

@@ -17,7 +17,18 @@ import numpy.typing as npt
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, NotBelieved
 from buffer.groups import Groups
-from buffer.protocol import GiveUp, Hello, Lease, LeaseGrant, LeaseRequest, Push, Renew, RenewReply, Request
+from buffer.protocol import (
+    GiveUp,
+    HandOn,
+    Hello,
+    Lease,
+    LeaseGrant,
+    LeaseRequest,
+    Push,
+    Renew,
+    RenewReply,
+    Request,
+)
 from buffer.tables import Actor, Group
 from buffer.transaction import Transaction
 from common.rpc.messages import Asker
@@ -120,7 +131,7 @@ class Leases:
             raise NotBelieved(
                 f"{what} came from '{me[:MAX_NAME_BYTES]}', which is unknown to this service: send Hello first"
             )
-        if isinstance(message, LeaseRequest | Push | GiveUp | Renew):
+        if isinstance(message, LeaseRequest | Push | GiveUp | HandOn | Renew):
             if message.actor != me:
                 raise NotBelieved(
                     f"'{me}' sent {what} for '{message.actor[:MAX_NAME_BYTES]}': a client asks for itself"
@@ -179,15 +190,23 @@ class Leases:
 
     def give_up(self, tx: Transaction, request: GiveUp) -> None:
         """Samples of a lease will not come. What is no longer missing is left alone: it is safe to say twice."""
+        group = self.held_by(tx, request)
+        if group is not None:
+            given_up = [index for index in group.in_flight() if index in request.sample_indices]
+            self._groups.fail(tx, group, given_up, request.reason or "given up")
+            self._groups.settle(tx, group)
+
+    def held_by(self, tx: Transaction, request: GiveUp | HandOn) -> Group | None:
+        """The group of a lease, where it is still open and the actor's."""
         group_id = self._groups.index.leases.get(request.lease_id)
-        if group_id is None:
-            return
-        group = tx.groups.require(group_id)
-        if (group.actor, group.epoch, group.attempt) != (request.actor, request.epoch, request.attempt):
-            return
-        given_up = [index for index in group.missing() if index in request.sample_indices]
-        self._groups.fail(tx, group, given_up, request.reason or "given up")
-        self._groups.settle(tx, group)
+        group = None if group_id is None else tx.groups.require(group_id)
+        if group is None or (group.actor, group.epoch, group.attempt) != (
+            request.actor,
+            request.epoch,
+            request.attempt,
+        ):
+            return None
+        return group
 
     def expire_due(self, tx: Transaction) -> None:
         """Lose the leases whose time is over."""
@@ -240,6 +259,7 @@ class Leases:
         while self._groups.index.unleased:
             group = tx.groups.require(self._groups.index.unleased[0])
             if not self._is_doomed(tx, group):
+                self._forget_stale(tx, group)
                 return group
             self._drop_open(tx, group)
         if self.closed_because(tx):
@@ -255,8 +275,14 @@ class Leases:
         ages = [] if group.oldest is None else [(tx.state.effective(group.oldest), group)]
         return any(self._contract.evict(ages, tx.state.version))
 
+    def _forget_stale(self, tx: Transaction, group: Group) -> None:
+        """Samples whose first tokens are past the bound begin anew."""
+        for index, each in list(group.partials.items()):
+            if not self._contract.usable(tx.state.effective(each.oldest), tx.state.version):
+                self._groups.forget_partial(tx, group, index)
+
     def _drop_open(self, tx: Transaction, group: Group) -> None:
-        """Drop a group that has no lease: its missing samples were counted as failed when it lost the last one."""
+        """Drop a group that has no lease: its missing samples were counted when it ended, as failed or handed on."""
         for index in group.missing():
             group.sample_states[index] = "failed"
         self._groups.prompts.saw(tx, group)
@@ -283,6 +309,7 @@ class Leases:
             sample_indices=missing,
             min_version=group.min_version,
             timeout_s=self._config.lease_timeout_s,
+            prefixes=sorted(group.partials),
         )
 
     def _extend(self, lease_id: int) -> None:

@@ -1,11 +1,11 @@
 """Where every issued sample is.
 
-    issued    = in_flight + committed + failed
+    issued    = in_flight + committed + failed + handed_on
     committed = waiting + drawn + trained + dropped_stale + filtered + evicted_unused
 
-The states of the second line are disjoint. A sample is trained from its first finished step on;
-how often it was used is counted apart. Outside of both lines: duplicates, late commits, rows of
-fenced epochs, and quarantined rows that match no open lease.
+A sample that its actor hands on is issued again with the tokens that it has. The states of the second line are
+disjoint. A sample is trained from its first finished step on; how often it was used is counted apart. Outside of both
+lines: duplicates, late commits, rows of fenced epochs, and quarantined rows that match no open lease.
 
 The counters live in the state record and change in the transaction of the event. `leeway buffer verify`
 derives the same figures from the tables alone, so that a counter that drifts is noticed.
@@ -29,8 +29,8 @@ COMMITTED_STATES = ("waiting", "drawn", "trained", "dropped_stale", "filtered", 
 
 _SHOWN_AS = {"duplicates": "duplicate", "gap": "ledger_gap"}
 LEDGER_METRICS = {f"buffer/{_SHOWN_AS.get(name, name)}": name for name in (
-    "issued", "in_flight", "committed", "failed", *FAILED_KINDS, "failed_lease", "waiting", "trained", "dropped_stale",
-    "filtered", "filtered_too_long", "evicted_unused", "quarantined", "duplicates", "late", "gap",
+    "issued", "in_flight", "committed", "failed", "handed_on", *FAILED_KINDS, "failed_lease", "waiting", "trained",
+    "dropped_stale", "filtered", "filtered_too_long", "evicted_unused", "quarantined", "duplicates", "late", "gap",
 )}  # fmt: skip
 """What a step reports of a ledger: metric -> name of the count."""
 
@@ -45,6 +45,8 @@ class Ledger(msgspec.Struct):
     in_flight: int = 0
     committed: int = 0
     failed: int = 0
+    handed_on: int = 0
+    """Left unfinished by their actor, with what it had of them."""
     waiting: int = 0
     drawn: int = 0
     trained: int = 0
@@ -71,7 +73,8 @@ class Ledger(msgspec.Struct):
     def gap(self) -> int:
         """By how many samples the identities are violated: 0, or a bug."""
         committed = sum(getattr(self, state) for state in COMMITTED_STATES)
-        gap = abs(self.issued - self.in_flight - self.committed - self.failed) + abs(self.committed - committed)
+        gap = abs(self.issued - self.in_flight - self.committed - self.failed - self.handed_on)
+        gap += abs(self.committed - committed)
         negative = sum(-count for count in self.counts().values() if count < 0)
         return gap + abs(self.failed - sum(self.failed_by_reason.values())) + negative
 
@@ -98,6 +101,11 @@ class Ledger(msgspec.Struct):
             self.in_flight -= count
             self.failed += count
             _count(self.failed_by_reason, reason, count)
+
+    def hand_on(self, count: int) -> None:
+        """Samples in flight are left, to be issued again."""
+        self.in_flight -= count
+        self.handed_on += count
 
     def commit(self, count: int, state: str) -> None:
         """Samples in flight are on disk."""

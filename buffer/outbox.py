@@ -119,7 +119,7 @@ class Outbox:
         now, wake = time.monotonic(), False
         with self._lock:
             for trajectory, told in many:
-                size = _size_bytes(trajectory)
+                size = size_bytes(trajectory)
                 while not self._has_room(size):
                     self._transport().wake()
                     self._wait_for_credit()
@@ -137,7 +137,7 @@ class Outbox:
     def has_room(self, trajectory: Trajectory) -> bool:
         """Would `push` return at once?"""
         with self._lock:
-            return self._has_room(_size_bytes(trajectory))
+            return self._has_room(size_bytes(trajectory))
 
     def pump(self) -> float | None:
         """Send the rows that waited long enough or fill a message; runs in the IO thread.
@@ -238,7 +238,8 @@ class Outbox:
             row.settle(outcome)
 
 
-def _size_bytes(trajectory: Trajectory) -> int:
+def size_bytes(trajectory: Trajectory) -> int:
+    """About what it takes in a message."""
     arrays = trajectory.token_ids.nbytes + trajectory.logprobs.nbytes
     return arrays + schema.columns_size(trajectory) + ROW_OVERHEAD_BYTES
 

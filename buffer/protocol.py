@@ -76,6 +76,23 @@ class GiveUp(Message, frozen=True):
     reason: str
 
 
+class HandOn(Message, frozen=True):
+    """Samples of a lease that the actor leaves unfinished; the body holds what it has of them, an Arrow IPC stream of
+    trajectories whose finish_reason is `trajectory.HANDED_ON`. Of some there may be none: they begin anew, or where
+    they began before.
+    """
+
+    is_bulk: ClassVar[bool] = True
+
+    actor: str
+    epoch: Count
+    lease_id: Count
+    attempt: Count
+    sample_indices: list[Count]
+    goes_on: bool = False
+    """The actor goes on with them: what there is so far is only kept, in case that it dies."""
+
+
 class Renew(Message, frozen=True):
     """The actor still works on these leases."""
 
@@ -211,10 +228,14 @@ class Lease(msgspec.Struct, frozen=True):
     min_version: int
     """No request of this lease starts below this version."""
     timeout_s: float
+    prefixes: list[int] = []
+    """Of these samples the first tokens are there."""
 
 
 class LeaseGrant(Message, frozen=True):
-    """Answer to LeaseRequest; without leases where admission is closed for now."""
+    """Answer to LeaseRequest; without leases where admission is closed for now. The body is empty, or an Arrow IPC
+    stream of what earlier leases made of their samples: a row for each of the `prefixes` of each lease, in order.
+    """
 
     leases: list[Lease]
     newest: tuple[int, int]
@@ -368,7 +389,7 @@ class Status(Message, frozen=True):
 
 
 Request = (
-    Hello | LeaseRequest | Push | GiveUp | Renew | PlanRequest | DrawRequest | TakeUnscored | WriteScores
+    Hello | LeaseRequest | Push | GiveUp | HandOn | Renew | PlanRequest | DrawRequest | TakeUnscored | WriteScores
     | VisitsRequest | Expect | StepFinished | Published | CheckpointDurable | BeginIncarnation | Drain | StatusRequest
 )  # fmt: skip
 Reply = (
@@ -388,6 +409,7 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
     LeaseRequest: _ACTOR,
     Push: _ACTOR,
     GiveUp: _ACTOR,
+    HandOn: _ACTOR,
     Renew: _ACTOR,
     BeginIncarnation: _LEARNER,
     PlanRequest: _LEARNER,
@@ -404,7 +426,7 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
 
 PROTOCOL = Protocol(
     "buffer service",
-    9,
+    10,
     Request,
     Reply,
     asked_by=ASKED_BY,

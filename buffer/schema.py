@@ -7,7 +7,7 @@ some rows of it in the layout of `buffer.rows`; an exported table has the same c
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ import pyarrow as pa
 from buffer import rows
 from buffer.errors import BadBody
 from buffer.rows import INTEGERS, PART, SPAN, WALL_TIMES, list_array
-from buffer.trajectory import SCHEMA_VERSION, Trajectory
+from buffer.trajectory import SCHEMA_VERSION, Prefix, Trajectory, VersionSpan
+from common.staleness import PolicyVersion
 
 _NULLABLE = ("reward", "reference_logprobs")
 
@@ -222,6 +223,10 @@ def start_fault(body: bytes | memoryview) -> str:
     return f"its schema takes {size} bytes, at most {MAX_METADATA_BYTES} are read" if size > MAX_METADATA_BYTES else ""
 
 
+def _batch_of(columns: Mapping[str, Any]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
 def join_rows(
     blocks: Sequence[bytes | memoryview],
     records: Sequence[int],
@@ -232,11 +237,40 @@ def join_rows(
     With the reference log-probabilities of each that were written since, or None.
     """
     columns = rows.decode(blocks)
-    batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    batch = _batch_of(columns)
     if (stored := columns["record"]).tolist() != list(records):
         order = stored.argsort()
         batch = batch.take(order[np.searchsorted(stored[order], records)])
     return with_scores(batch, scores)
+
+
+def all_rows(blocks: Sequence[bytes | memoryview]) -> pa.RecordBatch:
+    """Every row of some blocks from disk, one after the other, as one record batch."""
+    return _batch_of(rows.decode(blocks))
+
+
+def read_prefixes(body: bytes | memoryview) -> Iterator[Prefix]:
+    """What a grant holds of samples, in their order.
+
+    Raises:
+        BadBody: it is not the body of a grant.
+    """
+    batch = read_stream(body)
+    column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
+    tokens, token_bounds = rows.flat_values(column["token_ids"])
+    logprobs, bounds = rows.flat_values(column["logprobs"])
+    started_s = column["started_s"].to_pylist()
+    for i, spans in enumerate(column["spans"].to_pylist()):
+        end = token_bounds[i + 1]
+        yield Prefix(
+            tokens[end - (bounds[i + 1] - bounds[i]) : end],
+            logprobs[bounds[i] : bounds[i + 1]],
+            tuple(
+                VersionSpan(PolicyVersion(each["incarnation"], each["version"]), each["start"], each["end"])
+                for each in spans
+            ),
+            started_s[i],
+        )
 
 
 def with_scores(batch: pa.RecordBatch, scores: Sequence[npt.NDArray[np.float32] | None]) -> pa.RecordBatch:

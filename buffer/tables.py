@@ -115,6 +115,15 @@ class Use(NamedTuple):
     incarnation: int
 
 
+class Partial(NamedTuple):
+    """What is stored of a sample that is not complete: its first tokens, in the table of that name."""
+
+    oldest: tuple[int, int]
+    """(incarnation, version) of its first token."""
+    num_tokens: int
+    """Without the prompt."""
+
+
 class Group(msgspec.Struct):
     """K samples of one prompt. At most one lease of it is open."""
 
@@ -146,8 +155,15 @@ class Group(msgspec.Struct):
     """No sample in flight counts with a version below this one."""
     oldest: tuple[int, int] | None = None
     """(incarnation, version) of the oldest committed token."""
+    partials: dict[int, Partial] = {}
+    """Of missing samples: what is there of them."""
+    resting: list[int] = []
+    """The missing samples that whoever has the open lease has handed on: they wait for its end."""
+    losses: int = 0
+    """How many of its leases ran out or were fenced."""
     issued: int = 0
     failed: int = 0
+    handed_on: int = 0
     uses: int = 0
     """How many steps used the group; one that is redone counts once."""
     pending: int = 0
@@ -183,6 +199,14 @@ class Group(msgspec.Struct):
     def missing(self) -> list[int]:
         """The samples that are neither committed nor given up."""
         return [index for index, state in enumerate(self.sample_states) if state == "missing"]
+
+    def in_flight(self) -> list[int]:
+        """The samples that an actor makes now."""
+        return [index for index in self.missing() if index not in self.resting] if self.lease_id else []
+
+    def end_lease(self) -> None:
+        """Nobody makes anything of it now."""
+        self.lease_id, self.resting = 0, []
 
     def having(self, state: str) -> list[int]:
         """The samples of this state."""
@@ -223,13 +247,13 @@ class Group(msgspec.Struct):
         """The version that the group's age is counted from: that of its oldest token, in flight or committed."""
         bounds = [] if self.oldest is None else [state.effective(self.oldest)]
         if self.phase == "open":
-            bounds.append(self.min_version)
+            bounds += [self.min_version, *(state.effective(each.oldest) for each in self.partials.values())]
         return min(bounds, default=0)
 
     def tallies(self) -> Mapping[str, int]:
         """What `ledger.recount` counts of this group."""
         counts = {state: self.sample_states.count(state) for state in COMMITTED_STATES}
-        return {"issued": self.issued, "failed": self.failed, **counts}
+        return {"issued": self.issued, "failed": self.failed, "handed_on": self.handed_on, **counts}
 
 
 class DrawRecord(msgspec.Struct):

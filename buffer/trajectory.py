@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from common.staleness import PolicyVersion
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
+
+COMPLETE = ("stop", "length")
+"""Why a sample ends: an end-of-sequence token, or as many tokens as it may have."""
+HANDED_ON: Literal["handed_on"] = "handed_on"
+"""Why the tokens of one end that is not complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,22 @@ class VersionSpan:
     version: PolicyVersion
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """The first tokens of a completion, which an earlier lease made; the arrays are as those of a trajectory."""
+
+    token_ids: npt.NDArray[np.int32]
+    """Without the prompt."""
+    logprobs: npt.NDArray[np.float32]
+    spans: tuple[VersionSpan, ...]
+    started_s: float
+
+    @property
+    def newest(self) -> PolicyVersion:
+        """No later token is of an older version."""
+        return self.spans[-1].version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +64,7 @@ class Trajectory:
     reward: float | None
     """None: no reward function applied, so the sample is counted as filtered."""
     finish_reason: str
-    """'stop' (an end-of-sequence token) or 'length'."""
+    """One of `COMPLETE`; `HANDED_ON` on the way from one actor to the next."""
     reward_parts: Mapping[str, float | None] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The task's columns of this prompt, JSON-serialisable."""

@@ -34,6 +34,7 @@ TABLES: dict[str, Any] = {
     "seen": bytes,
     "records": bytes,
     "scores": bytes,
+    "partials": bytes,
     "quarantine": bytes,
 }
 """Name and kind of every table."""
@@ -265,6 +266,8 @@ class Transaction:
     """Least record of a block -> the block, of which `buffer.rows` has the layout."""
     scores: Table[bytes]
     """record -> float32 reference log-probabilities."""
+    partials: Table[bytes]
+    """(group, sample index) -> a block of one row, as those of `records`, of what there is of it."""
     quarantine: Table[bytes]
 
     def __init__(self, txn: lmdb.Transaction, dbs: dict[str, lmdb._Database], *, page_size: int, caches: bool) -> None:

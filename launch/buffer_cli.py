@@ -33,7 +33,7 @@ from launch.text import MAX_TEXT, TextOf, printable
 FAULTS = 2
 """Exit status of `verify` where it found any."""
 LEDGER_SHOWN = (
-    *("issued", "in_flight", "committed", "failed", "waiting", "drawn", "trained"),
+    *("issued", "in_flight", "committed", "failed", "handed_on", "waiting", "drawn", "trained"),
     *("dropped_stale", "filtered", "evicted_unused"),
 )
 GROUPS_HEAD = (

@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from actors.config import ActorsConfig
-from actors.engine import EngineDead, Generation, UpdateTiming
+from actors.engine import EngineDead, RequestKey, UpdateTiming
 from actors.engine_stats import EngineReport
+from actors.generation import Generation
 from benchmarks.fleet_parts.setting import EngineSetting
-from buffer.trajectory import VersionSpan
+from buffer.trajectory import HANDED_ON, Prefix, VersionSpan
 from common.costs import Moments
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
@@ -28,6 +29,7 @@ from planning.lengths import score_of
 from weight_sync.store import StagedVersion
 
 _LOGPROB = -1.0
+_MOST_DRAWN = 1000
 _LEAST_MADE = 0.01
 """Tokens in a stretch of time, so that it says what a step takes."""
 
@@ -47,6 +49,9 @@ class SleepingEngine:
         self._updating = asyncio.Lock()
         self._versions: list[tuple[float, PolicyVersion]] = [(-float("inf"), version)]
         """From which value of the clock's `made` on each version sampled, as far back as a running sample goes."""
+        self._numbers_of: dict[RequestKey, int] = {}
+        self._interrupted: dict[int, int] = {}
+        """Tokens that those have which were."""
         self._began: dict[int, float] = {}
         """Value of `made` at which each running sample began."""
         self._waker = asyncio.create_task(self._wake())
@@ -85,17 +90,22 @@ class SleepingEngine:
         temperature: float | None = None,
         max_new_tokens: int | None = None,
         seed: int | None = None,
+        prefix: Prefix | None = None,
+        key: RequestKey | None = None,
     ) -> Generation:
-        """As `Engine.generate`: the length follows from the prompt, the seed, and the version where it is stretched."""
-        law, stretch = self.setting.lengths, self.setting.stretch
-        length = int(law.lengths(score_of(*prompt_token_ids), [score_of("sample", seed)])[0])
+        """As `Engine.generate`: the length follows from the prompt, the seed, and the version where it is stretched.
+
+        That of a sample which goes on from a prefix is drawn among those that are longer.
+        """
+        there = 0 if prefix is None else len(prefix.token_ids)
         longest = max_new_tokens or self._config.max_new_tokens
         async with self._updating:
-            if stretch is not None:
-                length = max(1, round(stretch.at(self._version.version) * length))
+            length = self._length(score_of(*prompt_token_ids), seed, there)
             finish_reason: Literal["stop", "length"] = "length" if length >= longest else "stop"
-            length = min(length, longest)
-            number, began = self._start(len(prompt_token_ids), length)
+            length = min(length, longest) - there
+            number, began = self._start(len(prompt_token_ids) + there, length)
+        if key is not None:
+            self._numbers_of[key] = number
         try:
             await self._ends[number]
         except asyncio.CancelledError:
@@ -107,13 +117,39 @@ class SleepingEngine:
         finally:
             self._ends.pop(number, None)
             self._began.pop(number, None)
+            if key is not None:
+                del self._numbers_of[key]
+        made = self._interrupted.pop(number, length)
+        made_all = made == length
         random = np.random.default_rng(abs(hash((seed, length))))
         return Generation(
-            token_ids=random.integers(0, self._vocab_size, length, dtype=np.int32),
-            logprobs=np.full(length, _LOGPROB, np.float32),
-            spans=self._spans(began, length),
-            finish_reason=finish_reason,
-        )
+            token_ids=random.integers(0, self._vocab_size, made, dtype=np.int32),
+            logprobs=np.full(made, _LOGPROB, np.float32),
+            spans=self._spans(began, made),
+            finish_reason=finish_reason if made_all else HANDED_ON,
+        ).after(prefix)
+
+    def ended(self, prefix: Prefix) -> Literal["length"] | None:
+        """As `Engine.ended`; there is no end-of-sequence token to tell a sample by that was handed on whole."""
+        return "length" if len(prefix.token_ids) >= self._config.max_new_tokens else None
+
+    def runs(self, key: RequestKey) -> bool:
+        """As `Engine.runs`."""
+        return key in self._numbers_of
+
+    async def interrupt(self, keys: Iterable[RequestKey]) -> None:
+        """As `Engine.interrupt`."""
+        self._pass_time()
+        for number in [self._numbers_of[key] for key in keys if key in self._numbers_of]:
+            if number in self._began:
+                self._interrupted[number] = int(self._clock.made - self._began[number])
+                self._clock.cancel(number)
+                self._ends[number].set_result(None)
+        self._changed.set()
+
+    def so_far(self, key: RequestKey) -> None:
+        """As `Engine.so_far`, of an engine that keeps nothing."""
+        return None
 
     async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> float:
         """As `Engine.prepare`."""
@@ -142,6 +178,18 @@ class SleepingEngine:
         for end in self._ends.values():
             if not end.done():
                 end.set_exception(EngineDead("it was stopped"))
+
+    def _length(self, prompt_score: float, seed: int | None, there: int) -> int:
+        """Of a sample of which so many tokens are there; as long as it takes to draw one that is longer."""
+        law, stretch = self.setting.lengths, self.setting.stretch
+        for turn in range(_MOST_DRAWN):
+            score = score_of("sample", seed, turn) if turn else score_of("sample", seed)
+            length = int(law.lengths(prompt_score, [score])[0])
+            if stretch is not None:
+                length = max(1, round(stretch.at(self._version.version) * length))
+            if length > there:
+                return length
+        return there + 1
 
     # --- time -------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import lmdb
 from buffer.errors import CorruptRecord, StoreError
 from buffer.ledger import COMMITTED_STATES
 from buffer.offline.inspect import look_at
-from buffer.rows import records_in
+from buffer.rows import group_of, records_in
 from buffer.sharding.division import store_folders
 from buffer.store import DATA, Store, is_served, own
 from buffer.tables import NO_RECORD, DrawRecord
@@ -52,7 +52,7 @@ def verify(tx: Transaction) -> dict[str, Any]:
         ]
         if ledger.gap:
             faults.append(f"the ledger's identities are violated by {ledger.gap} samples")
-        faults += [*_lease_faults(tx), *_window_faults(tx), *_seen_faults(tx), *_draw_faults(tx)]
+        faults += [*_lease_faults(tx), *_partial_faults(tx), *_window_faults(tx), *_seen_faults(tx), *_draw_faults(tx)]
         faults += _unclaimed(tx)
     except CorruptRecord as error:
         # A damaged row is named already; what lacks a row that another table names is not.
@@ -82,11 +82,13 @@ def recount(tx: Transaction) -> dict[str, int]:
         group = tx.groups.require(group_id)
         found["issued"] += group.issued
         found["failed"] += group.failed
-        if group.lease_id:
-            found["in_flight"] += group.sample_states.count("missing")
+        found["handed_on"] += group.handed_on
+        found["in_flight"] += len(group.in_flight())
         found.update(state for state in group.sample_states if state in COMMITTED_STATES)
     found["committed"] = sum(found[state] for state in COMMITTED_STATES)
-    return {name: found[name] for name in ("issued", "in_flight", "committed", "failed", *COMMITTED_STATES)}
+    return {
+        name: found[name] for name in ("issued", "in_flight", "committed", "failed", "handed_on", *COMMITTED_STATES)
+    }
 
 
 def _unclaimed(tx: Transaction) -> list[str]:
@@ -122,6 +124,18 @@ def _lease_faults(tx: Transaction) -> Iterator[str]:
         if group.phase != "open" or group.lease_id in groups:
             yield f"lease {group.lease_id} of group {group_id} is closed, or that of group {groups.get(group.lease_id)}"
         groups[group.lease_id] = group_id
+
+
+def _partial_faults(tx: Transaction) -> Iterator[str]:
+    """What is stored of samples that are not complete, and what their groups say of it."""
+    named: set[tuple[int, ...]] = set()
+    for (group_id,), group in tx.groups.all_items():
+        named |= {(group_id, index) for index in group.partials}
+        if stray := {*group.partials, *group.resting} - {*group.missing()}:
+            yield f"group {group_id} has tokens of samples {sorted(stray)[:MAX_NAMED]}, which are not missing"
+    stored = {key: group_of(block) for key, block in tx.partials.all_items()}
+    for key in sorted(named ^ {key for key, group_id in stored.items() if key[0] == group_id}):
+        yield f"the first tokens of sample {key[-1]} of group {key[0]} are not there, or nobody names them"
 
 
 def _window_faults(tx: Transaction) -> Iterator[str]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw, Unscored, Visits
+from buffer.client import REQUEST_TIMEOUT_S, BufferClient, Draw, Granted, Unscored, Visits
 from buffer.config import BufferConfig
 from buffer.errors import BufferUnavailable
 from buffer.outbox import Together
@@ -128,7 +128,7 @@ class ShardedClient:
 
     # --- actors -----------------------------------------------------------------------------------
 
-    def lease(self, max_groups: int, lane: str = "", token_s: float = 0.0) -> Future[p.LeaseGrant]:
+    def lease(self, max_groups: int, lane: str = "", token_s: float = 0.0) -> Future[Granted]:
         """Ask all shards in turn for up to `max_groups` groups; more come where a silent shard answers late."""
         return self._submit(lambda: self._lease(max_groups, lane, token_s))
 
@@ -150,6 +150,12 @@ class ShardedClient:
     def give_up(self, lease: p.Lease, sample_indices: Sequence[int], reason: str) -> Future[p.Done]:
         """Say that these samples of a lease will not come."""
         return self._shards.owner(lease.lease_id).client.give_up(lease, sample_indices, reason)
+
+    def hand_on(
+        self, lease: p.Lease, sample_indices: Sequence[int], there: Sequence[Trajectory], *, goes_on: bool = False
+    ) -> Future[p.Done]:
+        """Leave samples of a lease unfinished, or keep what there is of them; as `BufferClient.hand_on`."""
+        return self._shards.owner(lease.lease_id).client.hand_on(lease, sample_indices, there, goes_on=goes_on)
 
     def renew(self, lease_ids: Sequence[int]) -> Future[p.RenewReply]:
         """Say that these leases are still worked on; those of a silent shard are not called lost."""
@@ -221,7 +227,7 @@ class ShardedClient:
         silent = [shard.number for shard in self._shards if shard.number not in replies]
         return sum_of([shard.status for shard in self._shards if shard.status is not None], silent)
 
-    async def _lease(self, max_groups: int, lane: str, token_s: float) -> p.LeaseGrant:
+    async def _lease(self, max_groups: int, lane: str, token_s: float) -> Granted:
         async with self._leasing:
             while not (grants := await self._ask_for_leases(max_groups, lane, token_s)):
                 if self._shards.late_error is not None:
@@ -229,15 +235,15 @@ class ShardedClient:
                 # all that are connected are silent, while another one is not: nothing was waited for
                 await asyncio.sleep(_LEASE_POLL_S)
         leases = [lease for grant in grants for lease in grant.leases]
-        return p.LeaseGrant(
-            leases, max(grant.newest for grant in grants), draining=any(grant.draining for grant in grants)
-        )
+        newest, draining = max(grant.newest for grant in grants), any(grant.draining for grant in grants)
+        bodies = [grant.body for grant in grants if len(grant.body)]
+        return Granted(leases, newest, draining, body=schema.join_streams(bodies) if bodies else b"")
 
-    async def _ask_for_leases(self, max_groups: int, lane: str, token_s: float) -> list[p.LeaseGrant]:
+    async def _ask_for_leases(self, max_groups: int, lane: str, token_s: float) -> list[Granted]:
         """One round over the shards. Another one begins it each time, so that none is always the last."""
         turn, self._turn = self._turn, (self._turn + 1) % len(self._shards)
         order = [shard for shard in self._shards[turn:] + self._shards[:turn] if shard.is_connected]
-        grants: list[p.LeaseGrant] = []
+        grants: list[Granted] = []
         for i, shard in enumerate(order):
             room = max_groups - sum(len(grant.leases) for grant in grants)
             if room <= 0:
@@ -437,5 +443,5 @@ def _lacks(shard: Shard) -> str:
     return shard.waiting_for or f"no answer from {shard.client.address} yet"
 
 
-def _lease_of(client: BufferClient, *, max_groups: int, lane: str, token_s: float) -> Future[p.LeaseGrant]:
+def _lease_of(client: BufferClient, *, max_groups: int, lane: str, token_s: float) -> Future[Granted]:
     return client.lease(max_groups, lane, token_s)

@@ -108,15 +108,16 @@ METRICS: dict[str, str] = {
     "is even.",
     # the ledger, counted in samples since the start of the run, as the step's batch was drawn
     "buffer/issued": "Samples leased; a sample leased again counts again.",
-    "buffer/in_flight": "Leased, neither committed nor failed.",
+    "buffer/in_flight": "Leased, neither committed nor failed nor handed on.",
     "buffer/committed": "On disk.",
     "buffer/failed": "Samples that will not come: their generation or reward failed, what came was quarantined, "
     "or their lease was lost. Over buffer/issued it is their share of the samples asked for.",
     "buffer/failed_reward": "Of the failed: a reward function failed.",
     "buffer/failed_generation": "Of the failed: the engine failed, or took too long.",
     "buffer/failed_quarantined": "Of the failed: what the actor handed in failed validation.",
-    "buffer/failed_lease": "Of the failed: the lease was lost, because it expired, or its actor stopped or was started "
-    "again; with what has a reason beyond the first 64.",
+    "buffer/failed_lease": "Of the failed: the lease was lost, because it expired or its actor was started again; with "
+    "what has a reason beyond the first 64.",
+    "buffer/handed_on": "Left unfinished by their actor, which ended, and issued again with the tokens that they had.",
     "buffer/waiting": "Committed and not drawn yet.",
     "buffer/trained": "Used by at least one finished step that took an update.",
     "buffer/dropped_stale": "Dropped with their group, because it would have passed max_lag.",
@@ -166,6 +167,8 @@ METRICS: dict[str, str] = {
     "pool/NAME/queued_ms": "Milliseconds that a sample waited within its engine before its first step, mean likewise.",
     "pool/NAME/kv_usage": "Share of the cache of keys and values in use in the fullest of their engines.",
     "pool/NAME/preempted": "Times, so far, that a running sample had to make room in the cache; it is computed anew.",
+    "pool/NAME/tokens_lost": "Tokens, so far, that were made and then thrown away with their samples, for the lease "
+    "was lost or they could not be handed on; those of actors that were killed are not counted.",
     # weights on their way, as of the poll that brought the row
     "weights/published": "Newest published version.",
     "weights/behind": "Versions that the engine furthest behind is behind it; null while no actor works.",

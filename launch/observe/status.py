@@ -459,4 +459,4 @@ def _of_processes(status: RunStatus, now_s: float) -> Iterator[str]:
         elif process.state == "waiting for resources":
             yield f"{name} waits {for_s} for a host of the pool '{process.pool}' that has room for it"
         elif process.state == "leaving":
-            yield f"{name} is leaving, {for_s}: it hands back what it has leased"
+            yield f"{name} is leaving, {for_s}: it hands on what it has leased"

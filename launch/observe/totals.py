@@ -129,6 +129,8 @@ class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the cache of keys and values in use in the fullest of them."""
     preempted: int = 0
     """Times, so far, that a running sample had to make room in the cache."""
+    tokens_lost: int = 0
+    """Tokens, so far, of samples that were neither pushed nor handed on, as far as their actors could count them."""
     kv_tokens: int = 0
     """Tokens that the cache of one holds."""
     moments: list[float] = []
@@ -140,17 +142,19 @@ class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
         """By the last part of their names in the registry."""
         step_ms, queued_ms = (None if each is None else 1e3 * each for each in (self.step_s, self.queued_s))
         shares = {"slots_used": self.slots_used, "kv_usage": self.kv_usage}
-        return {**shares, "step_ms": step_ms, "queued_ms": queued_ms, "preempted": self.preempted}
+        counts = {"preempted": self.preempted, "tokens_lost": self.tokens_lost}
+        return {**shares, "step_ms": step_ms, "queued_ms": queued_ms, **counts}
 
 
-_ENGINE_COUNTS = ("running_s", "samples", "tokens", "steps", "steps_s", "ended", "queued_s", "preempted")
+_ENGINE_COUNTS = ("running_s", "samples", "tokens", "steps", "steps_s", "ended", "queued_s", "preempted", "tokens_lost")
 
 
 def _engine_counts(report: ActorReport) -> tuple[float, ...]:
     engine = report.engine
     steps = engine.num_steps, engine.steps_s
     made = report.num_samples, report.num_tokens
-    return report.running_s, *made, *steps, engine.num_ended, engine.queued_s, engine.num_preempted
+    counts = engine.num_preempted, report.num_tokens_lost
+    return report.running_s, *made, *steps, engine.num_ended, engine.queued_s, *counts
 
 
 class ActorTotals:
@@ -203,7 +207,8 @@ class ActorTotals:
         there = [report for report in reports if report.pool == pool]
         slots = sum(report.num_slots for report in there)
         rates = [rate.value() for rate in self._engine_rates.get(pool, [])] or [0.0] * len(_ENGINE_COUNTS)
-        running, samples, tokens, steps, steps_s, ended, queued_s, _ = rates
+        running, samples, tokens, steps, steps_s, ended, queued_s, *_ = rates
+        *_, preempted, tokens_lost = self._engines.get(pool, [0.0] * len(_ENGINE_COUNTS))
         moments = [report.engine.moments for report in there if report.engine.moments]
         settled = sum(sum(report.num_outcomes.values()) for report in there)
         return PoolEngines(
@@ -213,7 +218,8 @@ class ActorTotals:
             step_s=steps_s / steps if steps else None,
             queued_s=queued_s / ended if ended else None,
             kv_usage=max((report.engine.kv_usage for report in there), default=0.0),
-            preempted=int(self._engines[pool][-1]) if pool in self._engines else 0,
+            preempted=int(preempted),
+            tokens_lost=int(tokens_lost),
             kv_tokens=max((report.engine.kv_tokens for report in there), default=0),
             moments=[sum(each) for each in zip(*moments, strict=True)],
             settled_s=sum(report.settled_s for report in there) / settled if settled else None,

@@ -60,7 +60,7 @@ def lag_rows(status: RunStatus, width: int, max_rows: int, *, ascii_only: bool) 
 
 
 LEDGER = ("issued", "in_flight", "committed", "waiting", "drawn", "trained", "failed", "filtered", "dropped_stale")
-OUTSIDE = ("duplicates", "late", "quarantined", "evicted_unused")
+OUTSIDE = ("handed_on", "duplicates", "late", "quarantined", "evicted_unused")
 """Shown where there are any."""
 
 Wrap = Callable[[str, str], list[Text]]
@@ -179,6 +179,7 @@ def _pools(status: RunStatus) -> Iterator[Text]:
             "" if engines.step_s is None else f"  step {1e3 * engines.step_s:.1f} ms",
             f"  cache {engines.kv_usage:.0%}" if engines.kv_usage else "",
             (f"  {engines.preempted} preempted", "yellow") if engines.preempted else "",
+            (f"  {engines.tokens_lost} tokens lost", "yellow") if engines.tokens_lost else "",
         )
 
 

@@ -26,8 +26,8 @@ from launch.text import duration, printable, share_of
 IDENTITY_KEYS = ("run.name", "run.dir")
 """Of the config: differ between any two runs and say nothing."""
 LEDGER = (
-    *("issued", "in_flight", "committed", "failed", "waiting", "drawn", "trained", "dropped_stale", "filtered"),
-    "evicted_unused",
+    *("issued", "in_flight", "committed", "failed", "handed_on", "waiting", "drawn", "trained", "dropped_stale"),
+    *("filtered", "evicted_unused"),
 )
 DRAWN = "In a step that is not finished."
 MAX_REASONS, MAX_REASON = 40, 300

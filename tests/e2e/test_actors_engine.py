@@ -14,7 +14,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from actors.engine import Engine, EngineDead, Generation, RequestRefused, UpdateRefused
+from actors.engine import Engine, EngineDead, UpdateRefused
+from actors.generation import Generation, RequestRefused
+from buffer.trajectory import COMPLETE, HANDED_ON, Prefix
 from common.hf_folder import HEAD
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
@@ -274,11 +276,63 @@ async def test_the_same_seed_gives_the_same_completion(world: World):
     assert first.token_ids.tolist() == again.token_ids.tolist() != other.token_ids.tolist()
 
 
-async def test_a_killed_engine_is_reported_as_dead_and_stays_dead(world: World):
+async def interrupted(world: World, asked: list[list[int]], prefixes: list[Prefix | None], num_tokens: int):
+    """Generate from these prefixes until each sample has so many tokens more, or has ended; what there is of each."""
+    engine, tasks, least = world.engine, {}, {}
+    for index, (prompt, prefix) in enumerate(zip(asked, prefixes, strict=True)):
+        least[1, index] = num_tokens + (0 if prefix is None else len(prefix.token_ids))
+        tasks[1, index] = asyncio.create_task(engine.generate(prompt, prefix=prefix, key=(1, index)))
+
+    def has_enough(key) -> bool:
+        found = engine.so_far(key)
+        return tasks[key].done() or (found is not None and len(found.token_ids) >= least[key])
+
+    async with asyncio.timeout(60):
+        while not all(map(has_enough, tasks)):
+            await asyncio.sleep(0.001)
+    await engine.interrupt(tasks)
+    return await asyncio.wait_for(asyncio.gather(*tasks.values()), 60)
+
+
+async def test_a_sample_handed_on_twice_is_of_three_versions_and_each_token_is_its_versions(world: World):
+    """fp32: every span is scored anew; what came later never saw a key of the version before."""
+    asked = prompts(16)
+    prefixes: list[Prefix | None] = [None] * len(asked)
+    for _ in range(2):
+        completions = await interrupted(world, asked, prefixes, num_tokens=3)
+        found = [Prefix(c.token_ids, c.logprobs, c.spans, 0.0) for c in completions]
+        whole = [world.engine.ended(prefix) for prefix in found]
+        assert [c.finish_reason for c in completions] == [why or HANDED_ON for why in whole]
+        asked = [prompt for prompt, why in zip(asked, whole, strict=True) if why is None]
+        prefixes = [prefix for prefix, why in zip(found, whole, strict=True) if why is None]
+        with world.puller.fetch(world.publish()) as staged:
+            await world.engine.apply(staged, "keep")
+    assert len(asked) > 4
+    finished = await asyncio.gather(
+        *[world.engine.generate(prompt, prefix=prefix) for prompt, prefix in zip(asked, prefixes, strict=True)]
+    )
+    for completion, prefix in zip(finished, prefixes, strict=True):
+        assert_spans_cover(completion)
+        assert len(completion.spans) == 3
+        assert completion.token_ids[: len(prefix.token_ids)].tolist() == prefix.token_ids.tolist()
+        assert completion.finish_reason in COMPLETE
+        assert len(completion.token_ids) <= CONFIG.max_new_tokens
+    first, later = world.gaps(asked, list(finished))
+    assert max(first, later) < 1e-5
+
+
+async def test_a_killed_engine_is_reported_as_dead_and_stays_dead_and_says_what_there_was(world: World):
+    before = asyncio.gather(
+        *[world.engine.generate(prompt, key=(2, i)) for i, prompt in enumerate(prompts(32))], return_exceptions=True
+    )
+    async with asyncio.timeout(60):
+        while not any(world.engine.so_far((2, i)) for i in range(32)):
+            await asyncio.sleep(0.001)
     engines = [child for child in psutil.Process().children(recursive=True) if "Engine" in child.name()]
     assert engines
     for engine in engines:
         engine.suspend()  # or it answers all before it is killed, where the machine has other work
+    assert any(world.engine.runs((2, i)) for i in range(32)), "it answered all"
     running = asyncio.gather(*[world.engine.generate(prompt) for prompt in prompts(32)])
     await asyncio.sleep(0.02)
     for engine in engines:
@@ -287,6 +341,12 @@ async def test_a_killed_engine_is_reported_as_dead_and_stays_dead(world: World):
         await asyncio.wait_for(running, 120)
     with pytest.raises(EngineDead):
         await world.engine.generate([1, 5])
+    outcomes = await before
+    left = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, EngineDead)]
+    there = {i: found for i in left if (found := world.engine.so_far((2, i))) is not None}
+    assert there
+    truths = world.policies[world.engine.version].logprobs([prompts(32)[i] for i in there], list(there.values()))
+    assert gap(list(there.values()), truths) < 1e-5
 
 
 OWNER = """

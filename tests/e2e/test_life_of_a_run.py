@@ -202,6 +202,7 @@ def test_actors_come_and_go(run: Life):
     more = leeway("scale", run.folder, "--pool", "first", "--count", 3)
     assert (more.returncode, more.stdout) == (0, "pool 'first' had 2 actors and is to have 3\n"), more.stderr
     run.wait_for_movers("its samples", lambda: run.actors().get("actor-2", {}).get("acknowledged"))
+    before = run.steps()[-1]
     assert leeway("scale", run.folder, "--pool", "first", "--count", 1).returncode == 0
     for count, pool, why in ((0, "first", "keep 1"), (2, "second", "no pool 'second'")):
         refused = leeway("scale", run.folder, "--pool", pool, "--count", count)
@@ -211,6 +212,10 @@ def test_actors_come_and_go(run: Life):
     assert run.actors()["actor-0"]["state"] == "working"
     assert len(run.events("left")) == 2
     run.wait_for_steps(3)
+    after = run.steps()[-1]
+    assert after["buffer/handed_on"] > before["buffer/handed_on"], "they left with nothing in flight: it shows nothing"
+    assert after["buffer/failed_lease"] == before["buffer/failed_lease"]
+    assert after["pool/first/tokens_lost"] == 0
 
 
 # --- its roles die, and are started again --------------------------------------------------------------
@@ -325,7 +330,7 @@ def test_the_summary_is_of_the_whole_life(run: Life):
     assert 0 < summary["lag_mean"] <= summary["lag_max"] <= summary["max_lag"] == 4
     assert summary["overlap_frac"] > 0
     ledger = summary["ledger"]
-    assert ledger["issued"] == ledger["in_flight"] + ledger["committed"] + ledger["failed"]
+    assert ledger["issued"] == ledger["in_flight"] + ledger["committed"] + ledger["failed"] + ledger["handed_on"]
     versions = [each["eval/version"] for each in json_rows(run.folder / "events.jsonl") if each["kind"] == "evaluated"]
     assert versions[0] == "0.0"
     assert versions[-1].endswith(f".{num_steps}")

@@ -3,9 +3,12 @@
 `python -m tests.faults.actor_process OPTIONS` leases and pushes until it is ended, and appends a line
 per event to a file: `epoch E`, `lease GROUP INDEX...`, `push GROUP INDEX`, `OUTCOME GROUP INDEX` and
 `refused REASON`. Once it is refused it tries what a zombie might: `lost N of M` leases, then it ends.
+One that hands on adds `there GROUP INDEX TOKENS SECOND` of what it was leased with, and `handed` of what it was told is
+on disk; SECOND of the clock that all processes share, when the lease was asked for and when it was told.
 """
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -25,7 +29,8 @@ from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.errors import BufferError, BufferRefused
 from buffer.outbox import Outbox
-from tests.faults.service_process import Key, sample
+from buffer.trajectory import HANDED_ON
+from tests.faults.service_process import Key, sample, sample_tokens
 from tests.world.files import whole_lines
 from tests.world.waiting import LIMIT_S, wait_until
 
@@ -54,6 +59,8 @@ class Options(msgspec.Struct, frozen=True):
     """After each push, as generation would take."""
     bounded: bool = True
     """False takes away what bounds the client's memory."""
+    hands_on: float = 0.0
+    """Share of the leases that it hands on, or has kept, with some tokens more."""
 
 
 class ActorProcess:
@@ -149,12 +156,22 @@ def main(options: Options) -> int:
     held: list[p.Lease] = []
     try:
         while True:
-            leases = client.lease(options.groups).result(120).leases
+            asked_s = time.monotonic()
+            granted = client.lease(options.groups).result(120)
+            leases, prefixes = granted.leases, granted.prefixes()
             held = leases or held
             for lease in leases:
                 tell("lease", lease.group_id, *lease.sample_indices)
+            for (lease_id, index), prefix in prefixes.items():
+                key = next(lease.group_id for lease in leases if lease.lease_id == lease_id), index
+                is_right = prefix.token_ids.tolist() == sample_tokens(key, 3 + len(prefix.token_ids))[3:].tolist()
+                tell("there" if is_right else "wrong", *key, len(prefix.token_ids), asked_s)
             for lease in leases:
-                _push(client, lease, options, tell)
+                if random.random() < options.hands_on:
+                    there = {i: len(prefixes[lease.lease_id, i].token_ids) for i in lease.prefixes}
+                    _hand_on(client, lease, there, tell)
+                else:
+                    _push(client, lease, options, tell)
             if not leases:
                 _NEVER.wait(0.01)
     except BufferRefused as refused:
@@ -165,6 +182,17 @@ def main(options: Options) -> int:
         client.give_up(lease, lease.sample_indices, "a zombie gives up").result(60)
     client.close()
     return ZOMBIE_EXIT
+
+
+def _hand_on(client: BufferClient, lease: p.Lease, there: dict[int, int], tell: Callable[..., None]) -> None:
+    """Some samples first kept, then all handed on, each with some tokens more than there were."""
+    for goes_on in (True, False):
+        indices = [index for index in lease.sample_indices if not goes_on or random.random() < 0.5]
+        there |= {index: there.get(index, 0) + random.randint(1, 400) for index in indices}
+        rows = [replace(sample(lease, i, there[i]), reward=None, finish_reason=HANDED_ON) for i in indices]
+        client.hand_on(lease, indices, rows, goes_on=goes_on).result(120)
+        for index in indices:
+            tell("handed", lease.group_id, index, there[index], time.monotonic())
 
 
 def _push(client: BufferClient, lease: p.Lease, options: Options, tell: Callable[..., None]) -> None:

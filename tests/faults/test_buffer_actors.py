@@ -58,6 +58,56 @@ def kill_in_mid_send(start_actor, service, num_kills):
     return victims, killed_at
 
 
+@pytest.mark.fault(11, "kill -9 of giver, taker and service while samples are handed on")
+@pytest.mark.timeout(900)
+def test_of_samples_that_are_handed_on_nothing_acknowledged_is_lost_whoever_is_killed(
+    start_service, start_actor, load_on, show
+):
+    service = start_service(facts=MANY, config=CONFIG.model_copy(update={"max_attempts": 10_000}))
+    load_on(service, num_actors=0, draws=False)
+    chance, num_points = random.Random(3), pick(12, 200)
+    options = {"hands_on": 0.7, "num_completion_tokens": 4000, "groups": 2}
+    alive = {name: start_actor(service, name, **options) for name in ("one", "other")}
+    actors, num_killed = [*alive.values()], dict.fromkeys(("actor", "service"), 0)
+    for _ in range(num_points):
+        for actor in alive.values():
+            actor.wait_for("handed")
+        time.sleep(chance.uniform(0.0, 0.1))
+        if chance.random() < 0.3:
+            service.kill()
+            service.start()
+            num_killed["service"] += 1
+            continue
+        name = chance.choice([*alive])
+        alive[name].kill()
+        alive[name] = start_actor(service, name, **options)
+        actors.append(alive[name])
+        num_killed["actor"] += 1
+    for actor in alive.values():
+        actor.kill()
+    service.stop()
+
+    kept = Kept.read(service.folder)
+    kept.check(set().union(*(actor.acknowledged for actor in actors)))
+    ledger = kept.report["recount"]
+    assert ledger["issued"] == ledger["in_flight"] + ledger["committed"] + ledger["failed"] + ledger["handed_on"]
+    assert [event for actor in actors for event in actor.events("wrong")] == []
+    handed = [(int(g), int(i), int(n), float(s)) for actor in actors for _, g, i, n, s in actor.events("handed")]
+    taken = [(int(g), int(i), int(n), float(s)) for actor in actors for _, g, i, n, s in actor.events("there")]
+    told: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    for group, index, num_tokens, second in handed:
+        told.setdefault((group, index), []).append((second, num_tokens))
+    short = [
+        (group, index)
+        for group, index, num_tokens, asked_s in taken
+        if num_tokens < max((known for told_s, known in told.get((group, index), ()) if told_s < asked_s), default=0)
+    ]
+    assert short == [], "tokens that were acknowledged did not come with the next lease"
+    assert len(taken) > num_points
+    show(f"{num_killed['actor']} kills of actors, {num_killed['service']} of the service")
+    show(f"{ledger['handed_on']} samples handed on, {len(taken)} taken up, 0 of their tokens lost")
+
+
 @pytest.mark.fault(11, "kill -9 of an actor in the middle of a send")
 def test_leases_of_a_killed_actor_are_issued_again_in_time_and_the_others_do_not_notice(
     start_service, start_actor, load_on, show

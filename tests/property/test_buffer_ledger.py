@@ -124,6 +124,21 @@ class ScheduledBuffer(RuleBasedStateMachine):
             message = p.GiveUp(name, epoch, lease.lease_id, lease.attempt, lease.sample_indices[:1], "reward failed")
             self.buffer.ask(message, p.Done)
 
+    @rule(name=st.sampled_from(NAMES), goes_on=st.booleans(), is_newest=st.booleans(), data=st.data())
+    def hand_on(self, name, goes_on, is_newest, data):
+        """Some samples of any lease ever granted, with what there is of some of them."""
+        if not self.leases[name]:
+            return
+        lease, epoch = data.draw(st.sampled_from(self.leases[name][-6:]))
+        if epoch != self.epochs[name]:
+            return
+        newest = PolicyVersion(*self.buffer.status().newest)
+        version = newest if is_newest else newest._replace(version=min(lease.min_version, newest.version))
+        indices = data.draw(st.lists(st.sampled_from(lease.sample_indices), unique=True, min_size=1))
+        there = indices[data.draw(st.integers(0, 1)) :]
+        fields = {"version": version, "num_completion_tokens": data.draw(st.integers(1, 3)), "actor": name}
+        self.buffer.hand_on(lease, indices, there, goes_on=goes_on, epoch=epoch, **fields)
+
     @rule(seconds=st.sampled_from([1.0, 30.0, 61.0]))
     def pass_time(self, seconds):
         self.buffer.now_s += seconds

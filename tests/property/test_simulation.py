@@ -70,7 +70,7 @@ def test_the_same_seed_is_the_same_run_to_the_last_event(depth, environment):
 def test_a_failing_seed_says_how_to_see_it_again():
     failed = MUTATIONS["an engine applies whatever arrives"].shown_by()
     assert f"--seed {failed.seed} --trace" in str(failed)
-    assert "published(0, 0)" in str(failed), "the last events of the trace"
+    assert "learner 0 draw(1, 0, 0)" in str(failed), "the last events of the trace"
 
 
 def _forced(knobs, monkeypatch):

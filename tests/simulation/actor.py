@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from buffer import protocol as p
 from common.staleness import PolicyVersion
@@ -29,6 +31,23 @@ class Sample:
     """Versions of its first and its last token."""
 
 
+class Tokens(NamedTuple):
+    """What there is of a sample, by the versions of its first and its last token."""
+
+    oldest: PolicyVersion
+    newest: PolicyVersion
+
+
+Prefixes = dict[tuple[int, int], Tokens]
+"""(lease, sample index) -> what earlier leases made of it."""
+
+
+class Leased(p.LeaseGrant, frozen=True):
+    """Leases, and what there is of their samples."""
+
+    prefixes: Prefixes = msgspec.field(default_factory=dict)
+
+
 @dataclass(slots=True, eq=False)
 class Held:
     """A lease and what is to do for it."""
@@ -36,6 +55,7 @@ class Held:
     lease: p.Lease
     granted: Granted
     todo: list[int]
+    prefixes: dict[int, Tokens]
 
 
 class SimActor:
@@ -56,13 +76,14 @@ class SimActor:
         self.seq = 0
         self.held: dict[int, Held] = {}
         self.running: list[tuple[Held, int, PolicyVersion]] = []
-        """Lease, sample, and the version that the request started on."""
+        """Lease, sample, and the version of its first token."""
 
     def act(self) -> None:
         """Do one thing, by chance: of those that can be done, from a random one on."""
-        first = int(self.world.random.random() * 5)
-        for turn in range(4):
-            if self._moves[(first + turn) % 5](self):
+        moves = [*self._moves, SimActor.leave] if self.world.faults.handed_on else self._moves
+        first = int(self.world.random.random() * len(moves))
+        for turn in range(len(moves) - 1):
+            if moves[(first + turn) % len(moves)](self):
                 return
 
     # --- leases -----------------------------------------------------------------------------------
@@ -77,7 +98,7 @@ class SimActor:
         self.world.send("lease", self, (self.name, self.epoch, self.request, room))
         return True
 
-    def on_lease(self, arguments: tuple[str, int, int, int], grant: p.LeaseGrant) -> None:
+    def on_lease(self, arguments: tuple[str, int, int, int], grant: Leased) -> None:
         """Take what was granted."""
         if not self.asks or arguments[2] != self.request:
             return
@@ -87,7 +108,8 @@ class SimActor:
         self.heard = max(self.heard, newest)
         for lease in grant.leases:
             granted = self.world.witness.grants[lease.lease_id]
-            self.held[lease.lease_id] = Held(lease, granted, list(lease.sample_indices))
+            prefixes = {index: grant.prefixes[lease.lease_id, index] for index in lease.prefixes}
+            self.held[lease.lease_id] = Held(lease, granted, list(lease.sample_indices), prefixes)
 
     def renew(self) -> bool:
         """Say that the leases are worked on."""
@@ -112,8 +134,14 @@ class SimActor:
         for held in self.held.values():
             if not held.todo or not may_start(self.served, self.heard, held.lease.min_version):
                 continue
+            if not all(self.may_go_on(each) for each in held.prefixes.values()):
+                continue
             world.witness.started(held.granted, self.served, self.heard)
-            self.running += [(held, index, self.served) for index in held.todo]
+            for index in held.todo:
+                before = held.prefixes.get(index)
+                if before is not None:
+                    world.witness.went_on(before.newest, self.served)
+                self.running.append((held, index, self.served if before is None else before.oldest))
             held.todo = []
             num_started += 1
             if world.random.random() < 0.3:
@@ -143,6 +171,30 @@ class SimActor:
         self.seq += 1
         world.witness.oldest[key] = oldest
         world.send("push", self, (Sample(key, lease, index, oldest, self.served),))
+
+    def may_go_on(self, prefix: Tokens) -> bool:
+        """Is no token of it newer than the engine?"""
+        return self.served >= prefix.newest
+
+    def leave(self) -> bool:
+        """Hand some samples of a lease on with what there is of them, or let the buffer keep that and go on."""
+        random, world = self.world.random.random, self.world
+        if not self.held or not world.happens(world.faults.handed_on):
+            return False
+        held = list(self.held.values())[int(random() * len(self.held))]
+        lease = held.lease
+        there = {index: Tokens(oldest, self.served) for each, index, oldest in self.running if each is held}
+        there = {index: tokens for index, tokens in there.items() if random() < 0.8}  # of the others there is none yet
+        left = [index for index in [*held.todo, *there] if random() < 0.7]
+        goes_on = random() < 0.4
+        if not goes_on:
+            held.todo = [index for index in held.todo if index not in left]
+            self.running = [each for each in self.running if each[0] is not held or each[1] not in left]
+            if not held.todo and all(each[0] is not held for each in self.running):
+                del self.held[lease.lease_id]
+        sent = {index: tokens for index, tokens in there.items() if index in left}
+        world.send("hand_on", self, (self.name, self.epoch, lease, tuple(left), sent, goes_on))
+        return True
 
     # --- weights ----------------------------------------------------------------------------------
 

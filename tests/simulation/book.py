@@ -6,13 +6,13 @@ single use, oldest first, and asks the same `StalenessContract`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from buffer import protocol as p
 from buffer.errors import BufferRefused
 from common.staleness import PolicyVersion, StalenessContract, effective_version
-from tests.simulation.actor import Sample
+from tests.simulation.actor import Leased, Sample, Tokens
 from tests.simulation.knobs import LEASE_TIMEOUT_S, Knobs
 from tests.simulation.witness import Key
 
@@ -34,6 +34,13 @@ class Group:
     owner: tuple[str, int] = ("", 0)
     min_version: int = 0
     due_at: float = 0.0
+    resting: set[int] = field(default_factory=set)
+    partials: dict[int, Tokens] = field(default_factory=dict)
+
+    @property
+    def in_flight(self) -> set[int]:
+        """Samples that somebody makes."""
+        return self.missing - self.resting if self.lease_id else set()
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +59,7 @@ class Book:
     def __init__(self, knobs: Knobs, contract: StalenessContract, clock: Callable[[], float]) -> None:
         self._knobs, self._contract, self._clock = knobs, contract, clock
         self._epochs: dict[str, tuple[str, int]] = {}
-        self._answers: dict[tuple[str, int], tuple[int, list[p.Lease]]] = {}
+        self._answers: dict[tuple[str, int], tuple[int, Leased]] = {}
         self._settled: dict[Key, bool] = {}
         self._groups: dict[int, Group] = {}
         """Those that are not closed."""
@@ -82,18 +89,21 @@ class Book:
         if self._epochs[name][1] != epoch:
             raise BufferRefused(f"'{name}' (epoch {epoch}) was replaced")
 
-    def lease(self, name: str, epoch: int, number: int, room: int) -> p.LeaseGrant:
+    def lease(self, name: str, epoch: int, number: int, room: int) -> Leased:
         """Grant leases while admission is open."""
         self._check(name, epoch)
         newest = self._published or (0, 0)
-        last, leases = self._answers.get((name, epoch), (0, []))
+        nothing = Leased([], newest, False)
+        last, answered = self._answers.get((name, epoch), (0, nothing))
         if number <= last:
-            return p.LeaseGrant(leases if number == last else [], newest, False)
-        leases = []
+            return Leased(answered.leases, newest, False, answered.prefixes) if number == last else nothing
+        leases, prefixes = [], {}
         while len(leases) < room and (group := self._next()) is not None:
             leases.append(self._issue(group, name, epoch))
-        self._answers[name, epoch] = number, leases
-        return p.LeaseGrant(leases, newest, False)
+            prefixes |= {(group.lease_id, index): tokens for index, tokens in group.partials.items()}
+        grant = Leased(leases, newest, False, prefixes)
+        self._answers[name, epoch] = number, grant
+        return grant
 
     def _next(self) -> Group | None:
         if self._published is None:
@@ -102,6 +112,11 @@ class Book:
             if group.is_open and not group.lease_id:
                 ages = [] if group.oldest is None else [(self._effective(group.oldest), group)]
                 if not any(True for _ in self._contract.evict(ages, self._version)):
+                    group.partials = {
+                        index: tokens
+                        for index, tokens in group.partials.items()
+                        if self._contract.usable(self._effective(tokens.oldest), self._version)
+                    }
                     return group
                 self._drop(group)
         share, published = self._contract.capacity(), self._effective(self._published)
@@ -121,7 +136,10 @@ class Book:
         self._leases[group.lease_id] = group
         self._next_lease += 1
         missing = sorted(group.missing)
-        return p.Lease(group.lease_id, group.attempt, group.id, 0, missing, group.min_version, LEASE_TIMEOUT_S)
+        prefixes = sorted(group.partials)
+        return p.Lease(
+            group.lease_id, group.attempt, group.id, 0, missing, group.min_version, LEASE_TIMEOUT_S, prefixes
+        )
 
     def push(self, sample: Sample) -> str:
         """Settle one sample."""
@@ -132,9 +150,10 @@ class Book:
             return "duplicate"
         self._settled[key] = True
         group = self._leases.get(lease.lease_id)
-        if group is None or group.attempt != lease.attempt or sample.index not in group.missing:
+        if group is None or group.attempt != lease.attempt or sample.index not in group.in_flight:
             return "late"
         group.missing.discard(sample.index)
+        group.partials.pop(sample.index, None)
         group.keys.append(key)
         group.oldest = sample.oldest if group.oldest is None else min(group.oldest, sample.oldest)
         self._committed += 1
@@ -144,8 +163,23 @@ class Book:
     def give_up(self, name: str, epoch: int, lease: p.Lease, index: int) -> None:
         """A sample will not come."""
         group = self._leases.get(lease.lease_id)
-        if group is not None and group.attempt == lease.attempt and group.owner == (name, epoch):
+        if group is not None and group.owner == (name, epoch) and index in group.in_flight:
             group.missing.discard(index)
+            group.partials.pop(index, None)
+            self._settle(group)
+
+    def hand_on(
+        self, name: str, epoch: int, lease: p.Lease, left: Sequence[int], there: dict[int, Tokens], goes_on: bool
+    ) -> None:
+        """Samples are left to whoever comes next, with what there is of them."""
+        self._check(name, epoch)
+        group = self._leases.get(lease.lease_id)
+        if group is None or group.owner != (name, epoch):
+            return
+        going = group.in_flight.intersection(left)
+        group.partials |= {index: tokens for index, tokens in there.items() if index in going}
+        if not goes_on:
+            group.resting |= going
             self._settle(group)
 
     def renew(self, name: str, epoch: int, lease_ids: list[int]) -> list[int]:
@@ -272,7 +306,8 @@ class Book:
 
     def _age(self, group: Group) -> int:
         ages = [] if group.oldest is None else [self._effective(group.oldest)]
-        return min([*ages, group.min_version] if group.is_open else ages)
+        partials = [self._effective(tokens.oldest) for tokens in group.partials.values()]
+        return min([*ages, *partials, group.min_version] if group.is_open else ages)
 
     def _ready(self) -> list[tuple[int, Group]]:
         ready = [(self._age(g), g.id) for g in self._groups.values() if not (g.is_open or g.pending)]
@@ -292,16 +327,19 @@ class Book:
 
     def _settle(self, group: Group) -> None:
         """Is the group complete?"""
-        if group.missing:
+        if group.in_flight:
             return
         self._leases.pop(group.lease_id, None)
-        group.is_open, group.lease_id = False, 0
+        group.lease_id, group.resting = 0, set()
+        if group.missing:
+            return
+        group.is_open = False
         if len(group.keys) < min(2, self._knobs.group_size):
             self._close(group)
 
     def _lose(self, group: Group) -> None:
         del self._leases[group.lease_id]
-        group.lease_id = 0
+        group.lease_id, group.resting = 0, set()
 
     def _drop(self, group: Group) -> None:
         self._dropped += len(group.keys)

@@ -7,7 +7,8 @@ service would keep in memory for one turn is written and forgotten, as a commit 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,12 +16,13 @@ import lmdb
 import numpy as np
 
 from buffer import protocol as p
+from buffer import schema
 from buffer.config import BufferConfig
-from buffer.trajectory import Trajectory, VersionSpan
+from buffer.trajectory import HANDED_ON, Trajectory, VersionSpan
 from buffer.transaction import TABLES, Transaction
 from common.run import RunFacts
 from common.staleness import StalenessContract
-from tests.simulation.actor import Sample
+from tests.simulation.actor import Leased, Sample, Tokens
 from tests.simulation.knobs import LEASE_TIMEOUT_S, Knobs
 from tests.simulation.witness import Key
 from tests.trajectories import decode
@@ -106,9 +108,16 @@ class CoreBuffer:
         assert first == again
         return first.epoch
 
-    def lease(self, name: str, epoch: int, number: int, room: int) -> p.LeaseGrant:
+    def lease(self, name: str, epoch: int, number: int, room: int) -> Leased:
         """Grant leases."""
-        return self._buffer.ask(p.LeaseRequest(name, epoch, number, room), p.LeaseGrant)
+        answered = self._buffer.answer(p.LeaseRequest(name, epoch, number, room))
+        assert answered is not None
+        grant, body = answered
+        assert isinstance(grant, p.LeaseGrant)
+        keys = [(lease.lease_id, index) for lease in grant.leases for index in lease.prefixes]
+        rows = decode(body) if len(body) else []
+        spans = [Tokens(row.spans[0].version, row.spans[-1].version) for row in rows]
+        return Leased(grant.leases, grant.newest, grant.draining, dict(zip(keys, spans, strict=True)))
 
     def push(self, sample: Sample) -> str:
         """Settle one sample."""
@@ -117,6 +126,17 @@ class CoreBuffer:
     def give_up(self, name: str, epoch: int, lease: p.Lease, index: int) -> None:
         """A sample will not come."""
         self._buffer.answer(p.GiveUp(name, epoch, lease.lease_id, lease.attempt, [index], "simulated"))
+
+    def hand_on(
+        self, name: str, epoch: int, lease: p.Lease, left: Sequence[int], there: dict[int, Tokens], goes_on: bool
+    ) -> None:
+        """Samples are left to whoever comes next, with what there is of them."""
+        rows = []
+        for index, tokens in there.items():
+            sample = Sample(Key(name, epoch, 0), lease, index, tokens.oldest, tokens.newest)
+            rows.append(replace(_trajectory(sample), reward=None, finish_reason=HANDED_ON))
+        message = p.HandOn(name, epoch, lease.lease_id, lease.attempt, list(left), goes_on)
+        self._buffer.answer(message, bytes(schema.encode(rows, RUN)))
 
     def renew(self, name: str, epoch: int, lease_ids: list[int]) -> list[int]:
         """Extend leases; those that are lost."""
@@ -148,10 +168,15 @@ class CoreBuffer:
         self._buffer.answer(p.CheckpointDurable(step, incarnation))
 
     def counts(self) -> tuple[int, int, int, int]:
-        """The ledger's gap, samples committed, samples dropped, and groups outstanding."""
+        """The ledger's gap with rows set aside, samples committed, samples dropped, and groups outstanding."""
         tx, core = self._turns.tx, self._buffer.core
-        gap, ledger = core.groups.checked_counts(tx)["gap"], tx.state.ledger
-        return gap, ledger.committed, ledger.dropped_stale, core.leases.outstanding(tx)
+        counts, ledger = core.groups.checked_counts(tx), tx.state.ledger
+        return (
+            counts["gap"] + counts["quarantined"],
+            ledger.committed,
+            ledger.dropped_stale,
+            core.leases.outstanding(tx),
+        )
 
     def waiting_for(self) -> str:
         """What the buffer holds, for a trace."""

@@ -63,12 +63,14 @@ class Faults(NamedTuple):
     """The buffer service starts anew."""
     given_up: float = 0.0
     """A sample fails."""
+    handed_on: float = 0.0
+    """An actor leaves samples to another one, or has the buffer keep what there is of them."""
 
 
 NO_FAULTS = Faults()
 _RATES = Faults(
     deaths=0.2, stalls=0.5, copies=0.3, late_weights=0.3, skips=0.2, full_disk=0.4, learner_deaths=0.4, restarts=0.7,
-    given_up=0.05,
+    given_up=0.05, handed_on=0.5,
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Each check of the policy, switched off, and what then breaks.
 
 A mutation is worth a test only where one invariant shows it: the name of that invariant is beside it. "bound",
-"last line", "wait", "room", "actor_lag", "min_version", "abandoned", "engine" and "progress" are those of
+"last line", "wait", "room", "actor_lag", "min_version", "abandoned", "spans", "engine" and "progress" are those of
 `witness`, and of `world` where the run gets stuck.
 """
 
@@ -15,6 +15,7 @@ from unittest import mock
 from buffer import tables
 from common.staleness import StalenessContract
 from tests.simulation import book
+from tests.simulation.actor import SimActor
 from tests.simulation.core import Environment
 from tests.simulation.knobs import NO_FAULTS, Faults, Knobs
 from tests.simulation.seeds import Outcome, SimulationFailed, simulate, simulate_with
@@ -156,5 +157,6 @@ MUTATIONS = {
         ((tables, "effective_version", _as_sampled), (book, "effective_version", _as_sampled)), _TOO_OLD
     ),
     "an engine applies whatever arrives": Mutation(((World, "is_newer", staticmethod(_always)),), "engine"),
+    "a sample goes on whatever the engine serves": Mutation(((SimActor, "may_go_on", _always),), "spans"),
     "a publication that was skipped is not made up for": Mutation(((World, "makes_up", False),), "progress"),
 }

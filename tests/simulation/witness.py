@@ -89,6 +89,11 @@ class Witness:
         if served.incarnation == heard.incarnation and heard.version - served.version > self._knobs.own_actor_lag:
             raise Broken("actor_lag", f"{served} started a request though {heard} was heard of")
 
+    def went_on(self, newest: PolicyVersion, served: PolicyVersion) -> None:
+        """A request went on from tokens of at most this version."""
+        if served < newest:
+            raise Broken("spans", f"{served} went on from a token of {newest}")
+
     def applied(self, served: PolicyVersion, version: PolicyVersion) -> None:
         """An engine went from one version to another."""
         if version <= served:

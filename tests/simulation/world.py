@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any, Protocol
 
 from buffer import protocol as p
 from buffer.errors import BufferRefused
 from common.staleness import PolicyVersion
-from tests.simulation.actor import Sample, SimActor
+from tests.simulation.actor import Leased, Sample, SimActor, Tokens
 from tests.simulation.book import Book
 from tests.simulation.core import CoreBuffer, Environment
 from tests.simulation.knobs import NO_FAULTS, Faults, Knobs
@@ -27,9 +28,12 @@ class Buffer(Protocol):
     """What the simulation asks of a buffer; `Book` or `CoreBuffer`. Each call is one request."""
 
     def hello(self, name: str, session: str) -> int: ...
-    def lease(self, name: str, epoch: int, number: int, room: int) -> p.LeaseGrant: ...
+    def lease(self, name: str, epoch: int, number: int, room: int) -> Leased: ...
     def push(self, sample: Sample) -> str: ...
     def give_up(self, name: str, epoch: int, lease: p.Lease, index: int) -> None: ...
+    def hand_on(
+        self, name: str, epoch: int, lease: p.Lease, left: Sequence[int], there: dict[int, Tokens], goes_on: bool
+    ) -> None: ...
     def renew(self, name: str, epoch: int, lease_ids: list[int]) -> list[int]: ...
     def expire(self) -> None: ...
     def restart(self) -> None: ...

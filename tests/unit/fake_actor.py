@@ -16,13 +16,16 @@ from types import SimpleNamespace
 import numpy as np
 
 from actors.config import ActorsConfig
-from actors.engine import UpdateRefused
+from actors.engine import EngineDead, UpdateRefused
 from actors.engine_stats import EngineReport
+from actors.generation import Generation
 from actors.loop import ActorLoop, Parts
 from actors.rewards import Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, Task
-from buffer.protocol import Lease, LeaseGrant, RenewReply, RowResult
-from buffer.trajectory import VersionSpan
+from buffer.client import Granted
+from buffer.protocol import Lease, RenewReply, RowResult
+from buffer.schema import encode
+from buffer.trajectory import HANDED_ON, VersionSpan
 from common.staleness import PolicyVersion
 from tests.world.reward_callers import TASK, InThisProcess
 from tests.world.run_context import run_context, run_facts
@@ -44,7 +47,11 @@ class FakeEngine:
         self.running = 0
         self.most_running = 0
         self.error = None
+        self.is_dead = False
         self.stopped = False
+        self.requests = {}
+        """Key -> prefix and the future that ends the request early."""
+        self.prefixes = []
         self.refuses = set()
         self.prepared = []
         self.kv_caches = []
@@ -52,25 +59,61 @@ class FakeEngine:
         self.may_apply = asyncio.Event()
         self.may_apply.set()
 
-    async def generate(self, prompt_token_ids, *, temperature=None, max_new_tokens=None, seed=None):
+    async def generate(
+        self, prompt_token_ids, *, temperature=None, max_new_tokens=None, seed=None, prefix=None, key=None
+    ):
+        if self.is_dead:
+            raise self.error
         self.started_at.append(self.version)
         self.seeds.append(seed)
+        self.prefixes.append(prefix)
         self.running += 1
         self.most_running = max(self.running, self.most_running)
+        interrupted = asyncio.Event()
+        if key is not None:
+            self.requests[key] = prompt_token_ids, prefix, interrupted
         try:
-            await asyncio.sleep(self.seconds)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.seconds):
+                    await interrupted.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             self.running -= 1
+            half = self.so_far(key)
+            if not isinstance(self.error, EngineDead):
+                self.requests.pop(key, None)
         if self.error is not None:
+            self.is_dead = isinstance(self.error, EngineDead)
             raise self.error
-        tokens = np.array([prompt_token_ids[0], 1, 2, 3], dtype=np.int32)
-        spans = (VersionSpan(self.version, 0, 4),)
-        return SimpleNamespace(
-            token_ids=tokens, logprobs=np.full(4, -0.5, np.float32), spans=spans, finish_reason="stop"
-        )
+        if interrupted.is_set():
+            return half
+        tokens = np.array([prompt_token_ids[0], 1, 2, 3][0 if prefix is None else len(prefix.token_ids) :], np.int32)
+        logprobs = np.full(len(tokens), -0.5, np.float32)
+        return Generation(tokens, logprobs, (VersionSpan(self.version, 0, len(tokens)),), "stop").after(prefix)
+
+    def ended(self, prefix):
+        return "stop" if prefix.token_ids[-1] == 3 else None
+
+    def runs(self, key):
+        return key in self.requests
+
+    async def interrupt(self, keys):
+        if self.is_dead:
+            raise self.error
+        for key in keys:
+            self.requests[key][2].set()
+
+    def so_far(self, key):
+        """Half of the four tokens."""
+        if key not in self.requests:
+            return None
+        prompt, prefix, _ = self.requests[key]
+        tokens = np.array([prompt[0], 1][0 if prefix is None else len(prefix.token_ids) :], np.int32)
+        spans = (VersionSpan(self.version, 0, len(tokens)),) if len(tokens) else ()
+        logprobs = np.full(len(tokens), -0.5, np.float32)
+        return Generation(tokens, logprobs, spans, HANDED_ON).after(prefix)
 
     step_s = 0.0
 
@@ -152,6 +195,10 @@ class FakeBuffer:
         """Lane and seconds per token of each who asked for a lease."""
         self.pushed = []
         self.given_up = []
+        self.handed_on = []
+        """Lease, samples, what there is of them, and whether the actor goes on with them."""
+        self.there = []
+        """What there is of the samples that are leased next."""
         self.renewals = 0
         self.lose = set()
         self.outcome = "committed"
@@ -163,10 +210,13 @@ class FakeBuffer:
         leases = []
         while self.granted < self.num_groups and len(leases) < max_groups:
             self.granted += 1
+            prefixes = [row.sample_index for row in self.there if row.group_id == 100 + self.granted]
             lease = Lease(self.granted, 1, 100 + self.granted, self.granted % 8, list(range(K)), self.min_version,
-                          self.timeout_s)  # fmt: skip
+                          self.timeout_s, prefixes)  # fmt: skip
             leases.append(lease)
-        return done(LeaseGrant(leases, self.newest, draining=self.granted == self.num_groups))
+        body = encode([row for row in self.there if row.group_id <= 100 + self.granted], "run") if self.there else b""
+        self.there = []
+        return done(Granted(leases, self.newest, draining=self.granted == self.num_groups, body=body))
 
     def has_room(self, trajectory):
         return self.credit
@@ -178,6 +228,10 @@ class FakeBuffer:
 
     def give_up(self, lease, sample_indices, reason):
         self.given_up.append((lease.lease_id, sample_indices, reason))
+        return done(None)
+
+    def hand_on(self, lease, sample_indices, there, *, goes_on=False):
+        self.handed_on.append((lease.lease_id, sample_indices, there, goes_on))
         return done(None)
 
     def renew(self, lease_ids):

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from actors import loop
@@ -13,6 +14,7 @@ from actors.engine import Engine, EngineDead
 from actors.loop import ActorFenced
 from actors.sample import EvalRequest
 from actors.weights import ActorError
+from buffer.trajectory import HANDED_ON, Trajectory, VersionSpan
 from common.staleness import PolicyVersion
 from tests.unit.fake_actor import Clock, FakeBuffer, FakeEngine, FakeStore, K, half, make_actor, run_to_end, until
 from tests.unit.small_models import tiny_checkpoint
@@ -112,7 +114,7 @@ async def test_an_error_that_ends_the_loop_is_not_hidden_by_the_samples_that_it_
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(actor.run(), 60)
     await actor.stop()
-    assert len(buffer.given_up) == 2
+    assert len(buffer.handed_on) == 2
 
 
 async def test_without_credit_samples_wait_in_order_while_leases_are_renewed_and_the_actor_answers():
@@ -155,23 +157,100 @@ async def test_a_lost_lease_is_cancelled_and_neither_pushed_nor_given_up():
     assert report.num_leases_lost == 1
 
 
-async def test_stopping_hands_back_what_is_leased():
-    buffer, engine = FakeBuffer(2), FakeEngine(600)
-    actor = make_actor(buffer, engine)
+@pytest.mark.parametrize("end", ["stop", "the engine dies"])
+async def test_what_is_in_the_engine_is_handed_on_with_its_tokens_and_what_waits_for_a_slot_without_any(end):
+    buffer, engine = FakeBuffer(2), FakeEngine(600 if end == "stop" else 0.5)
+    engine.error = None if end == "stop" else EngineDead("its process ended")
+    actor = make_actor(buffer, engine, config={"max_running_samples": K + 1})
     await actor.start()
     running = asyncio.create_task(actor.run())
-    await until(lambda: engine.running == 2 * K)
-    await asyncio.wait_for(actor.stop(), 60)
-    await asyncio.wait_for(running, 60)
-    assert sorted(buffer.given_up) == [(lease, list(range(K)), "actor stopped") for lease in (1, 2)]
+    await until(lambda: engine.running == K + 1)
+    if end == "stop":
+        await asyncio.wait_for(actor.stop(), 60)
+        await asyncio.wait_for(running, 60)
+    else:
+        with pytest.raises(EngineDead):
+            await asyncio.wait_for(running, 60)
+        await actor.stop()
+    assert not buffer.given_up
+    assert [
+        (lease, indices, goes_on) for lease, indices, _, goes_on in sorted(buffer.handed_on, key=lambda x: x[0])
+    ] == [(lease, list(range(K)), False) for lease in (1, 2)]
+    there = [row for _, _, rows, _ in buffer.handed_on for row in rows]
+    assert sorted((row.lease_id, row.sample_index) for row in there) == [*[(1, i) for i in range(K)], (2, 0)]
+    for row in there:
+        assert row.token_ids.tolist() == [10 + row.prompt_id, 20, 10 + row.prompt_id, 1]
+        assert (row.finish_reason, row.reward, row.prompt_length, len(row.logprobs)) == (HANDED_ON, None, 2, 2)
     assert engine.stopped
 
 
+async def test_a_sample_goes_on_from_the_tokens_that_come_with_its_lease_once_the_engine_is_as_new_as_they_are():
+    def row(index, tokens, version):
+        return Trajectory(
+            lease_id=77, attempt=1, group_id=101, sample_index=index, prompt_id=1,
+            token_ids=np.array([11, 20, *tokens], np.int32), prompt_length=2,
+            logprobs=np.full(len(tokens), -0.25, np.float32), spans=(VersionSpan(version, 0, len(tokens)),),
+            reward=None, finish_reason=HANDED_ON, started_s=5.0, finished_s=6.0,
+        )  # fmt: skip
+
+    old, new = PolicyVersion(0, 0), PolicyVersion(0, 1)
+    buffer, engine, store = FakeBuffer(1), FakeEngine(0.01), FakeStore()
+    buffer.there = [row(0, [11, 1], old), row(1, [11], new), row(2, [11, 1, 2, 3], old)]
+    actor = make_actor(buffer, engine, store)
+    await actor.start()
+    running = asyncio.create_task(actor.run())
+    await until(lambda: len(buffer.pushed) == 3)
+    store.version = new  # the version of sample 1's first token comes late
+    await asyncio.wait_for(running, 60)
+    report = actor.report()
+    await actor.stop()
+    pushed = {one.sample_index: one for one in buffer.pushed}
+    assert [pushed[i].token_ids.tolist() for i in range(K)] == [[11, 20, 11, 1, 2, 3]] * K
+    assert [pushed[i].logprobs.tolist().count(-0.25) for i in range(K)] == [2, 1, 4, 0]
+    assert pushed[0].spans == (VersionSpan(old, 0, 4),)
+    assert pushed[1].spans == (VersionSpan(new, 0, 4),)
+    assert [pushed[i].started_s for i in range(3)] == [5.0] * 3
+    assert {one.finish_reason for one in buffer.pushed} == {"stop"}
+    assert {one.reward for one in buffer.pushed} == {0.5}
+    assert len(engine.seeds) == 3, "the third was whole and only had no reward yet"
+    assert report.num_tokens == 2 + 3 + 4, "those that it made itself"
+
+
+async def test_the_buffer_is_told_now_and_then_what_running_samples_have():
+    buffer, engine = FakeBuffer(1), FakeEngine(0.2)
+    report = await run_to_end(make_actor(buffer, engine, config={"keep_every_s": 0.01}))
+    assert len(buffer.handed_on) > 2
+    assert all(goes_on and len(rows) == K for _, _, rows, goes_on in buffer.handed_on)
+    assert (len(buffer.pushed), report.num_handed_on) == (K, 0)
+
+
+async def test_a_sample_whose_reward_is_not_there_yet_is_handed_on_whole():
+    waits = threading.Event()
+
+    def slow(problems, completions):
+        waits.wait(60)
+        return [1.0 for _ in completions]
+
+    buffer = FakeBuffer(1)
+    actor = make_actor(buffer, FakeEngine(0.001), reward=slow)
+    await actor.start()
+    running = asyncio.create_task(actor.run())
+    await until(lambda: actor.report().num_samples == K)
+    try:
+        await asyncio.wait_for(actor.stop(), 60)
+        await asyncio.wait_for(running, 60)
+    finally:
+        waits.set()
+    [(_, indices, rows, _)] = buffer.handed_on
+    assert (indices, [row.num_completion_tokens for row in rows]) == (list(range(K)), [4] * K)
+
+
 async def test_an_actor_whose_buffer_is_gone_lets_go_of_its_weights_and_ends_its_engine(monkeypatch):
-    monkeypatch.setattr("actors.loop._GOODBYE_S", 0.1)
+    for where in ("actors.loop", "actors.held"):
+        monkeypatch.setattr(f"{where}.GOODBYE_S", 0.1)
     monkeypatch.setattr("actors.loop._CLOSE_S", 0.1)
     buffer, engine, store, gone = FakeBuffer(2), FakeEngine(600), FakeStore(), threading.Event()
-    buffer.give_up = lambda *_: Future()
+    buffer.hand_on = lambda *_, **__: Future()
     buffer.close = gone.wait
     actor = make_actor(buffer, engine, store)
     await actor.start()
@@ -180,6 +259,7 @@ async def test_an_actor_whose_buffer_is_gone_lets_go_of_its_weights_and_ends_its
     async with asyncio.timeout(60):
         await actor.stop()
         await running
+    assert actor._maker.counts.num_tokens_lost == 2 * K * 2, "the fake engine had two tokens of each"
     gone.set()
     assert store.closed
     assert engine.stopped
@@ -265,9 +345,9 @@ async def test_no_slot_stays_empty_where_groups_do_not_divide_what_is_free():
     class Lagging(FakeEngine):
         """One sample of each group takes ten times as long, so slots come free one by one."""
 
-        async def generate(self, prompt_token_ids, *, temperature=None, max_new_tokens=None, seed=None):
+        async def generate(self, prompt_token_ids, **options):
             self.seconds = 0.1 if len(self.seeds) % K == 0 else 0.01
-            return await super().generate(prompt_token_ids, seed=seed)
+            return await super().generate(prompt_token_ids, **options)
 
     buffer, engine = FakeBuffer(60), Lagging()
     actor = make_actor(buffer, engine, config={"max_running_samples": 2 * K - 1})

@@ -18,8 +18,9 @@ def flip(buffer, table, key, at=20):
 
     def change(tx):
         where, place = getattr(tx, table), key_of_block(tx, key) if table == "records" else key
-        packed = place.to_bytes(8, "big")
-        kept = where.require(place)
+        parts = place if isinstance(place, tuple) else (place,)
+        packed = b"".join(part.to_bytes(8, "big") for part in parts)
+        kept = where.require(*parts)
         stored = bytearray(where._txn.get(packed, db=where._db))
         stored[at] ^= 1
         where._txn.put(packed, bytes(stored), db=where._db)
@@ -125,3 +126,14 @@ def test_scores_of_a_record_that_is_damaged_are_skipped_and_the_others_stored(ma
     assert scored(buffer, drawn) == p.Done()
     assert buffer.store.read(lambda tx: list(tx.scores.all_keys())) == [(drawn.record_ids[1],)]
     put_back(buffer, kept)
+
+
+def test_damaged_tokens_of_a_sample_that_was_handed_on_are_removed_and_it_begins_anew(make):
+    buffer = make()
+    Actor(buffer)
+    buffer.begin()
+    [lease] = buffer.lease("actor-0", 1)
+    buffer.hand_on(lease, [0, 1], [0, 1])
+    flip(buffer, "partials", (lease.group_id, 1), at=40)
+    [again], [row] = buffer.grant("actor-0", 1)
+    assert (again.sample_indices, again.prefixes, row.sample_index) == ([0, 1], [0], 0)

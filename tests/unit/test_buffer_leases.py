@@ -240,7 +240,7 @@ def test_the_failed_add_up_from_four_kinds_of_reasons(make):
     actor = Actor(buffer)
     buffer.begin()
     lease = actor.lease(1)[0]
-    reasons = [str(RewardFailed("exact", "ValueError")), f"{GENERATION_FAILED}: took too long", "actor stopped"]
+    reasons = [str(RewardFailed("exact", "ValueError")), f"{GENERATION_FAILED}: took too long", "lease expired"]
     for index, reason in enumerate(reasons):
         buffer.ask(p.GiveUp("actor-0", 1, lease.lease_id, lease.attempt, [index], reason), p.Done)
     rows = actor.rows(lease)

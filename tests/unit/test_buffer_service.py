@@ -10,7 +10,7 @@ from buffer import service as service_module
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable, StoreError
-from buffer.outbox import _size_bytes
+from buffer.outbox import size_bytes
 from buffer.protocol import STAGES, Lease
 from buffer.service import BufferService, Credits
 from common.run import RunFacts
@@ -251,7 +251,7 @@ def test_credit_counts_the_columns_of_the_task():
     lease = Lease(1, 1, 1, 1, [0], 0, 1.0)
     small, large = make_trajectory(lease, 0, seq=0), make_trajectory(lease, 0, seq=0)
     large.columns["document"] = "x" * 2**20
-    assert _size_bytes(large) - _size_bytes(small) >= 2**20
+    assert size_bytes(large) - size_bytes(small) >= 2**20
 
 
 def test_clients_that_come_together_never_have_more_than_the_budget():

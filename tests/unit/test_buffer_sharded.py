@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from buffer.errors import BufferRefused, BufferUnavailable
 from buffer.service import BufferService
 from buffer.sharding.client import ShardedClient, open_client
 from buffer.sharding.shards import Shard
+from buffer.trajectory import HANDED_ON
 from tests.trajectories import decode
 from tests.world.buffer import facts, make_trajectory
 from tests.world.waiting import wait_until
@@ -99,6 +101,26 @@ def learner(connect):
 def generate(actor, leases, reward=1.0):
     pushed = [actor.push(make_trajectory(lease, index, seq=0, reward=reward)) for lease in leases for index in (0, 1)]
     return [future.result(60).outcome for future in pushed]
+
+
+def test_what_is_handed_on_comes_with_the_next_leases_of_its_shard(connect, learner, monkeypatch):
+    monkeypatch.setattr(client_module, "message_room", lambda: 400)  # one sample fits a message
+    actor, other = connect(), connect("actor-1")
+    leases = actor.lease(6).result(60).leases
+    for lease in leases[:5]:
+        rows = [make_trajectory(lease, i, seq=0, reward=None, num_completion_tokens=1 + i) for i in (0, 1)]
+        rows = [replace(row, finish_reason=HANDED_ON) for row in rows]
+        actor.hand_on(lease, [0, 1], rows[1:] if lease is leases[0] else rows).result(60)
+    granted = other.lease(5).result(60)
+    assert {lease.group_id for lease in granted.leases} == {lease.group_id for lease in leases[:5]}
+    assert len({lease.lease_id % 3 for lease in granted.leases}) > 1
+    prefixes = granted.prefixes()
+    lengths = {(lease.group_id, i): len(prefixes[lease.lease_id, i].token_ids) for lease in granted.leases
+               for i in lease.prefixes}  # fmt: skip
+    first, *others = [lease.group_id for lease in leases[:5]]
+    assert lengths == {(first, 1): 2, **{(group, i): 1 + i for group in others for i in (0, 1)}}
+    ledger = learner.status().result(60).ledger
+    assert (ledger["handed_on"], ledger["gap"]) == (10, 0)
 
 
 def test_one_address_needs_no_view(services):

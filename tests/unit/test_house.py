@@ -5,14 +5,14 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 187,
-    "lines": 44_560,
+    "files": 190,
+    "lines": 45_750,
     "longest file": 471,
     "longest function": 60,
-    "modules imported by exactly one other": 45,
+    "modules imported by exactly one other": 47,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 157,
+    "config keys": 158,
 }
 
 
@@ -28,6 +28,7 @@ def test_a_module_with_one_user_is_deep_or_says_why_it_stands_alone():
 
 
 ALONE = {
+    "buffer.partials": "what of a lease outlives it, apart from who has it",
     "planning.engine": "the sleeping engines of benchmarks keep time by it too",
     "planning.bounds": "closed forms, which the simulator is held to",
     "launch.autoscale": "what the steps of a run say to `planning.following`, apart from the run itself",

@@ -327,4 +327,4 @@ def test_a_process_that_does_not_work_yet_or_no_more_is_named_with_its_log_or_it
     found = who_waits(processes=processes)
     assert found[0] == "stage.1 is starting, for 0 s; see /runs/x/logs/stage.1.log"
     assert "host of the pool 'big'" in found[1]
-    assert "hands back what it has leased" in found[2]
+    assert "hands on what it has leased" in found[2]

@@ -8,6 +8,7 @@ Actor            generates what it is told to
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from buffer.prompts import Prompts
 from buffer.rows import RowBytes, records_in
 from buffer.sharding.core import ShardCore
 from buffer.store import Store
-from buffer.trajectory import Trajectory, VersionSpan
+from buffer.trajectory import HANDED_ON, Trajectory, VersionSpan
 from buffer.transaction import Transaction
 from common.run import RunFacts
 from common.staleness import PolicyVersion
@@ -155,8 +156,46 @@ class InProcessBuffer:
 
     def lease(self, actor: str, max_groups: int, *, epoch: int = 1) -> list[p.Lease]:
         """Ask for groups under a new request number."""
-        self._requests += 1
-        return self.ask(p.LeaseRequest(actor, epoch, self._requests, max_groups), p.LeaseGrant).leases
+        return self.grant(actor, max_groups, epoch=epoch)[0]
+
+    def grant(
+        self, actor: str, max_groups: int, *, epoch: int = 1, again: bool = False
+    ) -> tuple[list[p.Lease], list[Trajectory]]:
+        """Ask for groups under a new request number, or `again` under the last; and what there is of their samples."""
+        self._requests += not again
+        answered = self.answer(p.LeaseRequest(actor, epoch, self._requests, max_groups))
+        assert answered is not None
+        reply, body = answered
+        assert isinstance(reply, p.LeaseGrant)
+        rows = decode(body) if len(body) else []
+        names = [(lease.group_id, index) for lease in reply.leases for index in lease.prefixes]
+        assert names == [(row.group_id, row.sample_index) for row in rows]
+        return reply.leases, rows
+
+    def hand_on(
+        self,
+        lease: p.Lease,
+        indices: Sequence[int],
+        there: Sequence[int],
+        *,
+        actor: str = "actor-0",
+        epoch: int = 1,
+        goes_on: bool = False,
+        **fields: Any,
+    ) -> None:
+        """Leave samples of a lease; `there` are those of them that have tokens."""
+        rows = [
+            dataclasses.replace(
+                make_trajectory(lease, index, seq=0, actor=actor, epoch=epoch, reward=None, **fields),
+                finish_reason=HANDED_ON,
+                columns={},
+                reward_parts={},
+            )
+            for index in there
+        ]
+        body = schema.encode(rows, self.facts.run_id)
+        message = p.HandOn(actor, epoch, lease.lease_id, lease.attempt, list(indices), goes_on)
+        self.ask(message, p.Done, bytes(body))
 
     def push(self, rows: Sequence[Trajectory]) -> list[str]:
         """Push trajectories of one actor; the outcome of each."""

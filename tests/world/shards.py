@@ -14,7 +14,7 @@ import msgspec
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.client import Draw
+from buffer.client import Draw, Granted
 from buffer.errors import BufferRefused
 from common.rpc.client import settle
 from tests.world.buffer import InProcessBuffer
@@ -120,8 +120,17 @@ class InProcessShard:
         return self._ask(p.Drain())
 
     def lease(self, max_groups, lane="", token_s=0.0):
+        def granted(answer):
+            reply, body = answer
+            return Granted(**msgspec.structs.asdict(reply), body=bytes(body))
+
         self._requests += 1
-        return self._ask(p.LeaseRequest(self.name, self._epoch, self._requests, max_groups, lane, token_s))
+        return self._ask(p.LeaseRequest(self.name, self._epoch, self._requests, max_groups, lane, token_s), granted)
+
+    def hand_on(self, lease, sample_indices, there, *, goes_on=False):
+        body = bytes(schema.encode(there, self._to.buffer.facts.run_id))
+        message = p.HandOn(self.name, self._epoch, lease.lease_id, lease.attempt, list(sample_indices), goes_on)
+        return self._ask(message, None, body)
 
     def push(self, trajectory):
         trajectory = replace(trajectory, actor=self.name, epoch=self._epoch, seq=self._seq)

@@ -1,0 +1,140 @@
+"""What an actor holds, and how it lets go of it: samples that are not complete go on elsewhere, with their tokens.
+
+HeldLease  a lease and its samples
+HandingOn  leaves samples to whoever leases them next, or has the buffer keep what there is of them
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from actors.engine import EngineDead
+from actors.sample import Completed, SampleMaker
+from actors.tasks import Problem
+from buffer.client import BufferClient
+from buffer.protocol import Lease
+from buffer.sharding.client import ShardedClient
+from buffer.trajectory import Prefix, Trajectory
+
+_log = logging.getLogger(__name__)
+
+GOODBYE_S = 5.0
+"""Bound of letting go of all that is held."""
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True, eq=False)
+class HeldLease:
+    """Samples are known by their index in the group."""
+
+    lease: Lease
+    problem: Problem
+    open: set[int]
+    """Neither acknowledged nor given up nor handed on."""
+    to_generate: set[int]
+    """Those of them that the engine has not completed yet."""
+    renew_at_s: float
+    """On the loop's clock."""
+    prefixes: dict[int, Prefix]
+    """The tokens that samples go on from."""
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """Those that still generate or score; once a sample is being pushed nothing cancels it."""
+    completed: dict[int, Completed] = field(default_factory=dict)
+    """Those that have left the engine and are not pushed yet, for they are scored or handed on."""
+    left: set[int] = field(default_factory=set)
+    """Those that are handed on."""
+    pushing: set[int] = field(default_factory=set)
+    """Those that are on their way to the buffer."""
+
+    @property
+    def unfinished(self) -> set[int]:
+        """Those that nothing was sent of."""
+        return self.open - self.pushing
+
+
+class HandingOn:
+    """Of one actor."""
+
+    def __init__(self, name: str, maker: SampleMaker, client: BufferClient | ShardedClient) -> None:
+        """Let go of what `maker` makes, by telling the buffer."""
+        self._name, self._maker, self._client = name, maker, client
+
+    async def keep(self, leases: Iterable[HeldLease]) -> None:
+        """Tell the buffer what running samples have, in case that this process is killed.
+
+        Raises:
+            BufferError: it did not answer in time, or refused.
+        """
+        told = [
+            self._client.hand_on(held.lease, [row.sample_index for row in there], there, goes_on=True)
+            for held in leases
+            if (there := self._there(held, held.to_generate - held.left))
+        ]
+        for each in told:
+            await settled(each)
+
+    async def leave_all(self, leases: Collection[HeldLease]) -> None:
+        """Leave all that is held, and wait no longer for it than a goodbye takes.
+
+        Leases that the buffer does not hear of run out by themselves.
+        """
+        results: list[object] = [TimeoutError(f"no answer within {GOODBYE_S:g} s")]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                leaving = [self._leave(held, held.unfinished) for held in leases]
+                results = list(await asyncio.gather(*leaving, return_exceptions=True))
+        errors = [each for each in results if isinstance(each, Exception)]
+        if errors and (remaining := [held for held in leases if held.unfinished]):
+            _log.warning(
+                "%s could not hand on what it had of %d groups, and other actors make it anew: %s",
+                self._name, len(remaining), errors[0],
+            )  # fmt: skip
+            self.count_lost(remaining)
+
+    async def _leave(self, held: HeldLease, indices: set[int]) -> None:
+        """Leave samples of a lease to whoever gets them next, with the tokens that they have."""
+        held.left |= indices
+        tasks = {index: held.tasks[index] for index in indices if index in held.tasks}
+        running = {index for index in tasks if self._maker.is_in_engine(held.lease, index)}
+        for index in tasks.keys() - running:  # it waits for a slot or a policy version, or is scored
+            tasks[index].cancel()
+        with contextlib.suppress(EngineDead):
+            await self._maker.interrupt(held.lease, running)
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=GOODBYE_S)
+        indices &= held.open
+        await settled(self._client.hand_on(held.lease, sorted(indices), self._there(held, indices)))
+        self._maker.counts.num_handed_on += len(indices)
+        held.open -= indices
+
+    def count_lost(self, leases: Iterable[HeldLease]) -> None:
+        """Nobody gets the tokens of these leases."""
+        for held in leases:
+            for row in self._there(held, held.unfinished):
+                prefix = held.prefixes.get(row.sample_index)
+                before = 0 if prefix is None else len(prefix.token_ids)
+                self._maker.counts.num_tokens_lost += row.num_completion_tokens - before
+
+    def _there(self, held: HeldLease, indices: Iterable[int]) -> list[Trajectory]:
+        """What there is of some samples of a lease."""
+        lease, maker = held.lease, self._maker
+        found = {index: held.completed.get(index) or maker.so_far(lease, index) for index in sorted(indices)}
+        return [
+            maker.unfinished(lease, held.problem, index, completed)
+            for index, completed in found.items()
+            if completed is not None and len(completed.generation.token_ids)
+        ]
+
+
+async def settled(future: Future[R]) -> R:
+    """Wait for the buffer. The wait is bounded by the client, and cancelling it leaves the request alone:
+    the client owns its futures and must be able to complete them.
+    """
+    return await asyncio.shield(asyncio.wrap_future(future))
