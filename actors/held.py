@@ -66,29 +66,32 @@ class HandingOn:
         """Let go of what `maker` makes, by telling the buffer."""
         self._name, self._maker, self._client = name, maker, client
 
-    async def keep(self, leases: Iterable[HeldLease]) -> None:
-        """Tell the buffer what running samples have, in case that this process is killed.
+    async def keep(self, leases: Collection[HeldLease], every_s: float) -> None:
+        """Tell the buffer so often what running samples have, in case that this process is killed; `leases` may change.
 
         Raises:
             BufferError: it did not answer in time, or refused.
         """
-        told = [
-            self._client.hand_on(held.lease, [row.sample_index for row in there], there, goes_on=True)
-            for held in leases
-            if (there := self._there(held, held.to_generate - held.left))
-        ]
-        for each in told:
-            await settled(each)
+        while True:
+            await asyncio.sleep(every_s)
+            told = [
+                self._client.hand_on(held.lease, [row.sample_index for row in there], there, goes_on=True)
+                for held in leases
+                if (there := self._there(held, held.to_generate - held.left))
+            ]
+            for each in told:
+                await settled(each)
 
     async def leave_all(self, leases: Collection[HeldLease]) -> None:
         """Leave all that is held, and wait no longer for it than a goodbye takes.
 
         Leases that the buffer does not hear of run out by themselves.
         """
+        leases = list(leases)
         results: list[object] = [TimeoutError(f"no answer within {GOODBYE_S:g} s")]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
-                leaving = [self._leave(held, held.unfinished) for held in leases]
+                leaving = [self.leave(held, held.unfinished) for held in leases]
                 results = list(await asyncio.gather(*leaving, return_exceptions=True))
         errors = [each for each in results if isinstance(each, Exception)]
         if errors and (remaining := [held for held in leases if held.unfinished]):
@@ -98,7 +101,7 @@ class HandingOn:
             )  # fmt: skip
             self.count_lost(remaining)
 
-    async def _leave(self, held: HeldLease, indices: set[int]) -> None:
+    async def leave(self, held: HeldLease, indices: set[int]) -> None:
         """Leave samples of a lease to whoever gets them next, with the tokens that they have."""
         held.left |= indices
         tasks = {index: held.tasks[index] for index in indices if index in held.tasks}
@@ -111,7 +114,7 @@ class HandingOn:
             await asyncio.wait(tasks.values(), timeout=GOODBYE_S)
         indices &= held.open
         await settled(self._client.hand_on(held.lease, sorted(indices), self._there(held, indices)))
-        self._maker.counts.num_handed_on += len(indices)
+        self._maker.counts.num_handed_on += len(indices & held.open)
         held.open -= indices
 
     def count_lost(self, leases: Iterable[HeldLease]) -> None:

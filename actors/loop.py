@@ -32,7 +32,7 @@ from actors.weights import ActorError, WeightFollower
 from buffer.client import BufferClient
 from buffer.protocol import Lease, RowResult
 from buffer.sharding.client import ShardedClient, open_client
-from buffer.trajectory import Prefix, Trajectory
+from buffer.trajectory import HANDED_ON, Prefix, Trajectory
 from common.run import RunContext
 from common.serving_model import prepare_serving_model
 from common.staleness import PolicyVersion
@@ -154,6 +154,8 @@ class ActorLoop:
         """Samples that have left the engine since the last lease came."""
         self._num_ahead = 0.0
         """That leave it until what is leased for them is there, a running mean."""
+        self._hand_on_at = 0
+        """Tokens with which samples go on elsewhere, as the buffer says; 0: none does."""
         self._waiting = "starting"
 
     # --- life -------------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ class ActorLoop:
         """
         parts = await self._assemble(self._context, self._number)
         facts, sections, config = self._context.facts, self._context.config, self._config
-        self._parts, self._client = parts, parts.client
+        self._parts, self._client, self._engine, self._task = parts, parts.client, parts.engine, parts.task
         self._fingerprint = parts.task.facts().fingerprint
         self._follower = WeightFollower(
             self._name, parts.engine, parts.puller, sections.weight_sync, facts.contract, clock=self._clock
@@ -195,12 +197,13 @@ class ActorLoop:
             BufferError: the buffer did not answer in time, or refused.
         """
         assert self._parts is not None, "start() comes first"
+        held, every_s = self._held.values(), self._config.keep_every_s
         jobs: list[Coroutine[Any, Any, object]] = [
             self._lease_groups(),
             self._stopping.wait(),
             self._follower.run(),
             self._renew_leases(),
-            *([self._keep(self._config.keep_every_s)] if self._config.keep_every_s else []),
+            *([self._handing_on.keep(held, every_s)] if every_s else []),
         ]
         tasks = [asyncio.create_task(job) for job in jobs]
         self._ended.clear()
@@ -212,7 +215,7 @@ class ActorLoop:
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
-            await self._handing_on.leave_all(self._held.values())
+            await self._handing_on.leave_all(held)
             await self._cancel_samples(self._held.values())
             self._waiting = "stopped"
             self._ended.set()
@@ -279,6 +282,7 @@ class ActorLoop:
             version_since_s=self._follower.version_since_s,
             num_updates=self._follower.num_updates,
             updates=self._follower.take_updates(),
+            hand_on_at=self._hand_on_at,
             waiting=waiting,
             waiting_s=waiting_s,
             engine=self._started.engine.report(),
@@ -312,16 +316,19 @@ class ActorLoop:
                 await self._room_changed.wait()
                 continue
             asked_s = self._clock()
-            grant = await settled(self._client.lease(room, self._pool, self._started.engine.step_s))
+            grant = await settled(self._client.lease(room, self._pool, self._engine.step_s))
             self._follower.hear_of(PolicyVersion(*grant.newest))
+            self._hand_on_at = grant.hand_on_at
             prefixes = grant.prefixes()
             for lease in grant.leases:
                 self._take(lease, {i: prefixes[lease.lease_id, i] for i in lease.prefixes})
             if grant.leases:
                 now_s = self._clock()
-                # what ends just after one is asked for is asked for with the next
+                # what ends just after one is asked for is asked for with the next; near the bound others would lack it
                 num_ahead = 2 * self._num_left * (now_s - asked_s) / max(1e-9, now_s - since_s)
                 self._num_ahead += (num_ahead - self._num_ahead) * _AHEAD_SHARE
+                if len(grant.leases) < room:
+                    self._num_ahead = 0.0
                 since_s, self._num_left = now_s, 0
                 pause_s = _LEASE_POLL_S[0]
                 continue
@@ -332,7 +339,7 @@ class ActorLoop:
             pause_s = min(2 * pause_s, _LEASE_POLL_S[1])
 
     def _take(self, lease: Lease, prefixes: dict[int, Prefix]) -> None:
-        problem, indices = self._started.task.prompt(lease.prompt_id), lease.sample_indices
+        problem, indices = self._task.prompt(lease.prompt_id), lease.sample_indices
         renew_at_s = self._clock() + lease.timeout_s / 3
         held = HeldLease(lease, problem, set(indices), set(indices), renew_at_s, prefixes)
         self._held[lease.lease_id] = held
@@ -373,11 +380,6 @@ class ActorLoop:
         if tasks:
             await asyncio.wait(tasks, timeout=GOODBYE_S)
 
-    async def _keep(self, every_s: float) -> None:
-        while True:
-            await asyncio.sleep(every_s)
-            await self._handing_on.keep(self._held.values())
-
     # --- samples ----------------------------------------------------------------------------------
 
     async def _make_sample(self, held: HeldLease, index: int) -> None:
@@ -386,12 +388,16 @@ class ActorLoop:
             try:
                 try:
                     prefix = held.prefixes.get(index)
-                    completed = await self._maker.generate(held.lease, held.problem, index, prefix)
+                    completed = await self._maker.generate(
+                        held.lease, held.problem, index, prefix, lambda: self._hand_on_at
+                    )
                     held.completed[index] = completed
                 finally:
                     held.to_generate.discard(index)
                     self._num_left += 1
                     self._room_changed.set()
+                if completed.generation.finish_reason == HANDED_ON:
+                    self._outgrown(held, index)
                 if index in held.left:
                     return
                 trajectory = await self._maker.score(held.lease, held.problem, index, completed)
@@ -405,6 +411,21 @@ class ActorLoop:
             counts.failed[str(failure)] += 1
             await settled(self._client.give_up(held.lease, [index], str(failure)))
         self._settle(held, index)
+
+    def _outgrown(self, held: HeldLease, index: int) -> None:
+        """A sample would be late here. It goes on elsewhere, with all of its group that is not generated."""
+        if index not in held.left:
+            leaving = held.to_generate | {index}
+            held.left |= leaving
+            task = asyncio.create_task(self._leave(held, leaving))
+            self._samples.add(task)
+            task.add_done_callback(partial(self._on_sample_done, held, index))
+
+    async def _leave(self, held: HeldLease, indices: set[int]) -> None:
+        await self._handing_on.leave(held, indices)
+        if not held.open:
+            self._held.pop(held.lease.lease_id, None)
+        self._room_changed.set()
 
     async def _push(self, trajectory: Trajectory) -> RowResult:
         """Push once there is credit, in order: without it the client would block this event loop.

@@ -74,6 +74,8 @@ class ActorReport:
     num_updates: int
     updates: list[WeightUpdate]
     """Of the weights."""
+    hand_on_at: int
+    """Tokens with which its samples go on in a faster pool; 0: none does."""
     waiting: str
     """What keeps the actor from running more, or a group from being whole; empty while nothing does."""
     waiting_s: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -122,8 +122,12 @@ class SampleMaker:
         self.busy = BusyClock()
         self.counts = Counts()
 
-    async def generate(self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None) -> Completed:
+    async def generate(
+        self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, hand_on_at: Callable[[], int]
+    ) -> Completed:
         """Generate one sample of a lease, once there is a slot for it; all of it, or what follows its first tokens.
+
+        One that begins here is interrupted where it has as many tokens as `hand_on_at` says, if it says any.
 
         Raises:
             SampleFailed: it could not be generated.
@@ -141,7 +145,7 @@ class SampleMaker:
             self._started_s[lease.lease_id, sample_index] = started_s
             self.busy.enter()
             try:
-                generation = await self._generate(lease, problem, sample_index, prefix)
+                generation = await self._generate(lease, problem, sample_index, prefix, hand_on_at)
             except EngineDead:
                 raise  # what there is of it can still be handed on
             except BaseException:
@@ -211,12 +215,25 @@ class SampleMaker:
             finished_s=completed.finished_s,
         )
 
-    async def _generate(self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None) -> Generation:
+    async def _generate(
+        self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, hand_on_at: Callable[[], int]
+    ) -> Generation:
         seed = sample_seed(self._run_seed, lease.group_id, sample_index, lease.attempt)
         deadline = asyncio.timeout(self._config.generate_timeout_s)
         try:
             async with deadline:
-                key = lease.lease_id, sample_index
+                key, longest = (lease.lease_id, sample_index), self._config.max_new_tokens
+                limit = longest if prefix is not None else min(longest, hand_on_at() or longest)
+                made = await self._engine.generate(
+                    problem.token_ids, max_new_tokens=limit, seed=seed, prefix=prefix, key=key
+                )
+                if made.finish_reason != "length" or len(made.token_ids) == longest:
+                    return made
+                if hand_on_at():
+                    return replace(made, finish_reason=HANDED_ON)
+                # whoever was to go on with it is gone; with the same seed the same chance would come again
+                prefix = Prefix(made.token_ids, made.logprobs, made.spans, self._started_s[key])
+                seed = sample_seed(self._run_seed, lease.group_id, sample_index, -lease.attempt)
                 return await self._engine.generate(problem.token_ids, seed=seed, prefix=prefix, key=key)
         except (ActorError, EngineDead):
             raise

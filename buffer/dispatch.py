@@ -8,7 +8,8 @@ the pools of actors; what tells them apart is the time of a token.
     in_order       the first that waits
     longest_first  the longest
     by_deadline    a prompt is late for a lane that would not make its longest sample within what the lag budget leaves:
-                   lanes that would take such prompts first, the longest first, and all lanes take all others in order
+                   lanes that would take such prompts first, the longest first, and all lanes take all others in order.
+                   What was not known to be late, and comes near it, goes on on a faster lane
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ WINDOW_STEPS = 4
 a window are less alike."""
 MOST_LOOKED_AT = 32
 """Prompts that came back, for each lease."""
+HAND_ON_SHARE = 0.7
+"""Of the tokens that a lane makes in time: a sample that has so many goes on on a faster one."""
 _ALIKE = 1.1
 """Lanes whose tokens take so little longer are of one speed."""
 _NEWEST = 0.1
@@ -146,6 +149,9 @@ class Policy(Protocol):
     def choose(self, window: Window, speeds: Speeds) -> Waiting:
         """What the actor gets."""
 
+    def hands_on_at(self, speeds: Speeds) -> float:
+        """A sample that has so many tokens goes on elsewhere; infinite where none does."""
+
 
 class InOrder:
     """The first."""
@@ -166,6 +172,10 @@ class InOrder:
         """As `Policy`."""
         return next(iter(window))
 
+    def hands_on_at(self, speeds: Speeds) -> float:
+        """As `Policy`."""
+        return inf
+
 
 class LongestFirst:
     """The longest."""
@@ -185,6 +195,10 @@ class LongestFirst:
     def choose(self, window: Window, speeds: Speeds) -> Waiting:
         """As `Policy`."""
         return window.longest() or window.shortest()
+
+    def hands_on_at(self, speeds: Speeds) -> float:
+        """As `Policy`."""
+        return inf
 
 
 class ByDeadline:
@@ -216,6 +230,10 @@ class ByDeadline:
         if longest is not None and slower and longest.longest > speeds.budget_s / min(slower):
             return longest
         return window.first(in_time) or window.shortest()
+
+    def hands_on_at(self, speeds: Speeds) -> float:
+        """As `Policy`: what has run so long without an end is likely to run as long again, and would be late here."""
+        return inf if self.is_in_order(speeds) else HAND_ON_SHARE * self._in_time(speeds)
 
     def _in_time(self, speeds: Speeds) -> float:
         """Tokens that this lane makes in time; the fastest takes what no lane does."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from buffer.config import BufferConfig
+from buffer.dispatch import MOST_LOOKED_AT
 from buffer.errors import BufferRefused, NotBelieved
 from buffer.groups import Groups
 from buffer.protocol import (
@@ -157,9 +158,9 @@ class Leases:
     def grant(self, tx: Transaction, request: LeaseRequest) -> LeaseGrant:
         """Lease groups while admission is open: lost ones first, then returned prompts, then new ones."""
         actor = self.current(tx, request.actor, request.epoch)
-        state = tx.state
+        state, hand_on_at = tx.state, self._groups.prompts.hand_on_at(request)
         if request.request_number == actor.last_request:
-            return LeaseGrant(actor.last_leases, state.newest, state.draining)
+            return LeaseGrant(actor.last_leases, state.newest, state.draining, hand_on_at)
         if (actor.epoch, request.request_number) <= self._granted_none.get(actor.name, (0, -1)):
             # A late copy of a request that was answered: no client waits for what it would be granted.
             return LeaseGrant([], state.newest, state.draining)
@@ -174,7 +175,7 @@ class Leases:
             tx.actors.put(actor, actor.name)
         else:
             self._granted_none[actor.name] = actor.epoch, request.request_number
-        return LeaseGrant(leases, state.newest, state.draining)
+        return LeaseGrant(leases, state.newest, state.draining, hand_on_at)
 
     def renew(self, tx: Transaction, request: Renew) -> RenewReply:
         """Extend the deadlines of leases that are still the actor's; name the others."""
@@ -256,12 +257,13 @@ class Leases:
     def _next_group(self, tx: Transaction, request: LeaseRequest) -> Group | None:
         if tx.state.draining or tx.state.published is None:
             return None
-        while self._groups.index.unleased:
-            group = tx.groups.require(self._groups.index.unleased[0])
-            if not self._is_doomed(tx, group):
+        for group_id in self._groups.index.unleased[:MOST_LOOKED_AT]:
+            group = tx.groups.require(group_id)
+            if self._is_doomed(tx, group):
+                self._drop_open(tx, group)
+            elif self._groups.prompts.may_go_on(group, request):
                 self._forget_stale(tx, group)
                 return group
-            self._drop_open(tx, group)
         if self.closed_because(tx):
             return None
         prompt = self._groups.prompts.next(tx, request)

@@ -88,6 +88,16 @@ class Prompts:
         tx.window.delete(waiting.order)
         return NextPrompt(waiting.prompt_id, longest=waiting.longest)
 
+    def may_go_on(self, group: Group, request: LeaseRequest) -> bool:
+        """May a group of which some tokens are there go to this actor? What ran long is likely to run as long again."""
+        there = max((each.num_tokens for each in group.partials.values()), default=0)
+        return not there or self._policy.takes(2.0 * there, self._speeds(request))
+
+    def hand_on_at(self, request: LeaseRequest) -> int:
+        """With how many tokens samples of this actor go on elsewhere; 0: with none."""
+        at = self._policy.hands_on_at(self._speeds(request))
+        return max(1, round(at)) if at < self._facts.max_tokens else 0
+
     def give_back(self, tx: Transaction, prompt_id: int, failures: int) -> None:
         """Its group was dropped or filtered: it is leased again before new ones."""
         tx.returned_prompts.put(ReturnedPrompt(prompt_id, failures), tx.state.next_returned)

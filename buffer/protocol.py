@@ -240,6 +240,9 @@ class LeaseGrant(Message, frozen=True):
     leases: list[Lease]
     newest: tuple[int, int]
     draining: bool
+    hand_on_at: Count = 0
+    """From now on the actor hands samples on that have so many tokens, for they would be late, and there is a faster
+    lane; 0: it makes all of them to their end."""
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):

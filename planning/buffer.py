@@ -7,7 +7,7 @@ SimulatedPrompts   which prompt is leased next: window, policies, what was learn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,6 +40,10 @@ class SimulatedGroup:
     is_scored: bool
     """Also where there is no reference."""
     uses: int = 0
+    made: list[float] = field(default_factory=list)
+    """Tokens that there are of each completion; those in an engine count when they leave it."""
+    resting: list[int] = field(default_factory=list)
+    """Samples that were handed on."""
 
     @property
     def num_tokens(self) -> int:
@@ -177,17 +181,39 @@ class SimulatedPrompts:
         self._learns = self._policy.needs_lengths(len(self._lanes))
         self._lengths = LengthModel(world.num_prompts if self._learns else 0)
         self._returned: list[int] = []
+        self._handed_on: list[SimulatedGroup] = []
         self._window = Window()
         self._order = 0
         self.pace = Pace(clock)
 
     def next(self, pool: EnginePool, version: int) -> tuple[int, list[float]]:
         """The prompt that an engine of a pool gets, and the tokens of its samples."""
-        speeds = Speeds(self._token_s[pool.name], self._lanes, self.pace.budget_s(self._world.contract))
+        speeds = self._speeds(pool)
         prompt = self._came_back(speeds, version) if self._returned else None
         if prompt is None:
             prompt = self._next(speeds, version)
         return prompt, self._stream.lengths(prompt)
+
+    def hand_on(self, group: SimulatedGroup) -> None:
+        """Its samples that rest go on elsewhere."""
+        self._handed_on.append(group)
+
+    def take_up(self, pool: EnginePool) -> SimulatedGroup | None:
+        """A group that an engine of a pool goes on with."""
+        speeds = self._speeds(pool)
+        for place, group in enumerate(self._handed_on):
+            if self._policy.takes(2.0 * max(group.made[index] for index in group.resting), speeds):
+                return self._handed_on.pop(place)
+        return None
+
+    @property
+    def has_handed_on(self) -> bool:
+        """Is there a group to go on with?"""
+        return bool(self._handed_on)
+
+    def hands_on_at(self, pool: EnginePool) -> float:
+        """Tokens with which a sample leaves an engine of a pool."""
+        return self._policy.hands_on_at(self._speeds(pool))
 
     def give_back(self, prompt: int) -> None:
         """Its group was dropped: it is leased again before new ones."""
@@ -198,6 +224,9 @@ class SimulatedPrompts:
         if self._learns:
             lengths = [round(length) for length in group.lengths]
             self._lengths.see(group.prompt, lengths, [length >= self._longest for length in lengths], version)
+
+    def _speeds(self, pool: EnginePool) -> Speeds:
+        return Speeds(self._token_s[pool.name], self._lanes, self.pace.budget_s(self._world.contract))
 
     def _came_back(self, speeds: Speeds, version: int) -> int | None:
         first = self._returned[: 1 if self._policy.is_in_order(speeds) else MOST_LOOKED_AT]

@@ -90,6 +90,10 @@ class TokenClock(Generic[K]):
             self._context = self.made = 0.0  # so that neither grows, and loses digits, without end
         return key
 
+    def running(self) -> list[K]:
+        """Of the samples that run."""
+        return [entry[3] for entry in self._ends]
+
     def cancel(self, key: K) -> float:
         """Take out a sample before its end; the tokens of its context."""
         place = next(i for i, entry in enumerate(self._ends) if entry[3] == key)

@@ -32,8 +32,8 @@ from planning.world import EnginePool, Outcome, PromptSource, Scores, World
 _END, _UPDATE, _REWARDED, _PUBLISHED, _STEP, _DRAW, _LEASE, _POLL, _SCORED = range(9)
 _NEVER = 1 << 60
 
-_Sample = tuple[SimulatedGroup, int, float]
-"""Its group, the version that it began with, and its tokens."""
+_Sample = tuple[SimulatedGroup, int, int, float]
+"""Its group, its place in it, the version that it began with here, and the tokens that it is to make here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +44,8 @@ class _Engine:
     served: PolicyVersion
     heard: PolicyVersion
     """The newest published version that it knows of."""
-    waiting: deque[tuple[SimulatedGroup, float]] = field(default_factory=deque)
-    """Leased samples without a slot, and their tokens."""
+    waiting: deque[tuple[SimulatedGroup, int]] = field(default_factory=deque)
+    """Leased samples without a slot."""
     num_unrewarded: int = 0
     is_updating: bool = False
     is_asking: bool = False
@@ -58,6 +58,8 @@ class _Engine:
     """Tokens that its samples may come to hold."""
     slot_s: float = 0.0
     """Slots in use, over time."""
+    hands_on_at: float = inf
+    """Tokens with which a sample goes on elsewhere."""
     closed_since_s: float | None = None
     """Since when it has room, and admission is closed."""
     behind_since_s: float | None = None
@@ -170,19 +172,44 @@ class Simulation:
 
     def _on_end(self, engine: _Engine) -> None:
         self._advance(engine)
-        group, version, length = engine.clock.end()
+        sample = engine.clock.end()
         found, costs = self._found, self._costs
+        self._leaves(engine, sample, sample[3])
+        group, index, _, _ = sample
+        if group.made[index] < group.lengths[index]:
+            self._hand_on(engine, group, index)
+            self._go_on(engine)
+            return
         found.num_generated += 1
-        found.num_tokens += length
-        engine.reserved -= self._longest
-        if version < group.oldest:
-            group.oldest = version
         if costs.reward_s:
             engine.num_unrewarded += 1
             self._at(self.now_s + costs.reward_s, _REWARDED, (engine, group))
         else:
             self._complete(group)
         self._go_on(engine)
+
+    def _leaves(self, engine: _Engine, sample: _Sample, made: float) -> None:
+        """A sample is not in its engine any more, where it made so many tokens."""
+        group, index, version, _ = sample
+        group.made[index] += made
+        self._found.num_tokens += made
+        engine.reserved -= self._longest
+        if made and version < group.oldest:
+            group.oldest = version
+
+    def _hand_on(self, engine: _Engine, group: SimulatedGroup, index: int) -> None:
+        """All that the engine has of a group goes on elsewhere."""
+        left = [index, *(place for each, place in engine.waiting if each is group)]
+        engine.waiting = deque(each for each in engine.waiting if each[0] is not group)
+        for sample in [each for each in engine.clock.running() if each[0] is group]:
+            context = engine.clock.cancel(sample)
+            there = self._world.prompt_tokens + group.made[sample[1]]
+            self._leaves(engine, sample, max(0.0, context - there))
+            left.append(sample[1])
+        group.resting = left
+        self._found.num_handed_on += len(left)
+        self._prompts.hand_on(group)
+        self._knock()
 
     def _on_rewarded(self, what: tuple[_Engine, SimulatedGroup]) -> None:
         engine, group = what
@@ -204,7 +231,7 @@ class Simulation:
     def _fill(self, engine: _Engine) -> None:
         clock, waiting, world = engine.clock, engine.waiting, self._world
         while waiting and clock.num_running < engine.slots:
-            group, length = waiting[0]
+            group, index = waiting[0]
             if not self._contract.may_start(engine.served, engine.heard, group.min_version):
                 if engine.behind_since_s is None:
                     engine.behind_since_s = self.now_s
@@ -213,7 +240,11 @@ class Simulation:
                 break
             waiting.popleft()
             engine.reserved += self._longest
-            clock.start((group, engine.served.version, length), world.prompt_tokens, length)
+            there = group.made[index]
+            length = max(1.0, group.lengths[index] - there)
+            if there == 0.0:
+                length = min(length, engine.hands_on_at)
+            clock.start((group, index, engine.served.version, length), round(world.prompt_tokens + there), length)
         if engine.behind_since_s is not None:
             self._found.behind += self.now_s - engine.behind_since_s
             engine.behind_since_s = None
@@ -223,14 +254,20 @@ class Simulation:
             return
         in_engine = engine.clock.num_running + len(engine.waiting)
         room = engine.pool.config.room(in_engine, in_engine + engine.num_unrewarded)
+        engine.hands_on_at = self._prompts.hands_on_at(engine.pool)
         for _ in range(room):
+            if (handed_on := self._prompts.take_up(engine.pool)) is not None:
+                engine.heard = PolicyVersion(0, self._published)
+                handed_on.min_version = self._contract.min_version(self._published)
+                engine.waiting.extend((handed_on, index) for index in handed_on.resting)
+                continue
             if self._is_closed():
                 if engine.closed_since_s is None:
                     engine.closed_since_s = self.now_s
                 return
             engine.heard = PolicyVersion(0, self._published)
             group = self._new_group(engine.pool)
-            engine.waiting.extend((group, length) for length in group.lengths)
+            engine.waiting.extend((group, index) for index in range(len(group.lengths)))
         if engine.closed_since_s is not None:
             self._found.closed += self.now_s - engine.closed_since_s
             engine.closed_since_s = None
@@ -244,7 +281,7 @@ class Simulation:
 
     def _knock(self) -> None:
         """Admission may be open again: who waits at the door asks, each in its own time."""
-        if self._is_closed():
+        if self._is_closed() and not self._prompts.has_handed_on:
             return
         waiting = [each for each in self._engines if each.closed_since_s is not None or not self.now_s]
         for engine in self._random.sample(waiting, len(waiting)):
@@ -273,6 +310,7 @@ class Simulation:
             lengths=lengths,
             tokens=[self._world.prompt_tokens + int(length) for length in lengths],
             is_scored=self._world.scores is None,
+            made=[0.0] * len(lengths),
         )
         self._buffer.open(group)
         return group

@@ -115,6 +115,8 @@ class Outcome:
     num_generated: int = 0
     num_tokens: float = 0.0
     """Completion tokens generated."""
+    num_handed_on: int = 0
+    """Samples that went on in another engine."""
     num_dropped: int = 0
     """Samples that were too old before any step used them."""
     busy_s: float = 0.0

@@ -237,7 +237,8 @@ class ShardedClient:
         leases = [lease for grant in grants for lease in grant.leases]
         newest, draining = max(grant.newest for grant in grants), any(grant.draining for grant in grants)
         bodies = [grant.body for grant in grants if len(grant.body)]
-        return Granted(leases, newest, draining, body=schema.join_streams(bodies) if bodies else b"")
+        hand_on_at = min((grant.hand_on_at for grant in grants if grant.hand_on_at), default=0)
+        return Granted(leases, newest, draining, hand_on_at, body=schema.join_streams(bodies) if bodies else b"")
 
     async def _ask_for_leases(self, max_groups: int, lane: str, token_s: float) -> list[Granted]:
         """One round over the shards. Another one begins it each time, so that none is always the last."""

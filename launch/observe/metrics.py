@@ -117,7 +117,8 @@ METRICS: dict[str, str] = {
     "buffer/failed_quarantined": "Of the failed: what the actor handed in failed validation.",
     "buffer/failed_lease": "Of the failed: the lease was lost, because it expired or its actor was started again; with "
     "what has a reason beyond the first 64.",
-    "buffer/handed_on": "Left unfinished by their actor, which ended, and issued again with the tokens that they had.",
+    "buffer/handed_on": "Left unfinished by their actor, which ended or is too slow for them, and issued again with "
+    "the tokens that they had.",
     "buffer/waiting": "Committed and not drawn yet.",
     "buffer/trained": "Used by at least one finished step that took an update.",
     "buffer/dropped_stale": "Dropped with their group, because it would have passed max_lag.",

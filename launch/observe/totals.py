@@ -133,6 +133,8 @@ class PoolEngines(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens, so far, of samples that were neither pushed nor handed on, as far as their actors could count them."""
     kv_tokens: int = 0
     """Tokens that the cache of one holds."""
+    hand_on_at: int = 0
+    """Tokens with which a sample goes on in a faster pool; 0: none does."""
     moments: list[float] = []
     """What their steps cost, by what runs in them, as `common.costs.Moments` stores it."""
     settled_s: float | None = None
@@ -221,6 +223,7 @@ class ActorTotals:
             preempted=int(preempted),
             tokens_lost=int(tokens_lost),
             kv_tokens=max((report.engine.kv_tokens for report in there), default=0),
+            hand_on_at=max((report.hand_on_at for report in there), default=0),
             moments=[sum(each) for each in zip(*moments, strict=True)],
             settled_s=sum(report.settled_s for report in there) / settled if settled else None,
         )

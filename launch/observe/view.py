@@ -180,6 +180,7 @@ def _pools(status: RunStatus) -> Iterator[Text]:
             f"  cache {engines.kv_usage:.0%}" if engines.kv_usage else "",
             (f"  {engines.preempted} preempted", "yellow") if engines.preempted else "",
             (f"  {engines.tokens_lost} tokens lost", "yellow") if engines.tokens_lost else "",
+            f"  hands on at {engines.hand_on_at} tokens" if engines.hand_on_at else "",
         )
 
 

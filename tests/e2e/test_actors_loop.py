@@ -114,16 +114,35 @@ async def test_an_actor_feeds_the_learner_follows_its_weights_and_the_ledger_clo
     assert before.greedy.num_scored == after.greedy.num_scored == 32
     assert before.greedy.num_correct > after.greedy.num_correct == 0
 
+    # it ends in the middle of its samples, and whoever leases them next has their tokens
+    await reply(learner.step_finished(3, 2, skipped=True))  # which makes room for more
+    engine = actor._parts.engine
+    async with asyncio.timeout(120):
+        while not any(engine.so_far(key) for key in list(engine._running)):
+            await asyncio.sleep(0)
+    await actor.stop()
+    await asyncio.wait_for(running, 120)
+    counts, status = actor._maker.counts, await reply(learner.status())
+    ledger = status.ledger
+    assert (ledger["gap"], ledger["in_flight"], ledger["failed"]) == (0, 0, 0)
+    assert ledger["handed_on"] == counts.num_handed_on > 0
+    assert ledger["committed"] == counts.outcomes["committed"]
+    assert (counts.num_tokens_lost, counts.failed) == (0, {})
+    heir = BufferClient(address, run_id="e2e", role="actor", name="heir", config=BufferConfig())
+    await asyncio.to_thread(heir.connect)
+    granted = await reply(heir.lease(GROUPS_PER_STEP))
+    prefixes = granted.prefixes()
+    assert prefixes
+    for (lease_id, index), prefix in prefixes.items():
+        assert index in next(lease.sample_indices for lease in granted.leases if lease.lease_id == lease_id)
+        assert prefix.newest == PolicyVersion(0, 1)
+        assert prefix.logprobs == pytest.approx(uniform, abs=1e-3)
+        assert 1 <= len(prefix.token_ids) == prefix.spans[-1].end <= 8
+    await asyncio.to_thread(heir.close, 0.5)
+
     launch = BufferClient(address, run_id="e2e", role="launch", name="launch", config=BufferConfig())
     launch.connect()
     await reply(launch.drain())
     launch.close()
-    await asyncio.wait_for(running, 120)
-    report = actor.report()
-    status = await reply(learner.status())
-    await actor.stop()
+    assert (await reply(learner.status())).draining
     learner.close()
-    assert status.ledger["gap"] == 0
-    assert status.ledger["in_flight"] == 0
-    assert status.ledger["committed"] == report.num_outcomes["committed"] == report.num_samples
-    assert (report.num_updates, report.num_failed) == (1, {})

@@ -213,7 +213,6 @@ def test_actors_come_and_go(run: Life):
     assert len(run.events("left")) == 2
     run.wait_for_steps(3)
     after = run.steps()[-1]
-    assert after["buffer/handed_on"] > before["buffer/handed_on"], "they left with nothing in flight: it shows nothing"
     assert after["buffer/failed_lease"] == before["buffer/failed_lease"]
     assert after["pool/first/tokens_lost"] == 0
 

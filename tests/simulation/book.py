@@ -96,12 +96,12 @@ class Book:
         nothing = Leased([], newest, False)
         last, answered = self._answers.get((name, epoch), (0, nothing))
         if number <= last:
-            return Leased(answered.leases, newest, False, answered.prefixes) if number == last else nothing
+            return Leased(answered.leases, newest, False, prefixes=answered.prefixes) if number == last else nothing
         leases, prefixes = [], {}
         while len(leases) < room and (group := self._next()) is not None:
             leases.append(self._issue(group, name, epoch))
             prefixes |= {(group.lease_id, index): tokens for index, tokens in group.partials.items()}
-        grant = Leased(leases, newest, False, prefixes)
+        grant = Leased(leases, newest, False, prefixes=prefixes)
         self._answers[name, epoch] = number, grant
         return grant
 

@@ -117,7 +117,7 @@ class CoreBuffer:
         keys = [(lease.lease_id, index) for lease in grant.leases for index in lease.prefixes]
         rows = decode(body) if len(body) else []
         spans = [Tokens(row.spans[0].version, row.spans[-1].version) for row in rows]
-        return Leased(grant.leases, grant.newest, grant.draining, dict(zip(keys, spans, strict=True)))
+        return Leased(grant.leases, grant.newest, grant.draining, prefixes=dict(zip(keys, spans, strict=True)))
 
     def push(self, sample: Sample) -> str:
         """Settle one sample."""

@@ -89,9 +89,11 @@ class FakeEngine:
             raise self.error
         if interrupted.is_set():
             return half
-        tokens = np.array([prompt_token_ids[0], 1, 2, 3][0 if prefix is None else len(prefix.token_ids) :], np.int32)
+        whole = [prompt_token_ids[0], 1, 2, 3]
+        tokens = np.array(whole[:max_new_tokens][0 if prefix is None else len(prefix.token_ids) :], np.int32)
         logprobs = np.full(len(tokens), -0.5, np.float32)
-        return Generation(tokens, logprobs, (VersionSpan(self.version, 0, len(tokens)),), "stop").after(prefix)
+        why = "stop" if tokens[-1] == 3 else "length"
+        return Generation(tokens, logprobs, (VersionSpan(self.version, 0, len(tokens)),), why).after(prefix)
 
     def ended(self, prefix):
         return "stop" if prefix.token_ids[-1] == 3 else None
@@ -199,6 +201,7 @@ class FakeBuffer:
         """Lease, samples, what there is of them, and whether the actor goes on with them."""
         self.there = []
         """What there is of the samples that are leased next."""
+        self.hand_on_at = 0
         self.renewals = 0
         self.lose = set()
         self.outcome = "committed"
@@ -216,7 +219,8 @@ class FakeBuffer:
             leases.append(lease)
         body = encode([row for row in self.there if row.group_id <= 100 + self.granted], "run") if self.there else b""
         self.there = []
-        return done(Granted(leases, self.newest, draining=self.granted == self.num_groups, body=body))
+        draining = self.granted == self.num_groups
+        return done(Granted(leases, self.newest, draining=draining, hand_on_at=self.hand_on_at, body=body))
 
     def has_room(self, trajectory):
         return self.credit

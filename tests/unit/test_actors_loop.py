@@ -216,6 +216,34 @@ async def test_a_sample_goes_on_from_the_tokens_that_come_with_its_lease_once_th
     assert report.num_tokens == 2 + 3 + 4, "those that it made itself"
 
 
+async def test_a_group_of_which_a_sample_outgrows_the_actor_goes_on_elsewhere_with_all_that_is_not_generated():
+    buffer, engine = FakeBuffer(1), FakeEngine(0.01)
+    buffer.hand_on_at = 2
+    report = await run_to_end(make_actor(buffer, engine, config={"max_running_samples": K - 1}))
+    [(_, indices, there, goes_on)] = buffer.handed_on
+    assert (indices, goes_on) == (list(range(K)), False)
+    assert [row.sample_index for row in there][: K - 1] == list(range(K - 1)), "the last waited for a slot"
+    assert {row.num_completion_tokens for row in there} == {2}
+    assert not buffer.pushed
+    assert (report.num_handed_on, report.num_tokens_lost) == (K, 0)
+
+
+async def test_a_sample_that_outgrows_the_actor_stays_where_nobody_is_faster_any_more():
+    buffer, engine = FakeBuffer(2), FakeEngine(0.05)
+    buffer.hand_on_at = 2
+    actor = make_actor(buffer, engine)
+    await actor.start()
+    running = asyncio.create_task(actor.run())
+    await until(lambda: engine.running == 2 * K)
+    actor._hand_on_at = buffer.hand_on_at = 0
+    await asyncio.wait_for(running, 60)
+    await actor.stop()
+    assert not buffer.handed_on
+    assert {tuple(row.token_ids[3:].tolist()) for row in buffer.pushed} == {(1, 2, 3)}
+    assert len(set(engine.seeds)) == 4 * K, "each part has a chance of its own"
+    assert len(buffer.pushed) == 2 * K
+
+
 async def test_the_buffer_is_told_now_and_then_what_running_samples_have():
     buffer, engine = FakeBuffer(1), FakeEngine(0.2)
     report = await run_to_end(make_actor(buffer, engine, config={"keep_every_s": 0.01}))
@@ -388,6 +416,28 @@ async def test_no_slot_stays_empty_while_a_lease_is_on_its_way():
     assert sum(used) / len(used) > 0.8 * 16, (
         "leased when they are needed, half of the slots would wait for their samples"
     )
+
+
+async def test_where_admission_is_near_its_bound_no_actor_holds_ahead_what_others_lack():
+    class Tight(FakeBuffer):
+        """Grants a group at a time, after as long as a sample takes."""
+
+        def lease(self, max_groups, lane="", token_s=0.0):
+            grant, late = super().lease(min(1, max_groups)), Future()
+            asyncio.get_running_loop().call_later(0.02, late.set_result, grant.result())
+            return late
+
+    buffer, engine = Tight(60), FakeEngine(0.02)
+    actor = make_actor(buffer, engine, config={"max_running_samples": 2 * K})
+    await actor.start()
+    running = asyncio.create_task(actor.run())
+    await until(lambda: buffer.granted >= 20)
+    asked = len(buffer.asked)
+    actor._num_left = 1000  # as if as many had ended since
+    await until(lambda: len(buffer.asked) > asked + 1)
+    assert actor._num_ahead == 0.0
+    await asyncio.wait_for(running, 60)
+    await actor.stop()
 
 
 async def test_what_waits_for_a_slow_reward_needs_no_slot_and_is_bounded():

@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 
 from buffer import protocol as p
 from buffer.config import BufferConfig
-from buffer.dispatch import POLICIES, ByDeadline, LongestFirst, Pace, Speeds, Waiting, Window, window_size
+from buffer.dispatch import (
+    HAND_ON_SHARE,
+    POLICIES,
+    ByDeadline,
+    InOrder,
+    LongestFirst,
+    Pace,
+    Speeds,
+    Waiting,
+    Window,
+    window_size,
+)
 from buffer.prompts import order_of
 from common.staleness import StalenessConfig, StalenessContract
 from tests.world.buffer import Actor, generate
@@ -67,6 +78,15 @@ def test_without_a_reason_it_goes_in_order(speeds):
     assert ByDeadline().choose(window(10, 900, 20), speeds).order == 0
 
 
+def test_what_nears_its_deadline_goes_on_on_a_faster_lane_and_only_there():
+    policy, slow, fast = ByDeadline(), Speeds(SLOW, LANES, 2.0), Speeds(FAST, LANES, 2.0)
+    assert policy.hands_on_at(slow) == HAND_ON_SHARE * 100  # which it makes in time
+    assert policy.hands_on_at(fast) == inf
+    assert policy.hands_on_at(Speeds(SLOW, (SLOW, SLOW), 2.0)) == inf
+    assert policy.hands_on_at(Speeds(SLOW, LANES, inf)) == inf
+    assert LongestFirst().hands_on_at(slow) == InOrder().hands_on_at(slow) == inf
+
+
 def test_longest_first_is_what_it_says():
     assert chosen(LongestFirst(), window(10, 900, 20), 0.0, (), inf) == 1
 
@@ -123,10 +143,13 @@ class Fleet:
         self.buffer.publish(number)
 
     def ask(self, token_s, many=1):
+        return self.granted(token_s, many).leases
+
+    def granted(self, token_s, many=1):
         self.requests += 1
         lane = "fast" if token_s == FAST else "slow"
         request = p.LeaseRequest(self.actor.name, 1, self.requests, many, lane, token_s)
-        return self.buffer.ask(request, p.LeaseGrant).leases
+        return self.buffer.ask(request, p.LeaseGrant)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -161,6 +184,21 @@ def test_the_fast_lane_gets_what_is_long_as_soon_as_lengths_are_known(make):
     fleet.ask(SLOW)
     assert {lease.prompt_id for lease in fleet.ask(FAST, 2)} <= long
     assert not {lease.prompt_id for lease in fleet.ask(SLOW, 20)} & long
+
+
+def test_a_group_that_outgrew_its_lane_is_not_leased_to_it_again_and_who_is_told_to_hand_on(make):
+    fleet = Fleet(make, "by_deadline")
+    fleet.step(1)
+    pace = fleet.buffer.core.groups.prompts.pace
+    pace.step_s, pace.train_s = 0.02, 0.0  # of which sixty may lie between: the slow lane makes 60 tokens
+    fleet.ask(FAST)
+    [lease] = fleet.ask(SLOW)
+    fleet.buffer.hand_on(lease, [0, 1], [0, 1], num_completion_tokens=42)
+    assert lease.group_id not in {each.group_id for each in fleet.ask(SLOW, 8)}
+    assert fleet.ask(FAST)[0].group_id == lease.group_id
+    slow, fast = fleet.granted(SLOW), fleet.granted(FAST)
+    assert 0.9 < slow.hand_on_at / (HAND_ON_SHARE * 60 * 0.02 / SLOW) < 1.1
+    assert fast.hand_on_at == 0
 
 
 def test_a_prompt_that_was_dropped_is_not_given_back_to_a_lane_that_would_be_late_again(make):

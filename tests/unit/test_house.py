@@ -7,7 +7,7 @@ from tests.house import DEEP_LINES, figures, graph, modules, single_use
 BOUNDS = {
     "files": 190,
     "lines": 45_750,
-    "longest file": 471,
+    "longest file": 473,
     "longest function": 60,
     "modules imported by exactly one other": 47,
     "import cycles": 0,

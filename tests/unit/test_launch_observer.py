@@ -158,8 +158,10 @@ def test_every_pool_actor_and_process_is_in_it(run):
     run.poll(**two_pools())
     run.now_s += 10.0
     news = two_pools()
-    news["actors"] = [replace(news["actors"][0], num_tokens=500), replace(news["actors"][1], num_tokens=100)]
+    slow = replace(news["actors"][1], num_tokens=100, num_tokens_lost=7, hand_on_at=420)
+    news["actors"] = [replace(news["actors"][0], num_tokens=500), slow]
     snapshot = run.poll(**news)
+    assert [(pool.engines.tokens_lost, pool.engines.hand_on_at) for pool in snapshot.pools] == [(0, 0), (7, 420)]
     pools = [(p.name, p.working, p.wanted, p.running, p.tokens_per_s) for p in snapshot.pools]
     assert pools == [("big", 1, 1, 30, 50.0), ("small", 1, 2, 0, 10.0)], "who was replaced is not missed"
     facts = [(a.name, a.pool, a.version, a.behind, a.restarts) for a in snapshot.actors]

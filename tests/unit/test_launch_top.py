@@ -85,6 +85,15 @@ def test_a_wide_screen_has_two_columns():
     assert any(line.startswith("pools") and "lag " in line[90:] for line in lines)
 
 
+def test_a_pool_says_what_it_lost_and_with_how_many_tokens_it_hands_on():
+    snapshot = recorded()
+    slow = msgspec.structs.replace(snapshot.pools[0].engines, tokens_lost=70, hand_on_at=420)
+    pools = [msgspec.structs.replace(snapshot.pools[0], engines=slow), *snapshot.pools[1:]]
+    lines = shown(msgspec.structs.replace(snapshot, pools=pools), 300, 60)
+    assert [("70 tokens lost" in line, "hands on at 420 tokens" in line) for line in lines].count((True, True)) == 1
+    assert not any("hands on" in line for line in shown(snapshot, 300, 60))
+
+
 def test_what_moves_the_cursor_in_a_text_from_elsewhere_does_not_do_so_here():
     snapshot = msgspec.structs.replace(recorded(), tripped=["bad\x1b[2J\ttext"], phase="x\ny")
     assert all(line.isprintable() for line in shown(snapshot, 80, 24))

@@ -158,8 +158,8 @@ def test_a_run_without_end_is_ended():
 # --- who gets which prompt ------------------------------------------------------------------------
 
 
-def dispatched(dispatch, unlike, max_lag=2, on_stale="wait"):
-    """Rate of eight engines; unlike: two are twice as fast. 65 % of the spread of lengths is the prompts'."""
+def dispatched(dispatch, unlike, max_lag=2, on_stale="wait", num_prompts=256):
+    """What eight engines do; unlike: two are twice as fast. 65 % of the spread of lengths is the prompts'."""
     law, config = TokenTime(0.04, 0.001), ActorsConfig(group_size=8, max_running_samples=16, max_new_tokens=2000)
     pools = [EnginePool("slow", 6, law, config), EnginePool("fast", 2, TokenTime(0.02, 0.0005), config)]
     world = World(
@@ -168,14 +168,29 @@ def dispatched(dispatch, unlike, max_lag=2, on_stale="wait"):
         BufferConfig(dispatch=dispatch),
         LengthLaw.lognormal(200, 0.9, 2000, 0.65),
         lambda _: 0.5,
-        num_prompts=256,
+        num_prompts=num_prompts,
     )
-    return Simulation(world).run(96, 48).samples_per_s
+    return Simulation(world).run(96, 48)
 
 
 @pytest.mark.parametrize("max_lag", [0, 2])
 def test_long_answers_on_fast_engines_pay_where_the_longest_is_waited_for(max_lag):
-    assert dispatched("by_deadline", True, max_lag) > 1.3 * dispatched("in_order", True, max_lag)
+    ahead, in_order = (dispatched(each, True, max_lag).samples_per_s for each in ("by_deadline", "in_order"))
+    assert ahead > 1.3 * in_order
+
+
+def test_what_outgrows_a_slow_engine_goes_on_on_a_fast_one_where_nothing_is_known_of_lengths(monkeypatch):
+    """Of prompts that are never seen again; and no token is made twice."""
+    ahead, in_order = (dispatched(each, True, num_prompts=1_000_000) for each in ("by_deadline", "in_order"))
+    assert ahead.samples_per_s > 1.25 * in_order.samples_per_s
+    assert 0.02 < ahead.num_handed_on / ahead.num_generated < 0.15
+    assert ahead.num_tokens / ahead.num_generated == pytest.approx(
+        in_order.num_tokens / in_order.num_generated, rel=0.05
+    )
+    monkeypatch.setattr("buffer.dispatch.HAND_ON_SHARE", 1e9)
+    staying = dispatched("by_deadline", True, num_prompts=1_000_000)
+    assert (staying.num_handed_on, in_order.num_handed_on) == (0, 0)
+    assert staying.samples_per_s < 1.1 * in_order.samples_per_s
 
 
 def test_engines_that_are_alike_get_prompts_in_order():
@@ -183,4 +198,5 @@ def test_engines_that_are_alike_get_prompts_in_order():
 
 
 def test_what_is_dropped_as_stale_is_less_where_long_answers_are_fast():
-    assert dispatched("by_deadline", True, on_stale="drop") > dispatched("in_order", True, on_stale="drop")
+    ahead, in_order = (dispatched(each, True, on_stale="drop").samples_per_s for each in ("by_deadline", "in_order"))
+    assert ahead > in_order
