@@ -243,6 +243,7 @@ class Engine:
         version = self._version
         prompt = tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt())
         request_id = f"r{next(self._numbers)}"
+        has_died = False
         if key is not None:
             self._running[key] = _Running(request_id, prefix, version)
         try:
@@ -253,10 +254,10 @@ class Engine:
         except Exception as error:
             if self._broken is None and not llm.errored:
                 raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
-            self._broken = self._broken or "its process ended"
+            self._broken, has_died = self._broken or "its process ended", True
             raise EngineDead(self._last_words()) from error
         finally:
-            if key is not None and self._broken is None:
+            if key is not None and not has_died:  # else `so_far` still says what there was
                 del self._running[key]
         if final is None:
             raise RequestRefused("vLLM ended a request without an output")

@@ -168,3 +168,18 @@ async def test_a_refusal_in_the_pause_leaves_one_rank_as_it_was_and_of_several_t
     else:
         with pytest.raises(EngineDead):
             await engine.prepare(staged(NEWER))
+
+
+async def test_a_request_that_ends_while_weights_change_is_known_no_longer(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.inputs.engine", SimpleNamespace(tokens_input=lambda *_, **__: None))
+    llm = FakeVllm()
+    engine = make(llm)
+
+    async def generate(*_):
+        assert engine.runs((1, 0))
+        engine._broken = "its update never ended"  # as `apply` has it until generation goes on
+        yield "an output"
+
+    llm.generate = generate
+    assert await engine._run([1], None, (1, 0), None) == (OLD, "an output")
+    assert not engine.runs((1, 0))
