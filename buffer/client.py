@@ -8,7 +8,6 @@ so a service that is restarted in between is not noticed.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import threading
 from collections import deque
@@ -26,7 +25,7 @@ from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused, BufferUnavailable
-from buffer.outbox import Outbox, Together, checked, message_room, num_fitting, size_bytes
+from buffer.outbox import Outbox, Together, checked, message_room, parts_fitting, size_bytes
 from buffer.trajectory import Prefix, Trajectory
 from common.rpc.auth import ClientKeys
 from common.rpc.client import Answer, Patience, RpcClient, RpcErrors, settle
@@ -263,12 +262,8 @@ class BufferClient:
         parts: list[tuple[list[int], Sequence[Trajectory]]] = []
         if bare := [index for index in sample_indices if index not in with_tokens]:
             parts.append((bare, ()))
-        start = 0
-        while start < len(there):
-            sizes = (size_bytes(row) for row in itertools.islice(there, start, None))
-            end = start + num_fitting(sizes, message_room())
-            parts.append(([row.sample_index for row in there[start:end]], there[start:end]))
-            start = end
+        fitting = parts_fitting([size_bytes(row) for row in there], message_room())
+        parts += [([row.sample_index for row in there[part]], there[part]) for part in fitting]
         asked = []
         for indices, rows in parts:
             message = p.HandOn(self.name, self._epoch, lease.lease_id, lease.attempt, indices, goes_on)
@@ -332,13 +327,10 @@ class BufferClient:
         """
         if len(record_ids) != len(logprobs):
             raise ValueError(f"write_scores got {len(record_ids)} records but {len(logprobs)} arrays")
-        sizes = [array.nbytes + 64 for array in logprobs]
-        bodies = []
-        start = 0
-        while start < len(record_ids):
-            end = start + num_fitting(itertools.islice(sizes, start, None), message_room())
-            bodies.append(checked(schema.encode_scores(record_ids[start:end], logprobs[start:end])))
-            start = end
+        bodies = [
+            checked(schema.encode_scores(record_ids[part], logprobs[part]))
+            for part in parts_fitting([array.nbytes + 64 for array in logprobs], message_room())
+        ]
         asked = [self._ask(p.WriteScores(), p.Done, body) for body in bodies]
         return self._then(Together[p.Done](len(asked)).follow(asked), lambda _: p.Done())
 

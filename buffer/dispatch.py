@@ -36,6 +36,11 @@ _NEWEST = 0.1
 """Weight of the newest in running means."""
 
 
+def likely_tokens(there: float) -> float:
+    """How long a sample becomes of which so many tokens are there: what ran long is likely to run as long again."""
+    return 2.0 * there
+
+
 class Pace:
     """How long a step takes; forgets."""
 

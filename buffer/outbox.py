@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -247,6 +247,15 @@ def size_bytes(trajectory: Trajectory) -> int:
 def message_room() -> int:
     """Bytes of payload to put into a message: half of the limit, for an estimate leaves out Arrow's part."""
     return MAX_MESSAGE_MIB * 2**20 // 2
+
+
+def parts_fitting(sizes: Sequence[int], room: int) -> Iterator[slice]:
+    """All of these in as many parts as they need, each as large as fits."""
+    start = 0
+    while start < len(sizes):
+        end = start + num_fitting(itertools.islice(sizes, start, None), room)
+        yield slice(start, end)
+        start = end
 
 
 def num_fitting(sizes: Iterable[int], room: int) -> int:

@@ -16,7 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from buffer.dispatch import MOST_LOOKED_AT, POLICIES, Pace, PolicyName, Speeds, Waiting, Window, window_size
+from buffer.dispatch import (
+    MOST_LOOKED_AT,
+    POLICIES,
+    Pace,
+    PolicyName,
+    Speeds,
+    Waiting,
+    Window,
+    likely_tokens,
+    window_size,
+)
 from buffer.errors import BufferRefused
 from buffer.length_model import LengthModel
 from buffer.protocol import Expect, LeaseRequest, VisitsReply
@@ -89,9 +99,9 @@ class Prompts:
         return NextPrompt(waiting.prompt_id, longest=waiting.longest)
 
     def may_go_on(self, group: Group, request: LeaseRequest) -> bool:
-        """May a group of which some tokens are there go to this actor? What ran long is likely to run as long again."""
+        """May a group of which some tokens are there go to this actor?"""
         there = max((each.num_tokens for each in group.partials.values()), default=0)
-        return not there or self._policy.takes(2.0 * there, self._speeds(request))
+        return not there or self._policy.takes(likely_tokens(there), self._speeds(request))
 
     def hand_on_at(self, request: LeaseRequest) -> int:
         """With how many tokens samples of this actor go on elsewhere; 0: with none."""

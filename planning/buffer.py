@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from buffer.dispatch import MOST_LOOKED_AT, POLICIES, Pace, Speeds, Waiting, Window, window_size
+from buffer.dispatch import MOST_LOOKED_AT, POLICIES, Pace, Speeds, Waiting, Window, likely_tokens, window_size
 from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
 from buffer.length_model import LengthModel
 from buffer.lengths import bucket_of
@@ -200,9 +200,11 @@ class SimulatedPrompts:
 
     def take_up(self, pool: EnginePool) -> SimulatedGroup | None:
         """A group that an engine of a pool goes on with."""
+        if not self._handed_on:
+            return None
         speeds = self._speeds(pool)
         for place, group in enumerate(self._handed_on):
-            if self._policy.takes(2.0 * max(group.made[index] for index in group.resting), speeds):
+            if self._policy.takes(likely_tokens(max(group.made[index] for index in group.resting)), speeds):
                 return self._handed_on.pop(place)
         return None
 
