@@ -324,10 +324,10 @@ class ActorLoop:
                 self._take(lease, {i: prefixes[lease.lease_id, i] for i in lease.prefixes})
             if grant.leases:
                 now_s = self._clock()
-                # what ends just after one is asked for is asked for with the next; near the bound others would lack it
+                # what ends just after one is asked for is asked for with the next
                 num_ahead = 2 * self._num_left * (now_s - asked_s) / max(1e-9, now_s - since_s)
                 self._num_ahead += (num_ahead - self._num_ahead) * _AHEAD_SHARE
-                if len(grant.leases) < room:
+                if grant.is_near_bound:
                     self._num_ahead = 0.0
                 since_s, self._num_left = now_s, 0
                 pause_s = _LEASE_POLL_S[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import takewhile
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,8 @@ from common.run import RunFacts
 from common.staleness import StalenessContract
 
 MAX_NAME_BYTES = 128
+NEAR_BOUND_S = 10.0
+"""And three steps at least: so long after a request had to go without, admission is near its bound."""
 _NUM_REPLACED = 8
 """Sessions of a name that are remembered: a Hello is on its way for seconds, a process lives longer."""
 
@@ -73,6 +76,8 @@ class Leases:
         """Lease -> when it expires, in that order, for all have the same time. One that is closed is swept when due."""
         self._granted_none: dict[str, tuple[int, int]] = {}
         """Actor -> the epoch and number of its last request that was granted nothing."""
+        self._closed_at_s = -inf
+        """When a request was last granted less than it asked for."""
 
     def restart(self, tx: Transaction) -> None:
         """After the service started: every open lease gets its full time again."""
@@ -160,7 +165,7 @@ class Leases:
         actor = self.current(tx, request.actor, request.epoch)
         state, hand_on_at = tx.state, self._groups.prompts.hand_on_at(request)
         if request.request_number == actor.last_request:
-            return LeaseGrant(actor.last_leases, state.newest, state.draining, hand_on_at)
+            return LeaseGrant(actor.last_leases, state.newest, state.draining, hand_on_at, self._is_near_bound())
         if (actor.epoch, request.request_number) <= self._granted_none.get(actor.name, (0, -1)):
             # A late copy of a request that was answered: no client waits for what it would be granted.
             return LeaseGrant([], state.newest, state.draining)
@@ -168,6 +173,7 @@ class Leases:
         while request.request_number > actor.last_request and len(leases) < request.max_groups:
             group = self._next_group(tx, request)
             if group is None:
+                self._closed_at_s = self._clock()
                 break
             leases.append(self._issue(tx, group, actor))
         if leases:
@@ -175,7 +181,7 @@ class Leases:
             tx.actors.put(actor, actor.name)
         else:
             self._granted_none[actor.name] = actor.epoch, request.request_number
-        return LeaseGrant(leases, state.newest, state.draining, hand_on_at)
+        return LeaseGrant(leases, state.newest, state.draining, hand_on_at, self._is_near_bound())
 
     def renew(self, tx: Transaction, request: Renew) -> RenewReply:
         """Extend the deadlines of leases that are still the actor's; name the others."""
@@ -253,6 +259,9 @@ class Leases:
             version=state.version,
             published=state.effective(state.published),
         )
+
+    def _is_near_bound(self) -> bool:
+        return self._clock() - self._closed_at_s < max(NEAR_BOUND_S, 3.0 * self._groups.prompts.pace.step_s)
 
     def _next_group(self, tx: Transaction, request: LeaseRequest) -> Group | None:
         if tx.state.draining or tx.state.published is None:

@@ -243,6 +243,8 @@ class LeaseGrant(Message, frozen=True):
     hand_on_at: Count = 0
     """From now on the actor hands samples on that have so many tokens, for they would be late, and there is a faster
     lane; 0: it makes all of them to their end."""
+    is_near_bound: bool = False
+    """Admission was closed a short time ago: what this actor leases before it needs it, another one lacks."""
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
@@ -429,7 +431,7 @@ ASKED_BY: dict[type[Message], frozenset[Role]] = {
 
 PROTOCOL = Protocol(
     "buffer service",
-    10,
+    11,
     Request,
     Reply,
     asked_by=ASKED_BY,

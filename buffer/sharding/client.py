@@ -238,7 +238,10 @@ class ShardedClient:
         newest, draining = max(grant.newest for grant in grants), any(grant.draining for grant in grants)
         bodies = [grant.body for grant in grants if len(grant.body)]
         hand_on_at = min((grant.hand_on_at for grant in grants if grant.hand_on_at), default=0)
-        return Granted(leases, newest, draining, hand_on_at, body=schema.join_streams(bodies) if bodies else b"")
+        body = schema.join_streams(bodies) if bodies else b""
+        # a shard that has none left sends the actor on to the next
+        is_near_bound = all(grant.is_near_bound for grant in grants)
+        return Granted(leases, newest, draining, hand_on_at, is_near_bound, body=body)
 
     async def _ask_for_leases(self, max_groups: int, lane: str, token_s: float) -> list[Granted]:
         """One round over the shards. Another one begins it each time, so that none is always the last."""

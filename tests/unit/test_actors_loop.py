@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -420,11 +421,12 @@ async def test_no_slot_stays_empty_while_a_lease_is_on_its_way():
 
 async def test_where_admission_is_near_its_bound_no_actor_holds_ahead_what_others_lack():
     class Tight(FakeBuffer):
-        """Grants a group at a time, after as long as a sample takes."""
+        """Grants what is asked for, after as long as a sample takes; others had to go without."""
 
         def lease(self, max_groups, lane="", token_s=0.0):
-            grant, late = super().lease(min(1, max_groups)), Future()
-            asyncio.get_running_loop().call_later(0.02, late.set_result, grant.result())
+            grant, late = super().lease(max_groups).result(), Future()
+            near = msgspec.structs.replace(grant, is_near_bound=True)
+            asyncio.get_running_loop().call_later(0.02, late.set_result, near)
             return late
 
     buffer, engine = Tight(60), FakeEngine(0.02)

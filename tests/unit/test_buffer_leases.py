@@ -8,6 +8,7 @@ from actors.rewards import RewardFailed
 from buffer import protocol as p
 from buffer.config import BufferConfig
 from buffer.errors import BufferRefused
+from buffer.leases import NEAR_BOUND_S
 from buffer.ledger import GENERATION_FAILED
 from tests.world.buffer import Actor
 
@@ -46,6 +47,25 @@ def test_prompts_follow_a_permutation_that_a_restart_neither_skips_nor_repeats(m
         buffer.restart()
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
     assert seen[:10] != seen[10:]
+
+
+def test_a_grant_says_for_a_while_that_somebody_had_to_go_without(make):
+    buffer = make(max_lag=1, max_actor_lag=0)
+    buffer.begin()
+    for name in ("one", "other"):
+        buffer.hello(name)
+
+    def near(name, number, wanted):
+        grant = buffer.ask(p.LeaseRequest(name, 1, number, wanted), p.LeaseGrant)
+        return len(grant.leases), grant.is_near_bound
+
+    assert near("one", 0, 1) == (1, False)
+    granted, is_near = near("other", 0, 1000)
+    assert 0 < granted < 1000
+    assert is_near
+    assert near("one", 1, 1) == (0, True)
+    buffer.now_s += NEAR_BOUND_S
+    assert near("one", 0, 1) == (1, False)
 
 
 def test_the_same_lease_request_returns_the_same_leases(make):
