@@ -72,7 +72,7 @@ class ActorsConfig(BaseModel):
         """Longest prompt plus completion."""
         return self.max_prompt_tokens + self.max_new_tokens
 
-    def room(self, num_to_generate: int, num_open: int, num_ahead: float = 0.0) -> int:
+    def room(self, num_to_generate: int, num_open: int, num_ahead: float = 0.0, slots: int | None = None) -> int:
         """How many groups an actor leases so that no slot stays empty: rounded down, up to K - 1 would for ever.
 
         What is being scored or pushed needs no slot, but is bounded too: a reward may be slower than the engine.
@@ -81,8 +81,9 @@ class ActorsConfig(BaseModel):
             num_to_generate: samples of its leases that the engine has not completed.
             num_open: those, and the ones that are being scored or pushed.
             num_ahead: samples that end before what is leased for them is there.
+            slots: that the engine's cache has room for; unset: all.
         """
-        slots = self.max_running_samples
+        slots = self.max_running_samples if slots is None else slots
         ahead = min(slots, round(num_ahead))
         free = min(slots + ahead - num_to_generate, 2 * slots + ahead - num_open)
         return max(0, -(-free // self.group_size))

@@ -21,6 +21,7 @@ from actors.config import ActorsConfig
 from actors.engine_setup import EngineSockets, engine_args, load_engine, uncollected_children
 from actors.engine_stats import EngineReport, EngineStats, stat_logger
 from actors.generation import EngineError, Generation, RequestRefused, completion_of
+from actors.kv_gate import KvCache
 from buffer.trajectory import Prefix
 from common.hf_folder import check_model_folder
 from common.staleness import PolicyVersion
@@ -152,6 +153,16 @@ class Engine:
         """Seconds of a step, mean so far: a token of each running sample; 0 before the first."""
         return self._stats.step_s
 
+    @property
+    def num_steps(self) -> int:
+        """Steps so far: a token of each running sample."""
+        return self._stats.num_steps
+
+    @property
+    def cache(self) -> KvCache | None:
+        """Its room for keys and values; None where that is not known."""
+        return self._stats.cache
+
     def report(self) -> EngineReport:
         """What its steps cost, and how full it is."""
         return self._stats.report()
@@ -243,13 +254,15 @@ class Engine:
         version = self._version
         prompt = tokens_input(list(prompt_token_ids), cache_salt=self._cache_salt())
         request_id = f"r{next(self._numbers)}"
+        # what was handed on is the last to be preempted: most would have to be computed anew
+        num_there = 0 if prefix is None else len(prefix.token_ids)
         has_died = False
         if key is not None:
             self._running[key] = _Running(request_id, prefix, version)
         try:
             final = None
             with self._stats.request(len(prompt_token_ids)):
-                async for output in llm.generate(prompt, params, request_id):
+                async for output in llm.generate(prompt, params, request_id, priority=-num_there):
                     final = output
         except Exception as error:
             if self._broken is None and not llm.errored:

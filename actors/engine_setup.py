@@ -55,6 +55,7 @@ _SET_ALREADY = {
         ("pipeline_parallel_size", "data_parallel_size", "nnodes"),
         "an engine is one replica, split by actors.tensor_parallel_size alone; more of them are actors.num_actors",
     ),
+    "scheduling_policy": "what another actor handed on goes before the rest",
     "skip_tokenizer_init": "engines take and give tokens, and have no tokenizer",
 }
 """Arguments of an engine that are not for `engine_args`, and why."""
@@ -158,6 +159,7 @@ def engine_args(model_path: Path, config: ActorsConfig, seed: int) -> AsyncEngin
         "seed": seed,
         "max_model_len": config.max_model_tokens,
         "max_num_seqs": config.max_running_samples,
+        "scheduling_policy": "priority",
         "tensor_parallel_size": config.tensor_parallel_size,
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),

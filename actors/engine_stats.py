@@ -9,8 +9,10 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
+from actors.kv_gate import KvCache
 from common.costs import Moments
 
 if TYPE_CHECKING:
@@ -59,8 +61,8 @@ class EngineStats:
         self._kv_usage = 0.0
         self._num_preempted = self._num_ended = 0
         self._queued_s = 0.0
-        self.kv_tokens = 0
-        """Tokens that the cache holds; 0 until it is known."""
+        self.cache: KvCache | None = None
+        """None until it is known."""
 
     @contextlib.contextmanager
     def request(self, num_prompt_tokens: int) -> Iterator[None]:
@@ -102,6 +104,11 @@ class EngineStats:
         self._moments.add(terms, step_s)
 
     @property
+    def num_steps(self) -> int:
+        """All so far: a sample that had run from the beginning would have as many tokens."""
+        return self._num_steps
+
+    @property
     def step_s(self) -> float:
         """Of a step, mean of those that were measured; 0 before the first."""
         return self._moments.total / self._moments.num_measured if self._moments.num_measured else 0.0
@@ -117,7 +124,7 @@ class EngineStats:
             queued_s=self._queued_s,
             kv_usage=kv_usage,
             moments=tuple(self._moments.as_list()) if self._moments.num_measured else (),
-            kv_tokens=self.kv_tokens,
+            kv_tokens=0 if self.cache is None else self.cache.num_blocks * self.cache.block_tokens,
         )
 
 
@@ -130,8 +137,7 @@ def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
     class Logger(PrometheusStatLogger):
         def __init__(self, vllm_config: VllmConfig, engine_indexes: object = None) -> None:
             """There is one engine."""
-            cache = vllm_config.cache_config
-            stats.kv_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
+            stats.cache = _cache_of(vllm_config)
 
         def record(
             self,
@@ -152,3 +158,13 @@ def stat_logger(stats: EngineStats) -> type[AggregateStatLoggerBase]:
             """Leeway admits what it sends."""
 
     return Logger
+
+
+def _cache_of(config: VllmConfig) -> KvCache | None:
+    """What an engine's cache holds, in blocks of all layers: those of a model whose layers keep unlike much differ."""
+    cache, longest = config.cache_config, config.model_config.max_model_len
+    if not cache.num_gpu_blocks or not cache.block_size or not cache.kv_cache_max_concurrency:
+        return None
+    num_blocks = int(cache.kv_cache_max_concurrency * ceil(longest / cache.block_size))
+    # one is vLLM's own
+    return KvCache(max(1, num_blocks - 1), cache.block_size, bool(cache.enable_prefix_caching))

@@ -275,7 +275,7 @@ class ActorLoop:
             settled_s=counts.settled_s,
             num_leases_lost=counts.num_leases_lost,
             num_running=self._maker.busy.num_running,
-            num_slots=self._config.max_running_samples,
+            num_slots=self._maker.slots.at_once(),
             running_s=self._maker.busy.running_s(),
             busy_intervals=self._maker.busy.take(),
             refused=self._follower.refused,
@@ -304,7 +304,8 @@ class ActorLoop:
     def _room(self) -> int:
         held = self._held.values()
         num_to_generate = sum(len(each.to_generate) for each in held)
-        return self._config.room(num_to_generate, sum(len(each.open) for each in held), self._num_ahead)
+        num_open = sum(len(each.open) for each in held)
+        return self._config.room(num_to_generate, num_open, self._num_ahead, self._maker.slots.at_once())
 
     async def _lease_groups(self) -> None:
         """Lease whenever there is room, until the buffer drains."""
@@ -316,7 +317,8 @@ class ActorLoop:
                 await self._room_changed.wait()
                 continue
             asked_s = self._clock()
-            grant = await settled(self._client.lease(room, self._pool, self._engine.step_s))
+            wants = self._maker.slots.needs_lengths
+            grant = await settled(self._client.lease(room, self._pool, self._engine.step_s, wants_lengths=wants))
             self._follower.hear_of(PolicyVersion(*grant.newest))
             self._hand_on_at = grant.hand_on_at
             prefixes = grant.prefixes()
@@ -326,9 +328,8 @@ class ActorLoop:
                 now_s = self._clock()
                 # what ends just after one is asked for is asked for with the next
                 num_ahead = 2 * self._num_left * (now_s - asked_s) / max(1e-9, now_s - since_s)
-                self._num_ahead += (num_ahead - self._num_ahead) * _AHEAD_SHARE
-                if grant.is_near_bound:
-                    self._num_ahead = 0.0
+                num_ahead = self._num_ahead + (num_ahead - self._num_ahead) * _AHEAD_SHARE
+                self._num_ahead = 0.0 if grant.is_near_bound else num_ahead
                 since_s, self._num_left = now_s, 0
                 pause_s = _LEASE_POLL_S[0]
                 continue

@@ -62,7 +62,7 @@ class ActorReport:
     num_running: int
     """Training requests in the engine now."""
     num_slots: int
-    """How many there may be at once."""
+    """How many there may be at once: as many as its cache is likely to hold, if that is fewer than configured."""
     running_s: float
     """Seconds that training requests have spent in the engine, added up: over wall time, their mean number."""
     busy_intervals: list[tuple[float, float]]

@@ -14,6 +14,7 @@ import numpy as np
 from actors.config import ActorsConfig
 from actors.engine import Engine, EngineDead
 from actors.generation import Generation
+from actors.kv_gate import KvGate, KvSample, Slots
 from actors.report import BusyClock, Counts
 from actors.rewards import RewardFailed, Scorer
 from actors.tasks import Problem
@@ -94,7 +95,7 @@ def sample_seed(run_seed: int, group_id: int, sample_index: int, attempt: int) -
 
 
 class SampleMaker:
-    """Generates and scores single answers, at most `max_running_samples` of a kind in the engine at once."""
+    """Generates and scores single answers, as many of a kind at once as the engine has slots and room for."""
 
     def __init__(
         self,
@@ -114,9 +115,10 @@ class SampleMaker:
         self._follower = follower
         self._scorer = scorer
         self._decoder = decoder
-        self._slots = asyncio.Semaphore(config.max_running_samples)
+        gate: KvGate[tuple[int, int]] = KvGate(config, engine.cache)
+        self.slots = Slots(gate, lambda: engine.num_steps)
         # its own, for samples hold theirs while an evaluation keeps them waiting
-        self._evaluation_slots = asyncio.Semaphore(config.max_running_samples)
+        self._evaluation_slots = asyncio.Semaphore(gate.num_sure)
         self._started_s: dict[tuple[int, int], float] = {}
         """Of the samples in the engine."""
         self.busy = BusyClock()
@@ -137,26 +139,49 @@ class SampleMaker:
         if prefix is not None and (why := self._engine.ended(prefix)) is not None:
             whole = Generation(prefix.token_ids, prefix.logprobs, prefix.spans, why)
             return Completed(whole, prefix.started_s, time.time())
-        async with self._slots:
+        key, sample = self._to_run(lease, problem, sample_index, prefix, hand_on_at())
+        generation: Generation | None = None
+        await self.slots.take(key, sample)
+        try:
             if prefix is not None:  # no token is of an older version than the one before it
                 await self._follower.catch_up(prefix.newest)
             await self._follower.admit(lease.min_version)
+            self.slots.begin(key, sample)
             started_s = time.time() if prefix is None else prefix.started_s
-            self._started_s[lease.lease_id, sample_index] = started_s
+            self._started_s[key] = started_s
             self.busy.enter()
             try:
                 generation = await self._generate(lease, problem, sample_index, prefix, hand_on_at)
             except EngineDead:
                 raise  # what there is of it can still be handed on
             except BaseException:
-                del self._started_s[lease.lease_id, sample_index]
+                del self._started_s[key]
                 raise
             finally:
                 self.busy.leave()
-        del self._started_s[lease.lease_id, sample_index]
+        finally:
+            self._free(key, sample, generation)
+        del self._started_s[key]
         self.counts.num_samples += generation.finish_reason != HANDED_ON
-        self.counts.num_tokens += len(generation.token_ids) - (0 if prefix is None else len(prefix.token_ids))
+        self.counts.num_tokens += len(generation.token_ids) - sample.there
         return Completed(generation, started_s, time.time())
+
+    def _to_run(
+        self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, hand_on_at: int
+    ) -> tuple[tuple[int, int], KvSample]:
+        """A sample by its key in the engine, and what it may come to hold of the engine's cache."""
+        longest, there = self._config.max_new_tokens, 0 if prefix is None else len(prefix.token_ids)
+        limit = longest if prefix is not None else min(longest, hand_on_at or longest)
+        return (lease.lease_id, sample_index), KvSample(
+            lease.group_id, len(problem.token_ids), limit, there, lease.usual_tokens
+        )
+
+    def _free(self, key: tuple[int, int], sample: KvSample, generation: Generation | None) -> None:
+        """Its slot is another's; what was interrupted says nothing of lengths."""
+        num_tokens = 0 if generation is None else len(generation.token_ids)
+        is_cut = generation is not None and num_tokens >= sample.limit
+        is_over = generation is not None and (generation.finish_reason == "stop" or is_cut)
+        self.slots.free(key, num_tokens if is_over else None, is_cut=is_cut)
 
     def is_in_engine(self, lease: Lease, sample_index: int) -> bool:
         """Does the engine generate it?"""
@@ -222,10 +247,10 @@ class SampleMaker:
         deadline = asyncio.timeout(self._config.generate_timeout_s)
         try:
             async with deadline:
-                key, longest = (lease.lease_id, sample_index), self._config.max_new_tokens
-                limit = longest if prefix is not None else min(longest, hand_on_at() or longest)
+                longest = self._config.max_new_tokens
+                key, sample = self._to_run(lease, problem, sample_index, prefix, hand_on_at())
                 made = await self._engine.generate(
-                    problem.token_ids, max_new_tokens=limit, seed=seed, prefix=prefix, key=key
+                    problem.token_ids, max_new_tokens=sample.limit, seed=seed, prefix=prefix, key=key
                 )
                 if made.finish_reason != "length" or len(made.token_ids) == longest:
                     return made

@@ -92,6 +92,7 @@ class _LeaseWish(NamedTuple):
     max_groups: int
     lane: str
     token_s: float
+    wants_lengths: bool
 
 
 class BufferClient:
@@ -202,18 +203,21 @@ class BufferClient:
 
     # --- actors -----------------------------------------------------------------------------------
 
-    def lease(self, max_groups: int, lane: str = "", token_s: float = 0.0) -> Future[Granted]:
+    def lease(
+        self, max_groups: int, lane: str = "", token_s: float = 0.0, *, wants_lengths: bool = False
+    ) -> Future[Granted]:
         """Ask for up to `max_groups` groups. One request is on its way at a time, so that none is lost.
 
         Args:
             max_groups: for which there is room.
             lane: of actors that are alike fast.
             token_s: seconds for a token of each of the actor's samples; 0 where that is not known yet.
+            wants_lengths: leases shall say how long completions are likely to be.
         """
         future: Future[Granted] = Future()
         with self._lock:
             self._refuse_if_closing()
-            self._waiting_leases.append((_LeaseWish(int(max_groups), lane, token_s), future))
+            self._waiting_leases.append((_LeaseWish(int(max_groups), lane, token_s, wants_lengths), future))
         self._send_next_lease()
         return future
 

@@ -38,8 +38,8 @@ from common.run import RunFacts
 from common.staleness import StalenessContract
 
 MAX_NAME_BYTES = 128
-NEAR_BOUND_S = 10.0
-"""And three steps at least: so long after a request had to go without, admission is near its bound."""
+NEAR_BOUND_S, NEAR_BOUND_STEPS = 60.0, 20.0
+"""So long after a request had to go without, the longer of the two, admission is near its bound."""
 _NUM_REPLACED = 8
 """Sessions of a name that are remembered: a Hello is on its way for seconds, a process lives longer."""
 
@@ -175,7 +175,7 @@ class Leases:
             if group is None:
                 self._closed_at_s = self._clock()
                 break
-            leases.append(self._issue(tx, group, actor))
+            leases.append(self._issue(tx, group, actor, request.wants_lengths))
         if leases:
             actor.last_request, actor.last_leases = request.request_number, leases
             tx.actors.put(actor, actor.name)
@@ -261,7 +261,9 @@ class Leases:
         )
 
     def _is_near_bound(self) -> bool:
-        return self._clock() - self._closed_at_s < max(NEAR_BOUND_S, 3.0 * self._groups.prompts.pace.step_s)
+        return self._clock() - self._closed_at_s < max(
+            NEAR_BOUND_S, NEAR_BOUND_STEPS * self._groups.prompts.pace.step_s
+        )
 
     def _next_group(self, tx: Transaction, request: LeaseRequest) -> Group | None:
         if tx.state.draining or tx.state.published is None:
@@ -300,7 +302,7 @@ class Leases:
         self._groups.close(tx, group, "dropped_stale")
         self._groups.return_prompt(tx, group, failures=group.failures)
 
-    def _issue(self, tx: Transaction, group: Group, actor: Actor) -> Lease:
+    def _issue(self, tx: Transaction, group: Group, actor: Actor, wants_lengths: bool) -> Lease:
         state = tx.state
         missing = group.missing()
         group.lease_id = self._facts.global_id(state.next_lease)
@@ -321,6 +323,7 @@ class Leases:
             min_version=group.min_version,
             timeout_s=self._config.lease_timeout_s,
             prefixes=sorted(group.partials),
+            usual_tokens=self._groups.prompts.usual_tokens(tx, group.prompt_id) if wants_lengths else 0.0,
         )
 
     def _extend(self, lease_id: int) -> None:

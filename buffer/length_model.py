@@ -186,6 +186,10 @@ class LengthModel:
         own = left * self._means[prompts] + (1.0 - left) * expected
         return shape.level + own, left**2 * self._variances[prompts] + (1.0 - left**2) * self._unknown
 
+    def usual(self, prompt: int, version: int) -> float:
+        """Tokens of a sample of one prompt at a version, the mean of their logarithms."""
+        return exp(self.shape.level + self._own_at(prompt, version)[0])
+
     def longest_of(self, prompts: npt.NDArray[np.int64], group_size: int, version: int) -> Floats:
         """Tokens of the longest of K samples of each prompt: its quantile `SHARE`, were none cut."""
         means, shared = self.of(prompts, version)

@@ -73,6 +73,8 @@ class Prompts:
         self._lanes: dict[str, tuple[float, float]] = {}
         """Lane -> seconds for a token, 0 where it is not known yet, and when that was said."""
         self._is_loaded = False
+        self._is_asked = False
+        """An actor wants to know lengths."""
 
     def load(self, tx: Transaction) -> None:
         """Read what is stored, where that was not done."""
@@ -108,6 +110,17 @@ class Prompts:
         at = self._policy.hands_on_at(self._speeds(request))
         return max(1, round(at)) if at < self._facts.max_tokens else 0
 
+    def usual_tokens(self, tx: Transaction, prompt_id: int) -> float:
+        """Geometric mean of the completion tokens of a prompt's samples, as foretold; 0 before any group was seen.
+
+        Whoever asks has lengths learned from now on.
+        """
+        self._is_asked = True
+        self.lengths.shape = tx.state.lengths
+        if not self.lengths.shape.num_groups:
+            return 0.0
+        return min(float(self._facts.max_tokens), self.lengths.usual(prompt_id, tx.state.version))
+
     def give_back(self, tx: Transaction, prompt_id: int, failures: int) -> None:
         """Its group was dropped or filtered: it is leased again before new ones."""
         tx.returned_prompts.put(ReturnedPrompt(prompt_id, failures), tx.state.next_returned)
@@ -116,7 +129,7 @@ class Prompts:
     def saw(self, tx: Transaction, group: Group) -> None:
         """Lengths of the samples that a group has, of which no more come; learned where they are of use."""
         there = [index for index, length in enumerate(group.completion_lengths) if length]
-        if not there or not self._policy.needs_lengths(len(self._lanes)):
+        if not there or not (self._is_asked or self._policy.needs_lengths(len(self._lanes))):
             return
         prompt, before = group.prompt_id, self.lengths.get(group.prompt_id)
         self.lengths.shape = tx.state.lengths

@@ -54,6 +54,8 @@ class LeaseRequest(Message, frozen=True):
     """Those of a lane, a pool of actors, are alike fast."""
     token_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
     """Seconds for a token of each sample that the actor has room for; 0: not known."""
+    wants_lengths: bool = False
+    """It depends on how long answers will be what its engine has room for."""
 
 
 class Push(Message, frozen=True):
@@ -230,6 +232,8 @@ class Lease(msgspec.Struct, frozen=True):
     timeout_s: float
     prefixes: list[int] = []
     """Of these samples the first tokens are there."""
+    usual_tokens: float = 0.0
+    """Geometric mean of the tokens that completions of its prompt are likely to have; 0: nobody knows, or asked."""
 
 
 class LeaseGrant(Message, frozen=True):

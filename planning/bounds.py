@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf
+from math import inf, sqrt
 from statistics import NormalDist
 
 import numpy as np
 
+from actors.kv_gate import MARGIN
 from common.staleness import StalenessContract
 from planning.lengths import REACH, Floats, LengthLaw
 from planning.world import Bound, EnginePool, World
@@ -35,6 +36,8 @@ NUM_LENGTHS, NUM_PROMPTS = 513, 65
 """Of the grid that a law is looked at on."""
 NUM_LOADS = 3
 """Times that the load of engines is reckoned with that of the time before; it changes little."""
+_DEVIATION = 0.5
+"""Of what a running sample holds of a cache, beside its mean; rough, and what is simulated knows better."""
 _PROMPT_SCORES = np.array([NormalDist().inv_cdf((place + 0.5) / NUM_PROMPTS) for place in range(NUM_PROMPTS)])
 
 
@@ -106,20 +109,28 @@ def figures_of(law: LengthLaw, group_size: int) -> LengthFigures:
 
 def engine_rate(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float) -> float:
     """Samples per second of one engine whose slots are full."""
-    return 1.0 / (lengths.mean * step_s(pool, lengths, prompt_tokens, longest) / _running(pool, prompt_tokens, longest)
-                  + pool.law.per_prompt_token * prompt_tokens)  # fmt: skip
+    running = _running(pool, lengths, prompt_tokens, longest)
+    sample_s = lengths.mean * step_s(pool, lengths, prompt_tokens, longest) / running
+    return 1.0 / (sample_s + pool.law.per_prompt_token * prompt_tokens)
 
 
 def step_s(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float, load: float = 1.0) -> float:
     """Seconds of a step of one of its engines with this share of its slots in use."""
-    running = max(1.0, load * _running(pool, prompt_tokens, longest))
+    running = max(1.0, load * _running(pool, lengths, prompt_tokens, longest))
     return pool.law.seconds(running, running * (prompt_tokens + lengths.at_a_moment))
 
 
-def _running(pool: EnginePool, prompt_tokens: int, longest: float) -> float:
-    """Samples that an engine runs at most: its slots, or what its cache is sure to hold."""
-    held = pool.kv_tokens / (prompt_tokens + longest)
-    return float(max(1.0, min(pool.config.max_running_samples, held if held < inf else inf)))
+def _running(pool: EnginePool, lengths: LengthFigures, prompt_tokens: int, longest: float) -> float:
+    """Samples that an engine runs at most: its slots, or what `KvGate` finds its cache likely to hold.
+
+    That is n with n + MARGIN * _DEVIATION * sqrt(n) = tokens of the cache / mean context.
+    """
+    if pool.kv_tokens == inf:
+        return float(pool.config.max_running_samples)
+    free = MARGIN * _DEVIATION / 2.0
+    likely = (sqrt(free**2 + pool.kv_tokens / (prompt_tokens + lengths.at_a_moment)) - free) ** 2
+    sure = pool.kv_tokens / (prompt_tokens + longest)
+    return max(1.0, min(float(pool.config.max_running_samples), max(sure, likely)))
 
 
 def bounds_of(world: World, mean_step_s: float) -> Bounds:

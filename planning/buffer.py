@@ -39,6 +39,8 @@ class SimulatedGroup:
     """Of each of its samples, prompt and completion."""
     is_scored: bool
     """Also where there is no reference."""
+    usual_tokens: float = 0.0
+    """Of a completion of its prompt, as foretold."""
     uses: int = 0
     made: list[float] = field(default_factory=list)
     """Tokens that there are of each completion; those in an engine count when they leave it."""
@@ -178,7 +180,8 @@ class SimulatedPrompts:
         self._longest = round(world.lengths.longest)
         self._token_s = {pool.name: self._token_s_of(pool) for pool in world.pools}
         self._lanes = list(self._token_s.values())
-        self._learns = self._policy.needs_lengths(len(self._lanes))
+        are_full = any(pool.gate().needs_lengths for pool in world.pools)
+        self._learns = are_full or self._policy.needs_lengths(len(self._lanes))
         self._lengths = LengthModel(world.num_prompts if self._learns else 0)
         self._returned: list[int] = []
         self._handed_on: list[SimulatedGroup] = []
@@ -220,6 +223,12 @@ class SimulatedPrompts:
     def give_back(self, prompt: int) -> None:
         """Its group was dropped: it is leased again before new ones."""
         self._returned.append(prompt)
+
+    def usual_tokens(self, prompt: int, version: int) -> float:
+        """As `buffer.prompts.Prompts.usual_tokens`, where somebody asks."""
+        if not self._learns or not self._lengths.shape.num_groups:
+            return 0.0
+        return min(float(self._longest), self._lengths.usual(prompt, version))
 
     def saw(self, group: SimulatedGroup, version: int) -> None:
         """A group is complete."""

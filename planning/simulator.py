@@ -1,8 +1,8 @@
 """Simulation: a whole run, event by event, without a process, a model or a token.
 
 What decides here is what decides in the run: `StalenessContract` admits, starts, drops and holds back, a `Sampler` over
-a `GroupIndex` chooses, `ActorsConfig.room` leases, `buffer.dispatch` says what. Costs are given, and time is what
-follows from them.
+a `GroupIndex` chooses, `ActorsConfig.room` leases, `buffer.dispatch` says what, `KvGate` starts. Costs are given, and
+time is what follows from them.
 
     engine     TokenClock: samples share it; leased ones wait for a slot, and for weights that are new enough
     groups     leased -> complete, when the last of K samples has its reward -> drawn, once or more, or dropped as stale
@@ -10,7 +10,7 @@ follows from them.
     weights    come to each engine some time after they are published, and stop it for a moment
 
 Not in it: failures, evaluations, choices by length (`buffer.length_correction`, `pack_tokens`), shards, preemption
-(an engine starts no sample for which its cache may have no room), and whatever no cost is given for.
+(which the gate makes rare), and whatever no cost is given for.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from math import inf
 from random import Random
 from typing import Any
 
+from actors.kv_gate import KvGate, KvSample
 from common.staleness import PolicyVersion
 from planning.buffer import SimulatedBuffer, SimulatedGroup, SimulatedPrompts
 from planning.engine import TokenClock
@@ -41,6 +42,7 @@ class _Engine:
     pool: EnginePool
     slots: int
     clock: TokenClock[_Sample]
+    gate: KvGate[_Sample]
     served: PolicyVersion
     heard: PolicyVersion
     """The newest published version that it knows of."""
@@ -54,8 +56,6 @@ class _Engine:
     """It leases nothing more."""
     event: int = 0
     """Number of the event that is its next end; an older one is over."""
-    reserved: float = 0.0
-    """Tokens that its samples may come to hold."""
     slot_s: float = 0.0
     """Slots in use, over time."""
     hands_on_at: float = inf
@@ -80,14 +80,14 @@ class Simulation:
             stream = PromptStream(world.lengths, world.num_prompts, world.group_size, seed)
         self._prompts = SimulatedPrompts(world, stream, lambda: self.now_s)
         self._buffer = SimulatedBuffer(world, seed)
-        self._longest = world.prompt_tokens + world.lengths.longest
+        self._most = world.lengths.longest
         self.now_s = 0.0
         self._events: list[tuple[float, int, int, Any]] = []
         self._seq = 0
         self._num_groups = self._num_pending = 0
         first = PolicyVersion(0, 0)
         self._engines = [
-            _Engine(pool, pool.config.max_running_samples, TokenClock(pool.law), first, first)
+            _Engine(pool, pool.config.max_running_samples, TokenClock(pool.law), pool.gate(), first, first)
             for pool in world.pools
             for _ in range(pool.count)
         ]
@@ -148,7 +148,8 @@ class Simulation:
         kind = next(each for each in self._world.pools if each.name == pool)
         for _ in range(count - len(there)):
             newest = PolicyVersion(0, self._published)
-            engine = _Engine(kind, kind.config.max_running_samples, TokenClock(kind.law, self.now_s), newest, newest)
+            slots, clock = kind.config.max_running_samples, TokenClock[_Sample](kind.law, self.now_s)
+            engine = _Engine(kind, slots, clock, kind.gate(), newest, newest)
             engine.is_asking = True
             self._engines.append(engine)
             self._at(self.now_s + start_s, _LEASE, engine)
@@ -174,9 +175,11 @@ class Simulation:
         self._advance(engine)
         sample = engine.clock.end()
         found, costs = self._found, self._costs
-        self._leaves(engine, sample, sample[3])
         group, index, _, _ = sample
-        if group.made[index] < group.lengths[index]:
+        self._leaves(engine, sample, sample[3])
+        is_cut = group.made[index] < group.lengths[index]
+        engine.gate.end(sample, round(group.made[index]), is_cut=is_cut or group.lengths[index] >= self._most)
+        if is_cut:
             self._hand_on(engine, group, index)
             self._go_on(engine)
             return
@@ -193,7 +196,6 @@ class Simulation:
         group, index, version, _ = sample
         group.made[index] += made
         self._found.num_tokens += made
-        engine.reserved -= self._longest
         if made and version < group.oldest:
             group.oldest = version
 
@@ -205,6 +207,7 @@ class Simulation:
             context = engine.clock.cancel(sample)
             there = self._world.prompt_tokens + group.made[sample[1]]
             self._leaves(engine, sample, max(0.0, context - there))
+            engine.gate.end(sample, None)
             left.append(sample[1])
         group.resting = left
         self._found.num_handed_on += len(left)
@@ -236,15 +239,18 @@ class Simulation:
                 if engine.behind_since_s is None:
                     engine.behind_since_s = self.now_s
                 return
-            if clock.num_running and engine.reserved + self._longest > engine.pool.kv_tokens:
+            there = group.made[index]
+            limit = self._most if there else min(self._most, engine.hands_on_at)
+            to_run = KvSample(group.id, world.prompt_tokens, round(limit), round(there), group.usual_tokens)
+            if not engine.gate.has_room(to_run, clock.made):
                 break
             waiting.popleft()
-            engine.reserved += self._longest
-            there = group.made[index]
             length = max(1.0, group.lengths[index] - there)
             if there == 0.0:
                 length = min(length, engine.hands_on_at)
-            clock.start((group, index, engine.served.version, length), round(world.prompt_tokens + there), length)
+            sample = group, index, engine.served.version, length
+            engine.gate.start(sample, to_run, clock.made)
+            clock.start(sample, round(world.prompt_tokens + there), length)
         if engine.behind_since_s is not None:
             self._found.behind += self.now_s - engine.behind_since_s
             engine.behind_since_s = None
@@ -253,7 +259,8 @@ class Simulation:
         if engine.is_leaving:
             return
         in_engine = engine.clock.num_running + len(engine.waiting)
-        room = engine.pool.config.room(in_engine, in_engine + engine.num_unrewarded)
+        slots = engine.gate.slots(engine.clock.made)
+        room = engine.pool.config.room(in_engine, in_engine + engine.num_unrewarded, slots=slots)
         engine.hands_on_at = self._prompts.hands_on_at(engine.pool)
         for _ in range(room):
             if (handed_on := self._prompts.take_up(engine.pool)) is not None:
@@ -310,6 +317,7 @@ class Simulation:
             lengths=lengths,
             tokens=[self._world.prompt_tokens + int(length) for length in lengths],
             is_scored=self._world.scores is None,
+            usual_tokens=self._prompts.usual_tokens(prompt, self._version),
             made=[0.0] * len(lengths),
         )
         self._buffer.open(group)

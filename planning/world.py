@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from actors.config import ActorsConfig
+from actors.kv_gate import KvCache, KvGate
 from buffer.config import BufferConfig
 from common.costs import TokenTime
 from common.staleness import StalenessContract
@@ -19,6 +20,8 @@ StepSeconds = Callable[[Sequence[int]], float]
 """Tokens of each trained sample, prompt and completion -> seconds of the step, without scores of a reference."""
 
 
+_BLOCK_TOKENS = 16
+"""Of a simulated cache; samples of a prompt have nothing in common there."""
 _FULL = 0.95
 """So much of its time at work, and it is what the others wait for."""
 
@@ -46,6 +49,12 @@ class EnginePool:
     """Tokens that the cache of an engine holds."""
     price: float = 0.0
     """Of one engine, per hour."""
+
+    def gate(self) -> KvGate[Any]:
+        """Of one engine in which nothing runs."""
+        if self.kv_tokens == inf:
+            return KvGate(self.config, None)
+        return KvGate(self.config, KvCache(int(self.kv_tokens) // _BLOCK_TOKENS, _BLOCK_TOKENS, False))
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,6 @@ class Outcome:
         """What the rate is limited by."""
         if self.learner_busy >= _FULL:
             return "training"
-        if self.slots_used >= _FULL:
+        if self.slots_used >= _FULL or self.closed + self.behind <= 1.0 - _FULL:
             return "generation"
         return "staleness" if self.closed >= self.behind else "weights"

@@ -78,6 +78,16 @@ class SleepingEngine:
         """As the engine's."""
         return self._steps_s / self._num_steps if self._num_steps else 0.0
 
+    @property
+    def num_steps(self) -> int:
+        """As the engine's."""
+        return int(self._num_steps)
+
+    @property
+    def cache(self) -> None:
+        """As the engine's; it keeps nothing."""
+        return None
+
     def report(self) -> EngineReport:
         """What the clock has passed."""
         moments = tuple(self._moments.as_list()) if self._moments.num_measured else ()

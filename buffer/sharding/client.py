@@ -44,6 +44,8 @@ _KEPT_STEPS = 64
 _PART_WAIT_S = 1.0
 """A shard says after so long what its part of a step waits for."""
 
+_Asking = Callable[[int], Callable[[BufferClient], Future[Granted]]]
+"""How many groups -> what asks one shard for them."""
 _CLOSED = "the client of the buffer's shards is closed"
 
 Plan = dict[int, int]
@@ -128,9 +130,15 @@ class ShardedClient:
 
     # --- actors -----------------------------------------------------------------------------------
 
-    def lease(self, max_groups: int, lane: str = "", token_s: float = 0.0) -> Future[Granted]:
+    def lease(
+        self, max_groups: int, lane: str = "", token_s: float = 0.0, *, wants_lengths: bool = False
+    ) -> Future[Granted]:
         """Ask all shards in turn for up to `max_groups` groups; more come where a silent shard answers late."""
-        return self._submit(lambda: self._lease(max_groups, lane, token_s))
+
+        def asking(wanted: int) -> Callable[[BufferClient], Future[Granted]]:
+            return lambda client: client.lease(wanted, lane, token_s, wants_lengths=wants_lengths)
+
+        return self._submit(lambda: self._lease(max_groups, asking))
 
     def push(self, trajectory: Trajectory) -> Future[p.RowResult]:
         """Hand in a trajectory to the shard of its prompt. Does not block: what a shard has no credit for waits."""
@@ -227,9 +235,9 @@ class ShardedClient:
         silent = [shard.number for shard in self._shards if shard.number not in replies]
         return sum_of([shard.status for shard in self._shards if shard.status is not None], silent)
 
-    async def _lease(self, max_groups: int, lane: str, token_s: float) -> Granted:
+    async def _lease(self, max_groups: int, asking: _Asking) -> Granted:
         async with self._leasing:
-            while not (grants := await self._ask_for_leases(max_groups, lane, token_s)):
+            while not (grants := await self._ask_for_leases(max_groups, asking)):
                 if self._shards.late_error is not None:
                     raise self._shards.late_error
                 # all that are connected are silent, while another one is not: nothing was waited for
@@ -243,7 +251,7 @@ class ShardedClient:
         is_near_bound = all(grant.is_near_bound for grant in grants)
         return Granted(leases, newest, draining, hand_on_at, is_near_bound, body=body)
 
-    async def _ask_for_leases(self, max_groups: int, lane: str, token_s: float) -> list[Granted]:
+    async def _ask_for_leases(self, max_groups: int, asking: _Asking) -> list[Granted]:
         """One round over the shards. Another one begins it each time, so that none is always the last."""
         turn, self._turn = self._turn, (self._turn + 1) % len(self._shards)
         order = [shard for shard in self._shards[turn:] + self._shards[:turn] if shard.is_connected]
@@ -253,8 +261,7 @@ class ShardedClient:
             if room <= 0:
                 break
             wanted = -(-room // (len(order) - i))
-            ask = partial(_lease_of, max_groups=wanted, lane=lane, token_s=token_s)
-            task = shard.ask_one("lease", ask, even_late=True)
+            task = shard.ask_one("lease", asking(wanted), even_late=True)
             answer = await self._shards.answered({shard.number: task})
             if answer:
                 shard.taken("lease")
@@ -445,7 +452,3 @@ def _lacks(shard: Shard) -> str:
     if shard.is_silent:
         return f"no answer from {shard.client.address} for {shard.silent_s:.0f} s"
     return shard.waiting_for or f"no answer from {shard.client.address} yet"
-
-
-def _lease_of(client: BufferClient, *, max_groups: int, lane: str, token_s: float) -> Future[Granted]:
-    return client.lease(max_groups, lane, token_s)

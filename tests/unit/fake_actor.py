@@ -40,6 +40,8 @@ class FakeEngine:
 
     def __init__(self, seconds=0.0):
         self.version = PolicyVersion(0, 0)
+        self.cache = None
+        self.num_steps = 0
         self.seconds = seconds
         self.started_at = []
         self.seeds = []
@@ -208,7 +210,7 @@ class FakeBuffer:
         self.credit = True
         self.closed = False
 
-    def lease(self, max_groups, lane="", token_s=0.0):
+    def lease(self, max_groups, lane="", token_s=0.0, *, wants_lengths=False):
         self.asked.append((lane, token_s))
         leases = []
         while self.granted < self.num_groups and len(leases) < max_groups:

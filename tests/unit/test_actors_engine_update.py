@@ -175,7 +175,7 @@ async def test_a_request_that_ends_while_weights_change_is_known_no_longer(make,
     llm = FakeVllm()
     engine = make(llm)
 
-    async def generate(*_):
+    async def generate(*_, priority):
         assert engine.runs((1, 0))
         engine._broken = "its update never ended"  # as `apply` has it until generation goes on
         yield "an output"

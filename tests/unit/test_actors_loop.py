@@ -397,7 +397,7 @@ async def test_no_slot_stays_empty_while_a_lease_is_on_its_way():
     class SlowToAnswer(FakeBuffer):
         """Grants a lease after as long as a sample takes."""
 
-        def lease(self, max_groups, lane="", token_s=0.0):
+        def lease(self, max_groups, lane="", token_s=0.0, *, wants_lengths=False):
             grant, late = super().lease(max_groups), Future()
             asyncio.get_running_loop().call_later(0.04, late.set_result, grant.result())
             return late
@@ -423,7 +423,7 @@ async def test_where_admission_is_near_its_bound_no_actor_holds_ahead_what_other
     class Tight(FakeBuffer):
         """Grants what is asked for, after as long as a sample takes; others had to go without."""
 
-        def lease(self, max_groups, lane="", token_s=0.0):
+        def lease(self, max_groups, lane="", token_s=0.0, *, wants_lengths=False):
             grant, late = super().lease(max_groups).result(), Future()
             near = msgspec.structs.replace(grant, is_near_bound=True)
             asyncio.get_running_loop().call_later(0.02, late.set_result, near)
@@ -454,9 +454,9 @@ async def test_what_waits_for_a_slow_reward_needs_no_slot_and_is_bounded():
     await actor.start()
     running = asyncio.create_task(actor.run())
     await until(lambda: len(engine.seeds) >= 2 * 16)
+    await until(lambda: engine.running == 0)  # all of them wait for their reward
     await asyncio.sleep(0.1)
     assert len(engine.seeds) <= 3 * 16, "twice the slots, and what ended while leases were on their way"
-    assert engine.running == 0, "all of them wait for their reward"
     may_score.set()
     await asyncio.wait_for(running, 60)
     await actor.stop()

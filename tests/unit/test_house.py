@@ -5,9 +5,9 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 190,
-    "lines": 45_750,
-    "longest file": 473,
+    "files": 191,
+    "lines": 45_900,
+    "longest file": 474,
     "longest function": 60,
     "modules imported by exactly one other": 47,
     "import cycles": 0,

@@ -146,9 +146,10 @@ def test_a_faster_pool_makes_more_and_the_price_is_that_of_all():
 
 
 def test_a_cache_that_is_small_keeps_samples_waiting():
-    found = Simulation(world(kv_tokens=5 * 110, max_lag="unbounded")).run(60, warm_up=20)
-    assert found.slots_used == pytest.approx(5 / 16, rel=1e-9)
-    assert found.kv_peak == pytest.approx(5 * 110, rel=1e-9)
+    found = Simulation(world(kv_tokens=5 * 112, max_lag="unbounded")).run(60, warm_up=20)
+    assert 4 / 16 <= found.slots_used <= 5 / 16, "five fit whole, and something is kept free"
+    assert 4 * 110 <= found.kv_peak <= 5 * 110 * (1 + 1e-9)
+    assert found.binds == "generation"
 
 
 def test_a_run_without_end_is_ended():

@@ -119,13 +119,14 @@ class InProcessShard:
     def drain(self):
         return self._ask(p.Drain())
 
-    def lease(self, max_groups, lane="", token_s=0.0):
+    def lease(self, max_groups, lane="", token_s=0.0, *, wants_lengths=False):
         def granted(answer):
             reply, body = answer
             return Granted(**msgspec.structs.asdict(reply), body=bytes(body))
 
         self._requests += 1
-        return self._ask(p.LeaseRequest(self.name, self._epoch, self._requests, max_groups, lane, token_s), granted)
+        asked = p.LeaseRequest(self.name, self._epoch, self._requests, max_groups, lane, token_s, wants_lengths)
+        return self._ask(asked, granted)
 
     def hand_on(self, lease, sample_indices, there, *, goes_on=False):
         body = bytes(schema.encode(there, self._to.buffer.facts.run_id))

@@ -1,0 +1,341 @@
+"""Which samples an engine starts, so that its cache is likely to have room for them to their end.
+
+KvGate  decides; of a real engine and of a simulated one
+Slots   the samples of an actor that wait for its decision, in order
+
+An engine whose cache is full preempts: it throws away the keys and values of a running sample, and computes them anew
+later. A number of slots that rules that out leaves most of the cache empty, for few samples are as long as they may be.
+So what counts is what those that run, and the next one, are likely to hold t tokens from now:
+
+    sum_i p_i(t) b_i(t)  +  MARGIN * deviation(t)  <=  blocks of the cache      for all t
+
+b_i(t) are the blocks of a sample's context by then, and p_i(t) = P(L >= n_i + t | L > n_i) that it still runs, given
+the n_i tokens that it has made. L is as long as the last samples of this engine were, each beside what was foretold of
+its prompt (`buffer.length_model`). What is not foretold is alike for samples of a prompt, as far as was seen, so that
+they end together; and they have the whole blocks of their prompt in common.
+(Past-Future, ASPLOS 2025, doi 10.1145/3676641.3716011, admits by lengths drawn from such a history.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from math import ceil, exp, inf, log
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.config import ActorsConfig
+
+K = TypeVar("K", bound=Hashable)
+Floats = npt.NDArray[np.float64]
+
+MARGIN = 2.5
+"""Standard deviations kept free: rarely more is needed than there is, which shows as samples preempted."""
+REMEMBERED = 512
+"""Lengths."""
+_ASSUMED = 32
+"""Samples as long as they may be, which are believed in until others were seen."""
+_NUM_TIMES = 33
+"""At which is looked ahead."""
+_LIKE_GROUPS = 4.0
+"""What is assumed of the correlation of siblings weighs as much as so many groups of them, as alike as not."""
+_KEPT = 0.99
+"""Of what earlier groups say of it, after one more."""
+
+
+class KvCache(NamedTuple):
+    """The room of an engine for keys and values."""
+
+    num_blocks: int
+    block_tokens: int
+    shares_prompts: bool
+    """Samples of a group have the whole blocks of their prompt in common."""
+
+
+class KvSample(NamedTuple):
+    """A sample that is to run."""
+
+    group: int
+    prompt_tokens: int
+    limit: int
+    """Completion tokens that it has at most when it leaves the engine."""
+    there: int = 0
+    """Completion tokens that it goes on from."""
+    usual_tokens: float = 0.0
+    """Geometric mean of those that samples of its prompt are likely to have; 0: not known."""
+
+
+@dataclass(slots=True)
+class _Siblings:
+    """What is known of the completions of a group while some of its samples run."""
+
+    num_running: int = 0
+    num_ended: int = 0
+    total: float = 0.0
+    """Of the logarithms of how long they were beside what was foretold."""
+    squares: float = 0.0
+
+
+class LengthHistory:
+    """How long the last completions of an engine were beside what was foretold, and how alike those of a prompt are."""
+
+    def __init__(self, longest: int) -> None:
+        """Nothing was seen: they may all be as long as can be."""
+        self._longest = longest
+        self._recent = deque([inf] * _ASSUMED, REMEMBERED)
+        self._sorted: Floats | None = None
+        self._num_seen = 0
+        self._log_tokens = self._shown = 0.0
+        """Means of their logarithms, of all tokens and beside what was foretold."""
+        self._product, self._square = _LIKE_GROUPS / 2, _LIKE_GROUPS
+
+    @property
+    def usual_tokens(self) -> float:
+        """Of a completion of which nothing is foretold."""
+        return exp(self._log_tokens) if self._num_seen else float(self._longest)
+
+    def see(self, num_tokens: int, usual_tokens: float, is_cut: bool, siblings: _Siblings) -> None:
+        """A completion has ended; of those that were cut it is known only that they are longer."""
+        self._num_seen += 1
+        weight = 1.0 / min(self._num_seen, REMEMBERED)
+        tokens = max(1, num_tokens)
+        self._log_tokens += weight * (log(tokens) - self._log_tokens)
+        share = tokens / (usual_tokens or self.usual_tokens)
+        self._recent.append(inf if is_cut else share)
+        self._sorted = None
+        self._shown += weight * (log(share) - self._shown)
+        shown = log(share) - self._shown
+        siblings.num_ended += 1
+        siblings.total += shown
+        siblings.squares += shown * shown
+
+    def compare(self, siblings: _Siblings) -> None:
+        """All of a group that ran have ended."""
+        if siblings.num_ended > 1:
+            pairs = (siblings.total**2 - siblings.squares) / (siblings.num_ended - 1)
+            self._product = _KEPT * self._product + pairs
+            self._square = _KEPT * self._square + siblings.squares
+
+    @property
+    def alike(self) -> float:
+        """Correlation of the log lengths of two samples of a prompt, 0 to 1, beside what was foretold."""
+        return min(1.0, max(0.0, self._product / self._square))
+
+    def goes_on(self, made: Floats, at: Floats, usual_tokens: Floats) -> Floats:
+        """P(a completion has `at` tokens or more | it has more than `made`), which is 1 where `at` is no more.
+
+        Args:
+            made: tokens, in any shape that goes with that of the others.
+            at: tokens.
+            usual_tokens: what is foretold; 0: nothing is.
+        """
+        if self._sorted is None:
+            self._sorted = np.sort(np.array(self._recent, np.float64))
+        shares, size = self._sorted, len(self._sorted)
+        usual = np.where(usual_tokens > 0.0, usual_tokens, self.usual_tokens)
+        left = 1.0 + size - np.searchsorted(shares, at / usual)
+        return np.minimum(1.0, left / (1.0 + size - np.searchsorted(shares, made / usual, side="right")))
+
+
+class KvGate(Generic[K]):
+    """Of one engine. Samples are known by keys; `now` are the tokens that one has made which ran from the beginning."""
+
+    def __init__(self, config: ActorsConfig, cache: KvCache | None) -> None:
+        """Nothing runs. Without a cache, or with one that is never full, slots alone decide."""
+        self._slots, self._group_size = config.max_running_samples, config.group_size
+        self._running: dict[K, tuple[KvSample, float]] = {}
+        """With `now` as they began."""
+        self._groups: dict[int, _Siblings] = {}
+        self._worst = 0
+        """Blocks, were all as long as they may be."""
+        self._prompt_tokens = float(config.max_prompt_tokens)
+        self._longest = config.max_new_tokens
+        self.num_sure = self._slots
+        """Samples that there is room for, however long they become."""
+        if cache is not None:
+            sure = cache.num_blocks // ceil((config.max_model_tokens + 1) / cache.block_tokens)
+            self.num_sure = max(1, min(self._slots, sure))
+        self._cache = cache if self.num_sure < self._slots else None
+        self.history = LengthHistory(self._longest)
+
+    def __len__(self) -> int:
+        """Samples that run."""
+        return len(self._running)
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Does what it decides depend on what is foretold?"""
+        return self._cache is not None
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Are there fewer samples than slots?"""
+        return len(self._running) < self._slots
+
+    def has_room(self, sample: KvSample, now: float) -> bool:
+        """May it start? Where none runs, one may: the engine holds the longest."""
+        if not self.has_free_slot:
+            return False
+        if self._cache is None or not self._running:
+            return True
+        if self._worst + self._worst_of(sample) <= self._cache.num_blocks:
+            return True
+        return self._ahead([*self._running.values(), (sample, now)], now).fits(self._cache)
+
+    def slots(self, now: float) -> int:
+        """How many samples it runs at once as things are: those that run, and as many new ones as there is room for."""
+        if self._cache is None:
+            return self._slots
+        running, prompt = len(self._running), round(self._prompt_tokens)
+        known = self._ahead(list(self._running.values()), now, self._longest)
+        mean_T, variance_T = self._fresh(known.times_T, prompt)
+        low, high = min(self._slots, max(1, running)), self._slots
+        while low < high:
+            middle = (low + high + 1) // 2
+            more = middle - running
+            if known.plus(more * mean_T, more * variance_T).fits(self._cache):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def start(self, key: K, sample: KvSample, now: float) -> None:
+        """It runs; called again, it runs from now on only."""
+        if self._cache is not None and key not in self._running:
+            self._groups.setdefault(sample.group, _Siblings()).num_running += 1
+            self._worst += self._worst_of(sample)
+            self._prompt_tokens += (sample.prompt_tokens - self._prompt_tokens) / 16
+        self._running[key] = sample, now
+
+    def end(self, key: K, num_tokens: int | None, *, is_cut: bool = False) -> None:
+        """It runs no longer; of how many tokens its completion is, or None where that says nothing of lengths."""
+        sample, _ = self._running.pop(key)
+        if self._cache is None:
+            return
+        self._worst -= self._worst_of(sample)
+        siblings = self._groups[sample.group]
+        if num_tokens is not None:
+            self.history.see(num_tokens, sample.usual_tokens, is_cut, siblings)
+        siblings.num_running -= 1
+        if not siblings.num_running:
+            self.history.compare(siblings)
+            del self._groups[sample.group]
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _worst_of(self, sample: KvSample) -> int:
+        assert self._cache is not None, "without one nobody asks"
+        return ceil((sample.prompt_tokens + sample.limit + 1) / self._cache.block_tokens)
+
+    def _fresh(self, times_T: Floats, prompt_tokens: int) -> tuple[Floats, Floats]:
+        """Blocks of a sample of a new group, mean and variance, with its share of what siblings have in common."""
+        assert self._cache is not None, "without one nothing is looked ahead"
+        size, (_, block, shares) = self._group_size, self._cache
+        blocks_T = np.ceil((prompt_tokens + times_T + 1) / block)
+        if shares:
+            blocks_T -= (prompt_tokens // block) * (size - 1) / size
+        stays_T = np.where(times_T < self._longest, self.history.goes_on(np.zeros(1), times_T, np.zeros(1)), 0.0)
+        variance_T = stays_T * (1.0 - stays_T) * blocks_T**2
+        return stays_T * blocks_T, (1.0 + (size - 1) * self.history.alike) * variance_T
+
+    def _ahead(self, samples: Sequence[tuple[KvSample, float]], now: float, longest: float = 0.0) -> _Ahead:
+        """What these samples hold from now on, until the last has ended and for `longest` tokens at least."""
+        assert self._cache is not None, "without one nothing is looked ahead"
+        _, block, shares = self._cache
+        if not samples:
+            times_T = _times(longest)
+            return _Ahead(np.zeros(len(times_T)), np.zeros(len(times_T)), times_T)
+        samples = sorted(samples, key=lambda each: each[0].group)
+        group_N, prompt_N, limit_N, there_N, usual_N = np.array([each for each, _ in samples], np.float64).T[:, :, None]
+        began_N = np.array([[began] for _, began in samples])
+        made_N = np.minimum(limit_N - 1.0, there_N + np.floor(now - began_N))
+        times_T = _times(max(longest, float((limit_N - made_N).max())))
+        at_NT = made_N + times_T
+        stays_NT = np.where(at_NT < limit_N, self.history.goes_on(made_N, at_NT, usual_N), 0.0)
+        blocks_NT = np.ceil((prompt_N + at_NT + 1.0) / block)
+        first_G = np.flatnonzero(np.diff(group_N[:, 0], prepend=-np.inf))
+        mean_T = np.zeros(len(times_T))
+        if shares:
+            shared_N = prompt_N // block
+            blocks_NT -= shared_N
+            mean_T += (shared_N[first_G] * (1.0 - np.multiply.reduceat(1.0 - stays_NT, first_G))).sum(0)
+        deviation_NT = np.sqrt(stays_NT * (1.0 - stays_NT)) * blocks_NT
+        apart_T, alike_T = (deviation_NT**2).sum(0), (np.add.reduceat(deviation_NT, first_G) ** 2).sum(0)
+        alike = self.history.alike
+        return _Ahead(mean_T + (stays_NT * blocks_NT).sum(0), (1.0 - alike) * apart_T + alike * alike_T, times_T)
+
+
+class _Ahead(NamedTuple):
+    """Blocks in use, at times from now on in tokens of a sample."""
+
+    mean_T: Floats
+    variance_T: Floats
+    times_T: Floats
+
+    def plus(self, mean_T: Floats, variance_T: Floats) -> _Ahead:
+        """With others beside them."""
+        return _Ahead(self.mean_T + mean_T, self.variance_T + variance_T, self.times_T)
+
+    def fits(self, cache: KvCache) -> bool:
+        """Is the cache likely to hold them?"""
+        return bool((self.mean_T + MARGIN * np.sqrt(self.variance_T)).max() <= cache.num_blocks)
+
+
+def _times(longest: float) -> Floats:
+    """At which is looked ahead: close to each other at first, where what runs grows together and little has ended."""
+    return np.unique(np.rint(longest * np.linspace(0.0, 1.0, _NUM_TIMES) ** 2))
+
+
+class Slots(Generic[K]):
+    """Those of one engine. Who came first is first; who is first and does not fit yet holds back those behind."""
+
+    def __init__(self, gate: KvGate[K], now: Callable[[], float]) -> None:
+        """All are free; `now` as `KvGate` has it."""
+        self._gate, self._now = gate, now
+        self._waiting: deque[tuple[asyncio.Future[None], K, KvSample]] = deque()
+
+    @property
+    def needs_lengths(self) -> bool:
+        """As `KvGate.needs_lengths`."""
+        return self._gate.needs_lengths
+
+    def at_once(self) -> int:
+        """As `KvGate.slots`."""
+        return self._gate.slots(self._now())
+
+    async def take(self, key: K, sample: KvSample) -> None:
+        """Wait for one."""
+        turn = asyncio.get_running_loop().create_future()
+        waits = turn, key, sample
+        self._waiting.append(waits)
+        self._next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # its turn has come all the same
+                self.free(key)
+            elif waits in self._waiting:
+                self._waiting.remove(waits)
+                self._next()
+            raise
+
+    def begin(self, key: K, sample: KvSample) -> None:
+        """It begins only now, for it had to wait for something else."""
+        self._gate.start(key, sample, self._now())
+
+    def free(self, key: K, num_tokens: int | None = None, *, is_cut: bool = False) -> None:
+        """As `KvGate.end`; whoever is next gets it."""
+        self._gate.end(key, num_tokens, is_cut=is_cut)
+        self._next()
+
+    def _next(self) -> None:
+        now, waiting = self._now(), self._waiting
+        while waiting and (waiting[0][0].cancelled() or self._gate.has_room(waiting[0][2], now)):
+            turn, key, sample = waiting.popleft()
+            if not turn.cancelled():
+                self._gate.start(key, sample, now)
+                turn.set_result(None)
