@@ -31,7 +31,9 @@ class ActorsConfig(BaseModel):
     temperature: PositiveFloat = Field(default=1.0, description="Sampling temperature of training samples.")
     max_new_tokens: PositiveInt = Field(default=64, description="Longest completion, in tokens.")
     max_prompt_tokens: PositiveInt = Field(default=64, description="A longer prompt is refused at start-up.")
-    max_running_samples: PositiveInt = Field(default=64, description="Samples that one actor generates at once.")
+    max_running_samples: PositiveInt = Field(
+        default=64, description="Samples that one actor generates at once, if its engine has room."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Serving precision.")
     kv_cache_gib: PositiveFloat | None = Field(
         default=None,

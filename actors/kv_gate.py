@@ -39,7 +39,7 @@ REMEMBERED = 512
 """Lengths."""
 _ASSUMED = 32
 """Samples as long as they may be, which are believed in until others were seen."""
-_NUM_TIMES = 33
+_NUM_TIMES = 21
 """At which is looked ahead."""
 _LIKE_GROUPS = 4.0
 """What is assumed of the correlation of siblings weighs as much as so many groups of them, as alike as not."""
@@ -286,8 +286,8 @@ class _Ahead(NamedTuple):
 
 
 def _times(longest: float) -> Floats:
-    """At which is looked ahead: close to each other at first, where what runs grows together and little has ended."""
-    return np.unique(np.rint(longest * np.linspace(0.0, 1.0, _NUM_TIMES) ** 2))
+    """At which is looked ahead, to the last token: closer at first, while what runs grows and little has ended."""
+    return np.unique(np.rint(max(0.0, longest - 1.0) * np.linspace(0.0, 1.0, _NUM_TIMES) ** 2))
 
 
 class Slots(Generic[K]):
@@ -304,15 +304,17 @@ class Slots(Generic[K]):
         return self._gate.needs_lengths
 
     def at_once(self) -> int:
-        """As `KvGate.slots`."""
-        return self._gate.slots(self._now())
+        """As `KvGate.slots`; where samples wait there is room for no others."""
+        is_full = self._gate.needs_lengths and self._waiting
+        return max(1, len(self._gate)) if is_full else self._gate.slots(self._now())
 
     async def take(self, key: K, sample: KvSample) -> None:
         """Wait for one."""
         turn = asyncio.get_running_loop().create_future()
         waits = turn, key, sample
         self._waiting.append(waits)
-        self._next()
+        if len(self._waiting) == 1:  # else the first of them has not fitted, and nothing has changed
+            self._next()
         try:
             await turn
         except asyncio.CancelledError:

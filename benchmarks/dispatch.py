@@ -1,6 +1,7 @@
 """What it gains that long answers go to fast engines. Prints one JSON line last.
 
-    python benchmarks/dispatch.py [--quick] [--rounds 3] [--only NAME ...] [--keep FOLDER] [--page [FILE]]
+    python benchmarks/dispatch.py [--quick] [--rounds 3] [--only NAME ...] [--after FILE ...] [--keep FOLDER]
+                                  [--page [FILE]]
 
 Fleets (`fleet_parts`) of eight sleeping engines, two of them twice as fast as the others: all but the engines and the
 learner's arithmetic is real. In every round a fleet runs once with `buffer.dispatch = "in_order"` and once with
@@ -11,9 +12,12 @@ before anything counts. Each is simulated too. Ratios are of trained samples per
     wait_over_all_fast, lag0_over_all_fast    by_deadline over what eight fast engines do in order
     unknown_over_in_order    "wait" with prompts that are never seen again: only what is handed on gains
     like_engines     eight engines of one kind, where there is nothing to gain
+    vllm_over_in_order    two pools of a real engine each, of which one shares its core with the learner
+    vllm_over_simulated    that gain over the simulated one, from a profile of its own runs
     ks_over_in_order `length/fidelity_ks` of the runs that drop: how far lengths trained are from lengths generated
 
-`--quick` is for development: one short round, and its figures mean nothing. `--page` writes docs/results/dispatch.md.
+`--quick` is for development: one short round, and its figures mean nothing. All of it takes an hour and a half;
+`--after` adds what earlier calls on this machine printed. `--page` writes docs/results/dispatch.md, of all cases.
 """
 
 from __future__ import annotations
@@ -26,18 +30,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.dispatch_parts import real
 from benchmarks.fleet import CALIBRATION, CONFIG, Fleet, run, world_of
 from benchmarks.fleet_parts.setting import FleetSetting
 from benchmarks.lib.machine import RESULTS, describe_machine
 from benchmarks.lib.page import bars_table, judged, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
+from benchmarks.lib.runs import FinishedRun
 from common.costs import TokenTime
 from launch.config import load_config
-from launch.profiling import costs_of
+from launch.profiling import costs_of, profile_of
 from launch.run_folder import RunFolder
 from planning.lengths import LengthLaw
 from planning.simulator import Simulation
@@ -52,8 +58,9 @@ AT_LEAST = {
     "lag0_over_all_fast": 0.92,
     "unknown_over_in_order": 1.35,
     "like_engines": 0.99,
+    "vllm_over_simulated": 0.8,
 }
-AT_MOST = {"ks_over_in_order": 1.0}
+AT_MOST = {"ks_over_in_order": 1.0, "vllm_over_simulated": 1.2}
 POLICIES = ("in_order", "by_deadline")
 ALL_FAST = "all_fast"
 SLOW = TokenTime(0.1, 0.0015)
@@ -61,7 +68,8 @@ FAST = TokenTime(SLOW.base / 2, SLOW.per_sample / 2)
 LENGTHS = LengthLaw.lognormal(6, 0.9, 56, 0.65)
 STEP_S = 0.3
 PROMPTS, GROUPS, LEARNED, COUNTED = 128, 16, 24, 24
-"""Prompts, and how many of them a step takes; steps until lengths are known, and steps that count."""
+"""Prompts, and how many of them a step takes; steps until lengths are known, and steps that count. Steps of real
+engines are smaller, and there are twice as many."""
 SAID = ("--actors.num_actors", "8", "--actors.max_running_samples", "32",
         "--learner.groups_per_step", str(GROUPS))  # fmt: skip
 UNLIKE = (
@@ -70,6 +78,19 @@ UNLIKE = (
 )
 
 Figures = dict[str, Any]
+
+
+class Steps(NamedTuple):
+    """Of a run."""
+
+    learned: int
+    """Until lengths are known."""
+    counted: int
+
+    @property
+    def total(self) -> int:
+        """All."""
+        return self.learned + self.counted
 
 
 @dataclass(frozen=True)
@@ -89,7 +110,7 @@ class Case:
         """As it is run."""
         return (*POLICIES, *([ALL_FAST] if self.has_ceiling else []))
 
-    def fleet(self, policy: str, number: int) -> Fleet:
+    def fleet(self, policy: str, number: int, steps: Steps) -> Fleet:
         """The fleet with a policy, or with fast engines alone; its seed is the round's."""
         is_unlike = self.unlike and policy != ALL_FAST
         laws = {"slow": SLOW, "fast": FAST} if is_unlike else {"actors": FAST if policy == ALL_FAST else SLOW}
@@ -98,8 +119,20 @@ class Case:
             "--buffer.dispatch", POLICIES[0] if policy == ALL_FAST else policy,
             "--weight_sync.max_lag", str(self.lag), "--weight_sync.on_stale", self.on_stale,
         )  # fmt: skip
-        setting = FleetSetting(laws, LENGTHS, STEP_S, 1e-4)
-        return Fleet(f"{self.name} {policy} {number}", setting, said, LEARNED + COUNTED)
+        return Fleet(f"{self.name} {policy} {number}", FleetSetting(laws, LENGTHS, STEP_S, 1e-4), said, steps.total)
+
+    def run(self, folder: Path, policy: str, number: int, steps: Steps) -> FinishedRun:
+        """Run the fleet; MeasurementFailed if it did not end well."""
+        return run(folder, self.fleet(policy, number, steps))
+
+    def simulated(self, number: int, costs: Costs, steps: Steps) -> float:
+        """The ratio of a round by simulation."""
+        rates = []
+        for policy in POLICIES:
+            fleet = self.fleet(policy, number, steps)
+            world = world_of(fleet, load_config(CONFIG, fleet.arguments), costs)
+            rates.append(Simulation(world).run(steps.total, steps.learned).samples_per_s)
+        return rates[1] / rates[0]
 
 
 CASES = (
@@ -109,6 +142,7 @@ CASES = (
     Case("unknown", 2, "wait", num_prompts=4096),
     Case("like_engines", 2, "wait", unlike=False),
 )
+VLLM = "vllm"
 
 
 def main() -> None:
@@ -116,37 +150,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
     parser.add_argument("--rounds", type=int, default=3, help="of a run by each policy")
-    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="some of the fleets")
+    parser.add_argument("--only", nargs="+", choices=[*(case.name for case in CASES), VLLM], help="some of the cases")
+    parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="FILE", help="what other calls printed")
     parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
     parser.add_argument(
         "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
     )
     args = parser.parse_args()
-    if args.page and (args.quick or args.only):
-        parser.error("a page has all fleets at full size; leave --quick and --only out, or --page")
+    machine, names = describe_machine(), [*(case.name for case in CASES), VLLM]
+    rows: dict[str, Figures] = {}
+    for path in args.after:
+        rows |= json.loads(path.read_text().splitlines()[-1])["fleets"]
+    chosen = args.only or [name for name in names if name not in rows]
+    is_whole = not args.quick and {*rows, *chosen} == {*names}
+    if args.page and not is_whole:
+        parser.error("a page has all cases at full size; leave --quick and --only out, or say --after")
     end_at_sigterm()
-    machine = describe_machine()
-    cases = [case for case in CASES if not args.only or case.name in args.only]
-    num_rounds, learned, counted = (1, 4, 6) if args.quick else (args.rounds, LEARNED, COUNTED)
+    num_rounds, steps = (1, Steps(4, 6)) if args.quick else (args.rounds, Steps(LEARNED, COUNTED))
     with tempfile.TemporaryDirectory(prefix="benchmark-dispatch-") as fresh:
         folder = (args.keep or Path(fresh)).resolve()
         try:
-            costs = costs_of([RunFolder(run(folder, CALIBRATION).folder)])
-            rows = measured(folder, cases, num_rounds, learned, counted)
+            if fleets := [case for case in CASES if case.name in chosen]:
+                costs = costs_of([RunFolder(run(folder, CALIBRATION).folder)])
+                rows |= measured(folder, fleets, num_rounds, steps)
+                for case in fleets:
+                    ratios = [case.simulated(number, costs, steps) for number in range(num_rounds)]
+                    rows[case.name]["simulated"] = ratios
+            if VLLM in chosen:
+                rows[VLLM] = measured_vllm(folder, num_rounds, Steps(2 * steps.learned, 2 * steps.counted))
         except MeasurementFailed as error:
             sys.exit(f"benchmarks/dispatch.py: {error}")
-    for case in cases:
-        ratios = [simulated(case, number, costs, learned, counted) for number in range(num_rounds)]
-        rows[case.name]["simulated"] = ratios
     result = {"quick": args.quick, "rounds": num_rounds, **figures_of(rows), "fleets": rows, "machine": machine}
-    result["wanted_at_least"] = judged(result, AT_LEAST, "at least", at_full_size=not args.quick and not args.only)
-    result["wanted_at_most"] = judged(result, AT_MOST, "at most", at_full_size=not args.quick and not args.only)
+    result["wanted_at_least"] = judged(result, AT_LEAST, "at least", at_full_size=is_whole)
+    result["wanted_at_most"] = judged(result, AT_MOST, "at most", at_full_size=is_whole)
     if args.page:
         write_page(args.page, page(result))
     print(json.dumps(result))
 
 
-def measured(folder: Path, cases: Sequence[Case], num_rounds: int, learned: int, counted: int) -> dict[str, Figures]:
+def measured(folder: Path, cases: Sequence[Case], num_rounds: int, steps: Steps) -> dict[str, Figures]:
     """Case -> figures by policy and round, and the ratios of each round.
 
     Raises:
@@ -156,34 +198,53 @@ def measured(folder: Path, cases: Sequence[Case], num_rounds: int, learned: int,
     for number in range(num_rounds):
         for case in cases:
             for policy in case.variants:
-                fleet = case.fleet(policy, number)
-                updates = run(folder, Fleet(fleet.name, fleet.setting, fleet.overrides, learned + counted)).updates
-                last = updates[learned:]
-                seconds = last[-1]["finished_s"] - updates[learned - 1]["finished_s"]
-                figures = {
-                    "samples_per_s": sum(row["batch/trajectories"] for row in last) / seconds,
-                    "ks": last[-1]["length/fidelity_ks"],
-                    "covered": last[-1]["length/covered"],
-                    "foretold": last[-1]["length/foretold"],
-                }
-                rows[case.name][policy].append(figures)
-                print(json.dumps({"fleet": fleet.name, **figures}), file=sys.stderr, flush=True)
-    for case in cases:
-        first, second = (rows[case.name][policy] for policy in POLICIES)
-        rows[case.name]["ratios"] = [
-            two["samples_per_s"] / one["samples_per_s"] for one, two in zip(first, second, strict=True)
-        ]
+                found = figures_of_run(case.run(folder, policy, number, steps), steps)
+                rows[case.name][policy].append(found)
+                print(json.dumps({"fleet": f"{case.name} {policy} {number}", **found}), file=sys.stderr, flush=True)
+    for row in rows.values():
+        row["ratios"] = ratios_of(row)
     return rows
 
 
-def simulated(case: Case, number: int, costs: Costs, learned: int, counted: int) -> float:
-    """The ratio of a round by simulation."""
-    rates = []
-    for policy in POLICIES:
-        fleet = case.fleet(policy, number)
-        world = world_of(fleet, load_config(CONFIG, fleet.arguments), costs)
-        rates.append(Simulation(world).run(learned + counted, learned).samples_per_s)
-    return rates[1] / rates[0]
+def measured_vllm(folder: Path, num_rounds: int, steps: Steps) -> Figures:
+    """The same of two pools with real engines; their runs in order are the profile that is simulated by.
+
+    Raises:
+        MeasurementFailed: a run did not end well.
+    """
+    row: Figures = {policy: [] for policy in POLICIES}
+    profiled = []
+    for number in range(num_rounds):
+        for policy in POLICIES:
+            found = real.run(folder, f"vllm-{policy}-{number}", policy, number, steps.total)
+            row[policy].append(figures_of_run(found, steps))
+            print(json.dumps({"fleet": f"vllm {policy} {number}", **row[policy][-1]}), file=sys.stderr, flush=True)
+            profiled += [RunFolder(found.folder)] if policy == POLICIES[0] else []
+    profile = profile_of(profiled)
+    print(profile.describe(), file=sys.stderr, flush=True)
+    simulated = [
+        [real.simulated(folder, policy, number, profile, steps) for policy in POLICIES] for number in range(num_rounds)
+    ]
+    return row | {"ratios": ratios_of(row), "simulated": [second / first for first, second in simulated]}
+
+
+def figures_of_run(found: FinishedRun, steps: Steps) -> Figures:
+    """Of the steps that count."""
+    rows = found.updates
+    last = rows[steps.learned :]
+    seconds = last[-1]["finished_s"] - rows[steps.learned - 1]["finished_s"]
+    return {
+        "samples_per_s": sum(row["batch/trajectories"] for row in last) / seconds,
+        "ks": last[-1]["length/fidelity_ks"],
+        "covered": last[-1]["length/covered"],
+        "foretold": last[-1]["length/foretold"],
+    }
+
+
+def ratios_of(row: Figures) -> list[float]:
+    """By deadline over in order, round by round."""
+    pairs = zip(*(row[policy] for policy in POLICIES), strict=True)
+    return [second["samples_per_s"] / first["samples_per_s"] for first, second in pairs]
 
 
 def figures_of(rows: dict[str, Figures]) -> Figures:
@@ -196,6 +257,8 @@ def figures_of(rows: dict[str, Figures]) -> Figures:
         if ALL_FAST in row:
             pairs = zip(row[POLICIES[1]], row[ALL_FAST], strict=True)
             found[f"{name}_over_{ALL_FAST}"] = median(one["samples_per_s"] / two["samples_per_s"] for one, two in pairs)
+    if VLLM in rows:
+        found["vllm_over_simulated"] = ratios[VLLM] / median(rows[VLLM]["simulated"])
     if "drop" in rows:
         first, second = (fmean(each["ks"] for each in rows["drop"][policy]) for policy in POLICIES)
         found["ks_over_in_order"] = second / first
@@ -210,7 +273,9 @@ def page(result: Figures) -> list[str]:
         f"{origin(command, result['machine'], result['machine']['commit'])} Eight sleeping engines, of which two are "
         f"twice as fast, and a sleeping learner; {few}, of which a step takes {GROUPS}, with 8 samples "
         f"each; 65 % of the variance of lengths is the prompt's. Lengths are learned in the first {LEARNED} steps; the "
-        f"next {COUNTED} count. Ratios are medians of {result['rounds']} rounds."
+        f"next {COUNTED} count. Ratios are medians of {result['rounds']} rounds. In the case `vllm` the engines are "
+        "real: one has a core of its own, the other shares its core with the learner and all else; it is simulated "
+        "from a profile of its own runs, the others by the laws that they sleep by."
     )
     cells = []
     for name, row in result["fleets"].items():

@@ -120,6 +120,8 @@ class Cores:
 
     actors: int
     others: int
+    only: str = ""
+    """The actor that is moved, by its name; empty: all of them."""
     moved: set[int] = field(default_factory=set)
     """Process ids of actors and their engines."""
 
@@ -135,7 +137,7 @@ class Cores:
         except StatusError:
             return  # it is still being started
         for process in [*snapshot.actors, *(each for each in snapshot.services if each.role == "scorer")]:
-            if process.pid:
+            if process.pid and self.only in ("", process.name):
                 self._move(process.pid)
 
     def check(self) -> None:

@@ -60,6 +60,8 @@ class Shape(msgspec.Struct):
     """Groups; from here on of what was foretold of them before they were leased or seen."""
     num_covered: float = 0.0
     """Those whose longest completion was no longer than that."""
+    num_late: float = 0.0
+    """Those that the slowest lane would have been late with, by what was foretold."""
     total_square: float = 0.0
     """Of the means of groups, from the level."""
     error_square: float = 0.0
@@ -79,6 +81,11 @@ class Shape(msgspec.Struct):
     def covered(self) -> float:
         """Share of the groups whose longest completion was no longer than foretold: `SHARE` where all is right."""
         return self.num_covered / self.num_foretold if self.num_foretold else 0.0
+
+    @property
+    def late(self) -> float:
+        """Share of the groups that the slowest lane would have been late with, by what was foretold."""
+        return self.num_late / self.num_foretold if self.num_foretold else 0.0
 
     @property
     def foretold(self) -> float:
@@ -150,7 +157,9 @@ class LengthModel:
             return None
         return Visit(float(self._means[prompt]), float(self._variances[prompt]), version)
 
-    def see(self, prompt: int, lengths: Sequence[int], cut: Sequence[bool], version: int) -> Visit:
+    def see(
+        self, prompt: int, lengths: Sequence[int], cut: Sequence[bool], version: int, *, is_late: bool = False
+    ) -> Visit:
         """A group of a prompt completed; what is known of the prompt now.
 
         Args:
@@ -158,6 +167,7 @@ class LengthModel:
             lengths: completion tokens of its samples, at least one.
             cut: which of them would have gone on.
             version: of the learner by now.
+            is_late: the slowest lane would have been late with it, as was foretold.
         """
         shape, (own, variance), size = self.shape, self._own_at(prompt, version), len(lengths)
         weight, after = variance / (variance + shape.noise / size), own
@@ -172,7 +182,7 @@ class LengthModel:
             shape.level = level + gain * (shown - level)
             after = own + weight * (shown - shape.level)
         self._learn(prompt, values, beyond, version)
-        self._compare(values, own, variance)
+        self._compare(values, own, variance, is_late)
         visit = Visit(after, (1.0 - weight) * variance, version)
         self.put(prompt, visit)
         return visit
@@ -230,7 +240,7 @@ class LengthModel:
             values.append(value)
         return values, variances
 
-    def _compare(self, values: Sequence[float], own: float, variance: float) -> None:
+    def _compare(self, values: Sequence[float], own: float, variance: float, is_late: bool) -> None:
         """What was foretold of a group, N(own, variance) for its prompt, with what came."""
         shape, keep = self.shape, 1.0 - 1.0 / SHAPE_MEMORY
         total = variance + shape.noise
@@ -238,6 +248,7 @@ class LengthModel:
         shown = sum(values) / len(values) - shape.level
         shape.num_foretold = keep * shape.num_foretold + 1.0
         shape.num_covered = keep * shape.num_covered + (max(values) <= shape.level + own + sqrt(total) * score)
+        shape.num_late = keep * shape.num_late + is_late
         shape.total_square = keep * shape.total_square + shown**2
         shape.error_square = keep * shape.error_square + (shown - own) ** 2
 

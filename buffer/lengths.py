@@ -88,6 +88,8 @@ class LengthFidelity(msgspec.Struct, frozen=True):
     """Share of the groups whose longest completion was no longer than foretold: 0.9 is right; 0 before any."""
     foretold: float = 0.0
     """Share of the variance among prompts' mean lengths, in logarithms, that was foretold."""
+    late: float = 0.0
+    """Share of the groups that the slowest lane would have been late with, by what was foretold."""
 
     @classmethod
     def worst(cls, parts: Iterable[LengthFidelity]) -> LengthFidelity:
@@ -95,7 +97,8 @@ class LengthFidelity(msgspec.Struct, frozen=True):
         known = list(parts)
         ratio = max((part.p95_ratio for part in known), key=lambda ratio: abs(math.log(ratio)))
         covered = max((part.covered for part in known), key=lambda share: abs(share - SHARE))
-        return cls(max(part.ks for part in known), ratio, covered, min(part.foretold for part in known))
+        foretold, late = min(part.foretold for part in known), max(part.late for part in known)
+        return cls(max(part.ks for part in known), ratio, covered, foretold, late)
 
 
 class Fidelity(msgspec.Struct):

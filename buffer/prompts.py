@@ -134,7 +134,9 @@ class Prompts:
         prompt, before = group.prompt_id, self.lengths.get(group.prompt_id)
         self.lengths.shape = tx.state.lengths
         lengths, cut = [group.completion_lengths[index] for index in there], [index in group.cut for index in there]
-        visit = self.lengths.see(prompt, lengths, cut, tx.state.version)
+        slowest_s = max((token_s for token_s, _ in self._lanes.values()), default=0.0)
+        is_late = group.foretold * slowest_s > self.pace.budget_s(self._contract)
+        visit = self.lengths.see(prompt, lengths, cut, tx.state.version, is_late=is_late)
         tx.undo.append(partial(self.lengths.put, prompt, before))
         tx.lengths.put(visit, prompt)
 

@@ -88,7 +88,8 @@ class StoreState(msgspec.Struct):
     @property
     def length_fidelity(self) -> LengthFidelity:
         """How far lengths trained are from lengths generated, and these from what was foretold."""
-        return replace(self.fidelity.now, covered=self.lengths.covered, foretold=self.lengths.foretold)
+        known = self.lengths
+        return replace(self.fidelity.now, covered=known.covered, foretold=known.foretold, late=known.late)
 
     def newest_possible(self, updates_per_step: int) -> int:
         """The newest version that the present incarnation can have published.

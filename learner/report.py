@@ -132,6 +132,7 @@ def step_report(
         "length/p95_ratio": fidelity.p95_ratio,
         "length/covered": fidelity.covered,
         "length/foretold": fidelity.foretold,
+        "length/late": fidelity.late,
         "batch/trajectories": batch.rows.num_rows,
         "batch/groups": batch.num_groups,
         "batch/tokens": batch.packed.num_tokens,

@@ -132,11 +132,11 @@ class Setting:
         return self.groups_per_step * GROUP_SIZE
 
 
-def write_setting(folder: Path, setting: Setting) -> Path:
+def write_setting(folder: Path, setting: Setting, num_prompts: int = NUM_PROMPTS) -> Path:
     """Write prompts and config into a folder, which is made; returns the config's path."""
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(SEED)
-    questions = [f"{number:07d}{chance.choice(CLASSES)}" for number in range(NUM_PROMPTS)]
+    questions = [f"{number:07d}{chance.choice(CLASSES)}" for number in range(num_prompts)]
     lines = [json.dumps({"question": question}) for question in questions]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     path = folder / "overlap.toml"

@@ -42,6 +42,8 @@ METRICS: dict[str, str] = {
     "right. By it leases go to fast and slow pools (buffer.dispatch); 0 where there is one.",
     "length/foretold": "Share of the variance among prompts' mean lengths, in logarithms, that was foretold: 0 before "
     "prompts come again, at most what a group's mean tells of its prompt.",
+    "length/late": "Share of the groups that the slowest pool would have been late with, as was foretold: they go to "
+    "faster ones; 0 where there is one pool.",
     # staleness: u is the version that sampled a token, v the version that trains it
     "lag/token_mean": "Mean of v - u over trained tokens, versions.",
     "lag/token_p50": "Median of v - u over trained tokens.",
@@ -162,7 +164,8 @@ METRICS: dict[str, str] = {
     "pool/NAME/tokens_per_s": "Completion tokens that they generated per second, over the last seconds.",
     "pool/NAME/lag_mean": "Mean of v - u over the step's trained tokens that they sampled; null where it had none.",
     "pool/NAME/mismatch_lag0_abs": "mismatch/lag0_abs over the tokens that they sampled.",
-    "pool/NAME/slots_used": "Mean share of max_running_samples that their engines had, over the last seconds.",
+    "pool/NAME/slots_used": "Mean share of the samples that their engines have room for: max_running_samples, or "
+    "what their cache will hold.",
     "pool/NAME/step_ms": "Milliseconds that an engine takes for one token of all its samples, mean over the last "
     "seconds.",
     "pool/NAME/queued_ms": "Milliseconds that a sample waited within its engine before its first step, mean likewise.",

@@ -312,6 +312,7 @@ def _lengths(run: RunData, title: str) -> Figure:
     if buffer.fidelity.covered:
         note += (
             f" Foretold by their prompts: {max(0.0, buffer.fidelity.foretold):.0%} of how the means of groups differ; "
-            f"{buffer.fidelity.covered:.0%} of groups were no longer than foretold, where {SHARE:.0%} is right."
+            f"{buffer.fidelity.covered:.0%} of groups were no longer than foretold, where {SHARE:.0%} is right. "
+            f"The slowest pool would have been late with {buffer.fidelity.late:.0%} of them."
         )
     return bar_chart(title, unit, [length_label(i) for i in buckets], sets, "tokens", note)

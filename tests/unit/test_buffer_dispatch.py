@@ -21,6 +21,7 @@ from buffer.dispatch import (
     window_size,
 )
 from buffer.prompts import order_of
+from buffer.tables import Group
 from common.staleness import StalenessConfig, StalenessContract
 from tests.world.buffer import Actor, generate
 
@@ -184,6 +185,56 @@ def test_the_fast_lane_gets_what_is_long_as_soon_as_lengths_are_known(make):
     fleet.ask(SLOW)
     assert {lease.prompt_id for lease in fleet.ask(FAST, 2)} <= long
     assert not {lease.prompt_id for lease in fleet.ask(SLOW, 20)} & long
+
+
+def test_groups_that_the_slow_lane_would_be_late_with_are_counted(make):
+    fleet = Fleet(make, "by_deadline")
+    prompts = fleet.buffer.core.groups.prompts
+    fleet.step(1)
+    for token_s in LANES:
+        fleet.ask(token_s)
+    prompts.pace.step_s, prompts.pace.train_s = (
+        0.2,
+        0.0,
+    )  # of which sixty may lie between: the slow lane makes 600 tokens
+
+    def complete(tx):
+        before = tx.state.lengths.num_late, tx.state.lengths.num_foretold
+        for number, longest in enumerate((900, 20, 700, 0)):
+            group = Group.new(number, number, 2, foretold=longest)
+            group.completion_lengths = [30, 40]
+            prompts.saw(tx, group)
+        return tx.state.lengths.num_late - before[0], tx.state.lengths.num_foretold - before[1]
+
+    late, foretold = fleet.buffer.store.write(complete)
+    assert (late, foretold) == pytest.approx((2.0, 4.0), abs=0.02)
+
+
+def test_a_lease_says_how_long_answers_are_where_its_actor_asks_and_lengths_are_learned_for_it(make):
+    buffer = make(num_prompts=8, groups_per_step=2, max_lag=50)
+    actor, number = Actor(buffer), 0
+    buffer.begin()
+
+    def leased(wants):
+        nonlocal number
+        number += 1
+        request = p.LeaseRequest(actor.name, 1, 1000 + number, 8, wants_lengths=wants)
+        return buffer.ask(request, p.LeaseGrant).leases
+
+    def epoch(wants):
+        told = {}
+        for lease in leased(wants):
+            told[lease.prompt_id] = lease.usual_tokens
+            assert actor.work(lease, num_completion_tokens=1 + lease.prompt_id) == ["committed"] * 2
+        return told
+
+    assert set(epoch(False).values()) == {0.0}
+    assert buffer.core.groups.prompts.lengths.num_seen == 0, "nobody has asked"
+    assert set(epoch(True).values()) == {0.0}, "and nothing was learned"
+    assert buffer.core.groups.prompts.lengths.num_seen == 8
+    told = epoch(True)
+    assert sorted(told, key=lambda prompt: told[prompt]) == list(range(8))
+    assert told[7] > 2 * told[0] > 0
 
 
 def test_a_group_that_outgrew_its_lane_is_not_leased_to_it_again_and_who_is_told_to_hand_on(make):
