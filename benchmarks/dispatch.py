@@ -16,7 +16,7 @@ before anything counts. Each is simulated too. Ratios are of trained samples per
     vllm_over_simulated    that gain over the simulated one, from a profile of its own runs
     ks_over_in_order `length/fidelity_ks` of the runs that drop: how far lengths trained are from lengths generated
 
-`--quick` is for development: one short round, and its figures mean nothing. All of it takes an hour and a half;
+`--quick` is for development: one short round, and its figures mean nothing. All of it takes an hour;
 `--after` adds what earlier calls on this machine printed. `--page` writes docs/results/dispatch.md, of all cases.
 """
 
@@ -63,11 +63,11 @@ AT_LEAST = {
 AT_MOST = {"ks_over_in_order": 1.0, "vllm_over_simulated": 1.2}
 POLICIES = ("in_order", "by_deadline")
 ALL_FAST = "all_fast"
-SLOW = TokenTime(0.1, 0.0015)
+SLOW = TokenTime(0.05, 0.00075)
 FAST = TokenTime(SLOW.base / 2, SLOW.per_sample / 2)
 LENGTHS = LengthLaw.lognormal(6, 0.9, 56, 0.65)
-STEP_S = 0.3
-PROMPTS, GROUPS, LEARNED, COUNTED = 128, 16, 24, 24
+STEP_S = 0.15
+PROMPTS, GROUPS, LEARNED, COUNTED = 128, 16, 16, 20
 """Prompts, and how many of them a step takes; steps until lengths are known, and steps that count. Steps of real
 engines are smaller, and there are twice as many."""
 SAID = ("--actors.num_actors", "8", "--actors.max_running_samples", "32",
