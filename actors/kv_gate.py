@@ -13,7 +13,7 @@ b_i(t) are the blocks of a sample's context by then, and p_i(t) = P(L >= n_i + t
 the n_i tokens that it has made. L is as long as the last samples of this engine were, each beside what was foretold of
 its prompt (`buffer.length_model`). What is not foretold is alike for samples of a prompt, as far as was seen, so that
 they end together; and they have the whole blocks of their prompt in common.
-(Past-Future, ASPLOS 2025, doi 10.1145/3676641.3716011, admits by lengths drawn from such a history.)
+(Past-Future, arXiv 2507.10150, admits by the lengths of such a history.)
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ from weight_sync.store import WeightStore
 EOS = 2
 TEMPERATURE = 0.8
 CONFIG = ActorsConfig(
-    temperature=TEMPERATURE, max_new_tokens=100, max_prompt_tokens=140, max_running_samples=32, kv_cache_gib=0.1
+    temperature=TEMPERATURE, max_new_tokens=100, max_prompt_tokens=140, max_running_samples=48, kv_cache_gib=0.009
 )
+"""Of 73 blocks of 128 tokens: 32 samples fit, however long they become, and 48 do not."""
 DTYPES = ("float32", "bfloat16")
 NUM_STAGES = 2
 HIDDEN_SIZE = 64

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import signal
 import subprocess
 import sys
@@ -88,6 +89,19 @@ async def test_temperature_zero_takes_the_likeliest_token(world: World):
     with torch.no_grad():
         likeliest = model(tokens).logits[0, len(prompt) - 1 : -1].argmax(-1)
     assert completion.token_ids.tolist() == likeliest.tolist()
+
+
+async def test_samples_that_are_preempted_go_on_as_the_learner_scores_them(world: World):
+    chance, policy = random.Random(0), world.policies[world.engine.version]
+    asked = [[chance.randrange(3, 64) for _ in range(120)] for _ in range(48)]  # a block each, and soon two
+    before = world.engine.report().num_preempted
+    completions = list(
+        await asyncio.gather(*[world.engine.generate(prompt, seed=seed) for seed, prompt in enumerate(asked)])
+    )
+    assert world.engine.report().num_preempted > before
+    assert gap(completions, policy.logprobs(asked, completions)) < 1e-5
+    alone = await world.engine.generate(asked[-1], seed=47)
+    assert alone.token_ids.tolist() == completions[-1].token_ids.tolist(), "its own chance, wherever it was computed"
 
 
 async def update_amid(

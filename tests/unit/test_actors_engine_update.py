@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from actors import engine as engine_module
@@ -176,6 +177,7 @@ async def test_a_request_that_ends_while_weights_change_is_known_no_longer(make,
     engine = make(llm)
 
     async def generate(*_, priority):
+        assert priority == 0
         assert engine.runs((1, 0))
         engine._broken = "its update never ended"  # as `apply` has it until generation goes on
         yield "an output"
@@ -183,3 +185,19 @@ async def test_a_request_that_ends_while_weights_change_is_known_no_longer(make,
     llm.generate = generate
     assert await engine._run([1], None, (1, 0), None) == (OLD, "an output")
     assert not engine.runs((1, 0))
+
+
+async def test_the_more_tokens_were_handed_on_the_later_a_request_is_preempted(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.inputs.engine", SimpleNamespace(tokens_input=lambda *_, **__: None))
+    llm = FakeVllm()
+    engine, sent = make(llm), []
+
+    async def generate(*_, priority):
+        sent.append(priority)
+        yield "an output"
+
+    llm.generate = generate
+    for num_tokens in (0, 3, 40):
+        prefix = SimpleNamespace(token_ids=np.zeros(num_tokens, np.int32)) if num_tokens else None
+        await engine._run([1], None, (1, num_tokens), prefix)
+    assert sent == [0, -3, -40], "vLLM preempts the greatest"

@@ -1,0 +1,191 @@
+"""What it costs that actors leave in the middle of their work, and come back. Prints one JSON line last.
+
+    python benchmarks/handed_on.py [--quick] [--keep FOLDER] [--page [FILE]]
+
+A real run of `leeway train` on the long-tailed model of `benchmarks/overlap.py`, two actors. Some times `leeway scale`
+takes one of them out while its engine is full, and brings one back: a smaller pool, and a restart that was planned.
+
+    made_twice      tokens that were thrown away with their samples, over those that were in flight in who left
+    kept            one minus that
+    left_s          the longest time from the command until the actor is gone, its engine stopped
+    length_ks       distance of the lengths of the 1,000 samples trained after each time from those of other steps
+
+`--quick` is for development: it goes once. `--page` writes docs/results/handed_on.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.machine import RESULTS, ROOT, describe_machine
+from benchmarks.lib.page import bars_table, judged, origin, table, write_page
+from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm, environment
+from benchmarks.lib.runs import FinishedRun, train
+from benchmarks.overlap_parts.long_tail import GROUP_SIZE, Setting, write_setting
+from launch.observe.status import StatusError, read_status
+
+PAGE = RESULTS / "handed_on.md"
+GROUPS, SLOTS, TIMES = 12, 32, 4
+WARM_UP, BETWEEN, AWAY = 20, 30, 24
+"""Steps before the first time, from a return to the next time, and without the actor."""
+AFTER = 1000
+"""Trained samples after each time whose lengths are looked at."""
+OVERRIDES = (
+    *("--actors.num_actors", "2", "--actors.max_running_samples", str(SLOTS), "--weight_sync.max_lag", "4"),
+    *("--launch.autoscale", "off"),
+)
+AT_MOST = {"made_twice": 0.01, "length_ks": 0.05}
+AT_LEAST = {"kept": 0.99}
+
+Figures = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="once, for development")
+    parser.add_argument("--keep", type=Path, help="keeps the folder of the run (default: keeps none)")
+    parser.add_argument(
+        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
+    )
+    args = parser.parse_args()
+    if args.page and args.quick:
+        parser.error("--quick measures too little for a page; leave --quick or --page out")
+    end_at_sigterm()
+    machine, scaling = describe_machine(), Scaling(1 if args.quick else TIMES)
+    with tempfile.TemporaryDirectory(prefix="benchmark-handed-on-") as fresh:
+        folder = (args.keep or Path(fresh)).resolve()
+        try:
+            # steps are taken until the last has come back; who is away for longer than it takes to start lengthens none
+            steps = WARM_UP + scaling.times * (AWAY + 4 * BETWEEN)
+            config = write_setting(folder / "setting", Setting(steps, 0, GROUPS))
+            run = train(config, folder / "run", OVERRIDES, log=folder / "run.log", look=scaling.look)
+            figures = figures_of(run, scaling)
+        except MeasurementFailed as error:
+            sys.exit(f"benchmarks/handed_on.py: {error}")
+    result = {"quick": args.quick, **figures, "machine": machine}
+    result["wanted_at_most"] = judged(result, AT_MOST, "at most", at_full_size=not args.quick)
+    result["wanted_at_least"] = judged(result, AT_LEAST, "at least", at_full_size=not args.quick)
+    if args.page:
+        write_page(args.page, page(result))
+    print(json.dumps(result))
+
+
+@dataclass
+class Scaling:
+    """Takes an actor out and brings it back, looking at a run as it goes."""
+
+    times: int
+    left: list[tuple[int, float]] = field(default_factory=list)
+    """Of each time, the step that was done, and the wall clock, when the command was given."""
+    _next_at: int = WARM_UP
+    """The step after which it leaves, or comes back."""
+
+    def look(self, folder: Path) -> None:
+        """What there is to do now."""
+        try:
+            status = read_status(folder / "status.json")
+        except StatusError:
+            return  # it is still being started
+        working = [actor for actor in status.actors if actor.state == "working"]
+        if status.step < self._next_at or len(working) != len(status.actors):
+            return
+        if len(working) == 2 and len(self.left) < self.times:
+            self.left.append((status.step, time.time()))
+            _scale(folder, 1)
+            self._next_at = status.step + AWAY
+        elif len(working) == 1 and self.left:
+            _scale(folder, 2)
+            self._next_at = status.step + BETWEEN
+
+
+def _scale(folder: Path, count: int) -> None:
+    command = [sys.executable, "-m", "launch.cli", "scale", str(folder), "--count", str(count)]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def figures_of(run: FinishedRun, scaling: Scaling) -> Figures:
+    """Of a run in which actors left as often as they should.
+
+    Raises:
+        MeasurementFailed: they did not.
+    """
+    if len(scaling.left) < scaling.times:
+        raise MeasurementFailed(f"an actor left {len(scaling.left)} times, not {scaling.times}: the run was too short")
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    gone = [event["time_s"] for event in events if event["kind"] == "left"]
+    left_s = [min(each for each in gone if each > asked) - asked for _, asked in scaling.left]
+    last, samples = run.updates[-1], run.samples()
+    lengths = samples.length.astype(float)
+    in_flight = last["buffer/handed_on"] * float((lengths**2).sum() / (2.0 * lengths.sum()))
+    made_twice = last["pool/actors/tokens_lost"] / in_flight
+    steps_after = AFTER // (GROUPS * GROUP_SIZE) + 1
+    after = np.zeros(len(samples.step), bool)
+    for step, _ in scaling.left:
+        after |= (samples.step > step) & (samples.step <= step + steps_after)
+    others = ~after & (samples.step > WARM_UP // 2)
+    return {
+        "times": scaling.times,
+        "handed_on": last["buffer/handed_on"],
+        "tokens_in_flight": in_flight,
+        "tokens_lost": last["pool/actors/tokens_lost"],
+        "failed": last["buffer/failed_lease"],
+        "made_twice": made_twice,
+        "kept": 1.0 - made_twice,
+        "left_s": max(left_s),
+        "length_ks": _distance(samples.length[after], samples.length[others]),
+        "samples_after": int(after.sum()),
+        "samples_other": int(others.sum()),
+        "mean_after": float(samples.length[after].mean()),
+        "mean_other": float(samples.length[others].mean()),
+    }
+
+
+def _distance(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> float:
+    """Kolmogorov and Smirnov's, of two samples."""
+    at = np.union1d(first, second)
+    shares = [np.searchsorted(np.sort(each), at, side="right") / len(each) for each in (first, second)]
+    return float(np.abs(shares[0] - shares[1]).max())
+
+
+def page(result: Figures) -> list[str]:
+    """The paragraphs of the page."""
+    head = (
+        f"{origin('python benchmarks/handed_on.py --page', result['machine'], result['machine']['commit'])} A real run "
+        f"on the model of [overlap.md](overlap.md), two actors with {SLOTS} slots. {result['times']} times one of them was "
+        f"taken out by `leeway scale` while its engine was full, and one brought back {AWAY} steps later. Tokens in "
+        "flight are reckoned from the samples handed on and the mean length of a running sample."
+    )
+    lines = [
+        ("samples handed on", f"{result['handed_on']:.0f}"),
+        ("tokens that they had, about", f"{result['tokens_in_flight']:.0f}"),
+        ("tokens lost", f"{result['tokens_lost']:.0f}"),
+        ("samples failed with a lease", f"{result['failed']:.0f}"),
+        ("seconds from the command until the actor and its engine were gone, at most", f"{result['left_s']:.1f}"),
+        ("samples trained next, and others", f"{result['samples_after']:,}, {result['samples_other']:,}"),
+        ("their mean lengths", f"{result['mean_after']:.1f}, {result['mean_other']:.1f}"),
+    ]
+    return [
+        "# Actors that leave, and what they had",
+        head,
+        bars_table(result["wanted_at_most"], "at most"),
+        bars_table(result["wanted_at_least"], "at least"),
+        table(["figure", "measured"], [[*line] for line in lines]),
+    ]
+
+
+if __name__ == "__main__":
+    main()
