@@ -165,7 +165,7 @@ def page(result: Figures) -> list[str]:
     """The paragraphs of the page."""
     head = (
         f"{origin('python benchmarks/handed_on.py --page', result['machine'], result['machine']['commit'])} A real run "
-        f"on the model of [overlap.md](overlap.md), two actors with {SLOTS} slots. {result['times']} times one of them was "
+        f"on the model of [overlap.md](overlap.md), two actors with {SLOTS} slots. {result['times']} times one was "
         f"taken out by `leeway scale` while its engine was full, and one brought back {AWAY} steps later. Tokens in "
         "flight are reckoned from the samples handed on and the mean length of a running sample."
     )

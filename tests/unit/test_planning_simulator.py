@@ -194,6 +194,37 @@ def test_what_outgrows_a_slow_engine_goes_on_on_a_fast_one_where_nothing_is_know
     assert staying.samples_per_s < 1.1 * in_order.samples_per_s
 
 
+@pytest.mark.parametrize(("explained", "of_the_bound", "of_in_order"), [(0.65, 0.75, 1.12), (1.0, 0.95, 1.15)])
+def test_where_a_step_has_more_samples_than_slots_the_longest_first_come_near_the_bound_of_work(
+    explained, of_the_bound, of_in_order
+):
+    """A synchronous step takes all its tokens over all slots, or its longest sample by itself; whichever is more."""
+    law, config = TokenTime(0.04, 0.001), ActorsConfig(group_size=8, max_running_samples=8, max_new_tokens=2000)
+
+    def shares(dispatch):
+        contract = StalenessContract(StalenessConfig(max_lag=0, on_stale="drop"), 16)
+        lengths = LengthLaw.lognormal(200, 0.9, 2000, explained)
+        simulation, bounds_s = (
+            Simulation(World((EnginePool("a", 4, law, config),), contract, BufferConfig(dispatch=dispatch), lengths,
+                             lambda _: 1e-6, num_prompts=128)),
+            [],
+        )  # fmt: skip
+        step_over = simulation._on_step
+
+        def on_step(what):
+            made = [length for group in what[0] for length in group.lengths]
+            bounds_s.append(max(sum(made) * law.seconds(8, 0) / 32, max(made) * law.seconds(1, 0)))
+            step_over(what)
+
+        simulation._on_step = on_step
+        found = simulation.run(60, 24)
+        return sum(bounds_s[24:]) / found.seconds, found.samples_per_s
+
+    (share, rate), (_, before) = shares("longest_first"), shares("in_order")
+    assert share > of_the_bound
+    assert rate > of_in_order * before
+
+
 def test_engines_that_are_alike_get_prompts_in_order():
     assert dispatched("by_deadline", False) == dispatched("in_order", False)
 
