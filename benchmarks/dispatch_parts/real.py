@@ -23,7 +23,7 @@ SAID = (
     *("--pools.alone.role", "actors", "--pools.alone.count", "1", "--pools.alone.resource", ""),
     *("--pools.beside.role", "actors", "--pools.beside.count", "1", "--pools.beside.resource", ""),
     *("--actors.num_actors", "2", "--actors.max_running_samples", str(SLOTS)),
-    *("--weight_sync.max_lag", "2", "--weight_sync.on_stale", "wait"),
+    *("--weight_sync.max_lag", "2", "--weight_sync.on_stale", "wait", "--task.num_heldout", "1"),
 )
 """Actors are numbered pool by pool, in the order of the config."""
 
