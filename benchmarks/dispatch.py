@@ -68,8 +68,7 @@ FAST = TokenTime(SLOW.base / 2, SLOW.per_sample / 2)
 LENGTHS = LengthLaw.lognormal(6, 0.9, 56, 0.65)
 STEP_S = 0.15
 PROMPTS, GROUPS, LEARNED, COUNTED = 128, 16, 16, 20
-"""Prompts, and how many of them a step takes; steps until lengths are known, and steps that count. Steps of real
-engines are smaller, and there are twice as many."""
+"""Prompts, and how many of them a step takes; steps until lengths are known, and steps that count."""
 SAID = ("--actors.num_actors", "8", "--actors.max_running_samples", "32",
         "--learner.groups_per_step", str(GROUPS))  # fmt: skip
 UNLIKE = (
@@ -177,7 +176,7 @@ def main() -> None:
                     ratios = [case.simulated(number, costs, steps) for number in range(num_rounds)]
                     rows[case.name]["simulated"] = ratios
             if VLLM in chosen:
-                rows[VLLM] = measured_vllm(folder, num_rounds, Steps(2 * steps.learned, 2 * steps.counted))
+                rows[VLLM] = measured_vllm(folder, num_rounds, steps)
         except MeasurementFailed as error:
             sys.exit(f"benchmarks/dispatch.py: {error}")
     result = {"quick": args.quick, "rounds": num_rounds, **figures_of(rows), "fleets": rows, "machine": machine}
