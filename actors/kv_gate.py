@@ -204,12 +204,17 @@ class KvGate(Generic[K]):
         return low
 
     def start(self, key: K, sample: KvSample, now: float) -> None:
-        """It runs; called again, it runs from now on only."""
-        if self._cache is not None and key not in self._running:
-            self._groups.setdefault(sample.group, _Siblings()).num_running += 1
-            self._worst += self._worst_of(sample)
-            self._prompt_tokens += (sample.prompt_tokens - self._prompt_tokens) / 16
+        """It runs; called again, it runs from now on only, and as is said now."""
+        before = self._running.get(key)
         self._running[key] = sample, now
+        if self._cache is None:
+            return
+        self._worst += self._worst_of(sample)
+        if before is not None:
+            self._worst -= self._worst_of(before[0])
+            return
+        self._groups.setdefault(sample.group, _Siblings()).num_running += 1
+        self._prompt_tokens += (sample.prompt_tokens - self._prompt_tokens) / 16
 
     def end(self, key: K, num_tokens: int | None, *, is_cut: bool = False) -> None:
         """It runs no longer; of how many tokens its completion is, or None where that says nothing of lengths."""

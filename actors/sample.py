@@ -146,12 +146,13 @@ class SampleMaker:
             if prefix is not None:  # no token is of an older version than the one before it
                 await self._follower.catch_up(prefix.newest)
             await self._follower.admit(lease.min_version)
+            _, sample = self._to_run(lease, problem, sample_index, prefix, hand_on_at())
             self.slots.begin(key, sample)
             started_s = time.time() if prefix is None else prefix.started_s
             self._started_s[key] = started_s
             self.busy.enter()
             try:
-                generation = await self._generate(lease, problem, sample_index, prefix, hand_on_at)
+                generation = await self._generate(lease, problem, sample_index, prefix, sample.limit, hand_on_at)
             except EngineDead:
                 raise  # what there is of it can still be handed on
             except BaseException:
@@ -241,16 +242,21 @@ class SampleMaker:
         )
 
     async def _generate(
-        self, lease: Lease, problem: Problem, sample_index: int, prefix: Prefix | None, hand_on_at: Callable[[], int]
+        self,
+        lease: Lease,
+        problem: Problem,
+        sample_index: int,
+        prefix: Prefix | None,
+        limit: int,
+        hand_on_at: Callable[[], int],
     ) -> Generation:
         seed = sample_seed(self._run_seed, lease.group_id, sample_index, lease.attempt)
         deadline = asyncio.timeout(self._config.generate_timeout_s)
         try:
             async with deadline:
-                longest = self._config.max_new_tokens
-                key, sample = self._to_run(lease, problem, sample_index, prefix, hand_on_at())
+                key, longest = (lease.lease_id, sample_index), self._config.max_new_tokens
                 made = await self._engine.generate(
-                    problem.token_ids, max_new_tokens=sample.limit, seed=seed, prefix=prefix, key=key
+                    problem.token_ids, max_new_tokens=limit, seed=seed, prefix=prefix, key=key
                 )
                 if made.finish_reason != "length" or len(made.token_ids) == longest:
                     return made

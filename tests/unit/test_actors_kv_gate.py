@@ -126,6 +126,14 @@ def test_what_was_cut_is_longer_than_anything_seen():
     assert gate.history.goes_on(np.array([0.0]), np.array([239.0]), np.array([0.0]))[0] == pytest.approx(0.5, abs=0.01)
 
 
+def test_a_sample_may_begin_with_another_limit_than_it_waited_with():
+    gate = KvGate(CONFIG, CACHE)
+    for limit in (240, 40, 100):
+        gate.start(1, sample(limit=limit), 0.0)
+    gate.end(1, 7)
+    assert (len(gate), gate._worst, gate._groups) == (0, 0, {})
+
+
 def test_what_was_interrupted_says_nothing_of_lengths():
     gate = KvGate(CONFIG, CACHE)
     gate.start(1, sample(), 0.0)
