@@ -1,7 +1,7 @@
 """What it gains that long answers go to fast engines. Prints one JSON line last.
 
-    python benchmarks/dispatch.py [--quick] [--rounds 3] [--only NAME ...] [--after FILE ...] [--keep FOLDER]
-                                  [--page [FILE]]
+    python benchmarks/dispatch.py [--quick] [--rounds 3] [--first 0] [--only NAME ...] [--after FILE ...]
+                                  [--keep FOLDER] [--page [FILE]]
 
 Fleets (`fleet_parts`) of eight sleeping engines, two of them twice as fast as the others: all but the engines and the
 learner's arithmetic is real. In every round a fleet runs once with `buffer.dispatch = "in_order"` and once with
@@ -17,7 +17,8 @@ before anything counts. Each is simulated too. Ratios are of trained samples per
     ks_over_in_order `length/fidelity_ks` of the runs that drop: how far lengths trained are from lengths generated
 
 `--quick` is for development: one short round, and its figures mean nothing. All of it takes an hour;
-`--after` adds what earlier calls on this machine printed. `--page` writes docs/results/dispatch.md, of all cases.
+`--after` adds what earlier calls on this machine printed, of other cases or of other rounds, which `--first` numbers.
+`--page` writes docs/results/dispatch.md, of all cases.
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
     parser.add_argument("--rounds", type=int, default=3, help="of a run by each policy")
+    parser.add_argument("--first", type=int, default=0, help="number of the first round, and of its seed")
     parser.add_argument("--only", nargs="+", choices=[*(case.name for case in CASES), VLLM], help="some of the cases")
     parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="FILE", help="what other calls printed")
     parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
@@ -159,27 +161,28 @@ def main() -> None:
     machine, names = describe_machine(), [*(case.name for case in CASES), VLLM]
     rows: dict[str, Figures] = {}
     for path in args.after:
-        rows |= json.loads(path.read_text().splitlines()[-1])["fleets"]
+        add_rounds(rows, json.loads(path.read_text().splitlines()[-1])["fleets"])
     chosen = args.only or [name for name in names if name not in rows]
     is_whole = not args.quick and {*rows, *chosen} == {*names}
     if args.page and not is_whole:
         parser.error("a page has all cases at full size; leave --quick and --only out, or say --after")
     end_at_sigterm()
-    num_rounds, steps = (1, Steps(4, 6)) if args.quick else (args.rounds, Steps(LEARNED, COUNTED))
+    rounds = range(args.first, args.first + (1 if args.quick else args.rounds))
+    steps = Steps(4, 6) if args.quick else Steps(LEARNED, COUNTED)
     with tempfile.TemporaryDirectory(prefix="benchmark-dispatch-") as fresh:
         folder = (args.keep or Path(fresh)).resolve()
         try:
             if fleets := [case for case in CASES if case.name in chosen]:
                 costs = costs_of([RunFolder(run(folder, CALIBRATION).folder)])
-                rows |= measured(folder, fleets, num_rounds, steps)
+                found = measured(folder, fleets, rounds, steps)
                 for case in fleets:
-                    ratios = [case.simulated(number, costs, steps) for number in range(num_rounds)]
-                    rows[case.name]["simulated"] = ratios
+                    found[case.name]["simulated"] = [case.simulated(number, costs, steps) for number in rounds]
+                add_rounds(rows, found)
             if VLLM in chosen:
-                rows[VLLM] = measured_vllm(folder, num_rounds, steps)
+                add_rounds(rows, {VLLM: measured_vllm(folder, rounds, steps)})
         except MeasurementFailed as error:
             sys.exit(f"benchmarks/dispatch.py: {error}")
-    result = {"quick": args.quick, "rounds": num_rounds, **figures_of(rows), "fleets": rows, "machine": machine}
+    result = {"quick": args.quick, **figures_of(rows), "fleets": rows, "machine": machine}
     result["wanted_at_least"] = judged(result, AT_LEAST, "at least", at_full_size=is_whole)
     result["wanted_at_most"] = judged(result, AT_MOST, "at most", at_full_size=is_whole)
     if args.page:
@@ -187,14 +190,22 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def measured(folder: Path, cases: Sequence[Case], num_rounds: int, steps: Steps) -> dict[str, Figures]:
+def add_rounds(rows: dict[str, Figures], more: dict[str, Figures]) -> None:
+    """To what is known of each case, what was measured in other rounds of it."""
+    for name, row in more.items():
+        known = rows.setdefault(name, {})
+        for key, values in row.items():
+            known[key] = [*known.get(key, []), *values]
+
+
+def measured(folder: Path, cases: Sequence[Case], rounds: range, steps: Steps) -> dict[str, Figures]:
     """Case -> figures by policy and round, and the ratios of each round.
 
     Raises:
         MeasurementFailed: a run did not end well.
     """
     rows: dict[str, Figures] = {case.name: {policy: [] for policy in case.variants} for case in cases}
-    for number in range(num_rounds):
+    for number in rounds:
         for case in cases:
             for policy in case.variants:
                 found = figures_of_run(case.run(folder, policy, number, steps), steps)
@@ -205,7 +216,7 @@ def measured(folder: Path, cases: Sequence[Case], num_rounds: int, steps: Steps)
     return rows
 
 
-def measured_vllm(folder: Path, num_rounds: int, steps: Steps) -> Figures:
+def measured_vllm(folder: Path, rounds: range, steps: Steps) -> Figures:
     """The same of two pools with real engines; their runs in order are the profile that is simulated by.
 
     Raises:
@@ -213,7 +224,7 @@ def measured_vllm(folder: Path, num_rounds: int, steps: Steps) -> Figures:
     """
     row: Figures = {policy: [] for policy in POLICIES}
     profiled = []
-    for number in range(num_rounds):
+    for number in rounds:
         for policy in POLICIES:
             found = real.run(folder, f"vllm-{policy}-{number}", policy, number, steps.total)
             row[policy].append(figures_of_run(found, steps))
@@ -221,9 +232,7 @@ def measured_vllm(folder: Path, num_rounds: int, steps: Steps) -> Figures:
             profiled += [RunFolder(found.folder)] if policy == POLICIES[0] else []
     profile = profile_of(profiled)
     print(profile.describe(), file=sys.stderr, flush=True)
-    simulated = [
-        [real.simulated(folder, policy, number, profile, steps) for policy in POLICIES] for number in range(num_rounds)
-    ]
+    simulated = [[real.simulated(folder, policy, number, profile, steps) for policy in POLICIES] for number in rounds]
     return row | {"ratios": ratios_of(row), "simulated": [second / first for first, second in simulated]}
 
 
@@ -272,7 +281,7 @@ def page(result: Figures) -> list[str]:
         f"{origin(command, result['machine'], result['machine']['commit'])} Eight sleeping engines, of which two are "
         f"twice as fast, and a sleeping learner; {few}, of which a step takes {GROUPS}, with 8 samples "
         f"each; 65 % of the variance of lengths is the prompt's. Lengths are learned in the first {LEARNED} steps; the "
-        f"next {COUNTED} count. Ratios are medians of {result['rounds']} rounds. In the case `vllm` the engines are "
+        f"next {COUNTED} count. Ratios are medians over rounds. In the case `vllm` the engines are "
         "real: one has a core of its own, the other shares its core with the learner and all else; it is simulated "
         "from a profile of its own runs, the others by the laws that they sleep by."
     )
