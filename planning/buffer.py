@@ -180,8 +180,8 @@ class SimulatedPrompts:
         self._longest = round(world.lengths.longest)
         self._token_s = {pool.name: self._token_s_of(pool) for pool in world.pools}
         self._lanes = list(self._token_s.values())
-        are_full = any(pool.gate().needs_lengths for pool in world.pools)
-        self._learns = are_full or self._policy.needs_lengths(len(self._lanes))
+        may_be_full = any(pool.gate() is not None for pool in world.pools)
+        self._learns = may_be_full or self._policy.needs_lengths(len(self._lanes))
         self._lengths = LengthModel(world.num_prompts if self._learns else 0)
         self._returned: list[int] = []
         self._handed_on: list[SimulatedGroup] = []

@@ -42,7 +42,8 @@ class _Engine:
     pool: EnginePool
     slots: int
     clock: TokenClock[_Sample]
-    gate: KvGate[_Sample]
+    gate: KvGate[_Sample] | None
+    """None where its cache holds whatever it runs."""
     served: PolicyVersion
     heard: PolicyVersion
     """The newest published version that it knows of."""
@@ -178,7 +179,8 @@ class Simulation:
         group, index, _, _ = sample
         self._leaves(engine, sample, sample[3])
         is_cut = group.made[index] < group.lengths[index]
-        engine.gate.end(sample, round(group.made[index]), is_cut=is_cut or group.lengths[index] >= self._most)
+        if engine.gate is not None:
+            engine.gate.end(sample, round(group.made[index]), is_cut=is_cut or group.lengths[index] >= self._most)
         if is_cut:
             self._hand_on(engine, group, index)
             self._go_on(engine)
@@ -207,7 +209,8 @@ class Simulation:
             context = engine.clock.cancel(sample)
             there = self._world.prompt_tokens + group.made[sample[1]]
             self._leaves(engine, sample, max(0.0, context - there))
-            engine.gate.end(sample, None)
+            if engine.gate is not None:
+                engine.gate.end(sample, None)
             left.append(sample[1])
         group.resting = left
         self._found.num_handed_on += len(left)
@@ -239,27 +242,32 @@ class Simulation:
                 if engine.behind_since_s is None:
                     engine.behind_since_s = self.now_s
                 return
-            there = group.made[index]
-            limit = self._most if there else min(self._most, engine.hands_on_at)
-            to_run = KvSample(group.id, world.prompt_tokens, round(limit), round(there), group.usual_tokens)
-            if not engine.gate.has_room(to_run, clock.made):
+            if engine.gate is not None and not engine.gate.has_room(self._to_run(engine, group, index), clock.made):
                 break
             waiting.popleft()
+            there = group.made[index]
             length = max(1.0, group.lengths[index] - there)
             if there == 0.0:
                 length = min(length, engine.hands_on_at)
             sample = group, index, engine.served.version, length
-            engine.gate.start(sample, to_run, clock.made)
+            if engine.gate is not None:
+                engine.gate.start(sample, self._to_run(engine, group, index), clock.made)
             clock.start(sample, round(world.prompt_tokens + there), length)
         if engine.behind_since_s is not None:
             self._found.behind += self.now_s - engine.behind_since_s
             engine.behind_since_s = None
 
+    def _to_run(self, engine: _Engine, group: SimulatedGroup, index: int) -> KvSample:
+        there, limit = group.made[index], self._most
+        if there == 0.0:
+            limit = min(limit, engine.hands_on_at)
+        return KvSample(group.id, self._world.prompt_tokens, round(limit), round(there), group.usual_tokens)
+
     def _lease(self, engine: _Engine) -> None:
         if engine.is_leaving:
             return
         in_engine = engine.clock.num_running + len(engine.waiting)
-        slots = engine.gate.slots(engine.clock.made)
+        slots = engine.slots if engine.gate is None else engine.gate.slots(engine.clock.made)
         room = engine.pool.config.room(in_engine, in_engine + engine.num_unrewarded, slots=slots)
         engine.hands_on_at = self._prompts.hands_on_at(engine.pool)
         for _ in range(room):

@@ -50,11 +50,12 @@ class EnginePool:
     price: float = 0.0
     """Of one engine, per hour."""
 
-    def gate(self) -> KvGate[Any]:
-        """Of one engine in which nothing runs."""
+    def gate(self) -> KvGate[Any] | None:
+        """Of one engine in which nothing runs; None where its cache holds whatever it runs."""
         if self.kv_tokens == inf:
-            return KvGate(self.config, None)
-        return KvGate(self.config, KvCache(int(self.kv_tokens) // _BLOCK_TOKENS, _BLOCK_TOKENS, False))
+            return None
+        gate: KvGate[Any] = KvGate(self.config, KvCache(int(self.kv_tokens) // _BLOCK_TOKENS, _BLOCK_TOKENS, False))
+        return gate if gate.needs_lengths else None
 
 
 @dataclass(frozen=True)
