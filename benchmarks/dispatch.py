@@ -162,7 +162,7 @@ def main() -> None:
     rows: dict[str, Figures] = {}
     for path in args.after:
         add_rounds(rows, json.loads(path.read_text().splitlines()[-1])["fleets"])
-    chosen = args.only or [name for name in names if name not in rows]
+    chosen = args.only or [name for name in names if args.first or name not in rows]
     is_whole = not args.quick and {*rows, *chosen} == {*names}
     if args.page and not is_whole:
         parser.error("a page has all cases at full size; leave --quick and --only out, or say --after")
