@@ -171,14 +171,9 @@ class KvGate(Generic[K]):
         """Does what it decides depend on what is foretold?"""
         return self._cache is not None
 
-    @property
-    def has_free_slot(self) -> bool:
-        """Are there fewer samples than slots?"""
-        return len(self._running) < self._slots
-
     def has_room(self, sample: KvSample, now: float) -> bool:
         """May it start? Where none runs, one may: the engine holds the longest."""
-        if not self.has_free_slot:
+        if len(self._running) >= self._slots:
             return False
         if self._cache is None or not self._running:
             return True

@@ -121,10 +121,6 @@ class Case:
         )  # fmt: skip
         return Fleet(f"{self.name} {policy} {number}", FleetSetting(laws, LENGTHS, STEP_S, 1e-4), said, steps.total)
 
-    def run(self, folder: Path, policy: str, number: int, steps: Steps) -> FinishedRun:
-        """Run the fleet; MeasurementFailed if it did not end well."""
-        return run(folder, self.fleet(policy, number, steps))
-
     def simulated(self, number: int, costs: Costs, steps: Steps) -> float:
         """The ratio of a round by simulation."""
         rates = []
@@ -208,7 +204,7 @@ def measured(folder: Path, cases: Sequence[Case], rounds: range, steps: Steps) -
     for number in rounds:
         for case in cases:
             for policy in case.variants:
-                found = figures_of_run(case.run(folder, policy, number, steps), steps)
+                found = figures_of_run(run(folder, case.fleet(policy, number, steps)), steps)
                 rows[case.name][policy].append(found)
                 print(json.dumps({"fleet": f"{case.name} {policy} {number}", **found}), file=sys.stderr, flush=True)
     for row in rows.values():

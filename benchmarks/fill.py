@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.machine import RESULTS, describe_machine
-from benchmarks.lib.page import bars_table, judged, origin, table, write_page
+from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.rounds import means
 from benchmarks.lib.runs import FinishedRun, train
@@ -58,12 +58,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
     parser.add_argument("--rounds", type=int, default=3, help="of a run by each rule")
     parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
-    parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
-    )
-    args = parser.parse_args()
-    if args.page and args.quick:
-        parser.error("--quick measures nothing that a page could show; leave --quick or --page out")
+    args = parsed(parser, PAGE)
     end_at_sigterm()
     num_rounds, num_steps = (1, 16) if args.quick else (args.rounds, NUM_STEPS)
     setting, machine = Setting(num_steps, 0, GROUPS_PER_STEP), describe_machine()

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.learner_parts.spot import Figures, run_measurement
 from benchmarks.lib.machine import RESULTS, describe_machine
-from benchmarks.lib.page import bars_table, judged, origin, table, write_page
+from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from learner.orders import default_most_held
 
@@ -37,12 +37,7 @@ def main() -> None:
     """Measure, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="shorter, for development")
-    parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
-    )
-    args = parser.parse_args()
-    if args.page and args.quick:
-        parser.error("--quick measures nothing that a page could show; leave --quick or --page out")
+    args = parsed(parser, PAGE)
     end_at_sigterm()
     machine = describe_machine()
     try:

@@ -31,10 +31,11 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.machine import RESULTS, ROOT, describe_machine
-from benchmarks.lib.page import bars_table, judged, origin, table, write_page
+from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm, environment
 from benchmarks.lib.runs import FinishedRun, train
 from benchmarks.overlap_parts.long_tail import GROUP_SIZE, Setting, write_setting
+from buffer.lengths import ks_distance
 from launch.observe.status import StatusError, read_status
 
 PAGE = RESULTS / "handed_on.md"
@@ -58,12 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="once, for development")
     parser.add_argument("--keep", type=Path, help="keeps the folder of the run (default: keeps none)")
-    parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
-    )
-    args = parser.parse_args()
-    if args.page and args.quick:
-        parser.error("--quick measures too little for a page; leave --quick or --page out")
+    args = parsed(parser, PAGE)
     end_at_sigterm()
     machine, scaling = describe_machine(), Scaling(1 if args.quick else TIMES)
     with tempfile.TemporaryDirectory(prefix="benchmark-handed-on-") as fresh:
@@ -137,6 +133,7 @@ def figures_of(run: FinishedRun, scaling: Scaling) -> Figures:
     for step, _ in scaling.left:
         after |= (samples.step > step) & (samples.step <= step + steps_after)
     others = ~after & (samples.step > WARM_UP // 2)
+    shares = [_shares(samples.length[each], samples.length.max()) for each in (after, others)]
     return {
         "times": scaling.times,
         "handed_on": last["buffer/handed_on"],
@@ -146,7 +143,7 @@ def figures_of(run: FinishedRun, scaling: Scaling) -> Figures:
         "made_twice": made_twice,
         "kept": 1.0 - made_twice,
         "left_s": max(left_s),
-        "length_ks": _distance(samples.length[after], samples.length[others]),
+        "length_ks": ks_distance(*shares),
         "samples_after": int(after.sum()),
         "samples_other": int(others.sum()),
         "mean_after": float(samples.length[after].mean()),
@@ -154,11 +151,9 @@ def figures_of(run: FinishedRun, scaling: Scaling) -> Figures:
     }
 
 
-def _distance(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> float:
-    """Kolmogorov and Smirnov's, of two samples."""
-    at = np.union1d(first, second)
-    shares = [np.searchsorted(np.sort(each), at, side="right") / len(each) for each in (first, second)]
-    return float(np.abs(shares[0] - shares[1]).max())
+def _shares(lengths: npt.NDArray[np.int64], longest: int) -> list[float]:
+    counted: list[float] = (np.bincount(lengths, minlength=longest + 1) / len(lengths)).tolist()
+    return counted
 
 
 def page(result: Figures) -> list[str]:

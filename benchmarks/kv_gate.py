@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import random
 import sys
 import tempfile
 import time
@@ -36,7 +35,7 @@ from actors.engine import Engine
 from actors.kv_gate import KvGate, KvSample, Slots
 from actors.report import BusyClock
 from benchmarks.lib.machine import RESULTS, describe_machine
-from benchmarks.lib.page import bars_table, judged, origin, table, write_page
+from benchmarks.lib.page import bars_table, judged, origin, parsed, table, write_page
 from benchmarks.lib.processes import end_at_sigterm
 from benchmarks.overlap_parts import long_tail
 from buffer.length_model import LengthModel
@@ -64,12 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round, for development")
     parser.add_argument("--rounds", type=int, default=5, help="in which each has its turn")
-    parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
-    )
-    args = parser.parse_args()
-    if args.page and args.quick:
-        parser.error("--quick measures nothing that a page could show; leave --quick or --page out")
+    args = parsed(parser, PAGE)
     end_at_sigterm()
     machine = describe_machine()
     num_rounds, seconds = (1, 3.0) if args.quick else (args.rounds, MEASURED_S)
@@ -85,9 +79,7 @@ def main() -> None:
 
 async def measured(folder: Path, num_rounds: int, seconds: float) -> tuple[dict[str, list[Figures]], Figures]:
     """What was measured in the turns of each, by its name, and what the cache is."""
-    model, tokenizer = long_tail.make_model(), long_tail.make_tokenizer()
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    long_tail.write_checkpoint(folder / "model")
     config = config_of(SLOTS)
     served = prepare_serving_model(folder / "model", folder / "served")
     engine = await Engine.start(served, config, version=PolicyVersion(0, 0), seed=0)
@@ -126,11 +118,8 @@ class BusyActor:
         """Of an engine that does nothing else."""
         self._engine = engine
         self._lengths = LengthModel(NUM_PROMPTS)
-        chance = random.Random(0)
-        words = long_tail.VOCABULARY
         self._prompts = [
-            [words.index(letter) for letter in f"{number:07d}{chance.choice(long_tail.CLASSES)}"]
-            for number in range(NUM_PROMPTS)
+            [long_tail.VOCABULARY.index(letter) for letter in question] for question in long_tail.questions(NUM_PROMPTS)
         ]
         self._groups = itertools.count()
         self._seeds = itertools.count()
@@ -150,7 +139,7 @@ class BusyActor:
 
         async def group(number: int) -> None:
             prompt = number % NUM_PROMPTS
-            usual = self._lengths.usual(prompt, 0) if self._lengths.shape.num_groups else 0.0
+            usual = self._lengths.usual(prompt, 0)
             made = await asyncio.gather(*[sample(number, prompt, usual) for _ in range(GROUP_SIZE)])
             cut = [length >= config.max_new_tokens for length in made]
             self._lengths.see(prompt, made, cut, 0)

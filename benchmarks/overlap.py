@@ -30,7 +30,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.machine import RESULTS, describe_machine
-from benchmarks.lib.page import origin, share, table, write_page
+from benchmarks.lib.page import origin, parsed, share, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.rounds import means
 from benchmarks.lib.runs import FinishedRun, Row, Samples, train
@@ -58,12 +58,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="of each run that count")
     parser.add_argument("--groups", type=int, default=GROUPS_PER_STEP, help="prompts of a step")
     parser.add_argument("--keep", type=Path, help="keeps the folders of the runs (default: keeps none)")
-    parser.add_argument(
-        "--page", type=Path, nargs="?", const=PAGE, metavar="FILE", help="write it; by default to docs/results/"
-    )
-    args = parser.parse_args()
-    if args.page and args.quick:
-        parser.error("--quick measures nothing that a page could show; leave --quick or --page out")
+    args = parsed(parser, PAGE)
     end_at_sigterm()
     num_rounds, num_steps = (1, 8) if args.quick else (args.rounds, args.steps)
     setting = Setting(num_steps + NUM_WARMUP, NUM_WARMUP, args.groups)

@@ -197,7 +197,9 @@ class LengthModel:
         return shape.level + own, left**2 * self._variances[prompts] + (1.0 - left**2) * self._unknown
 
     def usual(self, prompt: int, version: int) -> float:
-        """Tokens of a sample of one prompt at a version, the mean of their logarithms."""
+        """Tokens of a sample of one prompt at a version, by the mean of logarithms; 0 before any group was seen."""
+        if not self.shape.num_groups:
+            return 0.0
         return exp(self.shape.level + self._own_at(prompt, version)[0])
 
     def longest_of(self, prompts: npt.NDArray[np.int64], group_size: int, version: int) -> Floats:

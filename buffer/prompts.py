@@ -117,8 +117,6 @@ class Prompts:
         """
         self._is_asked = True
         self.lengths.shape = tx.state.lengths
-        if not self.lengths.shape.num_groups:
-            return 0.0
         return min(float(self._facts.max_tokens), self.lengths.usual(prompt_id, tx.state.version))
 
     def give_back(self, tx: Transaction, prompt_id: int, failures: int) -> None:

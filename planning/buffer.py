@@ -226,9 +226,7 @@ class SimulatedPrompts:
 
     def usual_tokens(self, prompt: int, version: int) -> float:
         """As `buffer.prompts.Prompts.usual_tokens`, where somebody asks."""
-        if not self._learns or not self._lengths.shape.num_groups:
-            return 0.0
-        return min(float(self._longest), self._lengths.usual(prompt, version))
+        return min(float(self._longest), self._lengths.usual(prompt, version)) if self._learns else 0.0
 
     def saw(self, group: SimulatedGroup, version: int) -> None:
         """A group is complete."""

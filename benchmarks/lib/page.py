@@ -1,7 +1,8 @@
-"""Tables in Markdown, bars and whether they are met, and the line that says how a page was made."""
+"""Pages: the option that asks for one, tables in Markdown, bars and whether they are met, how a page was made."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,17 @@ from typing import Any
 from benchmarks.lib.machine import Machine
 
 MET = {True: "yes", False: "**no**", None: "-"}
+
+
+def parsed(parser: argparse.ArgumentParser, page: Path) -> argparse.Namespace:
+    """The arguments of a benchmark that knows `--quick`, with `--page`, which is not for both."""
+    parser.add_argument(
+        "--page", type=Path, nargs="?", const=page, metavar="FILE", help="write it; by default to docs/results/"
+    )
+    args = parser.parse_args()
+    if args.page and args.quick:
+        parser.error("--quick measures nothing that a page could show; leave --quick or --page out")
+    return args
 
 
 def write_page(path: Path, parts: Sequence[str]) -> None:

@@ -132,12 +132,22 @@ class Setting:
         return self.groups_per_step * GROUP_SIZE
 
 
+def questions(num_prompts: int) -> list[str]:
+    """So many prompts, each ending with its class."""
+    chance = random.Random(SEED)
+    return [f"{number:07d}{chance.choice(CLASSES)}" for number in range(num_prompts)]
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Model and tokenizer."""
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
 def write_setting(folder: Path, setting: Setting, num_prompts: int = NUM_PROMPTS) -> Path:
     """Write prompts and config into a folder, which is made; returns the config's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    chance = random.Random(SEED)
-    questions = [f"{number:07d}{chance.choice(CLASSES)}" for number in range(num_prompts)]
-    lines = [json.dumps({"question": question}) for question in questions]
+    lines = [json.dumps({"question": question}) for question in questions(num_prompts)]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     path = folder / "overlap.toml"
     path.write_text(_config(folder, setting))
@@ -185,10 +195,8 @@ seed = {SEED}
 
 def main() -> None:
     """Write the checkpoint folder."""
-    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    make_model().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    write_checkpoint(Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

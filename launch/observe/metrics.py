@@ -39,11 +39,11 @@ METRICS: dict[str, str] = {
     "length/p95_ratio": "95th percentile of the completion lengths trained over that of those generated, from buckets "
     "of half an octave: below 1 long answers are starved.",
     "length/covered": "Share of the groups whose longest completion was no longer than the buffer foretold: 0.9 is "
-    "right. By it leases go to fast and slow pools (buffer.dispatch); 0 where there is one.",
+    "right. By it leases go to fast and slow pools (buffer.dispatch); 0 where there is one, and its cache is ample.",
     "length/foretold": "Share of the variance among prompts' mean lengths, in logarithms, that was foretold: 0 before "
     "prompts come again, at most what a group's mean tells of its prompt.",
     "length/late": "Share of the groups that the slowest pool would have been late with, as was foretold: they go to "
-    "faster ones; 0 where there is one pool.",
+    "faster ones (buffer.dispatch); 0 where there is one.",
     # staleness: u is the version that sampled a token, v the version that trains it
     "lag/token_mean": "Mean of v - u over trained tokens, versions.",
     "lag/token_p50": "Median of v - u over trained tokens.",
