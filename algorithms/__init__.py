@@ -7,9 +7,13 @@ base                LossInputs: what every loss may read; LossOutput: the loss a
 trajectory_balance  VarGrad trajectory balance (TBA)
 online_dpo          best-against-worst preference loss
 oapl                regression of log(pi / mu) on the optimal advantage
-off_policy_ppo      decoupled PPO, over the advantages of RLOO, GRPO or GAE
-corrections         importance weights with truncations and masks, of objectives or of gradients; clipped surrogates;
+off_policy_ppo      decoupled PPO, over the advantages of a group, of the batch or of a critic
+distillation        on-policy distillation: reverse KL to a teacher, token by token
+advantages          of groups (RLOO, GRPO, MaxRL), and of tokens (GAE)
+surrogates          what is maximised of a token: clipped ratios, VESPO, DPPO
+corrections         importance weights with truncations and masks, of objectives or of gradients;
                     how far the data are from the policy; EssRule: what to do with an update whose data say too little
 
-This package imports torch and nothing of ours: it knows no pipeline, no buffer and no version.
+This package imports torch, and of ours only how a user's file is loaded: it knows no pipeline, no buffer and no
+version.
 """

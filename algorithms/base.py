@@ -2,6 +2,7 @@
 
 LossInputs, LossOutput   what it reads and what it returns
 Algorithm                its config section, what that needs of a run, and the loss itself
+Correction, Interval     entries of a section's `corrections`
 check_inputs             refuses a batch that no loss can use
 """
 
@@ -9,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
@@ -21,6 +22,11 @@ LOG_RATIO_LIMIT = 20.0
 
 Measured = dict[str, Tensor | float | None]
 """Metrics by name, some of them yet to be read."""
+
+
+def clamped_exp(log_ratio: Tensor) -> Tensor:
+    """The ratio of a log ratio, which is clamped to +-20 first."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def share_of(chosen: Tensor, number: int) -> Tensor:
@@ -40,13 +46,14 @@ class LossInputs:
     logprobs_T: Tensor
     """log pi of each token under the learner: the leaf that is differentiated."""
     proximal_logprobs_T: Tensor
-    """log pi_prox: the weights at the start of this draw."""
+    """log pi_prox: the weights at the start of this draw; of any value where the algorithm declared it needs none."""
     behaviour_logprobs_T: Tensor
     """log mu: the policy that sampled the token, whichever version that was."""
     reference_logprobs_T: Tensor
     """log pi_ref of the frozen reference model; NaN throughout where the algorithm declared it needs none.
 
-    A loss that reads an undeclared one, of this or of `behaviour_logprobs_T`, raises UndeclaredInput.
+    A loss that reads an undeclared one, of this, `proximal_logprobs_T` or `behaviour_logprobs_T`, raises
+    UndeclaredInput.
     """
     sequence_T: Tensor
     """int64: the sequence (0..B-1) of each token."""
@@ -65,6 +72,8 @@ class LossInputs:
     """The critic's value of the state before each token: a second leaf; None where there is no critic."""
     old_values_T: Tensor | None = None
     """The same at the start of this draw, constant over its updates."""
+    lag_T: Tensor | None = None
+    """int64: updates between the version that sampled each token and the present one; None where nobody counts them."""
 
     @property
     def num_sequences(self) -> int:
@@ -151,12 +160,36 @@ class Needs:
     """Log-probabilities of the reference model."""
     behaviour: bool = False
     """Finite log-probabilities of the policy that sampled."""
+    proximal: bool = False
+    """Log-probabilities of the policy at the start of the draw: one more forward pass, where it has several updates."""
+    rewards_of_success: bool = False
+    """Rewards of 0 or more."""
     separable: Unit | None = None
     """The gradient with respect to a sequence's log-probabilities depends on those of that sequence, of its group or of
     its prompt alone, also where the proximal policy is the present one; rewards, references and counts of the whole
     batch may enter. None: it depends on all."""
     critic: CriticKind | None = None
     """Values: from a head on the policy, or from a model of their own."""
+
+
+class Correction(BaseModel):
+    """An entry of `corrections`, by its `type`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Interval(Correction):
+    """What is kept within two bounds."""
+
+    type: str
+    low: NonNegativeFloat
+    high: PositiveFloat
+
+    @model_validator(mode="after")
+    def _must_not_be_empty(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"{self.type}: low = {self.low} is not below high = {self.high}")
+        return self
 
 
 class AlgorithmSection(BaseModel):
@@ -219,6 +252,13 @@ def check_inputs(inputs: LossInputs, needs: Needs) -> None:
             reward,
             f"its reward is {float(inputs.rewards_B[reward])}, and must be finite. Let the reward function return None "
             "for what it cannot judge",
+        )
+    if needs.rewards_of_success and bool((inputs.rewards_B < 0).any()):
+        failed = int(torch.nonzero(inputs.rewards_B < 0)[0])
+        raise BadInputs(
+            failed,
+            f"its reward is {float(inputs.rewards_B[failed])}, and baseline = 'maxrl' takes rewards of 0 or more: let "
+            "the reward function give 0 in its place, or choose baseline = 'rloo'",
         )
     if not needs.behaviour:
         return

@@ -2,16 +2,12 @@
 
 Corrections are small objects, off unless they are named. Two kinds compose. A **weight** changes the importance weight
 rho = pi_prox / mu that multiplies a token's objective: a truncation bounds it, a mask sets it to 0. A **surrogate**
-replaces the clipped ratio u = pi / pi_prox by which the update is measured.
+(`algorithms.surrogates`) replaces the clipped ratio u = pi / pi_prox by which the update is measured, or both at once.
 
     token_tis        min(rho, C) for each token, and no less than a floor
     sequence_tis     min(prod of rho over the sequence, C), the same for all its tokens
     icepop           rho where low <= rho <= high, else 0
     geometric_mask   drops a sequence unless low <= exp(mean log rho) <= high
-    clip             PPO's: min(u A, clip(u, 1 - e_low, 1 + e_high) A) for each token; the default surrogate
-    sequence_clip    the same with one ratio for a sequence, prod of u: the whole completion is one action
-    gspo             the same with exp(mean log u)
-    cispo            sg[clip(u, low, high)] A log pi: clipping bounds the weight and keeps the gradient
 
 Any loss that weighs by importance can use them: `importance_weights` gives the first, `surrogate.objective`
 the second. A loss that is not a sum over tokens weighs its gradient instead (`weigh_gradient`): each token's share of
@@ -24,44 +20,33 @@ and below a budget an `EssRule` lowers the learning rate or drops the update: th
 catch up with it.
 
 References:
-    Truncated importance sampling: Ionides 2008; IcePop, arXiv 2510.18855; GSPO, arXiv 2507.18071; CISPO (MiniMax-M1),
-    arXiv 2506.13585.
+    Truncated importance sampling: Ionides 2008; IcePop, arXiv 2510.18855.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from algorithms.base import LOG_RATIO_LIMIT, GroupSection, LossInputs, Measured, share_of
+from algorithms.base import (
+    LOG_RATIO_LIMIT,
+    AlgorithmSection,
+    Correction,
+    GroupSection,
+    Interval,
+    LossInputs,
+    Measured,
+    clamped_exp,
+    share_of,
+)
+from algorithms.surrogates import AnySurrogate, Surrogate
 
 Metrics = dict[str, float | None]
-
-
-class _Correction(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class _Interval(_Correction):
-    type: str
-    low: NonNegativeFloat
-    high: PositiveFloat
-
-    @model_validator(mode="after")
-    def _must_not_be_empty(self) -> Self:
-        if self.low >= self.high:
-            raise ValueError(f"{self.type}: low = {self.low} is not below high = {self.high}")
-        return self
-
-
-def clamped_exp(log_ratio: Tensor) -> Tensor:
-    """The ratio of a log ratio, which is clamped to +-20 first."""
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 # --- weights ----------------------------------------------------------------------------------------
@@ -76,7 +61,7 @@ class Weighing:
     metrics: Measured = field(default_factory=dict)
 
 
-class TokenTIS(_Correction):
+class TokenTIS(Correction):
     """Truncates the weight of each token."""
 
     type: Literal["token_tis"] = "token_tis"
@@ -96,7 +81,7 @@ class TokenTIS(_Correction):
         return _truncated(weighing, log_rho_T.exp(), self.cap, self.type, self.floor)
 
 
-class SequenceTIS(_Correction):
+class SequenceTIS(Correction):
     """Weighs a sequence as a whole, truncated."""
 
     type: Literal["sequence_tis"] = "sequence_tis"
@@ -108,7 +93,7 @@ class SequenceTIS(_Correction):
         return _truncated(weighing, rho_T, self.cap, self.type)
 
 
-class IcePop(_Interval):
+class IcePop(Interval):
     """Masks single tokens whose two policies disagree."""
 
     type: Literal["icepop"] = "icepop"
@@ -121,7 +106,7 @@ class IcePop(_Interval):
         return _masked(weighing, (rho_T >= self.low) & (rho_T <= self.high), self.type)
 
 
-class GeometricMask(_Interval):
+class GeometricMask(Interval):
     """Masks whole sequences that the two policies rate differently."""
 
     type: Literal["geometric_mask"] = "geometric_mask"
@@ -134,87 +119,10 @@ class GeometricMask(_Interval):
         return _masked(weighing, ((mean_B >= self.low) & (mean_B <= self.high))[inputs.sequence_T], self.type)
 
 
-# --- surrogates -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is maximised per token, before importance weights, and where clipping changed it."""
-
-    objective_T: Tensor
-    low_T: Tensor
-    high_T: Tensor
-
-
-class Surrogate(Protocol):
-    """Measures an update by u = pi / pi_prox."""
-
-    def objective(self, inputs: LossInputs, log_anchor_T: Tensor, advantage_T: Tensor) -> Objective:
-        """The objective of each token; `log_anchor_T`, log pi_prox, is constant: the centre of the trust region."""
-        ...
-
-
-class TokenClip(_Correction):
-    """PPO's pessimistic clipping of each token's ratio."""
-
-    type: Literal["clip"] = "clip"
-    clip_low: float = Field(default=0.2, gt=0, le=1, description="u is clipped below at 1 - clip_low.")
-    clip_high: PositiveFloat = Field(default=0.2, description="u is clipped above at 1 + clip_high.")
-
-    def objective(self, inputs: LossInputs, log_anchor_T: Tensor, advantage_T: Tensor) -> Objective:
-        """min(u A, clip(u) A)."""
-        ratio_T = clamped_exp(inputs.logprobs_T - log_anchor_T)
-        return _pessimistic(ratio_T, advantage_T, 1 - self.clip_low, 1 + self.clip_high)
-
-
-class SequenceClip(_Correction):
-    """PPO's clipping with the completion as one action (proximal RLOO)."""
-
-    type: Literal["sequence_clip"] = "sequence_clip"
-    clip_low: float = Field(default=0.2, gt=0, le=1, description="prod u is clipped below at 1 - clip_low.")
-    clip_high: PositiveFloat = Field(default=0.2, description="prod u is clipped above at 1 + clip_high.")
-
-    def objective(self, inputs: LossInputs, log_anchor_T: Tensor, advantage_T: Tensor) -> Objective:
-        """min(u A, clip(u) A) of the sequence, in equal parts on its tokens, so that they sum to it."""
-        ratio_B = clamped_exp(inputs.sum_per_sequence(inputs.logprobs_T - log_anchor_T))
-        found = _pessimistic(ratio_B[inputs.sequence_T], advantage_T, 1 - self.clip_low, 1 + self.clip_high)
-        length_T = inputs.length_B[inputs.sequence_T].to(advantage_T.dtype)
-        return Objective(found.objective_T / length_T, found.low_T, found.high_T)
-
-
-class GSPO(_Correction):
-    """Clipping of the geometric mean of a sequence's ratios."""
-
-    type: Literal["gspo"] = "gspo"
-    clip_low: float = Field(default=3e-4, gt=0, le=1, description="exp(mean log u) is clipped below at 1 - clip_low.")
-    clip_high: PositiveFloat = Field(default=4e-4, description="exp(mean log u) is clipped above at 1 + clip_high.")
-
-    def objective(self, inputs: LossInputs, log_anchor_T: Tensor, advantage_T: Tensor) -> Objective:
-        """min(s A, clip(s) A) on every token; tokens weigh alike, so its gradient has the scale of `clip`'s."""
-        ratio_B = clamped_exp(inputs.mean_per_sequence(inputs.logprobs_T - log_anchor_T))
-        return _pessimistic(ratio_B[inputs.sequence_T], advantage_T, 1 - self.clip_low, 1 + self.clip_high)
-
-
-class CISPO(_Interval):
-    """A clipped weight on the policy gradient, which reaches every token."""
-
-    type: Literal["cispo"] = "cispo"
-    low: NonNegativeFloat = Field(default=0.0, description="Least u as a weight.")
-    high: PositiveFloat = Field(default=5.0, description="Greatest u as a weight.")
-
-    def objective(self, inputs: LossInputs, log_anchor_T: Tensor, advantage_T: Tensor) -> Objective:
-        """sg[clip(u, low, high)] A log pi."""
-        ratio_T = clamped_exp(inputs.logprobs_T.detach() - log_anchor_T)
-        weight_T = ratio_T.clamp(self.low, self.high)
-        counts_T = advantage_T != 0
-        low_T, high_T = (ratio_T < self.low) & counts_T, (ratio_T > self.high) & counts_T
-        return Objective(weight_T * advantage_T * inputs.logprobs_T, low_T, high_T)
-
-
 # --- a list of them ---------------------------------------------------------------------------------
 
 AnyWeight = TokenTIS | SequenceTIS | IcePop | GeometricMask
-AnySurrogate = SequenceClip | GSPO | CISPO
+AnyCorrection = AnyWeight | AnySurrogate
 
 
 def _from_name(value: Any) -> Any:  # noqa: ANN401 -- what TOML gave
@@ -225,8 +133,10 @@ def _from_single(value: Any) -> Any:  # noqa: ANN401 -- what TOML gave
     return [value] if isinstance(value, str | dict) else value
 
 
-Correction = Annotated[AnyWeight | AnySurrogate, Field(discriminator="type")]
-Corrections = Annotated[tuple[Annotated[Correction, BeforeValidator(_from_name)], ...], BeforeValidator(_from_single)]
+Corrections = Annotated[
+    tuple[Annotated[Annotated[AnyCorrection, Field(discriminator="type")], BeforeValidator(_from_name)], ...],
+    BeforeValidator(_from_single),
+]
 """As a config writes them: ["token_tis", {type = "icepop", high = 3.0}], or one of them without a list."""
 
 WeightCorrections = Annotated[
@@ -236,7 +146,7 @@ WeightCorrections = Annotated[
 """The same for a loss that has no clipped ratio: weights alone."""
 
 
-def check_corrections(corrections: Sequence[AnyWeight | AnySurrogate]) -> None:
+def check_corrections(corrections: Sequence[AnyCorrection]) -> None:
     """Refuse a list that says two things about one weight.
 
     Raises:
@@ -253,7 +163,7 @@ def check_corrections(corrections: Sequence[AnyWeight | AnySurrogate]) -> None:
             raise ValueError(f"corrections '{rivals[0]}' and '{rivals[1]}' both replace {what}; keep one of them")
 
 
-def importance_weights(inputs: LossInputs, corrections: Sequence[AnyWeight | AnySurrogate]) -> Weighing:
+def importance_weights(inputs: LossInputs, corrections: Sequence[AnyCorrection]) -> Weighing:
     """The weight of each token: rho = pi_prox / mu after the weight corrections of the list, in any order.
 
     Without any, rho itself (log rho clamped to +-20).
@@ -267,8 +177,8 @@ def importance_weights(inputs: LossInputs, corrections: Sequence[AnyWeight | Any
     return Weighing(torch.where(weighing.kept_T, weighing.weight_T, 0.0), weighing.kept_T, weighing.metrics)
 
 
-class WeighedSection(GroupSection):
-    """The section of a loss that is no sum over tokens, and whose gradient is weighed token by token."""
+class WeighedSection(AlgorithmSection):
+    """The section of a loss whose gradient is weighed token by token, whatever its form."""
 
     corrections: WeightCorrections = Field(
         default=(TokenTIS(),),
@@ -280,6 +190,10 @@ class WeighedSection(GroupSection):
     def _corrections_must_agree(self) -> Self:
         check_corrections(self.corrections)
         return self
+
+
+class WeighedGroupSection(WeighedSection, GroupSection):
+    """The same of a loss that compares samples, and so is no sum over tokens."""
 
 
 def weigh_gradient(inputs: LossInputs, corrections: Sequence[AnyWeight]) -> tuple[LossInputs, Tensor | None, Measured]:
@@ -300,7 +214,7 @@ def weigh_gradient(inputs: LossInputs, corrections: Sequence[AnyWeight]) -> tupl
     return replace(inputs, logprobs_T=weighed_T), weighing.weight_T, weighing.metrics
 
 
-def surrogate_of(corrections: Sequence[AnyWeight | AnySurrogate], default: Surrogate) -> Surrogate:
+def surrogate_of(corrections: Sequence[AnyCorrection], default: Surrogate) -> Surrogate:
     """The surrogate that the list names, or the default."""
     return next((each for each in corrections if isinstance(each, AnySurrogate)), default)
 
@@ -313,11 +227,6 @@ def _truncated(weighing: Weighing, rho_T: Tensor, cap: float, name: str, floor: 
 def _masked(weighing: Weighing, kept_T: Tensor, name: str) -> Weighing:
     metrics = {**weighing.metrics, f"off_policy/{name}_frac": _share(~kept_T)}
     return Weighing(weighing.weight_T, weighing.kept_T & kept_T, metrics)
-
-
-def _pessimistic(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Objective:
-    objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    return Objective(objective, (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0))
 
 
 def _share(chosen_T: Tensor) -> Tensor:

@@ -34,12 +34,12 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
+from algorithms.advantages import group_advantages
 from algorithms.base import Algorithm, LossInputs, LossOutput, Needs
-from algorithms.corrections import WeighedSection, weigh_gradient
-from algorithms.off_policy_ppo import group_advantages
+from algorithms.corrections import WeighedGroupSection, weigh_gradient
 
 
-class OAPLConfig(WeighedSection):
+class OAPLConfig(WeighedGroupSection):
     """Knobs of OAPL."""
 
     type: Literal["oapl"] = "oapl"

@@ -1,19 +1,27 @@
 """Decoupled off-policy PPO: the policy that sampled and the centre of the trust region are different things.
 
 Objective:
-    J = 1/T * sum_t sg[rho_t] * min(u_t * A_t, clip(u_t, 1 - e_low, 1 + e_high) * A_t),  L = -J + value and KL terms
-    rho = pi_prox / mu, u = pi / pi_prox, T = all completion tokens of the batch, before any mask
+    J = mean_t sg[rho_t] * min(u_t * A_t, clip(u_t, 1 - e_low, 1 + e_high) * A_t),  L = -J + the terms below
+    rho = pi_prox / mu, u = pi / pi_prox. A surrogate among the corrections takes the place of rho * min(...), or of
+    the clipped ratio in it (`algorithms.surrogates`).
+    mean_over: of all T completion tokens of the batch, before any mask ("tokens"); of each sequence's tokens, and then
+    of sequences ("sequences", as the recipes of GRPO and GSPO have it); or the sum over all tokens divided by
+    length_scale and the number of sequences ("sequence_sums", Dr. GRPO's: no length is favoured).
     With a critic: + value_coef / T * sum_t 1/2 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2), R = A + V_old.
 
 Estimator:
-    A from the rewards of the group (rloo, grpo), the same for every token of a sequence, or by GAE (arXiv 1506.02438,
-    equation 16) from the rewards per token and a critic's values.
+    A from the rewards of the group (rloo, grpo, maxrl) or of the whole batch (batch: the mean of all others, for groups
+    of one), the same for every token of a sequence; or by GAE from the rewards per token and a critic's values; or by a
+    function of the user's.
     KL to the reference, where kl_beta > 0. In the reward: kl_beta * log(pi_prox / pi_ref) is taken from it, of the
     sequence with a group baseline, token by token with a critic; then pi* ~ pi_ref * exp(r / kl_beta) is the optimum.
-    In the loss: + kl_beta / T * sum_t sg[rho_t] * k_t, with k2 = 1/2 log(pi / pi_ref)^2, whose gradient is that of
+    In the loss: + kl_beta * mean_t sg[rho_t] * k_t, with k2 = 1/2 log(pi / pi_ref)^2, whose gradient is that of
     KL(pi || pi_ref) of each token, or k3 = pi_ref / pi - 1 - log(pi_ref / pi), GRPO's, whose gradient is that of
-    the other direction, KL(pi_ref || pi).
-    T counts what masks remove: long answers are not favoured by short batches, nor kept samples by dropped ones.
+    the other direction, KL(pi_ref || pi). "behaviour": + kl_beta * mean_t 1/2 log(pi / mu)^2, which needs no reference.
+    Entropy: + entropy_coef * mean_t sg[rho_t] * 1/2 (log pi)^2. Its gradient is that of the negative entropy of each
+    token's distribution, as that of k2 is of the KL: a KL to the uniform distribution.
+    T and the number of sequences count what masks remove: long answers are not favoured by short batches, nor kept
+    samples by dropped ones.
 
 Where the off-policy correction enters:
     rho repairs the expectation over tokens that another policy sampled; it is constant in the gradient, and bounded or
@@ -21,50 +29,65 @@ Where the off-policy correction enters:
     draw, so stale data do not eat the trust region. Where a draw is one update, u = 1 and nothing is ever
     clipped: give it several (learner.num_minibatches, learner.num_epochs).
     proximal = "behaviour" is plain PPO on stale data: pi_prox := mu, so rho = 1 and the clip holds pi near mu.
+    proximal = "interpolated" takes pi_prox := mu^(1/d) * pi^(1 - 1/d) for a token that is d updates old, and pi where
+    d = 0, and so needs no pass over the draw before its updates (A-3PO): u = (pi / mu)^(1/d).
 
 Presets:
     proximal_rloo (Asynchronous RLHF): proximal = "behaviour", baseline = "rloo", corrections = ["sequence_clip"],
-    kl_beta = 0.05 in the reward. Keys that are given win. T stays the denominator where the paper divides by the
+    kl_beta = 0.05 in the reward. T stays the denominator where the paper divides by the
     number of sequences: the gradient is the paper's times sequences / T.
+    dr_grpo: baseline = "grpo", normalize_std = false, mean_over = "sequence_sums"; length_scale is to be given.
+    Keys that are given win.
 
 What we left out:
-    An entropy bonus, dual clipping, V-trace (GAE takes the sampled continuations as they are), whitening of
+    The exact entropy over the vocabulary, V-trace (GAE takes the sampled continuations as they are), whitening of
     advantages over the batch, and a bootstrap value for completions that were cut off.
 
 References:
     AReaL, arXiv 2505.24298, equation 5; PPO, arXiv 1707.06347; Asynchronous RLHF, arXiv 2410.18252;
-    RLOO, arXiv 2402.14740; GRPO, arXiv 2402.03300; KL estimators: Schulman, Approximating KL Divergence (2020).
+    Dr. GRPO, arXiv 2503.20783; A-3PO, arXiv 2512.06547; KL estimators: Schulman, Approximating KL Divergence (2020);
+    baselines: `algorithms.advantages`; surrogates: `algorithms.surrogates`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from algorithms.base import Algorithm, CriticKind, GroupSection, LossInputs, LossOutput, Measured, Needs, share_of
+from algorithms.advantages import GroupBaseline, gae, group_advantages, rewards_per_token
+from algorithms.base import (
+    Algorithm,
+    CriticKind,
+    GroupSection,
+    LossInputs,
+    LossOutput,
+    Measured,
+    Needs,
+    clamped_exp,
+    share_of,
+)
 from algorithms.corrections import (
-    AnySurrogate,
     AnyWeight,
     Corrections,
-    TokenClip,
     TokenTIS,
+    Weighing,
     check_corrections,
-    clamped_exp,
     importance_weights,
     surrogate_of,
 )
+from algorithms.surrogates import AnySurrogate, AnyWhole, TokenClip
+from common.user_file import Reference, load_object
 
 CLIP = 0.2
 """Where the ratio is clipped, below and above, unless a run says otherwise."""
 
-GroupBaseline = Literal["rloo", "grpo"]
-
-STD_FLOOR = 1e-6
-"""Added to the group's standard deviation: with equal rewards the advantage is 0, not 0/0."""
+UserBaseline = Callable[[LossInputs, Tensor], Tensor]
+"""Of a user's: the batch and its rewards (B), after penalties -> the advantage of each sequence (B)."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "proximal_rloo": {
@@ -74,6 +97,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl_beta": 0.05,
         "kl_in": "reward",
     },
+    "dr_grpo": {"baseline": "grpo", "normalize_std": False, "mean_over": "sequence_sums"},
 }
 
 
@@ -81,29 +105,46 @@ class OffPolicyPPOConfig(GroupSection):
     """Knobs of decoupled PPO."""
 
     type: Literal["off_policy_ppo"] = "off_policy_ppo"
-    preset: Literal["proximal_rloo"] | None = Field(
+    preset: Literal["proximal_rloo", "dr_grpo"] | None = Field(
         default=None, description="A named set of defaults for the keys below; keys that are given win."
     )
-    proximal: Literal["draw_start", "behaviour"] = Field(
+    proximal: Literal["draw_start", "behaviour", "interpolated"] = Field(
         default="draw_start",
-        description="pi_prox, the centre of the trust region: the policy at the start of the draw (decoupled), or the "
-        "one that sampled (plain PPO on stale data).",
+        description="pi_prox, the centre of the trust region: the policy at the start of the draw (decoupled), the "
+        "one that sampled (plain PPO on stale data), or one between that and the present one, by the token's age.",
     )
-    baseline: Literal["rloo", "grpo", "critic"] = Field(default="rloo", description="How rewards become advantages.")
+    baseline: Literal["rloo", "grpo", "maxrl", "batch", "critic"] | Reference = Field(
+        default="rloo",
+        description="How rewards become advantages: 'rloo', 'grpo', 'maxrl' within a group, 'batch' against all others "
+        "of the update (for actors.group_size = 1), 'critic', or FILE.py:FUNCTION of yours.",
+    )
     normalize_std: bool = Field(default=True, description="grpo only: divide by the group's standard deviation.")
     clip_low: float = Field(default=CLIP, gt=0, le=1, description="pi / pi_prox is clipped below at 1 - clip_low.")
     clip_high: PositiveFloat = Field(default=CLIP, description="pi / pi_prox is clipped above at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="Where A < 0 the objective is no less than this times A; 3 in its paper."
+    )
     corrections: Corrections = Field(
         default=(TokenTIS(),),
         description="By name, or as tables with their knobs: at most one of 'token_tis', 'sequence_tis'; 'icepop', "
-        "'geometric_mask'; at most one of 'sequence_clip', 'gspo', 'cispo' in place of clip_low and clip_high. []: rho "
-        "as it is. Unset with proximal = 'behaviour': [].",
+        "'geometric_mask'; at most one of 'sequence_clip', 'gspo', 'cispo' in place of clip_low and clip_high, or of "
+        "'vespo', 'dppo' in place of all of these. []: rho as it is. Unset with proximal = 'behaviour': [].",
+    )
+    mean_over: Literal["tokens", "sequences", "sequence_sums"] = Field(
+        default="tokens",
+        description="What weighs alike: tokens, sequences, or the sums over sequences divided by length_scale.",
+    )
+    length_scale: PositiveFloat | None = Field(
+        default=None, description="mean_over = 'sequence_sums': tokens; Dr. GRPO takes actors.max_new_tokens."
     )
     kl_beta: NonNegativeFloat = Field(
         default=0.0, description="Weight of the KL to the reference; 0 needs no reference."
     )
-    kl_in: Literal["reward", "loss"] = Field(default="reward", description="Where the KL enters.")
+    kl_in: Literal["reward", "loss", "behaviour"] = Field(
+        default="reward", description="Where the KL enters; 'behaviour': the loss, to the policy that sampled instead."
+    )
     kl_estimator: Literal["k2", "k3"] = Field(default="k2", description="kl_in = 'loss': which estimator.")
+    entropy_coef: NonNegativeFloat = Field(default=0.0, description="Weight of the entropy bonus.")
     missing_eos_penalty: NonNegativeFloat = Field(
         default=0.0, description="Taken from the reward of an answer that ended by length."
     )
@@ -131,36 +172,89 @@ class OffPolicyPPOConfig(GroupSection):
     @model_validator(mode="after")
     def _keys_must_agree(self) -> OffPolicyPPOConfig:
         check_corrections(self.corrections)
-        if self.baseline == "critic" and self.compare == "prompt":
-            raise ValueError("compare = 'prompt' is about group baselines, and baseline = 'critic' has none: remove it")
+        self._check_surrogate()
+        if self.compare == "prompt" and not self.has_group_baseline:
+            raise ValueError(
+                f"compare = 'prompt' is about group baselines, and baseline = '{self.baseline}' is none: remove it"
+            )
+        if self.baseline == "maxrl" and (self.missing_eos_penalty or (self.kl_beta and self.kl_in == "reward")):
+            key = "missing_eos_penalty" if self.missing_eos_penalty else "kl_in = 'reward'"
+            raise ValueError(
+                f"baseline = 'maxrl' takes rewards of 0 or more, and {key} would make them negative: remove it, or use "
+                "baseline = 'rloo'"
+            )
+        if (self.mean_over == "sequence_sums") != (self.length_scale is not None):
+            raise ValueError(
+                "mean_over = 'sequence_sums' and length_scale belong together: give both (Dr. GRPO's length_scale is "
+                "actors.max_new_tokens), or neither"
+            )
+        if self.is_users_baseline and not callable(load_object(self.baseline)):
+            raise ValueError(f"baseline = '{self.baseline}' is not a function (inputs, rewards_B) -> advantage_B")
+        return self
+
+    def _check_surrogate(self) -> None:
         moved = [key for key in ("clip_low", "clip_high") if getattr(self, key) != CLIP]
+        moved += ["dual_clip"] if self.dual_clip is not None else []
+        surrogate = next((each for each in self.corrections if isinstance(each, AnySurrogate)), None)
+        if surrogate is not None and moved:
+            raise ValueError(
+                f"{moved[0]} is not read with the correction '{surrogate.type}': remove it, or write bounds as "
+                f"corrections = [{{type = '{surrogate.type}', ...}}]"
+            )
         for each in self.corrections:
-            if isinstance(each, AnyWeight) and self.proximal == "behaviour":
+            if not isinstance(each, AnyWeight):
+                continue
+            if self.proximal == "behaviour":
                 raise ValueError(
                     f"the correction '{each.type}' acts on pi_prox / mu, which is 1 with proximal = 'behaviour': "
                     "remove it, or use proximal = 'draw_start'"
                 )
-            if isinstance(each, AnySurrogate) and moved:
-                raise ValueError(
-                    f"{moved[0]} is not read with the correction '{each.type}': remove it, or write bounds as "
-                    f"corrections = [{{type = '{each.type}', ...}}]"
+            if isinstance(surrogate, AnyWhole):
+                raise ValueError(  # noqa: TRY004 -- for pydantic
+                    f"the correction '{each.type}' acts on pi_prox / mu, and '{surrogate.type}' weighs by pi / mu "
+                    "itself: keep one of them"
                 )
-        return self
+        if isinstance(surrogate, AnyWhole) and (self.entropy_coef or (self.kl_beta and self.kl_in == "loss")):
+            key = "entropy_coef" if self.entropy_coef else "kl_in = 'loss'"
+            raise ValueError(
+                f"{key} is weighed by pi_prox / mu, which '{surrogate.type}' has none of: remove it, or name another "
+                "surrogate"
+            )
+
+    @property
+    def has_group_baseline(self) -> bool:
+        """Is a sample compared with others of its group?"""
+        return self.baseline in ("rloo", "grpo", "maxrl")
+
+    @property
+    def is_users_baseline(self) -> bool:
+        """Is the baseline in a file of the user's?"""
+        return ":" in self.baseline
 
     @property
     def needs(self) -> Needs:
         """Groups for a group baseline, a critic for the other, a reference for the KL."""
         has_critic = self.baseline == "critic"
-        # a KL in the reward enters the baseline of the group
-        by_sequence = self.kl_beta == 0 or self.kl_in == "loss"
+        # a KL in the reward enters the baseline of the group, or of the batch
+        shapes_reward = self.kl_beta > 0 and self.kl_in == "reward"
+        compared = self.compare if self.has_group_baseline else None
+        # what a user's baseline reads nobody knows
+        is_whole = has_critic or self.is_users_baseline
         return Needs(
-            groups=not has_critic,
+            groups=self.has_group_baseline,
             prompts=self.compare == "prompt",
-            reference=self.kl_beta > 0,
+            reference=self.kl_beta > 0 and self.kl_in != "behaviour",
             behaviour=True,
-            separable=None if has_critic else "sequence" if by_sequence else self.compare,
+            proximal=self.proximal == "draw_start" and (shapes_reward or not self.is_weighed_whole),
+            rewards_of_success=self.baseline == "maxrl",
+            separable=None if is_whole else compared if shapes_reward else "sequence",
             critic=self.critic if has_critic else None,
         )
+
+    @property
+    def is_weighed_whole(self) -> bool:
+        """Is the weight pi / mu, in one piece?"""
+        return any(isinstance(each, AnyWhole) for each in self.corrections)
 
 
 def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput:
@@ -169,34 +263,72 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     Returns:
         The loss, the weights it applied, and metrics: `off_policy/clip_frac_low` and `_high` (share of tokens where
         clipping changes the objective), `off_policy/NAME_frac` of each weight correction, `ppo/advantage_abs` (mean
-        over tokens), `ppo/kl_reference` where kl_beta > 0 (mean over sequences of log(pi_prox / pi_ref)), and with a
+        over tokens), `ppo/entropy` where it has a bonus (weighed mean of -log pi, nats a token), `ppo/kl_reference`
+        where kl_beta > 0 (mean over sequences of log(pi_prox / pi_ref); with kl_in = "behaviour" nothing), and with a
         critic `ppo/value_loss`, `ppo/value_clip_frac` and `ppo/explained_variance` of the returns by the old values.
     """
     if config.proximal == "behaviour":
         inputs = replace(inputs, proximal_logprobs_T=inputs.behaviour_logprobs_T)
+    elif config.proximal == "interpolated":
+        inputs = replace(inputs, proximal_logprobs_T=_interpolated(inputs))
     num_tokens = max(1, inputs.logprobs_T.numel())
-    weighing = importance_weights(inputs, config.corrections)
+    share_T = _shares(config, inputs)
+    weighing = _weighing(config, inputs)
     metrics: Measured = dict(weighing.metrics)
     advantage_T = _advantages(config, inputs, metrics)
-    default = TokenClip(clip_low=config.clip_low, clip_high=config.clip_high)
-    surrogate = surrogate_of(config.corrections, default)
-    found = surrogate.objective(inputs, inputs.proximal_logprobs_T.detach(), advantage_T)
-    loss = -(weighing.weight_T * found.objective_T).sum() / num_tokens
+    default = TokenClip(clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip)
+    found = surrogate_of(config.corrections, default).objective(inputs, advantage_T)
+    loss = -(share_T * weighing.weight_T * found.objective_T).sum()
     metrics["off_policy/clip_frac_low"] = share_of(found.low_T & weighing.kept_T, num_tokens)
     metrics["off_policy/clip_frac_high"] = share_of(found.high_T & weighing.kept_T, num_tokens)
     metrics["ppo/advantage_abs"] = advantage_T.abs().sum().double() / num_tokens
     if config.kl_beta > 0 and config.kl_in == "loss":
-        loss = loss + config.kl_beta * (weighing.weight_T * _kl_terms(config, inputs)).sum() / num_tokens
+        loss = loss + config.kl_beta * (share_T * weighing.weight_T * _kl_terms(config, inputs)).sum()
+    if config.kl_beta > 0 and config.kl_in == "behaviour":
+        pull_T = (inputs.logprobs_T - inputs.behaviour_logprobs_T).square() / 2
+        loss = loss + config.kl_beta * (share_T * pull_T).sum()
+    if config.entropy_coef > 0:
+        loss = loss + config.entropy_coef * (share_T * weighing.weight_T * inputs.logprobs_T.square() / 2).sum()
+        metrics["ppo/entropy"] = -(weighing.weight_T * inputs.logprobs_T.detach()).sum().double() / num_tokens
     if config.baseline == "critic":
         loss = loss + config.value_coef * _value_loss(config, inputs, advantage_T, metrics)
-    return LossOutput(loss, metrics, weighing.weight_T if config.proximal == "draw_start" else None)
+    applied_T = found.weight_T if config.is_weighed_whole else weighing.weight_T
+    return LossOutput(loss, metrics, None if config.proximal == "behaviour" else applied_T)
+
+
+def _interpolated(inputs: LossInputs) -> Tensor:
+    """The log-probabilities of pi_prox between mu and pi, by the age of each token, constant: T."""
+    assert inputs.lag_T is not None, "the config needs the age of each token, and the batch has none"
+    lag_T = inputs.lag_T.to(inputs.logprobs_T.dtype)
+    of_mu_T = torch.where(lag_T > 0, 1 / lag_T.clamp_min(1), 0.0)
+    logprobs_T = inputs.logprobs_T.detach()
+    return logprobs_T + of_mu_T * (inputs.behaviour_logprobs_T - logprobs_T)
+
+
+def _weighing(config: OffPolicyPPOConfig, inputs: LossInputs) -> Weighing:
+    """The importance weight beside the surrogate: 1 where that is whole."""
+    if config.is_weighed_whole:
+        one_T = torch.ones_like(inputs.behaviour_logprobs_T)
+        return Weighing(one_T, torch.ones_like(one_T, dtype=torch.bool))
+    return importance_weights(inputs, config.corrections)
+
+
+def _shares(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
+    """What each token counts in a mean: T."""
+    one_T = torch.ones_like(inputs.behaviour_logprobs_T)
+    if config.mean_over == "tokens":
+        return one_T / max(1, one_T.numel())
+    num_sequences = max(1, inputs.num_sequences)
+    if config.length_scale is not None:
+        return one_T / (num_sequences * config.length_scale)
+    return one_T / (num_sequences * inputs.length_B[inputs.sequence_T])
 
 
 def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Measured) -> Tensor:
     """Advantage of each token, constant: T."""
     rewards_B = inputs.penalised_rewards_B(config.missing_eos_penalty)
-    penalty_T = torch.zeros_like(inputs.proximal_logprobs_T)
-    if config.kl_beta > 0:
+    penalty_T = torch.zeros_like(inputs.behaviour_logprobs_T)
+    if config.needs.reference:
         log_ratio_T = (inputs.proximal_logprobs_T - inputs.reference_logprobs_T).detach()
         metrics["ppo/kl_reference"] = inputs.sum_per_sequence(log_ratio_T).mean()
         if config.kl_in == "reward":
@@ -206,10 +338,24 @@ def _advantages(config: OffPolicyPPOConfig, inputs: LossInputs, metrics: Measure
         rewards_T = rewards_per_token(inputs, rewards_B, penalty_T)
         return gae(inputs, rewards_T, inputs.old_values_T.detach(), config.gamma, config.gae_lambda)
     shaped_B = rewards_B - inputs.sum_per_sequence(penalty_T)
-    advantage_B = group_advantages(
-        config.compared(inputs), shaped_B, config.baseline, normalize_std=config.normalize_std
-    )
-    return advantage_B[inputs.sequence_T]
+    return _sequence_advantages(config, inputs, shaped_B)[inputs.sequence_T]
+
+
+def _sequence_advantages(config: OffPolicyPPOConfig, inputs: LossInputs, rewards_B: Tensor) -> Tensor:
+    """Advantage of each sequence: B."""
+    if config.is_users_baseline:
+        found_B = cast("UserBaseline", load_object(config.baseline))(inputs, rewards_B).detach()
+        if found_B.shape != rewards_B.shape:
+            raise ValueError(
+                f"baseline = '{config.baseline}' returned the shape {list(found_B.shape)} for {list(rewards_B.shape)}: "
+                "it is to give one advantage for each sequence"
+            )
+        return found_B.to(rewards_B.dtype)
+    if config.baseline == "batch":
+        together = replace(inputs, group_B=torch.zeros_like(inputs.group_B), num_groups=1)
+        return group_advantages(together, rewards_B, "rloo")
+    baseline = cast("GroupBaseline", config.baseline)
+    return group_advantages(config.compared(inputs), rewards_B, baseline, normalize_std=config.normalize_std)
 
 
 def _kl_terms(config: OffPolicyPPOConfig, inputs: LossInputs) -> Tensor:
@@ -250,67 +396,6 @@ def _explained_variance(returns_T: Tensor, old_T: Tensor) -> float | None:
     if spread <= rounding**2:
         return None
     return 1 - float((returns_T - old_T).double().var(correction=0)) / spread
-
-
-def group_advantages(
-    inputs: LossInputs, rewards_B: Tensor, baseline: GroupBaseline, *, normalize_std: bool = True
-) -> Tensor:
-    """Advantage of each sequence from the rewards of its group: B -> B. A group of one has advantage 0.
-
-    rloo: r_j minus the mean of the other K-1.
-    grpo: r_j minus the mean of all K, divided by their standard deviation (of K-1) where `normalize_std`.
-    """
-    centred_B = rewards_B - inputs.mean_per_group(rewards_B)
-    size_B = inputs.group_size_B
-    if baseline == "rloo":
-        # r_j - mean of the others = K / (K - 1) * (r_j - mean of all)
-        return centred_B * size_B / (size_B - 1).clamp_min(1)
-    if not normalize_std:
-        return centred_B
-    variance_B = inputs.mean_per_group(centred_B.square()) * size_B / (size_B - 1).clamp_min(1)
-    return centred_B / (variance_B.sqrt() + STD_FLOOR)
-
-
-def rewards_per_token(inputs: LossInputs, rewards_B: Tensor, penalty_T: Tensor) -> Tensor:
-    """A sequence's reward on its last token, less a penalty on each: B, T -> T."""
-    rewards_T = -penalty_T
-    if rewards_T.numel() == 0:
-        return rewards_T
-    _, position_T = _positions(inputs)
-    last_T = position_T == inputs.length_B[inputs.sequence_T] - 1
-    return rewards_T + torch.where(last_T, rewards_B[inputs.sequence_T], 0.0)
-
-
-def gae(inputs: LossInputs, rewards_T: Tensor, values_T: Tensor, gamma: float, lam: float) -> Tensor:
-    """Generalised advantage estimates: A_t = sum_l (gamma * lam)^l * (r_{t+l} + gamma * V_{t+l+1} - V_{t+l}): T -> T.
-
-    The state after the last token has the value 0, also where the completion was cut off by length: the
-    task's reward is all that there is. Values, of the state before each token, are constant in the gradient. `lam`, in
-    [0, 1]: 1 is the return less the value, 0 the one-step error.
-    """
-    if rewards_T.numel() == 0:
-        return torch.zeros_like(rewards_T)
-    width, position_T = _positions(inputs)
-    # one column more than the longest sequence: the value after the last token, which is 0
-    grid = torch.zeros(2, inputs.num_sequences, width, dtype=values_T.dtype, device=values_T.device)
-    grid[:, inputs.sequence_T, position_T] = torch.stack([rewards_T, values_T])
-    rewards_BL, values_BL = grid
-    error_BL = rewards_BL[:, :-1] + gamma * values_BL[:, 1:] - values_BL[:, :-1]
-    advantage_B = torch.zeros_like(error_BL[:, 0])
-    columns = []
-    for t in range(width - 2, -1, -1):
-        advantage_B = error_BL[:, t] + gamma * lam * advantage_B
-        columns.append(advantage_B)
-    return torch.stack(columns[::-1], dim=1)[inputs.sequence_T, position_T]
-
-
-def _positions(inputs: LossInputs) -> tuple[int, Tensor]:
-    """One more than the longest sequence, and the place of each token in its own: T. Needs at least one token."""
-    length_B = inputs.length_B
-    order_T = torch.argsort(inputs.sequence_T, stable=True)
-    start_B = torch.cumsum(length_B, 0) - length_B
-    place_T = torch.arange(order_T.numel(), device=order_T.device) - start_B[inputs.sequence_T[order_T]]
-    return int(length_B.max()) + 1, torch.empty_like(place_T).index_copy(0, order_T, place_T)
 
 
 ALGORITHM = Algorithm(OffPolicyPPOConfig, off_policy_ppo)

@@ -4,6 +4,8 @@ Objective:
     h = log(pi / pi_ref)(y+) - log(pi / pi_ref)(y-), with y+ = argmax r and y- = argmin r of a group
     sigmoid: L = mean over pairs of -log sigmoid(beta * h)
     ipo:     L = mean over pairs of (h - 1 / (2 * beta))^2
+    log(pi / pi_ref)(y) is the sum over the tokens of y, as in the papers; log_ratio = "mean" takes their mean, as TRL's
+    ipo does, so that a margin does not grow with length.
 
 Estimator:
     One pair per group, or per prompt with `compare = "prompt"`: then best and worst may come from different
@@ -17,7 +19,7 @@ Where the off-policy correction enters:
     worse answers of stale pairs are pushed down long after the policy has given them up, and under delay it collapses.
 
 What we left out:
-    All pairs of a group, label smoothing, and length-normalised variants (SimPO).
+    All pairs of a group, label smoothing, and SimPO, which has no reference.
 
 References:
     Asynchronous RLHF, arXiv 2410.18252, section 3; DPO, arXiv 2305.18290, equation 7; IPO, arXiv 2310.12036, eq. 17.
@@ -33,15 +35,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from algorithms.base import Algorithm, LossInputs, LossOutput, Needs, share_of
-from algorithms.corrections import WeighedSection, weigh_gradient
+from algorithms.corrections import WeighedGroupSection, weigh_gradient
 
 
-class OnlineDPOConfig(WeighedSection):
+class OnlineDPOConfig(WeighedGroupSection):
     """Knobs of online DPO."""
 
     type: Literal["online_dpo"] = "online_dpo"
     beta: PositiveFloat = Field(default=0.1, description="Strength of the pull towards the reference.")
     variant: Literal["sigmoid", "ipo"] = Field(default="sigmoid", description="Loss of a pair.")
+    log_ratio: Literal["sum", "mean"] = Field(
+        default="sum", description="Of an answer, over its tokens: their sum, or their mean, whatever its length."
+    )
     missing_eos_penalty: NonNegativeFloat = Field(
         default=1.0, description="Taken from the reward of an answer that ended by length."
     )
@@ -93,7 +98,8 @@ def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
     inputs, weights_T, shares = weigh_gradient(config.compared(inputs), config.corrections)
     rewards_B = inputs.penalised_rewards_B(config.missing_eos_penalty)
     best_G, worst_G, tied_G = best_and_worst(rewards_B, inputs.group_B, inputs.num_groups)
-    log_ratio_B = inputs.sum_per_sequence(inputs.logprobs_T - inputs.reference_logprobs_T)
+    of_answer = inputs.sum_per_sequence if config.log_ratio == "sum" else inputs.mean_per_sequence
+    log_ratio_B = of_answer(inputs.logprobs_T - inputs.reference_logprobs_T)
     margin_P = (log_ratio_B[best_G] - log_ratio_B[worst_G])[~tied_G]
     num_pairs = margin_P.numel()
     if config.variant == "sigmoid":

@@ -1,7 +1,8 @@
 """The algorithms by name, the config union that `algorithm.type` selects from, and the loss of a config.
 
 To add one: write a file of this package that ends in `ALGORITHM = Algorithm(Config, loss)`, and add its name to
-`FILES`, which is also its `algorithm.type`. docs/algorithms/README.md goes through an example.
+`FILES`, which is also its `algorithm.type`. One of a user's stays in a file of theirs, and is named as
+`FILE.py:ALGORITHM`. docs/algorithms/README.md goes through an example of both.
 """
 
 from __future__ import annotations
@@ -12,21 +13,54 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Union
 
 import torch
-from pydantic import Field
+from pydantic import Field, SerializeAsAny, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from torch import Tensor
 
 from algorithms.base import Algorithm, AlgorithmSection, LossInputs, LossOutput, Needs, check_inputs
+from common.user_file import UserFileError, is_reference, load_object
 
 FILES = (
     "trajectory_balance",
     "online_dpo",
     "off_policy_ppo",
     "oapl",
+    "distillation",
 )
 
 Loss = Callable[[LossInputs], LossOutput]
 
 ALGORITHMS: dict[str, Algorithm] = {name: import_module(f"algorithms.{name}").ALGORITHM for name in FILES}
+
+
+def algorithm_of(name: str) -> Algorithm:
+    """The algorithm of an `algorithm.type`: one of `FILES`, or FILE.py:NAME of a user's.
+
+    Raises:
+        UserFileError: the file has none of that name, or what it has is no Algorithm.
+    """
+    if not is_reference(name):
+        return ALGORITHMS[name]
+    found = load_object(name)
+    if not isinstance(found, Algorithm):
+        raise UserFileError(f"type = '{name}' is no Algorithm: write NAME = Algorithm(YourConfig, your_loss) there")
+    return found
+
+
+def _from_user_file(given: Any, known: ValidatorFunctionWrapHandler) -> AlgorithmSection:  # noqa: ANN401 -- of TOML
+    if isinstance(given, AlgorithmSection) and is_reference(given.type):
+        return given
+    if isinstance(given, dict) and is_reference(given.get("type")):
+        section_class = algorithm_of(given["type"]).config_class
+        try:
+            return section_class.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key, what = ".".join(map(str, first["loc"])), first["msg"][:1].lower() + first["msg"][1:]
+            keys = ", ".join(name for name in section_class.model_fields if name != "type")
+            raise ValueError(f"{key}: {what}; keys of {given['type']} are {keys}") from None
+    section: AlgorithmSection = known(given)
+    return section
+
 
 if TYPE_CHECKING:
     AlgorithmConfig = AlgorithmSection
@@ -34,6 +68,8 @@ else:
     AlgorithmConfig = Annotated[
         Union[tuple(algorithm.config_class for algorithm in ALGORITHMS.values())],  # noqa: UP007 -- built, not written
         Field(discriminator="type"),
+        WrapValidator(_from_user_file),
+        SerializeAsAny(),
     ]
 
 
@@ -43,7 +79,7 @@ def loss_for(config: AlgorithmConfig, *, checks: bool = True) -> Loss:
     The function raises `algorithms.base.BadInputs`, a ValueError, for a batch that the loss cannot be right on, and
     `algorithms.registry.UndeclaredInput` where the loss reads what its `needs` do not declare.
     """
-    loss = ALGORITHMS[config.type].loss
+    loss = algorithm_of(config.type).loss
     needs = config.needs
 
     def checked(inputs: LossInputs) -> LossOutput:
@@ -89,6 +125,10 @@ class _Behaviour(_Undeclared):
     field, need = "behaviour_logprobs_T", "behaviour"
 
 
+class _Proximal(_Undeclared):
+    field, need = "proximal_logprobs_T", "proximal"
+
+
 def only_declared(inputs: LossInputs, needs: Needs) -> LossInputs:
     """The inputs without those that a loss has not declared.
 
@@ -100,4 +140,5 @@ def only_declared(inputs: LossInputs, needs: Needs) -> LossInputs:
         inputs,
         reference_logprobs_T=inputs.reference_logprobs_T if needs.reference else nothing.as_subclass(_Reference),
         behaviour_logprobs_T=inputs.behaviour_logprobs_T if needs.behaviour else nothing.as_subclass(_Behaviour),
+        proximal_logprobs_T=inputs.proximal_logprobs_T if needs.proximal else nothing.as_subclass(_Proximal),
     )

@@ -35,10 +35,10 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from algorithms.base import Algorithm, LossInputs, LossOutput, Needs
-from algorithms.corrections import WeighedSection, weigh_gradient
+from algorithms.corrections import WeighedGroupSection, weigh_gradient
 
 
-class TrajectoryBalanceConfig(WeighedSection):
+class TrajectoryBalanceConfig(WeighedGroupSection):
     """Knobs of trajectory balance."""
 
     type: Literal["trajectory_balance"] = "trajectory_balance"

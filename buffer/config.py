@@ -7,9 +7,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from buffer.dispatch import PolicyName
+from common.user_file import Reference
 
-RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"]
-SamplerName = Literal["fifo", "on_policy_share", "uniform", "reward_softmax", "prioritised", "length_balanced"]
+RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"] | Reference
+SamplerName = (
+    Literal["fifo", "on_policy_share", "uniform", "reward_softmax", "prioritised", "length_balanced"] | Reference
+)
 
 MAX_MESSAGE_MIB = 64
 """A larger message is refused: ZeroMQ has all of one in memory before anyone can look at it. Clients send far smaller
@@ -37,7 +40,8 @@ class BufferConfig(BaseModel):
     sampler: SamplerName = Field(
         default="fifo",
         description="Which groups a step takes: 'fifo' the oldest tokens first, 'on_policy_share' partly the newest, "
-        "'reward_softmax', 'uniform', 'prioritised' by spread of reward and age, 'length_balanced' from every length.",
+        "'reward_softmax', 'uniform', 'prioritised' by spread of reward and age, 'length_balanced' from every length, "
+        "or FILE.py:NAME: a sampler of yours, or a function that gives a group's log-weight.",
     )
     on_policy_share: float = Field(
         default=0.5,

@@ -8,23 +8,29 @@ all its chance comes from the generator it is given, so that a draw can be repea
     LengthBalanced  from every length in proportion to how many there are, oldest first within it
     OnPolicyShare   a share of the newest tokens, the rest by another sampler
     SamePrompt      what another sampler takes, each with other groups of its prompt
+    FromFile        what a sampler of a user's takes, which is checked
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
 from buffer.config import BufferConfig
+from buffer.errors import BufferRefused
 from buffer.index import GroupIndex, Weight
 from buffer.tables import Group
+from common.user_file import UserFileError, is_reference, load_object
+
+_log = logging.getLogger(__name__)
 
 Random = np.random.Generator
 Ids = AbstractSet[int]
@@ -167,8 +173,76 @@ class SamePrompt:
         return list(chosen)[:num_groups]
 
 
+@dataclass(frozen=True)
+class FromFile:
+    """A sampler of a user's: what it raises and what it takes wrongly names its file."""
+
+    reference: str
+    sampler: Sampler
+
+    def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
+        """The sampler's choices.
+
+        Raises:
+            BufferRefused: it raised, or took more than was asked for, or what is not to be had.
+        """
+        try:
+            chosen = [int(group_id) for group_id in self.sampler.choose(candidates, num_groups, random, taken)]
+        except Exception as error:
+            raise BufferRefused(
+                f"buffer.sampler = '{self.reference}' raised {type(error).__name__}: {error}"
+            ) from error
+        free = {key.group_id for key in candidates.ready} - taken
+        wrong = [group_id for group_id, count in Counter(chosen).items() if count > 1 or group_id not in free]
+        if wrong or len(chosen) > num_groups:
+            what = f"group {wrong[0]}, which is taken or not ready" if wrong else f"{len(chosen)} groups"
+            raise BufferRefused(
+                f"buffer.sampler = '{self.reference}' took {what}: it is to take up to {num_groups} different ids "
+                "out of candidates.ready without those in taken"
+            )
+        return chosen
+
+
+def from_file(reference: str) -> tuple[Sampler | None, Weight | None]:
+    """What FILE.py:NAME is: a sampler, or the weight that groups are drawn by.
+
+    Raises:
+        UserFileError: the file has none of that name, or it is neither.
+    """
+    found = load_object(reference)
+    if hasattr(found, "choose"):
+        return FromFile(reference, cast("Sampler", found)), None
+    if callable(found):
+        return None, _checked(reference, cast("Weight", found))
+    raise UserFileError(
+        f"buffer.sampler = '{reference}' is neither an object with choose(candidates, num_groups, random, taken) nor a "
+        "function (group, oldest) that gives the logarithm of a group's weight"
+    )
+
+
+def _checked(reference: str, weight: Weight) -> Weight:
+    """A weight of a user's; where it raises or gives no number the group has the weight 1, and the log says so."""
+
+    def checked(group: Group, oldest: int) -> float:
+        try:
+            found = float(weight(group, oldest))
+        except Exception:  # a group that is complete is stored, whatever a file of the user's does
+            _log.exception("buffer.sampler = '%s' failed on group %d, which has weight 1", reference, group.group_id)
+            return 0.0
+        if math.isnan(found):
+            _log.error("buffer.sampler = '%s' gave NaN for group %d, which has weight 1", reference, group.group_id)
+            return 0.0
+        return found
+
+    return checked
+
+
 def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
-    """The sampler that the configuration names, and the weight that it draws by."""
+    """The sampler that the configuration names, and the weight that it draws by.
+
+    Raises:
+        UserFileError: it names a file of the user's that has no such sampler.
+    """
     name = config.replay_sampler if config.sampler == "on_policy_share" else config.sampler
     weights = {
         "uniform": uniform,
@@ -176,12 +250,16 @@ def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
         "prioritised": prioritised(config.priority_alpha, config.age_tau),
     }
     in_order: dict[str, Sampler] = {"fifo": Fifo(), "length_balanced": LengthBalanced()}
-    sampler = in_order.get(name) or Weighted(config.with_replacement)
+    if is_reference(name):
+        sampler, weight = from_file(name)
+    else:
+        sampler, weight = in_order.get(name), weights.get(name)
+    sampler = sampler or Weighted(config.with_replacement)
     if config.sampler == "on_policy_share":
         sampler = OnPolicyShare(config.on_policy_share, sampler)
     if config.groups_per_prompt > 1:
         sampler = SamePrompt(sampler, config.groups_per_prompt - 1)
-    return sampler, weights.get(name)
+    return sampler, weight
 
 
 def systematic_shares(counts: Mapping[int, int], num: int, start: float) -> dict[int, int]:

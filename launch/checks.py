@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.tasks import TaskError, TaskFacts, check_task
+from buffer import samplers
 from buffer.config import BufferConfig
 from buffer.sharding.division import admission_shares
 from common.hf_folder import ModelFacts, ModelFolderError, check_model_folder
@@ -146,6 +147,7 @@ def check(config: Config, root: Path, *, run_id: str | None = None) -> Plan:
         check_writable(root, "run.dir")
     with as_config_error():
         config.learner.check_pipeline(config.algorithm.needs.critic)
+        samplers.build(config.buffer)  # which may lie in a file of the user's
     _check_steps(config)
     _check_pools(config)
     learner = config.learner

@@ -31,6 +31,7 @@ from actors.tasks.config import TaskConfig
 from algorithms.registry import AlgorithmConfig
 from buffer.config import BufferConfig
 from common.names import did_you_mean
+from common.user_file import is_reference
 from launch.errors import ConfigError
 from launch.mistakes import explain, shortened
 from learner.config import LearnerConfig
@@ -257,6 +258,7 @@ GPU_STARTUP_S = 900.0
 PATH_KEYS = ("model.path", "model.recipe", "model.reference_path", "task.path", "task.heldout_path")
 WRITTEN_KEYS = ("weight_sync.folder", "weight_sync.staging_dir")  # told to processes that may be elsewhere
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
+NAMED_KEYS = ("algorithm.type", "algorithm.baseline", "buffer.sampler", "buffer.replay_sampler")  # or FILE.py:NAME
 REWARD_MODELS_KEY = "task.reward_models"  # tables by name; a classifier's has a path
 Tree = dict[str, Any]
 
@@ -379,12 +381,16 @@ def _merge(tree: Tree, patch: Tree, origin: str) -> None:
 def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
     models = _at(tree, REWARD_MODELS_KEY)
     names = models if isinstance(models, dict) else ()
-    for dotted in (*PATH_KEYS, *WRITTEN_KEYS, REWARDS_KEY, *(f"{REWARD_MODELS_KEY}.{name}.path" for name in names)):
+    paths = (*PATH_KEYS, *(f"{REWARD_MODELS_KEY}.{name}.path" for name in names))
+    for dotted in (*paths, *WRITTEN_KEYS, REWARDS_KEY, *NAMED_KEYS):
         section, _, key = dotted.rpartition(".")
         value = _at(tree, dotted)
         try:
             if dotted == REWARDS_KEY and isinstance(value, list):
                 _at(tree, section)[key] = [_resolve_reward(entry, base) for entry in value]
+            elif dotted in NAMED_KEYS:
+                if is_reference(value):
+                    _at(tree, section)[key] = _resolve_reward(value, base)
             elif dotted != REWARDS_KEY and isinstance(value, str):
                 _at(tree, section)[key] = _absolute(value, Path.cwd() if dotted in WRITTEN_KEYS else base)
         except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has

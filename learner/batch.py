@@ -175,6 +175,7 @@ class StepBatch:
             prompt_B=integers(self.prompt_B),
             values_T=None if leaves.values_T is None else leaves.values_T.detach().clone().requires_grad_(),
             old_values_T=None if old.values_T is None else old.values_T.detach(),
+            lag_T=integers(self.lag_T),
         )
 
 

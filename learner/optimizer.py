@@ -29,6 +29,10 @@ ADAM_EPS = 1e-8
 CLIP_EPS = 1e-6
 """Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does."""
 
+MOST_REMEMBERED = 2**22
+"""Of a stage's gradient from update to update, evenly over it (16 MiB in float32): what `grad/cosine` is taken on. That
+is exact where a stage has no more."""
+
 BUCKET_ELEMENTS = 2**24
 """Of gradients that replicas sum at a time (64 MiB in float32): more would need a second copy of them all."""
 
@@ -69,6 +73,8 @@ class UpdateResult:
     learning_rate: float
     """Of the policy, scaled."""
     lr_scale: float
+    grad_cosine: float | None = None
+    """Of the policy's gradient with that of the last update that was taken; None before there is one."""
 
     @property
     def taken(self) -> bool:
@@ -102,6 +108,10 @@ class StageOptimizer:
         self._config = config
         self._mesh = mesh
         self._shares_embedding = tied and mesh.ends is not None
+        self._remembered: Tensor | None = None
+        """Of the gradient of the last update that was taken."""
+        self._seen: Tensor | None = None
+        """The same of the present one."""
         peak = (of_critic and config.critic_learning_rate) or config.learning_rate
         self._rate_factor = peak / config.learning_rate
         matrices = [parameter for parameter in self.parameters.values() if parameter.ndim >= 2]
@@ -138,8 +148,31 @@ class StageOptimizer:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return nn.utils.get_total_norm(gradients).double().square()
 
+    def alignment(self) -> Tensor:
+        """This rank's shares of g h, g g and h h, float64: of the gradient h, and g of the last update that was taken.
+
+        Call it once the gradient is summed. Zeros where there is no such update, or another replica counts.
+        """
+        if not self._mesh.place.publishes:
+            return torch.zeros(3, dtype=torch.float64, device=self.device)
+        self._seen = self._sampled_gradient()
+        last = self._remembered
+        if last is None or self._seen is None:
+            return torch.zeros(3, dtype=torch.float64, device=self.device)
+        pairs = ((last, self._seen), (last, last), (self._seen, self._seen))
+        return torch.stack([(one.double() * other.double()).sum() for one, other in pairs])
+
+    def _sampled_gradient(self) -> Tensor | None:
+        counted = self.counted
+        if not counted:
+            return None
+        # odd, so that it does not fall into step with the width of a matrix
+        stride = -(-sum(p.numel() for p in counted) // MOST_REMEMBERED) | 1
+        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten()[::stride] for p in counted])
+
     def apply(self, norm: float, rate: float) -> None:
         """Clip by the norm over all stages, and step; a critic's rate is as much greater or smaller as its peak is."""
+        self._remembered, self._seen = self._seen, None
         if self.adam is None:
             return
         coefficient = self._config.max_grad_norm / (norm + CLIP_EPS)
@@ -222,11 +255,12 @@ def update_together(
         [0.0, 0.0, 0.0] if decision is None else [float(not decision.finite), float(decision.drop), decision.lr_scale]
     )
     # one reduction carries everything: a NaN of one stage's norm makes the sum NaN on all
-    total = torch.tensor(said + [0.0] * len(optimizers), dtype=torch.float64, device=optimizers[0].device)
-    for i, optimizer in enumerate(optimizers):
-        total[len(said) + i] = optimizer.squared_norm()
+    shares = [torch.tensor(said, dtype=torch.float64, device=optimizers[0].device)]
+    shares.append(torch.stack([optimizer.squared_norm() for optimizer in optimizers]))
+    shares.append(optimizers[0].alignment())
+    total = torch.cat(shares)
     dist.all_reduce(total)
-    num_non_finite, num_dropping, lr_scale, *squares = total.tolist()
+    num_non_finite, num_dropping, lr_scale, *squares, product, last_square, square = total.tolist()
     norms = tuple(math.sqrt(square) if square >= 0 else math.nan for square in squares)
     non_finite = num_non_finite > 0 or not all(math.isfinite(norm) for norm in norms)
     result = UpdateResult(
@@ -235,6 +269,7 @@ def update_together(
         grad_norms=norms,
         learning_rate=rate * lr_scale,
         lr_scale=lr_scale,
+        grad_cosine=product / math.sqrt(last_square * square) if last_square * square > 0 and not non_finite else None,
     )
     for norm, optimizer in zip(norms, optimizers, strict=True):
         if result.taken:

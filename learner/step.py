@@ -1,6 +1,7 @@
 """TrainStep: a step trains one draw, in one or several updates that are exact for every loss built from its leaves.
 
-    scores   log-probabilities of the reference; of the whole draw forward only: the proximal policy's, and old values
+    scores   log-probabilities of the reference; of the whole draw forward only: the proximal policy's, and old values,
+             where the loss reads them
     then for every minibatch of every epoch an update, which makes a policy version:
     pass 1   forward only: log-probabilities, and the critic's values, of the minibatch as the weights are now
     loss     on the coordinator: evaluate the algorithm once on the whole minibatch, g = dL / d(leaf)
@@ -96,6 +97,7 @@ class TrainStep:
         self._config = config
         self._seed = seed
         self._keeps_prompts_whole = algorithm.needs.prompts
+        self._reads_start = algorithm.needs.proximal or networks.critic is not None
         self._separable = algorithm.needs.separable if one_pass and networks.critic is None else None
         self.evaluator = LossEvaluator(algorithm, config)
 
@@ -111,7 +113,7 @@ class TrainStep:
         clock.lap("time/reference")
         old: Leaves | None = None
         # one update in one pass meets the weights of the draw's start in that very pass
-        if not (self._takes_one_pass(batch) and self._config.updates_per_step == 1):
+        if self._reads_start and not (self._takes_one_pass(batch) and self._config.updates_per_step == 1):
             old = self._networks.forward_only(on_device)
             clock.lap("time/forward")
         draw = _Draw(batch, on_device, self._networks, reference_T, old)
@@ -156,11 +158,12 @@ class TrainStep:
 
     def _train_twice(self, part: _Part, clock: _Clock, *, is_first: bool) -> LossEvaluation | None:
         """Passes 1 and 2; the draw's first update needs no pass 1 where it is whole: these are its scores."""
-        if is_first and part.is_whole:
+        if self._reads_start and is_first and part.is_whole:
             leaves = part.old
         else:
             leaves = self._networks.forward_only(part.on_device)
             clock.lap("time/forward")
+            part.found(leaves)
         evaluation = self._evaluate(part, leaves)
         clock.lap("time/loss")
         self._networks.train(part.on_device, None if evaluation is None else evaluation.gradient)
@@ -218,7 +221,8 @@ class _Part:
     reference_T: Tensor | None
     """On the last stages, as `old`."""
     old: Leaves | None
-    """Log-probabilities of the proximal policy, and the critic's values; None where they are yet to come."""
+    """Log-probabilities of the policy at the start of the draw, and the critic's values. Where the loss does not read
+    them, those of the policy that this update met, and None before it has."""
 
     @property
     def is_whole(self) -> bool:
@@ -226,9 +230,10 @@ class _Part:
         return self.batch.rows.num_rows == self.draw.batch.rows.num_rows
 
     def found(self, leaves: Leaves | None) -> None:
-        """Take the leaves of the first pass over a whole draw as those of its start."""
+        """Take the leaves of this update's pass for those of the start, where there was no pass for those."""
         if self.old is None:
-            self.old = self.draw.old = leaves
+            self.old = leaves
+            self.draw.begun_with(self)
 
 
 class _Draw:
@@ -243,7 +248,8 @@ class _Draw:
         old: Leaves | None,
     ) -> None:
         self.batch = batch
-        self.old = old
+        self._old = old
+        self._first: _Part | None = None
         self._on_device = on_device
         self._networks = networks
         self._reference_T = reference_T
@@ -253,7 +259,7 @@ class _Draw:
     def part(self, sequences: IntArray, version: int) -> _Part:
         """Some of its sequences, to be trained at a version."""
         where_T = torch.from_numpy(self.batch.tokens_of(sequences)).to(self._applied_T.device)
-        old = None if self.old is None else self.old.of(where_T)
+        old = None if self._old is None else self._old.of(where_T)
         reference_T = None if self._reference_T is None else self._reference_T[where_T]
         if len(sequences) == self.batch.rows.num_rows:
             return _Part(self, replace(self.batch, version=version), self._on_device, where_T, reference_T, old)
@@ -265,16 +271,25 @@ class _Draw:
         if weights_T is not None:
             self._applied_T[where_T] = weights_T
 
+    def begun_with(self, part: _Part) -> None:
+        """A part has met the policy; the first one met it as it was at the start."""
+        self._first = self._first or part
+
     def distances(self) -> tuple[Metrics, Lag0ByActor]:
-        """On the coordinator: how far the data were from the policy when the draw began; of lag 0 by actor too."""
+        """On the coordinator: how far the data were from the policy when the draw began; of lag 0 by actor too.
+
+        Where no pass was made at the start, these are of what the first update trained.
+        """
         if not self._networks.mesh.place.is_coordinator:
             return {}, {}
-        assert self.old is not None, "the coordinator has the last stage"
-        assert self._reference_T is not None, "the coordinator has the last stage"
-        inputs = self.batch.loss_inputs(self.old, self.old, self._reference_T, self.batch.version)
-        applied = bool(torch.isfinite(self._applied_T).all()) and self._applied_T.numel() > 0
-        found = distance(self.batch, inputs, self._applied_T if applied else None)
-        return found, lag0_by_actor(self.batch, self.old.logprobs_T)
+        start = self._first or self.part(np.arange(self.batch.rows.num_rows), self.batch.version)
+        assert start.old is not None, "the coordinator has the last stage"
+        assert start.reference_T is not None, "the coordinator has the last stage"
+        inputs = start.batch.loss_inputs(start.old, start.old, start.reference_T, start.batch.version)
+        applied_T = self._applied_T[start.where_T]
+        applied = bool(torch.isfinite(applied_T).all()) and applied_T.numel() > 0
+        found = distance(start.batch, inputs, applied_T if applied else None)
+        return found, lag0_by_actor(start.batch, start.old.logprobs_T)
 
 
 class _Clock:
@@ -432,5 +447,6 @@ def _row(update: Update, *, acts_on_ess: bool) -> Metrics:
     row: Metrics = {**update.metrics, "lr": result.learning_rate}
     norms: list[float | None] = [None if result.dropped else norm for norm in result.grad_norms]
     row |= dict(zip(("grad_norm", "critic/grad_norm"), norms, strict=False))
+    row["grad/cosine"] = result.grad_cosine if result.taken else None
     row["ess/lr_scale"] = result.lr_scale if acts_on_ess and result.taken else None
     return row

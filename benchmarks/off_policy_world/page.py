@@ -172,8 +172,10 @@ samples in all), {NUM_MINIBATCHES} minibatches x {NUM_EPOCHS} epochs = {UPDATES_
 fixed at its start, as the learner does it. The losses are those of `algorithms`, called through its registry. \
 Corrections and other knobs stand at their defaults (token_tis for all losses); PPO has kl_beta = {BETA} in its \
 reward, sigmoid DPO and OAPL the same beta, IPO 0.1 (its beta sets a pair's margin, 1 / (2 beta) = 5), proximal \
-trajectory balance eta = {ETA}, and the rule on the effective sample size a budget of 0.5 and `scale_lr`. Optimizer \
-as the learner's defaults; the learning rate falls to 0 on a cosine. Its peak is chosen for each row from \
+trajectory balance eta = {ETA}, `distillation` has pi* for a teacher, `+maxrl` rewards from 0 on and its KL in the \
+loss (its optimum is another), `+entropy` a bonus of 0.01, and the rule on the effective sample size a budget of 0.5 \
+and `scale_lr`. Optimizer as the learner's defaults; the learning rate falls to 0 on a cosine. Its peak is chosen for \
+each row from \
 {", ".join(f"{rate:g}" for rate in LEARNING_RATES)} by the KL at lag 0 on another seed, and is the same at every lag.
 
 **Lag** L: the samples of a draw come from the policy of L updates before its first update, so the last of its updates \

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from algorithms.base import AlgorithmSection, LossInputs
 from algorithms.corrections import EssRule, off_policy_metrics
+from algorithms.distillation import DistillationConfig
 from algorithms.oapl import OAPLConfig
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig
@@ -63,6 +64,10 @@ class Row:
     config: AlgorithmSection
     learning_rate: float
     ess: EssRule | None = None
+    has_teacher: bool = False
+    """Is pi* itself in the place of the reference?"""
+    rewards_of_success: bool = False
+    """Do rewards begin at 0? The optimum is the same."""
 
 
 def _ppo(name: str, learning_rate: float, ess: EssRule | None = None, **keys: Any) -> Row:  # noqa: ANN401
@@ -92,8 +97,17 @@ ROWS = (
     _ppo("+geometric_mask", 1e-2, corrections=["geometric_mask"]),
     _ppo("+gspo", 1e-2, corrections=["gspo"]),
     _ppo("+cispo", 3e-3, corrections=["cispo"]),
+    _ppo("+vespo", 1e-2, corrections=["vespo"]),
+    _ppo("+dppo", 1e-2, corrections=["dppo"]),
+    _ppo("+interpolated", 1e-2, proximal="interpolated"),
+    _ppo("+dual_clip", 1e-2, dual_clip=3.0),
+    _ppo("+dr_grpo", 1e-2, preset="dr_grpo", length_scale=LENGTH),
+    _ppo("+batch", 1e-2, baseline="batch"),
+    replace(_ppo("+maxrl", 1e-2, baseline="maxrl", kl_in="loss"), rewards_of_success=True),
+    _ppo("+entropy", 1e-2, entropy_coef=0.01),
     _ppo("+critic", 1e-2, baseline="critic"),
     _ppo("+ess", 1e-2, ess=EssRule(budget=0.5, action="scale_lr", max_drops=0)),
+    Row("distillation", DistillationConfig(), 1e-2, has_teacher=True),
 )
 
 
@@ -111,6 +125,7 @@ class Outcome:
 class Draw:
     """Samples of one step, G groups of K completions, with tables of what is constant over its updates."""
 
+    rewards_PS: Tensor
     prompts_G: Tensor
     sequences_GK: Tensor
     behaviour_PC: Tensor
@@ -137,6 +152,10 @@ def train(world: World, row: Row, lag: Lag, seed: int, num_draws: int) -> Outcom
     adam = torch.optim.AdamW(policy.parameters(), betas=ADAM_BETAS, weight_decay=0.0)
     with torch.no_grad():
         reference_PC, _ = world.reference()
+    scored_PC = world.optimum_PC() if row.has_teacher else reference_PC
+    rewards_PS = world.rewards_PS
+    if row.rewards_of_success:
+        rewards_PS = rewards_PS - rewards_PS.amin(1, keepdim=True)
     past: deque[Tensor] = deque(maxlen=MAX_LAG)
     num_updates = 0
     for _ in range(num_draws):
@@ -144,14 +163,15 @@ def train(world: World, row: Row, lag: Lag, seed: int, num_draws: int) -> Outcom
             proximal_PC, old_values_PN = policy()
         behaviour_PC = reference_PC if lag == "first" else behaviour(lag, proximal_PC, past)
         prompts_G, sequences_GK = sample(behaviour_PC, random)
-        draw = Draw(prompts_G, sequences_GK, behaviour_PC, proximal_PC, reference_PC, old_values_PN)
+        draw = Draw(rewards_PS, prompts_G, sequences_GK, behaviour_PC, proximal_PC, scored_PC, old_values_PN)
+        began = num_updates
         for _ in range(NUM_EPOCHS):
             for groups in torch.randperm(prompts_G.numel(), generator=random).chunk(NUM_MINIBATCHES):
                 progress = num_updates / (num_draws * UPDATES_PER_DRAW)
                 learning_rate = row.learning_rate * (1 + math.cos(math.pi * progress)) / 2
                 choices_PC, values_PN = policy()
                 past.append(choices_PC.detach())
-                inputs = loss_inputs(world, draw, groups, choices_PC, values_PN, num_updates)
+                inputs = loss_inputs(draw, groups, choices_PC, values_PN, num_updates, age(lag, began, num_updates))
                 if not update(policy, adam, loss, inputs, learning_rate, row.ess):
                     return Outcome(None, None)
                 num_updates += 1
@@ -167,6 +187,13 @@ def behaviour(lag: Lag, present_PC: Tensor, past: deque[Tensor]) -> Tensor:
     return past[-num_back] if num_back else present_PC
 
 
+def age(lag: Lag, began: int, num_updates: int) -> int:
+    """How many updates old the samples of a draw are, which began after so many; the uniform ones are oldest."""
+    if not lag.isdecimal():
+        return num_updates if lag == "first" else num_updates + 1
+    return num_updates - began + min(int(lag), began)
+
+
 def sample(behaviour_PC: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
     """Completions from the behaviour policy, as many groups for each prompt: G prompts and G, K completions."""
     share_PS = of_sequences(behaviour_PC).exp()
@@ -175,9 +202,7 @@ def sample(behaviour_PC: Tensor, random: torch.Generator) -> tuple[Tensor, Tenso
     return torch.arange(NUM_PROMPTS).repeat_interleave(len(sequences_GK) // NUM_PROMPTS), sequences_GK
 
 
-def loss_inputs(
-    world: World, draw: Draw, groups: Tensor, choices_PC: Tensor, values_PN: Tensor, step: int
-) -> LossInputs:
+def loss_inputs(draw: Draw, groups: Tensor, choices_PC: Tensor, values_PN: Tensor, step: int, lag: int) -> LossInputs:
     """The minibatch of some groups of a draw, as a loss reads it; `choices_PC` and `values_PN` are the leaves."""
     sequence_B = draw.sequences_GK[groups].flatten()
     prompt_B = draw.prompts_G[groups].repeat_interleave(GROUP_SIZE)
@@ -191,13 +216,14 @@ def loss_inputs(
         reference_logprobs_T=draw.reference_PC.flatten()[choice_T],
         sequence_T=torch.arange(num_sequences).repeat_interleave(LENGTH),
         group_B=torch.arange(groups.numel()).repeat_interleave(GROUP_SIZE),
-        rewards_B=world.rewards_PS[prompt_B, sequence_B],
+        rewards_B=draw.rewards_PS[prompt_B, sequence_B],
         finished_B=torch.ones(num_sequences, dtype=torch.bool),
         num_groups=groups.numel(),
         step=step,
         prompt_B=prompt_B,
         values_T=values_PN.flatten().index_select(0, node_T),
         old_values_T=draw.old_values_PN.flatten()[node_T],
+        lag_T=torch.full_like(choice_T, lag),
     )
 
 

@@ -145,6 +145,16 @@ class World:
         rewards_PS = (rewards_PS - rewards_PS.mean(1, keepdim=True)) / rewards_PS.std(1, keepdim=True)
         return cls(rewards_PS, reference, optimum_logprobs(sequence_logprobs(reference), rewards_PS))
 
+    def optimum_PC(self) -> Tensor:
+        """The log pi* of each choice, in the precision of a policy: P, C."""
+        total_PN = torch.full((NUM_PROMPTS, NUM_NODES), -math.inf, dtype=torch.float64)
+        total_PC = torch.full((NUM_PROMPTS, NUM_CHOICES), -math.inf, dtype=torch.float64)
+        for t in range(LENGTH):
+            logprobs_PS = self.optimum_logprobs_PS
+            total_PN = _logaddexp_at(total_PN, NODES_SL[:, t], logprobs_PS)
+            total_PC = _logaddexp_at(total_PC, CHOICES_SL[:, t], logprobs_PS)
+        return (total_PC - total_PN.repeat_interleave(NUM_TOKENS, dim=1)).float()
+
     def kl(self, logprobs_PS: Tensor) -> float:
         """KL(pi || pi*) in nats, mean over prompts, of a policy given by log pi of every completion."""
         return float((logprobs_PS.exp() * (logprobs_PS - self.optimum_logprobs_PS)).sum(1).mean())
@@ -152,6 +162,13 @@ class World:
     def expected_reward(self, logprobs_PS: Tensor) -> float:
         """Mean over prompts, of a policy given by log pi of every completion."""
         return float((logprobs_PS.exp() * self.rewards_PS).sum(1).mean())
+
+
+def _logaddexp_at(total: Tensor, where_S: Tensor, logprobs_PS: Tensor) -> Tensor:
+    """Add up probabilities, all logarithms, by where they belong."""
+    top = logprobs_PS.max()
+    added = torch.zeros_like(total).index_add(1, where_S, (logprobs_PS - top).exp())
+    return torch.logaddexp(total, added.log() + top)
 
 
 def optimum_logprobs(reference_logprobs_PS: Tensor, rewards_PS: Tensor) -> Tensor:

@@ -230,10 +230,11 @@ class DelayedRun:
             finished_B=samples.finished_B,
             num_groups=learner.groups_per_step,
             step=number,
+            lag_T=torch.full_like(samples.sequence_T, min(number, self.lag)),
         )
         output = self._loss(inputs)
-        lag_T = torch.full_like(inputs.sequence_T, self.lag)
-        metrics = off_policy_metrics(inputs, lag_T, torch.ones_like(inputs.finished_B), output.weights_T)
+        assert inputs.lag_T is not None
+        metrics = off_policy_metrics(inputs, inputs.lag_T, torch.ones_like(inputs.finished_B), output.weights_T)
         self._adam.zero_grad()
         output.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), learner.max_grad_norm)

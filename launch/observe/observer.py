@@ -42,7 +42,7 @@ from launch.observe.status import (
     waits,
     write_status,
 )
-from launch.observe.totals import ActorTotals, Lags, OverlapMeter, Rate, StepTotals
+from launch.observe.totals import ALL, ActorTotals, Lags, OverlapMeter, Rate, StepTotals
 from launch.pools import actor_pools
 
 log = logging.getLogger(__name__)
@@ -208,6 +208,8 @@ class Observer:
             "steps_redone": self.totals.num_redone,
             "steps_without_report": self.totals.num_without_report(status.step),
             "trained_trajectories": buffer.ledger["trained"],
+            "trained_tokens": self.totals.num_tokens,
+            "generated_tokens": self.actor_totals.num_tokens[ALL],
             "lag_mean": self.totals.lag_mean,
             "lag_max": status.lag_max,
             "max_lag": status.max_lag,

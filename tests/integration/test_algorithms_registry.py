@@ -1,22 +1,25 @@
-"""The registry, and a fourth algorithm that is added to it as docs/algorithms/README.md says.
+"""The registry, and an algorithm in a file of a user's, as docs/algorithms/README.md has it.
 
-As a script this file is a run that knows that algorithm: `python -m tests.integration.test_algorithms_registry FOLDER`.
+As a script this file is a run that has that algorithm: `python -m tests.integration.test_algorithms_registry FOLDER`.
 """
 
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import TypeAdapter, ValidationError
 
-import algorithms
 from algorithms.base import AlgorithmSection
 from algorithms.registry import ALGORITHMS, FILES, AlgorithmConfig
+from launch.config import Config, load_config, to_toml
+from launch.errors import ConfigError
+from tests.unit.loss_batches import gradient, make_inputs
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "algorithms"
@@ -60,18 +63,10 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_a_fourth_algorithm_is_one_file_and_one_line(tmp_path):
-    source, files = blocks("python")
+def test_an_algorithm_in_a_file_of_a_users_is_checked_trained_and_kept_in_the_runs_config(tmp_path):
+    (source,) = blocks("python")
     (section,) = blocks("toml")
-    before = (ROOT / "algorithms" / "registry.py").read_text()
-    known = re.search(r"^FILES = \(\n.*?^\)\n", before, re.DOTALL | re.MULTILINE).group()
-    added = [line for line in files.splitlines() if line not in known.splitlines()]
-    assert added == ['    "reinforce",']
-    assert [line for line in files.splitlines() if line not in added] == known.splitlines()
-
-    shutil.copytree(ROOT / "algorithms", tmp_path / "algorithms", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "algorithms" / "reinforce.py").write_text(source)
-    (tmp_path / "algorithms" / "registry.py").write_text(before.replace(known, files))
+    (tmp_path / "reinforce.py").write_text(source)
     (tmp_path / "run.toml").write_text(TOML + section)
     said = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.integration.test_algorithms_registry", str(tmp_path)],
@@ -79,29 +74,64 @@ def test_a_fourth_algorithm_is_one_file_and_one_line(tmp_path):
         text=True,
         check=False,
         timeout=120,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert said.returncode == 0, said.stderr
     seen = json.loads(said.stdout.splitlines()[-1])
-    assert seen["algorithms_from"] == str(tmp_path / "algorithms")
-    assert seen["type"] == "reinforce"
+    assert seen["type"] == f"{tmp_path / 'reinforce.py'}:ALGORITHM"
     assert seen["reward_scale"] == 2.0
-    assert seen["refused"] == "unknown key algorithm.reward_scal; did you mean algorithm.reward_scale?"
+    assert seen["kept"]
+    known = f"keys of {seen['type']} are compare, reward_scale"
+    assert seen["refused"] == f"[algorithm] reward_scal: extra inputs are not permitted; {known}"
     assert seen["taken"] == [True]
     assert seen["logged"] == pytest.approx(seen["advantage_abs"])
     assert seen["objective_after"] > seen["objective_before"] + 1e-4
 
 
-def learn_with_the_fourth_algorithm(folder: Path) -> dict:
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("ALGORITHM = 3", "is no Algorithm: write NAME = Algorithm"),
+        ("OTHER = 3", "the file defines no 'ALGORITHM', but OTHER"),
+        ("1 / 0", "failed: ZeroDivisionError: division by zero"),
+        (None, "there is no file"),
+    ],
+)
+def test_a_file_without_an_algorithm_is_refused_by_name(tmp_path, source, message):
+    if source is not None:
+        (tmp_path / "mine.py").write_text(source)
+    (tmp_path / "run.toml").write_text(TOML + '[algorithm]\ntype = "mine.py:ALGORITHM"\n')
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(tmp_path / "run.toml")
+    assert str(tmp_path / "mine.py") in str(caught.value)
+
+
+def test_a_baseline_in_a_file_of_a_users_weighs_the_sequences(tmp_path):
+    (tmp_path / "mine.py").write_text("def centred(inputs, rewards_B):\n    return rewards_B - rewards_B.mean()\n")
+    (tmp_path / "run.toml").write_text(TOML + '[algorithm]\ntype = "off_policy_ppo"\nbaseline = "mine.py:centred"\n')
+    config = load_config(tmp_path / "run.toml").algorithm
+    assert config.needs.separable is None, "nobody knows what it reads"
+    inputs = make_inputs()
+    fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
+    advantage_B = inputs.rewards_B - inputs.rewards_B.mean()
+    expected_T = -advantage_B[inputs.sequence_T] / inputs.logprobs_T.numel()
+    torch.testing.assert_close(gradient(config, fresh)[1], expected_T, rtol=0, atol=1e-12)
+    (tmp_path / "wrong.py").write_text("def centred(inputs, rewards_B):\n    return rewards_B.mean()\n")
+    wrong = load_config(tmp_path / "run.toml", ["--algorithm.baseline", f"{tmp_path}/wrong.py:centred"]).algorithm
+    with pytest.raises(ValueError, match=r"returned the shape \[\] for \[9\]"):
+        gradient(wrong, fresh)
+
+
+def learn_with_it(folder: Path) -> dict:
     """Load its config, and take a step of the learner with it on one rank."""
-    from launch.config import load_config
-    from launch.errors import ConfigError
     from learner.config import LearnerConfig
     from learner.step import TrainStep
     from tests.world.learner import SEED, alone, build, make_models, make_networks, make_rows
 
-    algorithm = load_config(folder / "run.toml").algorithm
+    whole = load_config(folder / "run.toml")
+    (folder / "kept.toml").write_text(to_toml(whole))
+    algorithm = whole.algorithm
     try:
         load_config(folder / "run.toml", ["--algorithm.reward_scal", "1.0"])
     except ConfigError as error:
@@ -124,9 +154,9 @@ def learn_with_the_fourth_algorithm(folder: Path) -> dict:
         result = TrainStep(networks, reference, algorithm, config, SEED).run(batch, 0)
         after = objective()
     return {
-        "algorithms_from": str(Path(algorithms.__file__).parent),
         "type": algorithm.type,
         "reward_scale": algorithm.reward_scale,
+        "kept": load_config(folder / "kept.toml") == whole == Config.model_validate_json(whole.model_dump_json()),
         "refused": refused,
         "taken": [update.result.taken for update in result.updates],
         "logged": result.metrics["reinforce/advantage_abs"],
@@ -137,4 +167,4 @@ def learn_with_the_fourth_algorithm(folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(learn_with_the_fourth_algorithm(Path(sys.argv[1]))))
+    print(json.dumps(learn_with_it(Path(sys.argv[1]))))

@@ -51,6 +51,9 @@ def batches(draw, dtypes=DTYPES) -> LossInputs:
         prompt_B=torch.tensor([group // 2 for group in group_B]),
         values_T=floats(VALUES, num_tokens),
         old_values_T=floats(VALUES, num_tokens),
+        lag_T=torch.tensor(
+            draw(st.lists(st.integers(0, 9), min_size=num_tokens, max_size=num_tokens)), dtype=torch.int64
+        ),
     )
     return interleaved(inputs, draw(st.integers(0, 9)))[0] if draw(st.booleans()) else inputs
 
@@ -58,15 +61,16 @@ def batches(draw, dtypes=DTYPES) -> LossInputs:
 @settings(max_examples=40)
 @given(batches())
 def test_losses_gradients_and_metrics_are_finite(inputs):
-    lag_T = torch.arange(inputs.logprobs_T.numel()) % 2
     single_B = inputs.finished_B
     for name, config in CONFIGS.items():
+        if config.needs.rewards_of_success:
+            inputs = replace(inputs, rewards_B=inputs.rewards_B.abs())
         leaves = [inputs.logprobs_T.clone().requires_grad_(), inputs.values_T.clone().requires_grad_()]
         output = loss_for(config)(replace(inputs, logprobs_T=leaves[0], values_T=leaves[1]))
         slopes = torch.autograd.grad(output.loss, leaves, allow_unused=True, materialize_grads=True)
         assert math.isfinite(output.loss.item()), name
         assert all(torch.isfinite(slope).all() for slope in slopes), name
-        metrics = output.metrics | off_policy_metrics(inputs, lag_T, single_B, output.weights_T)
+        metrics = output.metrics | off_policy_metrics(inputs, inputs.lag_T, single_B, output.weights_T)
         for key, value in metrics.items():
             assert value is None or math.isfinite(value), (name, key)
             assert value is None or not key.endswith("_frac") or 0 <= value <= 1, (name, key)
@@ -91,5 +95,7 @@ def test_equal_rewards_in_float32_move_no_policy_at_all(inputs):
             batch = replace(level, logprobs_T=leaf_T)
             if config.type == "oapl":  # elsewhere it pulls towards the policy that sampled
                 batch = replace(batch, behaviour_logprobs_T=level.logprobs_T)
+            if config.needs.rewards_of_success:
+                batch = replace(batch, rewards_B=batch.rewards_B.abs())
             loss = loss_for(config)(batch).loss
             assert torch.autograd.grad(loss, leaf_T)[0].abs().sum() == 0, config

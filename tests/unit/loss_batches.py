@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import torch
 
 from algorithms.base import LossInputs
+from algorithms.distillation import DistillationConfig
 from algorithms.oapl import OAPLConfig
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig
@@ -35,6 +36,7 @@ GROUP_CONFIGS = {
     "dpo without weights": OnlineDPOConfig(beta=0.7, corrections=[]),
     "dpo of prompts": OnlineDPOConfig(beta=0.7, compare="prompt"),
     "ipo": OnlineDPOConfig(beta=0.7, variant="ipo"),
+    "ipo of means": OnlineDPOConfig(beta=0.7, variant="ipo", log_ratio="mean", corrections=[]),
     "rloo": OffPolicyPPOConfig(corrections=[TIGHT]),
     "rloo without corrections": OffPolicyPPOConfig(corrections=[]),
     "rloo of prompts": OffPolicyPPOConfig(compare="prompt", corrections=[]),
@@ -42,14 +44,28 @@ GROUP_CONFIGS = {
     "grpo without std": OffPolicyPPOConfig(
         baseline="grpo", normalize_std=False, missing_eos_penalty=0.5, corrections=[]
     ),
+    "maxrl": OffPolicyPPOConfig(baseline="maxrl", corrections=[]),
+    "dr_grpo": OffPolicyPPOConfig(preset="dr_grpo", length_scale=4.0, corrections=[TIGHT]),
     "on stale data": OffPolicyPPOConfig(proximal="behaviour"),
+    "interpolated": OffPolicyPPOConfig(
+        proximal="interpolated", clip_low=0.1, clip_high=0.1, kl_beta=0.1, corrections=[TIGHT]
+    ),
+    "dual clip": OffPolicyPPOConfig(dual_clip=1.3, corrections=[]),
     "proximal rloo": OffPolicyPPOConfig(preset="proximal_rloo"),
     "sequence_tis": OffPolicyPPOConfig(corrections=[{"type": "sequence_tis", "cap": 1.2}]),
     "icepop": OffPolicyPPOConfig(corrections=[{"type": "icepop", "low": 0.8, "high": 1.3}]),
     "geometric_mask": OffPolicyPPOConfig(corrections=[{"type": "geometric_mask", "low": 0.9, "high": 1.1}]),
     "sequence_clip": OffPolicyPPOConfig(corrections=[{"type": "sequence_clip", "clip_low": 0.1}]),
     "gspo": OffPolicyPPOConfig(corrections=[{"type": "gspo", "clip_low": 0.1, "clip_high": 0.2}]),
+    "gspo of sequences": OffPolicyPPOConfig(
+        mean_over="sequences", corrections=[{"type": "gspo", "clip_low": 0.1, "clip_high": 0.2}, TIGHT]
+    ),
     "cispo": OffPolicyPPOConfig(corrections=[{"type": "cispo", "low": 0.8, "high": 1.2}]),
+    "vespo": OffPolicyPPOConfig(corrections=["vespo"]),
+    "dppo": OffPolicyPPOConfig(corrections=[{"type": "dppo", "threshold": 0.2, "cap": 1.3}]),
+    "dppo by kl": OffPolicyPPOConfig(
+        kl_beta=0.2, corrections=[{"type": "dppo", "divergence": "kl", "threshold": 0.1, "cap": 1.3}]
+    ),
     "composed": OffPolicyPPOConfig(
         baseline="grpo",
         kl_beta=0.1,
@@ -66,6 +82,11 @@ GROUP_CONFIGS = {
 OTHER_CONFIGS = {
     "k2 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss", corrections=[TIGHT]),
     "k3 in the loss": OffPolicyPPOConfig(kl_beta=0.3, kl_in="loss", kl_estimator="k3", corrections=[]),
+    "towards the sampler": OffPolicyPPOConfig(kl_beta=0.3, kl_in="behaviour", corrections=["dppo"]),
+    "with an entropy bonus": OffPolicyPPOConfig(entropy_coef=0.3, corrections=[TIGHT]),
+    "against the batch": OffPolicyPPOConfig(baseline="batch", kl_beta=0.2, corrections=[]),
+    "distillation": DistillationConfig(max_log_ratio=0.4),
+    "distillation without weights": DistillationConfig(corrections=[]),
     "critic": OffPolicyPPOConfig(baseline="critic", gamma=0.9, gae_lambda=0.8, kl_beta=0.1, corrections=[]),
     "critic unclipped": OffPolicyPPOConfig(baseline="critic", critic="model", value_clip=0, corrections=["gspo"]),
     "critic composed": OffPolicyPPOConfig(
@@ -101,6 +122,7 @@ def make_inputs(seed=0, groups=GROUPS, lengths=LENGTHS, prompts=None, **changes)
         prompt_B=torch.tensor(PROMPTS if groups is GROUPS and prompts is None else (prompts or groups)),
         values_T=uniform(num_tokens),
         old_values_T=uniform(num_tokens),
+        lag_T=torch.randint(4, (num_tokens,), generator=random),
     )
     return replace(inputs, **changes)
 

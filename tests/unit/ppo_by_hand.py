@@ -51,16 +51,32 @@ def weights(inputs, proximal_T, corrections):
     return [w if keep else 0.0 for w, keep in zip(weight, kept, strict=True)], kept, counts
 
 
+def proximal(config, inputs):
+    """The log-probabilities of pi_prox, by its definition."""
+    if config.proximal == "draw_start":
+        return inputs.proximal_logprobs_T
+    if config.proximal == "behaviour":
+        return inputs.behaviour_logprobs_T
+    found = inputs.logprobs_T.clone()
+    for t, lag in enumerate(inputs.lag_T.tolist()):
+        if lag:
+            found[t] = inputs.behaviour_logprobs_T[t] / lag + inputs.logprobs_T[t] * (lag - 1) / lag
+    return found
+
+
 def group_advantages(inputs, rewards, config):
     found = []
     for b, reward in enumerate(rewards):
-        own = [rewards[j] for j in mates_of(inputs, b, config.compare)]
+        mates = range(len(rewards)) if config.baseline == "batch" else mates_of(inputs, b, config.compare)
+        own = [rewards[j] for j in mates]
+        mean = math.fsum(own) / len(own)
         if len(own) == 1:
             found.append(0.0)
-        elif config.baseline == "rloo":
+        elif config.baseline in ("rloo", "batch"):
             found.append(reward - (math.fsum(own) - reward) / (len(own) - 1))
+        elif config.baseline == "maxrl":
+            found.append(reward / mean - 1)
         else:
-            mean = math.fsum(own) / len(own)
             std = math.sqrt(math.fsum((r - mean) ** 2 for r in own) / (len(own) - 1))
             found.append((reward - mean) / (std + 1e-6) if config.normalize_std else reward - mean)
     return found
@@ -96,55 +112,113 @@ def advantages(inputs, proximal_T, config):
     return [by_sequence[b] for b in inputs.sequence_T.tolist()]
 
 
-def surrogate(inputs, proximal_T, config):
-    """What measures the update: its type, its bounds, and log u of each token, or of the sequence it is in."""
-    log_u = difference(inputs.logprobs_T, proximal_T)
+@dataclass
+class Term:
+    """Of one token: what is maximised, its slope by log u of whoever moves it, and what bounded it."""
+
+    objective: float
+    slope: float
+    low: bool = False
+    high: bool = False
+    weight: float | None = None
+
+
+def clipped(config, u, a, logprob):
+    """The term of a clipped surrogate at a ratio u."""
     named = [each for each in config.corrections if each.type in ("sequence_clip", "gspo", "cispo")]
-    kind = named[0].type if named else "clip"
-    for tokens in tokens_of(inputs):
-        total = sum(log_u[t] for t in tokens)
-        for t in tokens:
-            log_u[t] = {"sequence_clip": total, "gspo": total / len(tokens)}.get(kind, log_u[t])
     bounds = named[0] if named else config
-    if kind == "cispo":
-        return kind, bounds.low, bounds.high, log_u
-    return kind, 1 - bounds.clip_low, 1 + bounds.clip_high, log_u
+    if named and named[0].type == "cispo":
+        weight = min(max(u, bounds.low), bounds.high)
+        return Term(weight * a * logprob, weight * a, u < bounds.low, u > bounds.high)
+    low, high = 1 - bounds.clip_low, 1 + bounds.clip_high
+    if a < 0 and config.dual_clip and u > config.dual_clip:
+        return Term(config.dual_clip * a, 0.0, high=True)
+    if (a > 0 and u > high) or (a < 0 and u < low):
+        return Term((high if a > 0 else low) * a, 0.0, low=a < 0, high=a > 0)
+    return Term(u * a, u * a)
+
+
+def whole(correction, inputs, a, t, log_W):
+    """The term of a surrogate that weighs by pi / mu itself."""
+    logprob, log_mu = float(inputs.logprobs_T[t]), float(inputs.behaviour_logprobs_T[t])
+    if correction.type == "vespo":
+        k = correction.k_negative if a < 0 else correction.k_positive
+        lam = correction.lambda_negative if a < 0 else correction.lambda_positive
+        W = math.exp(limited(log_W))
+        weight = math.exp(lam) * W**k * math.exp(-lam * W)
+        return Term(weight * a * logprob, weight * a, weight=weight)
+    pi, mu = math.exp(logprob), math.exp(log_mu)
+    far = abs(pi - mu)
+    if correction.divergence == "kl":
+        far = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+    low, high = far > correction.threshold and pi < mu and a < 0, far > correction.threshold and pi > mu and a > 0
+    weight = 0.0 if low or high else min(pi / mu, correction.cap)
+    return Term(weight * a * logprob, weight * a, low, high, weight)
+
+
+def share(config, inputs, tokens):
+    """What each of a sequence's tokens counts in a mean."""
+    if config.mean_over == "tokens":
+        return 1 / inputs.logprobs_T.numel()
+    return 1 / inputs.num_sequences / (len(tokens) if config.mean_over == "sequences" else config.length_scale)
 
 
 def ppo(config, inputs) -> ByHand:
     """The whole loss; slopes are derived by hand, too."""
     num_tokens = inputs.logprobs_T.numel()
-    proximal_T = inputs.behaviour_logprobs_T if config.proximal == "behaviour" else inputs.proximal_logprobs_T
-    weight, kept, counts = weights(inputs, proximal_T, config.corrections)
+    proximal_T = proximal(config, inputs)
+    named = next((each for each in config.corrections if each.type in SURROGATES), None)
+    kind = named.type if named else "clip"
+    is_whole = kind in ("vespo", "dppo")
+    weight, kept, counts = weights(inputs, proximal_T, () if is_whole else config.corrections)
+    if is_whole:
+        weight = [1.0] * num_tokens
+    if kind != "vespo":
+        counts |= {"low": 0, "high": 0}
     advantage = advantages(inputs, proximal_T, config)
-    kind, low, high, log_u = surrogate(inputs, proximal_T, config)
-    result = ByHand(0.0, [0.0] * num_tokens, [0.0] * num_tokens, weight, counts | {"low": 0, "high": 0})
+    result = ByHand(0.0, [0.0] * num_tokens, [0.0] * num_tokens, list(weight), counts)
+    log_u, log_w = difference(inputs.logprobs_T, proximal_T), difference(inputs.logprobs_T, inputs.behaviour_logprobs_T)
     for tokens in tokens_of(inputs):
         for t in tokens:
-            u, a = math.exp(limited(log_u[t])), advantage[t]
-            bounded = min(max(u, low), high)
-            free = bounded == u or (u < low and a > 0) or (u > high and a < 0)
-            result.counts["low"] += kept[t] and u < low and (a < 0 or kind == "cispo")
-            result.counts["high"] += kept[t] and u > high and (a > 0 or kind == "cispo")
-            if kind == "cispo":
-                objective, slope = bounded * a * float(inputs.logprobs_T[t]), bounded * a
+            a, total = advantage[t], sum(log_u[i] for i in tokens)
+            if is_whole:
+                term = whole(named, inputs, a, t, sum(log_w[i] for i in tokens))
+                result.weight_T[t] = term.weight
             else:
-                objective, slope = min(u * a, bounded * a), u * a if free else 0.0
-            share = 1 / len(tokens) if kind == "sequence_clip" else 1.0
-            result.loss -= weight[t] * objective * share / num_tokens
+                log_ratio = {"sequence_clip": total, "gspo": total / len(tokens)}.get(kind, log_u[t])
+                term = clipped(config, math.exp(limited(log_ratio)), a, float(inputs.logprobs_T[t]))
+            if kind != "vespo":
+                result.counts["low"] += kept[t] and term.low
+                result.counts["high"] += kept[t] and term.high
+            counted = weight[t] * share(config, inputs, tokens)
+            result.loss -= counted * term.objective / (len(tokens) if kind == "sequence_clip" else 1)
             # the ratio of a sequence moves with all its tokens: d prod u / dlogp = prod u, d exp(mean) = exp(mean) / L
-            reached = [t] if kind in ("clip", "cispo") else tokens
-            for other in reached:
+            for other in tokens if kind in ("gspo", "sequence_clip") else [t]:
                 part = 1 / len(tokens) if kind in ("gspo", "sequence_clip") else 1.0
-                result.slope_T[other] -= weight[t] * slope * part / num_tokens
-    if config.kl_beta > 0 and config.kl_in == "loss":
-        for t, x in enumerate(difference(inputs.logprobs_T, inputs.reference_logprobs_T)):
-            term, slope = (x * x / 2, x) if config.kl_estimator == "k2" else (math.exp(-x) - 1 + x, 1 - math.exp(-x))
-            result.loss += config.kl_beta * weight[t] * term / num_tokens
-            result.slope_T[t] += config.kl_beta * weight[t] * slope / num_tokens
+                result.slope_T[other] -= counted * term.slope * part
+            add_penalties(config, inputs, t, share(config, inputs, tokens), weight[t], result)
     if config.baseline == "critic":
         add_value_loss(config, inputs, advantage, result)
     return result
+
+
+SURROGATES = ("sequence_clip", "gspo", "cispo", "vespo", "dppo")
+
+
+def add_penalties(config, inputs, t, share, weight, result):
+    """Of a token: what stands beside the objective in the loss."""
+    logprob = float(inputs.logprobs_T[t])
+    terms = [(config.entropy_coef * weight, logprob**2 / 2, logprob)]
+    if config.kl_beta > 0 and config.kl_in == "behaviour":
+        x = logprob - float(inputs.behaviour_logprobs_T[t])
+        terms.append((config.kl_beta, x * x / 2, x))
+    if config.kl_beta > 0 and config.kl_in == "loss":
+        x = logprob - float(inputs.reference_logprobs_T[t])
+        k2, k3 = (x * x / 2, x), (math.exp(-x) - 1 + x, 1 - math.exp(-x))
+        terms.append((config.kl_beta * weight, *(k2 if config.kl_estimator == "k2" else k3)))
+    for factor, value, slope in terms:
+        result.loss += share * factor * value
+        result.slope_T[t] += share * factor * slope
 
 
 def add_value_loss(config, inputs, advantage, result):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.off_policy_ppo import gae, group_advantages, rewards_per_token
+from algorithms.advantages import gae, group_advantages, rewards_per_token
 from tests.unit.loss_batches import interleaved, make_inputs, mates_of, tokens_of
 
 
@@ -95,6 +95,7 @@ def test_group_baselines_follow_their_definitions(groups):
             ("rloo", True): reward - sum(others) / len(others) if others else 0.0,
             ("grpo", True): (reward - mean) / (std + 1e-6),
             ("grpo", False): reward - mean,
+            ("maxrl", True): reward / mean - 1,
         }
         for (baseline, normalize_std), value in expected.items():
             found_B = group_advantages(inputs, inputs.rewards_B, baseline, normalize_std=normalize_std)
@@ -107,7 +108,12 @@ def test_equal_rewards_in_float32_are_exactly_no_advantage(reward, size):
     """The mean in float32 would differ from them in the last digit, and a standard deviation make that large."""
     rewards_B = torch.full((size,), reward, dtype=torch.float32)
     inputs = replace(make_inputs(groups=[0] * size, lengths=[1] * size), rewards_B=rewards_B)
-    for baseline in ("rloo", "grpo"):
+    for baseline in ("rloo", "grpo", "maxrl"):
         found_B = group_advantages(inputs, rewards_B, baseline)
         assert found_B.dtype == torch.float32
         assert found_B.abs().max() == 0
+
+
+def test_maxrl_has_no_advantage_where_nothing_succeeded():
+    inputs = replace(make_inputs(), rewards_B=torch.zeros(9, dtype=torch.float64))
+    assert group_advantages(inputs, inputs.rewards_B, "maxrl").abs().max() == 0

@@ -7,17 +7,14 @@ import pytest
 import torch
 
 from algorithms.corrections import (
-    CISPO,
-    GSPO,
     GeometricMask,
     IcePop,
-    SequenceClip,
     SequenceTIS,
-    TokenClip,
     TokenTIS,
     importance_weights,
     surrogate_of,
 )
+from algorithms.surrogates import CISPO, DPPO, GSPO, VESPO, SequenceClip, TokenClip
 from tests.unit.loss_batches import make_inputs
 
 LENGTHS = [2, 1, 0, 3]
@@ -108,7 +105,7 @@ def surrogate(kind, advantage, u):
     leaf_T = (inputs.proximal_logprobs_T + torch.tensor(u, dtype=torch.float64).log()).requires_grad_()
     advantage_T = torch.full((len(u),), advantage, dtype=torch.float64)
     moved = replace(inputs, logprobs_T=leaf_T)
-    found = SURROGATES[kind].objective(moved, inputs.proximal_logprobs_T, advantage_T)
+    found = SURROGATES[kind].objective(moved, advantage_T)
     (slope_T,) = torch.autograd.grad(found.objective_T.sum(), leaf_T)
     return found.objective_T.tolist(), slope_T.tolist(), found.low_T.tolist(), found.high_T.tolist()
 
@@ -166,3 +163,76 @@ def test_the_list_names_the_surrogate_and_without_one_the_default_counts():
     default = TokenClip()
     assert surrogate_of([TokenTIS(), GSPO(), IcePop()], default) == GSPO()
     assert surrogate_of([TokenTIS(), IcePop()], default) is default
+
+
+def of_sampled(surrogate, mu, pi, advantage):
+    """Objective's slope at each token and where it was bounded, of one sequence with these probabilities."""
+    leaf_T = torch.tensor(pi, dtype=torch.float64).log().requires_grad_()
+    inputs = make_inputs(groups=[0], lengths=[len(pi)])
+    inputs = replace(inputs, logprobs_T=leaf_T, behaviour_logprobs_T=torch.tensor(mu, dtype=torch.float64).log())
+    found = surrogate.objective(inputs, torch.full_like(leaf_T, advantage).detach())
+    (slope_T,) = torch.autograd.grad(found.objective_T.sum(), leaf_T)
+    assert torch.equal(slope_T, found.weight_T * advantage)
+    return slope_T.tolist(), found.low_T.tolist(), found.high_T.tolist()
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_vespo_weighs_a_sequence_softly_on_both_sides_of_where_it_was_sampled(advantage):
+    mu = [0.5, 0.5]
+
+    def weight(pi):
+        slope, low, high = of_sampled(VESPO(), mu, pi, advantage)
+        assert slope[0] == slope[1], "one weight for all tokens"
+        assert not any(low + high)
+        return slope[0] / advantage
+
+    assert weight(mu) == pytest.approx(1)
+    assert weight([0.9, 0.25 / 0.9]) == pytest.approx(1), "the product counts alone"
+    # phi is greatest at W = k / lambda: 2/3 where A >= 0, 3/2 below
+    top = (2 / 3 if advantage > 0 else 3 / 2) * 0.25
+    greatest = weight([math.sqrt(top)] * 2)
+    for W in (0.02, 0.2, 0.9):
+        assert weight([math.sqrt(W)] * 2) <= greatest + 1e-12
+    assert weight([1e-4, 1e-4]) < 1e-6
+    assert weight([1.0, 1.0]) == pytest.approx(4**2 * math.exp(3 - 12) if advantage > 0 else 4**3 * math.exp(2 - 8))
+
+
+def test_dppo_lets_rare_tokens_move_by_factors_and_holds_common_ones_by_probability():
+    dppo = DPPO(threshold=0.15, cap=4.0)
+    mu, pi = [0.001, 0.5, 0.5, 0.5], [0.01, 0.6, 0.7, 0.3]
+    slope, low, high = of_sampled(dppo, mu, pi, 1.0)
+    assert slope == pytest.approx([4.0, 1.2, 0.0, 0.6]), "ten times as likely, and cut at the cap alone"
+    assert (low, high) == ([False] * 4, [False, False, True, False])
+    slope, low, high = of_sampled(dppo, mu, pi, -1.0)
+    assert slope == pytest.approx([-4.0, -1.2, -1.4, 0.0])
+    assert (low, high) == ([False, False, False, True], [False] * 4)
+    # KL of (0.5, 0.5) from (0.7, 0.3) is 0.0872
+    for threshold, is_held in ((0.08, True), (0.09, False)):
+        slope, _, high = of_sampled(DPPO(divergence="kl", threshold=threshold), [0.5], [0.7], 1.0)
+        assert high == [is_held]
+        assert slope == pytest.approx([0.0 if is_held else 1.4])
+
+
+def test_dppo_by_kl_is_finite_where_a_token_was_certain():
+    slope, _, high = of_sampled(DPPO(divergence="kl"), [1.0, 1.0], [1.0, 0.5], 1.0)
+    assert slope == pytest.approx([1.0, 0.5])
+    assert not any(high)
+
+
+def test_the_dual_clip_bounds_what_a_bad_token_can_lose_and_nothing_else():
+    clip, dual = TokenClip(), TokenClip(dual_clip=3.0)
+    inputs = make_inputs(groups=[0], lengths=[4])
+    u_T = torch.tensor([0.5, 2.0, 3.5, 100.0], dtype=torch.float64)
+    for advantage in (1.0, -1.0):
+        leaf_T = (inputs.proximal_logprobs_T + u_T.log()).requires_grad_()
+        advantage_T = torch.full_like(u_T, advantage)
+        found = [each.objective(replace(inputs, logprobs_T=leaf_T), advantage_T) for each in (clip, dual)]
+        slopes = [torch.autograd.grad(each.objective_T.sum(), leaf_T)[0] for each in found]
+        if advantage > 0:
+            assert torch.equal(found[0].objective_T, found[1].objective_T)
+            assert torch.equal(slopes[0], slopes[1])
+            continue
+        assert found[1].objective_T.tolist() == pytest.approx([-0.8, -2.0, -3.0, -3.0])
+        assert slopes[1].tolist() == pytest.approx([0.0, -2.0, 0.0, 0.0])
+        assert slopes[0].tolist() == pytest.approx([0.0, -2.0, -3.5, -100.0])
+        assert found[1].high_T.tolist() == [False, False, True, True]

@@ -96,7 +96,11 @@ def at_present(inputs):
     return replace(inputs, proximal_logprobs_T=inputs.logprobs_T)
 
 
-@every(GROUP_CONFIGS)
+SHIFTED = {name: config for name, config in GROUP_CONFIGS.items() if not config.needs.rewards_of_success}
+"""What compares rewards by their differences."""
+
+
+@every(SHIFTED)
 def test_rewards_may_be_shifted_by_any_constant(config):
     inputs = make_inputs()
     loss, slope_T = gradient(config, inputs)
@@ -105,7 +109,7 @@ def test_rewards_may_be_shifted_by_any_constant(config):
     torch.testing.assert_close(shifted_slope_T, slope_T, rtol=0, atol=1e-11)
 
 
-@every({name: config for name, config in GROUP_CONFIGS.items() if config.compare == "group"})
+@every({name: config for name, config in SHIFTED.items() if config.compare == "group"})
 def test_the_rewards_of_one_group_move_no_other(config):
     inputs = make_inputs()
     moved = replace(inputs, rewards_B=inputs.rewards_B + torch.tensor([5.0, 0, 0])[inputs.group_B])
@@ -131,7 +135,7 @@ def test_an_input_that_a_config_does_not_declare_is_not_read(config):
         inputs,
         behaviour_logprobs_T=inputs.behaviour_logprobs_T if needs.behaviour else unknown_T,
         reference_logprobs_T=inputs.reference_logprobs_T if needs.reference else unknown_T,
-        proximal_logprobs_T=unknown_T if not needs.behaviour else inputs.proximal_logprobs_T,
+        proximal_logprobs_T=inputs.proximal_logprobs_T if needs.proximal else unknown_T,
     )
     loss, slope_T, value_slope_T, _ = evaluate(config, blind)
     assert math.isfinite(loss)
@@ -151,6 +155,8 @@ def _without_values(config, inputs):
 def test_a_config_declares_what_it_reads(config):
     inputs = make_inputs()
     unknown_T = torch.full_like(inputs.logprobs_T, math.nan)
+    if config.needs.proximal:
+        assert math.isnan(gradient(config, replace(inputs, proximal_logprobs_T=unknown_T))[0])
     if config.needs.reference:
         assert math.isnan(gradient(config, replace(inputs, reference_logprobs_T=unknown_T))[0])
     if config.needs.critic:
@@ -222,7 +228,9 @@ def test_comparing_prompts_is_comparing_groups_that_were_joined_by_hand(config):
     {
         name: each
         for name, each in CONFIGS.items()
-        if each.needs.separable and each.compare == "group" and each.type != "online_dpo"  # which counts its pairs
+        if each.needs.separable
+        and getattr(each, "compare", "group") == "group"
+        and each.type != "online_dpo"  # which counts its pairs
     }
 )
 def test_the_gradient_of_a_separable_loss_reads_nothing_back_from_the_device(config):

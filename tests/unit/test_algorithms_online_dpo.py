@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from algorithms.online_dpo import OnlineDPOConfig
 from algorithms.registry import loss_for
-from tests.unit.loss_batches import PROMPTS, evaluate, gradient, make_inputs, sums
+from tests.unit.loss_batches import LENGTHS, PROMPTS, evaluate, gradient, make_inputs, sums
 
 BETA = 0.7
 
@@ -27,12 +27,17 @@ def pairs_by_hand(inputs, penalty, keys):
     return pairs
 
 
+@pytest.mark.parametrize("log_ratio_of", ["sum", "mean"])
 @pytest.mark.parametrize("compare", ["group", "prompt"])
 @pytest.mark.parametrize("variant", ["sigmoid", "ipo"])
-def test_the_best_is_compared_with_the_worst(variant, compare):
-    config = OnlineDPOConfig(beta=BETA, variant=variant, compare=compare, missing_eos_penalty=0.3, corrections=[])
+def test_the_best_is_compared_with_the_worst(variant, compare, log_ratio_of):
+    config = OnlineDPOConfig(
+        beta=BETA, variant=variant, compare=compare, log_ratio=log_ratio_of, missing_eos_penalty=0.3, corrections=[]
+    )
     inputs = make_inputs()
-    log_ratio = sums(inputs, inputs.logprobs_T - inputs.reference_logprobs_T)
+    counts = [max(1, length) if log_ratio_of == "mean" else 1 for length in LENGTHS]
+    totals = sums(inputs, inputs.logprobs_T - inputs.reference_logprobs_T)
+    log_ratio = [total / count for total, count in zip(totals, counts, strict=True)]
     pairs = pairs_by_hand(inputs, 0.3, inputs.group_B.tolist() if compare == "group" else PROMPTS)
     assert len(pairs) == (3 if compare == "group" else 2)
     expected, slope_B, margins = 0.0, [0.0] * 9, []
@@ -49,7 +54,8 @@ def test_the_best_is_compared_with_the_worst(variant, compare):
         slope_B[worst] -= slope
     loss, slope_T, _, metrics = evaluate(config, inputs)
     assert loss == pytest.approx(expected, abs=1e-12)
-    expected_T = torch.tensor(slope_B, dtype=torch.float64)[inputs.sequence_T]
+    slopes = [slope / count for slope, count in zip(slope_B, counts, strict=True)]
+    expected_T = torch.tensor(slopes, dtype=torch.float64)[inputs.sequence_T]
     torch.testing.assert_close(slope_T, expected_T, rtol=0, atol=1e-12)
     crossed = sum(inputs.group_B[best] != inputs.group_B[worst] for best, worst in pairs)
     assert metrics == pytest.approx(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from algorithms.base import BadInputs
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.registry import loss_for
 from tests.unit import ppo_by_hand
@@ -78,7 +79,7 @@ def test_where_a_draw_is_one_update_nothing_is_ever_clipped():
     inputs = make_inputs()
     first = replace(inputs, proximal_logprobs_T=inputs.logprobs_T)
     for config in PPO_CONFIGS.values():
-        if config.proximal == "draw_start":
+        if config.proximal == "draw_start" and not config.is_weighed_whole:
             metrics = loss_for(config)(first).metrics
             assert metrics["off_policy/clip_frac_low"] == metrics["off_policy/clip_frac_high"] == 0
     # with the sampling policy as the centre, stale data eat the trust region at once
@@ -158,6 +159,110 @@ def kl_slopes(estimator, log_mu_V, log_pi_V, log_ref_V, logits_V):
     config = OffPolicyPPOConfig(kl_beta=1.0, kl_in="loss", kl_estimator=estimator, corrections=[])
     slope_T = gradient(config, answers)[1] * size  # the loss is a mean over tokens
     return torch.autograd.grad((log_mu_V.exp() * slope_T * log_pi_V).sum(), logits_V, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_the_entropy_bonus_has_the_gradient_of_the_exact_entropy(stale):
+    random = torch.Generator().manual_seed(5)
+    logits_V = torch.randn(5, generator=random, dtype=torch.float64, requires_grad=True)
+    log_pi_V = logits_V.log_softmax(0)
+    log_mu_V = torch.randn(5, generator=random, dtype=torch.float64).log_softmax(0) if stale else log_pi_V.detach()
+    entropy = -(log_pi_V.exp() * log_pi_V).sum()
+    (wanted_V,) = torch.autograd.grad(-entropy, logits_V, retain_graph=True)
+    config = OffPolicyPPOConfig(entropy_coef=1.0, corrections=[])
+    answers = every_answer(log_mu_V, log_pi_V.detach())
+    slope_T = gradient(config, answers)[1] * 5  # the loss is a mean over tokens
+    (found_V,) = torch.autograd.grad((log_mu_V.exp() * slope_T * log_pi_V).sum(), logits_V, retain_graph=True)
+    torch.testing.assert_close(found_V, wanted_V, rtol=0, atol=1e-12)
+    if not stale:
+        share = torch.distributions.Categorical(logits=log_mu_V)
+        many = every_answer(log_mu_V, log_pi_V.detach(), share.sample((20_000,)))
+        assert loss_for(config)(many).metrics["ppo/entropy"] == pytest.approx(entropy.item(), rel=0.02)
+
+
+def every_answer(log_mu_V, log_pi_V, tokens=None):
+    """One-token answers without an advantage: each of the vocabulary once, or those that are given."""
+    tokens = torch.arange(log_pi_V.numel()) if tokens is None else tokens
+    size = tokens.numel()
+    return make_inputs(
+        groups=[0] * size,
+        lengths=[1] * size,
+        logprobs_T=log_pi_V[tokens],
+        proximal_logprobs_T=log_pi_V[tokens],
+        behaviour_logprobs_T=log_mu_V[tokens],
+        rewards_B=torch.ones(size, dtype=torch.float64),
+        finished_B=torch.ones(size, dtype=torch.bool),
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_maxrl_climbs_the_first_terms_of_the_log_likelihood_of_success(size):
+    """Over all groups of one-token answers, of which two of four are right: sum over k < K of pass@k / k."""
+    logits_V = torch.randn(4, generator=torch.Generator().manual_seed(6), dtype=torch.float64, requires_grad=True)
+    log_pi_V = logits_V.log_softmax(0)
+    is_right_V = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    success = (log_pi_V.exp() * is_right_V).sum()
+    objective = sum((1 - (1 - success) ** k) / k for k in range(1, size))
+    (wanted_V,) = torch.autograd.grad(-objective, logits_V, retain_graph=True)
+    groups = torch.tensor(list(itertools.product(range(4), repeat=size)))
+    flat = groups.flatten()
+    inputs = make_inputs(
+        groups=[number for number in range(len(groups)) for _ in range(size)],
+        lengths=[1] * len(flat),
+        logprobs_T=log_pi_V.detach()[flat],
+        proximal_logprobs_T=log_pi_V.detach()[flat],
+        behaviour_logprobs_T=log_pi_V.detach()[flat],
+        rewards_B=is_right_V[flat],
+        finished_B=torch.ones(len(flat), dtype=torch.bool),
+    )
+    slope_T = gradient(OffPolicyPPOConfig(baseline="maxrl"), inputs)[1] * len(groups)
+    chance_T = log_pi_V.detach()[groups].sum(1).exp().repeat_interleave(size)
+    (found_V,) = torch.autograd.grad((chance_T * slope_T * log_pi_V[flat]).sum(), logits_V, retain_graph=True)
+    torch.testing.assert_close(found_V, wanted_V, rtol=0, atol=1e-12)
+
+
+def test_a_negative_reward_is_refused_where_rewards_are_of_success():
+    inputs = make_inputs()
+    failed = replace(inputs, rewards_B=torch.where(torch.arange(9) == 5, -1.0, inputs.rewards_B))
+    with pytest.raises(BadInputs, match=r"sequence 5: its reward is -1\.0, and baseline = 'maxrl' takes rewards of 0"):
+        loss_for(OffPolicyPPOConfig(baseline="maxrl"))(failed)
+    loss_for(OffPolicyPPOConfig(baseline="rloo"))(failed)
+
+
+def test_against_the_batch_a_sample_is_compared_with_all_others_of_the_update():
+    inputs = make_inputs(groups=list(range(9)))  # of one each: no group has anything to compare
+    fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
+    rewards = inputs.rewards_B.tolist()
+    advantages = [r - (sum(rewards) - r) / 8 for r in rewards]
+    slope_T = gradient(OffPolicyPPOConfig(baseline="batch"), fresh)[1]
+    expected_T = -torch.tensor(advantages, dtype=torch.float64)[inputs.sequence_T] / NUM_TOKENS
+    torch.testing.assert_close(slope_T, expected_T, rtol=0, atol=1e-12)
+    assert not OffPolicyPPOConfig(baseline="batch").needs.groups
+
+
+def test_the_interpolated_proximal_policy_is_pi_on_fresh_tokens_and_mu_on_those_of_one_update():
+    inputs = make_inputs()
+    config = OffPolicyPPOConfig(proximal="interpolated", corrections=[])
+    fresh = replace(inputs, lag_T=torch.zeros_like(inputs.lag_T))
+    _, slope_T, _, metrics = evaluate(config, fresh)
+    assert metrics["off_policy/clip_frac_low"] == metrics["off_policy/clip_frac_high"] == 0
+    at_pi = replace(inputs, proximal_logprobs_T=inputs.logprobs_T)
+    torch.testing.assert_close(slope_T, gradient(OffPolicyPPOConfig(corrections=[]), at_pi)[1], rtol=0, atol=1e-12)
+    one_old = replace(inputs, lag_T=torch.ones_like(inputs.lag_T))
+    naive_T = gradient(OffPolicyPPOConfig(proximal="behaviour"), inputs)[1]
+    torch.testing.assert_close(gradient(config, one_old)[1], naive_T, rtol=0, atol=1e-12)
+    assert not config.needs.proximal
+
+
+def test_means_over_sequences_and_sums_of_them_weigh_what_they_say():
+    inputs = make_inputs(lengths=[3, 1, 4, 2, 5, 2, 1, 3, 2])
+    fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
+    per_token_T = gradient(OffPolicyPPOConfig(), fresh)[1] * inputs.logprobs_T.numel()
+    of_sequences_T = gradient(OffPolicyPPOConfig(mean_over="sequences"), fresh)[1]
+    length_T = inputs.length_B[inputs.sequence_T]
+    torch.testing.assert_close(of_sequences_T, per_token_T / 9 / length_T, rtol=0, atol=1e-12)
+    sums_T = gradient(OffPolicyPPOConfig(mean_over="sequence_sums", length_scale=16), fresh)[1]
+    torch.testing.assert_close(sums_T, per_token_T / 9 / 16, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("stale", [False, True])
@@ -254,6 +359,23 @@ def test_keys_that_are_given_win_over_the_preset():
         ({"corrections": ["icepop", {"type": "icepop", "high": 3.0}]}, "names 'icepop' twice"),
         ({"corrections": ["token_tis"], "proximal": "behaviour"}, "'token_tis' acts on pi_prox / mu, which is 1"),
         ({"corrections": ["gspo"], "clip_low": 0.1}, "clip_low is not read with the correction 'gspo'"),
+        ({"corrections": ["vespo"], "dual_clip": 3.0}, "dual_clip is not read with the correction 'vespo'"),
+        (
+            {"corrections": ["dppo", "token_tis"]},
+            "'token_tis' acts on pi_prox / mu, and 'dppo' weighs by pi / mu itself",
+        ),
+        (
+            {"corrections": ["dppo"], "entropy_coef": 0.1},
+            "entropy_coef is weighed by pi_prox / mu, which 'dppo' has none",
+        ),
+        ({"corrections": ["vespo"], "kl_beta": 0.1, "kl_in": "loss"}, "kl_in = 'loss' is weighed by pi_prox / mu"),
+        ({"preset": "dr_grpo"}, "'sequence_sums' and length_scale belong together"),
+        ({"length_scale": 8.0}, "'sequence_sums' and length_scale belong together"),
+        ({"baseline": "maxrl", "kl_beta": 0.1}, "'maxrl' takes rewards of 0 or more, and kl_in = 'reward' would"),
+        ({"baseline": "maxrl", "missing_eos_penalty": 0.1}, "and missing_eos_penalty would make them negative"),
+        ({"baseline": "batch", "compare": "prompt"}, "and baseline = 'batch' is none"),
+        ({"baseline": "no/such/file.py:mine"}, "there is no file .*no/such/file.py"),
+        ({"dual_clip": 1.0}, "dual_clip"),
         ({"preset": "proximal_rloo", "clip_high": 0.1}, "clip_high is not read with the correction 'sequence_clip'"),
         ({"corrections": [{"type": "icepop", "low": 5.0, "high": 0.5}]}, "icepop: low = 5.0 is not below high = 0.5"),
         ({"corrections": ["token_tsi"]}, "'token_tis', 'sequence_tis', 'icepop', 'geometric_mask', 'sequence_clip'"),

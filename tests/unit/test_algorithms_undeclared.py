@@ -9,7 +9,7 @@ from algorithms.base import Algorithm, AlgorithmSection, LossOutput, Needs
 from algorithms.registry import ALGORITHMS, UndeclaredInput, loss_for, only_declared
 from tests.unit.loss_batches import make_inputs
 
-FIELDS = {"reference": "reference_logprobs_T", "behaviour": "behaviour_logprobs_T"}
+FIELDS = {"reference": "reference_logprobs_T", "behaviour": "behaviour_logprobs_T", "proximal": "proximal_logprobs_T"}
 READS = {
     "difference": lambda inputs, field: inputs.logprobs_T - getattr(inputs, field),
     "difference from": lambda inputs, field: getattr(inputs, field) - inputs.logprobs_T,

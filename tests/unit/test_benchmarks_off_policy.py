@@ -25,7 +25,8 @@ def draw_from(behaviour_PC, small_world):
     prompts_G, sequences_GK = training.sample(behaviour_PC, torch.Generator().manual_seed(0))
     with torch.no_grad():
         reference_PC, values_PN = small_world.reference()
-    return training.Draw(prompts_G, sequences_GK, behaviour_PC, 2 * reference_PC, reference_PC, values_PN)
+    rewards_PS = small_world.rewards_PS
+    return training.Draw(rewards_PS, prompts_G, sequences_GK, behaviour_PC, 2 * reference_PC, reference_PC, values_PN)
 
 
 def uniform():
@@ -95,6 +96,20 @@ def test_the_same_seed_is_the_same_world_and_leaves_torchs_generator_alone(small
     assert not torch.equal(world.World.made_from(seed=8).rewards_PS, small_world.rewards_PS)
 
 
+def test_the_choices_of_the_optimum_multiply_to_its_completions(small_world):
+    choices_PC = small_world.optimum_PC()
+    each_PN = choices_PC.exp().unflatten(1, (world.NUM_NODES, world.NUM_TOKENS)).sum(-1)
+    torch.testing.assert_close(each_PN, torch.ones_like(each_PN))
+    torch.testing.assert_close(world.of_sequences(choices_PC), small_world.optimum_logprobs_PS, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lag", "began", "expected"), [("0", 40, 2), ("4", 40, 6), ("16", 8, 10), ("first", 40, 42), ("uniform", 40, 43)]
+)
+def test_samples_are_as_old_as_their_policy_at_the_draw_and_the_updates_since(lag, began, expected):
+    assert training.age(lag, began, began + 2) == expected
+
+
 @pytest.mark.parametrize(("lag", "version"), [("0", 20), ("1", 19), ("4", 16), ("16", 4)])
 def test_the_behaviour_policy_is_that_of_so_many_updates_ago(lag, version):
     past = deque((torch.tensor(float(number)) for number in range(20)), maxlen=training.MAX_LAG)
@@ -132,7 +147,8 @@ def test_a_loss_reads_the_tokens_of_its_samples(small_world):
     draw = draw_from(uniform(), small_world)
     choices_PC, values_PN = small_world.reference()
     groups = torch.tensor([90, 3])
-    inputs = training.loss_inputs(small_world, draw, groups, 3 * choices_PC, values_PN + 1, step=11)
+    inputs = training.loss_inputs(draw, groups, 3 * choices_PC, values_PN + 1, step=11, lag=5)
+    assert set(inputs.lag_T.tolist()) == {5}
     prompt_B = draw.prompts_G[groups].repeat_interleave(GROUP_SIZE)
     sequence_B = draw.sequences_GK[groups].flatten()
     reference_B = world.sequence_logprobs(small_world.reference)[prompt_B, sequence_B].float()

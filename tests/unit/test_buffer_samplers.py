@@ -9,9 +9,10 @@ from pydantic import ValidationError
 
 from buffer import samplers
 from buffer.config import BufferConfig
-from buffer.errors import StoreError
+from buffer.errors import BufferRefused, StoreError
 from buffer.samplers import systematic_shares
 from common.staleness import PolicyVersion
+from common.user_file import UserFileError
 from tests.world.buffer import Actor, InProcessBuffer, facts, generate, index_faults, picker_of, train
 
 UNBOUNDED = {"max_lag": "unbounded", "vocab_size": 8192, "max_tokens": 8192}
@@ -271,6 +272,69 @@ def test_a_picker_draws_in_proportion_and_to_the_last_item_however_small_its_sha
     picker.take_out(70)
     assert picker.pick(random) is None
     assert picker_of({}).pick(random) is None
+
+
+MINE = """
+def seldom_solved(group, oldest):
+    if group.mean_reward == 0.25:
+        raise RuntimeError("a quarter is beyond me")
+    return float("nan") if group.mean_reward == 0.5 else 2 * group.mean_reward
+
+class NewestFirst:
+    def choose(self, candidates, num_groups, random, taken=frozenset()):
+        return [key.group_id for key in reversed(candidates.ready) if key.group_id not in taken][:num_groups]
+
+class Twice:
+    def choose(self, candidates, num_groups, random, taken=frozenset()):
+        return [candidates.ready[0].group_id] * num_groups
+
+class Broken:
+    def choose(self, candidates, num_groups, random, taken=frozenset()):
+        raise KeyError("lost")
+
+newest_first, twice, broken, nothing = NewestFirst(), Twice(), Broken(), 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return lambda name: f"{tmp_path}/mine.py:{name}"
+
+
+def test_a_users_sampler_chooses_the_groups_of_a_step(make, mine):
+    buffer, actor = started(make, config(mine("newest_first")), groups_per_step=2)
+    groups = generate(buffer, actor, 5)
+    assert sorted(train(buffer, 1).group_ids) == sorted(groups[-2:])
+
+
+def test_a_users_weight_draws_by_it_and_a_group_that_it_fails_on_has_weight_one(make, mine, caplog):
+    settings = config("on_policy_share", on_policy_share=0.0, replay_sampler=mine("seldom_solved"))
+    buffer, actor = started(make, settings, groups_per_step=1)
+    groups = {generate(buffer, actor, 1, [reward])[0]: reward for reward in (0.0, 0.25, 0.5, 1.0)}
+    weights = {group: math.exp(2 * reward) if reward in (0.0, 1.0) else 1.0 for group, reward in groups.items()}
+    total = sum(weights.values())
+    assert_near(drawn_in(buffer, 600), {group: weight / total for group, weight in weights.items()}, 600)
+    assert "a quarter is beyond me" in caplog.text
+    assert "gave NaN for group" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("twice", "took group 1, which is taken or not ready"), ("broken", "raised KeyError: 'lost'")],
+)
+def test_a_users_sampler_that_fails_is_named_to_the_learner(make, mine, name, message):
+    buffer, actor = started(make, config(mine(name)), groups_per_step=2)
+    generate(buffer, actor, 3)
+    with pytest.raises(BufferRefused, match=rf"buffer.sampler = '.*mine.py:{name}' {message}"):
+        train(buffer, 1)
+
+
+def test_what_is_no_sampler_is_refused_before_a_service_is_made(mine):
+    with pytest.raises(UserFileError, match=r"mine.py:nothing' is neither an object with choose.* nor a function"):
+        samplers.build(config(mine("nothing")))
+    with pytest.raises(ValidationError, match="String should match pattern"):
+        config("newest")
 
 
 def test_another_sampler_finds_the_groups_of_the_last_one(make):

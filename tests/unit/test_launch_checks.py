@@ -11,6 +11,7 @@ import pytest
 from launch.cli import main
 from launch.errors import ConfigError, ExitStatus
 from launch.run_folder import claimed_weights
+from tests.unit.small_models import Model
 
 OK, WRONG_INPUT = ExitStatus.OK, ExitStatus.WRONG_INPUT
 
@@ -151,6 +152,17 @@ def test_a_model_that_cannot_be_trained_is_refused(capsys, tmp_path, damage, exp
 def set_model_type(folder: Path, model_type: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(capsys, tmp_path):
+    teacher = Model("llama", tied=True).save(tmp_path / "teacher", max_position_embeddings=64)
+    written = DEMO.read_text().replace('"trajectory_balance"\nbeta = 0.2', '"distillation"')
+    (tmp_path / "distil.toml").write_text(written.replace("demo_model", str(DEMO.parent / "demo_model")))
+    teaching = ["--model.reference_path", teacher, "--run.dir", tmp_path / "runs"]
+    status, said = run(capsys, tmp_path / "distil.toml", *teaching)
+    assert status == WRONG_INPUT
+    assert "model.reference_path has a vocabulary of 48 tokens and the model one of" in said
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_existing_run_folder_is_left_alone(capsys, tmp_path):

@@ -59,6 +59,7 @@ def test_the_page_of_an_algorithm_names_every_knob_and_every_metric_of_it(name):
         "online_dpo": ("dpo/",),
         "off_policy_ppo": ("ppo/", "off_policy/"),
         "oapl": ("oapl/",),
+        "distillation": ("distillation/",),
     }[name]
     metrics = {metric for metric in METRICS if metric.startswith(prefixes)} - {"off_policy/chi2"}
     assert sorted(each for each in knobs | metrics if f"`{each}`" not in page) == []
@@ -67,7 +68,7 @@ def test_the_page_of_an_algorithm_names_every_knob_and_every_metric_of_it(name):
 def test_the_page_of_ppo_names_every_correction():
     page = (ROOT / "docs" / "algorithms" / "off_policy_ppo.md").read_text()
     names = {each.model_fields["type"].default for each in (*get_args(AnyWeight), *get_args(AnySurrogate))}
-    assert len(names) == 7
+    assert len(names) == 9
     assert sorted(name for name in names if f"| `{name}` |" not in page) == []
 
 

@@ -6,9 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from algorithms.distillation import DistillationConfig
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.online_dpo import OnlineDPOConfig
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
+from learner import optimizer as optimizer_file
 from learner import step as step_file
 from learner.batch import Leaves
 from learner.config import LearnerConfig
@@ -140,6 +142,10 @@ def test_the_gradient_of_an_update_is_the_same_however_it_is_split_into_micro_ba
         ({}, OffPolicyPPOConfig(), 0),
         ({}, OffPolicyPPOConfig(kl_beta=0.1), 1),  # the KL is in the reward, and so in the group's baseline
         ({}, TrajectoryBalanceConfig(), 1),
+        # what is not read of the draw's start is not computed
+        ({"num_minibatches": 2}, TrajectoryBalanceConfig(), 2),
+        ({"num_epochs": 2}, OffPolicyPPOConfig(proximal="interpolated"), 0),
+        ({"num_epochs": 2}, DistillationConfig(), 0),
     ],
 )
 def test_forward_only_passes_are_taken_where_a_loss_needs_them_and_the_first_ratio_is_exactly_one(
@@ -259,6 +265,54 @@ def test_the_distance_of_a_draw_is_that_of_its_start_whatever_its_updates(train_
     assert one["mismatch/lag0_tokens"] > 0
     for name in [*names, "off_policy/masked_frac"]:
         assert several[name] == pytest.approx(one[name], rel=1e-9), name
+
+
+def test_where_no_loss_reads_the_start_of_a_draw_its_distance_is_that_of_what_the_first_update_trained(train_step):
+    step, networks = train_step(DistillationConfig(), num_minibatches=2)
+    batch = build(make_rows(0))
+    whole = networks.forward_only(networks.on_device(batch.packed)).logprobs_T
+    result = step.run(batch, 0)
+    first = result.updates[0].batch
+    assert 0 < len(first.sequence_T) < len(batch.sequence_T)
+    sequences = minibatches(batch.group_B, 2, 1, (SEED, 0))[0]
+    behaviour_T = torch.tensor(batch.rows.column("logprobs").flatten().to_pylist(), dtype=torch.float64)
+    log_rho_T = (whole - behaviour_T)[batch.tokens_of(sequences)]
+    assert result.metrics["mismatch/k1"] == pytest.approx(-float(log_rho_T.mean()), rel=1e-9)
+
+
+def test_the_cosine_of_successive_gradients_is_of_those_that_were_taken(train_step):
+    step, networks = train_step(TrajectoryBalanceConfig(), learning_rate=1e-9)
+    batch = build(make_rows(0), 0, 4096)
+    assert step.run(batch, 0).metrics["grad/cosine"] is None, "there is no update before"
+    poison(networks, 0)
+    assert step.run(batch, 1).metrics["grad/cosine"] is None, "it was not taken"
+    cosine = step.run(batch, 2).metrics["grad/cosine"]
+    assert cosine == pytest.approx(1, abs=1e-4), "the same samples pull the same way again"
+
+
+@pytest.mark.parametrize("most", [40, 400])
+def test_a_sample_of_the_gradient_stands_for_it(train_step, monkeypatch, most):
+    monkeypatch.setattr(optimizer_file, "MOST_REMEMBERED", most)
+    _, networks = train_step(TrajectoryBalanceConfig())
+    optimizer = networks.optimizers[0]
+    random = torch.Generator().manual_seed(1)
+
+    def gradient(scale):
+        for number, parameter in enumerate(optimizer.parameters.values()):
+            noise = torch.randn(parameter.shape, generator=random, dtype=parameter.dtype)
+            parameter.grad = noise * scale + (number % 3)
+
+    gradient(1.0)
+    optimizer.alignment()
+    assert optimizer._seen.numel() <= most + len(optimizer.counted)
+    optimizer.apply(1.0, 0.0)
+    before = torch.cat([parameter.grad.flatten() for parameter in optimizer.counted])
+    gradient(2.0)
+    product, last_square, square = optimizer.alignment().tolist()
+    exact = torch.cosine_similarity(
+        before, torch.cat([parameter.grad.flatten() for parameter in optimizer.counted]), dim=0
+    )
+    assert product / (last_square * square) ** 0.5 == pytest.approx(float(exact), abs=4 / most**0.5)
 
 
 # --- updates that are not taken -------------------------------------------------------------------

@@ -1,0 +1,73 @@
+"""What a user brings in a file of their own, named in the config as `FILE.py:NAME`.
+
+The file may import what lies beside it: its folder is put at the end of `sys.path`, so that no file of its author hides
+a library. It is imported once in a process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+from pydantic import StringConstraints
+
+_PATTERN = r"^[\s\S]+\.py:[^\W\d]\w*$"
+Reference = Annotated[str, StringConstraints(pattern=_PATTERN)]
+"""A key's value of the form FILE.py:NAME."""
+_REFERENCE = re.compile(_PATTERN)
+
+
+class UserFileError(ValueError):
+    """What the config names cannot be had from the user's file; the text says why."""
+
+
+def is_reference(value: object) -> bool:
+    """Is it of the form FILE.py:NAME?"""
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
+
+
+def load_object(reference: str) -> object:
+    """What the file of `FILE.py:NAME` calls NAME, once the file has been imported, which runs it.
+
+    Raises:
+        UserFileError: there is no such file, importing it fails, or it defines no such name.
+    """
+    file, _, name = reference.rpartition(":")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise UserFileError(f"'{reference}': there is no file {path.absolute()}")
+    module = imported(path)
+    if not hasattr(module, name):
+        own = sorted(each for each in vars(module) if not each.startswith("_"))
+        raise UserFileError(f"'{reference}': the file defines no '{name}', but {', '.join(own) or 'nothing'}")
+    return getattr(module, name)
+
+
+def imported(path: Path) -> ModuleType:
+    """The module of a file, which runs where this process has not imported it before.
+
+    Raises:
+        UserFileError: Python cannot import it, or it raises.
+    """
+    name = "user_" + blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserFileError(f"Python cannot import {path}; it must end in .py")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look a module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the file is the user's: it may raise anything
+        del sys.modules[name]
+        raise UserFileError(f"importing {path} failed: {type(error).__name__}: {error}") from error
+    return module
