@@ -171,7 +171,8 @@ def test_other_libraries_read_the_export(run, tmp_path, library):
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.filterwarnings("default")
 def test_the_examples_of_the_page_run_as_they_stand_or_say_what_to_install(run, tmp_path, monkeypatch, capsys, number):
-    example = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[number]
+    about = PAGE.read_text().partition("## How to read an export")[2]
+    example = re.findall(r"```python\n(.*?)```", about, re.DOTALL)[number]
     monkeypatch.chdir(tmp_path)
     exported(run, Path("samples.parquet"))
     for package, wanted in re.findall(r"^import (\w+)[^#\n]*(?:# pip install (\w+))?$", example, re.MULTILINE):

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -328,6 +329,18 @@ def test_a_users_sampler_that_fails_is_named_to_the_learner(make, mine, name, me
     generate(buffer, actor, 3)
     with pytest.raises(BufferRefused, match=rf"buffer.sampler = '.*mine.py:{name}' {message}"):
         train(buffer, 1)
+
+
+def test_the_examples_of_the_page_draw_as_it_says(make, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "buffer.md").read_text().partition("### A sampler of your own")[2]
+    (tmp_path / "mine.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    buffer, actor = started(make, config(f"{tmp_path}/mine.py:newest_first"), groups_per_step=2)
+    groups = generate(buffer, actor, 5)
+    assert sorted(train(buffer, 1).group_ids) == sorted(groups[-2:])
+    buffer, actor = started(make, config(f"{tmp_path}/mine.py:hard_ones"), groups_per_step=1)
+    solved = {generate(buffer, actor, 1, [reward])[0]: reward for reward in (0.0, 1.0)}
+    total = sum(math.exp(-2 * reward) for reward in solved.values())
+    assert_near(drawn_in(buffer, 400), {g: math.exp(-2 * r) / total for g, r in solved.items()}, 400)
 
 
 def test_what_is_no_sampler_is_refused_before_a_service_is_made(mine):
