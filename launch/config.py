@@ -254,7 +254,7 @@ class Config(_Section):
 STARTUP_S = 300.0
 GPU_STARTUP_S = 900.0
 """An engine that starts cold there imports, compiles and captures for minutes."""
-PATH_KEYS = ("model.path", "model.recipe", "model.reference_path", "task.path", "task.heldout_path")
+PATH_KEYS = ("model.path", "model.recipe", "model.reference_path", "task.path", "task.heldout_path", "buffer.source")
 WRITTEN_KEYS = ("weight_sync.folder", "weight_sync.staging_dir")  # told to processes that may be elsewhere
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
 REWARD_MODELS_KEY = "task.reward_models"  # tables by name; a classifier's has a path
