@@ -118,9 +118,10 @@ class Plan:
         config = self.config
         group_size = (self.recorded or config.actors).group_size
         updates = _count(config.learner.updates_per_step, "update")
+        samples = config.learner.groups_per_step * group_size
+        use = "to evaluate" if self.recorded else f"{group_size} samples per prompt"
         model = config.model.path or f"{config.model.hub} (from the Hub)"
-        if self.model is None:
-            model += ", not here yet and not checked"
+        model += "" if self.model else ", not here yet and not checked"
         return "\n".join(
             [
                 f"run        {self.folder.root}",
@@ -128,10 +129,9 @@ class Plan:
                 f"task       {config.task.type}, {self.task.num_train} prompts, {self.task.num_heldout} held out",
                 f"algorithm  {config.algorithm.type}",
                 *([] if self.recorded is None else [f"samples    {self.recorded}: {config.buffer.source}"]),
-                f"actors     {_pools(config)}, "
-                + ("to evaluate" if self.recorded else f"{group_size} samples per prompt"),
+                f"actors     {_pools(config)}, {use}",
                 f"learner    {_pipeline(config)}; {config.learner.num_steps} steps of "
-                f"{config.learner.groups_per_step} prompts ({config.learner.groups_per_step * group_size} samples), {updates} each",
+                f"{config.learner.groups_per_step} prompts ({samples} samples), {updates} each",
                 *([] if self.model is None else _layers(config)),
                 f"staleness  max_lag = {config.weight_sync.max_lag}, on_stale = {config.weight_sync.on_stale}",
                 f"weights    transport = {config.weight_sync.transport}, in {', '.join(serving_dtypes(config))}, "
