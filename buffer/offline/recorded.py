@@ -49,7 +49,7 @@ PART_ROWS = 4096
 """So many samples of a file, and the rest of the last one's group, are entered in one transaction."""
 
 
-class Part(NamedTuple):
+class RecordedGroups(NamedTuple):
     """Some whole groups of a source."""
 
     batch: pa.RecordBatch
@@ -72,7 +72,7 @@ class Recorded:
     path: Path
     is_recorded: bool
     """A run of Leeway made the samples, and saw to it what its groups lack."""
-    _file: Part | None = None
+    _file: RecordedGroups | None = None
     _inspection: Inspection | None = None
     damaged: list[str] = field(default_factory=list)
     """What was left out because it does not match its checksum, one sentence each."""
@@ -100,9 +100,9 @@ class Recorded:
                 f"name ends in {' or '.join(SUFFIXES)}"
             )
         found = read_samples(path)
-        yield cls(path, found.is_recorded, Part(found.batch, found.rows))
+        yield cls(path, found.is_recorded, RecordedGroups(found.batch, found.rows))
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[RecordedGroups]:
         """All samples; groups are whole, and in the order of their ids within a store."""
         if self._file is not None:
             group_ids = self._file.batch.column("group_id").to_numpy()
@@ -112,11 +112,11 @@ class Recorded:
                 later = firsts[firsts >= start + PART_ROWS]
                 end = int(later[0]) if len(later) else len(group_ids)
                 assert self._file.rows is not None, "a file has rows"
-                yield Part(self._file.batch.slice(start, end - start), self._file.rows[start:end])
+                yield RecordedGroups(self._file.batch.slice(start, end - start), self._file.rows[start:end])
                 start = end
         elif self._inspection is not None:
             for groups in batches_of(self._inspection.groups(Selection(), with_samples=True)):
-                yield Part(joined([sample for group in groups for sample in group.samples]), None)
+                yield RecordedGroups(joined([sample for group in groups for sample in group.samples]), None)
 
 
 class Survey(NamedTuple):
@@ -235,26 +235,26 @@ def _enter(core: ShardCore, batch: pa.RecordBatch, tx: Transaction) -> None:
     scores = SCHEMA.get_field_index("reference_logprobs")
     # they are of the reference of another run; this one scores with its own
     batch = batch.set_column(scores, SCHEMA.field(scores), pa.nulls(batch.num_rows, SCHEMA.field(scores).type))
-    rows, as_bytes = list(rows_of(batch)), RowBytes(batch)
+    rows, as_bytes, state = list(rows_of(batch)), RowBytes(batch), tx.state
     first, _ = _groups(batch)
     for start, end in pairwise([*first.tolist(), len(rows)]):
-        _enter_group(core, tx, rows[start:end], as_bytes, start)
+        group = _group_of(rows[start:end], batch.column("prompt_id")[start].as_py())
+        state.next_group = max(state.next_group, group.group_id + 1)
+        records = list(range(state.next_record, state.next_record + end - start))
+        state.next_record += len(records)
+        state.ledger.issue(len(records))
+        tx.records.append(as_bytes.block(range(start, end), records), records[0])
+        core.groups.commit(tx, group, rows[start:end], records)
+        core.groups.settle(tx, group)
 
 
-def _enter_group(core: ShardCore, tx: Transaction, rows: Sequence[PushedRow], as_bytes: RowBytes, start: int) -> None:
-    """A group under the id that it had, of the rows that begin at `start`; what it has not was never issued here."""
-    group_id, there = rows[0].group_id, {row.sample_index for row in rows}
-    group = Group.new(group_id, rows[0].prompt_id, max(there) + 1)
+def _group_of(rows: Sequence[PushedRow], prompt_id: int) -> Group:
+    """A group under the id that it had, before its samples are committed; what it has not was never issued here."""
+    there = {row.sample_index for row in rows}
+    group = Group.new(rows[0].group_id, prompt_id, max(there) + 1)
     group.sample_states = [state if i in there else "failed" for i, state in enumerate(group.sample_states)]
     group.attempt, group.issued = 1, len(rows)
-    state = tx.state
-    state.ledger.issue(len(rows))
-    state.next_group = max(state.next_group, group_id + 1)
-    records = list(range(state.next_record, state.next_record + len(rows)))
-    state.next_record += len(rows)
-    tx.records.append(as_bytes.block(range(start, start + len(rows)), records), records[0])
-    core.groups.commit(tx, group, rows, records)
-    core.groups.settle(tx, group)
+    return group
 
 
 # --- columns --------------------------------------------------------------------------------------------
