@@ -195,10 +195,11 @@ def _check_steps(config: Config, found: Survey, path: Path) -> None:
     learner, buffer = config.learner, config.buffer
     possible = num_steps_of(found.num_usable, learner.groups_per_step, buffer.max_uses)
     if possible is not None and learner.num_steps > possible:
+        remedy = "lower one of the first two, or raise buffer.max_uses" if possible else "lower learner.groups_per_step"
         raise ConfigError(
             f"learner.num_steps = {learner.num_steps} with learner.groups_per_step = {learner.groups_per_step} and "
             f"buffer.max_uses = {buffer.max_uses}, but {path} has {found.num_usable} groups to train on, enough for "
-            f"{possible} steps: lower one of the first two, or raise buffer.max_uses"
+            f"{possible} steps: {remedy}"
         )
     if found.num_samples > buffer.capacity_trajectories:
         raise ConfigError(
