@@ -37,7 +37,7 @@ class BufferConfig(BaseModel):
     source: str | None = Field(
         default=None,
         description="Recorded samples, on which alone the run trains: the folder of a run, or a .jsonl or .parquet "
-        "file; `leeway train CONFIG --from` is short for it. Unset: actors make them.",
+        "file; `leeway train CONFIG.toml --from RUN` is short for it. Unset: actors make them.",
     )
     sampler: SamplerName = Field(
         default="fifo",

@@ -106,8 +106,8 @@ def test_samples_that_change_between_the_look_and_the_start_are_refused(tmp_path
         ({}, ["--learner.groups_per_step", "7"], "enough for 0 steps"),
         ({}, ["--buffer.source", "nowhere"], "nowhere: give the folder of"),
         ({}, ["--actors.num_actors", "0", "--actors.eval_every", "5"], "with actors.num_actors = 0 nobody evaluates"),
-        ({"completion_ids": [16]}, [], "row 1: token outside the vocabulary of 16"),
-        ({"completion_ids": [4] * 63}, [], "row 1: longer than max_tokens = 64"),
+        ({"completion_ids": [4, 16]}, [], "row 1: token outside the vocabulary of 16"),
+        ({"completion_ids": [4] * 63, "logprobs": None}, [], "row 1: longer than max_tokens = 64"),
         ({"logprob": 1.0}, [], "unknown field `logprob`; did you mean 'logprobs'?"),
         ({"logprobs": None}, [], "12 of 12 samples have no logprobs, and algorithm.type = 'trajectory_balance' as it"),
         (
@@ -123,7 +123,7 @@ def test_samples_that_change_between_the_look_and_the_start_are_refused(tmp_path
         ({"reward": None}, [], "none of 12 samples has a reward, and trajectory_balance trains on rewards: give"),
         ({"reward": None}, ["--buffer.sampler", "prioritised"], "and buffer.sampler = 'prioritised' weighs by rewards"),
         ({"group": lambda group, index: 2 * group + index}, [], "row 1 is alone in its group, and algorithm.type = 't"),
-        ({"group": lambda group, index: group and index}, [], "is alone in its group"),
+        ({"group": lambda group, index: group or -index}, [], "row 1 is alone in its group"),
     ],
 )
 def test_what_does_not_suit_is_refused_with_one_sentence(train, tmp_path, fields, overrides, why):
