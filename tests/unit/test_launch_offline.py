@@ -15,6 +15,7 @@ from launch.errors import ConfigError, ExitStatus
 from launch.offline import fill_buffer
 from launch.resume import resume
 from launch.run_folder import RunIdentity, claimed
+from learner.checkpoint_meta import CheckpointMeta, TrainingProgress
 from tests.unit.made_up_run import context
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -84,6 +85,13 @@ def test_its_buffer_is_filled_before_anything_starts_and_needs_its_source_no_mor
     path.unlink()
     found = resume(made.folder, ["--learner.num_steps", "4", "--actors.num_actors", "1"], print)
     assert context(found.plan).facts == facts
+    step = made.folder.checkpoints / "step-00000003"
+    step.mkdir()
+    (step / "meta.json").write_bytes(CheckpointMeta(TrainingProgress(3, 3, 0), 2, 1, "", {}).encode())
+    made.folder.summary.write_text(json.dumps({"accuracy_after": None, "num_steps": 3}))
+    with pytest.raises(ConfigError, match="Give it more to go on"):
+        resume(made.folder, ["--actors.num_actors", "0"], print)
+    assert resume(made.folder, ["--actors.num_actors", "1"], print).step == 3, "there is something to evaluate"
     with pytest.raises(ConfigError, match=r"buffer.source = .* cannot become .*the buffer keeps groups"):
         resume(made.folder, ["--buffer.source", "elsewhere.jsonl"], print)
 
