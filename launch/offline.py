@@ -7,7 +7,6 @@ into the buffer is as in any other run; its actors, if it has any, evaluate.
 from __future__ import annotations
 
 import tomllib
-from contextlib import ExitStack
 from pathlib import Path
 
 from buffer.errors import BufferError
@@ -35,34 +34,14 @@ def check_offline(config: Config, model: ModelFacts | None, resumed: RunIdentity
         ConfigError: config and samples do not suit each other, or the samples are not there; one sentence.
     """
     _check_actors(config)
-    if resumed is not None:
-        return resumed.recorded
     source = config.buffer.source
     if source is None:
         return None
     _check_laws(config)
-    path = Path(source)
-    with ExitStack() as stack:
-        try:
-            _check_run(config, path)
-            recorded = stack.enter_context(Recorded.open(path))
-            limits = {"max_tokens": config.learner.token_budget}
-            if model is not None:
-                limits["max_tokens"] = min(config.learner.token_budget, model.max_position)
-                limits["vocab_size"] = model.vocab_size
-            found = survey(recorded, **limits)
-        except BufferError as error:
-            raise ConfigError(f"{SOURCE_KEY}: {error}") from None
-        _check_samples(config, found, path, is_recorded=recorded.is_recorded)
-    _check_steps(config, found, path)
-    return RecordedFacts(
-        num_samples=found.num_samples,
-        num_groups=found.num_groups,
-        num_usable=found.num_usable,
-        num_prompts=found.num_prompts,
-        group_size=found.group_size,
-        largest_token=found.largest_token,
-    )
+    recorded = _look_at(config, model, Path(source)) if resumed is None else resumed.recorded
+    if recorded is not None:
+        _check_steps(config, recorded)
+    return recorded
 
 
 def check_vocabulary(recorded: RecordedFacts | None, config: Config, model: ModelFacts) -> None:
@@ -113,6 +92,28 @@ def _check_actors(config: Config) -> None:
             f"actors.eval_every = {config.actors.eval_every}, and with actors.num_actors = 0 nobody evaluates: give it "
             "at least 1, or set actors.eval_every = 0"
         )
+
+
+def _look_at(config: Config, model: ModelFacts | None, path: Path) -> RecordedFacts:
+    """What is there; all of it can be trained on by this config."""
+    limits = {"max_tokens": config.learner.token_budget}
+    if model is not None:
+        limits = {"max_tokens": min(config.learner.token_budget, model.max_position), "vocab_size": model.vocab_size}
+    try:
+        _check_run(config, path)
+        with Recorded.open(path) as recorded:
+            found = survey(recorded, **limits)
+    except BufferError as error:
+        raise ConfigError(f"{SOURCE_KEY}: {error}") from None
+    _check_samples(config, found, path, is_recorded=recorded.is_recorded)
+    return RecordedFacts(
+        num_samples=found.num_samples,
+        num_groups=found.num_groups,
+        num_usable=found.num_usable,
+        num_prompts=found.num_prompts,
+        group_size=found.group_size,
+        largest_token=found.largest_token,
+    )
 
 
 def _check_laws(config: Config) -> None:
@@ -190,21 +191,21 @@ def _check_samples(config: Config, found: Survey, path: Path, *, is_recorded: bo
         )
 
 
-def _check_steps(config: Config, found: Survey, path: Path) -> None:
+def _check_steps(config: Config, recorded: RecordedFacts) -> None:
     """Are there samples for all steps, whichever the sampler takes, and room for all?"""
     learner, buffer = config.learner, config.buffer
-    possible = num_steps_of(found.num_usable, learner.groups_per_step, buffer.max_uses)
+    possible = num_steps_of(recorded.num_usable, learner.groups_per_step, buffer.max_uses)
     if possible is not None and learner.num_steps > possible:
         remedy = "lower one of the first two, or raise buffer.max_uses" if possible else "lower learner.groups_per_step"
         raise ConfigError(
             f"learner.num_steps = {learner.num_steps} with learner.groups_per_step = {learner.groups_per_step} and "
-            f"buffer.max_uses = {buffer.max_uses}, but {path} has {found.num_usable} groups to train on, enough for "
-            f"{possible} steps: {remedy}"
+            f"buffer.max_uses = {buffer.max_uses}, but {buffer.source} has {recorded.num_usable} groups to train on, "
+            f"enough for {possible} steps: {remedy}"
         )
-    if found.num_samples > buffer.capacity_trajectories:
+    if recorded.num_samples > buffer.capacity_trajectories:
         raise ConfigError(
-            f"buffer.capacity_trajectories = {buffer.capacity_trajectories}, and {path} has {found.num_samples} "
-            "samples: raise it, or some would be evicted"
+            f"buffer.capacity_trajectories = {buffer.capacity_trajectories}, and {buffer.source} has "
+            f"{recorded.num_samples} samples: raise it, or some would be evicted"
         )
 
 

@@ -127,11 +127,11 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         if earlier is None:
             folder.create(config)
             half_made.callback(shutil.rmtree, folder.root, ignore_errors=True)  # it would be in the next try's way
-            if plan.recorded is not None:
-                fill_buffer(config, context.facts, folder, plan.recorded)
             if plan.prediction is not None:
                 write_whole(folder.prediction, [msgspec.json.encode(plan.prediction)])
             stack.enter_context(claimed(folder))
+            if plan.recorded is not None:
+                fill_buffer(config, context.facts, folder, plan.recorded)
         else:
             folder.update(config)
         starts = (*(earlier.identity.started_s if earlier else ()), round(time.time(), 3))

@@ -83,8 +83,10 @@ def test_its_buffer_is_filled_before_anything_starts_and_needs_its_source_no_mor
     identity = RunIdentity(run_id=made.run_id, task_fingerprint=fingerprint, started_s=(1.0,), recorded=made.recorded)
     made.folder.write_identity(identity)
     path.unlink()
-    found = resume(made.folder, ["--learner.num_steps", "4", "--actors.num_actors", "1"], print)
+    found = resume(made.folder, ["--actors.num_actors", "1"], print)
     assert context(found.plan).facts == facts
+    with pytest.raises(ConfigError, match="enough for 3 steps"):
+        resume(made.folder, ["--learner.num_steps", "4"], print)
     step = made.folder.checkpoints / "step-00000003"
     step.mkdir()
     (step / "meta.json").write_bytes(CheckpointMeta(TrainingProgress(3, 3, 0), 2, 1, "", {}).encode())
