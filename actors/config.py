@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from actors.tasks.config import TaskConfig
 from buffer.config import BufferConfig
@@ -26,7 +26,11 @@ class ActorsConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    num_actors: PositiveInt = Field(default=2, description="How many actors, each with its own vLLM engine.")
+    num_actors: NonNegativeInt = Field(
+        default=2,
+        description="How many actors, each with its own vLLM engine. On recorded samples (buffer.source) they evaluate "
+        "only, and 0 evaluates nothing.",
+    )
     group_size: PositiveInt = Field(default=8, description="K, samples per prompt.")
     temperature: PositiveFloat = Field(default=1.0, description="Sampling temperature of training samples.")
     max_new_tokens: PositiveInt = Field(default=64, description="Longest completion, in tokens.")

@@ -37,6 +37,11 @@ class BufferConfig(BaseModel):
         description="Into how many services the prompts are divided, by their hash. Fixed when a buffer is made; with "
         "a port given, shard n has port + n.",
     )
+    source: str | None = Field(
+        default=None,
+        description="Recorded samples, on which alone the run trains: the folder of a run, or a .jsonl or .parquet "
+        "file; `leeway train CONFIG.toml --from RUN` is short for it. Unset: actors make them.",
+    )
     sampler: SamplerName = Field(
         default="fifo",
         description="Which groups a step takes: 'fifo' the oldest tokens first, 'on_policy_share' partly the newest, "

@@ -15,6 +15,7 @@ planner     Planner: the best plan of a config on its hosts (`plans`: hosts, wha
 config      Config: the sections of a run, each of the package that owns it; read from TOML and overrides
 mistakes    what is wrong with a config, in one sentence that says what to type instead
 checks      what only the whole config can know, checked before any process starts
+offline     what a run on recorded samples asks of them, and the buffer that they fill
 pools       which workers a run has, and what each reserves
 
 run_folder  RunFolder: where everything of a run lies, and which command works on it; the folder of its weights

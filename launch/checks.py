@@ -23,8 +23,16 @@ from launch.config import Config
 from launch.errors import ConfigError, as_config_error
 from launch.gpus import check_gpus, describe_gpus, lacking_gpus
 from launch.host import CONNECT_S, answers
+from launch.offline import check_offline, check_vocabulary
 from launch.pools import actor_pools, scorer_pools, serving_dtypes, stage_pools
-from launch.run_folder import RunFolder, already_there, check_weights_folder, check_writable
+from launch.run_folder import (
+    RecordedFacts,
+    RunFolder,
+    RunIdentity,
+    already_there,
+    check_weights_folder,
+    check_writable,
+)
 from learner.decoders import FAMILIES, cost_shares, split_layers
 from planning.prediction import Prediction
 from weight_sync.config import WeightSyncConfig
@@ -49,6 +57,8 @@ class Plan:
     """Of the sockets of this start of the run; None where they are not locked."""
     prediction: Prediction | None = None
     """What `leeway plan` said of it; None where it follows no plan."""
+    recorded: RecordedFacts | None = None
+    """The samples that it trains on; None where its actors make them."""
 
     @property
     def service_keys(self) -> ServiceKeys | None:
@@ -78,14 +88,14 @@ class Plan:
 
     def context(self, model_path: Path, model: ModelFacts) -> RunContext[Config]:
         """The description that every process of the run is handed; the addresses of its services come in later."""
-        config = self.config
+        config, recorded = self.config, self.recorded
         return RunContext(
             config=config,
             facts=RunFacts(
                 run_id=self.run_id,
                 seed=config.run.seed,
-                num_prompts=self.task.num_train,
-                group_size=config.actors.group_size,
+                num_prompts=self.task.num_train if recorded is None else recorded.num_prompts,
+                group_size=(recorded or config.actors).group_size,
                 groups_per_step=config.learner.groups_per_step,
                 updates_per_step=config.learner.updates_per_step,
                 vocab_size=model.vocab_size,
@@ -107,18 +117,20 @@ class Plan:
     def describe(self) -> str:
         """A few lines for `--dry-run`."""
         config = self.config
-        samples = config.learner.groups_per_step * config.actors.group_size
+        group_size = (self.recorded or config.actors).group_size
         updates = _count(config.learner.updates_per_step, "update")
+        samples = config.learner.groups_per_step * group_size
+        use = "to evaluate" if self.recorded else f"{group_size} samples per prompt"
         model = config.model.path or f"{config.model.hub} (from the Hub)"
-        if self.model is None:
-            model += ", not here yet and not checked"
+        model += "" if self.model else ", not here yet and not checked"
         return "\n".join(
             [
                 f"run        {self.folder.root}",
                 f"model      {model}",
                 f"task       {config.task.type}, {self.task.num_train} prompts, {self.task.num_heldout} held out",
                 f"algorithm  {config.algorithm.type}",
-                f"actors     {_pools(config)}, {config.actors.group_size} samples per prompt",
+                *([] if self.recorded is None else [f"samples    {self.recorded}: {config.buffer.source}"]),
+                f"actors     {_pools(config)}, {use}",
                 f"learner    {_pipeline(config)}; {config.learner.num_steps} steps of "
                 f"{config.learner.groups_per_step} prompts ({samples} samples), {updates} each",
                 *([] if self.model is None else _layers(config)),
@@ -133,15 +145,15 @@ class Plan:
         )
 
 
-def check(config: Config, root: Path, *, run_id: str | None = None) -> Plan:
+def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> Plan:
     """Check a config against itself, its files and the model.
 
-    The run of a `run_id` is resumed in its folder, `root`; any other is new, and its folder is not there yet.
+    A run that has an identity is resumed in its folder, `root`; any other is new, and its folder is not there yet.
 
     Raises:
         ConfigError: one sentence that names the key, the reason and what to try.
     """
-    if run_id is None:
+    if resumed is None:
         if os.path.exists(root):  # unlike Path.exists it takes a name that is too long for one that is not there
             raise ConfigError(already_there(root))
         check_writable(root, "run.dir")
@@ -154,7 +166,7 @@ def check(config: Config, root: Path, *, run_id: str | None = None) -> Plan:
     with as_config_error():
         contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
     _check_sizes(config, contract)
-    _check_weight_sync(config, is_new=run_id is None)
+    _check_weight_sync(config, is_new=resumed is None)
     _check_ray(config)
     model = None
     if config.model.path is not None and not _is_to_be_made(config):
@@ -178,9 +190,10 @@ def check(config: Config, root: Path, *, run_id: str | None = None) -> Plan:
         RunFolder(root),
         model,
         task,
-        run_id=run_id or uuid.uuid4().hex,
+        run_id=uuid.uuid4().hex if resumed is None else resumed.run_id,
         lacking=_lacking_here(config),
         keys=_keys(config),
+        recorded=check_offline(config, model, resumed),
     )
 
 
@@ -221,6 +234,7 @@ def check_fetched(plan: Plan, path: Path) -> ModelFacts:
     config = plan.config
     model = check_model(config, path, "model.hub" if config.model.path is None else "model.path")
     _check_task(config, path, model)
+    check_vocabulary(plan.recorded, config, model)
     return model
 
 
@@ -373,7 +387,7 @@ def _check_steps(config: Config) -> None:
             f"learner.num_minibatches = {learner.num_minibatches}, but a step has only learner.groups_per_step = "
             f"{learner.groups_per_step} groups, and a minibatch needs a whole one"
         )
-    if needs.groups and config.actors.group_size < 2:
+    if needs.groups and config.actors.group_size < 2 and config.buffer.source is None:
         raise ConfigError(
             f"actors.group_size = {config.actors.group_size}, but {config.algorithm.type} compares the samples of a "
             f"prompt with each other and needs at least 2"

@@ -72,6 +72,13 @@ _CONFIG = arg("config", type=Path, metavar="CONFIG.toml")
     _CONFIG,
     flag("--dry-run", "check everything that can be checked, start nothing"),
     arg("--plan", type=Path, metavar="PLAN.toml", help="as `leeway plan` wrote it; the command line wins over it"),
+    arg(
+        "--from",
+        type=Path,
+        metavar="SOURCE",
+        dest="source",
+        help="on the recorded samples of a run, or of a .jsonl or .parquet file, alone",
+    ),
     epilog=_CTRL_C,
     takes_overrides=True,
 )
@@ -80,14 +87,17 @@ def train(parsed: argparse.Namespace) -> int:
     with uncollected():  # to check is to import, mostly
         from launch.checks import check
         from launch.config import load_config
-        from launch.run_folder import choose_root
+        from launch.run_folder import choose_root, named_run
 
         chosen: list[str] = []
         prediction = None
+        if parsed.source is not None:
+            chosen.append(f"--buffer.source={json.dumps(str(named_run(parsed.source)))}")
         if parsed.plan is not None:
             from launch.plans import read_plan
 
-            chosen, prediction = read_plan(parsed.plan)
+            planned, prediction = read_plan(parsed.plan)
+            chosen += planned
         config = load_config(parsed.config, [*chosen, *parsed.overrides])
         plan = replace(check(config, choose_root(config, parsed.config)), prediction=prediction)
         if parsed.dry_run:

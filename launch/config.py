@@ -255,7 +255,7 @@ class Config(_Section):
 STARTUP_S = 300.0
 GPU_STARTUP_S = 900.0
 """An engine that starts cold there imports, compiles and captures for minutes."""
-PATH_KEYS = ("model.path", "model.recipe", "model.reference_path", "task.path", "task.heldout_path")
+PATH_KEYS = ("model.path", "model.recipe", "model.reference_path", "task.path", "task.heldout_path", "buffer.source")
 WRITTEN_KEYS = ("weight_sync.folder", "weight_sync.staging_dir")  # told to processes that may be elsewhere
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
 NAMED_KEYS = ("algorithm.type", "algorithm.baseline", "buffer.sampler", "buffer.replay_sampler")  # or FILE.py:NAME

@@ -86,7 +86,7 @@ def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], Non
     before = load_config(folder.config)
     config = _with_overrides(folder.config, overrides, before)
     changes = _changes(before, config)
-    plan = check(config, folder.root, run_id=identity.run_id)
+    plan = check(config, folder.root, resumed=identity)
     if plan.task.fingerprint != identity.task_fingerprint:
         raise ConfigError(
             f"the task of {folder.root} has other prompts than when the run was made: its file, or the installed "
@@ -96,7 +96,8 @@ def resume(folder: RunFolder, overrides: Sequence[str], say: Callable[[str], Non
     _check_buffer(folder, identity.run_id)
     reached = newest_progress(folder.checkpoints) if folder.checkpoints.is_dir() else None
     step = 0 if reached is None else reached.step
-    if step >= config.learner.num_steps and folder.summary.exists() and _is_evaluated(folder, step):
+    is_over = config.actors.num_actors == 0 or _is_evaluated(folder, step) if folder.summary.exists() else False
+    if step >= config.learner.num_steps and is_over:
         raise ConfigError(
             f"the run {folder.root} is finished: it has taken all learner.num_steps = {config.learner.num_steps}. Give "
             f"it more to go on: --learner.num_steps {2 * config.learner.num_steps}"

@@ -28,6 +28,25 @@ _CLAIM_S = 1.0
 """A command that asks for the owner holds the lock for an instant; one that works on the run holds it for longer."""
 
 
+class RecordedFacts(BaseModel):
+    """The recorded samples that fill the buffer of a run, as they were found when it was made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_samples: int
+    num_groups: int
+    num_usable: int
+    """Groups that a step can take."""
+    num_prompts: int
+    """Their prompt ids are below it; they are not those of the run's own task."""
+    group_size: int
+    """Samples of the largest group."""
+    largest_token: int
+
+    def __str__(self) -> str:
+        return f"{self.num_samples} recorded ones in {self.num_groups} groups, {self.num_usable} of them to train on"
+
+
 class RunIdentity(BaseModel):
     """`run.json`: what stays the same however often a run is resumed."""
 
@@ -39,6 +58,8 @@ class RunIdentity(BaseModel):
     """As in `TaskFacts`: the buffer numbers prompts, and a number means the same prompt for ever."""
     started_s: tuple[float, ...]
     """Wall time of each command that worked on the run, in seconds since the Unix epoch."""
+    recorded: RecordedFacts | None = None
+    """Of a run that trains on recorded samples."""
 
 
 class RunFolder:

@@ -42,6 +42,7 @@ from launch.observe.sinks import Exporter, Tracker, check_wandb
 from launch.observe.status import Accuracy, PollResult
 from launch.observe.trace import Trace
 from launch.observe.tripwires import Trip, Tripwires
+from launch.offline import fill_buffer
 from launch.processes.evaluation import Evaluation
 from launch.processes.ray_cluster import leave, was_abandoned
 from launch.processes.role_process import SILENCE_S, RunFailed, WrongInput
@@ -122,22 +123,28 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
         check_wandb(config.tracking)  # starts a process that writes files too
         if config.weight_sync.folder is not None:
             stack.enter_context(claimed_weights(plan.weights_folder, folder.root))
+        context = plan.context(model_path, model)
         if earlier is None:
             folder.create(config)
             half_made.callback(shutil.rmtree, folder.root, ignore_errors=True)  # it would be in the next try's way
             if plan.prediction is not None:
                 write_whole(folder.prediction, [msgspec.json.encode(plan.prediction)])
             stack.enter_context(claimed(folder))
+            if plan.recorded is not None:
+                fill_buffer(config, context.facts, folder, plan.recorded)
         else:
             folder.update(config)
         starts = (*(earlier.identity.started_s if earlier else ()), round(time.time(), 3))
         fingerprint = plan.task.fingerprint
-        folder.write_identity(RunIdentity(run_id=plan.run_id, task_fingerprint=fingerprint, started_s=starts))
+        identity = RunIdentity(
+            run_id=plan.run_id, task_fingerprint=fingerprint, started_s=starts, recorded=plan.recorded
+        )
+        folder.write_identity(identity)
         tracker = stack.enter_context(Tracker(config, folder, plan.run_id, earlier.last_step if earlier else 0))
         # each actor looks for it on its own host, and finds it made where that is this one
         prepare_serving_model(model_path, folder.serving_models)
         half_made.pop_all()
-    return plan.context(model_path, model), exporter, tracker
+    return context, exporter, tracker
 
 
 @dataclass(frozen=True)
@@ -256,7 +263,7 @@ class _Run:
         self.supervisor.export(self.plan.folder.export)
         self._digest(self.supervisor.poll())  # a restart in the export counts too
         after = None
-        if not interrupted:
+        if not interrupted and self._has_actors:
             final = PolicyVersion(*self.supervisor.status().newest)
             self.sinks.phase(f"evaluating version {final}")
             after = self._evaluated_alone(self._evaluate(self.plan.task.num_heldout, final))
@@ -276,9 +283,16 @@ class _Run:
         changes = f"; changed: {earlier.changes}" if earlier.changes else ""
         self.sinks.event("resumed", f"the run goes on from {start}{changes}")
 
-    def _first_evaluation(self) -> Accuracy:
+    @property
+    def _has_actors(self) -> bool:
+        """A run on recorded samples can do without, and is then not evaluated."""
+        return bool(self.supervisor.actors.actors)
+
+    def _first_evaluation(self) -> Accuracy | None:
         if self.earlier is not None and self.earlier.before is not None:
             return self.earlier.before
+        if not self._has_actors or self._observer.status.version > 0:  # it is too late for one
+            return None
         version = PolicyVersion(*self.supervisor.status().newest)
         self.sinks.phase(f"evaluating version {version.version}")
         return self._evaluated_alone(self._evaluate(self.plan.task.num_heldout, version))
@@ -400,7 +414,7 @@ class _Run:
         self.sinks.event("evaluated", accuracy.describe(), **accuracy.row())
         return accuracy
 
-    def _finish(self, before: Accuracy, after: Accuracy | None) -> None:
+    def _finish(self, before: Accuracy | None, after: Accuracy | None) -> None:
         status = self.supervisor.status()
         values = self._observer.summary(before, after, status)
         write_whole(self.plan.folder.summary, [f"{json.dumps(values, indent=2)}\n".encode()])

@@ -157,7 +157,7 @@ def _fault_of_leeway(arguments: list[str], in_a_sentence: bool = False) -> str:
         load_config(path, parsed.overrides)
     except ConfigError as error:
         return str(error)
-    if config is None or path is DEMO:
+    if config is None or path is DEMO or getattr(parsed, "source", None) is not None:  # on samples of a run before it
         return ""
     if getattr(parsed, "plan", None) is not None:  # a file that the command before has written
         at = shown.index("--plan")

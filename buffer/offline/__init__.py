@@ -2,5 +2,7 @@
 
 inspect     Inspection: groups, their samples and the quarantine, read in short transactions
 export      a store as a Parquet file
+sample_file samples out of a JSON Lines or Parquet file
+recorded    the samples of a store or a file, which fill the buffer of another run
 verify      proves a whole store: checksums, tables, ledger; or compacts it: without its free pages
 """

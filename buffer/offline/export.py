@@ -75,7 +75,7 @@ def export(inspection: Inspection, wanted: Selection, path: Path) -> ParquetExpo
     num_groups = num_rows = 0
     try:
         with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-            for groups in _batches(inspection.groups(wanted, with_samples=True)):
+            for groups in batches_of(inspection.groups(wanted, with_samples=True)):
                 table = _table(groups, states, schema)
                 writer.write_table(table)
                 num_groups += len(groups)
@@ -106,7 +106,7 @@ def version_bounds(spans: pa.Array, starts: Sequence[dict[int, int]]) -> tuple[l
     return counted(bounds[:-1]), counted(bounds[1:] - 1)
 
 
-def _batches(groups: Iterator[GroupView]) -> Iterator[list[GroupView]]:
+def batches_of(groups: Iterator[GroupView]) -> Iterator[list[GroupView]]:
     """Groups with stored samples, as many at a time as make a row group."""
     batch: list[GroupView] = []
     size = num_rows = 0

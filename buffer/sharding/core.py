@@ -39,6 +39,8 @@ def share_of(config: BufferConfig, facts: RunFacts) -> Share:
     config, prompts = config.model_copy(update=limits), owned_prompts(facts)
     whose = f", which is shard {shard}'s part," if num_shards > 1 else ""
     closed = "" if capacity else f"no prompt belongs to shard {shard} of {num_shards}"
+    if config.source is not None:
+        closed = "the run trains on recorded samples (buffer.source)"
     return Share(facts, contract, config, prompts, capacity, whose, closed, may_be_behind=num_shards > 1, number=shard)
 
 

@@ -142,14 +142,14 @@ class Display:
             self.say(self._failures)
         print(f"leeway: {text}", file=cast(TextIO, LossyStream(sys.stderr)), flush=True)
 
-    def finish(self, before: Accuracy, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
+    def finish(self, before: Accuracy | None, after: Accuracy | None, summary: Mapping[str, Any]) -> None:
         """The last words of a run, also where the display is off."""
         self.__exit__()
         lines = []
         if after is not None:
-            lines.append(f"held-out accuracy over {before.num_problems} problems   before     after      gain")
+            lines.append(f"held-out accuracy over {after.num_problems} problems   before     after      gain")
             for name in ("greedy", "sampled"):
-                first, last = getattr(before, name), getattr(after, name)
+                first, last = getattr(before, name, None), getattr(after, name)
                 gain = last - first if first is not None and last is not None else None
                 lines.append(f"  {name:<37}{number(first):>11}{number(last):>10}{number(gain):>10}")
         lines.append(

@@ -56,7 +56,7 @@ METRICS: dict[str, str] = {
     "lag/in_queue": "Versions between the last token and its update, mean.",
     "lag/publish": "Versions between the learner and the newest published weights when the step began.",
     "lag/wall_s": "Seconds from the last token of a trajectory to its step, mean.",
-    "lag/abandoned": "Trained tokens from versions that a restart abandoned.",
+    "lag/abandoned": "Trained tokens from versions that a restart abandoned, or of recorded samples.",
     # behaviour policy against the learner
     "mismatch/k1": "mean(log mu - log pi) over the draw's tokens, pi at the start of the step; staleness and "
     "implementation together.",

@@ -191,15 +191,15 @@ class Observer:
                 status.ledger_gap = max(status.ledger_gap, abs(known.status.ledger["gap"]))
             return rows
 
-    def summary(self, before: Accuracy, after: Accuracy | None, buffer: Status) -> dict[str, Any]:
-        """The values of summary.json."""
-        status = self.status
+    def summary(self, before: Accuracy | None, after: Accuracy | None, buffer: Status) -> dict[str, Any]:
+        """The values of summary.json; accuracies are None where nobody evaluated."""
+        status, evaluated = self.status, before or after
         return {
-            "accuracy_before": before.greedy,
+            "accuracy_before": before.greedy if before else None,
             "accuracy_after": after.greedy if after else None,
-            "accuracy_before_sampled": before.sampled,
+            "accuracy_before_sampled": before.sampled if before else None,
             "accuracy_after_sampled": after.sampled if after else None,
-            "num_heldout": before.num_problems,
+            "num_heldout": evaluated.num_problems if evaluated else 0,
             "wall_s": round(self._clock() - self._started_s, 1),
             "num_steps": status.step,
             "version": status.version,

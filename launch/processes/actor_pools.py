@@ -223,7 +223,7 @@ class ActorPools:
         """
         self._check()
         working = [actor for actor in list(self.actors) if self._watch(actor)]
-        if all(actor.lost for actor in self.actors):
+        if self.actors and all(actor.lost for actor in self.actors):  # a run on recorded samples may have none
             last = self.actors[-1]
             raise RunFailed(f"no actor is left: {last.name} was {last.lost}; see {last.log}")
         return working

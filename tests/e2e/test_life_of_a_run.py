@@ -18,6 +18,8 @@ import urllib.request
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -25,6 +27,9 @@ import zmq
 from safetensors.torch import load_file
 
 from buffer import protocol as p
+from buffer.offline.export import export
+from buffer.offline.inspect import Inspection, Selection
+from buffer.offline.verify import check_store
 from launch.observe.trace import read
 from learner.checkpoint_meta import steps_in
 from tests.world.files import json_rows
@@ -410,6 +415,38 @@ def test_its_folder_is_not_trained_into_again(run: Life):
     assert "exists already" in again.stdout + again.stderr
 
 
+# --- what others make of it ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["trajectory_balance", "oapl"])
+def test_its_samples_train_another_run_by_any_loss_without_an_actor(run: Life, tmp_path, loss):
+    store = run.folder / "buffer" / "data.mdb"
+    before = store.read_bytes()
+    trained = leeway(
+        *("train", "examples/demo.toml", "--from", run.folder, "--run.dir", tmp_path, "--run.name", "offline"),
+        *("--algorithm.type", loss, "--weight_sync.max_lag", "unbounded", "--actors.num_actors", 0),
+        *("--learner.num_steps", 3, "--learner.groups_per_step", 8, "--learner.num_stages", 1),
+        *("--tracking.display", "plain", "--tracking.wandb", "disabled"),
+    )
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert store.read_bytes() == before
+    folder = tmp_path / "offline"
+    assert not list((folder / "logs").glob("actor.*"))
+    steps = [row for row in json_rows(folder / "metrics.jsonl") if "loss" in row]
+    assert [(row["lag/token_max"], row["buffer/ledger_gap"]) for row in steps] == [(1, 0), (2, 0), (3, 0)]
+    names = ("group_id", "sample_index", "token_ids", "logprobs", "reward", "spans")
+    recorded, samples = (trajectories(each, tmp_path / "samples.parquet") for each in (run.folder, folder))
+    assert samples.select(names).equals(recorded.select(names))
+    first = samples.filter(pc.equal(samples["trained_step"], 1)).to_pylist()
+    assert len({row["group_id"] for row in first}) == 8
+    by_hand = loss_and_gradient(first, folder)
+    assert (steps[0]["loss"], steps[0]["grad_norm"]) == pytest.approx(by_hand, rel=2e-3)
+    with pytest.raises(AssertionError):
+        same_weights(folder / "model", ROOT / "examples" / "demo_model")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["num_steps"], summary["accuracy_before"], summary["accuracy_after"]) == (3, None, None)
+
+
 # --- looking closely ------------------------------------------------------------------------------------
 
 
@@ -435,6 +472,51 @@ def stranger_is_answered(address: str) -> bool:
         with contextlib.suppress(zmq.Again):  # it was refused already, and has no line any more
             stranger.send(p.encode(1, p.StatusRequest()), zmq.NOBLOCK)
         return bool(stranger.poll(2000))
+
+
+def trajectories(run: Path, out: Path) -> pa.Table:
+    """All that are stored, in the order of their groups; nothing in the store is wrong."""
+    with Inspection.open(run) as inspection:
+        assert [fault for store in inspection.stores for fault in check_store(store)["faults"]] == []
+        export(inspection, Selection(), out)
+    return pq.read_table(out)
+
+
+def loss_and_gradient(samples: list[dict], folder: Path) -> tuple[float, float]:
+    """The loss of a run on these samples at its first version, and the norm of its gradient, in plain Transformers."""
+    from transformers import AutoModelForCausalLM
+
+    from algorithms.base import LossInputs
+    from algorithms.registry import loss_for
+    from launch.config import load_config
+
+    config = load_config(folder / "config.toml")
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64)
+    logprobs = []
+    for row in samples:
+        tokens, start = torch.tensor(row["token_ids"]), row["prompt_length"]
+        scores = model(tokens[None]).logits[0].log_softmax(-1)[start - 1 : -1]
+        logprobs.append(scores.gather(1, tokens[start:, None])[:, 0])
+    logprobs_T = torch.cat(logprobs)
+    groups = sorted({row["group_id"] for row in samples})
+    now_T = logprobs_T.detach()
+    inputs = LossInputs(
+        logprobs_T=logprobs_T,
+        proximal_logprobs_T=now_T,
+        behaviour_logprobs_T=torch.tensor([each for row in samples for each in row["logprobs"]], dtype=torch.float64),
+        reference_logprobs_T=now_T,  # the model as it starts
+        sequence_T=torch.tensor([number for number, each in enumerate(logprobs) for _ in each]),
+        group_B=torch.tensor([groups.index(row["group_id"]) for row in samples]),
+        rewards_B=torch.tensor([row["reward"] for row in samples], dtype=torch.float64),
+        finished_B=torch.tensor([row["finish_reason"] == "stop" for row in samples]),
+        num_groups=len(groups),
+        step=0,
+        prompt_B=torch.tensor([row["prompt_id"] for row in samples]),
+    )
+    loss = loss_for(config.algorithm)(inputs).loss
+    loss.backward()
+    squares = [parameter.grad.square().sum() for parameter in model.parameters() if parameter.grad is not None]
+    return loss.item(), torch.stack(squares).sum().sqrt().item()
 
 
 def same_weights(ours: Path, theirs: Path) -> None:

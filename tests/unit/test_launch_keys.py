@@ -12,6 +12,7 @@ from launch.config import load_config, to_toml
 from launch.errors import ConfigError
 from launch.host import private_files
 from launch.processes.services import interface
+from launch.run_folder import RunIdentity
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 CLUSTER = ("--launch.ray_address", "10.0.0.1:6379")
@@ -89,7 +90,8 @@ def test_keys_reach_the_processes_of_a_run_and_no_file_or_text_of_it(plan):
 
 def test_every_start_of_a_run_makes_new_keys(plan, tmp_path):
     config = plan("--launch.encryption", "on").config
-    first, again = (check(config, tmp_path / "run", run_id="r").keys for _ in range(2))
+    identity = RunIdentity(run_id="r", task_fingerprint="", started_s=())
+    first, again = (check(config, tmp_path / "run", resumed=identity).keys for _ in range(2))
     assert first.clients.secret.reveal() != again.clients.secret.reveal()
 
 

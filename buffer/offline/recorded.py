@@ -1,0 +1,321 @@
+"""Recorded samples: what a run has stored, or a file holds, group by group, and how they fill another run's buffer.
+
+    Recorded    one source, open for reading; nothing of it is changed
+    survey      looks at every sample: what there is, and what of it nobody could train on
+    fill        enters all of it into a new store, as if each group had been leased and pushed there
+
+A recorded token keeps the version that it names. To the run that trains on it that is one of another run, so all of
+them count with `RECORDED_VERSION`, which is before the run's own first version: their lag is at least 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from buffer.config import BufferConfig
+from buffer.errors import StoreError
+from buffer.ingest import PushedRow, faults, rows_of
+from buffer.offline.export import batches_of
+from buffer.offline.inspect import Inspection, Selection, joined
+from buffer.offline.sample_file import SUFFIXES, BadRows, read_samples
+from buffer.rows import RowBytes, flat_values, list_array
+from buffer.schema import SCHEMA
+from buffer.sharding.core import ShardCore
+from buffer.sharding.division import store_folders
+from buffer.store import Store, is_served
+from buffer.tables import Group, Incarnation
+from buffer.transaction import Transaction
+from common.run import RunFacts
+from common.staleness import StalenessConfig
+
+RECORDED_VERSION = -1
+"""That recorded tokens count with: whatever sampled them, it was before version 0 of the run that trains on them."""
+MAX_INCARNATIONS = 1024
+"""No run has restarted its learner more often."""
+MAX_TOKEN_ID = 2**31 - 1
+MAX_PROMPTS, MAX_GROUP_SIZE = 2**24, 2**16
+"""Larger ids and indices are not believed, for the rules keep something for each below them."""
+PART_ROWS = 4096
+"""So many samples of a file, and the rest of the last one's group, are entered in one transaction."""
+
+
+class RecordedGroups(NamedTuple):
+    """Some whole groups of a source."""
+
+    batch: pa.RecordBatch
+    """Of `schema.SCHEMA`, the samples of a group following one another. An unknown log-probability is NaN."""
+    rows: npt.NDArray[np.int64] | None
+    """Where each sample stands in its file; None where there is no file."""
+
+    def name_of(self, row: int) -> str:
+        """A sample, for people."""
+        if self.rows is not None:
+            return f"row {self.rows[row]}"
+        group_id, index = (self.batch.column(name)[row].as_py() for name in ("group_id", "sample_index"))
+        return f"sample {index} of group {group_id}"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One source."""
+
+    path: Path
+    is_recorded: bool
+    """A run of Leeway made the samples, and saw to it what its groups lack."""
+    _file: RecordedGroups | None = None
+    _inspection: Inspection | None = None
+    damaged: list[str] = field(default_factory=list)
+    """What was left out because it does not match its checksum, one sentence each."""
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Iterator[Recorded]:
+        """The buffer of a run folder or a buffer folder, a .jsonl or a .parquet file.
+
+        Raises:
+            StoreError: it is none of them, it cannot be read, or a service writes to it now.
+        """
+        if path.is_dir():
+            with Inspection.open(path) as inspection:
+                if any(is_served(store) for store in store_folders(inspection.folder)):
+                    raise StoreError(
+                        f"the buffer in {inspection.folder} is being written by a run that lives: wait for its end, or "
+                        "train on an export of it, as leeway buffer export writes one"
+                    )
+                yield cls(path, True, None, inspection, inspection.damaged)
+            return
+        if path.suffix not in SUFFIXES or not path.exists():
+            raise StoreError(
+                f"there are no recorded samples at {path}: give the folder of a run, or a file that is there and whose "
+                f"name ends in {' or '.join(SUFFIXES)}"
+            )
+        found = read_samples(path)
+        yield cls(path, found.is_recorded, RecordedGroups(found.batch, found.rows))
+
+    def parts(self) -> Iterator[RecordedGroups]:
+        """All samples; groups are whole, and in the order of their ids within a store."""
+        if self._file is not None:
+            group_ids = self._file.batch.column("group_id").to_numpy()
+            firsts = np.flatnonzero(np.diff(group_ids, prepend=-1))
+            start = 0
+            while start < len(group_ids):
+                later = firsts[firsts >= start + PART_ROWS]
+                end = int(later[0]) if len(later) else len(group_ids)
+                assert self._file.rows is not None, "a file has rows"
+                yield RecordedGroups(self._file.batch.slice(start, end - start), self._file.rows[start:end])
+                start = end
+        elif self._inspection is not None:
+            for groups in batches_of(self._inspection.groups(Selection(), with_samples=True)):
+                yield RecordedGroups(joined([sample for group in groups for sample in group.samples]), None)
+
+
+class Survey(NamedTuple):
+    """What a source holds."""
+
+    num_samples: int
+    num_rewarded: int
+    num_groups: int
+    num_usable: int
+    """Groups with enough samples that have a reward: two, or one where no group has more than one sample."""
+    single: str
+    """A sample that is alone in its group, for people; '' where there is none."""
+    num_unknown: int
+    """Samples without log-probabilities."""
+    num_prompts: int
+    """Prompt ids are below it."""
+    group_size: int
+    """The samples of the largest group, as their indices have it."""
+    longest: int
+    """Tokens of the longest sample, prompt included."""
+    largest_token: int
+    newest: Mapping[int, int]
+    """The newest version of every incarnation that sampled some."""
+
+
+def survey(recorded: Recorded, *, vocab_size: int = MAX_TOKEN_ID, max_tokens: int = MAX_TOKEN_ID) -> Survey:
+    """Look at every sample.
+
+    Args:
+        recorded: the source.
+        vocab_size: token ids are below it.
+        max_tokens: the longest sample that can be trained.
+
+    Raises:
+        BadRows: some cannot be trained on.
+        StoreError: there is none, or some are damaged.
+    """
+    bad: dict[str, str] = {}
+    newest: dict[int, int] = {}
+    rewarded: list[npt.NDArray[np.int64]] = []
+    num_samples = num_unknown = num_prompts = group_size = longest = largest = 0
+    run_id, single = "", ""
+    limits = {"token outside the vocabulary": f" of {vocab_size}", "longer than max_tokens": f" = {max_tokens}"}
+    for part in recorded.parts():
+        batch = part.batch
+        run_id = run_id or batch.column("run_id")[0].as_py()
+        facts, known, unknown = _limits(batch, run_id, vocab_size, max_tokens), _newest(batch), unknown_logprobs(batch)
+        said = faults(_with_zeros(batch, unknown), facts, known) | _group_faults(batch)
+        bad |= {part.name_of(row): f"{why}{limits.get(why, '')}" for row, why in sorted(said.items())}
+        newest |= {number: max(version, newest.get(number, 0)) for number, version in known.items()}
+        tokens, bounds = flat_values(batch.column("token_ids"))
+        first, group_of = _groups(batch)
+        alone = first[np.bincount(group_of) == 1]
+        single = single or (part.name_of(int(alone[0])) if len(alone) else "")
+        has_reward = batch.column("reward").is_valid().to_numpy(zero_copy_only=False)
+        rewarded.append(np.bincount(group_of, weights=has_reward).astype(np.int64))
+        num_samples, num_unknown = num_samples + batch.num_rows, num_unknown + int(unknown.sum())
+        num_prompts, group_size = max(num_prompts, facts.num_prompts), max(group_size, facts.group_size)
+        longest, largest = max(longest, int(np.diff(bounds).max())), max(largest, int(tokens.max(initial=0)))
+    if bad:
+        raise BadRows(recorded.path, num_samples, bad)
+    if recorded.damaged:
+        raise StoreError(f"{recorded.path}: {recorded.damaged[0]}; leeway buffer export writes what is whole")
+    if not num_samples:
+        raise StoreError(f"{recorded.path} holds no sample: give another source")
+    with_reward = np.concatenate(rewarded)
+    return Survey(
+        num_samples,
+        int(with_reward.sum()),
+        len(with_reward),
+        int((with_reward >= min(2, group_size)).sum()),
+        single,
+        num_unknown,
+        num_prompts,
+        group_size,
+        longest,
+        largest,
+        newest,
+    )
+
+
+def fill(folder: Path, facts: RunFacts, config: BufferConfig, recorded: Recorded, newest: Mapping[int, int]) -> int:
+    """Make the store of a run in a folder, enter every sample, and say how many there are.
+
+    Args:
+        folder: of the store, which is not there yet.
+        facts: of the run; its only shard.
+        config: of its buffer.
+        recorded: what `survey` looked at.
+        newest: as it was found there.
+
+    Raises:
+        StoreError: the store cannot be made or written.
+    """
+    core = ShardCore(config, facts, clock=lambda: 0.0)
+    num_samples = 0
+    store = Store(folder, facts, durability="os")  # synced when it is closed: until then nobody counts on it
+    try:
+        store.write(lambda tx: _begin(tx, newest))
+        for part in recorded.parts():
+            store.write(partial(_enter, core, part.batch))
+            num_samples += part.batch.num_rows
+    finally:
+        store.close()
+    return num_samples
+
+
+def _begin(tx: Transaction, newest: Mapping[int, int]) -> None:
+    """The incarnations that sampled it are over: each learner of this run abandons them, and none goes on from them."""
+    over = [Incarnation("recorded", 0, 0, newest=newest.get(n, 0)) for n in range(max(newest) + 1)]
+    tx.state.incarnations = [*over, Incarnation("recorded", RECORDED_VERSION, 0)]
+
+
+def _enter(core: ShardCore, batch: pa.RecordBatch, tx: Transaction) -> None:
+    core.groups.prepare(tx)
+    scores = SCHEMA.get_field_index("reference_logprobs")
+    # they are of the reference of another run; this one scores with its own
+    batch = batch.set_column(scores, SCHEMA.field(scores), pa.nulls(batch.num_rows, SCHEMA.field(scores).type))
+    rows, as_bytes, state = list(rows_of(batch)), RowBytes(batch), tx.state
+    first, _ = _groups(batch)
+    for start, end in pairwise([*first.tolist(), len(rows)]):
+        group = _group_of(rows[start:end], batch.column("prompt_id")[start].as_py())
+        state.next_group = max(state.next_group, group.group_id + 1)
+        records = list(range(state.next_record, state.next_record + end - start))
+        state.next_record += len(records)
+        state.ledger.issue(len(records))
+        tx.records.append(as_bytes.block(range(start, end), records), records[0])
+        core.groups.commit(tx, group, rows[start:end], records)
+        core.groups.settle(tx, group)
+
+
+def _group_of(rows: Sequence[PushedRow], prompt_id: int) -> Group:
+    """A group under the id that it had, before its samples are committed; what it has not was never issued here."""
+    there = {row.sample_index for row in rows}
+    group = Group.new(rows[0].group_id, prompt_id, max(there) + 1)
+    group.sample_states = [state if i in there else "failed" for i, state in enumerate(group.sample_states)]
+    group.attempt, group.issued = 1, len(rows)
+    return group
+
+
+# --- columns --------------------------------------------------------------------------------------------
+
+
+def unknown_logprobs(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
+    """The samples of which nobody knows what the policy that sampled them thought of them."""
+    values, bounds = flat_values(batch.column("logprobs"))
+    num_nan = np.concatenate([[0], np.cumsum(np.isnan(values))])
+    lengths = np.diff(bounds)
+    return (np.diff(num_nan[bounds]) == lengths) & (lengths > 0)
+
+
+def _with_zeros(batch: pa.RecordBatch, unknown: npt.NDArray[np.bool_]) -> pa.RecordBatch:
+    """With what no check objects to in place of unknown log-probabilities."""
+    if not unknown.any():
+        return batch
+    place, (values, bounds) = SCHEMA.get_field_index("logprobs"), flat_values(batch.column("logprobs"))
+    lengths = np.diff(bounds)
+    zeros = np.where(np.repeat(unknown, lengths), np.float32(0.0), values)
+    return batch.set_column(place, SCHEMA.field(place), list_array(lengths, pa.array(zeros, pa.float32())))
+
+
+def _limits(batch: pa.RecordBatch, run_id: str, vocab_size: int, max_tokens: int) -> RunFacts:
+    """The facts of a run whose samples these could be."""
+
+    def end_of(name: str, most: int) -> int:
+        return min(max(1, int(batch.column(name).to_numpy().max()) + 1), most)
+
+    return RunFacts(
+        run_id=run_id,
+        seed=0,
+        num_prompts=end_of("prompt_id", MAX_PROMPTS),
+        group_size=end_of("sample_index", MAX_GROUP_SIZE),
+        groups_per_step=1,
+        vocab_size=vocab_size,
+        max_tokens=max_tokens,
+        staleness=StalenessConfig(max_lag="unbounded"),
+    )
+
+
+def _newest(batch: pa.RecordBatch) -> dict[int, int]:
+    """The newest version of each incarnation that sampled a token, of those that a run can have had."""
+    spans = batch.column("spans").flatten()
+    incarnations, versions = (spans.field(i).to_numpy().astype(np.int64) for i in range(2))
+    numbers = [number for number in np.unique(incarnations).tolist() if 0 <= number < MAX_INCARNATIONS]
+    return {number: int(versions[incarnations == number].max()) for number in numbers}
+
+
+def _groups(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The first row of each group, and for each row the number of its group."""
+    group_ids = batch.column("group_id").to_numpy()
+    is_first = np.concatenate([[True], np.diff(group_ids) != 0])
+    return np.flatnonzero(is_first), np.cumsum(is_first) - 1
+
+
+def _group_faults(batch: pa.RecordBatch) -> dict[int, str]:
+    """Rows that are of another prompt than the first of their group, or a sample that it has already."""
+    first, group_of = _groups(batch)
+    prompts, indices = (batch.column(name).to_numpy() for name in ("prompt_id", "sample_index"))
+    found = dict.fromkeys(np.flatnonzero(prompts != prompts[first][group_of]).tolist(), "its group has another prompt")
+    order = np.lexsort((indices, group_of))
+    is_same = (np.diff(group_of[order]) == 0) & (np.diff(indices[order]) == 0)
+    return dict.fromkeys(order[1:][is_same].tolist(), "its group has this sample_index already") | found

@@ -1,0 +1,194 @@
+"""A run on recorded samples: what its config and they ask of each other, said before anything starts."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from buffer.offline.inspect import Inspection
+from buffer.store import own
+from launch.checks import check, check_fetched
+from launch.cli import main
+from launch.config import load_config
+from launch.errors import ConfigError, ExitStatus
+from launch.offline import fill_buffer
+from launch.resume import resume
+from launch.run_folder import RunIdentity, claimed
+from learner.checkpoint_meta import CheckpointMeta, TrainingProgress
+from tests.unit.made_up_run import context
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+SMALL = (
+    *("--task.num_train", "64", "--task.num_heldout", "8", "--actors.eval_problems", "8"),
+    *("--tracking.wandb", "disabled", "--learner.groups_per_step", "2", "--learner.num_steps", "3"),
+)
+UNBOUNDED = ("--weight_sync.max_lag", "unbounded")
+
+
+def samples(path: Path, num_groups: int = 6, size: int = 2, **fields: object) -> Path:
+    """A file with groups of so many samples; a value that is a function is asked with group and sample."""
+    rows = [
+        {"prompt_ids": [3 + group % 8, 12], "completion_ids": [4, 1], "logprobs": [-0.5, -0.25], "reward": group / 4.0}
+        | {name: value(group, index) if callable(value) else value for name, value in fields.items()}
+        for group in range(num_groups)
+        for index in range(size)
+    ]
+    path.write_text("".join(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def train(tmp_path, capsys):
+    """`train(source, *overrides)`: status, output and errors of a dry run on samples; it leaves no folder."""
+
+    def run(source, *overrides, config=DEMO):
+        out = tmp_path / "runs"
+        arguments = ["train", config, "--from", source, "--run.dir", out, *SMALL, *UNBOUNDED, *overrides, "--dry-run"]
+        status = main([*map(str, arguments)])
+        assert not out.exists()
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+def plan(source: Path, folder: Path, *overrides: str):
+    return check(
+        load_config(DEMO, [f"--buffer.source={json.dumps(str(source))}", *SMALL, *UNBOUNDED, *overrides]), folder
+    )
+
+
+def test_a_dry_run_says_what_there_is_to_train_on(train, tmp_path):
+    path = samples(tmp_path / "samples.jsonl")
+    status, out, err = train(path, "--actors.num_actors", "0")
+    assert status == ExitStatus.OK, err
+    assert f"samples    12 recorded ones in 6 groups, 6 of them to train on: {path}" in out
+    assert "actors     0, to evaluate" in out
+    assert "3 steps of 2 prompts (4 samples)" in out
+    assert "2, to evaluate" in train(path)[1]
+
+
+def test_its_buffer_is_filled_before_anything_starts_and_needs_its_source_no_more(tmp_path):
+    path = samples(tmp_path / "samples.jsonl")
+    made = plan(path, tmp_path / "run")
+    made.folder.create(made.config)
+    facts = context(made).facts
+    assert (facts.group_size, facts.num_prompts) == (2, 6), "of the samples, not of the task"
+    fill_buffer(made.config, facts, made.folder, made.recorded)
+    with Inspection.open(made.folder.buffer) as inspection:
+        assert inspection.totals().ledger["waiting"] == 12
+        assert inspection.stores[0].facts == facts
+    fingerprint = made.task.fingerprint
+    identity = RunIdentity(run_id=made.run_id, task_fingerprint=fingerprint, started_s=(1.0,), recorded=made.recorded)
+    made.folder.write_identity(identity)
+    path.unlink()
+    found = resume(made.folder, ["--actors.num_actors", "1"], print)
+    assert context(found.plan).facts == facts
+    with pytest.raises(ConfigError, match="enough for 3 steps"):
+        resume(made.folder, ["--learner.num_steps", "4"], print)
+    step = made.folder.checkpoints / "step-00000003"
+    step.mkdir()
+    (step / "meta.json").write_bytes(CheckpointMeta(TrainingProgress(3, 3, 0), 2, 1, "", {}).encode())
+    made.folder.summary.write_text(json.dumps({"accuracy_after": None, "num_steps": 3}))
+    with pytest.raises(ConfigError, match="Give it more to go on"):
+        resume(made.folder, ["--actors.num_actors", "0"], print)
+    assert resume(made.folder, ["--actors.num_actors", "1"], print).step == 3, "there is something to evaluate"
+    with pytest.raises(ConfigError, match=r"buffer.source = .* cannot become .*the buffer keeps groups"):
+        resume(made.folder, ["--buffer.source", "elsewhere.jsonl"], print)
+
+
+def test_samples_that_change_between_the_look_and_the_start_are_refused(tmp_path):
+    made = plan(samples(tmp_path / "samples.jsonl"), tmp_path / "run")
+    samples(tmp_path / "samples.jsonl", num_groups=5)
+    with pytest.raises(ConfigError, match="had 12 samples a moment ago, and now 10"):
+        fill_buffer(made.config, context(made).facts, made.folder, made.recorded)
+
+
+@pytest.mark.parametrize(
+    ("fields", "overrides", "why"),
+    [
+        ({}, ["--weight_sync.max_lag", "4"], "weight_sync.max_lag = 4 cannot be kept: set weight_sync.max_lag = 'unbo"),
+        ({}, ["--buffer.shards", "2"], "buffer.shards = 2 divides what actors push"),
+        ({}, ["--buffer.sampler", "on_policy_share"], "use buffer.sampler = 'uniform'"),
+        ({}, ["--launch.autoscale", "on"], "launch.autoscale = 'on' counts what actors make"),
+        ({}, ["--learner.num_steps", "4"], "has 6 groups to train on, enough for 3 steps: lower"),
+        ({}, ["--learner.groups_per_step", "7"], "enough for 0 steps"),
+        ({}, ["--buffer.source", "nowhere"], "nowhere: give the folder of"),
+        ({}, ["--actors.num_actors", "0", "--actors.eval_every", "5"], "with actors.num_actors = 0 nobody evaluates"),
+        ({"completion_ids": [4, 16]}, [], "row 1: token outside the vocabulary of 16"),
+        ({"completion_ids": [4] * 63, "logprobs": None}, [], "row 1: longer than max_tokens = 64"),
+        ({"logprob": 1.0}, [], "unknown field `logprob`; did you mean 'logprobs'?"),
+        ({"logprobs": None}, [], "12 of 12 samples have no logprobs, and algorithm.type = 'trajectory_balance' as it"),
+        (
+            {"logprobs": lambda group, index: [-1.0, -1.0] if group else None},
+            ["--algorithm.type", "oapl"],
+            "2 of 12 samples have no logprobs, and algorithm.type = 'oapl'",
+        ),
+        (
+            {"logprobs": None},
+            ["--algorithm.corrections", "[]", "--learner.ess_budget", "0.5"],
+            "and learner.ess_budget reads them: give them, or leave it out",
+        ),
+        ({"reward": None}, [], "none of 12 samples has a reward, and trajectory_balance trains on rewards: give"),
+        ({"reward": None}, ["--buffer.sampler", "prioritised"], "and buffer.sampler = 'prioritised' weighs by rewards"),
+        ({"group": lambda group, index: 2 * group + index}, [], "row 1 is alone in its group, and algorithm.type = 't"),
+        ({"group": lambda group, index: group or -index}, [], "row 1 is alone in its group"),
+    ],
+)
+def test_what_does_not_suit_is_refused_with_one_sentence(train, tmp_path, fields, overrides, why):
+    status, _, err = train(samples(tmp_path / "samples.jsonl", **fields), *overrides)
+    assert status == ExitStatus.WRONG_INPUT
+    assert why in err
+    assert err.count("\n") == 1
+
+
+def test_what_a_loss_does_not_read_may_be_missing(train, tmp_path):
+    path = samples(tmp_path / "samples.jsonl", logprobs=None)
+    assert train(path, "--algorithm.corrections", "[]")[0] == ExitStatus.OK
+    alone = samples(tmp_path / "alone.jsonl", 12, 1, group=lambda group, _: group)
+    status, out, err = train(alone, "--algorithm.baseline", "critic", config=DEMO.with_name("demo-ppo.toml"))
+    assert status == ExitStatus.OK, err
+    assert "12 of them to train on" in out
+
+
+def test_a_model_that_comes_later_is_held_against_the_samples_then(tmp_path):
+    overrides = (
+        "--model.path",
+        str(tmp_path / "made"),
+        "--model.recipe",
+        str(DEMO.parent / "demo_model/make_checkpoint.py"),
+    )
+    made = plan(samples(tmp_path / "samples.jsonl", completion_ids=[40, 1]), tmp_path / "run", *overrides)
+    assert made.model is None
+    with pytest.raises(ConfigError, match="has token 40, and the model only 16"):
+        check_fetched(made, DEMO.parent / "demo_model")
+
+
+def test_without_actors_and_without_samples_nothing_would_be_trained(tmp_path):
+    with pytest.raises(ConfigError, match=r"actors\.num_actors = 0, so nobody makes samples"):
+        check(load_config(DEMO, [*SMALL, "--actors.num_actors", "0"]), tmp_path / "run")
+
+
+def test_a_run_that_lives_or_was_sampled_otherwise_is_refused(tmp_path):
+    made = plan(samples(tmp_path / "samples.jsonl"), tmp_path / "first")
+    made.folder.create(made.config)
+    fill_buffer(made.config, context(made).facts, made.folder, made.recorded)
+    assert plan(made.folder.root, tmp_path / "second").recorded == made.recorded
+    with claimed(made.folder), pytest.raises(ConfigError, match=rf"is a run that lives \(process {os.getpid()}\)"):
+        plan(made.folder.root, tmp_path / "second")
+    with pytest.raises(ConfigError, match=r"actors.temperature = 0.5, and .* was sampled at 1: its log-prob"):
+        plan(made.folder.root, tmp_path / "second", "--actors.temperature", "0.5")
+    lock = own(made.folder.buffer)
+    with pytest.raises(ConfigError, match="is being written by a run that lives"):
+        plan(made.folder.buffer, tmp_path / "second")
+    os.close(lock)
+
+
+def test_a_name_within_runs_is_meant_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    made = plan(samples(tmp_path / "samples.jsonl"), tmp_path / "runs" / "first")
+    made.folder.create(made.config)
+    fill_buffer(made.config, context(made).facts, made.folder, made.recorded)
+    assert main(["train", str(DEMO), "--from", "first", *SMALL, *UNBOUNDED, "--dry-run"]) == ExitStatus.OK
+    assert f"to train on: {tmp_path / 'runs' / 'first'}" in capsys.readouterr().out
