@@ -5,8 +5,8 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 191,
-    "lines": 45_900,
+    "files": 192,
+    "lines": 46_100,
     "longest file": 474,
     "longest function": 60,
     "modules imported by exactly one other": 47,
