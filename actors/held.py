@@ -2,6 +2,7 @@
 
 HeldLease  a lease and its samples
 HandingOn  leaves samples to whoever leases them next, or has the buffer keep what there is of them
+Goodbye    what became of all that was held in the end
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from actors.engine import EngineDead
 from actors.sample import Completed, SampleMaker
@@ -59,12 +60,22 @@ class HeldLease:
         return self.open - self.pushing
 
 
+class Goodbye(NamedTuple):
+    """What became of the samples that an actor held when it ended."""
+
+    num_handed_on: int = 0
+    num_tokens_lost: int = 0
+    """Of those that could not be handed on: they are made again."""
+
+
 class HandingOn:
     """Of one actor."""
 
     def __init__(self, name: str, maker: SampleMaker, client: BufferClient | ShardedClient) -> None:
         """Let go of what `maker` makes, by telling the buffer."""
         self._name, self._maker, self._client = name, maker, client
+        self.goodbye = Goodbye()
+        """Of `leave_all`."""
 
     async def keep(self, leases: Collection[HeldLease], every_s: float) -> None:
         """Tell the buffer so often what running samples have, in case that this process is killed; `leases` may change.
@@ -87,7 +98,8 @@ class HandingOn:
 
         Leases that the buffer does not hear of run out by themselves.
         """
-        leases = list(leases)
+        leases, counts = list(leases), self._maker.counts
+        before = counts.num_handed_on, counts.num_tokens_lost
         results: list[object] = [TimeoutError(f"no answer within {GOODBYE_S:g} s")]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
@@ -100,6 +112,7 @@ class HandingOn:
                 self._name, len(remaining), errors[0],
             )  # fmt: skip
             self.count_lost(remaining)
+        self.goodbye = Goodbye(counts.num_handed_on - before[0], counts.num_tokens_lost - before[1])
 
     async def leave(self, held: HeldLease, indices: set[int]) -> None:
         """Leave samples of a lease to whoever gets them next, with the tokens that they have."""

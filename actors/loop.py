@@ -18,11 +18,11 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from actors.config import ActorSections
 from actors.engine import Engine
-from actors.held import GOODBYE_S, HandingOn, HeldLease, settled
+from actors.held import GOODBYE_S, Goodbye, HandingOn, HeldLease, settled
 from actors.report import ActorReport, actor_name
 from actors.rewards import Scorer, ScorerLimits
 from actors.sample import EvalRequest, EvalResult, SampleFailed, SampleMaker
@@ -40,8 +40,6 @@ from common.threads import DaemonThreads
 from weight_sync.puller import Puller, open_puller
 
 _log = logging.getLogger(__name__)
-
-R = TypeVar("R")
 
 _LEASE_POLL_S = (0.01, 0.05)
 """First and longest pause before asking again while admission is closed."""
@@ -237,12 +235,12 @@ class ActorLoop:
         finally:
             self._evaluating -= 1
 
-    async def stop(self) -> None:
-        """End `run`, which hands on what is leased, and stop the engine. May be called twice."""
+    async def stop(self) -> Goodbye:
+        """End `run`, which hands on what is leased, and stop the engine. Whoever calls again is answered at once."""
         self._stopping.set()
         parts, self._parts = self._parts, None
         if parts is None:
-            return
+            return Goodbye()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2 * GOODBYE_S):
                 await self._ended.wait()
@@ -255,6 +253,7 @@ class ActorLoop:
         closing = [closer.submit(parts.client.close), closer.submit(parts.puller.close)]
         await asyncio.wait([asyncio.wrap_future(each) for each in closing], timeout=_CLOSE_S)
         await parts.engine.stop()
+        return self._handing_on.goodbye
 
     def report(self) -> ActorReport:
         """What this actor has done and what it waits for."""

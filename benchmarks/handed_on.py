@@ -65,8 +65,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="benchmark-handed-on-") as fresh:
         folder = (args.keep or Path(fresh)).resolve()
         try:
-            # steps are taken until the last has come back; who is away for longer than it takes to start lengthens none
-            steps = WARM_UP + scaling.times * (AWAY + 4 * BETWEEN)
+            # to start takes an actor about as many steps as lie between two times; the last time leaves room for more
+            steps = WARM_UP + scaling.times * (AWAY + 2 * BETWEEN)
             config = write_setting(folder / "setting", Setting(steps, 0, GROUPS))
             run = train(config, folder / "run", OVERRIDES, log=folder / "run.log", look=scaling.look)
             figures = figures_of(run, scaling)

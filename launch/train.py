@@ -315,7 +315,8 @@ class _Run:
                     f"interrupt; the newest checkpoint is in {self.plan.folder.checkpoints}"
                 )
             self._control.answer({"scale": lambda asked: self.supervisor.actors.scale(asked["pool"], asked["count"])})
-            self._evaluate_now_and_then()
+            if asked_at is None:  # else nobody waits for actors, which may have got the signal too and left
+                self._evaluate_now_and_then()
         self.interrupts.training = False
         for _ in range(2):  # the answer still owed, and all since
             self._digest(self.supervisor.poll(SILENCE_S))

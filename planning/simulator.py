@@ -235,23 +235,25 @@ class Simulation:
         engine.event = self._at(engine.clock.next_end_s(), _END, engine) if engine.clock.num_running else 0
 
     def _fill(self, engine: _Engine) -> None:
-        clock, waiting, world = engine.clock, engine.waiting, self._world
+        clock, gate, waiting, world = engine.clock, engine.gate, engine.waiting, self._world
         while waiting and clock.num_running < engine.slots:
             group, index = waiting[0]
             if not self._contract.may_start(engine.served, engine.heard, group.min_version):
                 if engine.behind_since_s is None:
                     engine.behind_since_s = self.now_s
                 return
-            if engine.gate is not None and not engine.gate.has_room(self._to_run(engine, group, index), clock.made):
-                break
+            if gate is not None:
+                to_run = self._to_run(engine, group, index)
+                if not gate.has_room(to_run, clock.made):
+                    break
             waiting.popleft()
             there = group.made[index]
             length = max(1.0, group.lengths[index] - there)
             if there == 0.0:
                 length = min(length, engine.hands_on_at)
             sample = group, index, engine.served.version, length
-            if engine.gate is not None:
-                engine.gate.start(sample, self._to_run(engine, group, index), clock.made)
+            if gate is not None:
+                gate.start(sample, to_run, clock.made)
             clock.start(sample, round(world.prompt_tokens + there), length)
         if engine.behind_since_s is not None:
             self._found.behind += self.now_s - engine.behind_since_s

@@ -32,7 +32,7 @@ ALLOWED = frozenset(
     {"source", "cd", "export", "kill", "ssh", "sbatch", "scp", "rsync", "git", "ls", "cat", "cp", "wandb", "sudo", "ip"}
     | {"apt-get", "sky", "ray", "pip", "curl", "docker", "mount", "umount", "prometheus", "tail", "head", "jq", "echo"}
     | {"ulimit", "grep", "less", "tee", "wc", "chmod", "rm", "mkdir", "openssl", "sbatch", "squeue", "scancel"}
-    | {"nvidia-cuda-mps-control", "nvidia-smi"}
+    | {"nvidia-cuda-mps-control", "nvidia-smi", "pkill"}
 )
 """Programs of others: not ours to check."""
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)

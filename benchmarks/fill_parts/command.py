@@ -12,5 +12,5 @@ if __name__ == "__main__":
     from benchmarks.fill_parts.roles import RoundedDownActorRole
     from launch.processes import actor_pools
 
-    actor_pools.ActorRole = RoundedDownActorRole  # type: ignore[misc]
+    actor_pools.ActorRole = RoundedDownActorRole  # type: ignore[attr-defined]
     sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from actors.config import ActorsConfig
-from launch.processes.actor_pools import ActorRole
+from launch.processes.actor_role import ActorRole
 
 
 def rounded_down(config: ActorsConfig, num_to_generate: int, num_open: int, num_ahead: float) -> int:

@@ -15,6 +15,6 @@ if __name__ == "__main__":
     from benchmarks.fleet_parts.roles import SleepingActorRole, SleepingStageRole
     from launch.processes import actor_pools, learner_group
 
-    actor_pools.ActorRole = SleepingActorRole  # type: ignore[misc]
+    actor_pools.ActorRole = SleepingActorRole  # type: ignore[attr-defined]
     learner_group.StageRole = SleepingStageRole  # type: ignore[misc]
     sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,7 @@ from typing import Any
 from actors.config import ActorsConfig, ActorSections
 from benchmarks.fleet_parts.setting import FleetSetting
 from common.run import RunContext
-from launch.processes.actor_pools import ActorRole
+from launch.processes.actor_role import ActorRole
 from launch.processes.learner_group import StageRole
 from launch.processes.role_process import Role
 from learner.config import LearnerSections
@@ -21,7 +21,6 @@ class SleepingActorRole(ActorRole):
     def __init__(self, log: Path, config: ActorsConfig) -> None:
         """Load nothing of vLLM."""
         Role.__init__(self, log)
-        self._work = None
 
     async def start(self, context: RunContext[ActorSections], number: int, pool: str) -> None:
         """As the real one, with the other engine."""

@@ -3,6 +3,7 @@
 supervisor     Supervisor: starts all of them, restarts what may be restarted, ends all of them
 learner_group  LearnerGroup: the processes of the learner, started again as a whole
 actor_pools    ActorPools: the actors of all pools, which come and go singly
+actor_role     ActorRole: one in its process, which leaves in order at SIGTERM
 scorers        Scorers: those of all pools, which the run neither waits for nor ends with
 services       BufferServices, WeightServices: what serves at an address, started again there where it ends
 evaluation     Evaluation: held-out problems spread over the actors

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field, replace
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from actors.config import READY_ENV, ActorsConfig, ActorSections
-from actors.report import ActorReport, actor_name
-from actors.sample import EvalRequest, EvalResult
-from common.imports import uncollected
+from actors.config import READY_ENV, ActorSections
+from actors.report import actor_name
 from common.run import RunContext
 from launch.checks import Plan
 from launch.config import Config
 from launch.gpus import shared, too_full
 from launch.pools import ActorPool, actor_pools
+from launch.processes.actor_role import GOODBYE_S, ActorRole, ToldToEnd, told_to_end
 from launch.processes.placement import PLACEMENT_S, PlacementGroup, spawn
 from launch.processes.role_process import (
     SILENCE_S,
@@ -28,7 +25,6 @@ from launch.processes.role_process import (
     Check,
     Notify,
     Restarts,
-    Role,
     RoleProcess,
     RunFailed,
     done,
@@ -37,47 +33,10 @@ from launch.processes.role_process import (
     reason,
 )
 
-GOODBYE_S = 15.0
-"""How long an actor that leaves its pool may take to end by itself before it is killed."""
-
-
-class ActorRole(Role):
-    """Hosts one actor and its engine. Its calls are coroutines, so that they interleave."""
-
-    def __init__(self, log: Path, config: ActorsConfig) -> None:
-        """Load what an engine of this config needs, which takes longest of all: meanwhile the services start."""
-        super().__init__(log)
-        with uncollected():
-            import actors.loop  # noqa: F401 -- for `start`
-            from actors.engine_setup import load_engine
-
-            load_engine(config)
-        self._work: asyncio.Task[None] | None = None
-
-    async def start(self, context: RunContext[ActorSections], number: int, pool: str) -> None:
-        """Start the engine and meet the buffer service."""
-        from actors.loop import ActorLoop
-
-        self._loop = ActorLoop(context, number, pool)
-        await self._loop.start()
-
-    async def run(self) -> None:
-        """Generate until the run drains. Who calls again, because the way here was cut, waits for the same work."""
-        if self._work is None:
-            self._work = asyncio.create_task(self._loop.run())
-        await asyncio.shield(self._work)
-
-    async def report(self) -> ActorReport:
-        """What happened since the last call."""
-        return self._loop.report()
-
-    async def evaluate(self, request: EvalRequest) -> EvalResult:
-        """Held-out accuracy of a share of the problems at one version."""
-        return await self._loop.evaluate(request)
-
-    async def stop(self) -> None:
-        """End the engine."""
-        await self._loop.stop()
+MAX_SIGTERMS = 10
+"""So many in a row an actor is started again after: whoever sends more means it."""
+CALM_S = 600.0
+"""After so much work between two of them they count anew."""
 
 
 @dataclass
@@ -85,12 +44,12 @@ class ActorProcess(RoleProcess):
     """One actor.
 
     waiting for resources -> starting -> ready, evaluating -> working -> finished
-             ^------------------ died -----------------' '-> leaving -> gone (the pool was made smaller)
-    lost, in the end: it died too often, found no host, or was taken out
+             ^---------- died, or left by SIGTERM -----' '-> leaving -> gone (the pool was made smaller)
+    lost, in the end: it died too often, was told to end too often, found no host, or was taken out
     """
 
     placement: PlacementGroup = field(kw_only=True)
-    """Its place, which it keeps when it is started again."""
+    """Its place, which it keeps when it has died and is started again."""
     starting: Any = None
     """The pending call that ends when it is ready."""
     evaluating: Any = None
@@ -99,6 +58,8 @@ class ActorProcess(RoleProcess):
     """That which ends it, where its pool was made smaller."""
     lost: str = ""
     """Why it was given up, where it was."""
+    after_sigterm: Restarts = field(default_factory=lambda: Restarts(MAX_SIGTERMS, CALM_S))
+    """Those that were planned, as it left by SIGTERM; `restarts` are those of failures."""
     _cut_since_s: float | None = None
     """When the way to it was found cut, on the monotonic clock."""
 
@@ -130,6 +91,16 @@ class ActorProcess(RoleProcess):
         if self.is_going or self.handle is None or starting is None or not done(starting) or outcome(starting):
             return False
         return self.running is None or not done(self.running) or not outcome(self.running)
+
+    @property
+    def told(self) -> ToldToEnd | None:
+        """The SIGTERM that it has left by, where it has."""
+        return told_to_end(failure(self.starting if self.running is None else self.running))
+
+    def begin_work(self, call: Any) -> None:  # noqa: ANN401 -- as there
+        """It works from now on, until this call ends."""
+        super().begin_work(call)
+        self.after_sigterm.working_since_s = self.restarts.working_since_s
 
     def forget(self) -> None:
         """Its process is gone."""
@@ -299,7 +270,7 @@ class ActorPools:
 
     def _enlist(self, pool: ActorPool) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
-        placement = PlacementGroup([pool.bundle], f"actor.{number} of {replace(pool, count=1).describe()}")
+        placement = _place_of(number, pool)
         log, restarts = self._plan.folder.log("actor", number), Restarts(self._config.launch.max_restarts)
         self.actors.append(ActorProcess("actor", number, None, log, restarts, placement=placement, pool=pool.name))
 
@@ -317,7 +288,16 @@ class ActorPools:
         config = self.pools[actor.pool].config
         on, threads = actor.placement.reservation(0), config.num_threads
         variables = {READY_ENV: str(ceil(self._config.startup_timeout_s)), **self._config.launch.env}
-        actor.handle = spawn(ActorRole, actor.log, config, on=on, threads=threads, concurrency=16, variables=variables)
+        actor.handle = spawn(
+            ActorRole,
+            actor.log,
+            config,
+            on=on,
+            threads=threads,
+            concurrency=16,
+            variables=variables,
+            takes_sigterm=True,
+        )
         actor.running = None
         actor.started_s = time.monotonic()
 
@@ -338,7 +318,11 @@ class ActorPools:
                 self._notify("left", f"{actor.name} has left pool '{actor.pool}'")
             return False
         if actor.handle is None:
-            self._look_for_a_place(actor)
+            if not self.are_ending:
+                self._look_for_a_place(actor)
+            return False
+        if (told := actor.told) is not None:
+            self._let_go(actor, told)
             return False
         why = self._end_of(actor)
         if why is None:
@@ -376,6 +360,20 @@ class ActorPools:
         actor.restarts.count()
         self._look_for_a_place(actor)
 
+    def _let_go(self, actor: ActorProcess, told: ToldToEnd) -> None:
+        """It was told to end, as where its host is about to go: it takes a new place, at the next look."""
+        self._notify("left", f"{actor.name} {told}")
+        if actor.after_sigterm.are_spent:
+            why = f"told to end by SIGTERM {actor.after_sigterm.in_a_row + 1} times in a row"
+            self._lose(actor, f"given up: {why}")
+            self._notify("given_up", f"{actor.name} is given up: {why}; who sends it? See {actor.log}")
+            return
+        ray.kill(actor.handle, no_restart=True)
+        actor.forget()
+        actor.after_sigterm.count()
+        actor.placement.release()
+        actor.placement = _place_of(actor.number, self.pools[actor.pool])
+
     def _look_for_a_place(self, actor: ActorProcess) -> None:
         if actor.placement.is_placed:
             self._spawn(actor)
@@ -393,3 +391,8 @@ class ActorPools:
         if actor.handle is not None:
             ray.kill(actor.handle, no_restart=True)
         actor.placement.release()
+
+
+def _place_of(number: int, pool: ActorPool) -> PlacementGroup:
+    """Asked for now; returns at once."""
+    return PlacementGroup([pool.bundle], f"actor.{number} of {replace(pool, count=1).describe()}")

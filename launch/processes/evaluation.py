@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from actors.sample import EvalRequest, EvalResult
 from common.staleness import PolicyVersion
 from launch.processes.actor_pools import ActorProcess
+from launch.processes.actor_role import told_to_end
 from launch.processes.role_process import Check, RunFailed, done, reason
 
 EVALUATION_SHARE = 5 / 6
@@ -44,7 +45,7 @@ class Evaluation:
     ) -> None:
         """Start it on the actors that `ready_actors` gives, at least one, at `min_version` or whichever each has.
 
-        So many shards may be done again, beside those of actors that are leaving.
+        So many shards may be done again, beside those of actors that are leaving or have left.
         """
         self._ready_actors = ready_actors
         self._deadline = time.monotonic() + timeout_s
@@ -86,13 +87,13 @@ class Evaluation:
 
     def _again(self, asked: _Asked, error: RayActorError | RayTaskError) -> None:
         """Have somebody else do it, where that may still be."""
-        actor = asked.actor
-        if not actor.is_going:
+        actor, was_told = asked.actor, told_to_end(error) is not None
+        if not actor.is_going and not was_told:
             if self._retries_left == 0:
                 raise RunFailed(f"{actor.name} failed to evaluate: {reason(error)}; see {actor.log}") from None
             self._retries_left -= 1
-        if isinstance(error, RayActorError) and actor.handle is asked.handle:
-            actor.running = asked.call  # its work has failed: it is not ready, and will be started again
+        if (was_told or isinstance(error, RayActorError)) and actor.handle is asked.handle:
+            actor.running = asked.call  # its work has ended: it is not ready, and will be started again
         self._send(asked.request, self._ready_actors()[0])
 
     def _send(self, request: EvalRequest, actor: ActorProcess) -> None:

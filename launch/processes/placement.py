@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,11 @@ if TYPE_CHECKING:  # as in `services`
 PLACEMENT_S = 60.0
 """How long a worker waits on a cluster for a host that has what it asks for; to join takes a host a few seconds."""
 _LOOK_S = 0.2
+_DEAF_TO_SIGTERM = (
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+"""Becomes Ray's worker with the signal blocked, which all threads and processes of the worker inherit."""
 
 
 class Reservation(NamedTuple):
@@ -123,10 +130,12 @@ def spawn(
     threads: int,
     concurrency: int,
     variables: Mapping[str, str] | None = None,
+    takes_sigterm: bool = False,
 ) -> Any:  # noqa: ANN401 -- a Ray handle
     """Start a role in a process of its own, whose log it takes first, and everything that the process prints.
 
-    So many of its calls may run at the same time. `variables` are of its environment.
+    So many of its calls may run at the same time. `variables` are of its environment. A role that takes SIGTERM itself,
+    by `signal.sigwait`, has it blocked; of the others it is Ray that decides.
     """
     # compute threads are set in the environment, because libraries read it when they load
     environment = {
@@ -138,13 +147,17 @@ def spawn(
     }
     if "GPU" not in on.bundle:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs from those alone that have reserved some
+    runtime: dict[str, Any] = {"env_vars": environment}
+    if takes_sigterm:
+        # Ray's threads are there before any code of ours, so the process has to be born so
+        runtime["py_executable"] = shlex.join([sys.executable, "-S", "-E", "-c", _DEAF_TO_SIGTERM])
     options = {
         "num_cpus": on.bundle.get("CPU", 0.0),
         "num_gpus": on.bundle.get("GPU", 0.0),
         "resources": {kind: amount for kind, amount in on.bundle.items() if kind not in ("CPU", "GPU")},
         "max_concurrency": concurrency,
         "max_restarts": 0,  # the supervisor restarts, because a fresh process must be told the newest state
-        "runtime_env": {"env_vars": environment},
+        "runtime_env": runtime,
     }
     if on.strategy is not None:
         options["scheduling_strategy"] = on.strategy

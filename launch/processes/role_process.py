@@ -53,8 +53,9 @@ class Restarts:
     work; and that of the learner, which begins anew at its newest checkpoint, by a newer one alone.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, lasting_s: float = LASTING_S) -> None:
         self._limit = limit
+        self._lasting_s = lasting_s
         self._in_a_row = 0
         self.total = 0
         self.working_since_s: float | None = None
@@ -64,7 +65,7 @@ class Restarts:
     def in_a_row(self) -> int:
         """How many have not proved themselves yet."""
         since_s = self.working_since_s
-        return 0 if since_s is not None and time.monotonic() - since_s >= LASTING_S else self._in_a_row
+        return 0 if since_s is not None and time.monotonic() - since_s >= self._lasting_s else self._in_a_row
 
     @property
     def are_spent(self) -> bool:

@@ -204,9 +204,30 @@ def test_it_is_seen_from_outside(run: Life, tmp_path, request):
 
 
 def test_actors_come_and_go(run: Life):
+    told, *below = run.processes("actor", 1)
+    (engine,) = [each for each in below if "EngineCore" in command_of(each)]
+    engine.suspend()  # so that what it runs is in the middle when the signal comes
+    looked_at = (run.folder / "status.json").stat().st_mtime_ns
+    run.wait_for(
+        "samples in its engine",
+        lambda: (run.folder / "status.json").stat().st_mtime_ns > looked_at and run.actors()["actor-1"]["running"] > 0,
+    )
+    before = run.steps()[-1]
+    told.terminate()  # it is to be back when the pool has grown
+    engine.resume()
+    (left,) = run.wait_for("an actor to leave", lambda: run.events("left"))
+    num_handed_on = int(re.fullmatch(r"actor\.1 left by SIGTERM, (\d+) samples? handed on", left["text"])[1])
+    assert num_handed_on > 0
+    assert wait_for_end([told], timeout_s=30) == []
+    run.wait_for("the ledger", lambda: run.steps()[-1]["buffer/handed_on"] > before["buffer/handed_on"])
+    row = run.steps()[-1]
+    assert row["buffer/handed_on"] - before["buffer/handed_on"] == num_handed_on
+    assert row["buffer/failed_lease"] == before["buffer/failed_lease"]
     more = leeway("scale", run.folder, "--pool", "first", "--count", 3)
     assert (more.returncode, more.stdout) == (0, "pool 'first' had 2 actors and is to have 3\n"), more.stderr
     run.wait_for_movers("its samples", lambda: run.actors().get("actor-2", {}).get("acknowledged"))
+    run.wait_for_movers("who left to be back", lambda: run.actors()["actor-1"]["state"] == "working")
+    assert (run.actors()["actor-1"]["restarts"], run.events("restart")) == (0, []), "it was planned"
     before = run.steps()[-1]
     assert leeway("scale", run.folder, "--pool", "first", "--count", 1).returncode == 0
     for count, pool, why in ((0, "first", "keep 1"), (2, "second", "no pool 'second'")):
@@ -215,7 +236,7 @@ def test_actors_come_and_go(run: Life):
         assert why in refused.stderr
     run.wait_for_movers("two to leave", lambda: run.actors().keys() == {"actor-0"})
     assert run.actors()["actor-0"]["state"] == "working"
-    assert len(run.events("left")) == 2
+    assert len(run.events("left")) == 3
     run.wait_for_steps(3)
     after = run.steps()[-1]
     assert after["buffer/failed_lease"] == before["buffer/failed_lease"]

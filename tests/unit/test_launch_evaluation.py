@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from launch.processes import evaluation as evaluation_module
+from launch.processes.actor_role import ToldToEnd
 from launch.processes.evaluation import Evaluation
 from launch.processes.role_process import RunFailed
 from tests.unit.fake_actor_process import Handle, worker
@@ -59,3 +60,23 @@ def test_an_actor_that_died_evaluating_and_was_started_again_meanwhile_is_left_a
     monkeypatch.setattr(evaluation_module, "done", lambda call: True)
     assert evaluation.poll() is None
     assert first.running is None, "it would be taken for dead once more"
+
+
+def test_an_actor_that_left_by_sigterm_costs_no_retry_and_is_not_asked_again(two_actors, monkeypatch):
+    first, second = two_actors
+    for actor in (first, second):
+        actor.handle.evaluate = SimpleNamespace(remote=lambda request, name=actor.name: f"{name} evaluates")
+    first.running = None  # it is before training
+    ready = [[first], [second]]
+    evaluation = Evaluation(lambda: ready.pop(0), 8, None, timeout_s=60, max_retries=0)
+
+    def get(call):
+        if call == "actor.0 evaluates":
+            raise RayTaskError("evaluate", "a page of text", ToldToEnd(3, 0))
+        return call
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(evaluation_module, "done", lambda call: True)
+    assert evaluation.poll() is None
+    assert evaluation.poll() == ["actor.1 evaluates"]
+    assert first.running == "actor.0 evaluates", "its work has ended, and the pools see why"

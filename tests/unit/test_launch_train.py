@@ -125,6 +125,15 @@ def test_a_second_interrupt_does_not_wait_for_the_learner(never_done):
     assert 210.0 <= clock.now_s < 220.0
 
 
+def test_after_an_interrupt_no_evaluation_is_waited_for_whose_actors_may_be_gone(never_done):
+    run, _, clock = never_done(200.0)
+    evaluated_s = []
+    run._evaluate_now_and_then.side_effect = lambda: evaluated_s.append(clock.now_s)
+    with run.interrupts, pytest.raises(RunFailed):
+        run._train()
+    assert 190.0 < evaluated_s[-1] <= 200.0
+
+
 def earlier(made) -> History:
     """Of a run that has taken no step."""
     identity = RunIdentity(run_id=made.run_id, task_fingerprint=made.task.fingerprint, started_s=(100.0,))

@@ -1,0 +1,168 @@
+"""ActorRole: an actor in a process of its own, which leaves in order when it gets SIGTERM.
+
+    calls of the supervisor:  start -> run, report, evaluate -> stop
+    SIGTERM, at any time:     as `stop`; who waits for `start`, `run` or `evaluate` gets `ToldToEnd`; the process ends
+
+Python puts handlers in place in the main thread alone, where Ray's loop and its own handler are; the calls of a role
+run in another. So the process is born with the signal blocked in all of its threads (`placement.spawn`), and one thread
+takes it from the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Awaitable
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ray.exceptions import RayTaskError
+
+from actors.config import ActorsConfig, ActorSections
+from actors.report import ActorReport, actor_name
+from actors.sample import EvalRequest, EvalResult
+from common.imports import uncollected
+from common.run import RunContext
+from launch.processes.role_process import Role
+
+if TYPE_CHECKING:
+    from actors.held import Goodbye
+
+GOODBYE_S = 15.0
+"""How long an actor that leaves may take to end by itself before it is ended."""
+_ANSWER_S = 1.0
+"""How long it stays, once it has told what became of its work: the answer travels in another thread."""
+
+R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
+
+
+class ToldToEnd(RuntimeError):
+    """An actor got SIGTERM, and has let go of what it held."""
+
+    def __init__(self, num_handed_on: int, num_tokens_lost: int) -> None:
+        """So many samples were handed on; the tokens of those that could not be are made again."""
+        super().__init__(num_handed_on, num_tokens_lost)
+        self.num_handed_on = num_handed_on
+        self.num_tokens_lost = num_tokens_lost
+
+    def __str__(self) -> str:
+        samples = f"{self.num_handed_on} sample{'' if self.num_handed_on == 1 else 's'}"
+        lost = f", {self.num_tokens_lost:,} tokens lost" if self.num_tokens_lost else ""
+        return f"left by SIGTERM, {samples} handed on{lost}"
+
+
+def told_to_end(error: Exception | None) -> ToldToEnd | None:
+    """The order, where this is how a call to an actor ended because of one."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, ToldToEnd) else None
+
+
+class ActorRole(Role):
+    """Hosts one actor and its engine. Its calls are coroutines, so that they interleave."""
+
+    _work: asyncio.Task[None] | None = None
+    """That of `run`."""
+    _stopping: asyncio.Task[Goodbye] | None = None
+    """That of `stop`, whoever asked first."""
+    _leaving: asyncio.Task[None] | None = None
+    """Since SIGTERM came."""
+
+    def __init__(self, log: Path, config: ActorsConfig) -> None:
+        """Load what an engine of this config needs, which takes longest of all: meanwhile the services start."""
+        super().__init__(log)
+        _start_resource_tracker()
+        with uncollected():
+            import actors.loop  # noqa: F401 -- for `start`
+            from actors.engine_setup import load_engine
+
+            load_engine(config)
+
+    async def start(self, context: RunContext[ActorSections], number: int, pool: str) -> None:
+        """Start the engine and meet the buffer service.
+
+        Raises:
+            ToldToEnd: SIGTERM came; it is heard once the engine is up, for its start holds the event loop.
+        """
+        from actors.loop import ActorLoop
+
+        self._name = actor_name(number)
+        self._loop = ActorLoop(context, number, pool)
+        self._events = asyncio.get_running_loop()
+        self._told: asyncio.Future[ToldToEnd] = self._events.create_future()
+        threading.Thread(target=self._hear_sigterm, name="sigterm", daemon=True).start()
+        await self._unless_told(self._loop.start())
+
+    async def run(self) -> None:
+        """Generate until the run drains. Who calls again, because the way here was cut, waits for the same work.
+
+        Raises:
+            ToldToEnd: SIGTERM came, and what was held is handed on.
+        """
+        if self._work is None:
+            self._work = asyncio.create_task(self._loop.run())
+        await self._unless_told(self._work)
+
+    async def report(self) -> ActorReport:
+        """What happened since the last call."""
+        return self._loop.report()
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        """Held-out accuracy of a share of the problems at one version.
+
+        Raises:
+            ToldToEnd: SIGTERM came.
+        """
+        return await self._unless_told(self._loop.evaluate(request))
+
+    async def stop(self) -> None:
+        """End the engine, once what is held is handed on."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._loop.stop())
+        await asyncio.shield(self._stopping)
+
+    # --- SIGTERM ----------------------------------------------------------------------------------
+
+    def _hear_sigterm(self) -> None:
+        """In a thread of its own."""
+        signal.sigwait({signal.SIGTERM})
+        self._events.call_soon_threadsafe(self._begin_to_leave)
+
+    def _begin_to_leave(self) -> None:
+        self._leaving = asyncio.create_task(self._leave())
+
+    async def _leave(self) -> None:
+        _log.warning("%s is told to end by SIGTERM", self._name)
+        goodbye = (0, 0)
+        try:
+            async with asyncio.timeout(GOODBYE_S):
+                await self.stop()
+            assert self._stopping is not None
+            goodbye = self._stopping.result()
+        except Exception as error:
+            _log.exception("%s did not leave in order, and what it held is made anew: %s", self._name, error)
+        told = ToldToEnd(*goodbye)
+        _log.warning("%s %s", self._name, told)
+        self._told.set_result(told)
+        self._events.call_later(_ANSWER_S, os._exit, 0)
+
+    async def _unless_told(self, work: Awaitable[R]) -> R:
+        """What this gives. Once SIGTERM has come nobody waits for it any more, and how it ends is no failure."""
+        task = asyncio.ensure_future(work)
+        either: list[asyncio.Future[Any]] = [task, self._told]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._leaving is None:
+            return await task
+        raise await asyncio.shield(self._told)
+
+
+def _start_resource_tracker() -> None:
+    """Whichever thread does it hears SIGTERM from then on: here one that ends, and not later that of the engine."""
+    thread = threading.Thread(target=resource_tracker.ensure_running, name="resource-tracker")
+    thread.start()
+    thread.join()
