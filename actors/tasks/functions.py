@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from actors.sandbox import HINT, why_not_cut
+from actors.tasks.config import FileTask, ReasoningGymTask
 from actors.tasks.task import Call, Problem, TaskError, among_known
 
 _ALWAYS = ("prompts", "completions")
@@ -32,9 +34,7 @@ def parse_reference(reference: str) -> tuple[Path, str]:
     """Split `FILE.py:FUNCTION`; TaskError if it has another form, or there is no such file."""
     file, _, function = reference.rpartition(":")
     if not file or not function.isidentifier():
-        raise TaskError(
-            f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION, nor a name of task.reward_models"
-        )
+        raise TaskError(f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION")
     path = Path(file).expanduser()
     try:
         is_file = path.is_file()
@@ -45,10 +45,10 @@ def parse_reference(reference: str) -> tuple[Path, str]:
     return path, function
 
 
-def check_functions(references: Sequence[str], columns: Collection[str], models: Collection[str] = ()) -> None:
+def check_functions(references: Sequence[str], columns: Collection[str], named: Collection[str] = ()) -> None:
     """Check reward functions, each as FILE.py:FUNCTION, without running their files, which may import anything.
 
-    Names of reward models may stand between them.
+    Names of reward models and rules may stand between them.
 
     Raises:
         TaskError: a file or function is missing, or a function needs an argument that no column provides.
@@ -60,11 +60,12 @@ def check_functions(references: Sequence[str], columns: Collection[str], models:
             f"task.rewards names {sorted(twice)} twice; parts of a reward are told apart by function name: rename one"
         )
     for reference in references:
-        if reference in models:
+        if reference in named:
             continue
-        if models and ":" not in reference:
+        if ":" not in reference:
             raise TaskError(
-                f"task.rewards: '{reference}' is none of task.reward_models; {among_known(reference, models)}"
+                f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION, and no rule or table has that name; "
+                f"{among_known(reference, named)}"
             )
         path, function = parse_reference(reference)
         try:
@@ -113,10 +114,13 @@ def _check_arguments(reference: str, required: Sequence[str], columns: Collectio
 
 _TRY = """
 import json, sys
+from actors.sandbox import cut_network
 from actors.tasks.functions import load_function
 from actors.tasks.task import TaskError
 try:
-    references, columns = json.loads(sys.argv[1])
+    references, columns, has_network = json.loads(sys.argv[1])
+    if not has_network:
+        cut_network()
     for reference in references:
         load_function(reference, columns)
 except TaskError as error:
@@ -125,7 +129,19 @@ except TaskError as error:
 """
 
 
-def try_imports(references: Sequence[str], columns: Collection[str], limit_s: float) -> None:
+def check_network(config: ReasoningGymTask | FileTask) -> None:
+    """See that this machine can cut rewards off from the network, where it is to; TaskError where it cannot."""
+    why = "" if config.reward_network else why_not_cut()
+    if why:
+        raise TaskError(
+            f"task.reward_network = false, but the kernel does not let a process leave the network here ({why}): "
+            f"{HINT}; or leave the key out"
+        )
+
+
+def try_imports(
+    references: Sequence[str], columns: Collection[str], limit_s: float, *, has_network: bool = True
+) -> None:
     """Load the functions as an actor does, but in a process of their own: what a file does stays there.
 
     Raises:
@@ -133,7 +149,7 @@ def try_imports(references: Sequence[str], columns: Collection[str], limit_s: fl
     """
     if not references:
         return
-    command = [sys.executable, "-P", "-c", _TRY, json.dumps([list(references), list(columns)])]
+    command = [sys.executable, "-P", "-c", _TRY, json.dumps([list(references), list(columns), has_network])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     files = ", ".join(dict.fromkeys(reference.rpartition(":")[0] for reference in references))
     try:
