@@ -8,6 +8,7 @@ kv_gate   KvGate, Slots: which samples the engine starts, as its cache has room 
 tasks     Task: prompts and a reward; from reasoning-gym by name, or from files
 rewards   Scorer: TRL's function shape; a failure is counted, never scored 0
 reward_process  RewardProcess: where a reward function runs, and may hang or crash
+sandbox   where programs that a model wrote are run; how a process is cut off from the network
 weights   WeightFollower: pulls newer weights in flight, and says when a request may start; ActorError
 sample    SampleMaker: generates a sample, and makes a scored trajectory of it; held-out accuracy at one version
 held      HeldLease: a lease and its samples; HandingOn: how they go on elsewhere

@@ -257,8 +257,7 @@ class ActorLoop:
 
     def report(self) -> ActorReport:
         """What this actor has done and what it waits for."""
-        assert self._parts is not None, "start() comes first"
-        counts = self._maker.counts
+        parts, counts = self._started, self._maker.counts
         waiting, waiting_s = self._waiting_for()
         return ActorReport(
             name=self._name,
@@ -269,6 +268,7 @@ class ActorLoop:
             num_tokens=counts.num_tokens,
             num_outcomes=dict(counts.outcomes),
             num_failed=dict(counts.failed),
+            failing=parts.scorer.failing,
             num_handed_on=counts.num_handed_on,
             num_tokens_lost=counts.num_tokens_lost,
             settled_s=counts.settled_s,
@@ -284,7 +284,7 @@ class ActorLoop:
             hand_on_at=self._hand_on_at,
             waiting=waiting,
             waiting_s=waiting_s,
-            engine=self._started.engine.report(),
+            engine=parts.engine.report(),
         )
 
     def _waiting_for(self) -> tuple[str, float]:

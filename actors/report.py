@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from actors.engine_stats import EngineReport
+from actors.rewards import FailingReward
 
 
 def actor_name(number: int) -> str:
@@ -52,6 +53,8 @@ class ActorReport:
     """Pushed trajectories by outcome: committed, duplicate, late, quarantined."""
     num_failed: dict[str, int]
     """Samples given up, by reason."""
+    failing: list[FailingReward]
+    """Reward functions whose last sample, of training or an evaluation, was given up."""
     num_handed_on: int
     """Samples left to another actor, with what there was of them."""
     num_tokens_lost: int

@@ -32,8 +32,9 @@ from typing import Any, BinaryIO, Protocol, cast
 import msgspec
 from pydantic import TypeAdapter
 
+from actors.sandbox import HINT, cut_network
 from actors.tasks import Problem, RewardFunction, TaskError, load_reward
-from actors.tasks.config import TaskConfig
+from actors.tasks.config import Judge, TaskConfig
 from actors.tasks.task import Call, NoScore
 
 MEMORY_BYTES = 16 * 2**30
@@ -56,7 +57,16 @@ _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from actors.reward_process
 class CallFailed(Exception):
     """A call of a reward function did not deliver."""
 
-    def __init__(self, why: str, detail: str = "", *, where: str = "", trace: str = "", lost: bool = False) -> None:
+    def __init__(
+        self,
+        why: str,
+        detail: str = "",
+        *,
+        where: str = "",
+        trace: str = "",
+        lost: bool = False,
+        is_timeout: bool = False,
+    ) -> None:
         super().__init__(f"{why}: {detail}" if detail else why)
         self.why = why
         """What failures are counted by, so it names no sample."""
@@ -65,6 +75,8 @@ class CallFailed(Exception):
         self.trace = trace
         self.lost = lost
         """Has it cost the process?"""
+        self.is_timeout = is_timeout
+        """Because its limit was over?"""
 
 
 Value = float | CallFailed | None
@@ -253,10 +265,16 @@ def serve(descriptor: str, parent: str) -> None:
     logging.basicConfig(level=about["level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     name, columns, reference = about["function"]
     task: Any = TypeAdapter(TaskConfig).validate_python(about["task"])
+    function = RewardFunction(name, task, columns, reference)
     try:
-        call = load_reward(RewardFunction(name, task, columns, reference))
+        if not (task.reward_network or isinstance(function.named, Judge)):
+            cut_network()
+        call = load_reward(function)
     except TaskError as error:
         _write(stream, _Outcome(why=_clean(str(error))))
+        return
+    except OSError as error:  # of the kernel: what the user's file raises is a TaskError
+        _write(stream, _Outcome(why="task.reward_network = false, and the kernel refuses", detail=f"{error}; {HINT}"))
         return
     _write(stream, _Outcome())
     with asyncio.Runner() as runner:

@@ -16,11 +16,12 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from actors.reward_process import Caller, CallFailed, RewardProcess, Value
-from actors.tasks.config import Classifier, Judge
+from actors.tasks.code import AT_ONCE
+from actors.tasks.config import Classifier, CodeRule, Judge
 from actors.tasks.task import Problem, RewardFunction, TaskError
 from buffer.ledger import REWARD_FAILED
 
@@ -32,7 +33,9 @@ its reward, and a function that fails twice on a sample is taken to fail always.
 SLOW_S = 3.0
 """A call that is open for longer is what an actor says it waits for."""
 _MAX_BATCH = 32
-_JUDGES_GRACE_S = 10.0
+_GRACE_S = 10.0
+"""Beyond what a reward that keeps to a limit of its own allows itself."""
+_SHOWN_CHARACTERS = 200
 _PATIENCE_S = 0.1
 """Calls wait so long for a process that is busy before another is started: a cheap function has one."""
 
@@ -44,6 +47,23 @@ class RewardFailed(Exception):
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{REWARD_FAILED}: {name}: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class FailingReward:
+    """A function that has scored no sample since it began to fail, each time by the same reason."""
+
+    name: str
+    why: str
+    """Of the last failure, with its details; its first characters, as of the texts below."""
+    num_samples: int
+    """Given up, one after the other."""
+    for_s: float
+    """Since the first of them."""
+    timeout_s: float
+    """The limit of a call, where the reason is that calls take longer; else 0."""
+    prompt: str
+    completion: str
 
 
 @dataclass(frozen=True)
@@ -102,6 +122,11 @@ class Scorer:
         name, open_s = max(oldest, key=lambda each: each[1])
         return (name, open_s) if open_s >= SLOW_S else None
 
+    @property
+    def failing(self) -> list[FailingReward]:
+        """The functions whose last sample was given up."""
+        return [failing for lane in self._lanes if (failing := lane.failing) is not None]
+
     async def score(self, problem: Problem, completion: str) -> Scored:
         """Reward of one completion.
 
@@ -155,17 +180,17 @@ class _Lane:
         self._num_new = 0
         """Of those, since the last turn of the event loop."""
         self._tasks: set[asyncio.Task[None]] = set()
-        model = function.model
         # a second process would hold the model a second time
-        self._slots = asyncio.Semaphore(1 if isinstance(model, Classifier) else limits.num_processes)
-        # a judge keeps to its own limit, so that one slow rating costs no other
-        self._timeout_s = model.timeout_s + _JUDGES_GRACE_S if isinstance(model, Judge) else limits.timeout_s
+        self._slots = asyncio.Semaphore(1 if isinstance(function.named, Classifier) else limits.num_processes)
+        self._timeout_s = _call_limit_s(function, limits)
         self._callers: set[Caller] = set()
         self._idle: asyncio.LifoQueue[Caller] = asyncio.LifoQueue()
         self._open: dict[int, float] = {}
         """Calls -> since when, oldest first."""
         self._numbers = itertools.count()
         self._num_failures = 0
+        self._failing: FailingReward | None = None
+        self._failing_by, self._failing_since_s = "", 0.0
         self._is_starting = False
         self._is_closed = False
 
@@ -179,6 +204,12 @@ class _Lane:
     def open_since_s(self) -> float:
         """When the oldest open call began; now where none is open."""
         return next(iter(self._open.values()), self._clock())
+
+    @property
+    def failing(self) -> FailingReward | None:
+        """How it fails, where the last sample was given up."""
+        failing = self._failing
+        return None if failing is None else replace(failing, for_s=self._clock() - self._failing_since_s)
 
     async def value(self, problem: Problem, completion: str) -> float | None:
         waiting = _Waiting(problem, completion)
@@ -223,9 +254,10 @@ class _Lane:
             again = []
             for one, value in zip(batch, [values] if isinstance(values, CallFailed) else values, strict=True):
                 if isinstance(value, CallFailed):
-                    again.append(self._score_alone(one, value, self._retries))
+                    # alone already, and a whole limit of time that the next one waits for
+                    again.append(self._score_alone(one, value, 0 if value.is_timeout else self._retries))
                 else:
-                    _resolve(one.value, value)
+                    self._resolve(one, value)
             await asyncio.gather(*again)
         finally:
             # However it ended, nobody may go on waiting; and only `close` may look like being cancelled.
@@ -243,12 +275,13 @@ class _Lane:
                     values = await self._tried([one])
                 value = values if isinstance(values, CallFailed) else values[0]
                 if not isinstance(value, CallFailed):
-                    _resolve(one.value, value)
+                    self._resolve(one, value)
                     return
                 failure = value
             self._report(one, failure, attempt, retries)
             given_up = RewardFailed(self.function.name, failure.why)
-            given_up.__cause__, failure = failure, None
+            given_up.__cause__, last, failure = failure, failure, None
+        self._count(one, last)  # a sample, however often it was tried
         if not one.value.done():
             one.value.set_exception(given_up)
 
@@ -271,7 +304,7 @@ class _Lane:
                 values = await caller.call([one.problem for one in batch], [one.completion for one in batch])
             is_lost = False
         except TimeoutError:
-            raise CallFailed(f"took longer than {limit_s:g} s", lost=True) from None
+            raise CallFailed(f"took longer than {limit_s:g} s", lost=True, is_timeout=True) from None
         except CallFailed as failure:
             is_lost = failure.lost
             raise
@@ -320,6 +353,26 @@ class _Lane:
         self._callers.add(caller)
         return caller
 
+    def _resolve(self, one: _Waiting, value: float | None) -> None:
+        self._failing = None
+        if not one.value.done():  # the caller may have been cancelled
+            one.value.set_result(value)
+
+    def _count(self, one: _Waiting, failure: CallFailed) -> None:
+        """A sample is given up."""
+        before = self._failing
+        if before is None or self._failing_by != failure.why:
+            before, self._failing_by, self._failing_since_s = None, failure.why, self._clock()
+        self._failing = FailingReward(
+            name=self.function.name,
+            why=str(failure)[:_SHOWN_CHARACTERS],
+            num_samples=1 if before is None else before.num_samples + 1,
+            for_s=0.0,
+            timeout_s=self._timeout_s if failure.is_timeout else 0.0,
+            prompt=one.problem.text[:_SHOWN_CHARACTERS],
+            completion=one.completion[:_SHOWN_CHARACTERS],
+        )
+
     def _report(self, one: _Waiting, failure: CallFailed, attempt: int, retries: int) -> None:
         self._num_failures += 1
         # A broken function fails on every sample: enough is logged to mend it, not one line per sample.
@@ -337,6 +390,11 @@ class _Lane:
             )
 
 
-def _resolve(future: asyncio.Future[float | None], value: float | None) -> None:
-    if not future.done():  # the caller may have been cancelled
-        future.set_result(value)
+def _call_limit_s(function: RewardFunction, limits: ScorerLimits) -> float:
+    """Of a call. What keeps a limit for each sample keeps to that one, so that a slow sample costs no other."""
+    named = function.named
+    if isinstance(named, Judge):
+        return named.timeout_s + _GRACE_S
+    if isinstance(named, CodeRule):
+        return _MAX_BATCH / AT_ONCE * named.timeout_s + _GRACE_S
+    return limits.timeout_s

@@ -249,7 +249,7 @@ def check_reward(parsed: argparse.Namespace) -> int:
         is_whole = True
         try:
             with progress_line() as progress:
-                check_rewards(task, config.task, found, given=parsed.completion, budget_s=budget_s, progress=progress)
+                check_rewards(task, found, given=parsed.completion, budget_s=budget_s, progress=progress)
         except KeyboardInterrupt:
             is_whole = False
     show(found)

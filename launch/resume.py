@@ -29,7 +29,7 @@ GOODBYE_S = 60.0
 """How long processes of a command that was killed may take to end. Ray's notice at once, an engine in seconds."""
 
 FREE = frozenset(
-    {"algorithm", "actors", "learner", "weight_sync", "pools", "launch", "tracking"}
+    {"algorithm", "actors", "learner", "weight_sync", "pools", "launch", "tracking", "task.reward_network"}
     | {f"buffer.{key}" for key in ("host", "port", "lease_timeout_s", "max_attempts", "give_up_after_s", "durability")}
     | {f"buffer.{key}" for key in ("capacity_trajectories", "capacity_gib", "eviction", "fidelity_alarm", "dispatch")}
 )

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from actors.reward_process import CallFailed
 from actors.rewards import RewardFailed, Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, Task
-from actors.tasks.config import FileTask, ReasoningGymTask
 from launch.text import shortened
 
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "reference", "completion")
@@ -141,7 +140,6 @@ class RewardCheck:
 
 def check_rewards(
     task: Task,
-    config: ReasoningGymTask | FileTask,
     found: RewardCheck,
     *,
     given: Sequence[str],
@@ -152,7 +150,6 @@ def check_rewards(
 
     Args:
         task: its functions are tried.
-        config: of it.
         found: what is entered stays there where this is interrupted.
         given: completions of every problem.
         budget_s: of a function; None where it is to be tried on all, however long that takes.
@@ -170,7 +167,7 @@ def check_rewards(
             texts = [
                 (number, completion)
                 for number, problem in enumerate(found.problems)
-                for completion in _completions(problem, _other(found.problems, number), config, given)
+                for completion in _completions(problem, _other(found.problems, number), _tag(function), given)
             ]
             asyncio.run(trial.of(function, texts))
     finally:
@@ -225,14 +222,12 @@ class _Trial:
         return scorer
 
 
-def _completions(
-    problem: Problem, other: Problem, config: ReasoningGymTask | FileTask, given: Sequence[str]
-) -> Iterator[Completion]:
+def _completions(problem: Problem, other: Problem, tag: str | None, given: Sequence[str]) -> Iterator[Completion]:
     answer, another = answer_of(problem), answer_of(other)
     if answer is not None:
-        yield Completion("right", _tagged(answer, config))
+        yield Completion("right", _tagged(answer, tag))
         wrong = another if another not in (None, answer) else f"{answer}0, or not"
-        yield Completion("wrong", _tagged(str(wrong), config))
+        yield Completion("wrong", _tagged(str(wrong), tag))
     for text in given:
         yield Completion("given", text)
     for kind, text in ODD.items():
@@ -248,8 +243,14 @@ def answer_of(problem: Problem) -> str | None:
     return None
 
 
-def _tagged(answer: str, config: ReasoningGymTask | FileTask) -> str:
-    tag = getattr(config, "answer_tag", None)
+def _tag(function: RewardFunction) -> str | None:
+    """Between whose ends a rule, or else the task, looks for an answer."""
+    task = getattr(function.task, "answer_tag", None)
+    rule: str | None = getattr(function.named, "answer_tag", task)
+    return rule
+
+
+def _tagged(answer: str, tag: str | None) -> str:
     return f"<{tag}>{answer}</{tag}>" if tag else answer
 
 

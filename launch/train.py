@@ -405,6 +405,8 @@ class _Run:
                 news = self.supervisor.hear_actors()
                 self.sinks.trace.take_in(news, self._observer.take_in(news))
                 self.sinks.display.update(self._observer.polled())
+                for trip in self._tripwires.look(news, evaluating=True):
+                    self._act(trip)
                 heard_s = time.monotonic()
         return self._evaluated(results)
 

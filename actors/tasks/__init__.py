@@ -6,6 +6,8 @@ prompts    Template: an item's columns to the text of a prompt; held_out: a ques
 gym        any reasoning-gym dataset by name
 files      JSONL or Parquet rows
 functions  reward functions from FILE.py:FUNCTION, in TRL's shape
+rules      rewards by name: math, exact, contains, regex, code
+code       the last of them: a completion's Python against the tests of its row
 judge      a language model behind an endpoint, which rates answers
 classifier a sequence classifier, whose output is the reward
 
@@ -16,9 +18,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.tasks.config import FileTask, Judge, ReasoningGymTask, TaskConfig
-from actors.tasks.functions import check_functions, load_function, try_imports
+from actors.tasks.config import Classifier, FileTask, Judge, ReasoningGymTask, TaskConfig
+from actors.tasks.functions import check_functions, check_network, load_function, try_imports
 from actors.tasks.prompts import Split, held_out
+from actors.tasks.rules import check_rule, load_rule
 from actors.tasks.task import Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
 
 __all__ = [
@@ -46,31 +49,45 @@ def check_task(
     """Find every mistake in a `[task]` section that can be found before a process starts.
 
     Reads the data and renders every prompt. Reward files are parsed; with a limit of time they are also imported, in a
-    process of their own, and judges are asked for their models. Without a model folder neither lengths of prompts nor
-    classifiers are looked at, and nothing heavy is imported; with one `Task.check_prompts` looks at them.
+    process of their own, judges are asked for their models, and this machine is looked at for what rules and a cut
+    network need. Without a model folder neither lengths of prompts nor classifiers are looked at, and nothing heavy is
+    imported; with one `Task.check_prompts` looks at them.
 
     Raises:
         TaskError: says which key or file is wrong and what to do.
     """
     split, columns = _problems(config)
-    check_functions(config.rewards, columns, config.reward_models)
-    for name, model in config.reward_models.items():
-        if isinstance(model, Judge):
-            from actors.tasks.judge import check_judge
-
-            check_judge(name, model, columns, ask=import_limit_s is not None)
-        elif model_folder is not None:
-            from actors.tasks.classifier import check_classifier
-
-            check_classifier(name, model)
+    named = config.named_rewards
+    check_functions(config.rewards, columns, named)
+    for name in config.rewards:
+        _check_named(name, config, columns, has_model=model_folder is not None, here=import_limit_s is not None)
     task = Task(split.train, split.heldout, ())
     if model_folder is not None:
         codec = PromptCodec(model_folder, config.chat, config.system_prompt)
         task.check_prompts(codec, max_prompt_tokens, vocab_size)
     if import_limit_s is not None:
-        files = [reference for reference in config.rewards if reference not in config.reward_models]
-        try_imports(files, columns, import_limit_s)
+        check_network(config)
+        files = [reference for reference in config.rewards if reference not in named]
+        try_imports(files, columns, import_limit_s, has_network=config.reward_network)
     return task.facts()
+
+
+def _check_named(
+    name: str, config: ReasoningGymTask | FileTask, columns: list[str], *, has_model: bool, here: bool
+) -> None:
+    """Look at what stands under a name of `rewards`; what imports much is imported where it is asked for."""
+    section = config.named_rewards.get(name)
+    if isinstance(section, Judge):
+        from actors.tasks.judge import check_judge
+
+        check_judge(name, section, columns, ask=here)
+    elif isinstance(section, Classifier):
+        if has_model:
+            from actors.tasks.classifier import check_classifier
+
+            check_classifier(name, section)
+    elif section is not None:
+        check_rule(name, section, columns, here=here)
 
 
 def load_encoded(task: TaskConfig, model_path: Path, max_prompt_tokens: int) -> tuple[Task, PromptCodec]:
@@ -88,9 +105,10 @@ def load_encoded(task: TaskConfig, model_path: Path, max_prompt_tokens: int) -> 
 def load_task(config: ReasoningGymTask | FileTask) -> Task:
     """The task itself, its prompts not yet encoded, its rewards not yet loaded; TaskError as `check_task`."""
     split, columns = _problems(config)
-    check_functions(config.rewards, columns, config.reward_models)
+    named = config.named_rewards
+    check_functions(config.rewards, columns, named)
     rewards = [
-        RewardFunction(each.rpartition(":")[2], config, columns, "" if each in config.reward_models else each)
+        RewardFunction(each.rpartition(":")[2], config, columns, "" if each in named else each)
         for each in config.rewards
     ]
     if not rewards:
@@ -101,16 +119,19 @@ def load_task(config: ReasoningGymTask | FileTask) -> Task:
 
 def load_reward(function: RewardFunction) -> Call:
     """Load it into this process: runs the user's file, or loads the model. TaskError where that fails."""
+    named = function.named
     if function.reference:
         return load_function(function.reference, function.columns)
-    if isinstance(function.model, Judge):
+    if isinstance(named, Judge):
         from actors.tasks.judge import load_judge
 
-        return load_judge(function.name, function.model, function.columns)
-    if function.model is not None:
+        return load_judge(function.name, named, function.columns)
+    if isinstance(named, Classifier):
         from actors.tasks.classifier import load_classifier
 
-        return load_classifier(function.name, function.model)
+        return load_classifier(function.name, named)
+    if named is not None:
+        return load_rule(function.name, named, function.columns)
     from actors.tasks.gym import gym_scorer
 
     assert isinstance(function.task, ReasoningGymTask), "rows of a file do not score answers"

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 MOST_HELDOUT = 1024
 """Held-out problems of a file where none are asked for by number: an eighth of a large file would take an evaluation
 longer than the training."""
 
 
-class _RewardModel(BaseModel):
+class _NamedReward(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     weight: float = Field(default=1.0, description="What its reward is multiplied by before rewards are summed.")
 
 
-class Judge(_RewardModel):
+class Judge(_NamedReward):
     """A language model behind an endpoint that speaks OpenAI's chat completions, as `vllm serve` does.
 
     Its rating is the last number of its answer. The reward is 0 at `worst` and 1 at `best`.
@@ -50,7 +52,7 @@ class Judge(_RewardModel):
         return self
 
 
-class Classifier(_RewardModel):
+class Classifier(_NamedReward):
     """A sequence classifier of Transformers with one output, which is the reward, in one process beside each actor."""
 
     type: Literal["classifier"]
@@ -64,6 +66,89 @@ class Classifier(_RewardModel):
 
 
 RewardModel = Annotated[Judge | Classifier, Field(discriminator="type")]
+
+
+class _AnswerRule(_NamedReward):
+    column: str | None = Field(
+        default=None,
+        description="Column with the right answer, or a list of right ones, as answer or reward_model[ground_truth]. "
+        "Unset: answer, solution or ground_truth, whichever the rows have first. A row without one is not scored.",
+    )
+
+
+class MathRule(_AnswerRule):
+    """1 where math-verify finds the completion's last answer equal to the row's, else 0."""
+
+    type: Literal["math"] = "math"
+
+
+class ExactRule(_AnswerRule):
+    """1 where the completion is the row's answer, but for white space around both, else 0."""
+
+    type: Literal["exact"] = "exact"
+    answer_tag: str | None = Field(
+        default=None, description="Compare only what stands between <TAG> and </TAG>; unset: the whole completion."
+    )
+    ignore_case: bool = Field(default=False, description="Whether upper and lower case are the same.")
+
+
+class ContainsRule(_AnswerRule):
+    """1 where the row's answer stands somewhere in the completion, else 0."""
+
+    type: Literal["contains"] = "contains"
+    ignore_case: bool = Field(default=False, description="Whether upper and lower case are the same.")
+
+
+class RegexRule(_NamedReward):
+    """1 where Python's `re` finds the pattern in the completion, else 0."""
+
+    type: Literal["regex"] = "regex"
+    pattern: str = Field(description="What re.search looks for; (?s), (?i) and the like may begin it.")
+    column: str | None = Field(
+        default=None,
+        description="Column that the first group of the last match must equal, as in pattern = '#### (.+)'; unset: any "
+        "match scores.",
+    )
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"the pattern {pattern[:80]!r} is no regular expression: {error}") from None
+        return pattern
+
+    @model_validator(mode="after")
+    def _a_column_is_held_against_a_group(self) -> RegexRule:
+        if self.column is not None and not re.compile(self.pattern).groups:
+            raise ValueError(f"column is set, but pattern {self.pattern[:80]!r} has no group (...) to compare with it")
+        return self
+
+
+class CodeRule(_NamedReward):
+    """1 where the last Python block of the completion passes the tests of its row, else 0."""
+
+    type: Literal["code"] = "code"
+    column: str | None = Field(
+        default=None,
+        description="Column with the tests: asserts as text or a list of them, a list of {input, output}, or {inputs, "
+        "outputs}, also as JSON. Unset: tests or test_list. A row without tests is not scored.",
+    )
+    partial: bool = Field(default=False, description="Reward the share of the tests that pass, instead of all or none.")
+    timeout_s: PositiveFloat = Field(
+        default=10.0, description="For all tests of a completion together; those that are not done by then have failed."
+    )
+    memory_mib: PositiveInt = Field(default=1024, description="What the program of a test may allocate.")
+    require_isolation: bool = Field(
+        default=False,
+        description="Whether a run is refused where the kernel does not cut the programs off from network and files.",
+    )
+
+
+RewardRule = Annotated[MathRule | CodeRule | ExactRule | ContainsRule | RegexRule, Field(discriminator="type")]
+RULES: Mapping[str, RewardRule] = {rule.type: rule for rule in (MathRule(), CodeRule(), ExactRule(), ContainsRule())}
+"""Rules that need no table, by the name that stands for them in `rewards`."""
 
 
 class _TaskConfig(BaseModel):
@@ -81,10 +166,19 @@ class _TaskConfig(BaseModel):
     )
     rewards: tuple[str, ...] = Field(
         default=(),
-        description="Reward functions as FILE.py:FUNCTION, and names of reward_models; their values are summed.",
+        description="Reward functions as FILE.py:FUNCTION, rules by name (math, code, exact, contains, and those of "
+        "reward_rules), and names of reward_models; their values are summed.",
+    )
+    reward_rules: dict[str, RewardRule] = Field(
+        default_factory=dict, description="Rules that need more than their name: tables [task.reward_rules.NAME]."
     )
     reward_models: dict[str, RewardModel] = Field(
         default_factory=dict, description="Models that reward, by name: tables [task.reward_models.NAME]."
+    )
+    reward_network: bool = Field(
+        default=True,
+        description="Whether reward functions have the network. If not, the kernel cuts their processes off from it, "
+        "but for judges.",
     )
     correct_at: float = Field(
         default=1.0, description="A held-out answer with at least this reward counts as correct in an evaluation."
@@ -97,12 +191,20 @@ class _TaskConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _every_reward_model_has_a_name_that_is_asked(self) -> _TaskConfig:
-        if odd := [name for name in self.reward_models if not name.isidentifier()]:
-            raise ValueError(f"reward_models.{odd[0]!r} is no name that metrics can carry; use letters, digits and _")
-        if idle := sorted(self.reward_models.keys() - set(self.rewards)):
-            raise ValueError(f"reward_models.{idle[0]} is not in rewards, so it would be ignored; add its name there")
+    def _every_table_of_a_reward_has_a_name_that_is_asked(self) -> _TaskConfig:
+        for key, tables in (("reward_models", self.reward_models), ("reward_rules", self.reward_rules)):
+            if odd := [name for name in tables if not name.isidentifier()]:
+                raise ValueError(f"{key}.{odd[0]!r} is no name that metrics can carry; use letters, digits and _")
+            if idle := sorted(tables.keys() - set(self.rewards)):
+                raise ValueError(f"{key}.{idle[0]} is not in rewards, so it would be ignored; add its name there")
+        if twice := sorted(self.reward_models.keys() & self.reward_rules.keys()):
+            raise ValueError(f"{twice[0]} is a table of reward_models and of reward_rules; rename one")
         return self
+
+    @property
+    def named_rewards(self) -> dict[str, RewardModel | RewardRule]:
+        """What may stand in `rewards` by its name: tables, and rules that need none."""
+        return {**RULES, **self.reward_rules, **self.reward_models}
 
 
 class ReasoningGymTask(_TaskConfig):

@@ -18,12 +18,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
-from hashlib import blake2b
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from actors.sandbox import HINT, why_not_cut
+from actors.tasks.config import FileTask, ReasoningGymTask
 from actors.tasks.task import Call, Problem, TaskError, among_known
+from common.user_file import UserFileError, imported
 
 _ALWAYS = ("prompts", "completions")
 
@@ -32,9 +33,7 @@ def parse_reference(reference: str) -> tuple[Path, str]:
     """Split `FILE.py:FUNCTION`; TaskError if it has another form, or there is no such file."""
     file, _, function = reference.rpartition(":")
     if not file or not function.isidentifier():
-        raise TaskError(
-            f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION, nor a name of task.reward_models"
-        )
+        raise TaskError(f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION")
     path = Path(file).expanduser()
     try:
         is_file = path.is_file()
@@ -45,10 +44,10 @@ def parse_reference(reference: str) -> tuple[Path, str]:
     return path, function
 
 
-def check_functions(references: Sequence[str], columns: Collection[str], models: Collection[str] = ()) -> None:
+def check_functions(references: Sequence[str], columns: Collection[str], named: Collection[str] = ()) -> None:
     """Check reward functions, each as FILE.py:FUNCTION, without running their files, which may import anything.
 
-    Names of reward models may stand between them.
+    Names of reward models and rules may stand between them.
 
     Raises:
         TaskError: a file or function is missing, or a function needs an argument that no column provides.
@@ -60,11 +59,12 @@ def check_functions(references: Sequence[str], columns: Collection[str], models:
             f"task.rewards names {sorted(twice)} twice; parts of a reward are told apart by function name: rename one"
         )
     for reference in references:
-        if reference in models:
+        if reference in named:
             continue
-        if models and ":" not in reference:
+        if ":" not in reference:
             raise TaskError(
-                f"task.rewards: '{reference}' is none of task.reward_models; {among_known(reference, models)}"
+                f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION, and no rule or table has that name; "
+                f"{among_known(reference, named)}"
             )
         path, function = parse_reference(reference)
         try:
@@ -113,10 +113,13 @@ def _check_arguments(reference: str, required: Sequence[str], columns: Collectio
 
 _TRY = """
 import json, sys
+from actors.sandbox import cut_network
 from actors.tasks.functions import load_function
 from actors.tasks.task import TaskError
 try:
-    references, columns = json.loads(sys.argv[1])
+    references, columns, has_network = json.loads(sys.argv[1])
+    if not has_network:
+        cut_network()
     for reference in references:
         load_function(reference, columns)
 except TaskError as error:
@@ -125,7 +128,19 @@ except TaskError as error:
 """
 
 
-def try_imports(references: Sequence[str], columns: Collection[str], limit_s: float) -> None:
+def check_network(config: ReasoningGymTask | FileTask) -> None:
+    """See that this machine can cut rewards off from the network, where it is to; TaskError where it cannot."""
+    why = "" if config.reward_network else why_not_cut()
+    if why:
+        raise TaskError(
+            f"task.reward_network = false, but the kernel does not let a process leave the network here ({why}): "
+            f"{HINT}; or leave the key out"
+        )
+
+
+def try_imports(
+    references: Sequence[str], columns: Collection[str], limit_s: float, *, has_network: bool = True
+) -> None:
     """Load the functions as an actor does, but in a process of their own: what a file does stays there.
 
     Raises:
@@ -133,7 +148,7 @@ def try_imports(references: Sequence[str], columns: Collection[str], limit_s: fl
     """
     if not references:
         return
-    command = [sys.executable, "-P", "-c", _TRY, json.dumps([list(references), list(columns)])]
+    command = [sys.executable, "-P", "-c", _TRY, json.dumps([list(references), list(columns), has_network])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     files = ", ".join(dict.fromkeys(reference.rpartition(":")[0] for reference in references))
     try:
@@ -161,31 +176,14 @@ def load_function(reference: str, columns: Collection[str]) -> Call:
         TaskError: as `check_functions`, or the import fails.
     """
     path, name = parse_reference(reference)
-    module_name = "rewards_" + blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
-    module = sys.modules.get(module_name)
-    if module is None:
-        module = _imported(module_name, path, reference)
+    try:
+        module = imported(path)
+    except UserFileError as error:
+        raise TaskError(f"task.rewards: '{reference}': {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise TaskError(f"task.rewards: '{reference}': '{name}' is not a function but {function!r}")
     return _in_trl_shape(function, reference, columns)
-
-
-def _imported(module_name: str, path: Path, reference: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise TaskError(f"task.rewards: '{reference}': Python cannot import {path}; it must end in .py")
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before it runs: dataclasses and pickle look a module up by its name
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the file is the user's: it may raise anything
-        del sys.modules[module_name]
-        raise TaskError(f"task.rewards: importing {path} failed: {type(error).__name__}: {error}") from error
-    return module
 
 
 def _in_trl_shape(function: Callable[..., Any], reference: str, columns: Collection[str]) -> Call:

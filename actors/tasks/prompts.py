@@ -26,16 +26,11 @@ class _Columns(Formatter):
     """`{column}`, `{column[key]}` and the format `compact`; `{column.attribute}` does not exist."""
 
     def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, Any]) -> tuple[object, str]:
-        match = _FIELD.fullmatch(field_name)
-        if match is None:
-            raise TaskError(
-                f"'{{{field_name}}}' is not a template field; write {{column}} or {{column[key]}}, "
-                "and {{ or }} for a brace"
-            )
-        value = _entry(kwargs, match["column"], f"{{{field_name}}}")
-        for key in _KEY.findall(match["keys"]):
+        column, keys = split_field(field_name)
+        value = _entry(kwargs, column, f"{{{field_name}}}")
+        for key in keys:
             value = _entry(value, key, f"{{{field_name}}}")
-        return value, match["column"]
+        return value, column
 
     def format_field(self, value: object, format_spec: str) -> str:
         if format_spec == "compact":
@@ -51,6 +46,16 @@ def _entry(container: object, key: str, field: str) -> object:
             return container[key]
         raise TaskError(f"the item has no '{key}' for {field}; {among_known(key, container)}")
     raise TaskError(f"{field} looks for '{key}' in a {type(container).__name__}, which has no such entry")
+
+
+def split_field(field: str) -> tuple[str, list[str]]:
+    """The column and the keys of `column[key][key]`; TaskError where it has another form."""
+    match = _FIELD.fullmatch(field)
+    if match is None:
+        raise TaskError(
+            f"'{{{field}}}' is not a template field; write {{column}} or {{column[key]}}, and {{{{ or }}}} for a brace"
+        )
+    return match["column"], _KEY.findall(match["keys"])
 
 
 class Template:

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from actors.tasks.config import FileTask, ReasoningGymTask, RewardModel
+from actors.tasks.config import FileTask, ReasoningGymTask, RewardModel, RewardRule
 from common.names import did_you_mean
 
 MOST_LOOKED_AT = 10_000
@@ -70,12 +70,13 @@ class RewardFunction:
     columns: Sequence[str]
     """Names of those that the problems have."""
     reference: str = ""
-    """FILE.py:FUNCTION; empty where a model or the dataset scores answers."""
+    """FILE.py:FUNCTION; empty where a model, a rule or the dataset scores answers."""
 
     @property
-    def model(self) -> RewardModel | None:
-        """The reward model of this name."""
-        return None if self.reference else self.task.reward_models.get(self.name)
+    def named(self) -> RewardModel | RewardRule | None:
+        """The reward model or rule of this name; None where a file or the dataset scores answers."""
+        is_named = not self.reference and self.name in self.task.rewards
+        return self.task.named_rewards.get(self.name) if is_named else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from launch.doctor.machine import (
     check_leftovers,
     check_memory,
     check_open_files,
+    check_programs,
     check_shm,
 )
 from launch.errors import ConfigError
@@ -314,6 +315,7 @@ def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding
         ("GPU memory", partial(check_gpus, config)),
         ("Ray", partial(check_ray, config)),
         ("W&B", partial(check_wandb, config)),
+        ("programs", partial(check_programs, config)),
         ("leftovers", check_leftovers),
     ]
     if config is not None and config_path is not None:

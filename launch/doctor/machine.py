@@ -18,6 +18,10 @@ from typing import NamedTuple
 import psutil
 
 from actors.config import ON_GPU_BYTES
+from actors.sandbox import HINT
+from actors.tasks import TaskError
+from actors.tasks.code import check_code
+from actors.tasks.config import CodeRule
 from common.hf_folder import EMBEDDING_SUFFIX, HEAD, tensors_in
 from launch.config import Config
 from launch.doctor.findings import Finding, ok, problem, warning
@@ -368,6 +372,22 @@ def _weights_of_engines(config: Config) -> dict[str, int]:
 
 
 # --- what dead runs left --------------------------------------------------------------------------
+
+
+def check_programs(config: Config | None) -> list[Finding]:
+    """Are programs that a model writes cut off from this machine? Only where a reward runs some."""
+    found: list[Finding] = []
+    if config is None:
+        return found
+    for name in config.task.rewards:
+        rule = config.task.named_rewards.get(name)
+        if isinstance(rule, CodeRule):
+            try:
+                refused = check_code(name, rule)
+                found += warning("programs", refused, HINT) if refused else ok("programs", f"{name} isolates them")
+            except TaskError as error:
+                found += problem("programs", str(error), HINT)
+    return found
 
 
 def check_leftovers() -> list[Finding]:

@@ -5,6 +5,7 @@
     behind      an actor is more than max_actor_lag behind the newest published version all the time
     publishing  published weights wait for something, such as space on the disk
     refused     an actor refused an update and keeps the version that it has
+    failing     a reward function of an actor fails on one sample after the other, always for the same reason
     unstable    the reward falls while the samples are old, or the policy moves away from them (`Stability`)
 
 Each is told once, and once more as `..._ended`; a refusal has no end of its own.
@@ -37,6 +38,9 @@ MISMATCH_TOKENS = 32
 """So few tokens are not judged, but kept for the next look."""
 MISMATCH_ENDS = 0.5
 """Share of the limit below which a mismatch is over: around the limit it would come and go."""
+FAILING_TIMEOUTS = 5
+"""Limits of time, and samples in a row, after which nobody waits for a function that takes too long: each costs a
+whole limit, and hundreds of them hours."""
 PUBLISHING_S = 3.0
 """Shorter waits of a publisher are nothing to tell."""
 
@@ -164,6 +168,7 @@ class Tripwires:
         if report.refused and self._refused.get(name) != report.refused:
             yield Trip("refused", name, f"{name} keeps version {served} and did not take an update: {report.refused}")
         self._refused[name] = report.refused
+        yield from self._look_at_rewards(report)
         is_old = served < self._newest and not evaluating
         old_s = self._lasts("stuck", name, served if is_old else None, now)
         is_behind = is_old and self._contract.is_behind(served, self._newest)
@@ -181,12 +186,25 @@ class Tripwires:
         yield from self._hold("stuck", name, stuck if old_s >= STUCK_AFTER_S else "", config.on_stuck, ended)
         yield from self._hold("behind", name, behind if behind_s >= BEHIND_AFTER_S else "", config.on_behind, ended)
 
+    def _look_at_rewards(self, report: ActorReport) -> Iterator[Trip]:
+        config, most, text = self._config, self._config.failing_limit, ""
+        for failing in report.failing:
+            is_slow = failing.timeout_s and failing.for_s >= FAILING_TIMEOUTS * failing.timeout_s
+            if failing.num_samples >= (min(most, FAILING_TIMEOUTS) if is_slow else most):
+                text = (
+                    f"reward {failing.name} failed in {report.name} on {failing.num_samples} samples in a row: "
+                    f"{failing.why}; the last had the prompt {failing.prompt!r} and the completion "
+                    f"{failing.completion!r}. Try it with leeway check-reward, mend it, then go on with leeway resume"
+                )
+        ended = f"the rewards of {report.name} score samples again"
+        yield from self._hold("failing", report.name, text, config.on_failing, ended)
+
     def _forget(self, names: set[str]) -> None:
         """These are out of the run, or are being started again."""
         for name in names:
             for table in (self._reports, self._differences, self._refused):
                 table.pop(name, None)
-            for kind in ("mismatch", "stuck", "behind"):
+            for kind in ("mismatch", "stuck", "behind", "failing"):
                 self._standing.pop((kind, name), None)
                 self._since.pop((kind, name), None)
 

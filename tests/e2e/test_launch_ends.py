@@ -1,12 +1,24 @@
 """Real runs that end before they have lived: interrupted while they start, without a restart left."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.world.live_run import assert_ended_in_order, command_of, descendants, start, wait_for_end, wait_for_steps
+from tests.world.live_run import (
+    ROOT,
+    LiveRun,
+    assert_ended_in_order,
+    command_of,
+    descendants,
+    start,
+    wait_for_end,
+    wait_for_steps,
+)
 
 
 def test_an_interrupt_while_starting_ends_at_once_and_without_processes(tmp_path):
@@ -46,3 +58,43 @@ def test_sigterm_ends_with_a_checkpoint_and_without_processes(tmp_path):
     assert process.returncode == 130, output
     assert wait_for_end(family) == []
     assert_ended_in_order(tmp_path / "run")
+
+
+REWARD = """
+import os
+
+def judge(completions, answer, **_):
+    if os.path.exists({broken!r}):
+        raise KeyError("answer")
+    return [float(one.strip() == right) for one, right in zip(completions, answer)]
+"""
+
+
+@pytest.mark.full  # its parts are in tests/unit: who counts, who stops the run, and with which words
+def test_a_run_whose_samples_all_fail_ends_with_the_reward_its_reason_and_a_prompt_and_goes_on_once_that_is_mended(
+    tmp_path,
+):
+    broken = tmp_path / "broken"
+    (tmp_path / "judge.py").write_text(REWARD.format(broken=str(broken)))
+    rewards = ("--task.rewards", json.dumps([f"{tmp_path / 'judge.py'}:judge"]))
+    run = LiveRun(tmp_path, *rewards, "--learner.num_steps", "100000", "--learner.checkpoint_every", "2")
+    run.wait_for_steps(4)
+    family = descendants(run.process)
+    broken.touch()
+    output, _ = run.process.communicate(timeout=240)
+    assert run.process.returncode == 1, output
+    assert wait_for_end(family) == []
+    (said,) = [line for line in output.splitlines() if "launch.on_failing = 'stop'" in line and "failed in" in line][
+        -1:
+    ]
+    assert "reward judge failed in actor-" in said
+    assert "samples in a row: KeyError: 'answer'; the last had the prompt '" in said
+    broken.unlink()
+    steps = run.steps()[-1]["step"] + 4
+    command = [sys.executable, "-m", "launch.cli", "resume", str(run.folder), "--learner.num_steps", str(steps)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["num_steps"] == steps
+    assert summary["ledger_gap"] == 0
+    assert summary["failed_by_reason"]["reward failed: judge: KeyError"] >= 200

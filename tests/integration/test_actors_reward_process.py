@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,15 +15,28 @@ import time
 import psutil
 import pytest
 
+from actors import sandbox
 from actors.rewards import RewardFailed, Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, TaskError, load_task
 from actors.tasks.config import FileTask, ReasoningGymTask
+from tests.unit.fake_actor import FakeBuffer, K, make_actor, run_to_end
 
 REWARD = """
-import asyncio, os, re, resource, signal, subprocess, sys, time
+import asyncio, os, re, resource, signal, socket, subprocess, sys, threading, time
 
 calls = 0
 client = None
+
+def by_prompt(prompts, completions, **_):
+    return [DO.get(KINDS.get(prompt), lambda: 1.0)() for prompt in prompts]
+
+def threaded_alarm():
+    threading.Thread(target=lambda: signal.setitimer(signal.ITIMER_REAL, 0.05)).start()
+    time.sleep(60)
+
+def connects(completions, **_):
+    with socket.create_connection(("127.0.0.1", int(completions[0])), 5):
+        return [1.0]
 
 def judge(prompts, completions, answer, **_):
     return [DO.get(completion, lambda: float(completion == right))() for completion, right in zip(completions, answer)]
@@ -65,6 +79,7 @@ DO = {
     "sum": lambda: sum(range(10**10)),
     "exit": lambda: os._exit(3),
     "alarm": alarm,
+    "threaded alarm": threaded_alarm,
     "handled": handled,
     "leaves an alarm": leaves_an_alarm,
     "naps": naps,
@@ -77,6 +92,8 @@ DO = {
     "stdin": lambda: float(sys.stdin.read() == ""),
 }
 
+KINDS = {"q0": "sleep", "q1": "exit", "q2": "memory", "q3": "threaded alarm"}
+
 async def ask(completions, **_):
     global client
     client = client or asyncio.get_running_loop()
@@ -85,6 +102,15 @@ async def ask(completions, **_):
         time.sleep(1e6)
     await asyncio.sleep(0.01)
     return [None if completion == "" else 1.0 for completion in completions]
+"""
+
+REFUSES = """
+class Refusing(CDLL):
+    def __init__(self, name, *args, **keys):
+        super().__init__(name, *args, **keys)
+        if name is None:
+            self.unshare = lambda flags: ctypes.set_errno(1) or 1
+ctypes.CDLL = Refusing
 """
 
 
@@ -98,9 +124,9 @@ def folder(tmp_path):
 async def scorer(folder):
     made = []
 
-    async def make(name="judge", timeout_s=20.0, file="judge.py"):
+    async def make(name="judge", timeout_s=20.0, file="judge.py", has_network=True):
         reference = f"{folder / file}:{name}"
-        task = FileTask(type="file", path="rows.jsonl", rewards=(reference,))
+        task = FileTask(type="file", path="rows.jsonl", rewards=(reference,), reward_network=has_network)
         function = RewardFunction(name, task, ["question", "answer"], reference)
         made.append(Scorer([function], ScorerLimits(2, timeout_s, start_timeout_s=20.0)))
         await made[-1].start()
@@ -123,6 +149,7 @@ def problem(answer="42"):
         ("sum", "took longer than 0.5 s"),
         ("exit", "the reward's process ended with exit status 3"),
         ("alarm", "the reward's process ended with signal SIGALRM"),
+        ("threaded alarm", "the reward's process ended with signal SIGALRM"),
         ("crash", "the reward's process ended with signal SIGSEGV"),
         ("handled", "TimeoutError"),
         ("memory", "MemoryError"),
@@ -181,6 +208,65 @@ async def test_a_file_that_cannot_be_loaded_is_known_at_the_start(scorer, folder
     (folder / "broken.py").write_text(f"{code}\n\ndef f(completions):\n    return []\n")
     with pytest.raises(TaskError, match=f"reward f: its process did not start: .*{reason}"):
         await scorer("f", file="broken.py")
+
+
+@pytest.mark.parametrize("has_network", [True, False])
+async def test_without_the_network_a_reward_reaches_nobody(scorer, has_network):
+    if why := sandbox.why_not_cut():
+        pytest.skip(why)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        scores = await scorer("connects", has_network=has_network)
+        port = str(server.getsockname()[1])
+        if has_network:
+            assert (await scores.score(problem(), port)).reward == 1.0
+        else:
+            with pytest.raises(RewardFailed, match="ConnectionRefusedError"):
+                await scores.score(problem(), port)
+
+
+async def test_a_kernel_that_cannot_cut_the_network_off_is_named_before_anything_is_scored(scorer, tmp_path):
+    # as where namespaces are forbidden: their number is what root may set, and this test need not be root
+    site = tmp_path / "sitecustomize.py"
+    site.write_text("import ctypes\nCDLL = ctypes.CDLL\n" + REFUSES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        with pytest.raises(TaskError, match=r"reward_network = false, and the kernel refuses: .*not permitted.*user"):
+            await scorer(has_network=False)
+
+
+async def test_a_rule_whose_pattern_backtracks_for_ever_costs_its_own_sample(folder):
+    rules = {"form": {"type": "regex", "pattern": "(a+)+$"}}
+    task = FileTask(type="file", path="rows.jsonl", rewards=("form",), reward_rules=rules)
+    scores = Scorer([RewardFunction("form", task, ["answer"])], ScorerLimits(2, 1.0, start_timeout_s=20.0))
+    asked = ["aaa", "a" * 64 + "b", "b"]
+    try:
+        results = await asyncio.gather(*(scores.score(problem(), each) for each in asked), return_exceptions=True)
+    finally:
+        await scores.close()
+    assert [getattr(each, "reward", None) for each in results] == [1.0, None, 0.0]
+    assert str(results[1]) == "reward failed: form: took longer than 1 s"
+
+
+async def test_an_actor_loses_the_bad_samples_alone_and_accounts_for_every_one(folder):
+    reference = f"{folder / 'judge.py'}:by_prompt"
+    task = FileTask(type="file", path="rows.jsonl", rewards=(reference,))
+    buffer = FakeBuffer(8)
+    config = {"reward_timeout_s": 3.0, "max_running_samples": K}
+    actor = make_actor(buffer, rewards=(RewardFunction("by_prompt", task, ["question"], reference),), config=config)
+    report = await run_to_end(actor)
+    reasons = {
+        0: "took longer than 3 s",
+        1: "the reward's process ended with exit status 3",
+        2: "MemoryError",
+        3: "the reward's process ended with signal SIGALRM",
+    }
+    given_up = [(lease % 8, reason) for lease, _, reason in buffer.given_up]  # prompt 0 is of lease 8
+    assert sorted(given_up) == [
+        (key, f"reward failed: by_prompt: {why}") for key, why in reasons.items() for _ in range(K)
+    ]
+    assert sorted(each.prompt_id for each in buffer.pushed) == sorted([4, 5, 6, 7] * K)
+    assert all(each.reward == 1.0 for each in buffer.pushed)
+    assert sum(report.num_outcomes.values()) + sum(report.num_failed.values()) == 8 * K, "none is lost"
 
 
 async def test_a_dataset_scores_as_it_does_here():

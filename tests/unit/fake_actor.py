@@ -265,7 +265,11 @@ def half(problems, completions):
     return [0.5 for _ in completions]
 
 
-def make_actor(buffer, engine=None, store=None, reward=half, config=None, weight_sync=None, clock=time.monotonic):
+def make_actor(
+    buffer, engine=None, store=None, reward=half, config=None, weight_sync=None, clock=time.monotonic, rewards=None
+):
+    """`reward` is called in this process; `rewards` in processes of their own."""
+
     async def load(function, timeout_s):
         return InThisProcess(reward)
 
@@ -283,7 +287,8 @@ def make_actor(buffer, engine=None, store=None, reward=half, config=None, weight
     async def assemble(*_):
         section = context.config.actors
         limits = ScorerLimits(section.reward_processes, section.reward_timeout_s, start_timeout_s=60.0)
-        scorer = Scorer(task.rewards, limits, start=load, clock=clock)
+        start = {} if rewards else {"start": load}
+        scorer = Scorer(rewards or task.rewards, limits, clock=clock, **start)
         return Parts(task, Words(), scorer, engine or FakeEngine(), store or FakeStore(), buffer)
 
     return ActorLoop(context, 0, "actors", assemble, clock=clock)

@@ -183,9 +183,9 @@ def test_mistakes_are_one_sentence_before_anything_starts(monkeypatch):
     assert "JUDGE_KAY' is not set in the environment" in refused(task(gone, api_key_env="JUDGE_KAY"))
     assert "does not name {completion}" in refused(task(gone, prompt="{prompt}"))
     assert "names {anwser}, which no row has; known:" in refused(task(gone, prompt="{completion} {anwser}"))
-    assert "'helpfull' is none of task.reward_models; known: helpful" in refused(
-        task(gone, rewards=("helpful", "helpfull"))
-    )
+    misspelt = refused(task(gone, rewards=("helpful", "helpfull")))
+    assert "'helpfull' is not of the form FILE.py:FUNCTION, and no rule or table has that name" in misspelt
+    assert "did you mean 'helpful'" in misspelt
 
 
 @pytest.mark.parametrize(

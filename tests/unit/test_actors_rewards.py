@@ -266,6 +266,45 @@ async def test_a_call_that_is_open_for_seconds_is_named_with_its_age_and_a_close
     assert scores.waits_for is None
 
 
+async def test_how_a_function_fails_is_counted_in_a_row_by_its_reason_and_a_score_ends_it():
+    clock = Clock()
+
+    def judge(problems, completions):
+        if completions[0] == "good":
+            return [1.0]
+        raise (KeyError if completions[0] == "key" else ValueError)(completions[0])
+
+    async def fail(*completions):
+        for completion in completions:
+            clock.now_s += 1.0
+            with pytest.raises(RewardFailed):
+                await scores.score(PROBLEM, completion)
+
+    scores = scorer(judge, clock=clock)
+    assert scores.failing == []
+    await fail("key", "key", "key")
+    clock.now_s += 5.0
+    (failing,) = scores.failing
+    assert (failing.name, failing.why, failing.num_samples, failing.for_s) == ("judge", "KeyError: 'key'", 3, 7.0)
+    assert (failing.prompt, failing.completion, failing.timeout_s) == ("q", "key", 0.0)
+    await fail("a", "b")
+    (failing,) = scores.failing
+    assert (failing.why, failing.num_samples, failing.for_s) == ("ValueError: b", 2, 1.0)
+    await scores.score(PROBLEM, "good")
+    assert scores.failing == []
+    await fail("a")
+    assert [each.num_samples for each in scores.failing] == [1]
+
+
+async def test_where_calls_take_too_long_the_limit_is_told_too(processes):
+    scores = with_processes(processes, hang_on_stuck, timeout_s=0.05)
+    with pytest.raises(RewardFailed):
+        await scores.score(PROBLEM, "stuck")
+    (failing,) = scores.failing
+    assert (failing.why, failing.num_samples, failing.timeout_s) == ("took longer than 0.05 s", 1, 0.05)
+    await scores.close()
+
+
 async def test_a_function_that_cannot_be_loaded_is_known_before_anything_is_scored(processes):
     def f(problems, completions):
         pytest.fail("it is never called")

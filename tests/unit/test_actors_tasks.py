@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import socket
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -12,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.tasks import TaskError, check_task, held_out, load_reward, load_task
+from actors.sandbox import why_not_cut
+from actors.tasks import TaskError, check_task, functions, held_out, load_reward, load_task
 from actors.tasks.config import FileTask, ReasoningGymTask
 from actors.tasks.task import json_safe
 
@@ -149,7 +151,7 @@ def test_a_parquet_file_with_held_out_rows_of_its_own_never_trains_on_them(tmp_p
         ({"template": "Add:"}, "names no column"),
         ({"template": "{question"}, "does not parse"),
         ({"rewards": ("nowhere.py:f",)}, "there is no file .*nowhere.py"),
-        ({"rewards": ("exact",)}, "not of the form FILE.py:FUNCTION"),
+        ({"rewards": ("exactly",)}, "not of the form FILE.py:FUNCTION.*did you mean 'exact'"),
     ],
 )
 def test_a_mistake_in_a_gym_task_is_found_before_a_process_starts(changes, message):
@@ -240,6 +242,28 @@ def test_a_reward_file_is_tried_in_a_process_of_its_own(tmp_path, file_task, beg
     config = file_task.model_copy(update={"rewards": (f"{path}:reward",)})
     with nullcontext() if said is None else pytest.raises(TaskError, match=said):
         check_task(config, import_limit_s=2.0 if "sleep" in beginning else 60.0)
+
+
+@pytest.mark.process
+def test_a_file_that_needs_the_network_is_found_out_where_rewards_have_none(tmp_path, file_task):
+    if why := why_not_cut():
+        pytest.skip(why)
+    path = tmp_path / "reward.py"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)\n"
+        path.write_text(f"{code}def reward(completions): return [0.0 for _ in completions]\n")
+        config = file_task.model_copy(update={"rewards": (f"{path}:reward",)})
+        check_task(config, import_limit_s=60.0)
+        with pytest.raises(TaskError, match=r"importing .*reward.py failed: ConnectionRefusedError"):
+            check_task(config.model_copy(update={"reward_network": False}), import_limit_s=60.0)
+
+
+@pytest.mark.process
+def test_a_kernel_that_cuts_nobody_off_is_one_sentence_before_a_process_starts(file_task, monkeypatch):
+    monkeypatch.setattr(functions, "why_not_cut", lambda: "Operation not permitted (unshare)")
+    check_task(file_task, import_limit_s=60.0)
+    with pytest.raises(TaskError, match=r"reward_network = false, but .* \(Operation not permitted .*user namespaces"):
+        check_task(file_task.model_copy(update={"reward_network": False}), import_limit_s=60.0)
 
 
 def test_a_mark_of_the_order_of_bytes_is_read_over(tmp_path, file_task):

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from actors.tasks import TaskError
 from common.hf_folder import StoredTensor, pack_header
 from launch.cli import main
 from launch.config import load_config
@@ -412,6 +413,26 @@ def test_online_tracking_needs_a_key(tmp_path):
     assert look({"WANDB_BASE_URL": "https://wandb.example.org"}).state == "problem"
     elsewhere = (tmp_path / ".netrc").rename(tmp_path / "netrc")
     assert (look({}).state, look({"NETRC": str(elsewhere)}).state) == ("problem", "ok")
+
+
+# --- programs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("refused", "state"),
+    [("", "ok"), ("the kernel does not isolate the programs", "warning"), (TaskError("no Python"), "problem")],
+)
+def test_where_a_reward_runs_programs_it_says_whether_the_kernel_isolates_them(monkeypatch, refused, state):
+    def check_code(name, rule):
+        if isinstance(refused, TaskError):
+            raise refused
+        return refused
+
+    monkeypatch.setattr(machine, "check_code", check_code)
+    rules = ('--task.rewards=["exact", "right"]', "--task.reward_rules.right.type", "code")
+    finding = only(machine.check_programs(load_config(DEMO, rules)))
+    assert (finding.name, finding.state) == ("programs", state)
+    assert machine.check_programs(load_config(DEMO)) == machine.check_programs(None) == []
 
 
 # --- leftovers ------------------------------------------------------------------------------------

@@ -347,6 +347,13 @@ CASES = [
     Case("rewards that do not parse", task(reward="def exact(:\n"), ("is not Python", "line 1")),
     Case("rewards in Latin-1", task(reward=b"# caf\xe9\n" + REWARD.encode()), ("reward.py is not Python",)),
     Case("a missing argument", task(reward="def exact(solution):\n    pass\n"), ("needs an argument 'solution'",)),
+    Case("a mistyped rule", task(rewards='["exat"]'), ("no rule or table has that name", "did you mean 'exact'?")),
+    Case("a rule without its column", task(rewards='["code"]'), ("looks for a column tests or test_list",)),
+    Case(
+        "a pattern that is none",
+        task(rewards='["form"]', reward_rules='{form = {type = "regex", pattern = "(x"}}'),
+        ("is no regular expression: missing )",),
+    ),
     Case("a function twice", task(rewards='["reward.py:exact", "reward.py:exact"]'), ("twice",)),
     # prompts
     Case("long prompts", demo("--actors.max_prompt_tokens", "2"), ("Set actors.max_prompt_tokens = 6",)),

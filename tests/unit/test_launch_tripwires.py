@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from actors.report import ActorReport
+from actors.rewards import FailingReward
 from common.staleness import StalenessConfig, StalenessContract
+from launch import train
 from launch.checks import check
 from launch.config import LaunchConfig, load_config
 from launch.observe import tripwires
@@ -249,6 +251,43 @@ def test_every_refusal_of_an_actor_is_told_once():
     assert "actor-0 keeps version 0.3" in told[0]
 
 
+# --- failing ------------------------------------------------------------------------------------------
+
+
+def failing(num_samples, *, for_s=0.0, timeout_s=0.0, why="KeyError: 'answer'"):
+    return FailingReward("exact", why, num_samples, for_s, timeout_s, "2+2=", "5")
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_reward_that_fails_on_sample_after_sample_is_told_with_its_reason_and_a_prompt_until_it_scores(action):
+    watched = Watched(on_failing=action)
+    assert watched.look(report("actor-0", 0, failing=[failing(199)]), report("actor-1", 0)) == []
+    (trip,) = watched.look(report("actor-0", 0, failing=[failing(200)]), report("actor-1", 0))
+    assert (trip.kind, trip.who, trip.action) == ("failing", "actor-0", action)
+    assert "reward exact failed in actor-0 on 200 samples in a row: KeyError: 'answer'" in trip.text
+    assert "prompt '2+2=' and the completion '5'" in trip.text
+    assert "leeway check-reward" in trip.text
+    assert "leeway resume" in trip.text
+    assert watched.look(report("actor-0", 0, failing=[failing(300)])) == []
+    assert kinds(watched.look(report("actor-0", 0))) == [("failing_ended", "actor-0")]
+
+
+def test_one_that_hangs_on_every_sample_is_not_waited_for_hundreds_of_times():
+    watched = Watched()
+    slow = {"timeout_s": 60.0, "why": "took longer than 60 s"}
+    assert watched.look(report("actor-0", 0, failing=[failing(20, for_s=299.0, **slow)])) == []
+    assert watched.look(report("actor-0", 0, failing=[failing(4, for_s=900.0, **slow)])) == [], "it was idle meanwhile"
+    assert watched.look(report("actor-0", 0, failing=[failing(20, for_s=900.0)])) == [], "quick failures are counted"
+    (trip,) = watched.look(report("actor-0", 0, failing=[failing(5, for_s=300.0, **slow)]))
+    assert (trip.kind, trip.action) == ("failing", "stop")
+
+
+def test_it_is_looked_for_in_an_evaluation_too_where_versions_are_not():
+    watched = Watched()
+    (trip,) = watched.look(report("actor-0", 0, failing=[failing(200)]), newest=9, evaluating=True)
+    assert trip.kind == "failing"
+
+
 # --- wired into the run -------------------------------------------------------------------------------
 
 
@@ -304,6 +343,19 @@ def test_a_trip_that_is_to_stop_the_run_fails_it_with_its_name_and_its_knob(run)
     with pytest.raises(RunFailed, match=r"actor-1 and the learner differ .* \(launch.on_mismatch = 'stop'\)"):
         watched.run._digest(PollResult(steps=[a_step(actor_1=0.5)]))
     assert [event["kind"] for event in watched.events()] == ["mismatch"]
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_a_run_whose_samples_all_fail_stops_with_the_sentence_also_in_an_evaluation(run, monkeypatch, evaluating):
+    watched = run("--launch.failing_limit", "3")
+    news = PollResult(actors=[report("actor-0", 0, failing=[failing(3)])])
+    monkeypatch.setattr(train, "POLL_S", 0.0)
+    watched.run.supervisor.hear_actors = lambda: news
+    sentence = r"reward exact failed in actor-0 on 3 .*KeyError.*'2\+2='.*\(launch.on_failing = 'stop'\)"
+    evaluation = SimpleNamespace(poll=lambda: None)
+    with pytest.raises(RunFailed, match=sentence):
+        watched.run._evaluated_alone(evaluation) if evaluating else watched.run._digest(news)
+    assert [event["kind"] for event in watched.events()] == ["failing"]
 
 
 def test_a_row_has_no_mismatch_by_actor_but_the_display_has(run):

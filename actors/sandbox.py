@@ -1,0 +1,324 @@
+"""Namespaces: how a process is cut off from the network, and where programs that a model wrote are run.
+
+cut_network  this process, and all that it starts, sees no network any more
+serve        a program of its own: runs programs one after the other, each within limits, and says what each did
+
+Needs the standard library alone, so that it starts in milliseconds. With the kernel's leave the programs have no
+network, no process of the machine beside them, a file system that they can read and not write, and a small folder in
+memory; all that they start ends with them. Without it only the limits of time, memory and output hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+OUTPUT_BYTES = 2**20
+"""What a program may print beyond what is expected of it."""
+_FILE_BYTES = 16 * 2**20
+_FOLDER_BYTES = 64 * 2**20
+_NUM_PROCESSES = 64
+_NUM_FILES = 256
+NOBODY = 65534
+_LOOK_S = 20.0
+SCRATCH = "/dev/shm"
+"""Where the programs find their folder: it is on every Linux, and what others keep there is none of their business."""
+REFUSED = 77
+"""Exit status where the kernel does not let it run as it was asked to."""
+
+_NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 0x4000, 1 << 18
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = 442, -100, 0x8000, 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_CAPSET, _CAP_VERSION = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1), 0x20080522
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+HINT = (
+    "let user namespaces be made (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), in a "
+    "container also by its seccomp profile"
+)
+"""What to try where the kernel refuses."""
+
+
+def cut_network() -> None:
+    """Leave the network for one that has a loopback of its own and nothing else; call it before any thread starts.
+
+    Sockets that are open stay. Unix sockets that have a file can still be reached.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    try:
+        _unshare(_NEWNET)  # who may do so without more keeps all rights
+    except PermissionError:
+        user, group = os.geteuid(), os.getegid()
+        _unshare(_NEWUSER | _NEWNET)
+        _map_ids((user, user), (group, group))
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        name = struct.pack("16sh14x", b"lo", 0)
+        (flags,) = struct.unpack_from("h", fcntl.ioctl(probe, _SIOCGIFFLAGS, name), 16)
+        fcntl.ioctl(probe, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | _IFF_UP))
+
+
+def why_not_cut() -> str:
+    """What the kernel says to a process that would call `cut_network`; '' where it lets it."""
+    program = "import sys; sys.path.append(sys.argv[1]); from actors.sandbox import cut_network; cut_network()"
+    command = [sys.executable, "-I", "-S", "-c", program, str(Path(__file__).parents[1])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_LOOK_S:g} s"
+    return "" if not done.returncode else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+
+
+def _unshare(flags: int) -> None:
+    _checked(_libc.unshare(flags), "unshare")
+
+
+def _checked(result: int, what: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)} ({what})")
+
+
+def _map_ids(user: tuple[int, int], group: tuple[int, int]) -> None:
+    """In a new user namespace: (there, outside)."""
+    for file, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user[0]} {user[1]} 1"),
+        ("gid_map", f"{group[0]} {group[1]} 1"),
+    ):
+        with open(f"/proc/self/{file}", "w", encoding="ascii") as map_file:
+            map_file.write(text)
+
+
+# --- a program of its own -------------------------------------------------------------------------------
+
+
+def serve(parent: str) -> None:
+    """Read a job from stdin, run its programs, write their results to stdout; both are JSON.
+
+    A job has `as_nobody` and `isolated`, which are the way to run, `timeout_s` for all programs together,
+    `memory_bytes`, `stop_at_failure`, and `programs`, each with its `source` and either `stdin` and `stdout`, or a
+    `test`. A result is true where the program printed that, or ran the test to its end.
+
+    Exits with REFUSED where the kernel does not let it run so.
+    """
+    job = json.load(sys.stdin)
+    try:
+        if job["as_nobody"]:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own files in /proc are not its own
+        if job["isolated"]:
+            user, group = os.geteuid(), os.getegid()
+            _unshare(_NEWUSER | _NEWNET | _NEWPID | _NEWNS | _NEWIPC)
+            _map_ids((NOBODY, user), (NOBODY, group))
+    except OSError as error:
+        print(error, file=sys.stderr)
+        sys.exit(REFUSED)
+    _die_with_parent()
+    if os.getppid() != int(parent):
+        return
+    if not job["isolated"]:
+        with _folder() as folder:
+            _write(_results(job, folder))
+        return
+    if child := os.fork():  # the first process of its namespace, with which all others there end
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    _die_with_parent()
+    try:
+        _mount_read_only()
+    except OSError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(REFUSED)
+    _write(_results(job, SCRATCH))
+    os._exit(0)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _write(results: list[bool]) -> None:
+    print(json.dumps(results), flush=True)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="leeway-code-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mount_read_only() -> None:
+    """All that is mounted, but for a new folder in memory at SCRATCH."""
+    _checked(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount")
+    attributes = struct.pack("QQQQ", _ATTR_RDONLY, 0, 0, 0)
+    changed = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
+    _checked(changed, "mount_setattr")
+    options = f"size={_FOLDER_BYTES},nr_inodes=4096,mode=0700".encode()
+    _checked(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options), "mount")
+    _libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV, None)  # a container may forbid it; it only shows
+
+
+# --- one program after the other ------------------------------------------------------------------------
+
+_TEST = """
+import os, sys
+word = os.read(int(sys.argv[2]), 64)
+os.close(int(sys.argv[2]))
+with open(sys.argv[1], encoding="utf-8") as file:
+    source, test = file.read().split("\\0")
+space = {"__name__": "solution"}
+exec(compile(source, "solution.py", "exec"), space)
+exec(compile(test, "test.py", "exec"), space)
+os.write(int(sys.argv[3]), word)
+"""
+"""Says the word that it was told at the end of the test alone, so that a program which exits early has not passed."""
+
+
+def _results(job: dict[str, Any], folder: str) -> list[bool]:
+    deadline = time.monotonic() + job["timeout_s"]
+    results: list[bool] = []
+    for program in job["programs"]:
+        has_passed = _passes(program, job, folder, deadline)
+        results.append(has_passed)
+        _clear(folder)
+        if time.monotonic() >= deadline or (job["stop_at_failure"] and not has_passed):
+            break
+    return results
+
+
+def _clear(folder: str) -> None:
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def _passes(program: dict[str, str], job: dict[str, Any], folder: str, deadline: float) -> bool:
+    test, path = program.get("test"), os.path.join(folder, "solution.py")
+    with open(path, "w", encoding="utf-8", errors="replace") as file:
+        file.write(program["source"] if test is None else f"{program['source']}\0{test}")
+    word = os.urandom(16).hex().encode()
+    theirs, ours = os.pipe()
+    said, says = os.pipe()
+    os.set_blocking(said, False)
+    os.write(ours, word)
+    os.close(ours)
+    command = [sys.executable, "-I", "-B"]
+    command += [path] if test is None else ["-c", _TEST, path, str(theirs), str(says)]
+    expected = program.get("stdout", "")
+    with tempfile.TemporaryFile(dir=folder) as stdin:
+        stdin.write(program.get("stdin", "").encode("utf-8", "replace"))
+        stdin.seek(0)
+        process = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=() if test is None else (theirs, says),
+            cwd=folder,
+            env={"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
+            start_new_session=True,
+            preexec_fn=lambda: _limit(job),
+        )
+    os.close(theirs)
+    os.close(says)
+    try:
+        output = _output_of(process, OUTPUT_BYTES + 4 * len(expected), deadline)
+        status = process.wait(max(0.0, deadline - time.monotonic())) if output is not None else None
+    except subprocess.TimeoutExpired:
+        status = output = None
+    finally:
+        _end(process, job)
+        has_said = False
+        with contextlib.suppress(BlockingIOError):  # where something that got away holds the other end
+            has_said = os.read(said, len(word)) == word
+        os.close(said)
+    if output is None or status != 0:
+        return False
+    return has_said if test is not None else _lines(output.decode("utf-8", "replace")) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    """Without white space at the ends of lines and of the whole."""
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _output_of(process: subprocess.Popen[bytes], most: int, deadline: float) -> bytes | None:
+    """What it prints until it ends or closes its output; None where that is too much, or takes too long."""
+    assert process.stdout is not None
+    output, descriptor, end = b"", process.stdout.fileno(), os.pidfd_open(process.pid)
+    try:
+        while len(output) <= most and (left_s := deadline - time.monotonic()) > 0:
+            ready, _, _ = select.select([descriptor, end], [], [], left_s)
+            more = os.read(descriptor, 65536) if descriptor in ready else b""
+            if ready and not more:  # it has ended; what it has started may hold its output
+                return output
+            output += more
+    finally:
+        os.close(end)
+    return None
+
+
+def _end(process: subprocess.Popen[bytes], job: dict[str, Any]) -> None:
+    """The program, and whatever it has started: in a namespace all that is there."""
+    with contextlib.suppress(ProcessLookupError):
+        if job["isolated"]:
+            os.kill(-1, signal.SIGKILL)  # from the first process of the namespace: all but itself
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:  # orphans become children of the first process
+            pass
+
+
+def _limit(job: dict[str, Any]) -> None:
+    """In the program's process, before it is the program."""
+    _die_with_parent()
+    seconds = int(job["timeout_s"]) + 1
+    limits = {
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_DATA: job["memory_bytes"],
+        resource.RLIMIT_FSIZE: _FILE_BYTES,
+        resource.RLIMIT_NOFILE: _NUM_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
+    if job["isolated"] or job["as_nobody"]:  # else all processes of the user count
+        limits[resource.RLIMIT_NPROC] = _NUM_PROCESSES
+    for kind, most in limits.items():
+        _, hard = resource.getrlimit(kind)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if job["isolated"] and _CAPSET > 0:  # those of its own namespace, by which it could mount
+        _libc.syscall(_CAPSET, struct.pack("Ii", _CAP_VERSION, 0), struct.pack("6I", *([0] * 6)))

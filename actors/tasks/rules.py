@@ -1,0 +1,156 @@
+"""Rules: rewards by name, which hold a completion against a column of its row.
+
+They run where any reward function does, so one that does not end is ended with its process: a regular expression that
+backtracks for ever, or an equation that sympy never simplifies, costs its own sample.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+from actors.tasks.code import check_code, load_code
+from actors.tasks.config import CodeRule, ContainsRule, ExactRule, MathRule, RegexRule, RewardRule
+from actors.tasks.prompts import split_field
+from actors.tasks.task import Call, NoScore, Problem, TaskError, among_known
+
+ANSWERS = ("answer", "solution", "ground_truth")
+TESTS = ("tests", "test_list")
+"""Where a rule looks that is not told its column, in this order."""
+_KEPT_ANSWERS = 1024
+"""Parsed, for the samples of a group share theirs."""
+
+_Matches = Callable[[str, str], bool | NoScore]
+"""Is a completion right by this answer?"""
+
+
+def check_rule(name: str, rule: RewardRule, columns: Collection[str], *, here: bool) -> None:
+    """Find what is wrong with a rule before a process starts; with `here` also what this machine lacks for it.
+
+    Raises:
+        TaskError: no row has its column, a library is missing, or the kernel refuses an isolation that is required.
+    """
+    _column(name, rule, columns)
+    if here and isinstance(rule, MathRule):
+        _check_math()
+    if here and isinstance(rule, CodeRule):
+        check_code(name, rule)
+
+
+def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
+    """The rule as a reward function; TaskError as `check_rule`."""
+    look_up = _column(name, rule, columns)
+    if isinstance(rule, CodeRule):
+        return load_code(name, rule, look_up)
+    matches = _matches_of(rule)
+
+    def value_of(problem: Problem, completion: str) -> float | NoScore | None:
+        answer = look_up(problem)
+        answers = answer if isinstance(answer, list) else [answer]
+        found = [matches(str(one), completion) for one in answers if one is not None]
+        if unknown := [one for one in found if isinstance(one, NoScore)]:
+            return rule.weight if True in found else unknown[0]
+        return rule.weight * (True in found) if found else None
+
+    def call(problems: Sequence[Problem], completions: Sequence[str]) -> list[float | NoScore | None]:
+        return [value_of(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
+
+    return call
+
+
+def _column(name: str, rule: RewardRule, columns: Collection[str]) -> Callable[[Problem], Any]:
+    """What gives the value that a row has for the rule, None where it has none.
+
+    Raises:
+        TaskError: no row has such a column.
+    """
+    if isinstance(rule, RegexRule) and rule.column is None:
+        return lambda problem: ""
+    usual = TESTS if isinstance(rule, CodeRule) else ANSWERS
+    path = rule.column or next((each for each in usual if each in columns), None)
+    if path is None:
+        raise TaskError(
+            f"task.rewards: '{name}' looks for a column {' or '.join(usual)}, and the rows have {', '.join(columns)}; "
+            f'name theirs in a table: [task.reward_rules.{name}] type = "{rule.type}", column = ...'
+        )
+    column, keys = split_field(path)
+    if column not in columns:
+        raise TaskError(
+            f"task.reward_rules.{name}.column = '{path}': no row has that column; {among_known(column, columns)}"
+        )
+
+    def look_up(problem: Problem) -> Any:  # noqa: ANN401 -- any JSON
+        value = problem.columns.get(column)
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    return look_up
+
+
+def _matches_of(rule: MathRule | ExactRule | ContainsRule | RegexRule) -> _Matches:
+    if isinstance(rule, MathRule):
+        return _load_math()
+    if isinstance(rule, RegexRule):
+        pattern = re.compile(rule.pattern)
+        if rule.column is None:
+            return lambda answer, completion: pattern.search(completion) is not None
+        return lambda answer, completion: _last_group(pattern, completion) == answer.strip()
+    fold: Callable[[str], str] = str.casefold if rule.ignore_case else str
+    if isinstance(rule, ContainsRule):
+        return lambda answer, completion: (
+            fold(answer.strip()) in fold(completion) if answer.strip() else NoScore("the row's answer is empty")
+        )
+    tag = rule.answer_tag
+    return lambda answer, completion: fold(_between(completion, tag)) == fold(answer.strip())
+
+
+def _last_group(pattern: re.Pattern[str], completion: str) -> str | None:
+    last = next(iter(deque(pattern.finditer(completion), maxlen=1)), None)
+    return None if last is None or last[1] is None else str(last[1]).strip()
+
+
+def _between(completion: str, tag: str | None) -> str:
+    """What the last pair of tags holds; without such a pair nothing."""
+    if tag is None:
+        return completion.strip()
+    head, closed, _ = completion.rpartition(f"</{tag}>")
+    _, opened, text = head.rpartition(f"<{tag}>")
+    return text.strip() if opened and closed else ""
+
+
+# --- math-verify ----------------------------------------------------------------------------------------
+
+
+def _check_math() -> None:
+    if find_spec("math_verify") is None or find_spec("antlr4") is None:
+        raise TaskError(
+            "task.rewards: 'math' needs math-verify, which is not installed here: pip install 'math-verify==0.9.0'"
+        )
+
+
+def _load_math() -> _Matches:
+    """Without math-verify's own limits of time, which are alarms: what takes too long is ended with this process."""
+    _check_math()
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
+
+    @lru_cache(_KEPT_ANSWERS)
+    def right_one(answer: str) -> list[Any]:
+        text = answer.rpartition("####")[2].strip()  # of GSM8K, whose answers show how they are found
+        is_marked = "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text
+        return list(parse(text if is_marked else f"\\boxed{{{text}}}", parsing_timeout=None))
+
+    def matches(answer: str, completion: str) -> bool | NoScore:
+        right = right_one(answer)
+        if not right:
+            return NoScore("the row's answer is no mathematics", repr(answer[:200]))
+        return bool(verify(right, parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+    return matches

@@ -1,0 +1,151 @@
+"""Programs that a model wrote: what they may do, and that nothing of them is left.
+
+Real processes and namespaces, because only the kernel can show what it holds them to.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from actors import sandbox
+from actors.tasks import Problem
+from actors.tasks import code as code_rule
+from actors.tasks.config import CodeRule
+
+
+@pytest.fixture(params=[True, False], ids=["isolated", "limits alone"])
+def is_isolated(request, monkeypatch):
+    """Where the kernel isolates them, and as where it does not."""
+    try_way = code_rule._try
+    if not request.param:
+        monkeypatch.setattr(code_rule, "_try", lambda rule, way: "no" if way.isolated else try_way(rule, way))
+    elif not code_rule._way("code", CodeRule())[0].isolated:
+        pytest.skip("this kernel isolates nothing")
+    return request.param
+
+
+def rewards(source, tests, **keys):
+    """What the rule gives to a program, once."""
+    rule = CodeRule(**{"timeout_s": 20.0, **keys})
+    call = code_rule.load_code("code", rule, lambda problem: problem.columns["tests"])
+    (value,) = asyncio.run(call([Problem("q", "q", {"tests": tests})], [source]))
+    return value
+
+
+ADD = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "tests", "keys", "expected"),
+    [
+        (ADD, ["assert add(1, 2) == 3", "assert add(2, 2) == 4"], {}, 1.0),
+        (ADD, ["assert add(1, 2) == 3", "assert add(2, 2) == 5"], {}, 0.0),
+        (ADD, ["assert add(2, 2) == 5", "assert add(1, 2) == 3"], {"partial": True, "weight": 3.0}, 1.5),
+        ("def f(a):\n    return a, a", {"inputs": [[1], [2]], "outputs": [[1, 1], [2, 2]], "fn_name": "f"}, {}, 1.0),
+        ("print(int(input()) + 1)", [{"input": "1", "output": "2"}, {"input": "2", "output": "3 \n\n"}], {}, 1.0),
+        ("import numpy\nprint(numpy.ones(3).sum())", [{"output": "3.0"}], {}, 1.0),
+        ("import os\nos._exit(0)", ["assert False"], {}, 0.0),
+        ("print(1); raise SystemExit(3)", [{"output": "1"}], {}, 0.0),
+        ("x = bytearray(2**30)", ["assert x"], {"memory_mib": 256}, 0.0),
+        ("while True: print('x' * 1000)", [{"output": "x"}], {}, 0.0),
+        ("open('big', 'wb').write(bytes(2**26))", ["assert True"], {}, 0.0),
+        ("open('small', 'w').write('1')\nprint(open('small').read())", [{"output": "1"}], {}, 1.0),
+        ("import os\nprint(sorted(set(os.environ) & {'SECRET'}))", [{"output": "[]"}], {}, 1.0),
+    ],
+)
+def test_a_program_is_paid_for_the_tests_that_it_passes_within_its_limits(
+    is_isolated, monkeypatch, source, tests, keys, expected
+):
+    monkeypatch.setenv("SECRET", "1")
+    assert rewards(source, tests, **keys) == expected
+
+
+def test_a_program_that_does_not_end_costs_its_time_alone_and_all_that_it_started_ends(is_isolated):
+    mark = str(9e6 + os.getpid() % 1000)
+    started = f"import subprocess\nsubprocess.Popen(['sleep', {mark!r}])\n"
+    assert rewards(started, ["assert True"]) == 1.0
+    began_s = time.monotonic()
+    assert rewards(f"{started}while True: pass", ["assert True"], timeout_s=0.5) == 0.0
+    assert time.monotonic() - began_s < 10
+    limit = time.monotonic() + 20
+    while any(mark in command for command in commands()):
+        assert time.monotonic() < limit, "something of it is left"
+        time.sleep(0.05)
+
+
+def commands():
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            yield " ".join(process.cmdline())
+
+
+def test_an_isolated_program_has_no_network_no_other_process_and_writes_nowhere_else(tmp_path):
+    if not code_rule._way("code", CodeRule())[0].isolated:
+        pytest.skip("this kernel isolates nothing")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        attempts = {
+            "network": f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)",
+            "files": f"open({str(tmp_path / 'written')!r}, 'w')",
+            "kill": f"import os\nos.kill({os.getpid()}, 0)",
+            "mount": "import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'/', None, 0x1020, None) == 0",
+        }
+        passed = {name: rewards(f"{source}\nprint(1)", [{"output": "1"}]) for name, source in attempts.items()}
+    assert passed == dict.fromkeys(attempts, 0.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def is_a_test(process):
+    with contextlib.suppress(psutil.Error):
+        return any(word.endswith("solution.py") for word in process.cmdline())
+    return False
+
+
+def test_a_sandbox_that_is_killed_takes_its_program_along():
+    if not code_rule._way("code", CodeRule())[0].isolated:
+        pytest.skip("this kernel isolates nothing")
+    before = set(psutil.Process().children(recursive=True))
+
+    def programs():
+        return [each for each in set(psutil.Process().children(recursive=True)) - before if is_a_test(each)]
+
+    async def give_up():
+        call = code_rule.load_code("code", CodeRule(timeout_s=100.0), lambda problem: problem.columns["tests"])
+        tests = {"tests": ["assert True"]}
+        task = asyncio.create_task(call([Problem("q", "q", tests)], ["import time\ntime.sleep(100)"]))
+        await until(programs)
+        found = programs()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: not any(each.is_running() and each.status() != "zombie" for each in found))
+
+    asyncio.run(give_up())
+
+
+async def until(is_so, limit_s=30.0):
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def test_a_process_without_network_keeps_a_loopback_of_its_own():
+    if why := sandbox.why_not_cut():
+        pytest.skip(why)
+    program = (
+        "import socket, sys\nfrom actors.sandbox import cut_network\ncut_network()\n"
+        "own = socket.create_server(('127.0.0.1', 0))\nsocket.create_connection(own.getsockname(), 5)\n"
+        "try: socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5)\n"
+        "except ConnectionRefusedError: print('cut')\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", program, str(server.getsockname()[1])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.strip() == "cut", done.stderr

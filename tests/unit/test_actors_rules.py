@@ -1,0 +1,225 @@
+"""Rewards by name: what each rule pays for, which column it reads, and what is refused before anything starts."""
+
+import asyncio
+import signal
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from actors.tasks import Problem, TaskError, check_task, load_reward, load_task
+from actors.tasks import code as code_rule
+from actors.tasks import rules as rules_module
+from actors.tasks.code import source_of
+from actors.tasks.config import CodeRule, ReasoningGymTask
+from actors.tasks.task import NoScore
+
+
+def gym(*rewards, **changes):
+    values = {"type": "reasoning_gym", "name": "chain_sum", "num_train": 8, "num_heldout": 2, "rewards": rewards}
+    return ReasoningGymTask(**{**values, **changes})
+
+
+def reward(completion, rule="exact", answer="42", columns=None, **keys):
+    """What a rule, alone in its task, gives; `answer` is the column of that name unless all are given."""
+    columns = {"answer": answer} if columns is None else columns
+    tables = {"reward_rules": {"rule": {"type": rule, **keys}}} if keys else {}
+    (function,) = load_task(gym("rule" if keys else rule, **tables)).rewards
+    call = load_reward(replace(function, columns=list(columns)))
+    (value,) = call([Problem("q", "q", columns)], [completion])
+    return value
+
+
+@pytest.mark.parametrize(
+    ("rule", "completion", "answer", "keys", "expected"),
+    [
+        ("exact", " 42\n", "42", {}, 1.0),
+        ("exact", "it is 42", "42", {}, 0.0),
+        ("exact", "42", 42, {}, 1.0),
+        ("exact", "Yes", "yes", {}, 0.0),
+        ("exact", "Yes", "yes", {"ignore_case": True}, 1.0),
+        ("exact", "b", ["a", "b"], {}, 1.0),
+        ("exact", "c", ["a", "b"], {}, 0.0),
+        ("exact", "<a>1</a> so <a> 42 </a>", "42", {"answer_tag": "a"}, 1.0),
+        ("exact", "42", "42", {"answer_tag": "a"}, 0.0),
+        ("exact", "42", "42", {"weight": 0.5}, 0.5),
+        ("exact", "42", None, {}, None),
+        ("contains", "it is Forty-two.", "forty", {"ignore_case": True}, 1.0),
+        ("contains", "it is Forty-two.", "forty", {}, 0.0),
+        ("contains", "anything", "", {}, NoScore("the row's answer is empty")),
+        ("regex", "<think>a</think> 42", None, {"pattern": r"</think>\s*\d+$"}, 1.0),
+        ("regex", "42", None, {"pattern": "</think>"}, 0.0),
+        ("regex", "#### 41\n#### 42 ", "42", {"pattern": "#### (.+)", "column": "answer"}, 1.0),
+        ("regex", "#### 42\n#### 41", "42", {"pattern": "#### (.+)", "column": "answer"}, 0.0),
+        ("regex", "none", "None", {"pattern": "(x)?", "column": "answer"}, 0.0),
+    ],
+)
+def test_what_a_rule_pays_for(rule, completion, answer, keys, expected):
+    assert reward(completion, rule, answer, **keys) == expected
+
+
+def test_a_rule_reads_the_column_that_other_trainers_call_so_or_the_one_that_it_is_told():
+    assert reward("7", columns={"question": "q", "ground_truth": 7}) == 1.0
+    assert reward("7", columns={"answer": "7", "solution": "8"}) == 1.0
+    nested = {"reward_model": {"style": "rule", "ground_truth": "7"}}
+    assert reward("7", columns=nested, column="reward_model[ground_truth]") == 1.0
+    assert reward("7", columns={"reward_model": {}}, column="reward_model[ground_truth]") is None
+    assert reward("7", columns={"reward_model": None}, column="reward_model[ground_truth]") is None
+
+
+def test_rules_and_functions_are_summed_under_their_own_names():
+    task = load_task(gym("exact", "form", reward_rules={"form": {"type": "regex", "pattern": "^4", "weight": 0.2}}))
+    problem = Problem("q", "q", {"answer": "42"})
+    assert {each.name: load_reward(each)([problem], ["40"]) for each in task.rewards} == {"exact": [0.0], "form": [0.2]}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: gym("exat"), r"'exat' is not of the form FILE.py:FUNCTION.*did you mean 'exact'"),
+        (lambda: gym("regex"), r"'regex' is not of the form FILE.py:FUNCTION"),
+        (lambda: gym("code"), r"'code' looks for a column tests or test_list, and the rows have question, answer"),
+        (
+            lambda: gym("a", reward_rules={"a": {"type": "exact", "column": "anwser"}}),
+            r"task.reward_rules.a.column = 'anwser': no row has that column; known.*did you mean 'answer'",
+        ),
+        (lambda: gym("exact", "exact"), "twice"),
+    ],
+)
+def test_a_mistaken_name_or_column_is_found_before_a_process_starts(config, message):
+    with pytest.raises(TaskError, match=message):
+        check_task(config())
+
+
+@pytest.mark.parametrize(
+    ("rewards", "tables", "message"),
+    [
+        (("a",), {"reward_rules": {"a": {"type": "regex", "pattern": "(x"}}}, "is no regular expression: missing"),
+        (("a",), {"reward_rules": {"a": {"type": "regex", "pattern": "x", "column": "answer"}}}, "has no group"),
+        ((), {"reward_rules": {"a": {"type": "exact"}}}, "reward_rules.a is not in rewards, so it would be ignored"),
+        (("a b",), {"reward_rules": {"a b": {"type": "exact"}}}, "is no name that metrics can carry"),
+        (
+            ("a",),
+            {
+                "reward_rules": {"a": {"type": "exact"}},
+                "reward_models": {"a": {"type": "classifier", "path": "m"}},
+            },
+            "a is a table of reward_models and of reward_rules",
+        ),
+    ],
+)
+def test_a_table_that_cannot_be_meant_is_refused(rewards, tables, message):
+    with pytest.raises(ValueError, match=message):
+        gym(*rewards, **tables)
+
+
+# --- math ---------------------------------------------------------------------------------------------
+
+
+def test_without_its_library_the_rule_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(rules_module, "find_spec", lambda name: None)
+    check_task(gym("math"))  # where actors are elsewhere, they look
+    with pytest.raises(TaskError, match=r"needs math-verify, which .* pip install 'math-verify==0.9.0'"):
+        check_task(gym("math"), import_limit_s=30.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "expected"),
+    [
+        ("1/2", r"so it is \boxed{\frac{1}{2}}", 1.0),
+        (r"\frac{1}{2}", "the answer is 0.5", 1.0),
+        (r"$\sqrt{8}$", r"$2\sqrt{2}$", 1.0),
+        ("7", r"first $7$, then \boxed{8}", 0.0),
+        ("Six and six is twelve.\n#### 1,012", "that makes 1012", 1.0),
+        ("7", "I do not know", 0.0),
+        ("7", "", 0.0),
+        ("", "7", NoScore("the row's answer is no mathematics", "''")),
+    ],
+)
+def test_mathematics_is_compared_by_value(answer, completion, expected):
+    pytest.importorskip("math_verify")
+    assert reward(completion, "math", answer) == expected
+
+
+def test_math_verify_sets_no_alarm_of_its_own(monkeypatch):
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(signal, "alarm", lambda seconds: pytest.fail("its limit of time is on"))
+    assert reward(r"\boxed{7}", "math", "7") == 1.0
+
+
+# --- code ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "source"),
+    [
+        ("First:\n```python\na = 1\n```\nbetter:\n```py\na = 2\n```\nDone.", "a = 2"),
+        ("```\na = 1\n```", "a = 1"),
+        ("```python\na = 1", "a = 1"),
+        ("def f():\n    return 1\n", "def f():\n    return 1\n"),
+        ("```bash\nls\n```", ""),
+        ("```bash\nls\n```\nthen\n```Python\na = 1\n```\nprints\n```text\n1\n```\n", "a = 1"),
+    ],
+)
+def test_the_last_block_of_python_is_the_program(completion, source):
+    assert source_of(completion) == source
+
+
+@pytest.mark.parametrize(
+    ("tests", "programs"),
+    [
+        ("assert f(1) == 2", [{"test": "assert f(1) == 2"}]),
+        (["assert f(1) == 2", "assert f(2) == 3"], [{"test": "assert f(1) == 2"}, {"test": "assert f(2) == 3"}]),
+        ([{"input": "1\n", "output": 2}], [{"stdin": "1\n", "stdout": "2"}]),
+        (
+            '{"inputs": ["1", "2"], "outputs": ["2", "3"]}',
+            [{"stdin": "1", "stdout": "2"}, {"stdin": "2", "stdout": "3"}],
+        ),
+        (
+            {"inputs": [[1]], "outputs": [2], "fn_name": "f"},
+            [{"test": "import json\nassert json.loads(json.dumps(f(*[1]))) == 2"}],
+        ),
+        ([{"input": [1], "output": 2, "fn_name": "f; exit()"}], None),
+        ([{"in": 1}], None),
+        (7, None),
+        ("[]", None),
+    ],
+)
+def test_tests_have_the_forms_that_data_sets_give_them(monkeypatch, tests, programs):
+    seen = []
+
+    async def run(rule, way, given):
+        seen.append(given)
+        return [True] * len(given)
+
+    monkeypatch.setattr(code_rule, "_way", lambda name, rule: (code_rule._Way(as_nobody=False, isolated=True), ""))
+    monkeypatch.setattr(code_rule, "_run", run)
+    call = code_rule.load_code("code", CodeRule(), lambda problem: problem.columns["tests"])
+    (value,) = asyncio.run(call([Problem("q", "q", {"tests": tests})], ["a = 1"]))
+    if programs is None:
+        assert isinstance(value, NoScore)
+        assert value.why == "the row's tests have no form that is known"
+        assert seen == []
+    else:
+        assert value == 1.0
+        assert seen == [[{"source": "a = 1", **program} for program in programs]]
+
+
+@pytest.mark.parametrize("require", [False, True])
+def test_a_kernel_that_isolates_nothing_is_told_of_once_or_refused_where_isolation_is_required(
+    monkeypatch, caplog, require
+):
+    monkeypatch.setattr(code_rule, "_try", lambda rule, way: "Operation not permitted" if way.isolated else "")
+    rule = CodeRule(require_isolation=require)
+    refused = pytest.raises(TaskError, match=r"code.require_isolation = true, but the kernel does not isolate")
+    with refused if require else nullcontext():
+        code_rule.load_code("code", rule, lambda problem: None)
+    if not require:
+        assert "the kernel does not isolate the programs (Operation not permitted)" in caplog.text
+        assert "they may use the network" in caplog.text
+
+
+def test_where_no_program_runs_at_all_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(code_rule, "_try", lambda rule, way: "no memory")
+    with pytest.raises(TaskError, match=r"'code' cannot run a program here: no memory"):
+        code_rule.check_code("code", CodeRule())
