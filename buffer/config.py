@@ -69,6 +69,12 @@ class BufferConfig(BaseModel):
         description="Each group that the sampler takes brings up to this minus 1 others of its prompt into the step, "
         "the newest first, for losses that compare samples of one prompt across policy versions.",
     )
+    refill_uninformative: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Groups whose rewards are all equal are set aside and others take their place: before each step at "
+        "most so many times groups_per_step of them, rounded up; what is more enters the step. 0 sets none aside.",
+    )
     length_correction: bool = Field(
         default=False,
         description="Choose the lengths that were trained less than they were generated, among four times the groups "
@@ -157,6 +163,11 @@ class BufferConfig(BaseModel):
     def _check_groups_per_prompt(self, sampler: str, where: str) -> None:
         """Refuse what would choose, beside the prompt, which groups come together."""
         what = f"groups_per_prompt = {self.groups_per_prompt} brings different groups of a prompt together"
+        if self.refill_uninformative:
+            raise ValueError(
+                f"{what}, so that a group of equal rewards differs from the others of its prompt, and "
+                "refill_uninformative would set it aside: set refill_uninformative = 0, or groups_per_prompt = 1"
+            )
         if self.with_replacement:
             raise ValueError(f"{what}, and with_replacement one of them several times: use one of them")
         if self.chooses_by_length:

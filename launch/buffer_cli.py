@@ -34,7 +34,7 @@ FAULTS = 2
 """Exit status of `verify` where it found any."""
 LEDGER_SHOWN = (
     *("issued", "in_flight", "committed", "failed", "handed_on", "waiting", "drawn", "trained"),
-    *("dropped_stale", "filtered", "evicted_unused"),
+    *("dropped_stale", "filtered", "uninformative", "evicted_unused"),
 )
 GROUPS_HEAD = (
     f"{'group':>8} {'prompt':>8} {'phase':<6} {'reward':>8} {'version':>7} {'uses':>4}  {'tokens':<16} samples"

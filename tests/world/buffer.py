@@ -246,6 +246,7 @@ def index_faults(core: BufferCore, tx: Transaction) -> list[str]:
         "leases",
         "ready",
         "unscored",
+        "uninformative",
         "num_unused",
         "strata",
         "_by_prompt",
