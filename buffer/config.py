@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from buffer.dispatch import PolicyName
+from buffer.prompt_laws import LawName
 
 RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"]
 SamplerName = Literal["fifo", "on_policy_share", "uniform", "reward_softmax", "prioritised", "length_balanced"]
@@ -96,6 +97,23 @@ class BufferConfig(BaseModel):
         description="Who gets which prompt where actors are not equally fast: 'by_deadline' gives those whose answers "
         "a slower one would not make in time to a faster one, 'longest_first' the longest to whoever asks, 'in_order' "
         "the next. None chooses what is trained.",
+    )
+    prompt_law: LawName = Field(
+        default="epoch",
+        description="Which prompts are leased next: 'epoch' the data's order, each prompt once in an epoch, 'uniform' "
+        "by chance, 'posterior' by chance in proportion to E[p (1 - p)], p being the rate of rewards of at least "
+        "task.correct_at.",
+    )
+    prompt_floor: float = Field(
+        default=0.1,
+        gt=0.0,
+        le=1.0,
+        description="prompt_law = 'posterior': this share of the prompts is drawn all alike, so that each is seen now "
+        "and then.",
+    )
+    prompt_tau: PositiveFloat = Field(
+        default=256.0,
+        description="prompt_law = 'posterior': policy versions after which a sample counts 1/e of a new one.",
     )
     lease_timeout_s: PositiveFloat = Field(
         default=60.0, description="A lease that is neither completed nor renewed for so long is issued again."

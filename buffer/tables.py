@@ -59,7 +59,7 @@ class StoreState(msgspec.Struct):
     fidelity: Fidelity = msgspec.field(default_factory=Fidelity)
     lengths: Shape = msgspec.field(default_factory=Shape)
     cursor: int = 0
-    """How many prompts were taken from the data's order so far."""
+    """How many prompts the law has chosen so far; under `epoch` they are the data's order."""
     next_lease: int = 1
     next_group: int = 1
     next_record: int = 1

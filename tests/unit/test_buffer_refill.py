@@ -166,11 +166,15 @@ def test_a_group_of_one_sample_is_never_set_aside(make):
 
 def test_the_guard_of_lengths_sees_what_refilling_leaves_out(make, caplog):
     config = BufferConfig(fidelity_alarm=0.3)
-    buffer, actor = started(make, 4.0, config, max_tokens=64, vocab_size=64, num_prompts=500)
+    buffer, actor = started(make, 4.0, config, max_tokens=64, vocab_size=64, num_prompts=500, groups_per_step=8)
     with caplog.at_level(logging.WARNING):
-        for step in range(1, 80):
-            generate(buffer, actor, 1, EQUAL, tokens=60)
-            generate(buffer, actor, 2, TELLS, tokens=4)
+        for step in range(1, 20):
+            rows = []
+            for number, lease in enumerate(actor.lease(12)):
+                tokens, rewards = (60, (1.0, 1.0)) if number % 3 == 0 else (4, TELLS)
+                for index, reward in enumerate(rewards):
+                    rows += actor.rows(lease, [index], reward=reward, num_completion_tokens=tokens)
+            buffer.push(rows)
             train(buffer, step)
     status = buffer.status()
     assert (status.fidelity_alarm, status.fidelity.ks) == (True, pytest.approx(1 / 3, abs=0.01))

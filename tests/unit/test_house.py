@@ -5,14 +5,14 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 191,
-    "lines": 45_900,
+    "files": 192,
+    "lines": 46_200,
     "longest file": 474,
     "longest function": 60,
     "modules imported by exactly one other": 47,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 158,
+    "config keys": 162,
 }
 
 
