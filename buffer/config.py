@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from buffer.dispatch import PolicyName
+from buffer.prompt_laws import LawName
 from common.user_file import Reference
 
 RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"] | Reference
@@ -78,6 +79,12 @@ class BufferConfig(BaseModel):
         description="Each group that the sampler takes brings up to this minus 1 others of its prompt into the step, "
         "the newest first, for losses that compare samples of one prompt across policy versions.",
     )
+    refill_uninformative: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Groups whose rewards are all equal are set aside and others take their place: before each step at "
+        "most so many times groups_per_step of them, rounded up; what is more enters the step. 0 sets none aside.",
+    )
     length_correction: bool = Field(
         default=False,
         description="Choose the lengths that were trained less than they were generated, among four times the groups "
@@ -99,6 +106,23 @@ class BufferConfig(BaseModel):
         description="Who gets which prompt where actors are not equally fast: 'by_deadline' gives those whose answers "
         "a slower one would not make in time to a faster one, 'longest_first' the longest to whoever asks, 'in_order' "
         "the next. None chooses what is trained.",
+    )
+    prompt_law: LawName = Field(
+        default="epoch",
+        description="Which prompts are leased next: 'epoch' the data's order, each prompt once in an epoch, 'uniform' "
+        "by chance, 'posterior' by chance in proportion to E[p (1 - p)], p being the rate of rewards of at least "
+        "task.correct_at.",
+    )
+    prompt_floor: float = Field(
+        default=0.1,
+        gt=0.0,
+        le=1.0,
+        description="prompt_law = 'posterior': this share of the prompts is drawn all alike, so that each is seen now "
+        "and then.",
+    )
+    prompt_tau: PositiveFloat = Field(
+        default=256.0,
+        description="prompt_law = 'posterior': policy versions after which a sample counts 1/e of a new one.",
     )
     lease_timeout_s: PositiveFloat = Field(
         default=60.0, description="A lease that is neither completed nor renewed for so long is issued again."
@@ -166,6 +190,11 @@ class BufferConfig(BaseModel):
     def _check_groups_per_prompt(self, sampler: str, where: str) -> None:
         """Refuse what would choose, beside the prompt, which groups come together."""
         what = f"groups_per_prompt = {self.groups_per_prompt} brings different groups of a prompt together"
+        if self.refill_uninformative:
+            raise ValueError(
+                f"{what}, so that a group of equal rewards differs from the others of its prompt, and "
+                "refill_uninformative would set it aside: set refill_uninformative = 0, or groups_per_prompt = 1"
+            )
         if self.with_replacement:
             raise ValueError(f"{what}, and with_replacement one of them several times: use one of them")
         if self.chooses_by_length:

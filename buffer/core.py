@@ -54,8 +54,8 @@ class BufferCore:
                 "staleness bound lets be outstanding: raise it, or lower max_lag, groups_per_step or group_size"
             )
         self.facts = facts
-        prompts = Prompts(facts, share.contract, share.prompts, share.config.dispatch, clock)
-        self.groups = Groups(share.config, facts.group_size, prompts, num_kept=capacity)
+        prompts = Prompts(facts, share.contract, share.prompts, share.config, clock)
+        self.groups = Groups(share.config, facts.group_size, facts.groups_per_step, prompts, num_kept=capacity)
         self.leases = Leases(share, self.groups, clock)
         self.quarantine = Quarantine(clock)
         self.ingest = Ingest(share, self.groups, self.leases, self.quarantine)

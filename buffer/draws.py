@@ -82,6 +82,8 @@ class Draws:
                 f" and waits for older ones (on_stale = 'wait'): "
                 f"{_some([f'group {group_id}' for group_id in held], len(held))}"
             )
+        if tx.state.num_set_aside:
+            text += f" ({tx.state.num_set_aside} of equal rewards were set aside for it)"
         return f"{text}; {self._owed(tx)}"
 
     # --- parts ------------------------------------------------------------------------------------
@@ -135,8 +137,12 @@ class Draws:
         return too_long or self._is_damaged(tx, draw.record_ids)
 
     def _choose_sound(self, tx: Transaction, request: DrawRequest) -> list[int]:
-        """What the sampler takes for the step; what is too long or damaged leaves, and it chooses again."""
+        """What the sampler takes for the step; what is too long or damaged leaves, and it chooses again.
+
+        Groups of equal rewards leave first, also those that are so only since something too long left them.
+        """
         while True:
+            self._groups.set_aside_uninformative(tx)
             chosen = self._choose(tx, request)
             groups = [tx.groups.require(group_id) for group_id in sorted(set(chosen))]
             left_out = [self._groups.leave_out_long(tx, group, self._facts.longest_drawn) for group in groups]

@@ -7,7 +7,7 @@
     open    samples are missing: in flight under a lease, or waiting to be leased again
     ready   all samples are committed or given up, enough have rewards, and a step may take it
     drawn   recorded for a step that is not finished
-    closed  used up, dropped, filtered or evicted; its row stays as long as its records
+    closed  used up, dropped, filtered, set aside or evicted; its row stays as long as its records
 
 A group that may be used again is ready again after its step. Every function changes the group's row,
 the index and the ledger in the given transaction.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import ceil
 
 import msgspec
 
@@ -31,6 +32,8 @@ _BYTES_PER_TOKEN = 8
 """A token id and a log-probability."""
 _BYTES_PER_RECORD = 512
 """Roughly what a record, its keys and its share of the group's row take beside the tokens."""
+_ROUNDING = 1e-9
+"""1.1 * 10 is above 11 in floating point."""
 MAX_RECOUNTED = 256
 """With more ready groups the gap takes the count of waiting samples as it is; `leeway buffer verify` never does."""
 
@@ -51,9 +54,12 @@ class StoredSample(msgspec.Struct, frozen=True, gc=False):
 class Groups:
     """The changes of state that leases, commits and draws share."""
 
-    def __init__(self, config: BufferConfig, group_size: int, prompts: Prompts, num_kept: int = 0) -> None:
+    def __init__(
+        self, config: BufferConfig, group_size: int, groups_per_step: int, prompts: Prompts, num_kept: int = 0
+    ) -> None:
         """Start without an index; eviction leaves `num_kept` ready groups alone, so that the learner has some."""
         self.config = config
+        self._most_set_aside = most_set_aside(config.refill_uninformative, groups_per_step)
         self.prompts = prompts
         self.sampler, weight = samplers.build(config)
         self.index = GroupIndex(config, weight)
@@ -151,6 +157,16 @@ class Groups:
             return
         group.phase = "ready"
         self.save(tx, group)
+        self.set_aside_uninformative(tx)
+
+    def set_aside_uninformative(self, tx: Transaction) -> None:
+        """Close ready groups of equal rewards, the oldest first, as many as may leave before the next step is drawn.
+
+        Their prompts are not leased again for it: they count as generated.
+        """
+        while self.index.uninformative and tx.state.num_set_aside < self._most_set_aside:
+            tx.state.num_set_aside += 1
+            self.close(tx, tx.groups.require(self.index.uninformative[0].group_id), "uninformative")
 
     def close(self, tx: Transaction, group: Group, state: str) -> None:
         """Move the group's waiting or drawn samples to their last state; those trained on stay trained."""
@@ -270,3 +286,8 @@ class Groups:
             found.update(group.sample_states)
             found["in_flight"] += len(group.in_flight())
         return sum(abs(found[name] - getattr(ledger, name)) for name in checked)
+
+
+def most_set_aside(refill: float, groups_per_step: int) -> int:
+    """How many groups of equal rewards may be set aside for a step of so many: their multiple, rounded up."""
+    return ceil(refill * groups_per_step - _ROUNDING)

@@ -63,6 +63,8 @@ class Place(NamedTuple):
     """Of its mean completion."""
     log_weight: float = 0.0
     is_scored: bool = False
+    is_uninformative: bool = False
+    """Where such groups are set aside: its rewards are all equal."""
 
 
 class GroupIndex:
@@ -72,6 +74,7 @@ class GroupIndex:
         """Be empty until `load`; `weight` is the sampler's, None where it draws without chance."""
         self._replays = config.replays
         self._by_reward = config.eviction == "lowest_reward"
+        self._sets_aside = config.refill_uninformative > 0
         self.max_uses = float("inf") if config.max_uses == "unlimited" else float(config.max_uses)
         self._weight = weight
         self._is_loaded = False
@@ -88,6 +91,8 @@ class GroupIndex:
         """Those that may be drawn, in the order of age."""
         self.unscored: list[ReadyGroup] = []
         """Those of them that lack log-probabilities of the reference, in the order of age."""
+        self.uninformative: list[ReadyGroup] = []
+        """Those of them whose rewards are all equal, in the order of age; none where such groups are not set aside."""
         self.num_unused = 0
         """How many of them no step has used."""
         self.strata: defaultdict[int, list[ReadyGroup]] = defaultdict(list)
@@ -165,6 +170,7 @@ class GroupIndex:
             bucket=bucket_of(group.mean_completion),
             log_weight=0.0 if self._weight is None else self._weight(group, oldest),
             is_scored=group.is_scored,
+            is_uninformative=self._sets_aside and group.is_uninformative,
         )
 
     def _rank(self, group: Group) -> tuple[float, float]:
@@ -199,6 +205,8 @@ class GroupIndex:
             change(self.ready, place.ready)
             if not place.is_scored:
                 change(self.unscored, place.ready)
+            if place.is_uninformative:
+                change(self.uninformative, place.ready)
             self.num_unused += sign * (not place.uses)
             if self._weight is not None:
                 self._weights.put(group_id, place.log_weight if sign > 0 else -np.inf)

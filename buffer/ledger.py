@@ -1,7 +1,7 @@
 """Where every issued sample is.
 
     issued    = in_flight + committed + failed + handed_on
-    committed = waiting + drawn + trained + dropped_stale + filtered + evicted_unused
+    committed = waiting + drawn + trained + dropped_stale + filtered + uninformative + evicted_unused
 
 A sample that its actor hands on is issued again with the tokens that it has. The states of the second line are
 disjoint. A sample is trained from its first finished step on; how often it was used is counted apart. Outside of both
@@ -24,13 +24,14 @@ FAILED_KINDS = {
 }
 """Of the failed: name of the count -> how its reasons begin. All others are `failed_lease`."""
 
-COMMITTED_STATES = ("waiting", "drawn", "trained", "dropped_stale", "filtered", "evicted_unused")
+COMMITTED_STATES = ("waiting", "drawn", "trained", "dropped_stale", "filtered", "uninformative", "evicted_unused")
 """What can become of a committed sample."""
 
 _SHOWN_AS = {"duplicates": "duplicate", "gap": "ledger_gap"}
 LEDGER_METRICS = {f"buffer/{_SHOWN_AS.get(name, name)}": name for name in (
     "issued", "in_flight", "committed", "failed", "handed_on", *FAILED_KINDS, "failed_lease", "waiting", "trained",
-    "dropped_stale", "filtered", "filtered_too_long", "evicted_unused", "quarantined", "duplicates", "late", "gap",
+    "trained_uninformative", "dropped_stale", "filtered", "filtered_too_long", "uninformative", "evicted_unused",
+    "quarantined", "duplicates", "late", "gap",
 )}  # fmt: skip
 """What a step reports of a ledger: metric -> name of the count."""
 
@@ -52,6 +53,8 @@ class Ledger(msgspec.Struct):
     trained: int = 0
     dropped_stale: int = 0
     filtered: int = 0
+    uninformative: int = 0
+    """Set aside with their group before any step, because its rewards were all equal."""
     evicted_unused: int = 0
     duplicates: int = 0
     late: int = 0
@@ -62,6 +65,8 @@ class Ledger(msgspec.Struct):
     """How often a sample entered a finished step."""
     redone_uses: int = 0
     """Uses of samples that an earlier incarnation had trained on already; uses - redone_uses are effective."""
+    trained_uninformative: int = 0
+    """Of the trained: in a group whose rewards were all equal."""
     filtered_too_long: int = 0
     """Of the filtered: longer than the longest sample that the run now allows, or left alone in their group by it."""
     prompts_given_up: int = 0

@@ -1,14 +1,15 @@
 """Prompts: which prompt is leased next, to whom, and how long its answers are likely to be.
 
-Prompts that came back go first, then those of the window: a stretch of the data's order that `buffer.dispatch` takes
-apart as it likes, but empties before the next begins. Window and what was learned of lengths are rows, and are kept in
-memory too; who asks how fast, and how long steps take, is known of the running service alone.
+Prompts that came back go first, then those of the window: the next few of the law (`buffer.prompt_laws`), which
+`buffer.dispatch` takes apart as it likes, but empties before the next begins. Window and what was learned of lengths
+and of success are rows, and are kept in memory too; who asks how fast, and how long steps take, is known of the running
+service alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -16,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from buffer.config import BufferConfig
 from buffer.dispatch import (
     MOST_LOOKED_AT,
     POLICIES,
     Pace,
-    PolicyName,
     Speeds,
     Waiting,
     Window,
@@ -29,6 +30,7 @@ from buffer.dispatch import (
 )
 from buffer.errors import BufferRefused
 from buffer.length_model import LengthModel
+from buffer.prompt_laws import ByChance, EpochOrder, PromptLaw, SuccessModel
 from buffer.protocol import Expect, LeaseRequest, VisitsReply
 from buffer.schema import VISITS
 from buffer.tables import Group, ReturnedPrompt
@@ -61,12 +63,17 @@ class Prompts:
         facts: RunFacts,
         contract: StalenessContract,
         own: npt.NDArray[np.int64],
-        dispatch: PolicyName,
+        config: BufferConfig,
         clock: Callable[[], float],
     ) -> None:
         """Those with the ids in `own`."""
-        self._facts, self._contract, self._own, self._clock = facts, contract, own, clock
-        self._policy = POLICIES[dispatch]()
+        self._facts, self._contract, self._clock = facts, contract, clock
+        self._policy = POLICIES[config.dispatch]()
+        is_learned = config.prompt_law == "posterior"
+        self.successes = SuccessModel(facts.num_prompts, config.prompt_tau) if is_learned else None
+        self._law: PromptLaw = EpochOrder(own, facts.seed)
+        if config.prompt_law != "epoch":
+            self._law = ByChance(own, facts.seed, self.successes, config.prompt_floor)
         self.lengths = LengthModel(facts.num_prompts)
         self.pace = Pace(clock)
         self._window = Window()
@@ -83,6 +90,9 @@ class Prompts:
                 self._window.put(waiting)
             for (prompt,), visit in tx.lengths.all_items():
                 self.lengths.put(prompt, visit)
+            if self.successes is not None:
+                for (prompt,), tries in tx.tries.all_items():
+                    self.successes.put(prompt, tries)
             self._is_loaded = True
 
     def next(self, tx: Transaction, request: LeaseRequest) -> NextPrompt:
@@ -91,7 +101,7 @@ class Prompts:
         if (returned := self._returned(tx, speeds)) is not None:
             return returned
         if not self._window:
-            if self._policy.is_in_order(speeds):
+            if self._law.in_order and self._policy.is_in_order(speeds):
                 return NextPrompt(int(self._ahead(tx, 1)[0]))
             self._open_window(tx)
         waiting = self._policy.choose(self._window, speeds)
@@ -125,7 +135,8 @@ class Prompts:
         tx.state.next_returned += 1
 
     def saw(self, tx: Transaction, group: Group) -> None:
-        """Lengths of the samples that a group has, of which no more come; learned where they are of use."""
+        """The samples that a group has, of which no more come; what they tell is learned where it is of use."""
+        self._saw_rewards(tx, group)
         there = [index for index, length in enumerate(group.completion_lengths) if length]
         if not there or not (self._is_asked or self._policy.needs_lengths(len(self._lanes))):
             return
@@ -192,14 +203,20 @@ class Prompts:
         return np.minimum(self._facts.max_tokens, longest)
 
     def _ahead(self, tx: Transaction, many: int) -> npt.NDArray[np.int64]:
-        """So many prompts of the data's order, which are not ahead any more."""
-        size, parts = len(self._own), []
-        while many:
-            epoch, first = divmod(tx.state.cursor, size)
-            parts.append(self._own[order_of(self._facts.seed, epoch, size)[first : first + many]])
-            tx.state.cursor += len(parts[-1])
-            many -= len(parts[-1])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        """Up to so many of the prompts that the law has next, which are not ahead any more."""
+        prompts = self._law.ahead(tx.state.cursor, many, tx.state.version)
+        tx.state.cursor += len(prompts)
+        return prompts
+
+    def _saw_rewards(self, tx: Transaction, group: Group) -> None:
+        """A sample whose reward says that it is correct is a success; one without a reward is no sample."""
+        rewards = [reward for reward in group.rewards if reward is not None]
+        if self.successes is None or not rewards:
+            return
+        prompt, before = group.prompt_id, self.successes.get(group.prompt_id)
+        num_passed = sum(reward >= self._facts.correct_at for reward in rewards)
+        tx.undo.append(partial(self.successes.put, prompt, before))
+        tx.tries.put(self.successes.see(prompt, num_passed, len(rewards) - num_passed, tx.state.version), prompt)
 
     def _speeds(self, request: LeaseRequest) -> Speeds:
         now_s = self._clock()
@@ -208,9 +225,3 @@ class Prompts:
             del self._lanes[min(self._lanes, key=lambda lane: self._lanes[lane][1])]
         lanes = [each for each, said_s in self._lanes.values() if each > 0.0 and now_s - said_s < FORGOTTEN_S]
         return Speeds(request.token_s, lanes, self.pace.budget_s(self._contract))
-
-
-@lru_cache(maxsize=3)
-def order_of(seed: int, epoch: int, num_prompts: int) -> npt.NDArray[np.int64]:
-    """The order of prompts in one epoch of the data: the same after every restart."""
-    return np.random.default_rng([seed & 0xFFFFFFFF, epoch]).permutation(num_prompts)

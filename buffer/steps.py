@@ -111,6 +111,7 @@ class Steps:
             self._groups.hold(tx, group)
         tx.draws.put(draw, draw.step)
         tx.state.pending_draws[draw.step] = len(set(draw.group_ids))
+        tx.state.num_set_aside = 0
         self._groups.prompts.pace.drawn()
 
     def all_usable(self, tx: Transaction, draw: DrawRecord, version: int) -> bool:
@@ -236,6 +237,8 @@ class Steps:
             for index in settled:
                 group.sample_states[index] = target
             tx.state.ledger.move(len(settled), source, target)
+            if not skipped and group.is_uninformative:
+                tx.state.ledger.trained_uninformative += len(settled)
 
     def _watch_lengths(self, state: StoreState) -> None:
         """Warn where training leaves some lengths out."""
@@ -244,10 +247,14 @@ class Steps:
             return
         if fidelity.warned_at < 0 or not 0 <= state.step - fidelity.warned_at < WARN_EVERY_STEPS:
             fidelity.warned_at = state.step
+            remedy = "Set length_correction, or sampler = 'length_balanced'"
+            if state.ledger.uninformative:
+                remedy += "; refill_uninformative leaves out the lengths of groups whose rewards are all equal"
             log.warning(
                 "the lengths trained on differ from those generated: KS distance %.2f, above fidelity_alarm = %.2f. "
-                "Starved: %s. Set length_correction, or sampler = 'length_balanced'",
+                "Starved: %s. %s",
                 fidelity.now.ks,
                 self._groups.config.fidelity_alarm,
                 fidelity.starved(),
+                remedy,
             )

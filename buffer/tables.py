@@ -54,10 +54,12 @@ class StoreState(msgspec.Struct):
     incarnations: list[Incarnation] = []
     pending_draws: dict[int, int] = {}
     """For every step drawn but not finished in this incarnation, how many groups it holds."""
+    num_set_aside: int = 0
+    """Groups of equal rewards that were set aside since the last draw was recorded."""
     fidelity: Fidelity = msgspec.field(default_factory=Fidelity)
     lengths: Shape = msgspec.field(default_factory=Shape)
     cursor: int = 0
-    """How many prompts were taken from the data's order so far."""
+    """How many prompts the law has chosen so far; under `epoch` they are the data's order."""
     next_lease: int = 1
     next_group: int = 1
     next_record: int = 1
@@ -231,6 +233,12 @@ class Group(msgspec.Struct):
             return 0.0
         mean = fmean(known)
         return sqrt(fmean([(reward - mean) ** 2 for reward in known]))
+
+    @property
+    def is_uninformative(self) -> bool:
+        """Have the samples that a step may use all the same reward? One alone has nothing to be compared with."""
+        usable = self.usable()
+        return len(usable) > 1 and len({self.rewards[index] for index in usable}) == 1
 
     @property
     def mean_length(self) -> float | None:

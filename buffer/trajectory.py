@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from common.staleness import PolicyVersion
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 COMPLETE = ("stop", "length")
 """Why a sample ends: an end-of-sequence token, or as many tokens as it may have."""

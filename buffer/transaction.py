@@ -18,6 +18,7 @@ import xxhash
 from buffer.dispatch import Waiting
 from buffer.errors import CorruptRecord
 from buffer.length_model import Visit
+from buffer.prompt_laws import Tries
 from buffer.rows import records_in
 from buffer.tables import Actor, DrawRecord, Group, ReturnedPrompt, StoreState
 
@@ -29,6 +30,7 @@ TABLES: dict[str, Any] = {
     "returned_prompts": ReturnedPrompt,
     "window": Waiting,
     "lengths": Visit,
+    "tries": Tries,
     "draws": DrawRecord,
     "actors": Actor,
     "seen": bytes,
@@ -256,6 +258,8 @@ class Transaction:
     window: Table[Waiting]
     """By its place in the data's order."""
     lengths: Table[Visit]
+    """By prompt."""
+    tries: Table[Tries]
     """By prompt."""
     draws: Table[DrawRecord]
     """By step."""

@@ -42,6 +42,7 @@ class RunFacts(BaseModel):
     token_budget: PositiveInt | None = Field(
         default=None, description="Longest that the learner can train; may change later. None: max_tokens."
     )
+    correct_at: float = Field(default=1.0, description="Least reward of a sample that counts as a success.")
     staleness: StalenessConfig
     shard: int = Field(default=0, ge=0, description="Which shard of the buffer a service is.")
     num_shards: PositiveInt = Field(default=1, description="Into how many shards the prompts are divided; fixed.")

@@ -22,6 +22,7 @@ from buffer.errors import BufferError
 from buffer.offline.export import export
 from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, Selection, joined, read_row
 from buffer.offline.verify import check_store, compact
+from buffer.prompt_laws import rate_of
 from buffer.schema import SCHEMA
 from buffer.sharding.division import buffer_folder
 from buffer.store import RESTORE
@@ -34,7 +35,7 @@ FAULTS = 2
 """Exit status of `verify` where it found any."""
 LEDGER_SHOWN = (
     *("issued", "in_flight", "committed", "failed", "handed_on", "waiting", "drawn", "trained"),
-    *("dropped_stale", "filtered", "evicted_unused"),
+    *("dropped_stale", "filtered", "uninformative", "evicted_unused"),
 )
 GROUPS_HEAD = (
     f"{'group':>8} {'prompt':>8} {'phase':<6} {'reward':>8} {'version':>7} {'uses':>4}  {'tokens':<16} samples"
@@ -207,9 +208,11 @@ def _group_line(group: GroupView) -> str:
     n = group.lengths
     lengths = f"{min(n)}..{max(n)} ({np.mean(n):.0f})" if n else "-"
     foretold = f"  longest {max(row.completion_lengths)}, foretold {row.foretold}" if row.foretold else ""
+    tries = group.tries
+    success = "" if tries is None else f"  success {rate_of(tries):.2f} of {tries.passed + tries.failed:.1f}"
     return (
         f"{row.group_id:>8} {row.prompt_id:>8} {row.phase:<6} {_number(row.mean_reward):>8} {version:>7} "
-        f"{row.uses:>4}  {lengths:<16} {_states(Counter(row.sample_states))}{foretold}"
+        f"{row.uses:>4}  {lengths:<16} {_states(Counter(row.sample_states))}{foretold}{success}"
     )
 
 

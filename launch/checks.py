@@ -101,6 +101,7 @@ class Plan:
                 vocab_size=model.vocab_size,
                 max_tokens=config.actors.max_model_tokens,
                 token_budget=config.learner.token_budget,
+                correct_at=config.task.correct_at,
                 staleness=config.weight_sync.staleness(),
                 num_shards=config.buffer.shards,
             ),

@@ -89,6 +89,15 @@ def replay_metrics(start: StepBatch, ledger: Mapping[str, int]) -> Metrics:
     }
 
 
+def uninformative_frac(start: StepBatch) -> float:
+    """Share of the draw's groups whose rewards are all equal; a group of one sample is none of them."""
+    rewards = np.asarray(start.rows.column("reward"))
+    low_G, high_G = np.full(start.num_groups, np.inf), np.full(start.num_groups, -np.inf)
+    np.minimum.at(low_G, start.group_B, rewards)
+    np.maximum.at(high_G, start.group_B, rewards)
+    return float(((low_G == high_G) & (np.bincount(start.group_B, minlength=start.num_groups) > 1)).mean())
+
+
 def part_metrics(start: StepBatch) -> Metrics:
     """Mean of what each reward function gave, over the samples that it applies to; none where there is but one."""
     names, values = start.rows.column("reward_parts").flatten().flatten()
@@ -148,6 +157,7 @@ def step_report(
         "perf/learner_tokens_per_s": batch.packed.num_tokens / max(duration_s, 1e-9),
         **lag_metrics(trained, batch, newest_published, times.started_s),
         **replay_metrics(batch, ledger),
+        "buffer/uninformative_frac": uninformative_frac(batch),
         **{metric: ledger[name] for metric, name in LEDGER_METRICS.items()},
         **result.metrics,
         "lag0_by_actor": result.lag0_by_actor,

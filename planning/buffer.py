@@ -1,7 +1,7 @@
 """The buffer of a simulated run, under the rules of the real one.
 
 SimulatedBuffer    its groups: index, samplers
-SimulatedPrompts   which prompt is leased next: window, policies, what was learned of lengths
+SimulatedPrompts   which prompt is leased next: law, window, policies, what was learned of lengths
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from buffer.dispatch import MOST_LOOKED_AT, POLICIES, Pace, Speeds, Waiting, Win
 from buffer.index import ELIGIBLE, Evictable, GroupIndex, Place, ReadyGroup
 from buffer.length_model import LengthModel
 from buffer.lengths import bucket_of
+from buffer.prompt_laws import ByChance
 from buffer.samplers import build
 from buffer.tables import Group
 from planning.world import EnginePool, PromptSource, World
@@ -172,9 +173,10 @@ class SimulatedBuffer:
 class SimulatedPrompts:
     """The prompts of a simulated run."""
 
-    def __init__(self, world: World, stream: PromptSource, clock: Callable[[], float]) -> None:
-        """In the order of a stream, and nothing is known of their lengths."""
+    def __init__(self, world: World, stream: PromptSource, seed: int, clock: Callable[[], float]) -> None:
+        """In the order of a stream or by chance, and nothing is known of their lengths, nor ever of their rewards."""
         self._world, self._stream = world, stream
+        self._law = None if world.buffer.prompt_law == "epoch" else ByChance(np.arange(world.num_prompts), seed)
         self._policy = POLICIES[world.buffer.dispatch]()
         self._group_size = world.group_size
         self._longest = round(world.lengths.longest)
@@ -249,7 +251,7 @@ class SimulatedPrompts:
 
     def _next(self, speeds: Speeds, version: int) -> int:
         if not self._window:
-            if self._policy.is_in_order(speeds):
+            if self._law is None and self._policy.is_in_order(speeds):
                 return self._stream.next()
             self._open_window(version)
         waiting = self._policy.choose(self._window, speeds)
@@ -257,8 +259,14 @@ class SimulatedPrompts:
         return waiting.prompt_id
 
     def _open_window(self, version: int) -> None:
-        prompts = [self._stream.next() for _ in range(window_size(self._world.contract.groups_per_step))]
-        longest = self._lengths.longest_of(np.array(prompts), self._group_size, version)
+        many = window_size(self._world.contract.groups_per_step)
+        if self._law is None:
+            prompts = [self._stream.next() for _ in range(many)]
+        else:
+            prompts = self._law.ahead(self._order, many, version).tolist()
+        longest = np.zeros(len(prompts))
+        if self._learns:
+            longest = self._lengths.longest_of(np.array(prompts), self._group_size, version)
         for prompt, most in zip(prompts, longest.tolist(), strict=True):
             self._order += 1
             self._window.put(Waiting(self._order, prompt, min(most, self._longest)))

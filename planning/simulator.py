@@ -79,7 +79,7 @@ class Simulation:
             stream = world.prompts(seed)
         else:
             stream = PromptStream(world.lengths, world.num_prompts, world.group_size, seed)
-        self._prompts = SimulatedPrompts(world, stream, lambda: self.now_s)
+        self._prompts = SimulatedPrompts(world, stream, seed, lambda: self.now_s)
         self._buffer = SimulatedBuffer(world, seed)
         self._most = world.lengths.longest
         self.now_s = 0.0

@@ -181,7 +181,9 @@ class _TaskConfig(BaseModel):
         "but for judges.",
     )
     correct_at: float = Field(
-        default=1.0, description="A held-out answer with at least this reward counts as correct in an evaluation."
+        default=1.0,
+        description="An answer with at least this reward counts as correct: a held-out one in an evaluation, any other "
+        "for buffer.prompt_law = 'posterior'.",
     )
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from actors.sample import sample_seed
 from actors.tasks import load_encoded
-from buffer.prompts import order_of
+from buffer.prompt_laws import order_of
 from launch.config import Config
 from planning.lengths import LengthLaw, score_of
 

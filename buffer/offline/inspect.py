@@ -24,6 +24,7 @@ import pyarrow as pa
 from buffer import rows
 from buffer.errors import CorruptRecord
 from buffer.nonsense import SetAside
+from buffer.prompt_laws import Tries
 from buffer.schema import SCHEMA, join_rows
 from buffer.sharding.division import buffer_folder, refuse_gaps, store_folders
 from buffer.store import RESTORE, Store
@@ -85,6 +86,8 @@ class GroupView:
     row: Group
     oldest_version: int | None
     """Effective version of its oldest committed token; None where nothing is committed."""
+    tries: Tries | None = None
+    """What is known of its prompt's success, where that is learned."""
     samples: Sequence[Sample] = ()
     """Those stored and asked for."""
 
@@ -324,7 +327,7 @@ class _Reader:
         if group is None:
             return None
         oldest = None if group.oldest is None else tx.state.effective(group.oldest)
-        view = GroupView(self._store.facts.shard, group, oldest)
+        view = GroupView(self._store.facts.shard, group, oldest, tx.tries.get(group.prompt_id))
         if not self._wanted.accepts(view):
             return None
         return replace(view, samples=self._samples(tx, group)) if with_samples else view

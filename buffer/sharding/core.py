@@ -35,7 +35,11 @@ def share_of(config: BufferConfig, facts: RunFacts) -> Share:
         raise StoreError(str(error)) from None
     part = capacity / contract.capacity()
     trajectories = max(1, round(config.capacity_trajectories * part))
-    limits = {"capacity_trajectories": trajectories, "capacity_gib": config.capacity_gib * part}
+    limits = {
+        "capacity_trajectories": trajectories,
+        "capacity_gib": config.capacity_gib * part,
+        "refill_uninformative": config.refill_uninformative * part,
+    }
     config, prompts = config.model_copy(update=limits), owned_prompts(facts)
     whose = f", which is shard {shard}'s part," if num_shards > 1 else ""
     closed = "" if capacity else f"no prompt belongs to shard {shard} of {num_shards}"
@@ -91,6 +95,7 @@ class ShardDraws(Draws):
         if request.step > tx.state.step and not tx.draws.has(request.step):
             self._steps.release_from(tx, request.step)  # what is offered is drawn anew, as in `draw`
         self._drop_stale(tx, request.version)
+        self._groups.set_aside_uninformative(tx)
         ready = self._groups.index.ready
         oldest_first = ready[: self._contract.capacity()]
         return p.PlanReply(

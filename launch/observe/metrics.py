@@ -128,10 +128,13 @@ METRICS: dict[str, str] = {
     "the tokens that they had.",
     "buffer/waiting": "Committed and not drawn yet.",
     "buffer/trained": "Used by at least one finished step that took an update.",
+    "buffer/trained_uninformative": "Of the trained, those in a group whose rewards are all equal.",
     "buffer/dropped_stale": "Dropped with their group, because it would have passed max_lag.",
     "buffer/filtered": "Without a reward, or in a group or step that was not used.",
     "buffer/filtered_too_long": "Of the filtered, those longer than learner.token_budget, with what that left alone "
     "in its group: the buffer was filled when the budget was greater.",
+    "buffer/uninformative": "Set aside with their group before any step, because its rewards are all equal; see "
+    "buffer.refill_uninformative.",
     "buffer/evicted_unused": "Removed before they were used.",
     "buffer/quarantined": "Rows and messages that failed validation, set aside with their reason.",
     "buffer/duplicate": "Acknowledged again; outside the ledger.",
@@ -143,6 +146,8 @@ METRICS: dict[str, str] = {
     "buffer/uses_per_sample": "buffer/effective_uses over buffer/trained; null before the first step.",
     "buffer/age_at_use": "Versions between the oldest token of a group and the step that draws it, mean over groups.",
     "buffer/on_policy_share": "Share of the draw's tokens that the version sampled at which the step begins.",
+    "buffer/uninformative_frac": "Share of the draw's groups whose rewards are all equal: to a loss that compares the "
+    "samples of a prompt they say nothing. buffer.refill_uninformative sets such groups aside.",
     "buffer/unique_frac": "Different samples over samples in the draw: 1 unless it takes some of them twice.",
     # time, and who waits for whom
     "time/wait_for_batch": "Seconds that the learner waited for the step's batch.",

@@ -60,7 +60,7 @@ def lag_rows(status: RunStatus, width: int, max_rows: int, *, ascii_only: bool) 
 
 
 LEDGER = ("issued", "in_flight", "committed", "waiting", "drawn", "trained", "failed", "filtered", "dropped_stale")
-OUTSIDE = ("handed_on", "duplicates", "late", "quarantined", "evicted_unused")
+OUTSIDE = ("handed_on", "duplicates", "late", "quarantined", "uninformative", "evicted_unused")
 """Shown where there are any."""
 
 Wrap = Callable[[str, str], list[Text]]

@@ -51,6 +51,12 @@ CURVES: tuple[tuple[str, str, dict[str, str], dict[str, Any]], ...] = (
     ),
     ("Gradient norm", "before clipping", {"grad_norm": "norm"}, {"floor": 0}),
     ("Completion length", "mean, tokens", {"length/trained_mean": "trained"}, {}),
+    (
+        "Groups of equal rewards",
+        "share of the step's groups",
+        {"buffer/uninformative_frac": "all rewards equal"},
+        {"floor": 0, "ceiling": 1},
+    ),
 )
 """Title, unit of y, metric -> name of its curve, and what else `line_chart` takes."""
 POOL_CURVES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
@@ -124,6 +130,11 @@ GUIDES = {
         "A good one changes slowly, and stays well below actors.max_new_tokens.",
         "If it reaches that bound, answers are cut off: raise it; if it collapses, the reward pays for short answers: "
         "read the samples below.",
+    ),
+    "Groups of equal rewards": Guide(
+        "A good one is low; with trajectory balance and OAPL its level does no harm.",
+        "If it is high, the step is smaller than it seems: set buffer.refill_uninformative, or choose prompts that are "
+        "neither always nor never solved (buffer.prompt_law).",
     ),
     "Failed samples": Guide(
         "A good one stays at 0; a few lost leases after a restart do no harm, for those samples are asked for again.",

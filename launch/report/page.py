@@ -27,7 +27,7 @@ IDENTITY_KEYS = ("run.name", "run.dir")
 """Of the config: differ between any two runs and say nothing."""
 LEDGER = (
     *("issued", "in_flight", "committed", "failed", "handed_on", "waiting", "drawn", "trained", "dropped_stale"),
-    *("filtered", "evicted_unused"),
+    *("filtered", "uninformative", "evicted_unused"),
 )
 DRAWN = "In a step that is not finished."
 MAX_REASONS, MAX_REASON = 40, 300

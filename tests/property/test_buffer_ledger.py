@@ -33,9 +33,10 @@ class ScheduledBuffer(RuleBasedStateMachine):
         group_size=st.integers(1, 3),
         groups_per_step=st.integers(1, 3),
         on_stale=st.sampled_from(["drop", "wait"]),
+        refill=st.sampled_from([0.0, 0.5, 2.0]),
         data=st.data(),
     )
-    def start(self, updates_per_step, spare_lag, group_size, groups_per_step, on_stale, data):
+    def start(self, updates_per_step, spare_lag, group_size, groups_per_step, on_stale, refill, data):
         max_lag = updates_per_step - 1 + spare_lag
         staleness = StalenessConfig(
             max_lag=max_lag, max_actor_lag=data.draw(st.integers(0, min(1, spare_lag))), on_stale=on_stale
@@ -45,9 +46,8 @@ class ScheduledBuffer(RuleBasedStateMachine):
             vocab_size=16, max_tokens=16, staleness=staleness, updates_per_step=updates_per_step,
         )  # fmt: skip
         capacity = 4 * (max_lag + 2) * groups_per_step * group_size
-        self.buffer = InProcessBuffer(
-            self.folder, facts, BufferConfig(capacity_trajectories=capacity, max_attempts=1_000_000)
-        )
+        config = BufferConfig(capacity_trajectories=capacity, max_attempts=1_000_000, refill_uninformative=refill)
+        self.buffer = InProcessBuffer(self.folder, facts, config)
         self.max_lag, self.staleness, self.updates_per_step = max_lag, staleness, updates_per_step
         self.epochs = dict.fromkeys(NAMES, 0)
         self.seqs = dict.fromkeys(NAMES, 0)
@@ -88,9 +88,8 @@ class ScheduledBuffer(RuleBasedStateMachine):
             version = newest if is_newest else newest._replace(version=min(lease.min_version, newest.version))
             rows = []
             for index in lease.sample_indices[leave_out:]:
-                rows.append(
-                    make_trajectory(lease, index, seq=self.seqs[name], actor=name, epoch=epoch, version=version)
-                )
+                fields = {"seq": self.seqs[name], "actor": name, "epoch": epoch, "version": version}
+                rows.append(make_trajectory(lease, index, reward=float(self.seqs[name] % 3 == 0), **fields))
                 self.seqs[name] += 1
             if rows:
                 self.sent += rows

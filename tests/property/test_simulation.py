@@ -8,11 +8,14 @@ buffer service starts anew. What must hold is in `tests.simulation.witness`.
 from random import Random
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from buffer.groups import Groups
 from common.staleness import StalenessConfig, StalenessContract
 from tests.faults.results import pick
 from tests.simulation.core import Environment
-from tests.simulation.knobs import NO_FAULTS, Knobs, choose_knobs
+from tests.simulation.knobs import NO_FAULTS, Knobs, choose_faults, choose_knobs
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.seeds import SimulationFailed, Totals, simulate, simulate_with
 
@@ -39,6 +42,32 @@ def test_in_no_random_schedule_is_a_token_trained_beyond_the_bound():
 def test_the_real_buffer_keeps_every_invariant_in_thousands_of_schedules(environment):
     totals = Totals.of(range(NUM_SYSTEM_SEEDS), environment)
     assert totals.num_updates > 2 * totals.num_seeds
+
+
+def _refilling(seed, refill):
+    """Knobs of a run that sets groups of equal rewards aside, and its faults."""
+    chance = Random(seed)
+    knobs = choose_knobs(chance)._replace(group_size=chance.choice((2, 2, 3)), refill=refill)
+    return knobs, choose_faults(chance)
+
+
+@settings(max_examples=pick(60, 600), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32 - 1), refill=st.sampled_from([0.3, 1.0, 2.5]))
+def test_no_step_has_a_group_of_equal_rewards_unless_the_bound_on_refilling_is_met(environment, seed, refill):
+    knobs, faults = _refilling(seed, refill)
+    simulate_with(seed, knobs, faults, environment)
+
+
+def test_refilled_runs_set_groups_aside_and_a_buffer_that_does_not_is_found_out(environment, monkeypatch):
+    def run(seed):
+        knobs, faults = _refilling(seed, 1.0)
+        return simulate_with(seed, knobs, faults, environment)
+
+    assert sum(run(seed).num_set_aside for seed in range(10)) > 20
+    monkeypatch.setattr(Groups, "set_aside_uninformative", lambda self, tx: None)
+    with pytest.raises(SimulationFailed) as failed:
+        _ = [run(seed) for seed in range(10)]
+    assert failed.value.invariant == "informative"
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -24,7 +24,7 @@ from common.run import RunFacts
 from common.staleness import StalenessContract
 from tests.simulation.actor import Leased, Sample, Tokens
 from tests.simulation.knobs import LEASE_TIMEOUT_S, Knobs
-from tests.simulation.witness import Key
+from tests.simulation.witness import Key, reward_of
 from tests.trajectories import decode
 from tests.world.buffer import InProcessBuffer
 
@@ -95,6 +95,7 @@ class CoreBuffer:
             capacity_trajectories=64 * contract.capacity() * knobs.group_size,
             max_attempts=1_000_000,
             lease_timeout_s=LEASE_TIMEOUT_S,
+            refill_uninformative=knobs.refill,
         )
         self._turns = Turns(env)
         self._buffer = InProcessBuffer(Path(), facts, config, open_store=lambda: self._turns, clock=clock)
@@ -178,6 +179,10 @@ class CoreBuffer:
             core.leases.outstanding(tx),
         )
 
+    def num_set_aside(self) -> int:
+        """Groups of equal rewards that no step took, counted from their rows."""
+        return self._turns.read(lambda tx: sum("uninformative" in g.sample_states for _, g in tx.groups.all_items()))
+
     def waiting_for(self) -> str:
         """What the buffer holds, for a trace."""
         return self._turns.read(self._held)
@@ -206,7 +211,7 @@ def _trajectory(sample: Sample) -> Trajectory:
         prompt_length=2,
         logprobs=_LOGPROBS,
         spans=tuple(spans),
-        reward=1.0,
+        reward=reward_of(sample.key),
         finish_reason="stop",
         actor=sample.key.actor,
         epoch=sample.key.epoch,

@@ -31,6 +31,8 @@ class Knobs(NamedTuple):
     num_actors: int
     own_actor_lag: int
     """What the actors' own configuration has for A: more where it is unset there and a step has several updates."""
+    refill: float = 0.0
+    """`buffer.refill_uninformative`; the book of groups knows no rewards."""
 
     @property
     def actors_contract(self) -> StalenessContract:

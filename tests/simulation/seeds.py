@@ -31,6 +31,8 @@ class Outcome(NamedTuple):
     num_dropped: int
     """Samples."""
     num_final_rounds: int
+    num_set_aside: int
+    """Groups of equal rewards, until the last step was drawn."""
 
 
 class SimulationFailed(AssertionError):
@@ -124,4 +126,5 @@ def simulate_with(
         witness.greatest_lag,
         witness.num_dropped,
         num_rounds,
+        witness.num_set_aside,
     )

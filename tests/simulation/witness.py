@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+from zlib import crc32
 
 from buffer import protocol as p
 from common.staleness import PolicyVersion
@@ -28,6 +29,11 @@ class Key(NamedTuple):
     actor: str
     epoch: int
     seq: int
+
+
+def reward_of(key: Key) -> float:
+    """Of a sample: 1 of one in three."""
+    return float(crc32(repr(key).encode()) % 3 == 0)
 
 
 class Granted(NamedTuple):
@@ -55,6 +61,10 @@ class Witness:
         self.committed: set[Key] = set()
         self.steps: dict[Key, set[int]] = {}
         """Steps of the present line of training that used the sample."""
+        self.drawn: dict[int, list[list[Key]]] = {}
+        """The groups of each step, as it was drawn last."""
+        self.num_set_aside = 0
+        """Groups of equal rewards, when a step was drawn last."""
         self.greatest_lag = -1
         self.num_trained = self.num_dropped = 0
         self.went_back = False
@@ -132,6 +142,21 @@ class Witness:
                 raise Broken("lost", f"step {step} trains {key}, which was never committed")
             if len(used) > 1:
                 raise Broken("twice", f"{key} is trained in the steps {sorted(used)}")
+
+    def drew(self, step: int, groups: list[list[Key]], num_set_aside: int) -> None:
+        """A step was drawn, or is taken again; so many groups of equal rewards were set aside since the run began.
+
+        As many groups as the bound allows must have been, before a step has one.
+        """
+        if self.drawn.get(step) == groups:
+            return
+        passed, self.num_set_aside = num_set_aside - self.num_set_aside, num_set_aside
+        self.drawn[step] = groups
+        if passed >= self._knobs.refill * self._knobs.groups_per_step:
+            return
+        for keys in groups:
+            if len(keys) > 1 and len({reward_of(key) for key in keys}) == 1:
+                raise Broken("informative", f"step {step} has {keys}, of equal rewards; {passed} were set aside for it")
 
     def counted(self, gap: int, committed: int, dropped: int, outstanding: int) -> None:
         """What the buffer's ledger says now, and how many groups are leased and not yet trained on."""

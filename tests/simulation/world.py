@@ -134,6 +134,8 @@ class World:
             self.witness.granted(reply)
         elif message.kind == "push":
             self.witness.settled(message.arguments[0].key, reply)
+        elif isinstance(self.buffer, CoreBuffer) and message.kind == "draw" and isinstance(reply, list):
+            self.witness.drew(message.arguments[0], reply, self.buffer.num_set_aside())
         is_kept = self.happens(self.faults.copies)
         if not is_kept and (owner.dead or not owner.stopped):
             self.wire[place] = self.wire[-1]

@@ -63,7 +63,13 @@ def row(step: int, at_s: float, **changes) -> dict:
     values |= {"reward/mean": step / 50, "loss": 2 - step / 50, "grad_norm": 3.0, "length/trained_mean": 4.0}
     values |= {"lag/token_mean": 1.5, "lag/token_max": 3.0, "mismatch/lag0_abs": 1e-6, "mismatch/k3": 1e-3}
     values |= {"off_policy/ess_token": 1.0000001, "off_policy/ess_sequence": 0.97, "buffer/ledger_gap": 0}
-    values |= {"buffer/issued": step + 1, "buffer/failed": 1, "buffer/failed_reward": 1, "buffer/failed_lease": 0}
+    values |= {
+        "buffer/uninformative_frac": 0.25,
+        "buffer/issued": step + 1,
+        "buffer/failed": 1,
+        "buffer/failed_reward": 1,
+        "buffer/failed_lease": 0,
+    }
     values |= {"perf/generated_tokens_per_s": 1200.0, "perf/trained_tokens_per_s": 1000.0, "overlap/frac": 0.7}
     values |= {"pool/actors/lag_mean": 1.5, "pool/actors/mismatch_lag0_abs": 1e-6, "pool/actors/tokens_per_s": 1200.0}
     return values | changes

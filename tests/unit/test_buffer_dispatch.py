@@ -20,7 +20,7 @@ from buffer.dispatch import (
     Window,
     window_size,
 )
-from buffer.prompts import order_of
+from buffer.prompt_laws import order_of
 from buffer.tables import Group
 from common.staleness import StalenessConfig, StalenessContract
 from tests.world.buffer import Actor, generate

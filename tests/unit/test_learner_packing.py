@@ -19,7 +19,16 @@ from learner.model import DeviceBatch
 from learner.networks import Reference
 from learner.optimizer import UpdateResult
 from learner.packing import CostModel, PackingRule, best_fit, deal, order, pack, plan, spread
-from learner.report import MAX_PARTS, NO_METRICS, StepTimes, lag_metrics, part_metrics, replay_metrics, step_report
+from learner.report import (
+    MAX_PARTS,
+    NO_METRICS,
+    StepTimes,
+    lag_metrics,
+    part_metrics,
+    replay_metrics,
+    step_report,
+    uninformative_frac,
+)
 from learner.step import StepResult, Update
 
 RULE = PackingRule(64)
@@ -262,6 +271,22 @@ def test_a_step_reports_how_old_and_how_often_used_its_samples_are():
         "buffer/unique_frac": pytest.approx(3 / 5),
     }
     assert replay_metrics(batch, {"uses": 0, "redone_uses": 0, "trained": 0})["buffer/uses_per_sample"] is None
+
+
+def test_a_step_reports_the_share_of_its_groups_whose_rewards_are_all_equal():
+    spans, rewards = [((0, 3), 0, 4)], {1: (1.0, 1.0), 2: (0.0, 1.0), 3: (0.5,), 4: (0.0, 0.0, 0.0)}
+    rows = [
+        trajectory(spans, group_id=group, sample_index=index, reward=reward)
+        for group, several in rewards.items()
+        for index, reward in enumerate(several)
+    ]
+    batch = StepBatch.build(to_batch(rows, "run"), 3, {0: 0}, RULE)
+    assert uninformative_frac(batch) == 2 / 4, "one sample alone is compared with nothing"
+    report = step_report(
+        batch, StepResult(4, (Update(batch, UpdateResult(False, False, (1.0,), 1e-5, 1.0), {}),), {}), 1, 3,
+        StepTimes(0.0, 1.0, 2.0), counts_of(Ledger(uninformative=6)), LengthFidelity(),
+    )  # fmt: skip
+    assert (report["buffer/uninformative_frac"], report["buffer/uninformative"]) == (0.5, 6)
 
 
 def test_a_step_reports_what_each_of_several_reward_functions_gave():

@@ -246,6 +246,7 @@ def index_faults(core: BufferCore, tx: Transaction) -> list[str]:
         "leases",
         "ready",
         "unscored",
+        "uninformative",
         "num_unused",
         "strata",
         "_by_prompt",
@@ -260,11 +261,14 @@ def index_faults(core: BufferCore, tx: Transaction) -> list[str]:
 def _prompts_of(core: BufferCore, tx: Transaction) -> list[tuple[str, Any, Any]]:
     """What a core keeps of prompts, beside what is derived anew."""
     mine, facts = core.groups.prompts, core.facts
-    anew = Prompts(facts, facts.contract, np.arange(facts.num_prompts), core.groups.config.dispatch, lambda: 0.0)
+    anew = Prompts(facts, facts.contract, np.arange(facts.num_prompts), core.groups.config, lambda: 0.0)
     mine.load(tx)
     anew.load(tx)
     visits = [[each.lengths.get(prompt) for prompt in range(facts.num_prompts)] for each in (mine, anew)]
-    return [("window", [*mine._window], [*anew._window]), ("lengths", *visits)]
+    tries = [
+        [each.successes and each.successes.get(prompt) for prompt in range(facts.num_prompts)] for each in (mine, anew)
+    ]
+    return [("window", [*mine._window], [*anew._window]), ("lengths", *visits), ("tries", *tries)]
 
 
 def _weighed(index: GroupIndex) -> dict[int, float]:
