@@ -11,6 +11,7 @@ import pytest
 from launch.cli import main
 from launch.config import Config, load_config
 from launch.errors import ConfigError, ExitStatus
+from launch.mistakes import models_of
 from launch.observe.history import History, repair
 from launch.observe.observer import Observer
 from launch.observe.status import Accuracy
@@ -62,7 +63,8 @@ def test_no_key_of_the_table_is_mistyped():
     known = {
         f"{section}.{key}"
         for section, info in Config.model_fields.items()
-        for key in getattr(info.annotation, "model_fields", {"type": None})
+        for model in models_of(info.annotation)
+        for key in model.model_fields
     }
     assert {key for key in FREE | FIXED.keys() if "." in key} <= known
 
