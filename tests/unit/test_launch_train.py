@@ -9,7 +9,7 @@ import pytest
 
 from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped
 from launch.observe.history import History
-from launch.observe.status import Accuracy
+from launch.observe.status import Accuracy, PollResult
 from launch.processes.role_process import RunFailed, WrongInput
 from launch.run_folder import RunFolder, RunIdentity
 from launch.train import _Run, train
@@ -71,6 +71,7 @@ def test_while_an_evaluation_is_all_that_goes_on_the_actors_are_heard_and_shown(
     monkeypatch.setattr("launch.train.EVALUATION_POLL_S", 0.0)
     supervisor, sinks, evaluation = MagicMock(), MagicMock(), MagicMock()
     evaluation.poll.side_effect = [None, None, []]
+    supervisor.hear_actors.return_value = PollResult()
     made = plan(tmp_path / "run")
     made.folder.create(made.config)
     run = _Run(made, context(made).facts.contract, None, supervisor, sinks, MagicMock())
