@@ -17,12 +17,17 @@ UNPICKLES = {
 }
 
 
+ON_PURPOSE = {"code from text": "actors/sandbox.py"}
+"""Programs that a model wrote are run there, in namespaces of their own."""
+
+
 @pytest.mark.parametrize("what", UNPICKLES)
 def test_our_packages_use_nothing_that_unpickles(what):
     found = [
         f"{path.relative_to(ROOT)}:{number}"
         for package in PACKAGES
         for path in sorted((ROOT / package).rglob("*.py"))
+        if str(path.relative_to(ROOT)) != ON_PURPOSE.get(what)
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if UNPICKLES[what].search(line)
     ]
