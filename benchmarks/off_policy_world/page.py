@@ -58,6 +58,7 @@ ALGORITHMS_SHOWN = {
     f"{PPO}+critic": ("#1f5fa8", ":"),
     f"{PPO}+proximal_rloo": ("#e08a1e", "-"),
     f"{PPO}+naive": ("#c0392b", "-"),
+    "distillation": ("#8c564b", "-"),
 }
 """Row -> colour and line, on the left."""
 CORRECTIONS_SHOWN = {
@@ -70,6 +71,9 @@ CORRECTIONS_SHOWN = {
     f"{PPO}+gspo": ("#e08a1e", "-"),
     f"{PPO}+cispo": ("#e08a1e", ":"),
     f"{PPO}+ess": ("#555555", ":"),
+    f"{PPO}+vespo": ("#555555", "-"),
+    f"{PPO}+dppo": ("#8c564b", "-"),
+    f"{PPO}+interpolated": ("#8c564b", ":"),
 }
 """The same on the right."""
 
