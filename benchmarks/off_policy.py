@@ -1,13 +1,14 @@
 """Every algorithm and correction on data of every age, in a world where pi* is known exactly.
 
-    python benchmarks/off_policy.py [--quick] [--only NAME ...] [--tune] [--workers 2]
+    python benchmarks/off_policy.py [--quick] [--only NAME ...] [--tune] [--page] [--workers 2]
 
 Each cell trains a small transformer with one loss of `algorithms` at one lag (`off_policy_world/training.py`), and
-its exact KL to pi* and expected reward are taken by enumeration. A whole run writes docs/results/off_policy.md and
-its figure; the last line of stdout is {algorithm: {lag: {"kl": ..., "reward": ...}}}, means over seeds, null where a
-seed became non-finite.
+its exact KL to pi* and expected reward are taken by enumeration. The outcome of every cell is kept in
+docs/results/off_policy.json, from which docs/results/off_policy.md and its figure are written; the last line of
+stdout is {algorithm: {lag: {"kl": ..., "reward": ...}}}, means over seeds, null where a seed became non-finite.
 
-`--quick` is for development: one seed and fewer draws, nothing is written. `--only` names rows. `--tune` runs the
+`--quick` is for development: one seed and fewer draws, nothing is kept. `--only` names rows; those of earlier calls
+stay on the page. `--page` runs nothing and writes the page anew, as where its words have changed. `--tune` runs the
 grid of learning rates at lag 0 on seeds of its own instead, and prints {algorithm: {rate: kl}}.
 """
 
@@ -17,6 +18,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +29,7 @@ from benchmarks.lib.processes import MeasurementFailed, call_in_processes
 from benchmarks.off_policy_world.page import Outcomes, means, write_results
 from benchmarks.off_policy_world.training import LAGS, LEARNING_RATES, ROWS, Lag, Outcome
 
+KEPT = RESULTS / "off_policy.json"
 NUM_DRAWS = 200
 QUICK_DRAWS = 50
 SEEDS = (0, 1, 2)
@@ -53,18 +56,64 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, fewer draws")
     parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="NAME")
     parser.add_argument("--tune", action="store_true", help="learning rates at lag 0")
+    parser.add_argument("--page", action="store_true", help="the page of what is kept, and nothing else")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     args = parser.parse_args()
     names = args.only or [row.name for row in ROWS]
     if args.tune:
         print(json.dumps(tuned(names, args.workers)))
         return
+    kept = Kept.read()
+    if args.page:
+        kept.write_page()
+        return
     began = time.monotonic()
     seeds, num_draws = (SEEDS[:1], QUICK_DRAWS) if args.quick else (SEEDS, NUM_DRAWS)
     outcomes = run_matrix(names, seeds, num_draws, args.workers)
-    if not (args.quick or args.only):
-        write_results(RESULTS, outcomes, seeds, num_draws, time.monotonic() - began)
+    if not args.quick:
+        kept.add(outcomes, time.monotonic() - began)
+        kept.write_page()
     print(json.dumps({name: {lag: means(seen) for lag, seen in by_lag.items()} for name, by_lag in outcomes.items()}))
+
+
+@dataclass
+class Kept:
+    """What calls at full size have found."""
+
+    outcomes: Outcomes
+    minutes: float
+
+    @classmethod
+    def read(cls) -> Kept:
+        """As it lies in the folder of results."""
+        if not KEPT.exists():
+            return cls({}, 0.0)
+        found = json.loads(KEPT.read_text())
+        outcomes = {
+            name: {lag: [Outcome(*each) for each in seen] for lag, seen in by_lag.items()}
+            for name, by_lag in found["outcomes"].items()
+        }
+        return cls(outcomes, found["minutes"])
+
+    def add(self, outcomes: Outcomes, wall_s: float) -> None:
+        """Take in rows, and keep them."""
+        is_whole = outcomes.keys() >= {row.name for row in ROWS}
+        self.outcomes = {
+            row.name: each for row in ROWS if (each := outcomes.get(row.name, self.outcomes.get(row.name)))
+        }
+        self.minutes = wall_s / 60 + (0.0 if is_whole else self.minutes)
+        rows = {
+            name: {lag: [[each.kl, each.reward] for each in seen] for lag, seen in by_lag.items()}
+            for name, by_lag in self.outcomes.items()
+        }
+        KEPT.write_text(json.dumps({"minutes": round(self.minutes, 1), "outcomes": rows}) + "\n")
+
+    def write_page(self) -> None:
+        """Of all rows; where one is missing, nothing."""
+        if missing := [row.name for row in ROWS if row.name not in self.outcomes]:
+            print(f"no page: {KEPT} has no {', '.join(missing)}", file=sys.stderr)
+            return
+        write_results(RESULTS, self.outcomes, SEEDS, NUM_DRAWS, self.minutes * 60)
 
 
 def run_matrix(names: list[str], seeds: tuple[int, ...], num_draws: int, num_workers: int) -> Outcomes:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from benchmarks import off_policy
 from benchmarks.off_policy_world import page, training, world
 
 ROWS = {row.name: row for row in training.ROWS}
@@ -190,3 +191,21 @@ def test_a_run_that_becomes_non_finite_has_no_figures(small_world):
     assert seen == training.Outcome(None, None)
     assert page.means([training.Outcome(0.5, 1.0), seen]) == {"kl": None, "reward": None}
     assert page.means([training.Outcome(0.5, 1.0), training.Outcome(0.7, 2.0)]) == {"kl": 0.6, "reward": 1.5}
+
+
+def test_rows_of_later_calls_stand_beside_those_that_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(off_policy, "KEPT", tmp_path / "off_policy.json")
+    monkeypatch.setattr(off_policy, "RESULTS", tmp_path)
+    seen = {lag: [training.Outcome(0.5, 1.0)] * len(off_policy.SEEDS) for lag in training.LAGS}
+    *most, last = ROWS
+    off_policy.Kept.read().add(dict.fromkeys(most, seen), 600.0)
+    off_policy.Kept.read().write_page()
+    assert not (tmp_path / "off_policy.md").exists(), "a row is missing"
+    better = {lag: [training.Outcome(None, None)] * len(off_policy.SEEDS) for lag in training.LAGS}
+    off_policy.Kept.read().add({last: seen, most[0]: better}, 60.0)
+    kept = off_policy.Kept.read()
+    assert list(kept.outcomes) == list(ROWS)
+    assert kept.outcomes[most[0]] == better
+    assert kept.minutes == 11
+    kept.write_page()
+    assert "in 11 minutes" in (tmp_path / "off_policy.md").read_text()
