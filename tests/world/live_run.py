@@ -186,10 +186,11 @@ class LiveRun:
     # --- what is done to it -----------------------------------------------------------------------
 
     def processes(self, role: str, number: int = 0) -> list[psutil.Process]:
-        """Those that write into the log of a role: its own, and its engine."""
+        """Those that write into the log of a role: its own, which is the oldest, and its engine."""
         log = str(self.folder / "logs" / f"{role}.{number}.log")
         found = [each for each in descendants(self.process) if _writes_into(each) == log]
-        return sorted(found, key=lambda each: not command_of(each).startswith("ray::"))
+        # what it has just forked has its name too, until it becomes a program of its own
+        return sorted(found, key=lambda each: (not command_of(each).startswith("ray::"), each.create_time()))
 
     def kill(self, role: str, number: int = 0) -> None:
         """kill -9."""
