@@ -260,14 +260,11 @@ def effective_sample_share(weights: Tensor) -> float | None:
     return float(wide.mean().square()) / mean_square if mean_square > 0 else 0.0
 
 
-def off_policy_metrics(
-    inputs: LossInputs, lag_T: Tensor, single_version_B: Tensor, weights_T: Tensor | None = None
-) -> Metrics:
+def off_policy_metrics(inputs: LossInputs, single_version_B: Tensor, weights_T: Tensor | None = None) -> Metrics:
     """Diagnostics of rho = pi_prox / mu on the batch, before its update.
 
     Args:
-        inputs: the batch; its proximal log-probabilities are the learner's at the start of the draw.
-        lag_T: int64, versions between sampling and training of each token.
+        inputs: the batch; its proximal log-probabilities are the learner's at the start of the draw, and it has lags.
         single_version_B: bool, every token of the sequence was sampled by one version.
         weights_T: the weights that the loss applied, after corrections; None where it has none.
 
@@ -288,7 +285,8 @@ def off_policy_metrics(
     k3_T = rho_T - 1 - log_rho_T
     written_B = inputs.length_B > 0
     rho_B = clamped_exp(inputs.sum_per_sequence(log_rho_T))[written_B]
-    same_T = (lag_T == 0) & single_version_B[inputs.sequence_T]
+    assert inputs.lag_T is not None, "nobody has counted the lag of the tokens"
+    same_T = (inputs.lag_T == 0) & single_version_B[inputs.sequence_T]
     num_same = int(same_T.sum())
     metrics: Metrics = {
         "mismatch/k1": float(-log_rho_T.mean()),

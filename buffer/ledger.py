@@ -26,6 +26,8 @@ FAILED_KINDS = {
 
 COMMITTED_STATES = ("waiting", "drawn", "trained", "dropped_stale", "filtered", "uninformative", "evicted_unused")
 """What can become of a committed sample."""
+COUNTS = ("issued", "in_flight", "committed", "failed", "handed_on", *COMMITTED_STATES)
+"""What both lines above speak of, in their order."""
 
 _SHOWN_AS = {"duplicates": "duplicate", "gap": "ledger_gap"}
 LEDGER_METRICS = {f"buffer/{_SHOWN_AS.get(name, name)}": name for name in (

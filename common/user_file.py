@@ -31,16 +31,30 @@ def is_reference(value: object) -> bool:
     return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
 
 
+def split(reference: str) -> tuple[Path, str]:
+    """The file and the name of `FILE.py:NAME`.
+
+    Raises:
+        UserFileError: there is no such file, or it cannot be looked at.
+    """
+    file, _, name = reference.rpartition(":")
+    path = Path(file).expanduser()
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise UserFileError(f"'{reference}' cannot be read: {error.strerror}") from error
+    if not is_file:
+        raise UserFileError(f"'{reference}': there is no file {path.absolute()}")
+    return path, name
+
+
 def load_object(reference: str) -> object:
     """What the file of `FILE.py:NAME` calls NAME, once the file has been imported, which runs it.
 
     Raises:
         UserFileError: there is no such file, importing it fails, or it defines no such name.
     """
-    file, _, name = reference.rpartition(":")
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise UserFileError(f"'{reference}': there is no file {path.absolute()}")
+    path, name = split(reference)
     module = imported(path)
     if not hasattr(module, name):
         own = sorted(each for each in vars(module) if not each.startswith("_"))

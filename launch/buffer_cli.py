@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import BufferError
+from buffer.ledger import COUNTS
 from buffer.offline.export import export
 from buffer.offline.inspect import GroupView, Inspection, Quarantined, Sample, Selection, joined, read_row
 from buffer.offline.verify import check_store, compact
@@ -33,10 +34,6 @@ from launch.text import MAX_TEXT, TextOf, printable
 
 FAULTS = 2
 """Exit status of `verify` where it found any."""
-LEDGER_SHOWN = (
-    *("issued", "in_flight", "committed", "failed", "handed_on", "waiting", "drawn", "trained"),
-    *("dropped_stale", "filtered", "uninformative", "evicted_unused"),
-)
 GROUPS_HEAD = (
     f"{'group':>8} {'prompt':>8} {'phase':<6} {'reward':>8} {'version':>7} {'uses':>4}  {'tokens':<16} samples"
 )
@@ -154,7 +151,7 @@ def _verify(parsed: argparse.Namespace) -> int:
             sums["records"] += report["num_records"]
             if not report["has_checked_pages"]:
                 print(f"{where}a service writes the file now, so the structure of its pages was not checked")
-    print("ledger   " + "  ".join(f"{name} {sums[name]}" for name in LEDGER_SHOWN))
+    print("ledger   " + "  ".join(f"{name} {sums[name]}" for name in COUNTS))
     for fault in faults:
         print(f"FAULT    {fault}")
     found = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else "no fault"

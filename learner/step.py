@@ -404,9 +404,8 @@ class LossEvaluator:
 
 def distance(batch: StepBatch, inputs: LossInputs, weights_T: Tensor | None) -> Metrics:
     """How far the data of a batch are from the policy."""
-    device = inputs.logprobs_T.device
-    lag_T, single_version_B = torch.from_numpy(batch.lag_T), torch.from_numpy(batch.single_version_B)
-    found = off_policy_metrics(inputs, lag_T.to(device), single_version_B.to(device), weights_T)
+    single_version_B = torch.from_numpy(batch.single_version_B).to(inputs.logprobs_T.device)
+    found = off_policy_metrics(inputs, single_version_B, weights_T)
     return {name: value if value is None or math.isfinite(value) else None for name, value in found.items()}
 
 

@@ -212,5 +212,5 @@ def _try(rule: CodeRule, way: _Way) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode:
-        return done.stderr.decode(errors="replace").strip().splitlines()[-1:][0] if done.stderr else "no reason given"
+        return (done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
     return "" if json.loads(done.stdout) == [True] else "its Python does not start there"

@@ -24,7 +24,7 @@ from typing import Any
 from actors.sandbox import HINT, why_not_cut
 from actors.tasks.config import FileTask, ReasoningGymTask
 from actors.tasks.task import Call, Problem, TaskError, among_known
-from common.user_file import UserFileError, imported
+from common.user_file import UserFileError, imported, split
 
 _ALWAYS = ("prompts", "completions")
 
@@ -34,14 +34,10 @@ def parse_reference(reference: str) -> tuple[Path, str]:
     file, _, function = reference.rpartition(":")
     if not file or not function.isidentifier():
         raise TaskError(f"task.rewards: '{reference}' is not of the form FILE.py:FUNCTION")
-    path = Path(file).expanduser()
     try:
-        is_file = path.is_file()
-    except OSError as error:  # a folder that may not be entered, a name that is too long
-        raise TaskError(f"task.rewards: '{reference}' cannot be read: {error.strerror}") from error
-    if not is_file:
-        raise TaskError(f"task.rewards: '{reference}': there is no file {path.absolute()}")
-    return path, function
+        return split(reference)
+    except UserFileError as error:
+        raise TaskError(f"task.rewards: {error}") from error
 
 
 def check_functions(references: Sequence[str], columns: Collection[str], named: Collection[str] = ()) -> None:

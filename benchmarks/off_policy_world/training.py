@@ -238,8 +238,7 @@ def update(
     """One optimizer step, at a rate that the effective sample size may lower. False: the gradient is not finite."""
     output = loss(inputs)
     if ess is not None:
-        no_lag_T = torch.zeros_like(inputs.sequence_T)  # read for metrics that are not looked at here
-        metrics = off_policy_metrics(inputs, no_lag_T, inputs.finished_B, output.weights_T)
+        metrics = off_policy_metrics(inputs, inputs.finished_B, output.weights_T)
         learning_rate *= ess.decide(metrics["off_policy/ess_sequence"], drops_in_a_row=0).lr_scale
     adam.zero_grad()
     output.loss.backward()

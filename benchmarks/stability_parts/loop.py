@@ -233,8 +233,7 @@ class DelayedRun:
             lag_T=torch.full_like(samples.sequence_T, min(number, self.lag)),
         )
         output = self._loss(inputs)
-        assert inputs.lag_T is not None
-        metrics = off_policy_metrics(inputs, inputs.lag_T, torch.ones_like(inputs.finished_B), output.weights_T)
+        metrics = off_policy_metrics(inputs, torch.ones_like(inputs.finished_B), output.weights_T)
         self._adam.zero_grad()
         output.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), learner.max_grad_norm)

@@ -105,12 +105,11 @@ class Recorded:
     def parts(self) -> Iterator[RecordedGroups]:
         """All samples; groups are whole, and in the order of their ids within a store."""
         if self._file is not None:
-            group_ids = self._file.batch.column("group_id").to_numpy()
-            firsts = np.flatnonzero(np.diff(group_ids, prepend=-1))
-            start = 0
-            while start < len(group_ids):
+            firsts, _ = _groups(self._file.batch)
+            start, num_rows = 0, self._file.batch.num_rows
+            while start < num_rows:
                 later = firsts[firsts >= start + PART_ROWS]
-                end = int(later[0]) if len(later) else len(group_ids)
+                end = int(later[0]) if len(later) else num_rows
                 assert self._file.rows is not None, "a file has rows"
                 yield RecordedGroups(self._file.batch.slice(start, end - start), self._file.rows[start:end])
                 start = end

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from buffer.ledger import COUNTS
 from common.files import private_file
 from launch.observe.metrics import METRICS, POOL_PREFIX
 from launch.observe.status import RunStatus
@@ -25,10 +26,6 @@ from launch.text import duration, printable, share_of
 
 IDENTITY_KEYS = ("run.name", "run.dir")
 """Of the config: differ between any two runs and say nothing."""
-LEDGER = (
-    *("issued", "in_flight", "committed", "failed", "handed_on", "waiting", "drawn", "trained", "dropped_stale"),
-    *("filtered", "uninformative", "evicted_unused"),
-)
 DRAWN = "In a step that is not finished."
 MAX_REASONS, MAX_REASON = 40, 300
 """Why samples failed: how many on the page, and characters of each."""
@@ -257,7 +254,7 @@ def ledger_rows(runs: Sequence[RunData]) -> list[tuple[str, str, list[str]]]:
     ledgers = [run.ledger for run in runs]
     if all(ledger is None for ledger in ledgers):
         return []
-    meanings = {name: METRICS.get(f"buffer/{name}", DRAWN) for name in LEDGER}
+    meanings = {name: METRICS.get(f"buffer/{name}", DRAWN) for name in COUNTS}
     meanings |= dict.fromkeys(OUTSIDE, "Outside the ledger.")
     return [
         (name, text, [DASH if not ledger or name not in ledger else f"{ledger[name]:,}" for ledger in ledgers])
