@@ -3,14 +3,15 @@
     python benchmarks/replay.py [--parts uses lags laws] [--algorithms NAME ...] [--seeds 0 1 2] [--work FOLDER]
         [--page [FILE]] [--quick]
 
-Every run is one `leeway train examples/sums.toml`, an ordinary model, one after the other on the same machine. The
-learner takes `STEPS` steps in all of them but the shorter ones, so what differs is how many tokens are generated:
+Every run is one `leeway train examples/sums.toml`, an ordinary model, with one actor and one stage, one run after the
+other. The learner takes `STEPS` steps, so what differs is how many tokens are generated:
 
-    short   no replay (max_uses = 1), and as many tokens generated as a half and a quarter of the steps take
-    uses    max_uses = 1, 2, 4 and 8, at max_lag = 16, drawn uniformly
+    uses    max_uses = 2, 4 and 8, at max_lag = 16, drawn uniformly
     lags    max_uses = 4 at max_lag = 4, 16 and without a bound
     laws    max_uses = 4 at max_lag = 16: the oldest first, uniform, prioritised with decay by age, softmax of rewards,
             half of the newest
+
+Beside each of them run those without replay (max_uses = 1, at the default max_lag): all steps, a half and a quarter.
 
 `tokens_saved_at_equal_accuracy` of a setting is how many tokens a run without replay generates until it answers as many
 held-out problems right, over what this one generated. Runs without replay of all lengths, each with a learning rate
@@ -45,9 +46,11 @@ from benchmarks.lib.rounds import spread
 from benchmarks.lib.runs import FinishedRun, KeptResults, train
 
 CONFIG = "examples/sums.toml"
-STEPS = 300
+STEPS = 200
 QUICK_STEPS = 6
 WANTED = 1.4
+LAYOUT = ("--actors.num_actors", "1", "--learner.num_stages", "1")
+"""Fewer processes than the config has: a run is to start fast, and fits on one core."""
 ALGORITHMS = {
     "trajectory_balance": "#0072B2",
     "oapl": "#CC79A7",
@@ -92,7 +95,7 @@ FRESH = (Setting(), Setting(share=0.5), Setting(share=0.25))
 """Without replay: what the others are held against."""
 REPLAY = Setting(max_uses=4, max_lag="16", law="uniform")
 PARTS: dict[str, tuple[Setting, ...]] = {
-    "uses": (Setting(max_lag="16"), *(replace(REPLAY, max_uses=uses) for uses in (2, 4, 8))),
+    "uses": tuple(replace(REPLAY, max_uses=uses) for uses in (2, 4, 8)),
     "lags": tuple(replace(REPLAY, max_lag=lag) for lag in ("4", "16", "unbounded")),
     "laws": tuple(replace(REPLAY, law=law) for law in ("fifo", "prioritised", "reward_softmax", "on_policy_share")),
 }
@@ -169,7 +172,8 @@ def run(kept: KeptResults, cell: Cell, num_steps: int) -> Figures:
     Raises:
         MeasurementFailed: the run failed, took too long, or was ended before its last evaluation.
     """
-    overrides = ["--algorithm.type", cell.algorithm, "--run.seed", str(cell.seed), *cell.setting.overrides(num_steps)]
+    overrides = ["--algorithm.type", cell.algorithm, "--run.seed", str(cell.seed), *LAYOUT]
+    overrides += cell.setting.overrides(num_steps)
     log = kept.folder / f"{cell.name}.log"
     found: Figures = kept.result(cell.name, lambda folder: figures(train(CONFIG, folder, overrides, log=log)))
     return found

@@ -203,15 +203,28 @@ def test_it_is_seen_from_outside(run: Life, tmp_path, request):
     assert run.process.poll() is None, "the run ended when it was exported from"
 
 
+def caught_at_work(run: Life, engine: psutil.Process) -> bool:
+    """Stop the engine of actor 1, so that what it runs is in the middle; one with nothing to run goes on at once.
+
+    An engine that is stopped for longer than `weight_sync.update_timeout_s` counts as dead, and its actor with it.
+    """
+
+    def looked_at() -> int:
+        return (run.folder / "status.json").stat().st_mtime_ns
+
+    engine.suspend()
+    stopped_at = looked_at()
+    run.wait_for("a look at the actors", lambda: looked_at() > stopped_at)
+    if at_work := run.actors()["actor-1"]["running"] > 0:
+        return at_work
+    engine.resume()
+    return False
+
+
 def test_actors_come_and_go(run: Life):
     told, *below = run.processes("actor", 1)
     (engine,) = [each for each in below if "EngineCore" in command_of(each)]
-    engine.suspend()  # so that what it runs is in the middle when the signal comes
-    looked_at = (run.folder / "status.json").stat().st_mtime_ns
-    run.wait_for(
-        "samples in its engine",
-        lambda: (run.folder / "status.json").stat().st_mtime_ns > looked_at and run.actors()["actor-1"]["running"] > 0,
-    )
+    run.wait_for("samples in its engine", lambda: caught_at_work(run, engine))
     before = run.steps()[-1]
     told.terminate()  # it is to be back when the pool has grown
     engine.resume()
