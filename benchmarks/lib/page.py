@@ -34,6 +34,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
+def number(value: float | None, form: str) -> str:
+    """As a cell, where there is one."""
+    return "-" if value is None else form.format(value)
+
+
 def share(value: float | None) -> str:
     """A part of a whole in per cent."""
     return "-" if value is None else f"{value:.0%}"
@@ -81,8 +86,9 @@ def judged(
 
 
 def bars_table(wanted: Mapping[str, Mapping[str, Any]], word: str) -> str:
-    """What `judged` found with one word, all of it measured."""
+    """What `judged` found with one word."""
     rows = [
-        [f"`{key}`", f"{each[word]:g}", f"{each['measured']:.3f}", MET[each["met"]]] for key, each in wanted.items()
+        [f"`{key}`", f"{each[word]:g}", number(each["measured"], "{:.3f}"), MET[each["met"]]]
+        for key, each in wanted.items()
     ]
     return table(["figure", f"wanted, {word}", "measured", "met"], rows)
