@@ -186,6 +186,12 @@ class _TaskConfig(BaseModel):
         "for buffer.prompt_law = 'posterior'.",
     )
 
+    teacher_column: str | None = Field(
+        default=None,
+        description="Column of a row with the name of its teacher, one of model.teachers; as domain or "
+        "metadata[source].",
+    )
+
     @model_validator(mode="after")
     def _a_system_turn_needs_a_chat(self) -> _TaskConfig:
         if self.system_prompt is not None and not self.chat:
