@@ -414,15 +414,16 @@ def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
     keys = [dotted.rpartition(".")[::2] for dotted in (*paths, *WRITTEN_KEYS, REWARDS_KEY, *NAMED_KEYS)]
     keys += [(TEACHERS_KEY, name) for name in (teachers if isinstance(teachers, dict) else ())]
     for section, key in keys:
-        dotted, value = f"{section}.{key}", (_at(tree, section) or {}).get(key)
+        table, dotted = _at(tree, section), f"{section}.{key}"
+        value = table.get(key) if isinstance(table, dict) else None
         try:
             if dotted == REWARDS_KEY and isinstance(value, list):
-                _at(tree, section)[key] = [_resolve_reward(entry, base) for entry in value]
+                table[key] = [_resolve_reward(entry, base) for entry in value]
             elif dotted in NAMED_KEYS:
                 if is_reference(value):
-                    _at(tree, section)[key] = _resolve_reward(value, base)
+                    table[key] = _resolve_reward(value, base)
             elif dotted != REWARDS_KEY and isinstance(value, str):
-                _at(tree, section)[key] = _absolute(value, Path.cwd() if dotted in WRITTEN_KEYS else base)
+                table[key] = _absolute(value, Path.cwd() if dotted in WRITTEN_KEYS else base)
         except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
             raise ConfigError(f"{where}{dotted} = {shortened(value)}: no such place: {error}") from None
 

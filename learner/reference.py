@@ -42,7 +42,7 @@ class Reference:
         `dtype` is that of the log-probabilities which a loss reads. `teacher_of_prompt` says which of the models scores
         the samples of a prompt, by its id; empty where one scores all.
         """
-        self._pipelines = tuple(pipelines)
+        self.pipelines = tuple(pipelines)
         self._mesh = mesh
         self._device = device
         self._dtype = dtype
@@ -51,7 +51,7 @@ class Reference:
     @property
     def exists(self) -> bool:
         """Does the algorithm need one?"""
-        return bool(self._pipelines)
+        return bool(self.pipelines)
 
     def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
         """Reference log-probabilities, and those computed anew. All ranks call it together.
@@ -90,12 +90,12 @@ class Reference:
 
     def _by_model(self, prompt_B: IntArray) -> Iterator[tuple[Pipeline, IntArray]]:
         """The models that have some of these sequences, in the same order on all ranks, and which each has."""
-        if not self._pipelines:
+        if not self.pipelines:
             return
         has_several = len(self._teacher_of_prompt) > 0
         number_B = self._teacher_of_prompt[prompt_B] if has_several else np.zeros_like(prompt_B)
         for number in np.unique(number_B):
-            yield self._pipelines[number], np.flatnonzero(number_B == number)
+            yield self.pipelines[number], np.flatnonzero(number_B == number)
 
     def _logprobs(self, pipeline: Pipeline, on_device: DeviceBatch) -> Tensor | None:
         """Of all T tokens, as they are stored, so that a step taken again reads the same numbers also in float64."""
