@@ -78,16 +78,20 @@ def teachers_of(problems: Sequence[Problem], field: str, teachers: Sequence[str]
     Raises:
         TaskError: a problem names none of them, or none names a teacher.
     """
+    column, _ = split_field(field)
     numbers = {name: number for number, name in enumerate(teachers)}
     found = bytearray()
     for problem in problems:
         name = value_at(problem.columns, field)
         if not isinstance(name, str) or name not in numbers:
-            said = f"'{name}'" if isinstance(name, str) else "nothing" if name is None else repr(name)
-            raise TaskError(
-                f"task.teacher_column = '{field}' says {said[:80]} in row {problem.index} ({problem.question[:80]!r}), "
-                f"which is the name of no teacher in model.teachers; {among_known(str(name), teachers)}"
-            )
+            row = f"row {problem.index} ({problem.question[:80]!r})"
+            if column not in problem.columns:
+                why, known = f"is not in {row}", among_known(column, problem.columns)
+            else:
+                said = "nothing" if name is None else repr(name)[:80]
+                why = f"says {said} in {row}, and model.teachers has no teacher of that name"
+                known = among_known(str(name), teachers)
+            raise TaskError(f"task.teacher_column = '{field}' {why}; {known}")
         found.append(numbers[name])
     if idle := [name for number, name in enumerate(teachers) if number not in found]:
         raise TaskError(

@@ -102,11 +102,13 @@ LONE = f'[model.teachers]\nmath = "{STUDENT}"\ncode = "{STUDENT}"\n'
 @pytest.mark.parametrize(
     ("replaced", "data", "expected"),
     [
-        ([], with_row(domain="maths"), "'domain' says 'maths' in row 10 ('12+11'), which is the name of no teacher"),
+        ([], with_row(domain="maths"), "'domain' says 'maths' in row 10 ('12+11'), and model.teachers has no teacher"),
         ([], with_row(domain="maths"), "known: code, math; did you mean 'math'?"),
         ([], with_row(domain=None), "says nothing in row 10"),
         ([], with_row(domain=7), "says 7 in row 10"),
-        ([('"domain"', '"source"')], rows(), "task.teacher_column = 'source' says nothing in row"),
+        ([('"domain"', '"domains"')], rows(), "task.teacher_column = 'domains' is not in row"),
+        ([('"domain"', '"domains"')], rows(), "known: answer, domain, question; did you mean 'domain'?"),
+        ([('"domain"', '"domain[source]"')], rows(), "task.teacher_column = 'domain[source]' says nothing in row"),
         ([], [{**row, "domain": "math"} for row in rows()], "model.teachers.code would teach nothing"),
         ([('"distillation"', '"off_policy_ppo"')], rows(), "model.teachers.math would teach nobody: algorithm.type = "),
         ([('teacher_column = "domain"\n', "")], rows(), "model.teachers has math, code, and nothing says which"),
