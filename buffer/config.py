@@ -167,10 +167,11 @@ class BufferConfig(BaseModel):
         chosen = self.replay_sampler if self.sampler == "on_policy_share" else self.sampler
         in_order = chosen in ("fifo", "length_balanced")
         where = f"replay_sampler = '{chosen}'" if self.sampler == "on_policy_share" else f"sampler = '{chosen}'"
-        if self.replay_steps is not None and not self.replays:
+        if self.replay_steps is not None and self.max_uses in (1, "unlimited"):
             raise ValueError(
-                "replay_steps bounds what is kept to be used again, but max_uses = 1 allows no second use: raise "
-                "max_uses, or leave replay_steps out"
+                "replay_steps lets new groups take the place of those that were used up, and with max_uses = "
+                f"{self.max_uses} {'none is used twice' if self.max_uses == 1 else 'none ever is'}: give max_uses a "
+                "number above 1, or leave replay_steps out"
             )
         if self.with_replacement and self.max_uses == 1:
             raise ValueError(

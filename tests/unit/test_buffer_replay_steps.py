@@ -85,7 +85,8 @@ def test_shards_have_their_parts_of_it():
 @pytest.mark.parametrize(
     ("knobs", "why"),
     [
-        ({"replay_steps": 2.0}, "raise max_uses, or leave replay_steps out"),
+        ({"replay_steps": 2.0}, "max_uses = 1 none is used twice: give max_uses a number above 1"),
+        ({"replay_steps": 2.0, "max_uses": "unlimited", "sampler": "uniform"}, "unlimited none ever is"),
         ({"replay_steps": 0.5, "max_uses": 2}, "greater than or equal to 1"),
     ],
 )
