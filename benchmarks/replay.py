@@ -260,12 +260,12 @@ def summarised(results: Results) -> dict[str, Any]:
 
 def page(results: Results, line: Mapping[str, Any], made: str, figure: str) -> list[str]:
     """The paragraphs of the page."""
-    num_seeds = min(map(len, results.values()))
+    num_seeds = max(map(len, results.values()))
     rows = []
     for (algorithm, setting), found in results.items():
         shown = [spread([each[key] for each in found], form) for key, form in COLUMNS.values()]
         saved = tokens_saved(results, algorithm, setting) if setting.max_uses > 1 else None
-        rows.append([algorithm, setting.name, *shown, _times(saved)])
+        rows.append([algorithm, setting.name, str(len(found)), *shown, _times(saved)])
     best = [
         [name, _times(found["tokens_saved_at_equal_accuracy"]), found["setting"] or "-"]
         for name, found in line.items()
@@ -276,11 +276,11 @@ def page(results: Results, line: Mapping[str, Any], made: str, figure: str) -> l
         "# Replay: accuracy against generated tokens, measured",
         f"{made} `{CONFIG}` over the real system with one actor and one stage on one core, {STEPS} steps of the "
         f"learner but for the shorter runs, which are all without replay; with replay `buffer.replay_steps = "
-        f"{REPLAY_STEPS}`. Means over {num_seeds} seeds, in brackets the lowest and the highest.",
+        f"{REPLAY_STEPS}`. Means over up to {num_seeds} seeds, in brackets the lowest and the highest.",
         f"![Held-out accuracy against generated tokens]({figure}.svg)",
         table(["algorithm", "generated tokens saved at equal accuracy", "by"], best),
         f"Wanted: at least {WANTED:g} for one of them: {'met' if met else '**missed**'}.",
-        table(["algorithm", "setting", *COLUMNS, "tokens saved"], rows),
+        table(["algorithm", "setting", "seeds", *COLUMNS, "tokens saved"], rows),
         "Tokens saved: what a run without replay generates until it answers as many held-out problems right, over what "
         "this one generated; `-` where no run without replay is as bad. Runs without replay of all lengths, each with "
         "a learning rate that falls to 0, make the curve; a setting that is better than the longest of them, or worse "
