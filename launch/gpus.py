@@ -264,7 +264,7 @@ def stage_need(config: Config) -> MemoryNeed | None:
     from learner.device import memory_need
 
     learner, needs = config.learner, config.algorithm.needs
-    samples = learner.groups_per_step * config.actors.group_size
+    samples = learner.groups_per_step * config.buffer.largest_group(config.actors.group_size)
     return memory_need(
         AutoConfig.from_pretrained(path, local_files_only=True),
         learner,
