@@ -16,8 +16,8 @@ Where the off-policy correction enters:
     state.
 
 What we left out:
-    The KL over the whole vocabulary, or its greatest entries; the forward KL; several teachers. For a reward beside the
-    teacher take off_policy_ppo with kl_in = "loss": its KL to the reference is this loss.
+    The KL over the whole vocabulary, or its greatest entries; the forward KL; several teachers of one prompt. For a
+    reward beside the teacher take off_policy_ppo with kl_in = "loss": its KL to the reference is this loss.
 
 References:
     MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649 (on-policy, reverse KL).
@@ -35,7 +35,7 @@ from algorithms.corrections import WeighedSection, weigh_gradient
 
 
 class DistillationConfig(WeighedSection):
-    """Knobs of on-policy distillation; the teacher is `model.reference_path`."""
+    """Knobs of on-policy distillation; the teacher is `model.reference_path`, or one of `model.teachers`."""
 
     type: Literal["distillation"] = "distillation"
     max_log_ratio: PositiveFloat = Field(

@@ -44,10 +44,10 @@ from benchmarks.lib.runs import FinishedRun, KeptResults, train
 
 NUM_SUMS = 512
 NUM_HELD_OUT = 512
-STEPS, QUICK_STEPS = 160, 20
+STEPS, QUICK_STEPS = 120, 20
 EVAL_EVERY = 10
 GROUPS_PER_STEP = 32
-TARGET = 0.7
+TARGET = 0.8
 REFILL = ("--buffer.refill_uninformative", "3")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "uniform": ("--buffer.prompt_law", "uniform"),
@@ -95,7 +95,7 @@ def main() -> None:
     if not all(found.values()):
         sys.exit("a setting has no run that went well, so nothing is compared")
     of = {name: means(each) for name, each in found.items()}
-    line = {"num_seeds": min(map(len, found.values())), **compared(of)}
+    line: dict[str, Any] = {"num_seeds": min(map(len, found.values())), **compared(of)}
     line["wanted"] = judged(line, AT_LEAST, "at least", at_full_size=not args.quick)
     if args.page:
         write_page(args.page, page(of, line, origin("python benchmarks/prompts.py --page", before, describe_commit())))

@@ -6,12 +6,14 @@
 Every run is one `leeway train examples/sums.toml`, an ordinary model, with one actor and one stage, one run after the
 other. The learner takes `STEPS` steps, so what differs is how many tokens are generated:
 
-    uses    max_uses = 2, 4 and 8 at the default max_lag, drawn uniformly
+    uses    max_uses = 2, 4 and 8 at max_lag = 16, drawn uniformly
     lags    max_uses = 4 at max_lag = 4, 16 and without a bound, drawn uniformly
     laws    max_uses = 4 at max_lag = 16: the oldest first, uniform, prioritised with decay by age, softmax of rewards,
             half of the newest
 
-Beside each of them run those without replay (max_uses = 1, at the default max_lag): all steps, a half and a quarter.
+All of these keep no more than two steps' worth of groups (replay_steps = 2), so that actors generate what takes the
+place of what was used up. Beside them run those without replay (max_uses = 1, at the default max_lag): all steps, a
+half and a quarter.
 
 `tokens_saved_at_equal_accuracy` of a setting is how many tokens a run without replay generates until it answers as many
 held-out problems right, over what this one generated. Runs without replay of all lengths, each with a learning rate
@@ -49,6 +51,7 @@ CONFIG = "examples/sums.toml"
 STEPS = 120
 QUICK_STEPS = 6
 WANTED = 1.4
+REPLAY_STEPS = 2
 LAYOUT = ("--actors.num_actors", "1", "--learner.num_stages", "1")
 """Fewer processes than the config has: a run is to start fast, and fits on one core."""
 ALGORITHMS = {
@@ -88,18 +91,19 @@ class Setting:
             "buffer.sampler": self.law,
             "weight_sync.max_lag": self.max_lag,
         }
+        if self.max_uses > 1:
+            keys["buffer.replay_steps"] = REPLAY_STEPS
         return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 
 FRESH = (Setting(), Setting(share=0.5), Setting(share=0.25))
 """Without replay: what the others are held against."""
-REPLAY = Setting(max_uses=4, law="uniform")
+REPLAY = Setting(max_uses=4, max_lag="16", law="uniform")
 PARTS: dict[str, tuple[Setting, ...]] = {
     "uses": tuple(replace(REPLAY, max_uses=uses) for uses in (2, 4, 8)),
     "lags": tuple(replace(REPLAY, max_lag=lag) for lag in ("4", "16", "unbounded")),
     "laws": tuple(
-        replace(REPLAY, max_lag="16", law=law)
-        for law in ("fifo", "uniform", "prioritised", "reward_softmax", "on_policy_share")
+        replace(REPLAY, law=law) for law in ("fifo", "uniform", "prioritised", "reward_softmax", "on_policy_share")
     ),
 }
 """Beside `FRESH`, which every part needs."""
@@ -270,8 +274,9 @@ def page(results: Results, line: Mapping[str, Any], made: str, figure: str) -> l
     met = (line["tokens_saved_at_equal_accuracy"] or 0.0) >= WANTED
     return [
         "# Replay: accuracy against generated tokens, measured",
-        f"{made} `{CONFIG}` over the real system, {STEPS} steps of the learner but for the shorter runs, which are all "
-        f"without replay. Means over {num_seeds} seeds, in brackets the lowest and the highest.",
+        f"{made} `{CONFIG}` over the real system with one actor and one stage on one core, {STEPS} steps of the "
+        f"learner but for the shorter runs, which are all without replay; with replay `buffer.replay_steps = "
+        f"{REPLAY_STEPS}`. Means over {num_seeds} seeds, in brackets the lowest and the highest.",
         f"![Held-out accuracy against generated tokens]({figure}.svg)",
         table(["algorithm", "generated tokens saved at equal accuracy", "by"], best),
         f"Wanted: at least {WANTED:g} for one of them: {'met' if met else '**missed**'}.",

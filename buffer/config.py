@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
@@ -72,6 +73,13 @@ class BufferConfig(BaseModel):
     )
     max_uses: PositiveInt | Literal["unlimited"] = Field(
         default=1, description="How many steps may use a group; 1 is single use, more is replay."
+    )
+    replay_steps: float | None = Field(
+        default=None,
+        ge=1.0,
+        description="No new group is leased while those in flight and those that may be used again would fill so many "
+        "steps, so that under replay actors generate what takes the place of what was used up; unset: as much as the "
+        "staleness bound lets them.",
     )
     with_replacement: bool = Field(
         default=False, description="One step may take a group several times; for the samplers that draw by weight."
@@ -169,6 +177,12 @@ class BufferConfig(BaseModel):
         chosen = self.replay_sampler if self.sampler == "on_policy_share" else self.sampler
         in_order = chosen in ("fifo", "length_balanced")
         where = f"replay_sampler = '{chosen}'" if self.sampler == "on_policy_share" else f"sampler = '{chosen}'"
+        if self.replay_steps is not None and self.max_uses in (1, "unlimited"):
+            raise ValueError(
+                "replay_steps lets new groups take the place of those that were used up, and with max_uses = "
+                f"{self.max_uses} {'none is used twice' if self.max_uses == 1 else 'none ever is'}: give max_uses a "
+                "number above 1, or leave replay_steps out"
+            )
         if self.with_replacement and self.max_uses == 1:
             raise ValueError(
                 "with_replacement takes a group several times, but max_uses = 1 allows one: raise max_uses"
@@ -255,6 +269,10 @@ class BufferConfig(BaseModel):
     def replays(self) -> bool:
         """May a group be used by more than one step?"""
         return self.max_uses != 1
+
+    def most_alive(self, groups_per_step: int) -> float:
+        """How many groups may be in flight or ready where another one is leased, by `replay_steps`; at least 1."""
+        return math.inf if self.replay_steps is None else max(1.0, self.replay_steps * groups_per_step)
 
     @property
     def chooses_by_length(self) -> bool:

@@ -253,6 +253,9 @@ class Leases:
             return "the learner has not published weights"
         if self._share.closed:
             return self._share.closed
+        num_alive = len(self._groups.index.open) + len(self._groups.index.ready)
+        if num_alive >= self._config.most_alive(self._facts.groups_per_step):
+            return f"{num_alive} groups are in flight or may be used again, which is what buffer.replay_steps allows"
         return self._contract.admit(
             self.outstanding(tx),
             self._share.capacity,

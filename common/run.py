@@ -79,8 +79,10 @@ class RunContext(Generic[C]):
     """Of the weight store, as that machine sees it; another need not."""
     model_path: Path
     """The checkpoint that is trained; its tokenizer encodes the prompts."""
-    reference_path: Path
-    """Of the frozen reference model."""
+    reference_paths: tuple[Path, ...]
+    """Of the frozen reference model, or of several teachers."""
+    teacher_of_prompt: bytes = b""
+    """Which of those has a prompt, by its id; empty where there are no teachers."""
     temperature: float
     """Of sampling: all log-probabilities are those of logits / temperature."""
     serving_dtypes: tuple[str, ...]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import re
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from actors.tasks import TaskError, TaskFacts, check_task
 from buffer import samplers
 from buffer.config import BufferConfig
 from buffer.sharding.division import admission_shares
-from common.hf_folder import ModelFacts, ModelFolderError, check_model_folder
+from common.hf_folder import ModelFacts
 from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys, is_loopback
 from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract
@@ -24,6 +21,7 @@ from launch.config import Config
 from launch.errors import ConfigError, as_config_error
 from launch.gpus import check_gpus, describe_gpus, lacking_gpus
 from launch.host import CONNECT_S, answers
+from launch.model_folder import check_frozen, check_model, quiet_transformers
 from launch.offline import check_offline, check_vocabulary
 from launch.pools import actor_pools, scorer_pools, serving_dtypes, stage_pools
 from launch.run_folder import (
@@ -34,7 +32,7 @@ from launch.run_folder import (
     check_weights_folder,
     check_writable,
 )
-from learner.decoders import FAMILIES, cost_shares, split_layers
+from learner.decoders import cost_shares, split_layers
 from planning.prediction import Prediction
 from weight_sync.config import WeightSyncConfig
 
@@ -109,12 +107,21 @@ class Plan:
             folder=self.folder.root,
             weights_folder=self.weights_folder,
             model_path=model_path,
-            reference_path=Path(config.model.reference_path) if config.model.reference_path else model_path,
+            reference_paths=tuple(config.model.frozen.values()) or (model_path,),
+            teacher_of_prompt=self.task.teacher_of_prompt,
             temperature=config.actors.temperature,
             serving_dtypes=serving_dtypes(config),
             startup_timeout_s=config.startup_timeout_s,
             keys=self.client_keys,
         )
+
+    def _teachers(self) -> list[str]:
+        """How many prompts each has, for people."""
+        counts = map(self.task.teacher_of_prompt.count, range(len(self.config.model.teachers)))
+        shares = [
+            f"{name} of {_count(num, 'prompt')}" for name, num in zip(self.config.model.teachers, counts, strict=True)
+        ]
+        return [f"teachers   {', '.join(shares)}"] if shares else []
 
     def describe(self) -> str:
         """A few lines for `--dry-run`."""
@@ -132,6 +139,7 @@ class Plan:
                 f"model      {model}",
                 f"task       {config.task.type}, {self.task.num_train} prompts, {self.task.num_heldout} held out",
                 f"algorithm  {config.algorithm.type}",
+                *self._teachers(),
                 *([] if self.recorded is None else [f"samples    {self.recorded}: {config.buffer.source}"]),
                 f"actors     {_pools(config)}, {use}",
                 f"learner    {_pipeline(config)}; {config.learner.num_steps} steps of "
@@ -183,13 +191,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
         raise ConfigError(
             f"actors.eval_problems = {config.actors.eval_problems}, but the task holds out {task.num_heldout} problems"
         )
-    if config.model.reference_path is not None:
-        reference = check_model(config, Path(config.model.reference_path), "model.reference_path")
-        if model is not None and reference.vocab_size != model.vocab_size:
-            raise ConfigError(
-                f"model.reference_path has a vocabulary of {reference.vocab_size} tokens and the model one of "
-                f"{model.vocab_size}: they must share a tokenizer"
-            )
+    check_frozen(config, model)
     return Plan(
         config,
         RunFolder(root),
@@ -240,6 +242,7 @@ def check_fetched(plan: Plan, path: Path) -> ModelFacts:
     model = check_model(config, path, "model.hub" if config.model.path is None else "model.path")
     _check_task(config, path, model)
     check_vocabulary(plan.recorded, config, model)
+    check_frozen(config, model)
     return model
 
 
@@ -247,57 +250,15 @@ def _check_task(config: Config, path: Path, model: ModelFacts | None) -> TaskFac
     """Look at the data, the rewards and, where there is a model, at the prompts with its tokenizer."""
     here = config.launch.ray_address is None  # on a cluster actors may have what this machine has not
     limit_s = config.startup_timeout_s if here and config.task.rewards else None
-    with as_config_error("[task] ", TaskError), _quiet_transformers():
+    with as_config_error("[task] ", TaskError), quiet_transformers():
         return check_task(
             config.task,
             model_folder=None if model is None else path,
             max_prompt_tokens=config.actors.max_prompt_tokens,
             vocab_size=0 if model is None else model.vocab_size,
             import_limit_s=limit_s,
+            teachers=tuple(config.model.teachers),
         )
-
-
-def check_model(config: Config, path: Path, key: str) -> ModelFacts:
-    """Check that a model folder is there, that stages can load it, and that it fits the config."""
-    with as_config_error(f"{key}: ", ModelFolderError):
-        model = check_model_folder(path)
-    if model.model_type not in FAMILIES:
-        raise ConfigError(
-            f"{key}: {path} is of type '{model.model_type}', and the learner trains {', '.join(FAMILIES)}"
-        )
-    _check_loads(path, key)
-    _check_layers(config, path, model.num_layers)
-    if config.actors.max_model_tokens > model.max_position:
-        raise ConfigError(
-            f"actors.max_prompt_tokens + actors.max_new_tokens = {config.actors.max_model_tokens}, but {path} was "
-            f"made for at most {model.max_position} tokens"
-        )
-    return model
-
-
-def _check_loads(path: Path, key: str) -> None:
-    from learner.model import check_checkpoint  # with Transformers: what is wrong elsewhere is said without it
-
-    try:
-        with _quiet_transformers():
-            check_checkpoint(path)
-    except (ModelFolderError, FileNotFoundError) as error:  # which name their file
-        raise ConfigError(f"{key}: {error}") from None
-    except Exception as error:  # Transformers refuses a config.json by errors of many kinds
-        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{key}: {path} cannot be trained: {why}") from None
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """What it warns of is either an error here, or nothing."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _lacking_here(config: Config) -> str:
@@ -370,20 +331,6 @@ def _layers(config: Config) -> list[str]:
     return [f"layers     {', '.join(stages)}"]
 
 
-def _check_layers(config: Config, path: Path, num_layers: int) -> None:
-    learner = config.learner
-    if learner.num_stages * learner.num_chunks > num_layers:
-        chunks = f" * learner.num_chunks = {learner.num_stages * learner.num_chunks}" if learner.num_chunks > 1 else ""
-        value = chunks or f" = {learner.num_stages}"
-        raise ConfigError(
-            f"learner.num_stages{value}, but {path} has only {num_layers} layers; a {'chunk' if chunks else 'stage'} "
-            f"needs at least one"
-        )
-    layers = learner.layers_per_chunk
-    if layers is not None and sum(layers) != num_layers:
-        raise ConfigError(f"learner.layers_per_chunk adds up to {sum(layers)} layers, and {path} has {num_layers}")
-
-
 def _check_steps(config: Config) -> None:
     """What a step trains, and how."""
     needs, learner = config.algorithm.needs, config.learner
@@ -401,6 +348,27 @@ def _check_steps(config: Config) -> None:
         raise ConfigError(
             f"learner.critic_learning_rate = {learner.critic_learning_rate:g}, but {config.algorithm.type} as it is "
             "configured has no critic: remove it, or set algorithm.baseline = 'critic' with off_policy_ppo"
+        )
+    _check_teachers(config)
+
+
+def _check_teachers(config: Config) -> None:
+    """They and the column that names them are told of together, and only to a loss that asks somebody."""
+    names, column = list(config.model.teachers), config.task.teacher_column
+    if names and not config.algorithm.needs.reference:
+        raise ConfigError(
+            f"model.teachers.{names[0]} would teach nobody: algorithm.type = '{config.algorithm.type}' as it is set "
+            "reads no reference model; use algorithm.type = 'distillation', or leave the teachers out"
+        )
+    if names and column is None:
+        raise ConfigError(
+            f"model.teachers has {', '.join(names)}, and nothing says which prompts are whose: set task.teacher_column "
+            "to the column of the rows that names the teacher"
+        )
+    if column is not None and not names:
+        raise ConfigError(
+            f"task.teacher_column = '{column}', and there are no teachers: name the folder of each in a table "
+            "[model.teachers], or leave the column out"
         )
 
 

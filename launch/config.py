@@ -66,6 +66,12 @@ class ModelConfig(_Section):
     reference_path: str | None = Field(
         default=None, description="Folder of the frozen reference model; unset: the model itself as it starts."
     )
+    teachers: dict[str, str] = Field(
+        default_factory=dict,
+        max_length=256,
+        description="Folders of several frozen models in the place of one reference, by name: a table "
+        "[model.teachers]. Each scores the prompts whose task.teacher_column has its name.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -73,7 +79,18 @@ class ModelConfig(_Section):
             raise ValueError("give exactly one of model.path (a folder) and model.hub (ORGANISATION/NAME)")
         if self.recipe is not None and self.path is None:
             raise ValueError("recipe makes model.path, which is not given")
+        if self.teachers and self.reference_path is not None:
+            raise ValueError(
+                "model.reference_path scores every prompt, and model.teachers each its own: give one of the two"
+            )
         return self
+
+    @property
+    def frozen(self) -> dict[str, Path]:
+        """Folders of the models that score samples, by their keys; empty: it is the model itself as it starts."""
+        if self.reference_path is not None:
+            return {"model.reference_path": Path(self.reference_path)}
+        return {f"model.teachers.{name}": Path(folder) for name, folder in self.teachers.items()}
 
     @property
     def on_hub(self) -> tuple[str, str]:
@@ -270,6 +287,7 @@ WRITTEN_KEYS = ("weight_sync.folder", "weight_sync.staging_dir")  # told to proc
 REWARDS_KEY = "task.rewards"  # a list of FILE.py:FUNCTION
 NAMED_KEYS = ("algorithm.type", "algorithm.baseline", "buffer.sampler", "buffer.replay_sampler")  # or FILE.py:NAME
 REWARD_MODELS_KEY = "task.reward_models"  # tables by name; a classifier's has a path
+TEACHERS_KEY = "model.teachers"  # paths by name, which may be any text
 Tree = dict[str, Any]
 
 
@@ -392,17 +410,20 @@ def _resolve_paths(tree: Tree, base: Path, where: str) -> None:
     models = _at(tree, REWARD_MODELS_KEY)
     names = models if isinstance(models, dict) else ()
     paths = (*PATH_KEYS, *(f"{REWARD_MODELS_KEY}.{name}.path" for name in names))
-    for dotted in (*paths, *WRITTEN_KEYS, REWARDS_KEY, *NAMED_KEYS):
-        section, _, key = dotted.rpartition(".")
-        value = _at(tree, dotted)
+    teachers = _at(tree, TEACHERS_KEY)
+    keys = [dotted.rpartition(".")[::2] for dotted in (*paths, *WRITTEN_KEYS, REWARDS_KEY, *NAMED_KEYS)]
+    keys += [(TEACHERS_KEY, name) for name in (teachers if isinstance(teachers, dict) else ())]
+    for section, key in keys:
+        table, dotted = _at(tree, section), f"{section}.{key}"
+        value = table.get(key) if isinstance(table, dict) else None
         try:
             if dotted == REWARDS_KEY and isinstance(value, list):
-                _at(tree, section)[key] = [_resolve_reward(entry, base) for entry in value]
+                table[key] = [_resolve_reward(entry, base) for entry in value]
             elif dotted in NAMED_KEYS:
                 if is_reference(value):
-                    _at(tree, section)[key] = _resolve_reward(value, base)
+                    table[key] = _resolve_reward(value, base)
             elif dotted != REWARDS_KEY and isinstance(value, str):
-                _at(tree, section)[key] = _absolute(value, Path.cwd() if dotted in WRITTEN_KEYS else base)
+                table[key] = _absolute(value, Path.cwd() if dotted in WRITTEN_KEYS else base)
         except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
             raise ConfigError(f"{where}{dotted} = {shortened(value)}: no such place: {error}") from None
 

@@ -257,19 +257,21 @@ def _asks_for_bfloat16(config: Config) -> str:
 def stage_need(config: Config) -> MemoryNeed | None:
     """What the stage that needs most takes of its device; None where no stage has a GPU, or no model is here yet."""
     path = Path(config.model.path or "")
-    if not _gpus_of_stages(config) or config.model.path is None or not path.exists():
+    frozen = list(config.model.frozen.values()) or [path]
+    if not _gpus_of_stages(config) or config.model.path is None or not all(map(Path.exists, (path, *frozen))):
         return None
     from transformers import AutoConfig
 
     from learner.device import memory_need
 
     learner, needs = config.learner, config.algorithm.needs
+    model, *references = (AutoConfig.from_pretrained(each, local_files_only=True) for each in (path, *frozen))
     samples = learner.groups_per_step * config.buffer.largest_group(config.actors.group_size)
     return memory_need(
-        AutoConfig.from_pretrained(path, local_files_only=True),
+        model,
         learner,
         update_tokens=samples * config.actors.max_model_tokens // learner.num_minibatches,
-        has_reference=needs.reference,
+        references=references if needs.reference else (),
         num_models=2 if needs.critic == "model" else 1,
     )
 

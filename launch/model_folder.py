@@ -1,8 +1,9 @@
-"""The model of a run as a Hugging Face folder: where it comes from, and how it leaves."""
+"""The model of a run as a Hugging Face folder: where it comes from, what is asked of it, and how it leaves."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.files import try_lock
+from common.hf_folder import ModelFacts, ModelFolderError, check_model_folder
 from launch.config import Config, ModelConfig, load_config
-from launch.errors import ConfigError
+from launch.errors import ConfigError, as_config_error
 from launch.run_folder import RunFolder
 from learner.checkpoint_meta import DamagedCheckpoint, steps_in
+from learner.decoders import FAMILIES
 
 if TYPE_CHECKING:
     from learner.export import ExportedModel
@@ -102,6 +105,74 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _failed(recipe: Path, folder: Path, how: str) -> ConfigError:
     by_hand = f"{sys.executable} {recipe} {folder}"
     return ConfigError(f"model.recipe = '{recipe}' {how}; what it said is above. To see more, by hand: {by_hand}")
+
+
+def check_model(config: Config, path: Path, key: str) -> ModelFacts:
+    """Check that a model folder is there, that stages can load it, and that it fits the config."""
+    with as_config_error(f"{key}: ", ModelFolderError):
+        model = check_model_folder(path)
+    if model.model_type not in FAMILIES:
+        raise ConfigError(
+            f"{key}: {path} is of type '{model.model_type}', and the learner trains {', '.join(FAMILIES)}"
+        )
+    _check_loads(path, key)
+    _check_layers(config, path, model.num_layers)
+    if config.actors.max_model_tokens > model.max_position:
+        raise ConfigError(
+            f"actors.max_prompt_tokens + actors.max_new_tokens = {config.actors.max_model_tokens}, but {path} was "
+            f"made for at most {model.max_position} tokens"
+        )
+    return model
+
+
+def _check_loads(path: Path, key: str) -> None:
+    from learner.model import check_checkpoint  # with Transformers: what is wrong elsewhere is said without it
+
+    try:
+        with quiet_transformers():
+            check_checkpoint(path)
+    except (ModelFolderError, FileNotFoundError) as error:  # which name their file
+        raise ConfigError(f"{key}: {error}") from None
+    except Exception as error:  # Transformers refuses a config.json by errors of many kinds
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{key}: {path} cannot be trained: {why}") from None
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """What it warns of is either an error here, or nothing."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _check_layers(config: Config, path: Path, num_layers: int) -> None:
+    learner = config.learner
+    if learner.num_stages * learner.num_chunks > num_layers:
+        chunks = f" * learner.num_chunks = {learner.num_stages * learner.num_chunks}" if learner.num_chunks > 1 else ""
+        value = chunks or f" = {learner.num_stages}"
+        raise ConfigError(
+            f"learner.num_stages{value}, but {path} has only {num_layers} layers; a {'chunk' if chunks else 'stage'} "
+            f"needs at least one"
+        )
+    layers = learner.layers_per_chunk
+    if layers is not None and sum(layers) != num_layers:
+        raise ConfigError(f"learner.layers_per_chunk adds up to {sum(layers)} layers, and {path} has {num_layers}")
+
+
+def check_frozen(config: Config, model: ModelFacts | None) -> None:
+    """Models that score samples, each as the model itself; what it trains on has to be of one vocabulary."""
+    for key, path in config.model.frozen.items():
+        facts = check_model(config, path, key)
+        if model is not None and facts.vocab_size != model.vocab_size:
+            raise ConfigError(
+                f"{key} has a vocabulary of {facts.vocab_size} tokens and the model one of {model.vocab_size}: they "
+                "must share a tokenizer"
+            )
 
 
 _MAX_TRIES = 5

@@ -134,6 +134,11 @@ def _check_laws(config: Config) -> None:
             f"buffer.shards = {config.buffer.shards} divides what actors push, and {what} fills the buffer before it "
             "starts: use buffer.shards = 1"
         )
+    if config.model.teachers:
+        raise ConfigError(
+            f"model.teachers teach the prompts of [task], and {what} has prompts of its own, which are nobody's: train "
+            "on the samples of one teacher at a time, with model.reference_path"
+        )
     if config.launch.autoscale != "off":
         raise ConfigError(
             f"launch.autoscale = '{config.launch.autoscale}' counts what actors make, and with {what} they make "

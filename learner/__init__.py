@@ -11,7 +11,8 @@ step         TrainStep: a step trains one draw in one or several updates, in two
 report       the metrics of a step, by name; BadBatches: what could not be trained, and when a run has diverged
 scorer       ReferenceScorer: a process beside the learner that scores what is ready for later steps
 
-networks     Networks: the policy, and a critic that is a head of it or a model of its own; Reference: the frozen model
+networks     Networks: the policy, and a critic that is a head of it or a model of its own
+reference    Reference: frozen models that score samples, one for all or a teacher for each prompt
 device       which device a rank computes on, its share of the memory, and MemoryNeed: what training takes of it
 decoders     the supported families, what their layers cost, and which of them a stage owns
 model        StageModule: a contiguous share of a Hugging Face decoder's layers, loaded and off-loaded

@@ -97,7 +97,7 @@ def memory_need(
     config: LearnerConfig,
     *,
     update_tokens: int,
-    has_reference: bool,
+    references: Sequence[PreTrainedConfig] = (),
     num_models: int = 1,
 ) -> MemoryNeed:
     """Of the stage that takes most.
@@ -106,11 +106,11 @@ def memory_need(
         model: of the checkpoint.
         config: the `[learner]` section.
         update_tokens: tokens of the samples of one update, at most, over all replicas.
-        has_reference: does a frozen model score the samples?
+        references: the frozen models that score the samples.
         num_models: 2 where a critic is a model of its own.
     """
     needs = [
-        _need_of(stage, model, config, update_tokens, has_reference, num_models) for stage in range(config.num_stages)
+        _need_of(stage, model, config, update_tokens, references, num_models) for stage in range(config.num_stages)
     ]
     return max(needs, key=lambda need: need.size_bytes)
 
@@ -120,7 +120,7 @@ def _need_of(
     model: PreTrainedConfig,
     config: LearnerConfig,
     update_tokens: int,
-    has_reference: bool,
+    references: Sequence[PreTrainedConfig],
     num_models: int,
 ) -> MemoryNeed:
     budget, width = config.token_budget, model.hidden_size
@@ -152,10 +152,11 @@ def _need_of(
         "CUDA": RUNTIME_BYTES,
     }
     training = {"activations": int(in_flight * kept), "a layer at work": per_layer}
-    reference = {"reference": (2 if is_narrow else item) * num_weights * has_reference}
+    frozen = [(2 if is_narrow else item) * _num_weights(_shares(stage, each, config), each) for each in references]
     if config.reference_offload == "none":
-        return MemoryNeed(stage, {**static, **reference, **training})
-    # it is there while it scores, and then no activations are
+        return MemoryNeed(stage, {**static, "reference": sum(frozen), **training})
+    # one is there while it scores, and then neither another nor activations are
+    reference = {"reference": max(frozen, default=0)}
     larger = training if sum(training.values()) > reference["reference"] else reference
     return MemoryNeed(stage, {**static, **larger})
 

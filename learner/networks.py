@@ -1,8 +1,8 @@
 """Networks: what a run trains, as one thing: the policy, and a critic that is its second head or a model of its own.
 
 The step asks for log-probabilities and values and hands back their gradients; which network they come from, and which
-replica has computed them, is known here alone. Beside them stands the frozen Reference, which scores every sample once.
-`build_networks` and `build_reference` load a rank's share of them, as the description of the run says.
+replica has computed them, is known here alone. `build_networks` loads a rank's share of them, as the description of the
+run says.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,7 +19,7 @@ from transformers import AutoConfig
 
 from algorithms.base import CriticKind
 from common.run import RunContext
-from learner.batch import Leaves, StepBatch, pack_rows
+from learner.batch import Leaves
 from learner.config import LearnerConfig, LearnerSections
 from learner.decoders import critic_share
 from learner.fused import FusedPasses
@@ -30,14 +27,12 @@ from learner.mesh import Mesh
 from learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_stage
 from learner.optimizer import StageOptimizer, UpdateDecision, UpdateResult, learning_rate, update_together
 from learner.orders import Work, stage_of
-from learner.packing import PackedBatch, PackingRule
+from learner.packing import PackedBatch
 from learner.pipeline import Pipeline
 from learner.precision import COMPUTED
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
 """(which of the T tokens, their log-probabilities) -> dL / d(log-probability) of them, in float32 or wider."""
-Scores = dict[int, npt.NDArray[np.float32]]
-"""Log-probabilities of a completion's tokens, by index of the trajectory in the batch."""
 
 
 @dataclass(frozen=True)
@@ -274,70 +269,6 @@ class _Asked:
         return torch.zeros_like(flat).index_copy(0, at, found.to(flat.dtype)).view(outputs.shape)
 
 
-class Reference:
-    """Scores what no earlier step has scored."""
-
-    def __init__(self, pipeline: Pipeline | None, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> None:
-        """Look after this rank's chunks of the frozen reference; None where the algorithm needs no reference.
-
-        `dtype` is that of the log-probabilities which a loss reads.
-        """
-        self._pipeline = pipeline
-        self._mesh = mesh
-        self._device = device
-        self._dtype = dtype
-
-    @property
-    def exists(self) -> bool:
-        """Does the algorithm need one?"""
-        return self._pipeline is not None
-
-    def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
-        """Reference log-probabilities, and those computed anew. All ranks call it together.
-
-        On the last stages [T], to float32 in any precision, NaN where there is no reference, and the new ones; None and
-        nothing on the others.
-        """
-        unscored = batch.unscored()
-        new_T: Tensor | None = None
-        if self._pipeline is not None and len(unscored):
-            is_all = len(unscored) == batch.rows.num_rows
-            new_T = self._logprobs(on_device if is_all else share_of(batch.pack(unscored), self._mesh, self._device))
-        if not self._mesh.place.is_last:
-            return None, {}
-        reference_T = self._stored(batch)
-        if new_T is None:
-            return reference_T, {}
-        where_T = torch.from_numpy(batch.tokens_of(unscored)).to(reference_T.device)
-        reference_T[where_T] = new_T.to(reference_T.dtype)
-        ends = np.cumsum(np.diff(batch.bounds_T())[unscored])
-        values = np.split(new_T.cpu().numpy(), ends[:-1])
-        return reference_T, dict(zip(unscored.tolist(), values, strict=True))
-
-    def score_ahead(self, rows: pa.RecordBatch, rule: PackingRule) -> list[npt.NDArray[np.float32]]:
-        """Reference log-probabilities of trajectories of no step yet, by the columns of the buffer's schema.
-
-        All ranks call it together; on the last stages one array per trajectory, on the others none.
-        """
-        new_T = self._logprobs(share_of(pack_rows(rows, rule), self._mesh, self._device))
-        if new_T is None:
-            return []
-        return np.split(new_T.cpu().numpy(), np.cumsum(rows.column("logprobs").value_lengths())[:-1])
-
-    def _logprobs(self, on_device: DeviceBatch) -> Tensor | None:
-        """Of all T tokens, as they are stored, so that a step taken again reads the same numbers also in float64."""
-        assert self._pipeline is not None, "nothing asks for scores where there is no reference"
-        found = gather_tokens(self._pipeline.forward_only(on_device), on_device, self._mesh)
-        return None if found is None else found[0].to(torch.float32)
-
-    def _stored(self, batch: StepBatch) -> Tensor:
-        """What earlier steps have scored, NaN elsewhere: [T]."""
-        column = batch.rows.column("reference_logprobs")
-        known_T = np.full(len(batch.sequence_T), np.nan)
-        known_T[np.asarray(column.is_valid())[batch.sequence_T]] = column.flatten()
-        return torch.from_numpy(known_T).to(self._device, self._dtype)
-
-
 def load_chunks(
     path: Path,
     heads: Heads,
@@ -410,16 +341,3 @@ def load_networks(
     work = Work(1.0, backward), Work(share, share * backward)
     modules, timeout = (policy.modules[0], values.modules[0]), timedelta(seconds=config.collective_timeout_s)
     return Networks(policy, values, config, mesh, FusedPasses(modules, mesh, work, config.most_held, timeout))
-
-
-def build_reference(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Reference:
-    """The frozen reference, split like the policy, where the algorithm needs one."""
-    config = context.config.learner
-    dtype = torch.float64 if config.precision == "float64" else torch.float32
-    if not context.config.algorithm.needs.reference:
-        return Reference(None, mesh, device, dtype)
-    chunks = load_chunks(context.reference_path, "token", config, context.temperature, mesh, device, frozen=True)
-    for chunk in chunks:
-        if config.reference_offload != "none":
-            chunk.offload(config.reference_offload, context.folder / "offload" / f"replica-{mesh.place.replica}")
-    return Reference(Pipeline(chunks, mesh, config.schedule), mesh, device, dtype)

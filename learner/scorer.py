@@ -19,7 +19,7 @@ from common.run import RunContext
 from learner.config import LearnerSections
 from learner.device import device_of, limit_memory
 from learner.mesh import Mesh, MeshPlace
-from learner.networks import build_reference
+from learner.reference import build_reference
 from learner.stage import packing_rule
 
 _POLL_S = 0.05

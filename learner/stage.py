@@ -49,8 +49,9 @@ from learner.mesh import (
     tells_of_fault,
     tells_of_loss,
 )
-from learner.networks import build_networks, build_reference
+from learner.networks import build_networks
 from learner.packing import CostModel, PackingRule, micro_batches_asked
+from learner.reference import build_reference
 from learner.report import BadBatches, BadSample, Report, StepTimes, TrainingDiverged, check_samples, step_report
 from learner.step import TrainStep
 from weight_sync.client import open_sink

@@ -73,6 +73,12 @@ class SimulatedBuffer:
         """Groups that count for admission, without those of the step in progress."""
         return len(self._open) + (0 if self._runs_free else self._index.num_unused)
 
+    @property
+    def is_full(self) -> bool:
+        """By `buffer.replay_steps`."""
+        groups_per_step = self._world.contract.groups_per_step
+        return len(self._open) + len(self._ready) >= self._world.buffer.most_alive(groups_per_step)
+
     def open(self, group: SimulatedGroup) -> None:
         """It is leased."""
         self._open[group.id] = group

@@ -309,6 +309,8 @@ class Simulation:
     # --- groups -----------------------------------------------------------------------------------
 
     def _is_closed(self) -> bool:
+        if self._buffer.is_full:
+            return True
         contract, outstanding = self._contract, self._buffer.num_outstanding + self._num_pending
         return bool(contract.admit(outstanding, contract.capacity(), version=self._version, published=self._published))
 

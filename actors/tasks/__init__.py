@@ -2,7 +2,8 @@
 
 config     the `[task]` section
 task       Task, Problem, RewardFunction; PromptCodec: prompts to token ids, completions to text
-prompts    Template: an item's columns to the text of a prompt; held_out: a question trains or evaluates by its own hash
+prompts    Template: an item's columns to the text of a prompt; held_out: a question's hash has it train or evaluate;
+           teachers_of: who teaches a prompt
 gym        any reasoning-gym dataset by name
 files      JSONL or Parquet rows
 functions  reward functions from FILE.py:FUNCTION, in TRL's shape
@@ -16,11 +17,12 @@ Importing this package, and `check_task` without a model folder, imports neither
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from actors.tasks.config import Classifier, FileTask, Judge, ReasoningGymTask, TaskConfig
 from actors.tasks.functions import check_functions, check_network, load_function, try_imports
-from actors.tasks.prompts import Split, held_out
+from actors.tasks.prompts import Split, held_out, teachers_of
 from actors.tasks.rules import check_rule, load_rule
 from actors.tasks.task import Call, Problem, PromptCodec, RewardFunction, Task, TaskError, TaskFacts
 
@@ -45,13 +47,14 @@ def check_task(
     max_prompt_tokens: int = 0,
     vocab_size: int = 0,
     import_limit_s: float | None = None,
+    teachers: Sequence[str] = (),
 ) -> TaskFacts:
     """Find every mistake in a `[task]` section that can be found before a process starts.
 
     Reads the data and renders every prompt. Reward files are parsed; with a limit of time they are also imported, in a
     process of their own, judges are asked for their models, and this machine is looked at for what rules and a cut
     network need. Without a model folder neither lengths of prompts nor classifiers are looked at, and nothing heavy is
-    imported; with one `Task.check_prompts` looks at them.
+    imported; with one `Task.check_prompts` looks at them. Of teachers, by their names, each prompt must have one.
 
     Raises:
         TaskError: says which key or file is wrong and what to do.
@@ -69,7 +72,9 @@ def check_task(
         check_network(config)
         files = [reference for reference in config.rewards if reference not in named]
         try_imports(files, columns, import_limit_s, has_network=config.reward_network)
-    return task.facts()
+    if config.teacher_column is None or not teachers:
+        return task.facts()
+    return task.facts(teachers_of(split.train, config.teacher_column, teachers))
 
 
 def _check_named(

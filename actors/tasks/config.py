@@ -185,6 +185,11 @@ class _TaskConfig(BaseModel):
         description="An answer with at least this reward counts as correct: a held-out one in an evaluation, any other "
         "for buffer.prompt_law = 'posterior'.",
     )
+    teacher_column: str | None = Field(
+        default=None,
+        description="Column of a row with the name of its teacher, one of model.teachers; as domain or "
+        "metadata[source].",
+    )
 
     @model_validator(mode="after")
     def _a_system_turn_needs_a_chat(self) -> _TaskConfig:

@@ -58,6 +58,49 @@ def split_field(field: str) -> tuple[str, list[str]]:
     return match["column"], _KEY.findall(match["keys"])
 
 
+def value_at(columns: Mapping[str, Any], field: str) -> Any:  # noqa: ANN401 -- any JSON
+    """What a row has under `column[key][key]`, None where it has nothing there; TaskError as `split_field`."""
+    column, keys = split_field(field)
+    value = columns.get(column)
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def teachers_of(problems: Sequence[Problem], field: str, teachers: Sequence[str]) -> bytes:
+    """For each problem the number of the teacher that its column names.
+
+    Args:
+        problems: training ones, in the order of their ids.
+        field: the column, as `value_at` has it.
+        teachers: their names; 256 at most, for a number is a byte.
+
+    Raises:
+        TaskError: a problem names none of them, or none names a teacher.
+    """
+    column, _ = split_field(field)
+    numbers = {name: number for number, name in enumerate(teachers)}
+    found = bytearray()
+    for problem in problems:
+        name = value_at(problem.columns, field)
+        if not isinstance(name, str) or name not in numbers:
+            row = f"row {problem.index} ({problem.question[:80]!r})"
+            if column not in problem.columns:
+                why, known = f"is not in {row}", among_known(column, problem.columns)
+            else:
+                said = "nothing" if name is None else repr(name)[:80]
+                why = f"says {said} in {row}, and model.teachers has no teacher of that name"
+                known = among_known(str(name), teachers)
+            raise TaskError(f"task.teacher_column = '{field}' {why}; {known}")
+        found.append(numbers[name])
+    if idle := [name for number, name in enumerate(teachers) if number not in found]:
+        raise TaskError(
+            f"model.teachers.{idle[0]} would teach nothing: task.teacher_column = '{field}' says '{idle[0]}' in no "
+            "training row; leave that teacher out, or look at the rows"
+        )
+    return bytes(found)
+
+
 class Template:
     """Turns an item into the text of a prompt."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from actors.tasks.code import check_code, load_code
 from actors.tasks.config import CodeRule, ContainsRule, ExactRule, MathRule, RegexRule, RewardRule
-from actors.tasks.prompts import split_field
+from actors.tasks.prompts import split_field, value_at
 from actors.tasks.task import Call, NoScore, Problem, TaskError, among_known
 
 ANSWERS = ("answer", "solution", "ground_truth")
@@ -78,19 +78,13 @@ def _column(name: str, rule: RewardRule, columns: Collection[str]) -> Callable[[
             f"task.rewards: '{name}' looks for a column {' or '.join(usual)}, and the rows have {', '.join(columns)}; "
             f'name theirs in a table: [task.reward_rules.{name}] type = "{rule.type}", column = ...'
         )
-    column, keys = split_field(path)
+    column, _ = split_field(path)
     if column not in columns:
         raise TaskError(
             f"task.reward_rules.{name}.column = '{path}': no row has that column; {among_known(column, columns)}"
         )
 
-    def look_up(problem: Problem) -> Any:  # noqa: ANN401 -- any JSON
-        value = problem.columns.get(column)
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
-
-    return look_up
+    return lambda problem: value_at(problem.columns, path)
 
 
 def _matches_of(rule: MathRule | ExactRule | ContainsRule | RegexRule) -> _Matches:

@@ -86,6 +86,8 @@ class TaskFacts:
     num_train: int
     num_heldout: int
     fingerprint: str
+    teacher_of_prompt: bytes = b""
+    """Of each training prompt the number of its teacher among those that were asked for; empty where none were."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,13 @@ class Task:
             )
         return self.train[prompt_id]
 
-    def facts(self) -> TaskFacts:
-        """Sizes and a hash over every prompt."""
+    def facts(self, teacher_of_prompt: bytes = b"") -> TaskFacts:
+        """Sizes, teachers, and a hash over every prompt and its teacher."""
         digest = blake2b(digest_size=8)
         for problem in (*self.train, *self.heldout):
             digest.update(problem.text.encode() + b"\0")
-        return TaskFacts(len(self.train), len(self.heldout), digest.hexdigest())
+        digest.update(teacher_of_prompt)
+        return TaskFacts(len(self.train), len(self.heldout), digest.hexdigest(), teacher_of_prompt)
 
     def encoded(self, encode: Callable[[list[str]], list[list[int]]], max_prompt_tokens: int) -> Task:
         """The same task with every prompt turned into token ids.

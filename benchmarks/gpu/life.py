@@ -203,7 +203,7 @@ def train(**orders: Any) -> None:  # noqa: ANN401 -- JSON
         folder=folder,
         weights_folder=folder / "weights",
         model_path=model,
-        reference_path=model,
+        reference_paths=(model,),
         temperature=1.0,
         serving_dtypes=("bfloat16",),
         startup_timeout_s=WAIT_S,

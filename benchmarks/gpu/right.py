@@ -43,9 +43,10 @@ from learner.coordinator import Channel, Kind
 from learner.logprobs import LogitRule, token_logprobs
 from learner.mesh import Agreement, Mesh, MeshPlace, join_group, tells_of_loss
 from learner.model import StageModule
-from learner.networks import Network, Networks, Reference, load_chunks
+from learner.networks import Network, Networks, load_chunks
 from learner.optimizer import UpdateDecision, UpdateResult
 from learner.packing import PackingRule
+from learner.reference import Reference
 from learner.step import TrainStep
 
 PACKAGES = (
@@ -234,7 +235,7 @@ def _train(
     if precision == "float64":
         _widen(chunks)
     networks = _KeepsGradients(Network.build(chunks, config, place.mesh), None, config, place.mesh)
-    reference = Reference(None, place.mesh, device, torch.promote_types(networks.policy.dtype, torch.float32))
+    reference = Reference((), place.mesh, device, torch.promote_types(networks.policy.dtype, torch.float32))
     step = TrainStep(networks, reference, ALGORITHM, config, one_pass=one_pass)
     (update,) = step.run(StepBatch.build(to_batch(rows, "exact"), 0, {0: 0}, PackingRule(budget)), 0).updates
     loss = update.metrics["loss"]

@@ -18,8 +18,9 @@ from common.staleness import PolicyVersion
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
-from learner.networks import Reference, load_networks
+from learner.networks import load_networks
 from learner.packing import PackingRule, micro_batches_asked
+from learner.reference import Reference
 from learner.step import TrainStep
 
 GROUP_SIZE = 8
@@ -77,7 +78,7 @@ class Learner:
         self.policy = networks.policy
         self._config = config
         self._mesh = mesh
-        reference = Reference(None, mesh, self.device, torch.float32)
+        reference = Reference((), mesh, self.device, torch.float32)
         self._unit = algorithm.needs.separable or "sequence"
         self._steps = {
             one_pass: TrainStep(networks, reference, algorithm, config, one_pass=one_pass) for one_pass in (True, False)

@@ -39,6 +39,7 @@ def share_of(config: BufferConfig, facts: RunFacts) -> Share:
         "capacity_trajectories": trajectories,
         "capacity_gib": config.capacity_gib * part,
         "refill_uninformative": config.refill_uninformative * part,
+        "replay_steps": None if config.replay_steps is None else config.replay_steps * part,
     }
     config, prompts = config.model_copy(update=limits), owned_prompts(facts)
     whose = f", which is shard {shard}'s part," if num_shards > 1 else ""

@@ -109,8 +109,7 @@ class MachineNeeds:
     @classmethod
     def of(cls, config: Config) -> MachineNeeds | None:
         """None where the model is not here yet, so that its size is not known."""
-        tensors = tensors_in(Path(config.model.path)) if config.model.path is not None else {}
-        sizes = {name: prod(tensor.shape) for name, tensor in tensors.items()}
+        sizes = _sizes(Path(config.model.path)) if config.model.path is not None else {}
         if not sizes:
             return None
         num_parameters, num_served = sum(sizes.values()), _num_served(sizes)
@@ -125,6 +124,7 @@ class MachineNeeds:
         )
         num_stages = learner.num_stages * learner.num_replicas
         stages = num_stages * STAGE_BYTES + HOST_COPIES * sum(served) + _in_stages(config, num_trained) * num_served
+        stages += _frozen_bytes(config, num_served)
         disk = {
             "buffer": _buffer_bytes(config),
             "checkpoints": (learner.keep_checkpoints + 1) * CHECKPOINT_BYTES * num_trained * num_parameters,
@@ -139,6 +139,11 @@ class MachineNeeds:
         return cls(Need.of(disk), Need.of(memory), staging_bytes, _queues_bytes(config))
 
 
+def _sizes(folder: Path) -> dict[str, int]:
+    """Parameters of each tensor of a model; empty where it is not here."""
+    return {name: prod(tensor.shape) for name, tensor in tensors_in(folder).items()}
+
+
 def _num_served(sizes: Mapping[str, int]) -> int:
     """Parameters, with a head that is the embedding: it is served, and held by the first and the last stage, apart."""
     return sum(sizes.values()) + sum(
@@ -148,16 +153,22 @@ def _num_served(sizes: Mapping[str, int]) -> int:
 
 def _in_stages(config: Config, num_trained: int) -> int:
     """Bytes of host memory per parameter that all stages hold together, without what they publish."""
+    return config.learner.num_replicas * num_trained * (CHECKPOINT_BYTES + TRAINED_BYTES * _trains_on_cpu(config))
+
+
+def _trains_on_cpu(config: Config) -> bool:
     learner = config.learner
     pools = [pool.gpus for pool in config.pools.values() if pool.role == "learner" and pool.gpus is not None]
-    on_cpu = learner.device == "cpu" or (learner.device == "auto" and not max([learner.gpus, *pools]))
-    kept = num_trained * CHECKPOINT_BYTES
-    if on_cpu:
-        kept += num_trained * TRAINED_BYTES
-    keeps_reference = learner.reference_offload == "cpu" or (on_cpu and learner.reference_offload == "none")
-    if config.algorithm.needs.reference and keeps_reference:
-        kept += REFERENCE_BYTES
-    return learner.num_replicas * kept
+    return learner.device == "cpu" or (learner.device == "auto" and not max([learner.gpus, *pools]))
+
+
+def _frozen_bytes(config: Config, num_served: int) -> int:
+    """Host memory that all stages hold together of the models that score; without any of its own it is the model."""
+    kept_in = ("cpu", "none") if _trains_on_cpu(config) else ("cpu",)
+    if not config.algorithm.needs.reference or config.learner.reference_offload not in kept_in:
+        return 0
+    sizes = [_num_served(_sizes(path)) for path in config.model.frozen.values()] or [num_served]
+    return config.learner.num_replicas * REFERENCE_BYTES * sum(sizes)
 
 
 def _queues_bytes(config: Config) -> int:

@@ -221,13 +221,14 @@ class LearnerRun:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def start(self, algorithm=None, hooks=None, *, as_script: bool = False, **config) -> list[Rank]:
+    def start(self, algorithm=None, hooks=None, *, as_script: bool = False, teachers=(), **config) -> list[Rank]:
         """Start all ranks.
 
         Args:
             algorithm: its section; None: trajectory balance.
             hooks: of learner_stage_process.
             as_script: see `Rank`.
+            teachers: folders of the models that prompts have in turn, by their ids; none: the model itself scores all.
             config: the [learner] section.
         """
         section = {
@@ -244,6 +245,7 @@ class LearnerRun:
             "config": section,
             "rendezvous": f"tcp://127.0.0.1:{free_port()}",
             "model_path": str(self.folder / "model"),
+            "teachers": [str(teacher) for teacher in teachers],
             "buffer_address": self.address,
             "run_folder": str(self.folder),
             "algorithm": algorithm or {"type": "trajectory_balance"},

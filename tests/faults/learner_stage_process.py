@@ -65,13 +65,19 @@ def context_of(orders: dict) -> RunContext:
     """The description of the run that the orders tell of."""
     folder = Path(orders["run_folder"])
     config, knobs = LearnerConfig(**orders["config"]), WeightSyncConfig(**orders["weight_sync"])
+    facts = run_facts(
+        groups_per_step=config.groups_per_step,
+        updates_per_step=config.updates_per_step,
+        staleness=knobs.staleness(),
+    )
+    models = {}
+    if teachers := orders["teachers"]:
+        models["reference_paths"] = tuple(map(Path, teachers))
+        models["teacher_of_prompt"] = bytes(prompt % len(teachers) for prompt in range(facts.num_prompts))
     return run_context(
         folder,
-        run_facts(
-            groups_per_step=config.groups_per_step,
-            updates_per_step=config.updates_per_step,
-            staleness=knobs.staleness(),
-        ),
+        facts,
+        **models,
         model_path=Path(orders["model_path"]),
         buffer_addresses=(orders["buffer_address"],),
         learner=config,

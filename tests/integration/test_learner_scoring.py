@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from buffer.client import BufferClient
 from buffer.config import BufferConfig
 from common.staleness import PolicyVersion
-from tests.faults.learner_run import GROUP_SIZE, GROUPS_PER_STEP, LearnerRun, make_up
+from tests.faults.learner_run import GROUP_SIZE, GROUPS_PER_STEP, LearnerRun, make_model, make_up
 
 EARLY = (GROUPS_PER_STEP - 1) * GROUP_SIZE
 """Samples that are there when the learner begins to wait."""
@@ -41,9 +41,9 @@ def samples(actor, num_groups):
     return found
 
 
-def scored_by_hand(run, sample):
+def scored_by_hand(run, sample, model="model"):
     """Log-probabilities of the completion, by the whole model in one piece."""
-    model = AutoModelForCausalLM.from_pretrained(run.folder / "model").double()
+    model = AutoModelForCausalLM.from_pretrained(run.folder / model).double()
     tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
     with torch.no_grad():
         logprobs = model(tokens[None]).logits[0].log_softmax(-1)
@@ -106,3 +106,36 @@ def test_a_scorer_scores_what_is_ready_and_no_step_waits_for_it_once_it_is_kille
     assert first["scored/ahead_frac"] == pytest.approx(EARLY / (EARLY + GROUP_SIZE))
     assert second["scored/ahead_frac"] == 0
     assert first["time/scored_ahead"] == second["time/scored_ahead"] == 0
+
+
+def test_of_several_teachers_each_scores_its_own_prompts_in_a_scorer_and_in_the_step(run, actor):
+    names = ("math", "code")
+    for name, num_layers in zip(names, (2, 3), strict=True):
+        make_model(run.folder / name, tied=True, num_layers=num_layers)
+
+    def check(groups):
+        pushed = [sample for group in groups for sample in group]
+        for sample, found in zip(pushed, run.scores().values(), strict=True):
+            by_hand = [scored_by_hand(run, sample, name) for name in names]
+            np.testing.assert_allclose(found, by_hand[sample.prompt_id % 2], rtol=0, atol=1e-5)
+            assert np.abs(by_hand[0] - by_hand[1]).max() > 1e-3
+
+    run.start(
+        {"type": "distillation"}, num_steps=1, score_while_waiting=False, teachers=[run.folder / n for n in names]
+    )
+    scorer = run.start_scorer()
+    try:
+        first, late, last = sorted(samples(actor, GROUPS_PER_STEP), key=lambda group: group[0].prompt_id % 2)
+        early = [first, last]
+        assert {group[0].prompt_id % 2 for group in early} == {0, 1}
+        for sample in [sample for group in early for sample in group]:
+            actor.push(sample).result(60)
+        run.wait_until(lambda: len(run.scores()) == EARLY, "scoring by the scorer")
+        check(early)
+    finally:
+        scorer.kill()
+        scorer.join()
+    for sample in late:
+        actor.push(sample).result(60)
+    assert set(run.finish(run.ranks)) == {0}, run.logs()
+    check([*early, late])

@@ -5,14 +5,14 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 203,
-    "lines": 48_960,
+    "files": 204,
+    "lines": 49_170,
     "longest file": 477,
     "longest function": 60,
     "modules imported by exactly one other": 47,
     "import cycles": 0,
     "class names with two meanings": 0,
-    "config keys": 174,
+    "config keys": 177,
 }
 
 

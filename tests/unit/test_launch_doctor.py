@@ -258,6 +258,14 @@ def test_a_reference_on_disk_and_a_learner_on_gpus_take_less_memory_and_a_critic
     assert with_critic == smollm2(example="demo-ppo").memory.size_bytes + (16 + 12) * num
 
 
+def test_the_memory_of_every_teacher_is_counted(smollm2, tmp_path):
+    num, small = 134515008 + 49152 * 576, DEMO.parent / "demo_model"
+    teaching = ("--model.teachers.large", str(tmp_path), "--model.teachers.small", str(small))
+    one = smollm2("--model.reference_path", str(small)).memory.size_bytes
+    assert smollm2(*teaching).memory.size_bytes == one + 4 * num
+    assert smollm2(*teaching, "--learner.reference_offload", "disk").memory.size_bytes < one
+
+
 # --- GPUs -----------------------------------------------------------------------------------------
 
 

@@ -96,7 +96,7 @@ def need(**changes):
     """Of Qwen2.5-7B on four stages, steps of 640 samples of 1,280 tokens."""
     config = LearnerConfig(**{"num_stages": 4, "token_budget": 8192, "precision": "bfloat16", **changes})
     model = transformers.Qwen2Config(**QWEN_7B)
-    return memory_need(model, config, update_tokens=640 * 1280, has_reference=True)
+    return memory_need(model, config, update_tokens=640 * 1280, references=[model])
 
 
 def test_seven_billion_on_four_stages_need_more_than_80_gb_each_unless_activations_are_computed_again():
@@ -125,7 +125,7 @@ def test_the_table_of_the_learners_page_is_what_is_computed():
     def gib(size: str, num_stages: int, checkpointing: bool) -> float:
         told = {"token_budget": 8192, "precision": "bfloat16", "activation_checkpointing": checkpointing}
         config, model = LearnerConfig(num_stages=num_stages, **told), transformers.Qwen2Config(**SIZES[size])
-        return memory_need(model, config, update_tokens=640 * 640, has_reference=True).size_bytes / 2**30
+        return memory_need(model, config, update_tokens=640 * 640, references=[model]).size_bytes / 2**30
 
     rows = [
         f"| {size} | "
@@ -147,14 +147,31 @@ def test_a_reference_that_leaves_takes_the_place_of_activations_and_no_more():
     assert "stage 0 takes up to" in gone.describe()
 
 
+def test_every_teacher_is_counted_by_its_own_size_and_the_largest_alone_where_they_leave():
+    student, teachers = (
+        transformers.Qwen2Config(**SIZES["0.5B"]),
+        [transformers.Qwen2Config(**SIZES[size]) for size in ("1.5B", "7B")],
+    )
+
+    def reference(references, offload="none", num_models=1):
+        told = {"num_stages": 1, "precision": "bfloat16", "token_budget": 64, "reference_offload": offload}
+        need = memory_need(student, LearnerConfig(**told), update_tokens=64, references=references)
+        return need.parts["reference"]
+
+    alone = [reference([teacher]) for teacher in teachers]
+    assert alone[1] > 3 * alone[0] > 0
+    assert reference(teachers) == sum(alone)
+    assert reference(teachers, "cpu") == alone[1]
+
+
 def test_all_stages_together_hold_every_weight_once():
     model = transformers.Qwen2Config(**QWEN_7B)
     config = LearnerConfig(num_stages=4)
-    parts = [device_module._need_of(stage, model, config, 4096, False, 1).parts for stage in range(4)]
+    parts = [device_module._need_of(stage, model, config, 4096, (), 1).parts for stage in range(4)]
     num = 28 * widths(model).num_weights + 2 * model.vocab_size * model.hidden_size
     assert sum(each["weights"] for each in parts) == 4 * num
     tied = transformers.Qwen2Config(**{**QWEN_7B, "tie_word_embeddings": True})
-    alone = device_module._need_of(0, tied, LearnerConfig(num_stages=1), 4096, False, 1)
+    alone = device_module._need_of(0, tied, LearnerConfig(num_stages=1), 4096, (), 1)
     assert alone.parts["weights"] == 4 * (num - model.vocab_size * model.hidden_size)
     assert alone.parts["between stages"] == 0
 

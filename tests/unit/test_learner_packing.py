@@ -16,9 +16,9 @@ from launch.observe.metrics import METRICS
 from learner.batch import StepBatch
 from learner.mesh import MeshPlace
 from learner.model import DeviceBatch
-from learner.networks import Reference
 from learner.optimizer import UpdateResult
 from learner.packing import CostModel, PackingRule, best_fit, deal, order, pack, plan, spread
+from learner.reference import Reference
 from learner.report import (
     MAX_PARTS,
     NO_METRICS,
@@ -216,9 +216,10 @@ class Echo:
         return -batch.tokens_ML.double()
 
 
-def score(batch, pipeline):
+def score(batch, *pipelines, teacher_of_prompt=b""):
     mesh, device = SimpleNamespace(place=MeshPlace(0)), torch.device("cpu")
-    return Reference(pipeline, mesh, device, torch.float64).score(batch, DeviceBatch(batch.packed, device))
+    reference = Reference(pipelines, mesh, device, torch.float64, teacher_of_prompt)
+    return reference.score(batch, DeviceBatch(batch.packed, device))
 
 
 def test_the_reference_scores_only_what_no_earlier_step_has_scored():
@@ -236,7 +237,45 @@ def test_the_reference_scores_only_what_no_earlier_step_has_scored():
     known = [replace(row, reference_logprobs=np.zeros(row.num_completion_tokens, np.float32)) for row in rows]
     assert score(StepBatch.build(to_batch(known, "run"), 0, {0: 0}, PackingRule(8)), pipeline)[1] == {}
     assert pipeline.num_tokens == [9]
-    assert score(StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, PackingRule(8)), None)[0].isnan().sum() == 5
+    assert score(StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, PackingRule(8)))[0].isnan().sum() == 5
+
+
+class Shifted(Echo):
+    """The same, a thousand lower."""
+
+    def forward_only(self, batch):
+        return super().forward_only(batch) - 1000
+
+
+def test_each_of_several_teachers_scores_the_samples_of_its_own_prompts():
+    rows = of_lengths((0, 5), (0, 6), (1, 4), (2, 3))
+    rows = [
+        replace(row, prompt_id=prompt, token_ids=np.arange(len(row.token_ids), dtype=np.int32) + 10 * i)
+        for i, (row, prompt) in enumerate(zip(rows, (2, 0, 2, 1), strict=True))
+    ]
+    rows[1] = replace(rows[1], reference_logprobs=np.full(4, -0.5, np.float32))
+    math, code = Echo(), Shifted()
+    table = bytes([0, 0, 1])  # prompt 2 is of code
+    reference_T, scores = score(
+        StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, PackingRule(8)), math, code, teacher_of_prompt=table
+    )
+    assert (math.num_tokens, code.num_tokens) == ([3], [9]), "nobody scores what is not theirs"
+    assert reference_T.tolist() == [-1002, -1003, -1004, -0.5, -0.5, -0.5, -0.5, -1022, -1023, -32]
+    assert {i: values.tolist() for i, values in scores.items()} == {
+        0: [-1002, -1003, -1004],
+        2: [-1022, -1023],
+        3: [-32],
+    }
+
+
+def test_what_teachers_score_ahead_comes_back_in_the_order_in_which_it_was_asked():
+    rows = [replace(row, prompt_id=prompt) for row, prompt in zip(of_lengths((0, 5), (1, 4)), (1, 0), strict=True)]
+    mesh, device = SimpleNamespace(place=MeshPlace(0)), torch.device("cpu")
+    reference = Reference((Echo(), Shifted()), mesh, device, torch.float64, bytes([0, 1]))
+    first, second = reference.score_ahead(to_batch(rows, "run"), PackingRule(8))
+    assert (len(first), len(second)) == (3, 2)
+    assert (first < -900).all()
+    assert (second > -900).all()
 
 
 class Third(Echo):
@@ -251,7 +290,7 @@ def test_a_step_that_is_taken_again_reads_the_scores_of_the_first_time_in_any_pr
     rows = [replace(row, token_ids=np.arange(len(row.token_ids), dtype=np.int32)) for row in rows]
     first_T, scores = score(StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, rule), Third())
     stored = [replace(row, reference_logprobs=scores[i]) for i, row in enumerate(rows)]
-    again_T, _ = score(StepBatch.build(to_batch(stored, "run"), 0, {0: 0}, rule), None)
+    again_T, _ = score(StepBatch.build(to_batch(stored, "run"), 0, {0: 0}, rule))
     assert first_T.dtype == again_T.dtype == torch.float64
     assert torch.equal(first_T, again_T)
     assert -1 / 3 not in again_T.tolist()

@@ -228,12 +228,12 @@ def test_without_bfloat16_modules_hold_what_is_trained_and_nothing_twice(network
             for weight, parameter in zip(module.weights().values(), module.parameters(), strict=True)
         )
         assert {parameter.dtype for parameter in module.parameters()} == {dtype}
-        assert {p.dtype for each in reference._pipeline.modules for p in each.parameters()} == {dtype}
+        assert {p.dtype for each in reference.pipelines[0].modules for p in each.parameters()} == {dtype}
 
 
 def test_a_reference_in_bfloat16_scores_as_the_policy_of_the_start_and_has_no_float32_copy(networks_of):
     networks, reference = networks_of("untied")
-    (module,) = reference._pipeline.modules
+    (module,) = reference.pipelines[0].modules
     assert {(p.dtype, p.requires_grad) for p in module.parameters()} == {(BF16, False)}
     assert not module.masters
     batch = build(make_rows(0))
@@ -246,7 +246,7 @@ def test_a_reference_in_bfloat16_scores_as_the_policy_of_the_start_and_has_no_fl
 def test_the_states_of_policy_reference_and_critic_are_as_the_config_says(networks_of, residual):
     algorithm = OffPolicyPPOConfig(baseline="critic", critic="model", kl_beta=0.1)
     networks, reference = networks_of("untied", algorithm, residual=str(residual).removeprefix("torch."))
-    modules = [module for network in networks.all for module in network.modules] + [*reference._pipeline.modules]
+    modules = [module for network in networks.all for module in network.modules] + [*reference.pipelines[0].modules]
     assert [module.states_dtype for module in modules] == [residual] * 3
 
 

@@ -133,6 +133,13 @@ def test_replay_uses_groups_as_often_as_it_may():
     assert found.num_generated < found.num_trained / 2
 
 
+def test_replay_generates_no_more_than_takes_the_place_of_what_was_used_up():
+    often = {"sampler": "uniform", "max_uses": 3, "replay_steps": 2.0}
+    many = world(engines=8, lengths=LONG_TAIL, sampler=often, max_lag="unbounded")
+    found = Simulation(many).run(200, warm_up=50)
+    assert found.num_generated == pytest.approx(150 * G * K / 3, rel=0.1)
+
+
 def test_a_faster_pool_makes_more_and_the_price_is_that_of_all():
     config = ActorsConfig(group_size=K, max_running_samples=16, max_new_tokens=4096)
     pools = (

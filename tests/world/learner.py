@@ -30,8 +30,9 @@ from common.staleness import PolicyVersion
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
-from learner.networks import Networks, Reference, build_networks, build_reference
+from learner.networks import Networks, build_networks
 from learner.packing import PackingRule, micro_batches_asked
+from learner.reference import Reference, build_reference
 from learner.step import TrainStep
 from tests.world.run_context import run_context, run_facts
 
@@ -132,9 +133,14 @@ def make_models(folder: Path, num_layers: int = 3) -> None:
 
 
 def make_networks(
-    path: Path, config: LearnerConfig, algorithm: AlgorithmConfig, mesh: Mesh | None = None, precision="float64"
+    path: Path,
+    config: LearnerConfig,
+    algorithm: AlgorithmConfig,
+    mesh: Mesh | None = None,
+    precision="float64",
+    **changes: object,
 ) -> tuple[Networks, Reference]:
-    """As a rank of a run makes them; without a mesh as the only one."""
+    """As a rank of a run makes them; without a mesh as the only one. `changes` are of the run's context."""
     mesh = mesh or Mesh.build(MeshPlace(0))
     place = mesh.place
     update = {"num_stages": place.num_stages, "num_replicas": place.num_replicas, "precision": precision}
@@ -144,6 +150,7 @@ def make_networks(
         temperature=TEMPERATURE,
         learner=config.model_copy(update=update),
         algorithm=algorithm,
+        **changes,
     )
     networks = build_networks(context, mesh, torch.device("cpu"))
     return networks, build_reference(context, mesh, torch.device("cpu"))

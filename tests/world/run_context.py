@@ -52,7 +52,7 @@ def run_context(folder: Path, facts: RunFacts | None = None, **changes) -> RunCo
         "folder": folder,
         "weights_folder": folder / "weights",
         "model_path": model,
-        "reference_path": model,
+        "reference_paths": (model,),
         "temperature": 1.0,
         "serving_dtypes": ("float32",),
         "startup_timeout_s": 60.0,

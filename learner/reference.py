@@ -1,0 +1,132 @@
+"""Reference: frozen models that score every sample once: one for all, or several teachers, each for its own prompts.
+
+`build_reference` loads a rank's share of them, as the description of the run says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from common.run import RunContext
+from learner.batch import StepBatch, pack_rows
+from learner.config import LearnerSections
+from learner.mesh import Mesh
+from learner.model import DeviceBatch
+from learner.networks import gather_tokens, load_chunks, share_of
+from learner.packing import IntArray, PackingRule
+from learner.pipeline import Pipeline
+
+Scores = dict[int, npt.NDArray[np.float32]]
+"""Log-probabilities of a completion's tokens, by index of the trajectory in the batch."""
+
+
+class Reference:
+    """Scores what no earlier step has scored."""
+
+    def __init__(
+        self,
+        pipelines: Sequence[Pipeline],
+        mesh: Mesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        teacher_of_prompt: bytes = b"",
+    ) -> None:
+        """Look after this rank's chunks of the frozen models; of none where the algorithm needs no reference.
+
+        `dtype` is that of the log-probabilities which a loss reads. `teacher_of_prompt` says which of the models scores
+        the samples of a prompt, by its id; empty where one scores all.
+        """
+        self.pipelines = tuple(pipelines)
+        self._mesh = mesh
+        self._device = device
+        self._dtype = dtype
+        self._teacher_of_prompt = np.frombuffer(teacher_of_prompt, np.uint8)
+
+    @property
+    def exists(self) -> bool:
+        """Does the algorithm need one?"""
+        return bool(self.pipelines)
+
+    def score(self, batch: StepBatch, on_device: DeviceBatch) -> tuple[Tensor | None, Scores]:
+        """Reference log-probabilities, and those computed anew. All ranks call it together.
+
+        On the last stages [T], to float32 in any precision, NaN where there is no reference, and the new ones; None and
+        nothing on the others.
+        """
+        reference_T = self._stored(batch) if self._mesh.place.is_last else None
+        unscored = batch.unscored()
+        scores: Scores = {}
+        for pipeline, found in self._by_model(batch.prompt_B[unscored]):
+            own = unscored[found]
+            is_all = len(own) == batch.rows.num_rows
+            packed = on_device if is_all else share_of(batch.pack(own), self._mesh, self._device)
+            new_T = self._logprobs(pipeline, packed)
+            if new_T is None or reference_T is None:
+                continue
+            where_T = torch.from_numpy(batch.tokens_of(own)).to(reference_T.device)
+            reference_T[where_T] = new_T.to(reference_T.dtype)
+            scores |= _by_sequence(new_T, own, np.diff(batch.bounds_T())[own])
+        return reference_T, scores
+
+    def score_ahead(self, rows: pa.RecordBatch, rule: PackingRule) -> list[npt.NDArray[np.float32]]:
+        """Reference log-probabilities of trajectories of no step yet, by the columns of the buffer's schema.
+
+        All ranks call it together; on the last stages one array per trajectory, on the others none.
+        """
+        assert self.exists, "nothing asks for scores where there is no reference"
+        scores: Scores = {}
+        for pipeline, own in self._by_model(np.array(rows.column("prompt_id"))):
+            chosen = rows if len(own) == rows.num_rows else rows.take(own)
+            new_T = self._logprobs(pipeline, share_of(pack_rows(chosen, rule), self._mesh, self._device))
+            if new_T is not None:
+                scores |= _by_sequence(new_T, own, np.asarray(chosen.column("logprobs").value_lengths()))
+        return [scores[i] for i in sorted(scores)]
+
+    def _by_model(self, prompt_B: IntArray) -> Iterator[tuple[Pipeline, IntArray]]:
+        """The models that have some of these sequences, in the same order on all ranks, and which each has."""
+        if not self.pipelines:
+            return
+        has_several = len(self._teacher_of_prompt) > 0
+        number_B = self._teacher_of_prompt[prompt_B] if has_several else np.zeros_like(prompt_B)
+        for number in np.unique(number_B):
+            yield self.pipelines[number], np.flatnonzero(number_B == number)
+
+    def _logprobs(self, pipeline: Pipeline, on_device: DeviceBatch) -> Tensor | None:
+        """Of all T tokens, as they are stored, so that a step taken again reads the same numbers also in float64."""
+        found = gather_tokens(pipeline.forward_only(on_device), on_device, self._mesh)
+        return None if found is None else found[0].to(torch.float32)
+
+    def _stored(self, batch: StepBatch) -> Tensor:
+        """What earlier steps have scored, NaN elsewhere: [T]."""
+        column = batch.rows.column("reference_logprobs")
+        known_T = np.full(len(batch.sequence_T), np.nan)
+        known_T[np.asarray(column.is_valid())[batch.sequence_T]] = column.flatten()
+        return torch.from_numpy(known_T).to(self._device, self._dtype)
+
+
+def _by_sequence(logprobs_T: Tensor, sequences: IntArray, lengths: IntArray) -> Scores:
+    """Log-probabilities of sequences that follow each other, cut into those of each."""
+    return dict(zip(sequences.tolist(), np.split(logprobs_T.cpu().numpy(), np.cumsum(lengths)[:-1]), strict=True))
+
+
+def build_reference(context: RunContext[LearnerSections], mesh: Mesh, device: torch.device) -> Reference:
+    """The frozen models, each split like the policy, where the algorithm needs some; all ranks call it together."""
+    config = context.config.learner
+    dtype = torch.float64 if config.precision == "float64" else torch.float32
+    if not context.config.algorithm.needs.reference:
+        return Reference((), mesh, device, dtype)
+    pipelines = []
+    for number, path in enumerate(context.reference_paths):
+        chunks = load_chunks(path, "token", config, context.temperature, mesh, device, frozen=True)
+        for chunk in chunks:
+            if config.reference_offload != "none":
+                away = context.folder / "offload" / f"replica-{mesh.place.replica}" / f"model-{number}"
+                chunk.offload(config.reference_offload, away)
+        pipelines.append(Pipeline(chunks, mesh, config.schedule))
+    return Reference(pipelines, mesh, device, dtype, context.teacher_of_prompt)
