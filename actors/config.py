@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from actors.tasks.config import TaskConfig
-from buffer.config import BufferConfig
+from buffer.config import MAX_GROUP_SIZE, BufferConfig
 from weight_sync.config import WeightSyncConfig
 
 READY_ENV = "VLLM_ENGINE_READY_TIMEOUT_S"
@@ -31,7 +31,7 @@ class ActorsConfig(BaseModel):
         description="How many actors, each with its own vLLM engine. On recorded samples (buffer.source) they evaluate "
         "only, and 0 evaluates nothing.",
     )
-    group_size: PositiveInt = Field(default=8, description="K, samples per prompt.")
+    group_size: int = Field(default=8, ge=1, le=MAX_GROUP_SIZE, description="K, samples per prompt.")
     temperature: PositiveFloat = Field(default=1.0, description="Sampling temperature of training samples.")
     max_new_tokens: PositiveInt = Field(default=64, description="Longest completion, in tokens.")
     max_prompt_tokens: PositiveInt = Field(default=64, description="A longer prompt is refused at start-up.")

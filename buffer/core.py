@@ -47,11 +47,13 @@ class BufferCore:
         """
         _check_waits(share.config, share.facts)
         num_stored, capacity, facts = share.config.capacity_trajectories, share.capacity, share.facts
-        need = (capacity + min(facts.groups_per_step, capacity)) * facts.group_size
+        largest = share.config.largest_group(facts.group_size)
+        need = (capacity + min(facts.groups_per_step, capacity)) * largest
         if num_stored < need:
             raise StoreError(
                 f"[buffer] capacity_trajectories = {num_stored}{share.whose} is below the {need} that the "
-                "staleness bound lets be outstanding: raise it, or lower max_lag, groups_per_step or group_size"
+                "staleness bound lets be outstanding: raise it, or lower max_lag, groups_per_step, group_size or "
+                "most_samples"
             )
         self.facts = facts
         prompts = Prompts(facts, share.contract, share.prompts, share.config, clock)

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from buffer import schema
+from buffer.config import MAX_GROUP_SIZE
 from buffer.errors import BadBody, BufferRefused
 from buffer.groups import Groups, StoredSample
 from buffer.leases import Leases, Share, is_name
@@ -182,6 +183,7 @@ class Ingest:
         if group is not None and (not group.lease_id or (group.actor, group.epoch) != (actor.name, actor.epoch)):
             group = None
         waited_for = set() if group is None else set(group.in_flight())
+        size = MAX_GROUP_SIZE if group is None else len(group.sample_states)
         taken: list[tuple[int, int]] = []
         settled = {}
         has_failed = False
@@ -194,6 +196,8 @@ class Ingest:
             )
             if is_waited_for:
                 waited_for.discard(row.sample_index)
+            if row.sample_index >= size:
+                bad.setdefault(place, "sample_index out of range")
             if reason := bad.get(place):
                 data = b"".join(as_bytes.block([place], [NO_RECORD]))
                 self._quarantine.set_aside(tx, reason, data, sender=actor.name, matches_lease=is_waited_for)
@@ -298,7 +302,7 @@ def faults(
     blame(_other_than(column["run_id"], (facts.run_id,)), "another run")
     blame(_other_than(column["finish_reason"], ends), "finish_reason")
     for name, low, high in (
-        ("sample_index", 0, facts.group_size),
+        ("sample_index", 0, MAX_GROUP_SIZE),
         ("prompt_id", 0, facts.num_prompts),
         ("prompt_length", 1, facts.max_tokens),
         ("lease_id", 1, None),

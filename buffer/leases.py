@@ -165,12 +165,12 @@ class Leases:
         actor = self.current(tx, request.actor, request.epoch)
         state, hand_on_at = tx.state, self._groups.prompts.hand_on_at(request)
         if request.request_number == actor.last_request:
-            return LeaseGrant(actor.last_leases, state.newest, state.draining, hand_on_at, self._is_near_bound())
+            return self._granted(tx, actor.last_leases, hand_on_at)
         if (actor.epoch, request.request_number) <= self._granted_none.get(actor.name, (0, -1)):
             # A late copy of a request that was answered: no client waits for what it would be granted.
             return LeaseGrant([], state.newest, state.draining)
         leases: list[Lease] = []
-        while request.request_number > actor.last_request and len(leases) < request.max_groups:
+        while request.request_number > actor.last_request and self._num_taken(leases) < request.max_groups:
             group = self._next_group(tx, request)
             if group is None:
                 self._closed_at_s = self._clock()
@@ -181,7 +181,7 @@ class Leases:
             tx.actors.put(actor, actor.name)
         else:
             self._granted_none[actor.name] = actor.epoch, request.request_number
-        return LeaseGrant(leases, state.newest, state.draining, hand_on_at, self._is_near_bound())
+        return self._granted(tx, leases, hand_on_at)
 
     def renew(self, tx: Transaction, request: Renew) -> RenewReply:
         """Extend the deadlines of leases that are still the actor's; name the others."""
@@ -263,6 +263,14 @@ class Leases:
             published=state.effective(state.published),
         )
 
+    def _granted(self, tx: Transaction, leases: list[Lease], hand_on_at: int) -> LeaseGrant:
+        newest, draining, num_taken = tx.state.newest, tx.state.draining, self._num_taken(leases)
+        return LeaseGrant(leases, newest, draining, hand_on_at, self._is_near_bound(), num_taken)
+
+    def _num_taken(self, leases: list[Lease]) -> int:
+        """As how many groups of K samples they count, by which an actor says for how much it has room."""
+        return sum(-(-len(lease.sample_indices) // self._facts.group_size) for lease in leases)
+
     def _is_near_bound(self) -> bool:
         return self._clock() - self._closed_at_s < max(
             NEAR_BOUND_S, NEAR_BOUND_STEPS * self._groups.prompts.pace.step_s
@@ -271,18 +279,19 @@ class Leases:
     def _next_group(self, tx: Transaction, request: LeaseRequest) -> Group | None:
         if tx.state.draining or tx.state.published is None:
             return None
+        prompts = self._groups.prompts
         for group_id in self._groups.index.unleased[:MOST_LOOKED_AT]:
             group = tx.groups.require(group_id)
             if self._is_doomed(tx, group):
                 self._drop_open(tx, group)
-            elif self._groups.prompts.may_go_on(group, request):
+            elif prompts.may_go_on(group, request):
                 self._forget_stale(tx, group)
                 return group
         if self.closed_because(tx):
             return None
-        prompt = self._groups.prompts.next(tx, request)
-        group_id = self._facts.global_id(tx.state.next_group)
-        group = Group.new(group_id, prompt.prompt_id, self._facts.group_size, prompt.failures, round(prompt.longest))
+        prompt = prompts.next(tx, request)
+        group_id, size = self._facts.global_id(tx.state.next_group), prompts.num_samples(tx, prompt.prompt_id)
+        group = Group.new(group_id, prompt.prompt_id, size, prompt.failures, round(prompt.longest))
         tx.state.next_group += 1
         return group
 

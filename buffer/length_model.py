@@ -202,11 +202,18 @@ class LengthModel:
             return 0.0
         return exp(self.shape.level + self._own_at(prompt, version)[0])
 
-    def longest_of(self, prompts: npt.NDArray[np.int64], group_size: int, version: int) -> Floats:
-        """Tokens of the longest of K samples of each prompt: its quantile `SHARE`, were none cut."""
+    def longest_of(
+        self, prompts: npt.NDArray[np.int64], group_size: int | npt.NDArray[np.int64], version: int
+    ) -> Floats:
+        """Tokens of the longest of K samples of each prompt: its quantile `SHARE`, were none cut.
+
+        K is one number, or one for each prompt; each that was not asked for before takes some hundredths of a second.
+        """
         means, shared = self.of(prompts, version)
-        total = shared + self.shape.noise
-        scores = np.interp(shared / total, _SHARES, _scores_of_longest(group_size))
+        total, sizes = shared + self.shape.noise, np.broadcast_to(group_size, prompts.shape)
+        scores = np.empty(len(prompts))
+        for size in np.unique(sizes).tolist():
+            scores[sizes == size] = np.interp((shared / total)[sizes == size], _SHARES, _scores_of_longest(size))
         return np.exp(means + np.sqrt(total) * scores)
 
     # --- parts ------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Prompt laws: which prompts are leased next. Used by leases, and by their simulation.
+"""Prompt laws: which prompts are leased next, and of how many samples their groups are. Used by leases, and by their
+simulation.
 
     epoch      the data's order: each epoch of it has every prompt once
     uniform    by chance, every prompt alike
@@ -14,12 +15,20 @@ posterior of p is a Beta distribution:
 over all samples i of the prompt; s_i is 1 where it succeeded, and 0 where not; its age is in policy versions. A prompt
 of which nothing is known, or all is long ago, has the uniform distribution and the weight 1/6; the greatest is 1/4. The
 expectation is what drawing p from its posterior and weighing by p (1 - p) comes to on average, without the noise.
+
+A group of K samples is informative where some of them succeed, and some do not:
+
+    I(K) = 1 - E[p^K + (1 - p)^K] = 1 - (B(a + K, b) + B(a, b + K)) / B(a, b),   1 - 2 / (K + 1) where nothing is known
+
+A prompt that fails more often than not may have more samples: as many as make its group as likely to be informative as
+that of a prompt of which nothing is known.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import lru_cache
-from math import exp
+from math import exp, lgamma
 from typing import Literal, Protocol
 
 import msgspec
@@ -36,6 +45,8 @@ _AT_ONCE = 4
 """One prompt in so many is drawn at once, at most: were all of them drawn, none would be preferred."""
 _BY_CHANCE = 3
 """Tells the chance of prompts from that of draws, under one seed."""
+_ROUNDING = 1e-9
+"""Chances that differ by no more are the same."""
 
 
 class Tries(msgspec.Struct, frozen=True, array_like=True):
@@ -78,15 +89,51 @@ class SuccessModel:
 
     def weights(self, prompts: Ids, version: int) -> Floats:
         """E[p (1 - p)] of each of these prompts at a version; above 0."""
-        left = np.exp(-np.maximum(0, version - self._versions[prompts]) / self._tau)
-        a, b = _PRIOR + left * self._passed[prompts], _PRIOR + left * self._failed[prompts]
+        a, b = self.posteriors(prompts, version)
         weights: Floats = a * b / ((a + b) * (a + b + 1.0))
         return weights
+
+    def posteriors(self, prompts: Ids, version: int) -> tuple[Floats, Floats]:
+        """The parameters a and b of each of these prompts at a version."""
+        left = np.exp(-np.maximum(0, version - self._versions[prompts]) / self._tau)
+        return _PRIOR + left * self._passed[prompts], _PRIOR + left * self._failed[prompts]
 
 
 def rate_of(tries: Tries) -> float:
     """Mean of the posterior of a prompt's rate of success, at the version of its last samples."""
     return (_PRIOR + tries.passed) / (2 * _PRIOR + tries.passed + tries.failed)
+
+
+def chance_informative(a: float, b: float, num_samples: int) -> float:
+    """I(K): that of so many samples of a prompt some succeed and some do not, p being Beta(a, b)."""
+
+    def all_alike(these: float, others: float) -> float:
+        given, then = lgamma(these + others) - lgamma(these), lgamma(these + num_samples)
+        return exp(given + then - lgamma(these + others + num_samples))
+
+    return 1.0 - all_alike(a, b) - all_alike(b, a)
+
+
+class GroupSizes:
+    """Of how many samples the groups of prompts are."""
+
+    def __init__(self, group_size: int, most: int = 0, successes: SuccessModel | None = None) -> None:
+        """All of K; or, by what is known of their success, of K to `most`."""
+        self._group_size, self._most, self._successes = group_size, most, successes
+        self._enough = chance_informative(_PRIOR, _PRIOR, group_size) - _ROUNDING
+
+    def of(self, prompts: Ids, version: int) -> Ids:
+        """Of each of these prompts at a version; the same whenever it is asked."""
+        if self._successes is None or self._most <= self._group_size:
+            return np.full(len(prompts), self._group_size)
+        posteriors = self._successes.posteriors(prompts, version)
+        return np.array([self._size(a, b) for a, b in zip(*(each.tolist() for each in posteriors), strict=True)])
+
+    def _size(self, a: float, b: float) -> int:
+        if a >= b:
+            return self._group_size
+        sizes = range(self._group_size, self._most)
+        return self._group_size + bisect_left(sizes, self._enough, key=lambda size: chance_informative(a, b, size))
 
 
 class PromptLaw(Protocol):

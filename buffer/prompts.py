@@ -1,4 +1,4 @@
-"""Prompts: which prompt is leased next, to whom, and how long its answers are likely to be.
+"""Prompts: which prompt is leased next, to whom, with how many samples, and how long its answers are likely to be.
 
 Prompts that came back go first, then those of the window: the next few of the law (`buffer.prompt_laws`), which
 `buffer.dispatch` takes apart as it likes, but empties before the next begins. Window and what was learned of lengths
@@ -30,7 +30,7 @@ from buffer.dispatch import (
 )
 from buffer.errors import BufferRefused
 from buffer.length_model import LengthModel
-from buffer.prompt_laws import ByChance, EpochOrder, PromptLaw, SuccessModel
+from buffer.prompt_laws import ByChance, EpochOrder, GroupSizes, PromptLaw, SuccessModel
 from buffer.protocol import Expect, LeaseRequest, VisitsReply
 from buffer.schema import VISITS
 from buffer.tables import Group, ReturnedPrompt
@@ -69,11 +69,13 @@ class Prompts:
         """Those with the ids in `own`."""
         self._facts, self._contract, self._clock = facts, contract, clock
         self._policy = POLICIES[config.dispatch]()
-        is_learned = config.prompt_law == "posterior"
+        by_success = config.prompt_law == "posterior"
+        is_learned = by_success or config.most_samples > 0
         self.successes = SuccessModel(facts.num_prompts, config.prompt_tau) if is_learned else None
+        self._sizes = GroupSizes(facts.group_size, config.most_samples, self.successes)
         self._law: PromptLaw = EpochOrder(own, facts.seed)
         if config.prompt_law != "epoch":
-            self._law = ByChance(own, facts.seed, self.successes, config.prompt_floor)
+            self._law = ByChance(own, facts.seed, self.successes if by_success else None, config.prompt_floor)
         self.lengths = LengthModel(facts.num_prompts)
         self.pace = Pace(clock)
         self._window = Window()
@@ -109,6 +111,10 @@ class Prompts:
         tx.undo.append(partial(self._window.put, waiting))
         tx.window.delete(waiting.order)
         return NextPrompt(waiting.prompt_id, longest=waiting.longest)
+
+    def num_samples(self, tx: Transaction, prompt_id: int) -> int:
+        """Of how many samples a group is, whose prompt is leased now."""
+        return int(self._sizes.of(np.array([prompt_id]), tx.state.version)[0])
 
     def may_go_on(self, group: Group, request: LeaseRequest) -> bool:
         """May a group of which some tokens are there go to this actor?"""
@@ -199,7 +205,10 @@ class Prompts:
         self.lengths.shape = tx.state.lengths
         if not self.lengths.shape.num_groups:
             return np.zeros(len(prompts))
-        longest = self.lengths.longest_of(prompts, self._facts.group_size, tx.state.version)
+        usual = self._facts.group_size
+        # a table for every size would take the service some seconds: a group counts as the next doubling has it
+        doublings = np.ceil(np.log2(self._sizes.of(prompts, tx.state.version) / usual)).astype(np.int64)
+        longest = self.lengths.longest_of(prompts, usual * 2**doublings, tx.state.version)
         return np.minimum(self._facts.max_tokens, longest)
 
     def _ahead(self, tx: Transaction, many: int) -> npt.NDArray[np.int64]:

@@ -43,7 +43,7 @@ class Hello(Message, frozen=True):
 
 
 class LeaseRequest(Message, frozen=True):
-    """An actor asks for up to `max_groups` groups to generate."""
+    """An actor asks for up to `max_groups` groups of K samples to generate; a larger one counts as several."""
 
     actor: str
     epoch: Count
@@ -249,6 +249,8 @@ class LeaseGrant(Message, frozen=True):
     lane; 0: it makes all of them to their end."""
     is_near_bound: bool = False
     """Admission was closed a short time ago: what this actor leases before it needs it, another one lacks."""
+    num_taken: Count = 0
+    """As how many of the groups that were asked for the leases count."""
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):

@@ -12,6 +12,7 @@ from typing import Any
 
 from common.costs import Moments, TokenTime
 from launch.config import Config
+from launch.errors import ConfigError
 from launch.observe.status import PoolStatus
 from planning.following import Advice, Following, PoolState, StepFacts
 
@@ -21,6 +22,20 @@ MOST_ADVISED = 4
 Row = Mapping[str, Any]
 Room = Callable[[str], int]
 """How many more actors of a pool have a place now."""
+
+
+def check_autoscale(config: Config) -> None:
+    """See that a step needs as many samples as autoscale counts with.
+
+    Raises:
+        ConfigError: some groups have more.
+    """
+    mode, most = config.launch.autoscale, config.buffer.most_samples
+    if mode != "off" and most > config.actors.group_size:
+        raise ConfigError(
+            f"launch.autoscale = '{mode}' counts with actors.group_size samples of every prompt, and "
+            f"buffer.most_samples = {most} makes more of some: leave one of them off"
+        )
 
 
 class Autoscale:

@@ -16,6 +16,7 @@ from common.hf_folder import ModelFacts
 from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys, is_loopback
 from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract
+from launch.autoscale import check_autoscale
 from launch.config import Config
 from launch.errors import ConfigError, as_config_error
 from launch.gpus import check_gpus, describe_gpus, lacking_gpus
@@ -126,9 +127,10 @@ class Plan:
         """A few lines for `--dry-run`."""
         config = self.config
         group_size = (self.recorded or config.actors).group_size
+        sizes = sorted({group_size, config.buffer.largest_group(group_size)})
         updates = _count(config.learner.updates_per_step, "update")
-        samples = config.learner.groups_per_step * group_size
-        use = "to evaluate" if self.recorded else f"{group_size} samples per prompt"
+        samples = " to ".join(str(config.learner.groups_per_step * size) for size in sizes)
+        use = "to evaluate" if self.recorded else f"{' to '.join(map(str, sizes))} samples per prompt"
         model = config.model.path or f"{config.model.hub} (from the Hub)"
         model += "" if self.model else ", not here yet and not checked"
         return "\n".join(
@@ -174,7 +176,9 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     learner = config.learner
     with as_config_error():
         contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
-    _check_sizes(config, contract)
+        config.buffer.check_sizes(config.actors.group_size, contract.capacity())
+    _check_sizes(config)
+    check_autoscale(config)
     _check_weight_sync(config, is_new=resumed is None)
     _check_ray(config)
     model = None
@@ -398,18 +402,12 @@ def _check_ray(config: Config) -> None:
         )
 
 
-def _check_sizes(config: Config, contract: StalenessContract) -> None:
+def _check_sizes(config: Config) -> None:
     actors, learner = config.actors, config.learner
     if learner.token_budget < actors.max_model_tokens:
         raise ConfigError(
             f"learner.token_budget = {learner.token_budget} is below actors.max_prompt_tokens + "
             f"actors.max_new_tokens = {actors.max_model_tokens}: the longest sample would fit in no micro-batch"
-        )
-    outstanding = contract.capacity() * actors.group_size
-    if config.buffer.capacity_trajectories < outstanding:
-        raise ConfigError(
-            f"buffer.capacity_trajectories = {config.buffer.capacity_trajectories} is below the {outstanding} samples "
-            f"that may be outstanding at once (weight_sync.max_lag, learner.groups_per_step, actors.group_size)"
         )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from buffer.config import BufferConfig
+from buffer.config import MAX_GROUP_SIZE, BufferConfig
 from buffer.errors import StoreError
 from buffer.ingest import PushedRow, faults, rows_of
 from buffer.offline.export import batches_of
@@ -43,7 +43,7 @@ RECORDED_VERSION = -1
 MAX_INCARNATIONS = 1024
 """No run has restarted its learner more often."""
 MAX_TOKEN_ID = 2**31 - 1
-MAX_PROMPTS, MAX_GROUP_SIZE = 2**24, 2**16
+MAX_PROMPTS = 2**24
 """Larger ids and indices are not believed, for the rules keep something for each below them."""
 PART_ROWS = 4096
 """So many samples of a file, and the rest of the last one's group, are entered in one transaction."""

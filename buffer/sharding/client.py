@@ -133,7 +133,7 @@ class ShardedClient:
     def lease(
         self, max_groups: int, lane: str = "", token_s: float = 0.0, *, wants_lengths: bool = False
     ) -> Future[Granted]:
-        """Ask all shards in turn for up to `max_groups` groups; more come where a silent shard answers late."""
+        """Ask all shards in turn for up to `max_groups` groups of K; more come where a silent shard answers late."""
 
         def asking(wanted: int) -> Callable[[BufferClient], Future[Granted]]:
             return lambda client: client.lease(wanted, lane, token_s, wants_lengths=wants_lengths)
@@ -249,7 +249,8 @@ class ShardedClient:
         body = schema.join_streams(bodies) if bodies else b""
         # a shard that has none left sends the actor on to the next
         is_near_bound = all(grant.is_near_bound for grant in grants)
-        return Granted(leases, newest, draining, hand_on_at, is_near_bound, body=body)
+        num_taken = sum(grant.num_taken for grant in grants)
+        return Granted(leases, newest, draining, hand_on_at, is_near_bound, num_taken, body=body)
 
     async def _ask_for_leases(self, max_groups: int, asking: _Asking) -> list[Granted]:
         """One round over the shards. Another one begins it each time, so that none is always the last."""
@@ -257,7 +258,7 @@ class ShardedClient:
         order = [shard for shard in self._shards[turn:] + self._shards[:turn] if shard.is_connected]
         grants: list[Granted] = []
         for i, shard in enumerate(order):
-            room = max_groups - sum(len(grant.leases) for grant in grants)
+            room = max_groups - sum(grant.num_taken for grant in grants)
             if room <= 0:
                 break
             wanted = -(-room // (len(order) - i))

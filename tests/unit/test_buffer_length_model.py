@@ -137,6 +137,16 @@ def test_single_samples_and_equal_lengths_are_no_trouble():
     assert found[0] < found[1], "of the second all were cut"
 
 
+def test_each_prompt_may_have_a_group_of_its_own_size():
+    world, model = World(), LengthModel(NUM_PROMPTS)
+    world.epoch(model)
+    prompts, sizes = np.arange(6), np.array([K, 2 * K, K, 4 * K, 4 * K, 2 * K])
+    found = model.longest_of(prompts, sizes, 0)
+    of_each = [model.longest_of(prompts, size, 0)[place] for place, size in enumerate(sizes.tolist())]
+    assert found.tolist() == of_each
+    assert found[1] > model.longest_of(prompts, K, 0)[1]
+
+
 def test_what_is_put_is_got_and_nothing_is_nothing():
     model = LengthModel(2)
     visit = Visit(0.5, 0.25, 3)

@@ -8,6 +8,7 @@ import pytest
 
 from buffer import protocol as p
 from buffer import rows, schema
+from buffer.config import MAX_GROUP_SIZE
 from buffer.errors import BadBody
 from buffer.ingest import faults
 from buffer.trajectory import SCHEMA_VERSION, VersionSpan
@@ -175,7 +176,7 @@ BAD = {
     "empty completion": {"prompt_length": 7, "logprobs": np.zeros(0, np.float32), "spans": ()},
     "longer than max_tokens": {"token_ids": np.zeros(17, np.int32)},
     "reward not finite": {"reward": float("inf")},
-    "sample_index out of range": {"sample_index": 4},
+    "sample_index out of range": {"sample_index": MAX_GROUP_SIZE},
     "prompt_id out of range": {"prompt_id": -1},
     "finish_reason": {"finish_reason": "abort"},
     "reference_logprobs": {"reference_logprobs": np.zeros(3, np.float32)},
