@@ -370,6 +370,11 @@ def _check_teachers(config: Config) -> None:
             f"task.teacher_column = '{column}', and there are no teachers: name the folder of each in a table "
             "[model.teachers], or leave the column out"
         )
+    if config.algorithm.type == "distillation" and not config.model.frozen:
+        raise ConfigError(
+            "algorithm.type = 'distillation', and there is no teacher but the model itself: set model.reference_path "
+            "to the teacher's folder, or name several in a table [model.teachers]"
+        )
 
 
 def _check_weight_sync(config: Config, *, is_new: bool) -> None:

@@ -88,7 +88,7 @@ def test_without_teachers_one_reference_has_all_prompts(write):
     )
     told = context(plan(path, "--model.reference_path", str(STUDENT)))
     assert (told.reference_paths, told.teacher_of_prompt) == ((STUDENT,), b"")
-    model_itself = context(plan(path))
+    model_itself = context(plan(path, "--algorithm.type", "trajectory_balance"))
     assert model_itself.reference_paths == (model_itself.model_path,)
 
 
@@ -113,6 +113,7 @@ LONE = f'[model.teachers]\nmath = "{STUDENT}"\ncode = "{STUDENT}"\n'
         ([('"distillation"', '"off_policy_ppo"')], rows(), "model.teachers.math would teach nobody: algorithm.type = "),
         ([('teacher_column = "domain"\n', "")], rows(), "model.teachers has math, code, and nothing says which"),
         ([(LONE, "")], rows(), "task.teacher_column = 'domain', and there are no teachers"),
+        ([(LONE, ""), ('teacher_column = "domain"\n', "")], rows(), "there is no teacher but the model itself"),
         (
             [("[model.teachers]", f'reference_path = "{STUDENT}"\n[model.teachers]')],
             rows(),
