@@ -177,7 +177,8 @@ class SamePrompt:
 class FromFile:
     """A sampler of a user's: what it raises and what it takes wrongly names its file."""
 
-    reference: str
+    setting: str
+    """Key and value that name it."""
     sampler: Sampler
 
     def choose(self, candidates: GroupIndex, num_groups: int, random: Random, taken: Ids = NOTHING) -> list[int]:
@@ -189,48 +190,46 @@ class FromFile:
         try:
             chosen = [int(group_id) for group_id in self.sampler.choose(candidates, num_groups, random, taken)]
         except Exception as error:
-            raise BufferRefused(
-                f"buffer.sampler = '{self.reference}' raised {type(error).__name__}: {error}"
-            ) from error
+            raise BufferRefused(f"{self.setting} raised {type(error).__name__}: {error}") from error
         free = {key.group_id for key in candidates.ready} - taken
         wrong = [group_id for group_id, count in Counter(chosen).items() if count > 1 or group_id not in free]
         if wrong or len(chosen) > num_groups:
             what = f"group {wrong[0]}, which is taken or not ready" if wrong else f"{len(chosen)} groups"
             raise BufferRefused(
-                f"buffer.sampler = '{self.reference}' took {what}: it is to take up to {num_groups} different ids "
+                f"{self.setting} took {what}: it is to take up to {num_groups} different ids "
                 "out of candidates.ready without those in taken"
             )
         return chosen
 
 
-def from_file(reference: str) -> tuple[Sampler | None, Weight | None]:
-    """What FILE.py:NAME is: a sampler, or the weight that groups are drawn by.
+def from_file(key: str, reference: str) -> tuple[Sampler | None, Weight | None]:
+    """What FILE.py:NAME is, by the key that names it: a sampler, or the weight that groups are drawn by.
 
     Raises:
         UserFileError: the file has none of that name, or it is neither.
     """
-    found = load_object(reference)
+    found, setting = load_object(reference), f"buffer.{key} = '{reference}'"
     if hasattr(found, "choose"):
-        return FromFile(reference, cast("Sampler", found)), None
+        return FromFile(setting, cast("Sampler", found)), None
     if callable(found):
-        return None, _checked(reference, cast("Weight", found))
+        return None, _checked(setting, cast("Weight", found))
     raise UserFileError(
-        f"buffer.sampler = '{reference}' is neither an object with choose(candidates, num_groups, random, taken) nor a "
+        f"{setting} is neither an object with choose(candidates, num_groups, random, taken) nor a "
         "function (group, oldest) that gives the logarithm of a group's weight"
     )
 
 
-def _checked(reference: str, weight: Weight) -> Weight:
+def _checked(setting: str, weight: Weight) -> Weight:
     """A weight of a user's; where it raises or gives no number the group has the weight 1, and the log says so."""
 
     def checked(group: Group, oldest: int) -> float:
         try:
             found = float(weight(group, oldest))
         except Exception:  # a group that is complete is stored, whatever a file of the user's does
-            _log.exception("buffer.sampler = '%s' failed on group %d, which has weight 1", reference, group.group_id)
+            _log.exception("%s failed on group %d, which has weight 1", setting, group.group_id)
             return 0.0
         if math.isnan(found):
-            _log.error("buffer.sampler = '%s' gave NaN for group %d, which has weight 1", reference, group.group_id)
+            _log.error("%s gave NaN for group %d, which has weight 1", setting, group.group_id)
             return 0.0
         return found
 
@@ -243,7 +242,8 @@ def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
     Raises:
         UserFileError: it names a file of the user's that has no such sampler.
     """
-    name = config.replay_sampler if config.sampler == "on_policy_share" else config.sampler
+    key = "replay_sampler" if config.sampler == "on_policy_share" else "sampler"
+    name = getattr(config, key)
     weights = {
         "uniform": uniform,
         "reward_softmax": reward_softmax(config.reward_temperature),
@@ -251,7 +251,7 @@ def build(config: BufferConfig) -> tuple[Sampler, Weight | None]:
     }
     in_order: dict[str, Sampler] = {"fifo": Fifo(), "length_balanced": LengthBalanced()}
     if is_reference(name):
-        sampler, weight = from_file(name)
+        sampler, weight = from_file(key, name)
     else:
         sampler, weight = in_order.get(name), weights.get(name)
     sampler = sampler or Weighted(config.with_replacement)
