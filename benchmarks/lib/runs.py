@@ -147,10 +147,14 @@ class KeptResults:
             sys.exit(f"--work {folder} holds runs of {theirs}, not of {facts}; choose another folder")
         said.write_text(json.dumps(facts))
 
+    def has(self, name: str) -> bool:
+        """Is something kept under a name?"""
+        return (self.folder / f"{name}.json").exists()
+
     def result(self, name: str, make: Callable[[Path], Mapping[str, Any]]) -> Any:  # noqa: ANN401 -- JSON
         """What is kept under a name; where nothing is, it is made in a folder that is removed afterwards."""
         kept = self.folder / f"{name}.json"
-        if kept.exists():
+        if self.has(name):
             return json.loads(kept.read_text())
         folder = self.folder / "runs" / name
         shutil.rmtree(folder, ignore_errors=True)  # what an earlier call left unfinished
