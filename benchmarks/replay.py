@@ -310,11 +310,12 @@ def page(results: Results, line: Mapping[str, Any], made: str, figure: str) -> l
         "this one generated; `-` where no run without replay is as bad. Runs without replay of all lengths, each with "
         "a learning rate that falls to 0, make the curve; a setting that is better than the longest of them, or worse "
         "by no more than the standard error over seeds, is held against that.",
-        "How to read it: with replay a run takes as many steps on fewer samples. Steps make the policy surer of what it "
-        "has seen, and that is what sampled answers gain by; greedy answers hear nothing of it, and gain where the steps "
-        "teach something. What is not generated is time saved too, for both sides share a core here.",
+        "How to read it: with replay a run takes as many steps on fewer samples. Steps make the policy surer of what "
+        "it has seen, and that is what sampled answers gain by; greedy answers hear nothing of it, and gain where the "
+        "steps teach something. What is not generated is time saved too, for both sides share a core here.",
         "What it does not show: answers of hundreds of tokens, where generating takes most of the time and seconds "
-        "follow the tokens; runs that see the same prompts for many epochs; learning rates tuned to the age of samples.",
+        "follow the tokens; runs that see the same prompts for many epochs; learning rates tuned to the age of the "
+        "samples.",
     ]
 
 
