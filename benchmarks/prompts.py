@@ -45,9 +45,9 @@ from benchmarks.lib.runs import FinishedRun, KeptResults, train
 NUM_SUMS = 512
 NUM_HELD_OUT = 512
 STEPS, QUICK_STEPS = 120, 20
-EVAL_EVERY = 10
+EVAL_EVERY = 12
 GROUPS_PER_STEP = 32
-TARGET = 0.8
+TARGET = 0.75
 REFILL = ("--buffer.refill_uninformative", "3")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "uniform": ("--buffer.prompt_law", "uniform"),
@@ -66,7 +66,7 @@ COLUMNS = {
 }
 """Column -> figure of a run, and how it reads."""
 
-Figures = Mapping[str, float | None]
+Figures = dict[str, float | None]
 """Of one run, by name; None where it never came so far."""
 
 
@@ -114,23 +114,21 @@ def run(kept: KeptResults, config: Path, name: str, seed: int) -> Figures:
     cell = f"{name}-seed{seed}"
     overrides = [*SETTINGS[name], "--run.seed", str(seed)]
     log = kept.folder / f"{cell}.log"
-    found: Figures = kept.result(cell, lambda folder: figures(train(config, folder, overrides, log=log)))
-    return found
+    found = kept.result(cell, lambda folder: measured(train(config, folder, overrides, log=log)))
+    steps = steps_until(TARGET, found.pop("accuracies"))
+    return {**found, "steps": steps, "tokens": None if steps is None else steps * found["tokens_per_step"]}
 
 
-def figures(run: FinishedRun) -> Figures:
-    """What is reported of a run."""
+def measured(run: FinishedRun) -> dict[str, Any]:
+    """What is kept of a run."""
     num_useful = GROUPS_PER_STEP * sum(1 - row["buffer/uninformative_frac"] for row in run.updates)
     generated = run.summary["generated_tokens"]
-    steps = steps_until(TARGET, accuracies(run))
-    per_step = generated / len(run.updates)
     return {
         "uninformative": fmean(row["buffer/uninformative_frac"] for row in run.updates),
         "useful_per_1000": 1000 * num_useful / generated,
-        "tokens_per_step": per_step,
-        "steps": steps,
-        "tokens": None if steps is None else steps * per_step,
+        "tokens_per_step": generated / len(run.updates),
         "greedy": run.summary["accuracy_after"],
+        "accuracies": accuracies(run),
     }
 
 
