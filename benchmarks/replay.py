@@ -1,7 +1,7 @@
 """Does replay pay? Accuracy against generated tokens, over the real system. Prints one JSON line last.
 
     python benchmarks/replay.py [--parts uses lags laws] [--algorithms NAME ...] [--seeds 0 1 2] [--work FOLDER]
-        [--kept] [--page [FILE]] [--quick]
+        [--after FILE.json] [--kept] [--page [FILE]] [--quick]
 
 Every run is one `leeway train examples/sums.toml`, an ordinary model, with one actor and one stage, one run after the
 other. The learner takes `STEPS` steps, so what differs is how many tokens are generated:
@@ -22,8 +22,9 @@ more than the standard error over seeds, is held against that. The figure of an 
 It is given twice: for answers that are sampled at temperature 1, whose accuracy is the reward that is trained, and for
 greedy ones.
 
-`--work` keeps finished runs: called again, only the missing ones run, and with `--kept` none. `--quick` is for
-development: few steps, one seed.
+`--work` keeps finished runs: called again, only the missing ones run, and with `--kept` none. A page has the figures of
+its runs beside it, .json: `--after` takes those of an earlier one, so that parts, algorithms and seeds can be added.
+`--quick` is for development: few steps, one seed.
 """
 
 from __future__ import annotations
@@ -152,7 +153,10 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, help="keeps finished runs; a new one for new code (default: keeps none)")
-    parser.add_argument("--kept", action="store_true", help="run nothing, and tell of what --work keeps")
+    parser.add_argument(
+        "--after", type=Path, metavar="FILE", help="figures of an earlier page, which are not run again"
+    )
+    parser.add_argument("--kept", action="store_true", help="run nothing, and tell of what there is")
     parser.add_argument("--quick", action="store_true", help="few steps and one seed, for development")
     args = parsed(parser, RESULTS / "replay.md")
     num_steps, seeds = (QUICK_STEPS, args.seeds[:1]) if args.quick else (STEPS, args.seeds)
@@ -161,14 +165,15 @@ def main() -> None:
     cells = [Cell(name, setting, seed) for seed in seeds for name in args.algorithms for setting in settings]
     before = describe_machine()
     end_at_sigterm()
+    known: dict[str, Figures] = json.loads(args.after.read_text()) if args.after else {}
     results: Results = {}
     with tempfile.TemporaryDirectory() as fresh:
         kept = KeptResults(args.work or Path(fresh), "replay.json", {"num_steps": num_steps})
         if args.kept:
-            cells = [cell for cell in cells if kept.has(cell.name)]
+            cells = [cell for cell in cells if cell.name in known or kept.has(cell.name)]
         for number, cell in enumerate(cells, 1):
             try:
-                found = run(kept, cell, num_steps)
+                found = known[cell.name] = known.get(cell.name) or run(kept, cell, num_steps)
             except MeasurementFailed as error:
                 print(f"{number} of {len(cells)}, {cell.name}: {error}", file=sys.stderr, flush=True)
                 continue
@@ -177,6 +182,7 @@ def main() -> None:
     line = summarised(results)
     if args.page:
         draw(results, args.page.with_suffix(".svg"))
+        args.page.with_suffix(".json").write_text(json.dumps(known, indent=0) + "\n")
         command = f"python benchmarks/replay.py --parts {' '.join(args.parts)} --page"
         write_page(args.page, page(results, line, origin(command, before, describe_commit()), args.page.stem))
     print(json.dumps(line))
