@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,13 +41,23 @@ from benchmarks.lib.machine import RESULTS, ROOT, describe_commit, describe_mach
 from benchmarks.lib.page import bars_table, judged, number, origin, parsed, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.rounds import means
-from benchmarks.lib.runs import FinishedRun, KeptResults, train
+from benchmarks.lib.runs import FEW_PROCESSES, FinishedRun, KeptResults, train
 
 NUM_SUMS = 512
 NUM_HELD_OUT = 512
 STEPS, QUICK_STEPS = 120, 20
 EVAL_EVERY = 12
 GROUPS_PER_STEP = 32
+SUMS = ROOT / "examples" / "sums.toml"
+HELD_OUT_SHARE = 0.125
+"""As its model's recipe has it."""
+ALIKE = (
+    *("--model.path", str(SUMS.with_name("sums_model")), "--model.recipe", str(SUMS.with_name("sums_model.py"))),
+    *("--algorithm.type", "off_policy_ppo", "--learner.lr_schedule", "constant"),
+    *("--learner.groups_per_step", str(GROUPS_PER_STEP), *FEW_PROCESSES),
+    *("--actors.eval_every", str(EVAL_EVERY), "--actors.eval_problems", str(NUM_HELD_OUT)),
+)
+"""What all runs have beside the config."""
 TARGET = 0.75
 REFILL = ("--buffer.refill_uninformative", "3")
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -83,18 +94,18 @@ def main() -> None:
     found: dict[str, list[Figures]] = {name: [] for name in SETTINGS}
     with tempfile.TemporaryDirectory() as fresh:
         kept = KeptResults(args.work or Path(fresh), "prompts.json", {"num_steps": num_steps})
-        config = write_config(kept.folder, num_steps)
+        config = write_config(kept.folder)
         for seed in seeds:
             for name in SETTINGS:
                 try:
-                    found[name].append(run(kept, config, name, seed))
+                    found[name].append(run(kept, config, name, seed, num_steps))
                 except MeasurementFailed as error:
                     print(f"{name}, seed {seed}: {error}", file=sys.stderr, flush=True)
                     continue
                 print(f"{name}, seed {seed}: {found[name][-1]}", file=sys.stderr, flush=True)
     if not all(found.values()):
         sys.exit("a setting has no run that went well, so nothing is compared")
-    of = {name: means(each) for name, each in found.items()}
+    of = {name: over_seeds(each) for name, each in found.items()}
     line: dict[str, Any] = {"num_seeds": min(map(len, found.values())), **compared(of)}
     line["wanted"] = judged(line, AT_LEAST, "at least", at_full_size=not args.quick)
     if args.page:
@@ -105,18 +116,23 @@ def main() -> None:
 # --- one run ----------------------------------------------------------------------------------------
 
 
-def run(kept: KeptResults, config: Path, name: str, seed: int) -> Figures:
+def run(kept: KeptResults, config: Path, name: str, seed: int, num_steps: int) -> Figures:
     """The figures of a setting, which is run where it was not before.
 
     Raises:
         MeasurementFailed: the run failed, took too long, or was ended before its last evaluation.
     """
     cell = f"{name}-seed{seed}"
-    overrides = [*SETTINGS[name], "--run.seed", str(seed)]
+    overrides = [*ALIKE, *SETTINGS[name], "--learner.num_steps", str(num_steps), "--run.seed", str(seed)]
     log = kept.folder / f"{cell}.log"
     found = kept.result(cell, lambda folder: measured(train(config, folder, overrides, log=log)))
     steps = steps_until(TARGET, found.pop("accuracies"))
     return {**found, "steps": steps, "tokens": None if steps is None else steps * found["tokens_per_step"]}
+
+
+def over_seeds(found: Sequence[Figures]) -> Figures:
+    """Means; none of what a seed has not come to, for those that have would hide it."""
+    return {name: None if any(each[name] is None for each in found) else value for name, value in means(found).items()}
 
 
 def measured(run: FinishedRun) -> dict[str, Any]:
@@ -134,13 +150,7 @@ def measured(run: FinishedRun) -> dict[str, Any]:
 
 def accuracies(run: FinishedRun) -> list[tuple[int, float]]:
     """Step and greedy accuracy of every evaluation, the accuracy averaged with those before and after."""
-    lines = map(json.loads, (run.folder / "events.jsonl").read_text().splitlines())
-    found = {
-        int(each["eval/version"].split(".")[1]): each["eval/accuracy_greedy"]
-        for each in lines
-        if each["kind"] == "evaluated"
-    }
-    steps, values = list(found), list(found.values())
+    steps, values = zip(*run.evaluations(), strict=True)
     return [(step, fmean(values[max(0, place - 1) : place + 2])) for place, step in enumerate(steps)]
 
 
@@ -152,52 +162,26 @@ def steps_until(target: float, points: Sequence[tuple[int, float]]) -> float | N
     return None
 
 
-def write_config(folder: Path, num_steps: int) -> Path:
-    """Write prompts and config."""
+def write_config(folder: Path) -> Path:
+    """Write prompts, and the config of the model with them in the place of its task."""
     chance = random.Random(0)
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     chance.shuffle(sums)
-    apart = [each for each in sums if held_out("Calculate {} + {}.".format(*each), 0.125)]  # as the recipe has them
-    known = [each for each in sums if each not in set(apart)][:NUM_SUMS]
+    apart = dict.fromkeys(each for each in sums if held_out("Calculate {} + {}.".format(*each), HELD_OUT_SHARE))
+    known = [each for each in sums if each not in apart][:NUM_SUMS]
     hard = [(chance.randrange(100, 1000), chance.randrange(100, 1000)) for _ in range(NUM_SUMS // 2)]
-    for name, pairs in (("train", [*known, *hard]), ("held_out", apart[:NUM_HELD_OUT])):
+    for name, pairs in (("train", [*known, *hard]), ("held_out", list(apart)[:NUM_HELD_OUT])):
         (folder / f"{name}.jsonl").write_text("\n".join(_rows(pairs)) + "\n")
     path = folder / "prompts.toml"
-    path.write_text(f"""\
-[model]
-path = "{ROOT / "examples" / "sums_model"}"
-recipe = "{ROOT / "examples" / "sums_model.py"}"
-
+    task = f"""\
 [task]
 type = "file"
 path = "{folder / "train.jsonl"}"
 heldout_path = "{folder / "held_out.jsonl"}"
 rewards = ["exact"]
 
-[algorithm]
-type = "off_policy_ppo"
-
-[actors]
-num_actors = 1
-group_size = 8
-max_prompt_tokens = 8
-max_new_tokens = 8
-max_running_samples = 128
-eval_every = {EVAL_EVERY}
-eval_problems = {NUM_HELD_OUT}
-
-[learner]
-num_stages = 1
-num_steps = {num_steps}
-groups_per_step = {GROUPS_PER_STEP}
-token_budget = 1024
-learning_rate = 1e-4
-warmup_steps = 10
-lr_schedule = "constant"
-adam_beta2 = 0.99
-max_grad_norm = 1.0
-checkpoint_every = {num_steps}
-""")
+"""
+    path.write_text(re.sub(r"\[task\].*?(?=\[algorithm\])", lambda _: task, SUMS.read_text(), flags=re.DOTALL))
     return path
 
 

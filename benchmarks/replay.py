@@ -47,20 +47,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.figure import drawn
 from benchmarks.lib.machine import RESULTS, describe_commit, describe_machine
-from benchmarks.lib.page import origin, parsed, table, write_page
+from benchmarks.lib.page import number, origin, parsed, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.rounds import spread
-from benchmarks.lib.runs import FinishedRun, KeptResults, train
+from benchmarks.lib.runs import FEW_PROCESSES, FinishedRun, KeptResults, train
 
 CONFIG = "examples/sums.toml"
 STEPS = 120
 QUICK_STEPS = 6
 WANTED = 1.4
+TIMES = "{:.2f} times"
 REPLAY_STEPS = 2
 ACCURACIES = ("sampled", "greedy")
 """How held-out problems are answered; the first is the one that a run is trained for."""
-LAYOUT = ("--actors.num_actors", "1", "--learner.num_stages", "1")
-"""Fewer processes than the config has: a run is to start fast, and fits on one core."""
 ALGORITHMS = {
     "trajectory_balance": "#0072B2",
     "oapl": "#CC79A7",
@@ -194,7 +193,7 @@ def run(kept: KeptResults, cell: Cell, num_steps: int) -> Figures:
     Raises:
         MeasurementFailed: the run failed, took too long, or was ended before its last evaluation.
     """
-    overrides = ["--algorithm.type", cell.algorithm, "--run.seed", str(cell.seed), *LAYOUT]
+    overrides = ["--algorithm.type", cell.algorithm, "--run.seed", str(cell.seed), *FEW_PROCESSES]
     overrides += cell.setting.overrides(num_steps)
     log = kept.folder / f"{cell.name}.log"
     found: Figures = kept.result(cell.name, lambda folder: figures(train(CONFIG, folder, overrides, log=log)))
@@ -293,9 +292,16 @@ def page(results: Results, line: Mapping[str, Any], made: str, figure: str) -> l
         shown = [spread([each[key] for each in found], form) for key, form in COLUMNS.values()]
         is_replay = setting.max_uses > 1
         saved = [tokens_saved(results, algorithm, setting, by) if is_replay else None for by in ACCURACIES]
-        rows.append([algorithm, setting.name, str(len(found)), *shown, *map(_times, saved)])
+        rows.append([algorithm, setting.name, str(len(found)), *shown, *(number(each, TIMES) for each in saved)])
     gains = [
-        [name, *(cell for by in ACCURACIES for cell in (_times(each[by]["tokens_saved"]), each[by]["setting"] or "-"))]
+        [
+            name,
+            *(
+                cell
+                for by in ACCURACIES
+                for cell in (number(each[by]["tokens_saved"], TIMES), each[by]["setting"] or "-")
+            ),
+        ]
         for name, each in line.items()
         if isinstance(each, dict)
     ]
@@ -323,10 +329,6 @@ def page(results: Results, line: Mapping[str, Any], made: str, figure: str) -> l
         "follow the tokens; runs that see the same prompts for many epochs; learning rates tuned to the age of the "
         "samples.",
     ]
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} times"
 
 
 def draw(results: Results, path: Path) -> None:

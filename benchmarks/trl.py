@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.machine import RECIPE_LIMIT_S, RESULTS, ROOT, describe_machine
-from benchmarks.lib.page import bars_table, judged, origin, table, write_page
+from benchmarks.lib.page import bars_table, judged, number, origin, table, write_page
 from benchmarks.lib.peers import PeersUnavailable, python_with
 from benchmarks.lib.processes import MeasurementFailed, call_in_processes, end_at_sigterm
 from benchmarks.lib.rounds import median_ratio
@@ -168,10 +168,7 @@ def _accuracies(run: FinishedRun) -> list[tuple[float, float]]:
     first = run.steps[0]
     began_s = first["started_s"] - first["time/wait_for_batch"]
     there_s = {row["version"]: row["finished_s"] - began_s for row in run.steps}
-    events = map(json.loads, (run.folder / "events.jsonl").read_text().splitlines())
-    found = [each for each in events if each["kind"] == "evaluated"]
-    numbers = [(int(each["eval/version"].split(".")[-1]), each["eval/accuracy_greedy"]) for each in found]
-    return [(there_s[version], accuracy) for version, accuracy in numbers if version in there_s]
+    return [(there_s[version], accuracy) for version, accuracy in run.evaluations() if version in there_s]
 
 
 def _figures(samples_per_s: float, accuracies: Sequence[Sequence[float]]) -> Figures:
@@ -230,8 +227,7 @@ def page(result: Figures, num_rounds: int) -> list[str]:
     for name, sides in result["cases"].items():
         for side, one in sides.items():
             cells = (one["accuracy"], "{:.3f}"), (one["target_s"], "{:.0f}")
-            shown = ["-" if value is None else form.format(value) for value, form in cells]
-            rows.append([name, side, f"{one['samples_per_s']:.1f}", *shown])
+            rows.append([name, side, f"{one['samples_per_s']:.1f}", *(number(*cell) for cell in cells)])
     columns = ["case", "side", "samples per second", "accuracy at the end", f"seconds to {TARGET:g}"]
     return ["# Beside TRL, measured", head, bars_table(result["wanted"], "at least"), said, table(columns, rows)]
 

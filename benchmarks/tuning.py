@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.figure import drawn
 from benchmarks.lib.machine import RESULTS, Machine, describe_machine
-from benchmarks.lib.page import origin, table, write_page
+from benchmarks.lib.page import number, origin, table, write_page
 from benchmarks.lib.processes import MeasurementFailed, end_at_sigterm
 from benchmarks.lib.rounds import Figures, means
 from benchmarks.lib.runs import FinishedRun, KeptResults, Row, by_token, train
@@ -126,10 +126,10 @@ def measure(kept: KeptResults, num_steps: int, sweeps: tuple[Sweep, ...], seeds:
     """
     found: dict[Overrides, Figures] = {}
     runs = runs_of(sweeps)
-    for number, overrides in enumerate(runs, 1):
+    for place, overrides in enumerate(runs, 1):
         found[overrides] = over_seeds([one(kept, num_steps, overrides, seed) for seed in seeds])
         shown = {key: round(value, 3) for key, value in found[overrides].items() if value is not None}
-        print(f"{number} of {len(runs)}, {' '.join(overrides) or 'the demo'}: {json.dumps(shown)}", file=sys.stderr)
+        print(f"{place} of {len(runs)}, {' '.join(overrides) or 'the demo'}: {json.dumps(shown)}", file=sys.stderr)
     return {sweep.key: {value: found[sweep.overrides(value)] for value in sweep.values} for sweep in sweeps}
 
 
@@ -274,13 +274,9 @@ def _section(sweep: Sweep, found: Mapping[int, Figures], figure: str) -> list[st
         name += f", with `learner.groups_per_step` {SAMPLES_PER_STEP} over it"
     rows = []
     for value, figures in sorted(found.items()):
-        cells = [_cell(figures[key], form) for key, form in COLUMNS.values()]
+        cells = [number(figures[key], form) for key, form in COLUMNS.values()]
         rows.append([f"**{value}** (the demo)" if value == sweep.default else str(value), *cells])
     return [f"## {name}", f"![{sweep.key} against rates, lag and idle shares]({figure})", table([name, *COLUMNS], rows)]
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def draw(sweep: Sweep, found: Mapping[int, Figures], path: Path) -> None:

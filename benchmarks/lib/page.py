@@ -41,7 +41,7 @@ def number(value: float | None, form: str) -> str:
 
 def share(value: float | None) -> str:
     """A part of a whole in per cent."""
-    return "-" if value is None else f"{value:.0%}"
+    return number(value, "{:.0%}")
 
 
 def ms(seconds: float) -> str:

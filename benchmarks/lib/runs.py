@@ -27,6 +27,8 @@ from launch.observe.trace import read
 
 LIMIT_S = 900.0
 """No run takes longer, unless a benchmark says so."""
+FEW_PROCESSES = ("--actors.num_actors", "1", "--learner.num_stages", "1")
+"""Overrides: a run starts fast, and fits on one core."""
 LOOK_EVERY_S = 0.5
 LAST_LINES = 20
 """Of what a run has printed that failed: its folder may be gone when somebody reads why."""
@@ -96,6 +98,12 @@ class FinishedRun:
         if found["accuracy_after"] is None:
             raise MeasurementFailed(f"was ended after {found['num_steps']} steps, before its last evaluation")
         return found
+
+    def evaluations(self) -> list[tuple[int, float]]:
+        """Of each in order, the version and the greedy accuracy."""
+        events = map(json.loads, (self.folder / "events.jsonl").read_text().splitlines())
+        found = [each for each in events if each["kind"] == "evaluated"]
+        return [(int(each["eval/version"].split(".")[-1]), each["eval/accuracy_greedy"]) for each in found]
 
     def samples(self) -> Samples:
         """All that a step has trained, read from the buffer."""
