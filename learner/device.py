@@ -38,6 +38,7 @@ LOGIT_COPIES = 3
 """Of a chunk of logits, that exist at once: themselves, their exponentials, and a product on the way."""
 HEAD_STATES = 3
 """Beside them, of the states that the head reads: normed, in the dtype of products, and their gradient."""
+HEAD = LogitRule(temperature=1.0)
 
 
 def device_of(config: LearnerConfig, rank: int) -> torch.device:
@@ -140,14 +141,16 @@ def _need_of(
     in_flight = micro_batches_in_flight(config, stage, num_micro_batches)
     per_layer = budget * kept_bytes(model, config)
     kept = states_item * budget * width * num_layers if checkpointing else per_layer * num_layers
-    chunk = LogitRule(1.0).chunk_tokens(model.vocab_size, torch.float32, "cuda")
+    computed = torch.bfloat16 if is_narrow else torch.float64 if config.precision == "float64" else torch.float32
+    chunk, most_kept = (of(model.vocab_size, computed, "cuda") for of in (HEAD.chunk_tokens, HEAD.kept_tokens))
     chunk_bytes = item * model.vocab_size * min(chunk, budget)
+    probabilities = computed.itemsize * model.vocab_size * min(most_kept, budget) * ceil(in_flight)
     static = {
         "weights": item * trained,
         "rounded weights": 2 * trained * is_narrow,
         "gradients": item * trained,
         "moments": 2 * item * trained,
-        "logits": (LOGIT_COPIES * chunk_bytes + HEAD_STATES * item * budget * width) * has_head,
+        "logits": (LOGIT_COPIES * chunk_bytes + HEAD_STATES * item * budget * width + probabilities) * has_head,
         "between stages": 2 * states_item * budget * width * num_micro_batches * (config.num_stages > 1),
         "CUDA": RUNTIME_BYTES,
     }

@@ -1,15 +1,19 @@
-"""Fused kernels of a library in the place of what is computed element by element, where it is installed.
+"""Fused kernels in the place of what is computed element by element: a library's, where it is installed, and our own.
 
-Without them a norm, a rotation, a gate and a softmax are ten and more passes over memory each. liger-kernel (Triton)
-does each in one or two, forward and backward, and keeps less for the backward pass. What is replaced, by which rule:
+Without them a norm, a rotation, a gate and a softmax are ten and more passes over memory each. Kernels (Triton) do each
+in one or two, forward and backward, and keep less for the backward pass. What is replaced, by which rule:
 
-    norm        every RMS norm, with the offset and the rounding of its family; the gradient that comes in is left as it
-                is, for where the output of a norm is added to states (Gemma), theirs is the same tensor
+    layer       its two norms and the sum between them, of layers that norm before each block and add after it (all
+                families but Gemma's), by `learner.row_kernels`
+    norm        every other RMS norm, by liger-kernel, with the offset and the rounding of its family; the gradient that
+                comes in is left as it is, for where the output of a norm is added to states (Gemma), theirs is the same
+                tensor
     gate        act(gate) * up of an MLP, for SiLU and the tanh form of GELU; its gradient is written over its inputs,
                 which nothing else reads
     rotation    of queries and keys, for the attention of a model's file as a whole, since layers look it up there;
                 the kernel takes it where it is of 16 bits and on CUDA, and torch all other
-    softmax     of a chunk of the head's logits, in float32 as their product is; probabilities are written over them
+    softmax     of a chunk of the head's logits, by `learner.row_kernels`: what liger-kernel makes of them is as wide as
+                they are, and it waits for the device in every call
 
 The head itself stays two products of torch around that softmax. The library has the whole in one, and neither will do:
 `fused_linear_cross_entropy` rounds logits to 16 bits, knows no temperature, and reads the head once for every
@@ -33,6 +37,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from learner.attention import AttentionLayout
+
 logger = logging.getLogger(__name__)
 
 LIBRARY = "liger_kernel"
@@ -42,6 +48,10 @@ ROTATED = (torch.bfloat16, torch.float16)
 """Of which queries and keys its rotation is taken."""
 
 _FUNCTIONS = f"{LIBRARY}.transformers.functional"
+_OURS = "learner.row_kernels"
+"""Imported where it is used, for Triton is not everywhere."""
+_PRE_NORMED = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+"""What a layer consists of that norms before attention and before its MLP, and nowhere else."""
 _ROTATION = "apply_rotary_pos_emb"
 _GATES = {"silu": "liger_swiglu", "gelu_pytorch_tanh": "liger_geglu"}
 """By the activation that a model's config names."""
@@ -49,13 +59,17 @@ _GATES = {"silu": "liger_swiglu", "gelu_pytorch_tanh": "liger_geglu"}
 
 def fuse(decoder: nn.Module, device: torch.device) -> bool:
     """Replace what the kernels compute in these layers, for good; False and nothing where they are not at hand."""
-    library = _usable_library(device) if device.type == DEVICE else None
-    if library is None:
+    usable = _usable(device) if device.type == DEVICE else None
+    if usable is None:
         return False
+    library, ours = usable
     for module in decoder.modules():
+        parts: Any = dict(module.named_children())
+        if parts.keys() == _PRE_NORMED and not _is_gemma(parts["input_layernorm"]):
+            _replace_forward(module, functools.partial(_pre_normed, ours.add_norm, module))
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
-            _replace_forward(module, _norm(library, module, is_gemma=kind.startswith("Gemma")))
+            _replace_forward(module, _norm(library, module, is_gemma=_is_gemma(module)))
         elif kind.endswith("MLP"):
             config: Any = module.config
             gate = _GATES.get(getattr(config, "hidden_act", None) or config.hidden_activation)
@@ -63,24 +77,41 @@ def fuse(decoder: nn.Module, device: torch.device) -> bool:
                 _replace_forward(module, functools.partial(_gated, getattr(library, gate), module))
         elif kind.endswith("Attention"):
             _replace_rotation(library, sys.modules[type(module).__module__])
-    logger.info("norms, gates, rotations and the softmax of logits are computed by %s", LIBRARY)
+    logger.info("norms, gates, rotations and the softmax of logits are computed by %s and %s", LIBRARY, _OURS)
     return True
 
 
-@torch.no_grad()
-def softmax_in_place(logits: Tensor, tokens: Tensor, *, wants_shares: bool) -> Tensor:
-    """Log-probabilities of tokens, float32 [c, V], int64 [c] -> [c]; only after `fuse` has said True.
-
-    With `wants_shares` the logits become probabilities, but for those of the tokens, which become anything.
-    """
-    library: Any = importlib.import_module(_FUNCTIONS)
-    # that a gradient is wanted is what it goes by, and it writes that over its input
-    losses: Tensor = library.liger_cross_entropy(logits.detach().requires_grad_(wants_shares), tokens, reduction="none")
-    return losses.detach().neg_()
+def softmax(logits: Tensor, tokens: Tensor, out: Tensor | None) -> Tensor:
+    """`row_kernels.softmax`; only after `fuse` has said True."""
+    found: Tensor = importlib.import_module(_OURS).softmax(logits, tokens, out)
+    return found
 
 
-def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     module.forward = forward  # hooks stay, for they are called around it
+
+
+def _is_gemma(norm: nn.Module) -> bool:
+    return type(norm).__name__.startswith("Gemma")
+
+
+def _pre_normed(
+    add_norm: Callable[..., tuple[Tensor, Tensor]],
+    layer: nn.Module,
+    states: Tensor,
+    *,
+    position_embeddings: tuple[Tensor, Tensor],
+    layout: AttentionLayout,
+) -> Tensor:
+    """A decoder layer, [1, T, H] -> [1, T, H]."""
+    parts: Any = layer
+    first, second = parts.input_layernorm, parts.post_attention_layernorm
+    states, normed = add_norm(states, None, first.weight, first.variance_epsilon)
+    known = {"position_embeddings": position_embeddings, "attention_mask": None, "layout": layout}
+    attended, _ = parts.self_attn(hidden_states=normed, **known)
+    states, normed = add_norm(states, attended, second.weight, second.variance_epsilon)
+    added: Tensor = parts.mlp(normed)
+    return states + added
 
 
 def _norm(library: ModuleType, module: nn.Module, *, is_gemma: bool) -> Callable[[Tensor], Tensor]:
@@ -129,37 +160,38 @@ def _rotated(
 # --- what is tried before anything is replaced ----------------------------------------------------
 
 
-def _usable_library(device: torch.device) -> ModuleType | None:
-    """Its functions; None where it is not installed, and where it fails on this device, which a warning tells."""
+def _usable(device: torch.device) -> tuple[ModuleType, ModuleType] | None:
+    """The library's functions and ours; None where it is not installed, and where one fails, which a warning tells."""
     if importlib.util.find_spec(LIBRARY) is None:
         return None
     try:
-        library = importlib.import_module(_FUNCTIONS)
-        wrong = _first_wrong(library, device)
+        library, ours = importlib.import_module(_FUNCTIONS), importlib.import_module(_OURS)
+        wrong = _first_wrong(library, ours, device)
     except Exception as error:  # Triton looks for a compiler and a driver, and each fails in its own way
         wrong = f"{type(error).__name__}: {error}"
     else:
         if wrong is None:
-            return library
+            return library, ours
     logger.warning(
-        "%s is installed and does not work on %s (%s): torch computes norms, gates, rotations and the softmax "
-        "of logits in its place, which is slower. Mend it, or uninstall it",
+        "%s is installed, and its kernels or the learner's own do not work on %s (%s): torch computes norms, gates, "
+        "rotations and the softmax of logits in their place, which is slower. Mend it, or uninstall it",
         *(LIBRARY, device, wrong),
     )
     return None
 
 
-def _first_wrong(library: ModuleType, device: torch.device) -> str | None:
+def _first_wrong(library: ModuleType, ours: ModuleType, device: torch.device) -> str | None:
     """Whose numbers or gradients on a small example are not torch's; None if all are."""
-    for trial in _trials(library, device):
+    for trial in _trials(library, ours, device):
         found, wanted = (_with_gradients(function, trial.inputs) for function in (trial.fused, trial.plain))
         if not all(torch.allclose(*both, rtol=1e-3, atol=1e-4) for both in zip(found, wanted, strict=True)):
-            return f"wrong numbers of its {trial.name}"
+            return f"wrong numbers of the {trial.name}"
     logits, tokens = torch.linspace(-3, 3, 64, device=device).view(4, 16), torch.arange(4, device=device)
+    shares = torch.empty_like(logits)
+    said = ours.softmax(logits, tokens, shares)
     wanted = [logits.log_softmax(1)[:, :4].diag(), logits.softmax(1).scatter(1, tokens[:, None], 0)]
-    said = softmax_in_place(logits, tokens, wants_shares=True)
-    if not all(map(torch.allclose, (said, logits.scatter(1, tokens[:, None], 0)), wanted)):
-        return "wrong numbers of its softmax"
+    if not all(map(torch.allclose, (said, shares), wanted)):
+        return "wrong numbers of the softmax"
     return None
 
 
@@ -170,7 +202,7 @@ class _Trial(NamedTuple):
     inputs: tuple[Tensor, ...]
 
 
-def _trials(library: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: ANN401 -- a module, of functions
+def _trials(library: Any, ours: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: ANN401 -- modules
     rows = torch.linspace(-3, 3, 64, device=device).view(4, 16)
     heads, weight = rows.view(1, 2, 2, 16), rows[3]
     halves = rows.view(1, 2, 32)[..., :8]
@@ -188,6 +220,14 @@ def _trials(library: Any, device: torch.device) -> Iterator[_Trial]:  # noqa: AN
     def fused_rotation(query: Tensor, key: Tensor) -> Tensor:
         return torch.cat(library.liger_rope(query, key, cosines, sines), 1)
 
+    def fused_sum(states: Tensor, added: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat(ours.add_norm(states, added, weight, 1e-6))
+
+    def sum_and_norm(states: Tensor, added: Tensor, weight: Tensor) -> Tensor:
+        summed = states + added
+        return torch.cat([summed, F.rms_norm(summed, (16,), weight, 1e-6)])
+
+    yield _Trial("sum and its norm", fused_sum, sum_and_norm, (rows, rows.flip(0), weight))
     yield _Trial("norm", fused_norm, lambda states, weight: F.rms_norm(states, (16,), weight, 1e-6), (rows, weight))
     for name, act in (("liger_swiglu", F.silu), ("liger_geglu", functools.partial(F.gelu, approximate="tanh"))):
         yield _Trial("gate", getattr(library, name), lambda gate, up, act=act: act(gate) * up, (rows, rows.flip(0)))

@@ -11,9 +11,10 @@ the backward pass of h is a product with c. The gradient of the head,
 
     dL/dW_v = sum_t c_t (1[y_t = v] - p_tv) h_t / temperature,
 
-needs all c first and so makes p again, unless it fitted one chunk and was kept. The two are separate nodes of the
-graph, since a zero-bubble schedule asks for gradients of inputs and of weights at different times, and neither is to
-be computed twice. Soft-capped logits (Gemma 2), cap * tanh(l / cap), multiply p_v and 1[y = v] by 1 - tanh^2.
+needs all c first. So the first pass keeps p, rounded as products read it, of as many chunks as it may, and the backward
+pass makes it again for the others. The two are separate nodes of the graph, since a zero-bubble schedule asks for
+gradients of inputs and of weights at different times, and neither is to be computed twice. Soft-capped logits (Gemma
+2), cap * tanh(l / cap), multiply p_v and 1[y = v] by 1 - tanh^2.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from learner.kernels import softmax_in_place
+from learner import kernels
+from learner.precision import add_product, gradient_of, product
 
 LOGITS_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 1024.0}
 """By type of device, logits held at a time: beside a micro-batch's states they are little, and the head, which is read
 for every chunk, is read seldom enough that the products take longer."""
-KEPT_MIB = 64.0
-"""Of so many logits, the probabilities are kept for the backward pass; for each micro-batch in flight."""
+KEPT_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 2048.0}
+"""By type of device, probabilities kept for the backward pass, for each micro-batch in flight on the last stage: on a
+GPU those of a micro-batch of 8,192 tokens and 152k words, which saves it a product in four and two passes over logits.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,12 @@ class LogitRule:
     """Logits l become softcap * tanh(l / softcap), before the temperature."""
     chunk_mib: float | None = None
     """Logits (float32, or wider as the model is) held at a time; None: `LOGITS_MIB`."""
+    kept_mib: float | None = None
+    """Probabilities kept for the backward pass; None: `KEPT_MIB`."""
     is_fused: bool = False
     """Is their softmax that of `learner.kernels`? Only where products are of 16 bits."""
+    adds_in_place: bool = False
+    """Is the gradient of the head added to `grad` itself, and not handed to autograd?"""
 
     def chunk_tokens(self, vocab_size: int, dtype: torch.dtype, device: str) -> int:
         """Tokens whose logits over V words make one chunk on a device of this type, at least 1."""
@@ -54,8 +62,9 @@ class LogitRule:
         return max(1, int(mib * 2**20) // (vocab_size * _wide(dtype).itemsize))
 
     def kept_tokens(self, vocab_size: int, dtype: torch.dtype, device: str) -> int:
-        """As many tokens of one chunk as have their probabilities kept for the backward pass."""
-        return min(self.chunk_tokens(vocab_size, dtype, device), int(KEPT_MIB * 2**20) // (vocab_size * 4))
+        """Tokens whose probabilities over V words, in the dtype of products, may be kept for the backward pass."""
+        mib = KEPT_MIB[device] if self.kept_mib is None else self.kept_mib
+        return int(mib * 2**20) // (vocab_size * dtype.itemsize)
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, rule: LogitRule) -> Tensor:
@@ -67,9 +76,9 @@ def token_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, rule: LogitRu
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     learning = torch.is_grad_enabled()
-    keep = learning and weight.requires_grad and len(tokens) <= rule.kept_tokens(len(weight), dtype, device)
+    most_kept = rule.kept_tokens(len(weight), dtype, device) if learning and weight.requires_grad else 0
     with torch.autocast(device, enabled=False):
-        asked = (rule, dtype, learning and hidden.requires_grad, keep)
+        asked = (rule, dtype, learning and hidden.requires_grad, most_kept)
         found = _OfHidden.apply(hidden, weight.detach(), tokens, *asked)  # type: ignore[no-untyped-call]
         logprobs: Tensor = found[0]
         if learning and weight.requires_grad:
@@ -82,6 +91,7 @@ class _Context(Protocol):
     """What autograd keeps for the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
+    weight: Tensor
     rule: LogitRule
     dtype: torch.dtype
 
@@ -102,20 +112,22 @@ class _OfHidden(torch.autograd.Function):
         rule: LogitRule,
         dtype: torch.dtype,
         wants_slopes: bool,
-        keep: bool,
+        most_kept: int,
     ) -> tuple[Tensor, ...]:
         logprobs = torch.empty(len(tokens), dtype=_wide(dtype), device=hidden.device)
         partition = torch.empty_like(logprobs)
         slopes = torch.empty_like(hidden) if wants_slopes else hidden.new_empty(0)
-        kept: tuple[Tensor, ...] = ()
+        kept: list[Tensor] = []
         cast = weight.to(dtype)
         for rows in _chunks(len(tokens), rule.chunk_tokens(len(weight), dtype, hidden.device.type)):
             own = weight.index_select(0, tokens[rows]).to(_wide(dtype)) if wants_slopes else None
+            keep = rows.stop <= most_kept
             found = _chunk(hidden[rows].to(dtype), cast, tokens[rows], rule, own, keep)
             logprobs[rows], partition[rows] = found.logprobs, found.partition
             if found.slopes is not None:
                 slopes[rows] = found.slopes.to(slopes.dtype)
-            kept = found.kept
+            kept += found.kept
+            del found  # its probabilities before the next logits are made
         ctx.save_for_backward(slopes)
         ctx.mark_non_differentiable(partition, *kept)
         return logprobs, partition, *kept
@@ -141,26 +153,29 @@ class _OfWeight(torch.autograd.Function):
         partition: Tensor,
         *kept: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(weight, hidden, tokens, partition, *kept)
-        ctx.rule, ctx.dtype = rule, dtype
+        ctx.save_for_backward(hidden, tokens, partition, *kept)
+        ctx.weight, ctx.rule, ctx.dtype = weight, rule, dtype
         return torch.zeros_like(partition)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weight, hidden, tokens, partition, *kept = ctx.saved_tensors
-        rule, dtype = ctx.rule, ctx.dtype
-        cast = weight if kept else weight.to(dtype)
-        total = torch.zeros_like(weight, dtype=_wide(weight.dtype))
+        hidden, tokens, partition, *kept = ctx.saved_tensors
+        weight, rule, dtype = ctx.weight, ctx.rule, ctx.dtype
+        chunks = list(_chunks(len(tokens), rule.chunk_tokens(len(weight), dtype, hidden.device.type)))
+        cast = weight if len(kept) == 2 * len(chunks) else weight.to(dtype)
+        total = gradient_of(weight) if rule.adds_in_place else torch.zeros_like(weight, dtype=_wide(weight.dtype))
         factors = gradient / rule.temperature
-        for rows in _chunks(len(tokens), rule.chunk_tokens(len(weight), dtype, hidden.device.type)):
-            shares, pull = kept or _shares_again(hidden[rows].to(dtype), cast, tokens[rows], partition[rows], rule)
+        for number, rows in enumerate(chunks):
+            shares, pull = kept[2 * number : 2 * number + 2] or _shares_again(
+                hidden[rows].to(dtype), cast, tokens[rows], partition[rows], rule
+            )
             # the factor is put on the states, which are few, and not on the vocabulary
             wide = hidden[rows].to(factors.dtype) * factors[rows, None]
             total.index_add_(0, tokens[rows], (wide * pull[:, None]).to(total.dtype))
-            _subtract_product(total, shares.T, wide.to(dtype))
+            add_product(total, shares.T, wide.to(dtype), alpha=-1)
             del shares  # before the next chunk is made
-        return (total, *[None] * (5 + len(kept)))
+        return (None if rule.adds_in_place else total, *[None] * (5 + len(kept)))
 
 
 class _Chunk(NamedTuple):
@@ -170,7 +185,7 @@ class _Chunk(NamedTuple):
     slopes: Tensor | None
     """d log pi / dh, [c, hidden]."""
     kept: tuple[Tensor, ...]
-    """What `_shares_again` gives, if it was to be kept."""
+    """What `_shares_again` gives, if it is to be kept."""
 
 
 def _chunk(hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: Tensor | None, keep: bool) -> _Chunk:
@@ -182,10 +197,13 @@ def _chunk(hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: T
     picked = scaled.gather(1, tokens[:, None]).squeeze(1)
     wants_shares = own is not None or keep
     slant = _steepness(scaled, rule) if wants_shares and rule.softcap is not None else None
-    # logsumexp in place, which leaves the probabilities behind
+    probabilities = scaled
     if rule.is_fused:
-        partition = picked - softmax_in_place(scaled, tokens, wants_shares=wants_shares)
+        if slant is None and wants_shares:
+            probabilities = torch.empty_like(scaled, dtype=hidden.dtype)
+        partition = picked - kernels.softmax(scaled, tokens, probabilities if wants_shares else None)
     else:
+        # logsumexp in place, which leaves the probabilities behind
         top = scaled.amax(1)
         sums = scaled.sub_(top[:, None]).exp_().sum(1)
         partition = top + sums.log()
@@ -193,8 +211,9 @@ def _chunk(hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: T
             scaled.div_(sums[:, None])
     if not wants_shares:
         return _Chunk(picked - partition, partition, None, ())
-    shares, pull = _shares(scaled, slant, tokens, picked, partition, rule, hidden.dtype)
-    slopes = None if own is None else (own * pull[:, None] - _product(shares, cast)) / rule.temperature
+    del scaled
+    shares, pull = _shares(probabilities, slant, tokens, picked, partition, rule, hidden.dtype)
+    slopes = None if own is None else (own * pull[:, None] - product(shares, cast)) / rule.temperature
     return _Chunk(picked - partition, partition, slopes, (shares, pull) if keep else ())
 
 
@@ -223,41 +242,20 @@ def _shares(
     what pulls towards it.
     """
     pull = _steepness(picked, rule)
-    if dtype != probabilities.dtype:
-        # before they are rounded: on a CPU a scatter of 16 bits casts the whole there and back
-        probabilities.scatter_(1, tokens[:, None], 0)
+    if dtype != _wide(dtype):
+        if probabilities.dtype != dtype:  # before they are rounded: a CPU would cast all 16-bit ones there and back
+            probabilities.scatter_(1, tokens[:, None], 0)
         pull = pull * -torch.expm1(picked - partition)
     return (probabilities if slant is None else probabilities.mul_(slant)).to(dtype), pull
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, rule: LogitRule) -> Tensor:
     """Z of a chunk, [c, hidden], [V, hidden] -> [c, V]; in place from the product on."""
-    logits = _product(hidden, weight.T)
+    logits = product(hidden, weight.T)
     logits = logits.to(_wide(logits.dtype))
     if rule.softcap is not None:
         logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
     return logits if rule.temperature == 1 else logits.div_(rule.temperature)
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Of matrices; in float32 where 16-bit numbers can be multiplied as they are and summed and kept in it."""
-    if _sums_in_float32(left):
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left @ right
-
-
-def _subtract_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total -= left @ right`, with no matrix like `total` between them where that can be."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right, alpha=-1)
-    elif _sums_in_float32(left):
-        torch.addmm(total, left, right, out_dtype=torch.float32, alpha=-1, out=total)
-    else:
-        total.sub_(left @ right)
-
-
-def _sums_in_float32(factor: Tensor) -> bool:
-    return factor.device.type == "cuda" and factor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _steepness(scaled: Tensor, rule: LogitRule) -> Tensor:
@@ -268,7 +266,7 @@ def _steepness(scaled: Tensor, rule: LogitRule) -> Tensor:
 
 
 def _chunks(num_tokens: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, start + chunk) for start in range(0, num_tokens, chunk))
+    return (slice(start, min(start + chunk, num_tokens)) for start in range(0, num_tokens, chunk))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

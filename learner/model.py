@@ -29,7 +29,7 @@ from learner.host_memory import Offload
 from learner.kernels import fuse
 from learner.logprobs import LogitRule, token_logprobs
 from learner.packing import PackedBatch
-from learner.precision import COMPUTED, embed, narrow_norms, round_parameters
+from learner.precision import COMPUTED, add_gradients_in_place, embed, narrow_norms, round_parameters
 
 EMBEDDING = "model.embed_tokens.weight"
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
@@ -145,15 +145,19 @@ class StageModule(nn.Module):
         """Of hidden states, within stages and between them."""
         return self._residual or self.dtype
 
-    def compute_in_bfloat16(self, residual: torch.dtype = torch.float32) -> None:
+    def compute_in_bfloat16(self, residual: torch.dtype = torch.float32, *, splits_backward: bool = False) -> None:
         """Round all weights but a value head's, keep what they are rounded from, and run products in bfloat16.
 
-        `residual`: of hidden states, bfloat16 or wider.
+        `residual`: of hidden states, bfloat16 or wider. `splits_backward`: gradients of inputs and of weights are asked
+        for apart.
         """
         self._residual = residual
         self.masters = round_parameters(self, but=is_value_head)
         self.tie()
         narrow_norms(self.model.layers)
+        if not splits_backward:
+            add_gradients_in_place(self.model.layers)
+            self.rule = replace(self.rule, adds_in_place=True)
         self.rule = replace(self.rule, is_fused=fuse(self.model, self.device))
 
     @property
@@ -206,7 +210,9 @@ class StageModule(nn.Module):
     def _embed(self, tokens: Tensor) -> Tensor:
         """[1, T] -> [1, T, hidden]."""
         embedding = self.model.embed_tokens
-        return embedding(tokens) if self._residual is None else embed(embedding, tokens, self._residual)
+        if self._residual is None:
+            return embedding(tokens)
+        return embed(embedding, tokens, self._residual, adds_in_place=self.rule.adds_in_place)
 
     def _run_layers(self, hidden: Tensor, m: int) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]."""

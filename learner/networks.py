@@ -304,7 +304,8 @@ def load_chunks(
     for chunk in chunks:
         chunk.requires_grad_(not frozen)
         if config.precision == "bfloat16":
-            chunk.compute_in_bfloat16(COMPUTED if config.residual == "bfloat16" else torch.float32)
+            residual = COMPUTED if config.residual == "bfloat16" else torch.float32
+            chunk.compute_in_bfloat16(residual, splits_backward=config.schedule == "zero_bubble")
     return chunks
 
 

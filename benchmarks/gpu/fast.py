@@ -173,7 +173,7 @@ def profile(place: Place, shape: str = "1.5B") -> None:
     for seed in (1, 2):
         forward_and_backward(learner, micro_batch(place, learner, shape, seed))
     batch = micro_batch(place, learner, shape, 3)
-    place.sync()
+    unwatched_s = place.seconds(lambda: forward_and_backward(learner, batch))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.on_gpu else [])]
     with torch.profiler.profile(activities=activities) as profiler:
         start = time.perf_counter()
@@ -196,7 +196,8 @@ def profile(place: Place, shape: str = "1.5B") -> None:
     place.tell(
         "micro-batch",
         tokens=batch.num_tokens[0],
-        ms=1000 * whole,
+        ms=1000 * unwatched_s,
+        watched_ms=1000 * whole,
         launching_ms=1000 * launched,
         busy_ms=1000 * busy_s,
         idle_share=max(0.0, 1 - busy_s / whole),
@@ -204,6 +205,21 @@ def profile(place: Place, shape: str = "1.5B") -> None:
     )
     for each in kernels[:25]:
         place.tell(each.key[:100], ms=getattr(each, sort) / 1000, calls=each.count)
+
+
+def launching(place: Place, shape: str = "1.5B") -> None:
+    """A full micro-batch, and one of a few tokens, which takes as long as the host needs to launch its kernels."""
+    learner = place.learner(shape)
+    rows = place.rows(shape, 128, seed=5)
+    shortest = min(rows, key=lambda row: len(row.token_ids))
+    for name, chosen in (("full", rows), ("the shortest sample alone", [shortest])):
+        batch = DeviceBatch(learner.batch(chosen).packed, place.device)
+        fullest = max(range(len(batch.num_tokens)), key=batch.num_tokens.__getitem__)
+
+        def run(batch: DeviceBatch = batch, m: int = fullest) -> None:
+            forward_and_backward(learner, batch, m)
+
+        place.tell(name, tokens=batch.num_tokens[fullest], ms=1000 * place.seconds(run))
 
 
 # --- copies ---------------------------------------------------------------------------------------

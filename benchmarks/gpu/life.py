@@ -33,7 +33,7 @@ from learner.stage import Stage
 from weight_sync.config import WeightSyncConfig
 from weight_sync.store import WeightStore
 
-NUM_STEPS, KILL_AFTER, CHECKPOINT_EVERY = 6, 4, 2
+NUM_STEPS, KILL_AFTER, CHECKPOINT_EVERY = 24, 4, 2
 GROUP_SIZE, GROUPS_PER_STEP, PROMPT = 4, 4, 4
 WAIT_S = 60.0
 """For a step, a service or an end."""
@@ -41,7 +41,7 @@ POLL_S = 0.01
 
 
 def stage(place: Place) -> None:
-    """Six steps; after the fourth kill -9; the rest by a process that resumes, and exports."""
+    """Some steps; kill -9 once the fourth is over and a checkpoint is whole; a process that resumes, and exports."""
     name, shape = place.shape("small")
     model = place.model("small")
     folder = place.folder / "life"
@@ -58,7 +58,11 @@ def stage(place: Place) -> None:
         orders["address"] = address.read_text(encoding="utf-8")
         with MadeUpActor(orders["address"], shape["vocab_size"], longest):
             with _process("train", orders) as first:
-                _wait(lambda: _newest_step(folder) >= KILL_AFTER, first, f"step {KILL_AFTER}")
+                _wait(
+                    lambda: _newest_step(folder) >= KILL_AFTER and any((folder / "checkpoints").glob("step-*")),
+                    first,
+                    f"step {KILL_AFTER} and a whole checkpoint",
+                )
                 first.kill()
                 status = first.wait(WAIT_S)
             killed_at = _newest_step(folder)

@@ -106,7 +106,7 @@ def _attend(way: str, query: Tensor, key: Tensor, value: Tensor, layout: Attenti
 # --- shadow ---------------------------------------------------------------------------------------
 
 
-def autocast_alone(stage: StageModule, residual: torch.dtype = torch.float32) -> None:
+def autocast_alone(stage: StageModule, residual: torch.dtype = torch.float32, **_: object) -> None:
     """In place of `compute_in_bfloat16`, as before: float32 weights, cast by autocast in every micro-batch."""
     stage._residual = torch.float32
 
@@ -116,6 +116,11 @@ def unfused() -> AbstractContextManager[Any]:
     return mock.patch.object(model_file, "fuse", return_value=False)
 
 
+def gradients_by_autograd() -> AbstractContextManager[Any]:
+    """Learners that are made meanwhile leave it to autograd to add up the gradients of weights."""
+    return mock.patch.object(model_file, "add_gradients_in_place")
+
+
 def shadow(place: Place, shape: str = "1.5B") -> None:
     """A micro-batch, its gradients and a step: autocast alone, rounded weights, a rounded residual, fused kernels."""
     narrow = {"residual": "bfloat16"}
@@ -123,10 +128,13 @@ def shadow(place: Place, shape: str = "1.5B") -> None:
     variants: list[tuple[str, AbstractContextManager[Any], dict[str, Any]]] = [
         ("autocast alone", autocast, {}),
         ("rounded weights", unfused(), {}),
-        ("rounded weights and residual", unfused(), narrow),
     ]
     if importlib.util.find_spec(LIBRARY) is not None:
-        variants += [("fused kernels", nullcontext(), {}), ("fused kernels, rounded residual", nullcontext(), narrow)]
+        variants += [
+            ("fused kernels, gradients by autograd", gradients_by_autograd(), {}),
+            ("fused kernels", nullcontext(), {}),
+            ("fused kernels, rounded residual", nullcontext(), narrow),
+        ]
     truth = _truth(place, shape)
     for name, patched, config in variants:
         with patched:
@@ -138,7 +146,7 @@ def shadow(place: Place, shape: str = "1.5B") -> None:
 def compiled(place: Place, shape: str = "1.5B") -> None:
     """Layers compiled by torch, each for itself and with shapes that may vary, in place of fused kernels."""
     truth = _truth(place, shape)
-    with unfused():
+    with unfused(), gradients_by_autograd():  # what a compiler does not trace
         learner = place.learner(shape)
     (module,) = learner.policy.modules
     for layer in module.model.layers.values():
@@ -204,8 +212,8 @@ def head2(place: Place) -> None:
     """The head's loss, forward and backward: the learner's, plain ways to add up its gradient, and Liger's kernel."""
     states, weight, chosen = head_inputs(place)
 
-    def ours(chunk_mib: float, *, is_fused: bool = False) -> Side:
-        rule = LogitRule(1.0, chunk_mib=chunk_mib, is_fused=is_fused)
+    def ours(chunk_mib: float, *, kept_mib: float | None = None, is_fused: bool = False) -> Side:
+        rule = LogitRule(1.0, chunk_mib=chunk_mib, kept_mib=kept_mib, is_fused=is_fused)
 
         def run() -> None:
             with torch.autocast(place.device.type, torch.bfloat16):
@@ -213,7 +221,11 @@ def head2(place: Place) -> None:
 
         return run
 
-    sides: dict[str, Side] = {"64 MiB": ours(64), "1024 MiB": ours(1024)}
+    sides: dict[str, Side] = {
+        "64 MiB, nothing kept": ours(64, kept_mib=0),
+        "1024 MiB, nothing kept": ours(1024, kept_mib=0),
+        "1024 MiB": ours(1024),
+    }
     if importlib.util.find_spec(LIBRARY) is not None and place.on_gpu:
         sides["1024 MiB, its softmax by Liger"] = ours(1024, is_fused=True)
         liger = importlib.import_module(f"{LIBRARY}.ops.fused_linear_cross_entropy")

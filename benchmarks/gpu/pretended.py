@@ -240,11 +240,46 @@ _turn = _operation(
     "(Tensor query, Tensor key, Tensor cosines, Tensor sines) -> (Tensor, Tensor)",
     lambda query, key, cosines, sines: (torch.empty_like(query), torch.empty_like(key)),
 )
-# where probabilities are asked for it reads the logits again, and writes over them
+_add_norm = _operation(
+    "fused_add_norm",
+    "(Tensor states, Tensor added, Tensor weight) -> (Tensor, Tensor, Tensor)",
+    lambda states, added, weight: (torch.empty_like(states), *_normed(states, weight)),
+)
+_pass_norm = _operation(
+    "fused_pass_norm", "(Tensor states, Tensor weight) -> (Tensor, Tensor)", lambda *of: _normed(*of)
+)
+_add_norm_backward = _operation(
+    "fused_add_norm_backward",
+    "(Tensor of_summed, Tensor of_normed, Tensor summed, Tensor weight, Tensor scale) -> (Tensor, Tensor, Tensor)",
+    lambda of_summed, of_normed, summed, weight, scale: (
+        torch.empty_like(summed),
+        torch.empty_like(of_normed),
+        weight.new_empty((4 * _MULTIPROCESSORS, *weight.shape), dtype=torch.float32),
+    ),
+)
+_pass_norm_backward = _operation(
+    "fused_pass_norm_backward",
+    "(Tensor of_summed, Tensor of_normed, Tensor summed, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
+    lambda of_summed, of_normed, summed, weight, scale: (
+        torch.empty_like(summed),
+        weight.new_empty((4 * _MULTIPROCESSORS, *weight.shape), dtype=torch.float32),
+    ),
+)
+
+
+def _normed(states: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(states, dtype=weight.dtype), states.new_empty(states.shape[:-1], dtype=torch.float32)
+
+
+# where probabilities are asked for it reads the logits again
 _softmax = _operation(
     "fused_softmax", "(Tensor logits) -> Tensor", lambda logits: logits.new_empty(len(logits), dtype=torch.float32)
 )
-_softmax_again = _operation("fused_softmax_again", "(Tensor logits) -> Tensor", torch.empty_like)
+_softmax_again = _operation(
+    "fused_softmax_again",
+    "(Tensor logits) -> Tensor",
+    lambda logits: torch.empty_like(logits, dtype=torch.bfloat16),
+)
 
 
 class _Norm(torch.autograd.Function):
@@ -292,11 +327,32 @@ def _rotated(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tupl
     return query.transpose(1, 2), key.transpose(1, 2)
 
 
-def _losses(logits: Tensor, tokens: Tensor, reduction: str) -> Tensor:
-    if logits.requires_grad:
-        _softmax_again(logits.detach())
-    losses: Tensor = _softmax(logits.detach())
-    return losses
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, added: Tensor | None, weight: Tensor, _: float) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        ctx.adds = added is not None
+        if added is None:
+            normed, scale = _pass_norm(states, weight)
+            summed = states
+        else:
+            summed, normed, scale = _add_norm(states, added, weight)
+        ctx.save_for_backward(summed, weight, scale)
+        return (summed if ctx.adds else states.view_as(states)), normed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 -- torch's
+        if ctx.adds:
+            of_states, of_added, rows = _add_norm_backward(*gradients, *ctx.saved_tensors)
+            return of_states, of_added, rows.sum(0), None
+        of_states, rows = _pass_norm_backward(*gradients, *ctx.saved_tensors)
+        return of_states, None, rows.sum(0), None
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, out: Tensor | None) -> Tensor:
+    if out is not None:
+        _softmax_again(logits)
+    found: Tensor = _softmax(logits)
+    return found
 
 
 @contextmanager
@@ -306,8 +362,9 @@ def pretended_kernels() -> Iterator[None]:
     functional.liger_rms_norm = lambda states, weight, *_, **__: _Norm.apply(states, weight)
     functional.liger_swiglu = functional.liger_geglu = _Gate.apply
     functional.liger_rope = lambda query, key, cosines, sines, *_, **__: _Rotation.apply(query, key, cosines, sines)
-    functional.liger_cross_entropy = _losses
-    modules = {name: ModuleType(name) for name in _NAMES[:-1]} | {_NAMES[-1]: functional}
+    ours: Any = ModuleType("learner.row_kernels")
+    ours.add_norm, ours.softmax = _AddNorm.apply, _logprobs
+    modules = {ours.__name__: ours} | {name: ModuleType(name) for name in _NAMES[:-1]} | {_NAMES[-1]: functional}
     for name, module in modules.items():
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     with (

@@ -190,7 +190,8 @@ class _KeepsGradients(Networks):
 
     def update(self, number: int, decision: UpdateDecision | None) -> UpdateResult:
         self.gradients = {
-            name: parameter.grad.detach().to("cpu", torch.float64)
+            # a copy also where it is of this kind: the step clips it where it lies
+            name: parameter.grad.detach().to("cpu", torch.float64, copy=True)
             for module in self.policy.modules
             for name, parameter in module.named_parameters()
             if parameter.grad is not None

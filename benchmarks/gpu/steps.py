@@ -58,7 +58,7 @@ STEPS: tuple[Step, ...] = (
     ),
     Step("head", "right", 80, "right:head", "error of log-probabilities in nats; ms by size of a chunk"),
     Step("groups", "right", 70, "right:groups", "ranks meet over NCCL; what it says of two on one GPU"),
-    Step("stage", "right", 150, "life:stage", "a whole stage: 6 steps, kill -9 after step 4, resume, export"),
+    Step("stage", "right", 150, "life:stage", "a whole stage: kill -9 after step 4, resume, export"),
     _baseline("baseline", "s of a step on fresh batches; shapes, memory"),
     _baseline("baseline 0.5B", "the same, of a smaller model", limit_s=50, options={"shape": "0.5B"}),
     _baseline(
@@ -67,8 +67,11 @@ STEPS: tuple[Step, ...] = (
         environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
     ),
     Step("sweep", "fast", 160, "fast:sweep", "chunks, budgets, checkpointing, passes: tokens/s, MFU, memory"),
-    Step("profile", "fast", 70, "fast:profile", "kernels of one micro-batch by time, and how long the GPU waits"),
-    Step("copies", "fast", 90, "fast:copies", "versions, checkpoints, the optimizer: GB/s; a step beside them"),
+    Step("profile", "fast", 50, "fast:profile", "kernels of one micro-batch by time, and how long the GPU waits"),
+    Step(
+        "launching", "fast", 40, "fast:launching", "ms of a micro-batch, full and all but empty: does the host keep up?"
+    ),
+    Step("copies", "fast", 70, "fast:copies", "versions, checkpoints, the optimizer: GB/s; a step beside them"),
     Step("offloaded", "fast", 30, "fast:offloaded", "the reference from host memory to the GPU: GB/s"),
     Step("varlen", "mends", 120, "mends:varlen", "one varlen kernel against buckets: ms of real layouts, then a step"),
     Step("shadow", "mends", 150, "mends:shadow", "weights and residual in bf16, fused kernels: ms, error of gradients"),

@@ -1,7 +1,8 @@
-"""Fused kernels in the place of a decoder's own modules: the same numbers, through a stand-in for their library."""
+"""Fused kernels in the place of a decoder's own modules: the same numbers, through stand-ins, and our own by Triton."""
 
 import functools
 import importlib.util
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,7 +31,9 @@ def library(monkeypatch):
         kind = family.removesuffix("_text")
         file = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
         monkeypatch.setattr(file, ROTATION, getattr(file, ROTATION))
-    module = fused_kernels.as_module()
+    module, module_of_ours = fused_kernels.as_module(), fused_kernels.ours()
+    module.ours = module_of_ours
+    monkeypatch.setitem(sys.modules, "learner.row_kernels", module_of_ours)
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace())
     monkeypatch.setitem(sys.modules, FUNCTIONAL, module)
@@ -56,16 +59,18 @@ def assert_like(found, wanted, within):
 
 
 def asked(library, monkeypatch):
-    """Which of its functions are called, how often."""
+    """Which of its functions and of ours are called, how often."""
     count = {}
-    for name in ("liger_rms_norm", "liger_swiglu", "liger_geglu", "liger_rope", "liger_cross_entropy"):
-        plain = getattr(library, name)
+    ours = dict.fromkeys(("add_norm", "softmax"), library.ours)
+    names = ("liger_rms_norm", "liger_swiglu", "liger_geglu", "liger_rope")
+    for name, module in {**dict.fromkeys(names, library), **ours}.items():
+        plain = getattr(module, name)
 
         def counting(*args, plain=plain, name=name, **options):
             count[name] = count.get(name, 0) + 1
             return plain(*args, **options)
 
-        monkeypatch.setattr(library, name, counting)
+        monkeypatch.setattr(module, name, counting)
     return count
 
 
@@ -79,9 +84,10 @@ def test_fused_kernels_compute_what_a_decoder_does_and_so_do_their_gradients(mod
     count.clear()  # of what it has tried
     found = learned(stage)
     layers, passes = 3, packed_batch().num_micro_batches
-    norms = {"gemma2": 4, "gemma3_text": 6, "qwen3": 4}.get(model.family, 2) * layers + 1
+    norms = {"gemma": 2, "gemma2": 4, "gemma3_text": 6, "qwen3": 2}.get(model.family, 0) * layers + 1
     gate = "liger_geglu" if "gemma" in model.family else "liger_swiglu"
-    assert count == {"liger_rms_norm": norms * passes, gate: layers * passes, "liger_rope": layers * passes}
+    sums = {} if "gemma" in model.family else {"add_norm": 2 * layers * passes}
+    assert count == {"liger_rms_norm": norms * passes, gate: layers * passes, "liger_rope": layers * passes, **sums}
     assert_like(found, wanted, within=1e-5)
 
 
@@ -103,7 +109,7 @@ def test_in_bfloat16_a_stage_on_the_device_of_the_kernels_is_fused_and_learns_th
     monkeypatch.setattr(kernels, "DEVICE", "cpu")
     count.clear()
     assert_like(learned(fused), wanted, within=0.05)
-    assert set(count) == {"liger_rms_norm", "liger_swiglu", "liger_rope", "liger_cross_entropy"}
+    assert set(count) == {"liger_rms_norm", "liger_swiglu", "liger_rope", "add_norm", "softmax"}
 
 
 def test_a_backward_pass_in_two_parts_reads_nothing_that_a_kernel_has_written_over(library, tmp_path):
@@ -150,7 +156,7 @@ def test_log_probabilities_by_the_fused_softmax_are_those_by_torchs_and_so_are_t
     assert not count
     found = all_of(replace(rule, is_fused=True))
     chunks = 20 // rule.chunk_tokens(50, torch.bfloat16, "cpu") or 1
-    assert count == {"liger_cross_entropy": 2 * chunks}, "the one that scores, and the forward pass of the other"
+    assert count == {"softmax": 2 * chunks}, "the one that scores, and the forward pass of the other"
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == other.dtype
         assert float((one - other).norm()) <= (1e-6 if one.dtype == torch.float32 else 2e-3) * float(other.norm())
@@ -187,19 +193,19 @@ def no_compiler(*_args, **_options):
     [
         ("liger_rms_norm", no_compiler, "OSError: gcc: not found"),
         ("liger_rms_norm", lambda X, W, eps, **_: torch.nn.functional.rms_norm(X, (16,), W.detach(), eps), "Runtime"),
-        ("liger_swiglu", lambda a, b: a * b, "wrong numbers of its gate"),
+        ("liger_swiglu", lambda a, b: a * b, "wrong numbers of the gate"),
         ("liger_geglu", lambda a, b: torch.nn.functional.silu(a) * b.detach() + b - b.detach(), "wrong numbers"),
-        ("liger_rope", lambda q, k, cos, sin: (q, k), "wrong numbers of its rotation"),
-        ("liger_cross_entropy", torch.nn.functional.cross_entropy, "wrong numbers of its softmax"),
+        ("liger_rope", lambda q, k, cos, sin: (q, k), "wrong numbers of the rotation"),
+        ("softmax", lambda logits, tokens, out: fused_kernels.softmax(logits, tokens, None), "numbers of the softmax"),
+        ("add_norm", lambda states, added, *more: fused_kernels.add_norm(states, -added, *more), "sum and its norm"),
     ],
 )
 def test_a_library_that_fails_or_computes_something_else_is_not_used_and_a_warning_says_why(
     name, function, said, library, monkeypatch, tmp_path, caplog
 ):
-    """The last one is right, and writes nothing over its input."""
     stage = load(Model("llama", tied=True).save(tmp_path))
     is_plain = plainness(stage)
-    monkeypatch.setattr(library, name, function)
+    monkeypatch.setattr(library if hasattr(library, name) else library.ours, name, function)
     assert not fuse(stage.model, CPU)
     assert is_plain()
     (record,) = caplog.records
@@ -220,3 +226,12 @@ def test_a_rotation_is_replaced_once_and_leaves_all_but_16_bits_on_its_device_to
     count = asked(library, monkeypatch)
     run([stage], packed_batch())
     assert "liger_rope" not in count, "it is in float64 here"
+
+
+@pytest.mark.process
+def test_our_own_kernels_compute_their_formulas_as_triton_interprets_them():
+    """Its interpreter is chosen when Triton is imported, so by a process of its own."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.world.interpreted_kernels"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ran.stdout.split() == ["right"], ran.stderr

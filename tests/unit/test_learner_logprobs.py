@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner import logprobs as logprobs_file
+from learner import precision as precision_file
 from learner.attention import AttentionLayout, packed_attention
 from learner.logprobs import KEPT_MIB, LOGITS_MIB, LogitRule, token_logprobs
 from tests.unit.small_models import CPU, TEMPERATURE, assert_close
@@ -20,14 +21,19 @@ shares_again = logprobs_file._shares_again
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
-def test_log_probabilities_and_their_gradients_are_exact_with_any_chunk(softcap, chunk_tokens):
+@pytest.mark.parametrize("kept_tokens", [0, 7, 100])
+def test_log_probabilities_and_their_gradients_are_exact_with_any_chunk_and_however_many_are_kept(
+    softcap, chunk_tokens, kept_tokens
+):
     torch.manual_seed(0)
     vocabulary, hidden_size, num_tokens = 19, 6, 11
     hidden = torch.randn(num_tokens, hidden_size, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(vocabulary, hidden_size, dtype=torch.float64, requires_grad=True)
     tokens = torch.randint(0, vocabulary, (num_tokens,))
-    rule = LogitRule(TEMPERATURE, softcap, chunk_tokens * vocabulary * 8 / 2**20)
+    row_mib = vocabulary * 8 / 2**20
+    rule = LogitRule(TEMPERATURE, softcap, chunk_tokens * row_mib, kept_tokens * row_mib)
     assert rule.chunk_tokens(vocabulary, torch.float64, "cpu") == chunk_tokens
+    assert rule.kept_tokens(vocabulary, torch.float64, "cpu") == kept_tokens
 
     def ours(hidden, weight):
         return token_logprobs(hidden, weight, tokens, rule)
@@ -83,20 +89,33 @@ def test_no_more_logits_than_a_chunk_ever_exist():
 
     hidden, weight = torch.randn(2000, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
     with Sizes() as sizes:
-        token_logprobs(hidden, weight, torch.zeros(2000, dtype=torch.int64), LogitRule(1.0, None, 0.1)).sum().backward()
+        rule = LogitRule(1.0, None, chunk_mib=0.1, kept_mib=1.0)
+        token_logprobs(hidden, weight, torch.zeros(2000, dtype=torch.int64), rule).sum().backward()
     assert sizes.largest <= 0.1 * 2**20
 
 
 def test_gradients_of_states_and_of_the_head_are_computed_apart_and_each_once(monkeypatch):
-    """A zero-bubble schedule asks for them one after the other."""
+    """A zero-bubble schedule asks for them one after the other. What the first pass kept is not computed again."""
     again = []
     monkeypatch.setattr(logprobs_file, "_shares_again", lambda *args: again.append(1) or shares_again(*args))
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    found = token_logprobs(hidden, weight, torch.zeros(6, dtype=torch.int64), LogitRule(1.0, None, 1e-9))
-    torch.autograd.grad(found.sum(), hidden, retain_graph=True)
-    assert not again
-    torch.autograd.grad(found.sum(), weight)
-    assert len(again) == 6
+    for num_kept in (0, 4, 6):
+        again.clear()
+        rule = LogitRule(1.0, None, chunk_mib=1e-9, kept_mib=num_kept * 9 * 4 / 2**20)
+        found = token_logprobs(hidden, weight, torch.zeros(6, dtype=torch.int64), rule)
+        torch.autograd.grad(found.sum(), hidden, retain_graph=True)
+        assert not again
+        torch.autograd.grad(found.sum(), weight)
+        assert len(again) == 6 - num_kept
+
+
+def test_no_more_probabilities_are_kept_than_may_be():
+    hidden, weight = torch.randn(600, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
+    rule = LogitRule(1.0, None, chunk_mib=100 * 1000 * 4 / 2**20, kept_mib=350 * 1000 * 4 / 2**20)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        token_logprobs(hidden, weight, torch.zeros(600, dtype=torch.int64), rule)
+    assert [each.shape for each in kept if each.ndim == 2 and each.shape[1] == 1000] == [(100, 1000)] * 3
 
 
 # --- products of 16-bit numbers -------------------------------------------------------------------
@@ -142,7 +161,7 @@ def sums_in_float32(monkeypatch):
 
     monkeypatch.setattr(torch, "mm", mm_as_on_cuda)
     monkeypatch.setattr(torch, "addmm", addmm_as_on_cuda)
-    monkeypatch.setattr(logprobs_file, "_sums_in_float32", lambda factor: factor.dtype == torch.bfloat16)
+    monkeypatch.setattr(precision_file, "sums_in_float32", lambda factor: factor.dtype == torch.bfloat16)
     return asked
 
 
@@ -174,7 +193,7 @@ def test_only_cuda_has_products_of_16_bit_numbers_with_sums_in_float32():
     found, *_ = log_probabilities_and_gradients(hidden, weight, tokens, rule)
     assert 0.005 < float((found - exact).abs().mean()) < 0.05, "say in docs/learner.md if this is no longer so"
     for device, dtype, wide in (("cuda", torch.bfloat16, True), ("cuda", torch.float32, False)):
-        assert logprobs_file._sums_in_float32(SimpleNamespace(device=torch.device(device), dtype=dtype)) == wide
+        assert precision_file.sums_in_float32(SimpleNamespace(device=torch.device(device), dtype=dtype)) == wide
 
 
 def test_a_head_of_16_bits_is_not_copied_and_its_gradient_is_float32(sums_in_float32):
@@ -218,13 +237,12 @@ def test_nothing_is_scattered_into_16_bits_which_a_cpu_casts_there_and_back_as_a
     assert scattered == {torch.float32}
 
 
-def test_a_gpu_holds_more_logits_at_a_time_and_keeps_as_few_for_the_backward_pass():
+def test_a_gpu_holds_more_logits_at_a_time_and_keeps_those_of_a_micro_batch_for_the_backward_pass():
     rule, words = LogitRule(1.0), 151_936
     assert rule.chunk_tokens(words, torch.bfloat16, "cuda") == 1766 == int(LOGITS_MIB["cuda"] * 2**20) // (words * 4)
     assert rule.chunk_tokens(words, torch.bfloat16, "cpu") == 110
-    for device in ("cpu", "cuda"):
-        assert rule.kept_tokens(words, torch.bfloat16, device) == 110 == int(KEPT_MIB * 2**20) // (words * 4)
-    assert LogitRule(1.0, chunk_mib=1.0).kept_tokens(words, torch.bfloat16, "cuda") == 1
+    assert rule.kept_tokens(words, torch.bfloat16, "cuda") == 7067 == int(KEPT_MIB["cuda"] * 2**20) // (words * 2)
+    assert rule.kept_tokens(words, torch.float32, "cpu") == 110
 
 
 # --- attention ------------------------------------------------------------------------------------

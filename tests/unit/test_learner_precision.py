@@ -178,6 +178,37 @@ def step(networks, seed=0):
     return networks.update(seed, UpdateDecision())
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_gradients_of_matrices_are_added_in_place_and_are_those_that_autograd_makes(tmp_path, checkpointing):
+    folder, handed, gradients = in_bf16(Model("qwen2", True), tmp_path), {}, {}
+    for splits in (False, True):
+        stage = load(folder, dtype=torch.float32, activation_checkpointing=checkpointing)
+        stage.compute_in_bfloat16(splits_backward=splits)
+        handed[splits] = set()
+        for name, weight in stage.named_parameters():
+            weight.register_hook(
+                lambda found, name=name, seen=handed[splits]: seen.update({name} if found is not None else {})
+            )
+        for _ in range(2):
+            run([stage], packed_batch()).sum().backward()
+        gradients[splits] = {name: weight.grad for name, weight in stage.named_parameters()}
+    of_matrices = {name for name, each in gradients[True].items() if each.ndim == 2}
+    assert handed[True] - handed[False] == of_matrices
+    assert not handed[False] & of_matrices
+    for name, wanted in gradients[True].items():
+        found = gradients[False][name]
+        assert found.dtype == torch.float32
+        # a bias's is a sum over tokens, which autograd rounds to bfloat16
+        within = 1e-5 if name in of_matrices else 0.1
+        assert float((found - wanted).norm()) <= within * float(wanted.norm()), name
+
+
+def test_a_schedule_that_takes_gradients_apart_leaves_adding_to_autograd(networks_of):
+    for schedule in ("1f1b", "zero_bubble"):
+        (stage,) = networks_of(schedule=schedule)[0].policy.modules
+        assert stage.rule.adds_in_place == (schedule != "zero_bubble")
+
+
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_what_is_computed_with_and_published_is_the_rounding_of_what_is_trained_and_exported(networks_of, kind):
     networks, _ = networks_of(kind)

@@ -1,9 +1,10 @@
-"""A stand-in for liger-kernel: the same functions, and what they do to their arguments, in torch.
+"""Stand-ins for liger-kernel and for the learner's own kernels: the same functions, and what they do to their
+arguments, in torch.
 
 It fakes liger_kernel.transformers.functional as of 0.8, which needs a GPU: the formulas, what is computed in float32,
 what dtype comes out, and what is written over. That is, for a rotation its queries and keys and their gradients, for a
-gate its inputs in the backward pass, for a norm the incoming gradient where it may, and for a cross-entropy its logits
-where their gradient is wanted. It is not fast and keeps much.
+gate its inputs in the backward pass, and for a norm the incoming gradient where it may. It is not fast and keeps much.
+What it fakes of `learner.row_kernels` is that Triton is there.
 """
 
 from types import ModuleType
@@ -92,19 +93,33 @@ def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=No
     return _Rotation.apply(q, k, cos, sin)
 
 
-def liger_cross_entropy(input, target, reduction="mean"):
-    assert reduction == "none"
-    assert input.dtype == torch.float32
-    logprobs = input.detach().log_softmax(1)
-    if input.requires_grad:
-        input.data.copy_(logprobs.exp())
-        input.data[torch.arange(len(target)), target] -= 1
-    return -logprobs.gather(1, target[:, None])[:, 0]
+def add_norm(states, added, weight, eps):
+    summed = states.view_as(states) if added is None else states + added
+    wide = summed.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(states.dtype)
+    return summed, (normed * weight).to(weight.dtype)
+
+
+@torch.no_grad()
+def softmax(logits, tokens, out):
+    assert logits.dtype == torch.float32
+    logprobs = logits.log_softmax(1)
+    if out is not None:
+        out.copy_(logprobs.exp().scatter(1, tokens[:, None], 0))
+    return logprobs.gather(1, tokens[:, None])[:, 0]
 
 
 def as_module() -> ModuleType:
     """What `import liger_kernel.transformers.functional` would give."""
     module = ModuleType("liger_kernel.transformers.functional")
-    for function in (liger_rms_norm, liger_swiglu, liger_geglu, liger_rope, liger_cross_entropy):
+    for function in (liger_rms_norm, liger_swiglu, liger_geglu, liger_rope):
+        setattr(module, function.__name__, function)
+    return module
+
+
+def ours() -> ModuleType:
+    """What `import learner.row_kernels` would give."""
+    module = ModuleType("learner.row_kernels")
+    for function in (add_norm, softmax):
         setattr(module, function.__name__, function)
     return module

@@ -1,0 +1,67 @@
+"""`learner.row_kernels` against its formulas, by Triton's interpreter, which is chosen before Triton is imported."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import itertools
+
+import torch
+
+from learner import row_kernels
+
+EPS = 1e-6
+BF16 = torch.bfloat16
+
+
+def check_softmax() -> None:
+    """A vocabulary of several blocks, and no multiple of one."""
+    logits, tokens = torch.randn(5, 9001) * 5, torch.tensor([0, 4095, 4096, 9000, 7])
+    wanted, others = logits.log_softmax(1), logits.softmax(1).scatter(1, tokens[:, None], 0)
+    for dtype, within in ((torch.float32, 1e-6), (BF16, 1e-2)):
+        out = torch.empty_like(logits, dtype=dtype)
+        found = row_kernels.softmax(logits, tokens, out)
+        torch.testing.assert_close(found, wanted.gather(1, tokens[:, None])[:, 0], rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(out.float(), others, rtol=within, atol=1e-7)
+    in_place = logits.clone()
+    assert torch.equal(row_kernels.softmax(in_place, tokens, in_place), row_kernels.softmax(logits, tokens, None))
+    torch.testing.assert_close(in_place, others, rtol=1e-6, atol=1e-7)
+    assert row_kernels.softmax(logits[:0], tokens[:0], None).shape == (0,)
+
+
+def check_add_norm(dtype: torch.dtype, adds: bool, num_tokens: int) -> None:
+    """Outputs and gradients; the width is no power of two, and rows do not share out evenly."""
+    states, added = (torch.randn(1, num_tokens, 48).to(kind).requires_grad_() for kind in (dtype, BF16))
+    weight = torch.nn.Parameter((1 + 0.1 * torch.randn(48)).to(BF16))
+    weight.grad_dtype = torch.float32
+    summed, normed = row_kernels.add_norm(states, added if adds else None, weight, EPS)
+    assert (summed.dtype, normed.dtype) == (dtype, BF16)
+    factors = torch.randn(summed.shape).to(dtype), torch.randn(summed.shape).to(BF16)
+    torch.autograd.backward((summed, normed), factors)
+    exact = [each.detach().double().requires_grad_() for each in (states, added, weight)]
+    whole = exact[0] + exact[1] if adds else exact[0] * 1
+    scaled = whole * torch.rsqrt(whole.square().mean(-1, keepdim=True) + EPS) * exact[2]
+    torch.autograd.backward((whole, scaled), [each.double() for each in factors])
+    pairs = [(summed, whole), (normed, scaled), (states.grad, exact[0].grad), (weight.grad, exact[2].grad)]
+    if adds:
+        pairs.append((added.grad, exact[1].grad))
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+    for found, wanted in pairs:
+        assert found is not None
+        assert wanted is not None
+        within = 1e-6 if found.dtype == torch.float32 == dtype else 1e-2
+        assert float((found.double() - wanted).norm()) <= within * float(wanted.norm()), (dtype, adds, found.dtype)
+
+
+def main() -> None:
+    """All of it."""
+    torch.manual_seed(0)
+    check_softmax()
+    for case in itertools.product((torch.float32, BF16), (True, False), (1, 19)):
+        check_add_norm(*case)
+    print("right")
+
+
+if __name__ == "__main__":
+    main()
