@@ -60,11 +60,11 @@ def _run(names: list[str], out: Path, *, on_cpu: bool) -> list[str]:
     """The names of those that failed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
-    left_s = dict.fromkeys(PARTS, PART_LIMIT_S)
+    left_s, commit = dict.fromkeys(PARTS, PART_LIMIT_S), describe_commit()
     with out.open("a", encoding="utf-8") as file, tempfile.TemporaryDirectory(prefix="benchmark-gpu-") as folder:
 
         def write(result: Result) -> None:
-            line = json.dumps({**result, "commit": describe_commit()} if result.get("case") == "software" else result)
+            line = json.dumps({**result, "commit": commit} if result["case"] in ("software", "took") else result)
             print(line, flush=True)
             file.write(line + "\n")
             file.flush()

@@ -227,7 +227,7 @@ def head2(place: Place) -> None:
         "1024 MiB": ours(1024),
     }
     if importlib.util.find_spec(LIBRARY) is not None and place.on_gpu:
-        sides["1024 MiB, its softmax by Liger"] = ours(1024, is_fused=True)
+        sides["1024 MiB, by the fused softmax"] = ours(1024, is_fused=True)
         liger = importlib.import_module(f"{LIBRARY}.ops.fused_linear_cross_entropy")
         sides["Liger"] = lambda: liger.LigerFusedLinearCrossEntropyFunction.apply(states, weight, chosen)[0].backward()
     place.tell("forward and backward", tokens=len(chosen), ms=in_turns(place, sides, 3))
