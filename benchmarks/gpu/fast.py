@@ -208,7 +208,10 @@ def profile(place: Place, shape: str = "1.5B") -> None:
 
 
 def launching(place: Place, shape: str = "1.5B") -> None:
-    """A full micro-batch, and one of a few tokens, which takes as long as the host needs to launch its kernels."""
+    """A full micro-batch, and one of a few tokens, which takes as long as the host needs to launch its kernels.
+
+    Then all micro-batches of a step, whose lengths differ, twice: what a length costs when it is new.
+    """
     learner = place.learner(shape)
     rows = place.rows(shape, 128, seed=5)
     shortest = min(rows, key=lambda row: len(row.token_ids))
@@ -220,6 +223,14 @@ def launching(place: Place, shape: str = "1.5B") -> None:
             forward_and_backward(learner, batch, m)
 
         place.tell(name, tokens=batch.num_tokens[fullest], ms=1000 * place.seconds(run))
+    batch = DeviceBatch(learner.batch(place.rows(shape, 128, seed=6)).packed, place.device)
+    for name in ("every micro-batch of a step, its lengths new", "the same again"):
+        place.sync()
+        start = time.perf_counter()
+        for m in range(len(batch.num_tokens)):
+            forward_and_backward(learner, batch, m)
+        place.sync()
+        place.tell(name, tokens=sum(batch.num_tokens), ms=1000 * (time.perf_counter() - start))
 
 
 # --- copies ---------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def page_of(found: Sequence[Result]) -> list[str]:
     """The page's paragraphs; of a step that ran several times the last run counts."""
     runs = _last_runs(found)
     failed = [f"`{step}`: {each['failed']}" for step, run in runs.items() for each in run if "failed" in each]
-    parts = ["# The learner on a GPU, measured", _head(runs), _bars(runs)]
+    parts = ["# The learner on a GPU, measured", _head(runs), _bars(runs), *_by_commit(found)]
     if failed:
         parts.append(f"**Failed**: {'; '.join(failed)}.")
     for part in PARTS:
@@ -45,6 +45,28 @@ def _last_runs(found: Sequence[Result]) -> dict[str, list[Result]]:
             run.clear()
         run.append(result)
     return runs
+
+
+def _by_commit(found: Sequence[Result]) -> Iterator[str]:
+    """What steps and a micro-batch took before, where the file has runs of several commits."""
+    rows: list[list[str]] = []
+    run: dict[str, Result] = {}
+    for result in found:
+        run[result["case"]] = result
+        if result["case"] != "took":
+            continue
+        commit = f"`{result['step']}`, {result.get('commit', 'unknown')}"
+        if result["step"] == "baseline" and "steps" in run:
+            steps = run["steps"]
+            rows.append([commit, _cell(steps["tokens_per_s"]), _cell(steps["mfu"]), *["-"] * 3])
+        if result["step"] == "profile" and "micro-batch" in run:
+            found_here = run["micro-batch"]
+            unwatched = found_here["ms"] if "watched_ms" in found_here else None
+            rows.append([commit, "-", "-", *map(_cell, (unwatched, found_here["busy_ms"], found_here["launches"]))])
+        run = {}
+    if len(rows) > 2:
+        yield "Before and now; a micro-batch is of 6,613 tokens, and its milliseconds are those without the profiler:"
+        yield table(["", "tokens/s", "MFU", "ms of a micro-batch", "of which kernels run", "launches"], rows)
 
 
 def _case(runs: Mapping[str, Sequence[Result]], step: str, case: str) -> Result | None:
@@ -109,6 +131,8 @@ def _flat(result: Result) -> Iterator[tuple[str, Any]]:
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -133,12 +133,12 @@ def _products(place: Place) -> dict[str, float]:
     states = torch.randn(tokens, hidden, device=place.device, dtype=torch.bfloat16)
     weight = torch.randn(wide, hidden, device=place.device, dtype=torch.bfloat16)
     square = torch.randn(*([8192 if place.on_gpu else 64] * 2), device=place.device, dtype=torch.bfloat16)
-    long = torch.randn(2**28 if place.on_gpu else 2**12, device=place.device)
+    long, other = (torch.randn(2**28 if place.on_gpu else 2**12, device=place.device) for _ in range(2))
     taken = place.seconds(lambda: states @ weight.T, 20)
     return {
         "mlp_tflops": 2 * tokens * hidden * wide / taken / 1e12,
         "square_tflops": 2 * len(square) ** 3 / place.seconds(lambda: square @ square, 20) / 1e12,
-        "tb_per_s": 3 * long.nbytes / place.seconds(lambda: long + long, 20) / 1e12,
+        "tb_per_s": 3 * long.nbytes / place.seconds(lambda: long + other, 20) / 1e12,
         "copy_tb_per_s": 2 * long.nbytes / place.seconds(long.clone, 20) / 1e12,
     }
 
