@@ -5,8 +5,8 @@ import pytest
 from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
-    "files": 204,
-    "lines": 49_170,
+    "files": 206,
+    "lines": 49_490,
     "longest file": 477,
     "longest function": 60,
     "modules imported by exactly one other": 47,
