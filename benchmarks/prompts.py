@@ -109,7 +109,8 @@ def main() -> None:
     line: dict[str, Any] = {"num_seeds": min(map(len, found.values())), **compared(of)}
     line["wanted"] = judged(line, AT_LEAST, "at least", at_full_size=not args.quick)
     if args.page:
-        write_page(args.page, page(of, line, origin("python benchmarks/prompts.py --page", before, describe_commit())))
+        made = origin("python benchmarks/prompts.py --page", before, describe_commit())
+        write_page(args.page, page(of, found, line, made))
     print(json.dumps(line))
 
 
@@ -209,8 +210,10 @@ def _ratio(above: float | None, below: float | None) -> float | None:
     return None if above is None or not below else round(above / below, 3)
 
 
-def page(of: Mapping[str, Figures], line: Mapping[str, Any], made: str) -> list[str]:
-    """The paragraphs of the page."""
+def page(
+    of: Mapping[str, Figures], each: Mapping[str, Sequence[Figures]], line: Mapping[str, Any], made: str
+) -> list[str]:
+    """The paragraphs of the page, of means and of what they are of."""
     rows = [[name, *(number(found[key], form) for key, form in COLUMNS.values())] for name, found in of.items()]
     gains = [
         [
@@ -220,6 +223,9 @@ def page(of: Mapping[str, Figures], line: Mapping[str, Any], made: str) -> list[
         for name in of
         if name != "uniform"
     ]
+    steps = "; ".join(
+        f"{name} {', '.join(number(run['steps'], '{:.0f}') for run in runs)}" for name, runs in each.items()
+    )
     return [
         "# Which prompts teach, measured",
         f"{made} PPO with a baseline of the group on {NUM_SUMS} sums that the ordinary model of `examples/sums.toml` "
@@ -227,12 +233,14 @@ def page(of: Mapping[str, Figures], line: Mapping[str, Any], made: str) -> list[
         f"{GROUPS_PER_STEP} groups, one actor. Means over {line['num_seeds']} seeds.",
         table(["setting", *COLUMNS], rows),
         f"Steps, and tokens, until {TARGET:g} of {NUM_HELD_OUT} held-out sums are answered right. A group is useful "
-        "that has unequal rewards.",
+        f"that has unequal rewards. Steps of each seed, which differ by more than most settings do: {steps}.",
         table(["over `uniform`", "useful groups per generated token", "fewer steps", "fewer generated tokens"], gains),
         bars_table(line["wanted"], "at least"),
-        "What refilling can and cannot: it makes every step as large as it seems, and so takes fewer of them. It saves "
-        "no tokens: the groups that it sets aside were generated, as they were without it, so useful groups per "
-        "generated token stay what the prompts give. What is not generated at all is saved by the posterior.",
+        "What refilling can and cannot: it makes every step as large as it seems, and so takes fewer of them. It "
+        "saves no tokens: the groups that it sets aside were generated, as they were without it, so useful groups "
+        "per generated token stay what the prompts give. The posterior generates less of what is always or never "
+        "solved: more groups are useful for their tokens. It takes no fewer steps than the seeds differ by: to the "
+        "held-out sums that are asked here its choice of prompts is worth little more than chance.",
     ]
 
 

@@ -98,9 +98,23 @@ differ by no more than seeds do. sequence_tis is worse at 16. On uniform data to
 raw weights do, and some of the others do great harm. sequence_tis collapses, and not to the best completion: the \
 expectation of a truncated weight is not 1, so the baseline no longer cancels. icepop drops every token that the \
 policy writes less than half as often as mu, and nothing holds those up. gspo is uneven between seeds: its ratio is \
-that of a sequence, so the weight of one token reaches all of them. At the other end, up to lag 16, gspo has the least \
+that of a sequence, so the weight of one token reaches all of them. At the other end, up to lag 1, gspo has the least \
 KL of all PPO rows: its narrow clip holds updates back, which says as much about a learning rate from a coarse grid as \
 about the surrogate.
+- **An interpolated proximal policy does as well as one that is scored.** It needs no pass over the draw, is as near \
+to pi* at lag 0 and 1, and at lag 4 and 16 and from uniform data it is the nearest of all PPO rows. Its region lies \
+about a policy between the one that sampled and the one that learns, and moves with the second: the farther apart \
+they are, the less it holds back. Here, where no weight can explode, that does no harm.
+- **VESPO and DPPO follow the policy, and not its past.** Up to lag 4, and DPPO up to 16, they end where plain PPO \
+does; on data of the first or of the uniform policy they stay far off. VESPO damps what has become unlike the \
+sampler, and DPPO stops tokens that have moved from it: where nothing that the policy has become was sampled, little \
+is left to learn from.
+- **How a gradient is averaged or bounded hardly shows**: `dual_clip`, `dr_grpo`, `batch` and a critic differ from \
+PPO as it ships by about what seeds do. `entropy` and `maxrl` have other optima, and come to them at every age: less \
+reward by what the bonus is worth, and for MaxRL the log of the expected reward, which asks little of a reward that \
+is never 0.
+- **Distillation asks for no reward**, so it does not matter who wrote the tokens: at every age no row is nearer to \
+its teacher.
 - **The rule on the effective sample size** never acts at lag 0 and 1, and changes little where it does: it slows a \
 run whose weights are uneven, and repairs no bias.
 - **Online DPO has another optimum.** The best of a group is always preferred to the worst, so on data of its own the \
