@@ -126,7 +126,8 @@ TRAINING_PASSES = 3
 """Products of a layer in forward and backward together, in units of the forward pass: inputs and weights each once."""
 
 HEAD_PASSES = 4
-"""The head's, with gradients made a chunk at a time: logits, their product with the head, logits again, gradient."""
+"""The head's, with gradients made a chunk at a time: logits, their product with the head, logits again where their
+probabilities were not kept (a GPU keeps most), gradient."""
 
 EMBEDDING_SHARE = 1 / 64
 """Cost per token and weight of the embedding. Nothing is multiplied, but each micro-batch of some thousand tokens
