@@ -170,7 +170,7 @@ class ActorLoop:
         parts = await self._assemble(self._context, self._number)
         facts, sections, config = self._context.facts, self._context.config, self._config
         self._parts, self._client, self._engine, self._task = parts, parts.client, parts.engine, parts.task
-        self._fingerprint = parts.task.facts().fingerprint
+        self._fingerprint = parts.task.facts(self._context.teacher_of_prompt).fingerprint
         self._follower = WeightFollower(
             self._name, parts.engine, parts.puller, sections.weight_sync, facts.contract, clock=self._clock
         )

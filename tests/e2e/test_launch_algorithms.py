@@ -1,11 +1,11 @@
-"""Real runs of the other two algorithms, each with what it has of its own, from actor to export."""
+"""Real runs of the other algorithms, each with what it has of its own, from actor to export."""
 
 import json
 
 import pytest
 from safetensors import safe_open
 
-from tests.world.live_run import start
+from tests.world.live_run import ROOT, start
 
 pytestmark = pytest.mark.full  # what each loss has of its own is held by the unit tests
 
@@ -50,3 +50,44 @@ def test_dpo_pairs_answers_of_a_prompt_across_policy_versions(tmp_path):
     assert {row["buffer/ledger_gap"] for row in steps} == {0}
     assert any((row["dpo/cross_frac"] or 0) > 0 for row in steps)
     assert summary["lag_max"] > 0
+
+
+TEACHERS = """
+[model]
+path = "{model}"
+[model.teachers]
+odd = "{model}"
+even = "{model}"
+[task]
+type = "file"
+path = "sums.jsonl"
+template = "{{question:compact}}="
+rewards = ["exact"]
+teacher_column = "kind"
+[algorithm]
+type = "distillation"
+[actors]
+num_actors = 1
+group_size = 8
+max_prompt_tokens = 8
+max_new_tokens = 8
+[learner]
+token_budget = 256
+"""
+
+
+def test_teachers_score_the_prompts_of_their_names_and_prompts_seldom_solved_have_larger_groups(tmp_path):
+    """Of all processes of a run only the actors see prompts without asking who teaches them."""
+    sums = [(a, b) for a in range(10, 18) for b in range(10, 18)]
+    rows = [{"question": f"{a} + {b}", "answer": str(a + b), "kind": ("even", "odd")[(a + b) % 2]} for a, b in sums]
+    (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "teachers.toml").write_text(TEACHERS.format(model=ROOT / "examples" / "demo_model"))
+    steps, summary = finished(
+        tmp_path,
+        *("--buffer.prompt_law", "uniform", "--buffer.most_samples", "24", "--task.num_train", "unset"),
+        example=str(tmp_path / "teachers"),
+    )
+    assert len(steps) == 12
+    assert {row["buffer/ledger_gap"] for row in steps} == {0}
+    assert abs(steps[0]["distillation/kl"]) < 1e-3, "student and teachers are the same model"
+    assert 12 * 8 * 8 < summary["trained_trajectories"] <= 12 * 8 * 24

@@ -266,9 +266,10 @@ def half(problems, completions):
 
 
 def make_actor(
-    buffer, engine=None, store=None, reward=half, config=None, weight_sync=None, clock=time.monotonic, rewards=None
-):
-    """`reward` is called in this process; `rewards` in processes of their own."""
+    buffer, engine=None, store=None, reward=half, config=None, weight_sync=None, clock=time.monotonic, rewards=None,
+    **changes,
+):  # fmt: skip
+    """`reward` is called in this process; `rewards` in processes of their own. `changes` are of the run's context."""
 
     async def load(function, timeout_s):
         return InThisProcess(reward)
@@ -282,6 +283,7 @@ def make_actor(
         actors=ActorsConfig(**{"group_size": K, "max_running_samples": 16, **(config or {})}),
         task=TASK,
         weight_sync=knobs,
+        **changes,
     )
 
     async def assemble(*_):

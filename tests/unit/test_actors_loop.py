@@ -41,6 +41,13 @@ async def test_every_leased_sample_is_pushed_once_with_its_own_seed_and_the_loop
     assert engine.stopped
 
 
+async def test_an_actor_and_the_command_see_the_same_task_also_where_prompts_have_teachers():
+    for teachers in (b"", bytes([0, 1] * 4)):
+        actor = make_actor(FakeBuffer(1), teacher_of_prompt=teachers)
+        report = await run_to_end(actor)
+        assert report.task_fingerprint == actor._task.facts(teachers).fingerprint
+
+
 async def test_an_engine_loads_what_is_made_of_the_model_on_its_own_host(tmp_path, monkeypatch):
     tiny_checkpoint(tmp_path / "model", tied=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "this-host"))

@@ -37,8 +37,9 @@ SMALL = [
 
 
 def start(folder: Path, *overrides: str, example: str = "demo") -> subprocess.Popen[str]:
-    """Start `leeway train` on the demo, in a process group of its own."""
-    command = [sys.executable, "-m", "launch.cli", "train", f"examples/{example}.toml", "--run.dir", str(folder)]
+    """Start `leeway train` on the demo, in a process group of its own; `example`: one of ours, or a path."""
+    config = str(Path("examples", f"{example}.toml"))
+    command = [sys.executable, "-m", "launch.cli", "train", config, "--run.dir", str(folder)]
     return subprocess.Popen(
         [*command, "--run.name", "run", *SMALL, *overrides],
         cwd=ROOT,
