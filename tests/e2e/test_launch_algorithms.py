@@ -80,11 +80,22 @@ def test_teachers_score_the_prompts_of_their_names_and_prompts_seldom_solved_hav
     """Of all processes of a run only the actors see prompts without asking who teaches them."""
     sums = [(a, b) for a in range(10, 18) for b in range(10, 18)]
     rows = [{"question": f"{a} + {b}", "answer": str(a + b), "kind": ("even", "odd")[(a + b) % 2]} for a, b in sums]
+    for row in rows[::2]:
+        row["answer"] = "never right"
     (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "teachers.toml").write_text(TEACHERS.format(model=ROOT / "examples" / "demo_model"))
     steps, summary = finished(
         tmp_path,
-        *("--buffer.prompt_law", "uniform", "--buffer.most_samples", "24", "--task.num_train", "unset"),
+        *(
+            "--buffer.prompt_law",
+            "uniform",
+            "--buffer.most_samples",
+            "24",
+            "--task.num_train",
+            "40",
+            "--task.num_heldout",
+            "8",
+        ),
         example=str(tmp_path / "teachers"),
     )
     assert len(steps) == 12
