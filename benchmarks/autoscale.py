@@ -237,7 +237,8 @@ def simulated(case: Case, count: int, *, follows: bool) -> list[AtStep]:
     """A run that begins with so many actors; a step takes up to 5 % more or less than on average."""
     noise, took_s, pool = Random(case.seed), [0.0], replace(case.world.pools[0], count=count)
     slots, most = pool.config.max_running_samples, 4 * case.best(NUM_STEPS)
-    following, found, there_s = Following(K * case.world.contract.groups_per_step), [AtStep(0.0, count, count)], 0.0
+    following, found, there_s = Following(), [AtStep(0.0, count, count)], 0.0
+    used_up = K * case.world.contract.groups_per_step
     seen: tuple[int, float] = (0, 0.0)
 
     def step_s(_: Sequence[int]) -> float:
@@ -251,7 +252,7 @@ def simulated(case: Case, count: int, *, follows: bool) -> list[AtStep]:
         (ended, tokens), seen = seen, (so_far.num_generated, so_far.num_tokens)
         if follows and seen[0] > ended:
             train_s = took_s[-1] + case.world.costs.between_steps_s
-            facts = StepFacts((seen[1] - tokens) / (seen[0] - ended), PROMPT_TOKENS, train_s, 1.0)
+            facts = StepFacts((seen[1] - tokens) / (seen[0] - ended), PROMPT_TOKENS, train_s, 1.0, used_up)
             advice = following.look([PoolState("a", here, wanted, slots, pool.law, most)], facts)
             if advice is not None and advice.pool:
                 here = min(here, advice.count)

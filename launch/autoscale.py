@@ -12,7 +12,6 @@ from typing import Any
 
 from common.costs import Moments, TokenTime
 from launch.config import Config
-from launch.errors import ConfigError
 from launch.observe.status import PoolStatus
 from planning.following import Advice, Following, PoolState, StepFacts
 
@@ -24,20 +23,6 @@ Room = Callable[[str], int]
 """How many more actors of a pool have a place now."""
 
 
-def check_autoscale(config: Config) -> None:
-    """See that a step needs as many samples as autoscale counts with.
-
-    Raises:
-        ConfigError: some groups have more.
-    """
-    mode, most = config.launch.autoscale, config.buffer.most_samples
-    if mode != "off" and most > config.actors.group_size:
-        raise ConfigError(
-            f"launch.autoscale = '{mode}' counts with actors.group_size samples of every prompt, and "
-            f"buffer.most_samples = {most} makes more of some: leave one of them off"
-        )
-
-
 class Autoscale:
     """Looks at each step, and says what should change; acting is its caller's."""
 
@@ -45,17 +30,17 @@ class Autoscale:
         """Of a run that has not taken a step."""
         self.mode = config.launch.autoscale
         self._most = config.launch.autoscale_most
-        self._following = Following(config.learner.groups_per_step * config.actors.group_size)
-        self._finished_s: float | None = None
+        self._following = Following()
+        self._before: Row | None = None
         self._said = ""
 
     def look(self, row: Row, pools: Sequence[PoolStatus], room: Room) -> Advice | None:
         """A step has ended; None where nothing is to be said or done."""
-        before_s, self._finished_s = self._finished_s, row["finished_s"]
-        if self.mode == "off" or before_s is None or row["skipped"]:
+        before, self._before = self._before, row
+        if self.mode == "off" or before is None or row["skipped"]:
             return None
         states = [state for pool in pools if (state := self._state(pool, room)) is not None]
-        facts = _facts(row, pools, before_s)
+        facts = _facts(row, pools, before)
         if facts is None or len(states) < len(pools):
             return None
         advice = self._following.look(states, facts)
@@ -77,18 +62,20 @@ class Autoscale:
         return PoolState(pool.name, pool.working, pool.wanted, engines.slots // pool.working, law, most)
 
 
-def _facts(row: Row, pools: Sequence[PoolStatus], before_s: float) -> StepFacts | None:
-    """None where nothing was generated lately."""
+def _facts(row: Row, pools: Sequence[PoolStatus], before: Row) -> StepFacts | None:
+    """None where nothing was generated or used up lately."""
     slots = sum(pool.engines.slots for pool in pools)
     used = sum((pool.engines.slots_used or 0.0) * pool.engines.slots for pool in pools)
     lengths = [(each, pool.tokens_per_s) for pool in pools if (each := pool.engines.tokens_per_sample) is not None]
-    if not slots or not (weight := sum(rate for _, rate in lengths)):
+    used_up = sum(row[key] - before[key] for key in ("buffer/trained", "buffer/uninformative"))
+    if not slots or used_up <= 0 or not (weight := sum(rate for _, rate in lengths)):
         return None
     num = row["batch/trajectories"]
-    between_s = max(0.0, row["started_s"] - row["time/wait_for_batch"] - before_s)
+    between_s = max(0.0, row["started_s"] - row["time/wait_for_batch"] - before["finished_s"])
     return StepFacts(
         tokens=sum(each * rate for each, rate in lengths) / weight,
         prompt_tokens=(row["batch/tokens"] - row["batch/completion_tokens"]) / num,
         train_s=row["time/step"] + between_s,
         slots_used=used / slots,
+        samples=used_up,
     )

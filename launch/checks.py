@@ -16,7 +16,6 @@ from common.hf_folder import ModelFacts
 from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys, is_loopback
 from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract
-from launch.autoscale import check_autoscale
 from launch.config import Config
 from launch.errors import ConfigError, as_config_error
 from launch.gpus import check_gpus, describe_gpus, lacking_gpus
@@ -178,7 +177,6 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
         contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
         config.buffer.check_sizes(config.actors.group_size, contract.capacity())
     _check_sizes(config)
-    check_autoscale(config)
     _check_weight_sync(config, is_new=resumed is None)
     _check_ray(config)
     model = None

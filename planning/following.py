@@ -1,13 +1,15 @@
 """Following: how many actors a run should have now, as lengths and costs change.
 
-    T_gen(n)  seconds in which n actors would generate the samples of a step, all slots full
+    T_gen(n)  seconds in which n actors would generate the samples that a step uses up, all slots full
     T_train   seconds of a step and of what lies between two, where its batch is ready
 
-Both are means that forget (over `MEMORY` steps), that of lengths with its trend, a few steps ahead: lengths grow for
-hours, and whoever looks at a mean is always late. A pool grows where T_gen has been above T_train for a few steps, by
-what it lacks, and shrinks where one actor less would still be enough for many. In between lies a band in which nothing
-happens, so that noise moves nothing. After a change it looks away until the change shows. (StreamRL, arXiv 2504.15930,
-adjusts its generation stage by the same two times.)
+A step uses up what it trains for the first time, and what is set aside because its rewards are all equal: more than it
+trains where groups are set aside, less where samples are trained again. Both are means that forget (over `MEMORY`
+steps), that of lengths with its trend, a few steps ahead: lengths grow for hours, and whoever looks at a mean is always
+late. A pool grows where T_gen has been above T_train for a few steps, by what it lacks, and shrinks where one actor
+less would still be enough for many. In between lies a band in which nothing happens, so that noise moves nothing. After
+a change it looks away until the change shows. (StreamRL, arXiv 2504.15930, adjusts its generation stage by the same two
+times.)
 """
 
 from __future__ import annotations
@@ -61,6 +63,8 @@ class StepFacts:
     train_s: float
     slots_used: float
     """Mean share of all slots."""
+    samples: float
+    """That were used up since the step before."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,10 @@ class _Trend:
 class Following:
     """Looks at every step of a run; advises where it has been sure for long enough."""
 
-    def __init__(self, samples_per_step: int) -> None:
-        """Of a run whose steps take so many samples."""
-        self._samples = samples_per_step
+    def __init__(self) -> None:
+        """Of a run of which it has seen no step."""
         self._lengths = _Trend()
-        self._tokens = self._train_s = self._used = 0.0
+        self._samples = self._tokens = self._train_s = self._used = 0.0
         self._num_seen = 0
         self._above = self._below = 0
         self._settling = 0
@@ -132,6 +135,7 @@ class Following:
         self._tokens = self._lengths.see(facts.tokens, new)
         self._train_s += new * (facts.train_s - self._train_s)
         self._used += new * (facts.slots_used - self._used)
+        self._samples += new * (facts.samples - self._samples)
 
     def _gen_s(self, pools: Sequence[PoolState], prompt_tokens: float) -> float:
         rate = sum(pool.count * pool.rate(self._tokens, prompt_tokens) for pool in pools)

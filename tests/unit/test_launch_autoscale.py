@@ -27,19 +27,20 @@ def pool(count, slots_used=1.0, tokens=64.0):
     return PoolStatus(name="actors", wanted=count, working=count, tokens_per_s=1000.0, engines=engines)
 
 
-def rows(num, step_s):
+def rows(num, step_s, set_aside=0, uses=1):
     for step in range(1, num + 1):
         yield {
             "step": step, "skipped": False, "started_s": 2.0 * step, "finished_s": 2.0 * step + step_s,
             "time/step": step_s, "time/wait_for_batch": 2.0 - step_s, "batch/trajectories": G * K,
             "batch/tokens": G * K * 70, "batch/completion_tokens": G * K * 64,
+            "buffer/trained": step * G * K // uses, "buffer/uninformative": step * set_aside,
         }  # fmt: skip
 
 
-def advised(mode, *overrides, room=100, step_s=0.2, count=2, **of_pool):
+def advised(mode, *overrides, room=100, step_s=0.2, count=2, set_aside=0, uses=1, **of_pool):
     config = load_config(DEMO, ["--launch.autoscale", mode, *overrides])
     scale = Autoscale(config)
-    found = [scale.look(row, [pool(count, **of_pool)], lambda name: room) for row in rows(30, step_s)]
+    found = [scale.look(row, [pool(count, **of_pool)], lambda name: room) for row in rows(30, step_s, set_aside, uses)]
     return [each for each in found if each is not None]
 
 
@@ -52,6 +53,13 @@ def test_advice_says_how_many_actors_and_what_they_gain():
     first = advised("advise")[0]
     assert first.count == pytest.approx(needed(0.2), abs=1)
     assert first.text.endswith(f"would raise the rate by {needed(0.2) / 2 - 1:.0%}")
+
+
+def test_what_is_set_aside_has_to_be_generated_too_and_what_is_trained_again_has_not():
+    plain, refilled, replayed = (advised("on", **each)[0].count for each in ({}, {"set_aside": G * K}, {"uses": 2}))
+    assert plain == pytest.approx(needed(0.2), abs=1)
+    assert refilled == pytest.approx(2 * needed(0.2), abs=1)
+    assert replayed == pytest.approx(needed(0.2) / 2, abs=1)
 
 
 def test_it_grows_no_further_than_there_is_room_or_the_config_says():

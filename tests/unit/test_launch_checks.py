@@ -111,7 +111,6 @@ def run(capsys, *arguments: object) -> tuple[int, str]:
             ["--buffer.most_samples", "9", "--buffer.capacity_trajectories", "100"],
             "actors.group_size, buffer.most_samples",
         ),
-        (["--launch.autoscale", "advise", "--buffer.most_samples", "32"], "makes more of some: leave one of them off"),
         (["--buffer.shards", "500"], "use fewer shards"),
         (["--actors.eval_every", "5", "--actors.eval_problems", "2000"], "holds out 1024"),
         (["--actors.tensor_parallel_size", "2"], "needs as many GPUs"),

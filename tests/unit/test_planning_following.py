@@ -28,8 +28,8 @@ def pool(count, name="fast", law=LAW, most=16):
     return PoolState(name, count, count, SLOTS, law, most)
 
 
-def facts(tokens, train_s=1.0, slots_used=1.0):
-    return StepFacts(tokens, 10.0, train_s, slots_used)
+def facts(tokens, train_s=1.0, slots_used=1.0, samples=G * K):
+    return StepFacts(tokens, 10.0, train_s, slots_used, samples)
 
 
 def gen_s(count, tokens):
@@ -42,7 +42,7 @@ def tokens_for(count, seconds):
 
 
 def test_it_grows_by_what_generation_lacks_once_it_is_sure():
-    following, state = Following(G * K), [pool(2)]
+    following, state = Following(), [pool(2)]
     looks = [following.look(state, facts(tokens_for(2, 2.1))) for _ in range(PATIENCE_TO_GROW + 4)]
     advice = next(each for each in looks if each is not None)
     assert looks.index(advice) >= PATIENCE_TO_GROW - 1
@@ -51,7 +51,7 @@ def test_it_grows_by_what_generation_lacks_once_it_is_sure():
 
 
 def test_it_shrinks_where_one_less_is_enough_for_long():
-    following, state = Following(G * K), [pool(4)]
+    following, state = Following(), [pool(4)]
     looks = [following.look(state, facts(tokens_for(3, 0.8))) for _ in range(PATIENCE_TO_SHRINK + 5)]
     found = [each for each in looks if each is not None]
     assert [each.count for each in found] == [3]
@@ -59,7 +59,7 @@ def test_it_shrinks_where_one_less_is_enough_for_long():
 
 
 def test_lengths_that_grow_step_by_step_are_followed_within_three_steps():
-    following = Following(G * K)
+    following = Following()
     times = [0.9 + 0.018 * step for step in range(40)]
     asked = next(step for step, seconds in enumerate(times) if seconds > 1.0)
     looks = [following.look([pool(4)], facts(tokens_for(4, seconds))) for seconds in times]
@@ -69,7 +69,7 @@ def test_lengths_that_grow_step_by_step_are_followed_within_three_steps():
 
 
 def test_lengths_that_fall_at_once_leave_something_to_reckon_with():
-    following = Following(G * K)
+    following = Following()
     for tokens in (1000.0, 1000.0, 1.0, 1.0, 1.0):
         following.look([pool(4)], facts(tokens))
         assert following._tokens > 0.0
@@ -77,12 +77,12 @@ def test_lengths_that_fall_at_once_leave_something_to_reckon_with():
 
 @pytest.mark.parametrize("off", [-BELOW / 2, 0.0, ABOVE / 2])
 def test_within_the_band_nothing_happens(off):
-    following, state = Following(G * K), [pool(4)]
+    following, state = Following(), [pool(4)]
     assert not any(following.look(state, facts(tokens_for(4, 1.0 + off))) for _ in range(60))
 
 
 def test_after_a_change_it_looks_away_until_the_actors_are_there_and_work():
-    following = Following(G * K)
+    following = Following()
     slow = facts(tokens_for(2, 2.1))
     while following.look([pool(2)], slow) is None:
         pass
@@ -92,12 +92,12 @@ def test_after_a_change_it_looks_away_until_the_actors_are_there_and_work():
 
 
 def test_where_no_actor_helps_it_says_what_would():
-    following = Following(G * K)
+    following = Following()
     empty = [following.look([pool(2)], facts(tokens_for(2, 2.1), slots_used=0.5)) for _ in range(8)]
     advice = next(each for each in empty if each is not None)
     assert (advice.pool, advice.count) == ("", 0)
     assert "weight_sync.max_lag would raise the rate, more actors would not" in advice.text
-    following = Following(G * K)
+    following = Following()
     full = [following.look([pool(2, most=2)], facts(tokens_for(2, 2.1))) for _ in range(8)]
     assert "no pool may grow" in next(each for each in full if each is not None).text
 
@@ -105,10 +105,10 @@ def test_where_no_actor_helps_it_says_what_would():
 def test_the_fastest_pool_grows_and_the_slowest_shrinks():
     slow = TokenTime(4 * LAW.base, 4 * LAW.per_sample)
     state = [pool(2), pool(2, "slow", slow)]
-    following = Following(G * K)
+    following = Following()
     long = facts(4 * tokens_for(2, 1.0))
     assert next(filter(None, (following.look(state, long) for _ in range(9)))).pool == "fast"
-    following = Following(G * K)
+    following = Following()
     short = facts(tokens_for(2, 0.5))
     assert next(filter(None, (following.look(state, short) for _ in range(40)))).pool == "slow"
 
@@ -117,7 +117,7 @@ def followed(seed, *, doubles=True):
     """A simulated run whose lengths double between the steps 20 and 60; who worked at each step, and the end."""
     lengths = LengthLaw.lognormal(230, 0.6, 2000, 0.5)
     start = world(engines=3, slots=SLOTS, lengths=lengths, step_s=GROUPS / G, max_lag=8, groups=GROUPS)
-    simulation, following, counts, rates = Simulation(start, seed), Following(GROUPS * K), [], []
+    simulation, following, counts, rates = Simulation(start, seed), Following(), [], []
     before, wanted = [0, 0.0], [3]
 
     def after_step(step):
@@ -126,7 +126,7 @@ def followed(seed, *, doubles=True):
         samples, tokens = found.num_generated - before[0], found.num_tokens - before[1]
         before[:] = [found.num_generated, found.num_tokens]
         state = PoolState("a", there, wanted[0], SLOTS, start.pools[0].law, 16)
-        advice = following.look([state], StepFacts(tokens / max(1, samples), 10.0, GROUPS / G, 1.0))
+        advice = following.look([state], StepFacts(tokens / max(1, samples), 10.0, GROUPS / G, 1.0, GROUPS * K))
         if advice is not None and advice.pool:
             wanted[0] = advice.count
             simulation.scale("a", advice.count, start_s=2.0)
