@@ -28,6 +28,7 @@ def test_a_module_with_one_user_is_deep_or_says_why_it_stands_alone():
 
 
 ALONE = {
+    "launch.autoscale": "what steps and pools say, apart from the processes that it has started",
     "buffer.partials": "what of a lease outlives it, apart from who has it",
     "planning.engine": "the sleeping engines of benchmarks keep time by it too",
     "planning.bounds": "closed forms, which the simulator is held to",
