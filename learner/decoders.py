@@ -5,7 +5,7 @@ add one, query scalings) comes with Transformers' own modules and needs nothing 
 transformers, so that a config can be loaded without them.
 
 The cost is counted in floating-point operations per token of a training step, from the model's config alone:
-a layer's products and its attention at a typical length; the head, of which a step computes the logits twice; the
+a layer's products and its attention at a typical length; the head, as if its logits were always computed twice; the
 embedding, which is a lookup, but whose dense gradient is written for every micro-batch. A rank of a pipeline holds
 one chunk, or several that an interleaved schedule takes in turn.
 """

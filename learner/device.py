@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 import torch
 
 from learner.config import LearnerConfig
 from learner.decoders import StageShare, split_layers, widths
-from learner.logprobs import LogitRule
+from learner.logprobs import KEPT_MIB, LogitRule
 from learner.orders import stage_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ LOGIT_COPIES = 3
 """Of a chunk of logits, that exist at once: themselves, their exponentials, and a product on the way."""
 HEAD_STATES = 3
 """Beside them, of the states that the head reads: normed, in the dtype of products, and their gradient."""
-HEAD = LogitRule(temperature=1.0)
 
 
 def device_of(config: LearnerConfig, rank: int) -> torch.device:
@@ -142,9 +141,11 @@ def _need_of(
     per_layer = budget * kept_bytes(model, config)
     kept = states_item * budget * width * num_layers if checkpointing else per_layer * num_layers
     computed = torch.bfloat16 if is_narrow else torch.float64 if config.precision == "float64" else torch.float32
-    chunk, most_kept = (of(model.vocab_size, computed, "cuda") for of in (HEAD.chunk_tokens, HEAD.kept_tokens))
+    head = LogitRule(1.0, kept_mib=most_kept_mib(config, "cuda"))
+    chunk, most_kept = (of(model.vocab_size, computed, "cuda") for of in (head.chunk_tokens, head.kept_tokens))
     chunk_bytes = item * model.vocab_size * min(chunk, budget)
-    probabilities = computed.itemsize * model.vocab_size * min(most_kept, budget) * ceil(in_flight)
+    heads = min(heads_in_flight(config), num_micro_batches)
+    probabilities = computed.itemsize * model.vocab_size * min(most_kept, budget) * int(heads)
     static = {
         "weights": item * trained,
         "rounded weights": 2 * trained * is_narrow,
@@ -188,6 +189,19 @@ def kept_bytes(model: PreTrainedConfig, config: LearnerConfig) -> int:
     found = widths(model)
     of_states, of_queries, of_keys, of_block = KEPT_BYTES[config.precision, config.residual]
     return of_states * found.states + of_queries * found.queries + of_keys * found.keys + of_block * found.block
+
+
+def most_kept_mib(config: LearnerConfig, device: str) -> float:
+    """Of probabilities that the head keeps of a micro-batch, so that those in flight keep `KEPT_MIB` together."""
+    return KEPT_MIB[device] / heads_in_flight(config)
+
+
+def heads_in_flight(config: LearnerConfig) -> float:
+    """Micro-batches that have come to the head and wait for their backward pass, at most; inf: all of a batch."""
+    if config.schedule == "gpipe":
+        return inf
+    at_once = {"zero_bubble": config.num_stages, "fused": config.most_held}
+    return float(at_once.get(config.schedule, 1)) if config.num_stages > 1 else 1.0
 
 
 def micro_batches_in_flight(config: LearnerConfig, stage: int, num_micro_batches: int) -> float:

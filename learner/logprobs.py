@@ -34,9 +34,8 @@ LOGITS_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 1024.0}
 """By type of device, logits held at a time: beside a micro-batch's states they are little, and the head, which is read
 for every chunk, is read seldom enough that the products take longer."""
 KEPT_MIB: Mapping[str, float] = {"cpu": 64.0, "cuda": 2048.0}
-"""By type of device, probabilities kept for the backward pass, for each micro-batch in flight on the last stage: on a
-GPU those of a micro-batch of 8,192 tokens and 152k words, which saves it a product in four and two passes over logits.
-"""
+"""By type of device, probabilities kept for the backward pass, of all micro-batches that have come to the head. On a
+GPU those of 7,000 completion tokens and 152k words: that saves it a product in four and two passes over logits."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunk(hidden: Tensor, cast: Tensor, tokens: Tensor, rule: LogitRule, own: Tensor | None, keep: bool) -> _Chunk:
-    """All about one chunk, in the memory of its logits: [c, hidden], [V, hidden] (`cast`), [c].
+    """All about one chunk, in the memory of its logits and half as much: [c, hidden], [V, hidden] (`cast`), [c].
 
     `own` holds the head's rows of the tokens, [c, hidden], where slopes are wanted; `keep` asks for the shares.
     """

@@ -8,7 +8,7 @@ run says.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from common.run import RunContext
 from learner.batch import Leaves
 from learner.config import LearnerConfig, LearnerSections
 from learner.decoders import critic_share
+from learner.device import most_kept_mib
 from learner.fused import FusedPasses
 from learner.mesh import Mesh
 from learner.model import DeviceBatch, Heads, StageModule, is_value_head, load_stage
@@ -303,9 +304,11 @@ def load_chunks(
     ]
     for chunk in chunks:
         chunk.requires_grad_(not frozen)
+        chunk.rule = replace(chunk.rule, kept_mib=most_kept_mib(config, device.type))
         if config.precision == "bfloat16":
             residual = COMPUTED if config.residual == "bfloat16" else torch.float32
-            chunk.compute_in_bfloat16(residual, splits_backward=config.schedule == "zero_bubble")
+            splits = config.schedule == "zero_bubble" and num_stages > 1
+            chunk.compute_in_bfloat16(residual, splits_backward=splits)
     return chunks
 
 

@@ -6,8 +6,8 @@
 
 Every weight of a model is rounded, norms and biases too: a 16-bit engine serves just these values, and what the learner
 calls the policy is what wrote the samples. The gradient of a rounding is that of its master, float32: on a GPU each
-micro-batch's product is added to it where it is kept, unrounded, and elsewhere it is a product in bfloat16 that is
-widened and added.
+micro-batch's product is added to it where it is kept, unrounded. On a CPU, and with a schedule that takes gradients of
+inputs and of weights apart, it is a product in bfloat16 that is widened and added.
 
 The states between layers stay float32, or are rounded as in the engine (learner.residual). Norms compute in float32 and
 hand bfloat16 to the products that read them, once for all of them.

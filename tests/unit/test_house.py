@@ -6,7 +6,7 @@ from tests.house import DEEP_LINES, figures, graph, modules, single_use
 
 BOUNDS = {
     "files": 206,
-    "lines": 49_490,
+    "lines": 49_520,
     "longest file": 477,
     "longest function": 60,
     "modules imported by exactly one other": 47,

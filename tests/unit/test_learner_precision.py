@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from common.hf_folder import HEAD
 from learner.batch import Leaves
 from learner.config import LearnerConfig
+from learner.mesh import MeshPlace
 from learner.model import EMBEDDING, load_stage
+from learner.networks import load_chunks
 from learner.optimizer import UpdateDecision
 from learner.precision import embed, round_parameters
 from learner.step import TrainStep
@@ -203,10 +206,18 @@ def test_gradients_of_matrices_are_added_in_place_and_are_those_that_autograd_ma
         assert float((found - wanted).norm()) <= within * float(wanted.norm()), name
 
 
-def test_a_schedule_that_takes_gradients_apart_leaves_adding_to_autograd(networks_of):
-    for schedule in ("1f1b", "zero_bubble"):
-        (stage,) = networks_of(schedule=schedule)[0].policy.modules
-        assert stage.rule.adds_in_place == (schedule != "zero_bubble")
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "adds", "kept_mib"),
+    [("1f1b", 2, True, 64), ("gpipe", 1, True, 0), ("zero_bubble", 2, False, 32), ("zero_bubble", 1, True, 64)],
+)
+def test_what_a_schedule_holds_at_once_and_takes_apart_decides_what_the_head_keeps_and_who_adds(
+    schedule, num_stages, adds, kept_mib, tmp_path
+):
+    make_models(tmp_path)
+    mesh = SimpleNamespace(place=MeshPlace(0, num_stages=num_stages))
+    config = LearnerConfig(num_stages=num_stages, precision="bfloat16", schedule=schedule)
+    (stage,) = load_chunks(tmp_path / "tied", "token", config, 1.0, mesh, CPU)
+    assert (stage.rule.adds_in_place, stage.rule.kept_mib) == (adds, kept_mib)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])

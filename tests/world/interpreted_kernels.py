@@ -8,7 +8,8 @@ import itertools
 
 import torch
 
-from learner import row_kernels
+from learner import kernels, row_kernels
+from tests.world import fused_kernels
 
 EPS = 1e-6
 BF16 = torch.bfloat16
@@ -54,10 +55,27 @@ def check_add_norm(dtype: torch.dtype, adds: bool, num_tokens: int) -> None:
         assert float((found.double() - wanted).norm()) <= within * float(wanted.norm()), (dtype, adds, found.dtype)
 
 
+def check_gradients_apart() -> None:
+    """Those of inputs first and of weights later, as zero-bubble schedules take them, are those of one pass."""
+    leaves = [torch.randn(3, 48).requires_grad_(), torch.randn(48).requires_grad_()]
+    found = torch.cat(row_kernels.add_norm(leaves[0] * 1, leaves[0].sin(), leaves[1], EPS)).cos().sum()
+    at_once = torch.autograd.grad(found, leaves, retain_graph=True)
+    apart = [torch.autograd.grad(found, leaf, retain_graph=True)[0] for leaf in leaves]
+    assert all(map(torch.equal, at_once, apart))
+
+
+def check_what_a_stage_tries() -> None:
+    """It finds nothing wrong with them, in any dtype."""
+    wrong = kernels._first_wrong(fused_kernels.as_module(), row_kernels, torch.device("cpu"))
+    assert wrong is None, wrong
+
+
 def main() -> None:
     """All of it."""
     torch.manual_seed(0)
     check_softmax()
+    check_gradients_apart()
+    check_what_a_stage_tries()
     for case in itertools.product((torch.float32, BF16), (True, False), (1, 19)):
         check_add_norm(*case)
     print("right")
