@@ -140,7 +140,7 @@ def _need_of(
     in_flight = micro_batches_in_flight(config, stage, num_micro_batches)
     per_layer = budget * kept_bytes(model, config)
     kept = states_item * budget * width * num_layers if checkpointing else per_layer * num_layers
-    computed = torch.bfloat16 if is_narrow else torch.float64 if config.precision == "float64" else torch.float32
+    computed: torch.dtype = getattr(torch, config.precision)
     head = LogitRule(1.0, kept_mib=most_kept_mib(config, "cuda"))
     chunk, most_kept = (of(model.vocab_size, computed, "cuda") for of in (head.chunk_tokens, head.kept_tokens))
     chunk_bytes = item * model.vocab_size * min(chunk, budget)

@@ -9,6 +9,7 @@ softmax    of logits that are float32: log-probabilities of the tokens, and all 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ def _warps(width: int) -> int:
     return min(16, max(1, triton.next_power_of_2(width) // 256))
 
 
+@functools.cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return _PROCESSORS_ELSEWHERE

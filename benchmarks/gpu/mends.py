@@ -117,7 +117,7 @@ def unfused() -> AbstractContextManager[Any]:
 
 
 def gradients_by_autograd() -> AbstractContextManager[Any]:
-    """Learners that are made meanwhile leave it to autograd to add up the gradients of weights."""
+    """Learners that are made meanwhile leave it to autograd to add up the gradients of their layers' matrices."""
     return mock.patch.object(model_file, "add_gradients_in_place")
 
 

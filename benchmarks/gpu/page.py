@@ -36,37 +36,40 @@ def page_of(found: Sequence[Result]) -> list[str]:
     return parts
 
 
-def _last_runs(found: Sequence[Result]) -> dict[str, list[Result]]:
-    """By step; "took" is the last line of a run."""
-    runs: dict[str, list[Result]] = {}
+def _runs(found: Sequence[Result]) -> Iterator[list[Result]]:
+    """Every run of a step, of which "took" is the last line unless it was cut off."""
+    run: list[Result] = []
     for result in found:
-        run = runs.setdefault(result["step"], [])
-        if run and run[-1]["case"] == "took":
-            run.clear()
+        if run and (run[-1]["case"] == "took" or run[-1]["step"] != result["step"]):
+            yield run
+            run = []
         run.append(result)
-    return runs
+    if run:
+        yield run
+
+
+def _last_runs(found: Sequence[Result]) -> dict[str, list[Result]]:
+    """By step."""
+    return {run[0]["step"]: run for run in _runs(found)}
 
 
 def _by_commit(found: Sequence[Result]) -> Iterator[str]:
     """What steps and a micro-batch took before, where the file has runs of several commits."""
     rows: list[list[str]] = []
-    run: dict[str, Result] = {}
-    for result in found:
-        run[result["case"]] = result
-        if result["case"] != "took":
-            continue
-        commit = f"`{result['step']}`, {result.get('commit', 'unknown')}"
-        if result["step"] == "baseline" and "steps" in run:
-            steps = run["steps"]
-            rows.append([commit, _cell(steps["tokens_per_s"]), _cell(steps["mfu"]), *["-"] * 3])
-        if result["step"] == "profile" and "micro-batch" in run:
-            found_here = run["micro-batch"]
-            unwatched = found_here["ms"] if "watched_ms" in found_here else None
-            rows.append([commit, "-", "-", *map(_cell, (unwatched, found_here["busy_ms"], found_here["launches"]))])
-        run = {}
+    for run in _runs(found):
+        of = {result["case"]: result for result in run}
+        commit = f"`{run[0]['step']}`, {of.get('took', {}).get('commit', 'unknown')}"
+        if run[0]["step"] == "baseline" and "steps" in of:
+            rows.append([commit, _cell(of["steps"]["tokens_per_s"]), _cell(of["steps"]["mfu"]), *["-"] * 4])
+        if run[0]["step"] == "profile" and "micro-batch" in of:
+            one = of["micro-batch"]
+            unwatched = one["ms"] if "watched_ms" in one else None
+            figures = one["tokens"], unwatched, one["busy_ms"], one["launches"]
+            rows.append([commit, "-", "-", *map(_cell, figures)])
     if len(rows) > 2:
-        yield "Before and now; a micro-batch is of 6,613 tokens, and its milliseconds are those without the profiler:"
-        yield table(["", "tokens/s", "MFU", "ms of a micro-batch", "of which kernels run", "launches"], rows)
+        yield "Before and now; the milliseconds of a micro-batch are those without the profiler:"
+        head = ["", "tokens/s", "MFU", "tokens of a micro-batch", "its ms", "of which kernels run", "launches"]
+        yield table(head, rows)
 
 
 def _case(runs: Mapping[str, Sequence[Result]], step: str, case: str) -> Result | None:

@@ -179,8 +179,8 @@ def page_of(found: Mapping[str, Mapping[str, Count]], before: str, commit: str) 
         f"Written by `python -m benchmarks.gpu.paper --before CHECKOUT`, commit {commit}. **Counted, not measured**; "
         "[gpu.md](gpu.md) has what one H100 measured. The learner's own stages run forward and backward on tensors "
         'that have a shape and no memory and say that they are on "cuda"; a dispatch mode sees every operation below '
-        "autograd. Read is what an "
-        "operation takes, written what it makes, a view moves nothing; each one that moves something is a kernel.",
+        "autograd. Read is what an operation takes, written what it makes, a view moves nothing; each one that moves "
+        "something is a kernel.",
         f"The micro-batch is the typical one, and not the first, of a step of {NUM_SEQUENCES} sequences of long-tailed "
         f"lengths in {some['micro_batches']} micro-batches of {BUDGET:,} tokens: {some['tokens']:,} tokens, "
         f"{some['completion_tokens']:,} of them of completions, in the shapes of Qwen2.5. "
