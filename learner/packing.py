@@ -360,14 +360,21 @@ def pack(
         if prompt_length < 1:
             raise ValueError(f"sequence {i} has no prompt token, so nothing predicts its first completion token")
     lengths = [len(sequence) for sequence in sequences]
-    numbers: dict[bytes, int] = {}
-    same = [
-        numbers.setdefault(sequence[:length].tobytes(), len(numbers))
-        for sequence, length in zip(sequences, prompt_lengths, strict=True)
-    ]
-    samples = _Samples(np.array(lengths), np.array(prompt_lengths), np.array(same), rule.cost.of(lengths), rule)
+    same_B = same_prompts(sequences, prompt_lengths)
+    samples = _Samples(np.array(lengths), np.array(prompt_lengths), same_B, rule.cost.of(lengths), rule)
     bins, cost_M, unit = samples.bins(unit_B)
     return _lay_out(sequences, samples, [np.array(members, np.int64) for members in bins], cost_M, unit)
+
+
+def same_prompts(sequences: Sequence[npt.NDArray[np.integer]], prompt_lengths: Sequence[int]) -> IntArray:
+    """A number of each sequence's prompt, from 0: the same for the same tokens. [B]."""
+    numbers: dict[bytes, int] = {}
+    return np.array(
+        [
+            numbers.setdefault(sequence[:length].tobytes(), len(numbers))
+            for sequence, length in zip(sequences, prompt_lengths, strict=True)
+        ]
+    )
 
 
 def cost_of_micro_batches(

@@ -334,7 +334,6 @@ def _smollm2_plain(
     torch.set_num_threads(PLAIN_THREADS)
     config = configured(spot.mesh(), precision="bfloat16")
     loop = PlainLoop(folder, ALGORITHM, config, attention=IMPLEMENTATION)
-    loop.round_weights()
     batches = packed(batch.packed, rows, DeviceBatch(batch.packed, torch.device("cpu")), TEMPERATURE)
     return {"plain": lambda: loop.step(batches)}
 

@@ -1,13 +1,15 @@
 """What is trained, and the side that it is compared with: a training loop as most would write it down.
 
-The plain loop trains a Transformers model in one process. It has the loss, the optimizer and the clipping of the
+A plain loop trains a Transformers model in one process. It has the loss, the optimizer and the clipping of the
 learner's step, and accumulates gradients over its batches as that does. `padded` is the usual layout: sequences in
 order of arrival, padded to the longest of the batch. `packed` has the learner's own micro-batches and its attention per
-sequence, and computes logits where they are needed alone: what is left between the two is the pipeline.
+sequence, and computes logits where they are needed alone: what is left between the two is the pipeline. `PlainLoop` is
+of PPO, `BalanceLoop` of trajectory balance, on the learner's micro-batches alone.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +23,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
+from algorithms.trajectory_balance import TrajectoryBalanceConfig
 from benchmarks.lib.learner import sample
 from buffer.trajectory import Trajectory
+from learner.attention import IMPLEMENTATION
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
 from learner.model import DeviceBatch
@@ -104,20 +108,17 @@ class PlainBatch:
     """Tokens computed, padding included."""
 
 
-class PlainLoop:
-    """Model, loss and optimizer; float32 weights, bf16 autocast where wanted."""
+class _Loop:
+    """Model and optimizer; float32 weights, bf16 autocast where wanted."""
 
-    def __init__(
-        self, model_path: Path, algorithm: OffPolicyPPOConfig, config: LearnerConfig, *, attention: str = "sdpa"
-    ) -> None:
+    def __init__(self, model_path: Path, config: LearnerConfig, attention: str) -> None:
         """Load a checkpoint, with the attention of a name that Transformers knows."""
-        assert algorithm.proximal == "behaviour"
-        assert not algorithm.corrections
-        assert algorithm.kl_beta == 0
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=attention)
         self.model: PreTrainedModel = model.train()
-        self._algorithm = algorithm
         self._config = config
+        self._is_bf16 = config.precision == "bfloat16"
+        if self._is_bf16:
+            self._round_weights()
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         vectors = [p for p in model.parameters() if p.ndim < 2]
         self._adam = torch.optim.AdamW(
@@ -129,28 +130,105 @@ class PlainLoop:
         )
 
     @torch.no_grad()
-    def round_weights(self) -> None:
+    def _round_weights(self) -> None:
         """Make all weights values of bf16, as those of published checkpoints are."""
         for parameter in self.model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
+
+    def _logprobs(self, found: LogProbabilities, model: PreTrainedModel) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._is_bf16):
+            return found(model)
+
+    def _update(self) -> float:
+        """By the gradients that there are; their norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        return float(norm)
+
+
+class PlainLoop(_Loop):
+    """PPO with advantages that are known beforehand."""
+
+    def __init__(
+        self, model_path: Path, algorithm: OffPolicyPPOConfig, config: LearnerConfig, *, attention: str = "sdpa"
+    ) -> None:
+        """Of a checkpoint, with the attention of a name that Transformers knows."""
+        assert algorithm.proximal == "behaviour"
+        assert not algorithm.corrections
+        assert algorithm.kl_beta == 0
+        super().__init__(model_path, config, attention)
+        self._algorithm = algorithm
 
     def step(self, batches: Sequence[PlainBatch]) -> float:
         """One optimizer step over all batches. Returns the gradient norm before clipping."""
         num_tokens = sum(len(batch.advantage) for batch in batches)
         for batch in batches:
             self._loss(batch, num_tokens).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
-        self._adam.step()
-        self._adam.zero_grad(set_to_none=True)
-        return float(norm)
+        return self._update()
 
     def _loss(self, batch: PlainBatch, num_tokens: int) -> Tensor:
         algorithm = self._algorithm
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._config.precision == "bfloat16"):
-            logprobs = batch.logprobs(self.model)
-        ratio = torch.exp(logprobs - batch.behaviour)
+        ratio = torch.exp(self._logprobs(batch.logprobs, self.model) - batch.behaviour)
         clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
         return -torch.minimum(ratio * batch.advantage, clipped * batch.advantage).sum() / num_tokens
+
+
+@dataclass(frozen=True)
+class BalanceBatch:
+    """What one forward and backward pass of trajectory balance trains: n completion tokens of b samples."""
+
+    logprobs: LogProbabilities
+    """Log-probabilities of its completion tokens by a model: [n]."""
+    sample: Tensor
+    """Which sample each token is of: [n]."""
+    reward: Tensor
+    """[b]."""
+    group: Tensor
+    """[b], over the batches of a step."""
+
+
+class BalanceLoop(_Loop):
+    """Trajectory balance without weights: scores of the reference, log Z of each group, then loss and gradient."""
+
+    def __init__(self, model_path: Path, algorithm: TrajectoryBalanceConfig, config: LearnerConfig) -> None:
+        """Of a checkpoint, which is the reference too, with the learner's attention."""
+        assert not algorithm.corrections
+        assert algorithm.eta == 0
+        super().__init__(model_path, config, IMPLEMENTATION)
+        self._beta = algorithm.beta
+        self._reference = copy.deepcopy(self.model).requires_grad_(requires_grad=False)
+
+    def step(self, batches: Sequence[BalanceBatch], *, one_pass: bool) -> float:
+        """One optimizer step over all batches. Returns the gradient norm before clipping.
+
+        Log Z is a mean over the samples of a group, wherever they are, and so takes a forward pass before the other;
+        in one pass it is taken from the micro-batch, which has to have them all.
+        """
+        num_groups = 1 + int(max(batch.group.max() for batch in batches))
+        with torch.no_grad():
+            references = [self._logprobs(batch.logprobs, self._reference) for batch in batches]
+            log_z = None
+            if not one_pass:
+                distances = [self._distance(*each) for each in zip(batches, references, strict=True)]
+                log_z = _means(torch.cat(distances), torch.cat([batch.group for batch in batches]), num_groups)
+        for batch, reference in zip(batches, references, strict=True):
+            distance = self._distance(batch, reference)
+            mean = _means(distance.detach(), batch.group, num_groups) if log_z is None else log_z
+            size = torch.bincount(batch.group, minlength=num_groups)[batch.group]
+            ((distance - mean[batch.group]).square() / size / num_groups).sum().backward()
+        return self._update()
+
+    def _distance(self, batch: BalanceBatch, reference: Tensor) -> Tensor:
+        """Of each sample log pi - log pi_ref - r / beta, in nats: [b]."""
+        log_ratio = self._logprobs(batch.logprobs, self.model) - reference
+        return torch.zeros_like(batch.reward).index_add(0, batch.sample, log_ratio) - batch.reward / self._beta
+
+
+def _means(value: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Of each group; of one without a sample nothing that is read."""
+    sums = torch.zeros(num_groups).index_add(0, group, value)
+    return sums / torch.bincount(group, minlength=num_groups)
 
 
 def padded(rows: Sequence[Trajectory], batch_size: int, temperature: float) -> list[PlainBatch]:
@@ -191,6 +269,25 @@ def packed(
                 _packed_logprobs(on_device, m, temperature),
                 *_told(chosen, [advantages[i] for i in members]),
                 on_device.num_tokens[m],
+            )
+        )
+    return batches
+
+
+def packed_for_balance(
+    batch: PackedBatch, rows: Sequence[Trajectory], on_device: DeviceBatch, temperature: float
+) -> list[BalanceBatch]:
+    """The same for trajectory balance; groups lie whole in them."""
+    assert batch.unit == "group"
+    batches = []
+    for m, members in enumerate(batch.members):
+        chosen = [rows[i] for i in members]
+        batches.append(
+            BalanceBatch(
+                _packed_logprobs(on_device, m, temperature),
+                torch.repeat_interleave(torch.tensor([row.num_completion_tokens for row in chosen])),
+                torch.tensor([float(row.reward or 0.0) for row in chosen]),
+                torch.tensor([row.group_id for row in chosen]),
             )
         )
     return batches

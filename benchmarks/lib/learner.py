@@ -18,8 +18,9 @@ from common.staleness import PolicyVersion
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh
-from learner.networks import load_networks
+from learner.networks import load_chunks, load_networks
 from learner.packing import PackingRule, micro_batches_asked
+from learner.pipeline import Pipeline
 from learner.reference import Reference
 from learner.step import TrainStep
 
@@ -70,15 +71,24 @@ class Learner:
         config: LearnerConfig,
         device: torch.device | None = None,
         algorithm: AlgorithmSection = ALGORITHM,
+        *,
+        scores: bool = False,
     ) -> None:
-        """Load this rank's chunks of a checkpoint; all ranks of the mesh call it together. Default: on the CPU."""
+        """Load this rank's chunks of a checkpoint; all ranks of the mesh call it together. Default: on the CPU.
+
+        With `scores` it has them frozen as well, and a step scores by them the samples that have no scores.
+        """
         self.device = device or torch.device("cpu")
         critic = algorithm.needs.critic
         self.networks = networks = load_networks(model_path, config, critic, TEMPERATURE, mesh, self.device)
         self.policy = networks.policy
         self._config = config
         self._mesh = mesh
-        reference = Reference((), mesh, self.device, torch.float32)
+        frozen = []
+        if scores:
+            chunks = load_chunks(model_path, "token", config, TEMPERATURE, mesh, self.device, frozen=True)
+            frozen.append(Pipeline(chunks, mesh, config.schedule))
+        reference = Reference(frozen, mesh, self.device, torch.float32)
         self._unit = algorithm.needs.separable or "sequence"
         self._steps = {
             one_pass: TrainStep(networks, reference, algorithm, config, one_pass=one_pass) for one_pass in (True, False)

@@ -8,7 +8,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _ComputationType
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.learner_parts import sides
+from benchmarks.learner_parts import computed, sides
 from benchmarks.learner_parts.spot import run_measurement
 from benchmarks.lib import learner as learner_step
 from benchmarks.lib.processes import MeasurementFailed
@@ -55,6 +55,23 @@ def test_the_learner_and_both_plain_loops_train_one_loss(tmp_path, group):
     batches = sides.packed(batch.packed, rows, DeviceBatch(batch.packed, torch.device("cpu")), learner_step.TEMPERATURE)
     assert packed.step(batches) == pytest.approx(norm, rel=1e-5)
     assert learner.step(batch, one_pass=False) == pytest.approx(norm, rel=1e-5)
+
+
+def test_the_learner_and_the_plain_loop_train_one_trajectory_balance(tmp_path, group):
+    path = sides.small_llama(tmp_path / "model", hidden_size=64, num_layers=2, vocab_size=50)
+    rows = sides.trajectories(sides.long_tailed(24, seed=1, median=20, longest=40), 50, seed=2)
+    mesh = Mesh.build(MeshPlace(0))
+    config = sides.configured(mesh, token_budget=320)
+    learner = learner_step.Learner(path, mesh, config, algorithm=computed.UNWEIGHED, scores=True)
+    batch = learner.batch(rows)
+    assert batch.packed.num_micro_batches > 1
+    norm = learner.step(batch)
+    assert learner.step(batch, one_pass=False) == pytest.approx(norm, rel=1e-5)
+    plain = sides.BalanceLoop(path, computed.UNWEIGHED, config)
+    on_device = DeviceBatch(batch.packed, torch.device("cpu"))
+    batches = sides.packed_for_balance(batch.packed, rows, on_device, learner_step.TEMPERATURE)
+    for one_pass in (True, False):
+        assert plain.step(batches, one_pass=one_pass) == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), [("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble", 2)])
