@@ -22,14 +22,14 @@ from typing import cast
 from actors.reward_process import Caller, CallFailed, RewardProcess, Value
 from actors.tasks.code import AT_ONCE
 from actors.tasks.config import Classifier, CodeRule, Judge
-from actors.tasks.task import Problem, RewardFunction, TaskError
+from actors.tasks.task import TOOK_TOO_LONG, Problem, RewardFunction, TaskError
 from buffer.ledger import REWARD_FAILED
 
 _log = logging.getLogger(__name__)
 
 RETRIES = 1
-"""How often a call that failed is tried again, for each of its samples by itself: one bad sample then costs no other
-its reward, and a function that fails twice on a sample is taken to fail always."""
+"""How often what failed is tried again: a call for each of its samples by itself, so that one bad sample costs no other
+its reward, and samples that failed by themselves in one call. What fails twice on a sample is taken to fail always."""
 SLOW_S = 3.0
 """A call that is open for longer is what an actor says it waits for."""
 _MAX_BATCH = 32
@@ -244,21 +244,7 @@ class _Lane:
                 if not batch:
                     return
                 values = await self._tried(batch)
-            if isinstance(values, CallFailed) and len(batch) > 1:
-                # Which sample is to blame is not known; alone, each only answers for itself.
-                _log.warning("reward %s: %s; scoring %d samples one by one", self.function.name, values, len(batch))
-                # What costs a process, and often a whole limit of time, is tried alone once and no more.
-                retries = 0 if values.lost else self._retries
-                await asyncio.gather(*(self._score_alone(one, None, retries) for one in batch))
-                return
-            again = []
-            for one, value in zip(batch, [values] if isinstance(values, CallFailed) else values, strict=True):
-                if isinstance(value, CallFailed):
-                    # alone already, and a whole limit of time that the next one waits for
-                    again.append(self._score_alone(one, value, 0 if value.is_timeout else self._retries))
-                else:
-                    self._resolve(one, value)
-            await asyncio.gather(*again)
+            await self._settle(batch, values, 0, self._retries)
         finally:
             # However it ended, nobody may go on waiting; and only `close` may look like being cancelled.
             for one in batch:
@@ -267,23 +253,36 @@ class _Lane:
                 elif not one.value.done():
                     one.value.set_exception(RewardFailed(self.function.name, "its scoring ended early"))
 
-    async def _score_alone(self, one: _Waiting, failure: CallFailed | None, retries: int) -> None:
-        """Try a sample by itself; `failure` is what it failed by in its first try, where it has had one."""
-        for attempt in range(retries + 1):
-            if failure is None:
-                async with self._slots:
-                    values = await self._tried([one])
-                value = values if isinstance(values, CallFailed) else values[0]
-                if not isinstance(value, CallFailed):
-                    self._resolve(one, value)
-                    return
-                failure = value
-            self._report(one, failure, attempt, retries)
-            given_up = RewardFailed(self.function.name, failure.why)
-            given_up.__cause__, last, failure = failure, failure, None
-        self._count(one, last)  # a sample, however often it was tried
-        if not one.value.done():
-            one.value.set_exception(given_up)
+    async def _score_again(self, batch: Sequence[_Waiting], attempt: int, retries: int) -> None:
+        async with self._slots:
+            values = await self._tried(batch)
+        await self._settle(batch, values, attempt, retries)
+
+    async def _settle(
+        self, batch: Sequence[_Waiting], values: list[Value] | CallFailed, attempt: int, retries: int
+    ) -> None:
+        """Hand out what a call gave; those samples that have none by their own fault share the next one."""
+        if isinstance(values, CallFailed) and len(batch) > 1:
+            # Which sample is to blame is not known; alone, each only answers for itself.
+            _log.warning("reward %s: %s; scoring %d samples one by one", self.function.name, values, len(batch))
+            # What costs a process, and often a whole limit of time, is tried alone once and no more.
+            retries = attempt if values.lost else retries
+            await asyncio.gather(*(self._score_again([one], attempt, retries) for one in batch))
+            return
+        again = []
+        for one, value in zip(batch, [values] if isinstance(values, CallFailed) else values, strict=True):
+            if not isinstance(value, CallFailed):
+                self._resolve(one, value)
+                continue
+            value.is_timeout |= value.why == TOOK_TOO_LONG
+            most = attempt if value.is_timeout else retries  # a whole limit of time that the next ones wait for
+            self._report(one, value, attempt, most)
+            if attempt < most:
+                again.append(one)
+            else:
+                self._give_up(one, value)
+        if again:
+            await self._score_again(again, attempt + 1, retries)
 
     async def _tried(self, batch: Sequence[_Waiting]) -> list[Value] | CallFailed:
         """What each sample has, or why the whole call failed."""
@@ -358,8 +357,12 @@ class _Lane:
         if not one.value.done():  # the caller may have been cancelled
             one.value.set_result(value)
 
-    def _count(self, one: _Waiting, failure: CallFailed) -> None:
-        """A sample is given up."""
+    def _give_up(self, one: _Waiting, failure: CallFailed) -> None:
+        """Count a sample as failed, however often it was tried."""
+        if not one.value.done():
+            given_up = RewardFailed(self.function.name, failure.why)
+            given_up.__cause__ = failure
+            one.value.set_exception(given_up)
         before = self._failing
         if before is None or self._failing_by != failure.why:
             before, self._failing_by, self._failing_since_s = None, failure.why, self._clock()

@@ -60,11 +60,11 @@ def check_task(
         TaskError: says which key or file is wrong and what to do.
     """
     split, columns = _problems(config)
+    task = Task(split.train, split.heldout, ())
     named = config.named_rewards
     check_functions(config.rewards, columns, named)
     for name in config.rewards:
-        _check_named(name, config, columns, has_model=model_folder is not None, here=import_limit_s is not None)
-    task = Task(split.train, split.heldout, ())
+        _check_named(name, config, columns, task, has_model=model_folder is not None, here=import_limit_s is not None)
     if model_folder is not None:
         codec = PromptCodec(model_folder, config.chat, config.system_prompt)
         task.check_prompts(codec, max_prompt_tokens, vocab_size)
@@ -78,7 +78,7 @@ def check_task(
 
 
 def _check_named(
-    name: str, config: ReasoningGymTask | FileTask, columns: list[str], *, has_model: bool, here: bool
+    name: str, config: ReasoningGymTask | FileTask, columns: list[str], task: Task, *, has_model: bool, here: bool
 ) -> None:
     """Look at what stands under a name of `rewards`; what imports much is imported where it is asked for."""
     section = config.named_rewards.get(name)
@@ -92,7 +92,7 @@ def _check_named(
 
             check_classifier(name, section)
     elif section is not None:
-        check_rule(name, section, columns, here=here)
+        check_rule(name, section, columns, task.train, here=here)
 
 
 def load_encoded(task: TaskConfig, model_path: Path, max_prompt_tokens: int) -> tuple[Task, PromptCodec]:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from actors.tasks.config import Judge
 from actors.tasks.prompts import Template
-from actors.tasks.task import NoScore, Problem, TaskError, among_known
+from actors.tasks.task import TOOK_TOO_LONG, NoScore, Problem, TaskError, among_known
 
 _LOOK_S = 10.0
 """Within which the endpoint says which models it has."""
 _OFTEN = 1_000_000
 """Tries of a request: its limit is one of time."""
-_RATING = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\D*$")
-"""The last number; of "8/10" the 8."""
+_LONGEST_PAUSE_S = 120.0
+"""Before a request is repeated; to an endpoint that asks for more the library makes no further request."""
+_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)")
+_BREAK = re.compile(r"[:=\n]|[.!?;]\s")
+"""A number after it is not part of what is said before it."""
+_MARKUP = re.compile(r"[\s*_`$\\(){}\[\]]+")
+_OF_A_SCALE = frozenset({"/", "of", "out of"})
+_OF_A_RANGE = frozenset({",", "\u2013", "to", "or"})
+"""What stands between two numbers: `8/10`, `7 or 8`."""
 
 
 def check_judge(name: str, config: Judge, columns: Collection[str], *, ask: bool) -> None:
@@ -38,14 +48,18 @@ def load_judge(
 ) -> Callable[[Sequence[Problem], Sequence[str]], Awaitable[list[float | NoScore | None]]]:
     """The judge as a reward function, whose samples are rated at once; TaskError as `check_judge` without asking.
 
-    An endpoint that is busy (429), that fails (5xx) or is away is asked again, after as long as it says or with growing
-    pauses, until `timeout_s` is over. Only then, or if it refuses, or rates nothing, has a sample no score.
+    An endpoint that is busy (429), that fails (5xx) or is away is asked again, after as long as it says (two minutes at
+    most) or with growing pauses, until `timeout_s` is over. Only then, or if it refuses, or rates nothing, or if the
+    row lacks what the prompt names, has a sample no score.
     """
     template = _template(name, config, columns)
     client = _Client(config, _api_key(name, config))
 
     async def rate(problem: Problem, completion: str) -> float | NoScore:
-        text = template.render({**problem.columns, "prompt": problem.text, "completion": completion}, "a sample")
+        try:
+            text = template.render({**problem.columns, "prompt": problem.text, "completion": completion}, "a sample")
+        except TaskError as error:  # this row lacks what others have
+            return NoScore("the judge's prompt cannot be made", str(error))
         answer = await client.answer(text)
         return answer if isinstance(answer, NoScore) else _reward(answer, config)
 
@@ -74,6 +88,9 @@ class _Client:
 
     async def _note(self, response: Any) -> None:  # noqa: ANN401 -- of the library's own HTTP client
         self._last_status = response.status_code
+        for name, units in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
+            if _pause(response.headers.get(name, "")) > _LONGEST_PAUSE_S * units:
+                response.headers[name] = f"{_LONGEST_PAUSE_S * units:g}"
 
     async def answer(self, text: str) -> str | NoScore:
         messages: Any = [*self._head, {"role": "user", "content": text}]
@@ -82,7 +99,7 @@ class _Client:
                 answer = await self._chat.create(model=self._config.model, messages=messages, extra_body=self._request)
         except TimeoutError:
             last = f"answered {self._last_status} last" if self._last_status else "did not answer"
-            return NoScore("the judge took too long", f"{self._config.timeout_s:g} s, its endpoint {last}")
+            return NoScore(TOOK_TOO_LONG, f"{self._config.timeout_s:g} s, its endpoint {last}")
         except self._errors.APIStatusError as error:
             return NoScore(f"the judge answered {error.status_code}", error.message)
         except self._errors.APIError as error:
@@ -95,13 +112,36 @@ class _Client:
         return choice.message.content or ""
 
 
+def _pause(said: str) -> float:
+    """What a header asks for: a number, or the seconds until a date."""
+    with contextlib.suppress(ValueError):
+        return float(said)
+    with contextlib.suppress(ValueError, OverflowError):
+        return parsedate_to_datetime(said).timestamp() - time.time()
+    return 0.0
+
+
 def _reward(answer: str, config: Judge) -> float | NoScore:
-    match = _RATING.search(answer)
-    rating = float(match[1]) if match else None
     low, high = sorted((config.worst, config.best))
+    rating = _rating(answer, low, high)
     if rating is None or not low <= rating <= high:
-        return NoScore("the judge rated nothing", f"no number from {low:g} to {high:g} ends {answer[-200:]!r}")
+        return NoScore("the judge rated nothing", f"not one number from {low:g} to {high:g} ends {answer[-200:]!r}")
     return config.weight * (rating - config.worst) / (config.best - config.worst)
+
+
+def _rating(answer: str, low: float, high: float) -> float | None:
+    """The last number, of "8/10" the 8; None where another one may be the rating just as well."""
+    _, *pieces = _NUMBER.split(answer)
+    numbers = [float(number) for number in pieces[::2]]
+    between = [_MARKUP.sub(" ", text).strip().lower() for text in pieces[1:-1:2]]
+    if not between:
+        return numbers[0] if numbers else None
+    last, neighbours = numbers[-1], zip(numbers, between, numbers[1:], strict=False)
+    rated = {one for one, text, most in neighbours if text in _OF_A_SCALE and most == high}
+    if between[-1] in _OF_A_SCALE:
+        return numbers[-2] if last == high else None
+    is_end, is_beside, is_another = last in (low, high), not _BREAK.search(pieces[-3]), bool(rated - {last})
+    return None if is_end + is_beside + is_another > 1 or between[-1] in _OF_A_RANGE else last
 
 
 def _template(name: str, config: Judge, columns: Collection[str]) -> Template:

@@ -63,7 +63,10 @@ def value_at(columns: Mapping[str, Any], field: str) -> Any:  # noqa: ANN401 -- 
     column, keys = split_field(field)
     value = columns.get(column)
     for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, list):
+            value = value[int(key)] if key.isdecimal() and int(key) < len(value) else None
+        else:
+            value = value.get(key) if isinstance(value, dict) else None
     return value
 
 

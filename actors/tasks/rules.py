@@ -16,7 +16,7 @@ from typing import Any
 
 from actors.tasks.code import check_code, load_code
 from actors.tasks.config import CodeRule, ContainsRule, ExactRule, MathRule, RegexRule, RewardRule
-from actors.tasks.prompts import split_field, value_at
+from actors.tasks.prompts import Template, split_field, value_at
 from actors.tasks.task import Call, NoScore, Problem, TaskError, among_known
 
 ANSWERS = ("answer", "solution", "ground_truth")
@@ -29,13 +29,22 @@ _Matches = Callable[[str, str], bool | NoScore]
 """Is a completion right by this answer?"""
 
 
-def check_rule(name: str, rule: RewardRule, columns: Collection[str], *, here: bool) -> None:
+def check_rule(
+    name: str, rule: RewardRule, columns: Collection[str], problems: Sequence[Problem], *, here: bool
+) -> None:
     """Find what is wrong with a rule before a process starts; with `here` also what this machine lacks for it.
 
     Raises:
-        TaskError: no row has its column, a library is missing, or the kernel refuses an isolation that is required.
+        TaskError: no row has its column, none of these problems has a value there, a library is missing, or the kernel
+            refuses an isolation that is required.
     """
-    _column(name, rule, columns)
+    path = _path(name, rule, columns)
+    if path is not None and all(value_at(each.columns, path) is None for each in problems):
+        column, _ = split_field(path)
+        one = next((each for each in problems if each.columns.get(column) is not None), problems[0])
+        why = f"task.rewards: no training row has what '{name}' reads,"
+        Template(f"{{{path}}}", why).render(one.columns, f"row {one.index}")  # says which keys there are
+        raise TaskError(f"{why} '{{{path}}}': it is null")
     if here and isinstance(rule, MathRule):
         _check_math()
     if here and isinstance(rule, CodeRule):
@@ -44,7 +53,11 @@ def check_rule(name: str, rule: RewardRule, columns: Collection[str], *, here: b
 
 def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
     """The rule as a reward function; TaskError as `check_rule`."""
-    look_up = _column(name, rule, columns)
+    path = _path(name, rule, columns)
+
+    def look_up(problem: Problem) -> Any:  # noqa: ANN401 -- any JSON
+        return "" if path is None else value_at(problem.columns, path)
+
     if isinstance(rule, CodeRule):
         return load_code(name, rule, look_up)
     matches = _matches_of(rule)
@@ -63,14 +76,14 @@ def load_rule(name: str, rule: RewardRule, columns: Collection[str]) -> Call:
     return call
 
 
-def _column(name: str, rule: RewardRule, columns: Collection[str]) -> Callable[[Problem], Any]:
-    """What gives the value that a row has for the rule, None where it has none.
+def _path(name: str, rule: RewardRule, columns: Collection[str]) -> str | None:
+    """Where a row has its value for the rule, as `value_at` has it; None where the rule needs none.
 
     Raises:
         TaskError: no row has such a column.
     """
     if isinstance(rule, RegexRule) and rule.column is None:
-        return lambda problem: ""
+        return None
     usual = TESTS if isinstance(rule, CodeRule) else ANSWERS
     path = rule.column or next((each for each in usual if each in columns), None)
     if path is None:
@@ -83,8 +96,7 @@ def _column(name: str, rule: RewardRule, columns: Collection[str]) -> Callable[[
         raise TaskError(
             f"task.reward_rules.{name}.column = '{path}': no row has that column; {among_known(column, columns)}"
         )
-
-    return lambda problem: value_at(problem.columns, path)
+    return path
 
 
 def _matches_of(rule: MathRule | ExactRule | ContainsRule | RegexRule) -> _Matches:
@@ -96,12 +108,15 @@ def _matches_of(rule: MathRule | ExactRule | ContainsRule | RegexRule) -> _Match
             return lambda answer, completion: pattern.search(completion) is not None
         return lambda answer, completion: _last_group(pattern, completion) == answer.strip()
     fold: Callable[[str], str] = str.casefold if rule.ignore_case else str
-    if isinstance(rule, ContainsRule):
-        return lambda answer, completion: (
-            fold(answer.strip()) in fold(completion) if answer.strip() else NoScore("the row's answer is empty")
-        )
-    tag = rule.answer_tag
-    return lambda answer, completion: fold(_between(completion, tag)) == fold(answer.strip())
+
+    def matches(answer: str, completion: str) -> bool | NoScore:
+        if not (right := fold(answer.strip())):
+            return NoScore("the row's answer is empty")
+        if isinstance(rule, ContainsRule):
+            return right in fold(completion)
+        return fold(_between(completion, rule.answer_tag)) == right
+
+    return matches
 
 
 def _last_group(pattern: re.Pattern[str], completion: str) -> str | None:

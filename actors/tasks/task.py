@@ -38,6 +38,8 @@ class NoScore:
     detail: str = ""
 
 
+TOOK_TOO_LONG = "took too long"
+"""The `why` of a sample whose own limit of time was over: it is not tried again."""
 Scores = Sequence[float | NoScore | None]
 
 

@@ -2,13 +2,17 @@
 
 import asyncio
 import time
+from dataclasses import replace
+from email.utils import formatdate
 
 import pytest
+from openai._constants import MAX_RETRY_AFTER_DELAY
 
 from actors.rewards import RewardFailed, Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, TaskError, check_task, load_reward, load_task
+from actors.tasks import judge as judge_rewards
 from actors.tasks.config import ReasoningGymTask
-from actors.tasks.task import NoScore
+from actors.tasks.task import TOOK_TOO_LONG, NoScore
 from tests.world.judge_server import judge_server
 from tests.world.reward_callers import InThisProcess
 
@@ -47,6 +51,25 @@ def rate(config, *completions):
         ("It is right, so: 10.", 1.0),
         ("Rating: 8/10", 0.8),
         ("Of 3 points two are met.\n\n**2.5 / 10**", 0.25),
+        ("**8**/10", 0.8),
+        ("Rating: **3**/10", 0.3),
+        ("3 out of 10", 0.3),
+        ("Score: 3 (of 10)", 0.3),
+        ("7.5/10.0", 0.75),
+        ("`3`/10", 0.3),
+        (r"\boxed{3}/10", 0.3),
+        ("[[3]]/10", 0.3),
+        ("It meets 2 of 3 criteria, so 7", 0.7),
+        ("On a scale from 0 to 10 I give 7", 0.7),
+        ("Facts 7/10, style 9/10. Overall: 8", 0.8),
+        ("Facts 10/10, style 10/10.\nOverall: 10", 1.0),
+        ("3/10, where 10 is best", None),
+        ("3/10. (10 is the best)", None),
+        ("3/10 because of 2 errors", None),
+        ("3 (10 is best, 0 is worst)", None),
+        ("2/3", None),
+        ("7 or 8", None),
+        ("3,5", None),
         ("-1 of them", None),
         ("11", None),
         ("I cannot say", None),
@@ -91,6 +114,33 @@ def test_one_that_is_busy_or_fails_is_asked_again_and_others_do_not_wait_for_it(
     assert tries == {"busy": 3, "broken": 2, "well": 1}
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"Retry-After": "130"},
+        {"Retry-After": "1e999"},
+        {"Retry-After": formatdate(2e9, usegmt=True)},
+        {"Retry-After-Ms": "1e6", "Retry-After": "130"},
+    ],
+)
+def test_an_endpoint_that_asks_for_a_longer_pause_than_the_library_makes_is_asked_again_too(monkeypatch, header):
+    assert judge_rewards._LONGEST_PAUSE_S <= MAX_RETRY_AFTER_DELAY
+    monkeypatch.setattr(judge_rewards, "_LONGEST_PAUSE_S", 0.05)
+    answers = ["10", (429, header)]
+    with judge_server(lambda text: answers.pop()) as server:
+        assert rate(task(server.endpoint), "busy") == [1.0]
+    assert answers == []
+
+
+def test_a_row_that_lacks_what_the_prompt_names_has_no_score_and_costs_no_other_its_own():
+    with judge_server(lambda text: "10") as server:
+        (function,) = load_task(task(server.endpoint)).rewards
+        call = load_reward(replace(function, columns=["answer"]))
+        lacking, whole = asyncio.run(call([Problem("q", "q", {}), PROBLEM], ["a", "b"]))
+    assert (lacking.why, whole) == ("the judge's prompt cannot be made", 1.0)
+    assert "the item has no 'answer'" in lacking.detail
+
+
 def test_past_its_limit_only_that_sample_has_no_score_and_the_reason_is_told():
     def answer(text):
         return (429, {"Retry-After": "0.05"}) if "busy" in text else "10"
@@ -99,7 +149,7 @@ def test_past_its_limit_only_that_sample_has_no_score_and_the_reason_is_told():
         began_s = time.monotonic()
         busy, well = rate(task(server.endpoint, timeout_s=0.6), "busy", "well")
     assert time.monotonic() - began_s < 4
-    assert (busy, well) == (NoScore("the judge took too long", "0.6 s, its endpoint answered 429 last"), 1.0)
+    assert (busy, well) == (NoScore(TOOK_TOO_LONG, "0.6 s, its endpoint answered 429 last"), 1.0)
 
 
 def test_a_request_that_is_refused_is_not_repeated():

@@ -2,14 +2,17 @@
 
 import asyncio
 import concurrent.futures
+import signal
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from actors.reward_process import CallFailed
+from actors.reward_process import CallFailed, RewardProcess
 from actors.rewards import RewardFailed, Scored
 from actors.tasks import Problem, TaskError
+from actors.tasks.task import TOOK_TOO_LONG, NoScore
 from common.threads import DaemonThreads, ThreadsExhausted
 from tests.unit.fake_actor import Clock, until
 from tests.world.reward_callers import scorer
@@ -111,6 +114,39 @@ async def test_what_completes_together_shares_a_call_and_a_failure_blames_only_i
     assert isinstance(results[1], RewardFailed)
 
 
+@pytest.mark.parametrize("fails_together", [False, True])
+async def test_samples_that_fail_by_themselves_share_another_call_and_are_alone_only_where_that_one_fails(
+    fails_together,
+):
+    calls = []
+
+    def judge(problems, completions):
+        calls.append("".join(completions))
+        if fails_together and calls[-1] == "bd":
+            raise OSError("gone")
+        unrated = "bd" if len(calls) == 1 else "d"
+        return [NoScore("unrated") if one in unrated else 1.0 for one in completions]
+
+    scores = scorer(judge)
+    results = await asyncio.gather(*(scores.score(PROBLEM, one) for one in "abcd"), return_exceptions=True)
+    assert calls == ["abcd", "bd", *("bd" if fails_together else "")]
+    assert [getattr(one, "reward", None) for one in results] == [1.0, 1.0, 1.0, None]
+    assert str(results[3]) == "reward failed: judge: unrated"
+
+
+async def test_a_sample_whose_own_limit_was_over_is_not_tried_again_and_counts_as_one_that_took_too_long():
+    calls = []
+
+    def judge(problems, completions):
+        calls.append(completions)
+        return [NoScore(TOOK_TOO_LONG, "0.1 s")] * len(completions)
+
+    scores = scorer(judge)
+    await asyncio.gather(*(scores.score(PROBLEM, one) for one in "ab"), return_exceptions=True)
+    assert calls == [["a", "b"]]
+    assert [(each.num_samples, each.timeout_s) for each in scores.failing] == [(2, 5.0)]
+
+
 async def test_each_sample_comes_with_its_own_problem_and_a_group_shares_one():
     seen = []
 
@@ -165,6 +201,24 @@ def with_processes(processes, behave, **options):
     return scorer(f, start=start, **options)
 
 
+async def test_what_a_process_has_started_ends_with_one_that_died_while_it_was_idle(monkeypatch):
+    class Dead:
+        pid, returncode = 4711, None
+
+        def poll(self):
+            self.returncode = -9
+            return self.returncode
+
+    killed = []
+    monkeypatch.setattr("os.waitid", lambda *_: "its status")
+    monkeypatch.setattr("os.killpg", lambda *of: killed.append(of))
+    process = RewardProcess(Dead(), asyncio.StreamReader(), SimpleNamespace(close=lambda: None))
+    assert not process.is_alive
+    await process.end()
+    await process.end()
+    assert killed == [(4711, signal.SIGKILL)], "not once its number may be another's"
+
+
 async def hang_on_stuck(completion):
     await asyncio.sleep(0)  # others have their turn meanwhile
     if completion == "stuck":
@@ -196,6 +250,8 @@ async def test_a_process_that_ends_is_replaced_and_named(processes, caplog):
     assert [getattr(one, "reward", None) for one in results] == [1.0, None, 1.0]
     assert str(results[1]) == "reward failed: f: the reward's process ended with exit status 3"
     assert "prompt: 'q'\n  completion: 'bad'" in caplog.text
+    tries = [call for process in processes for call in process.calls if "bad" in call]
+    assert tries == [answers, ["bad"]], "with the others and once alone: each try costs a process"
     assert (await scores.score(PROBLEM, "d")).reward == 1.0
 
 

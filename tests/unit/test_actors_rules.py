@@ -11,7 +11,8 @@ from actors.tasks import Problem, TaskError, check_task, load_reward, load_task
 from actors.tasks import code as code_rule
 from actors.tasks import rules as rules_module
 from actors.tasks.code import source_of
-from actors.tasks.config import CodeRule, ReasoningGymTask
+from actors.tasks.config import CodeRule, ExactRule, ReasoningGymTask
+from actors.tasks.rules import check_rule
 from actors.tasks.task import NoScore
 
 
@@ -44,6 +45,8 @@ def reward(completion, rule="exact", answer="42", columns=None, **keys):
         ("exact", "42", "42", {"answer_tag": "a"}, 0.0),
         ("exact", "42", "42", {"weight": 0.5}, 0.5),
         ("exact", "42", None, {}, None),
+        ("exact", "anything at all, no tag", "", {"answer_tag": "a"}, NoScore("the row's answer is empty")),
+        ("exact", "", " ", {}, NoScore("the row's answer is empty")),
         ("contains", "it is Forty-two.", "forty", {"ignore_case": True}, 1.0),
         ("contains", "it is Forty-two.", "forty", {}, 0.0),
         ("contains", "anything", "", {}, NoScore("the row's answer is empty")),
@@ -63,6 +66,8 @@ def test_a_rule_reads_the_column_that_other_trainers_call_so_or_the_one_that_it_
     assert reward("7", columns={"answer": "7", "solution": "8"}) == 1.0
     nested = {"reward_model": {"style": "rule", "ground_truth": "7"}}
     assert reward("7", columns=nested, column="reward_model[ground_truth]") == 1.0
+    assert reward("7", columns={"answers": [{"text": "6"}, {"text": "7"}]}, column="answers[1][text]") == 1.0
+    assert reward("7", columns={"answers": [{"text": "7"}]}, column="answers[1][text]") is None
     assert reward("7", columns={"reward_model": {}}, column="reward_model[ground_truth]") is None
     assert reward("7", columns={"reward_model": None}, column="reward_model[ground_truth]") is None
 
@@ -83,12 +88,24 @@ def test_rules_and_functions_are_summed_under_their_own_names():
             lambda: gym("a", reward_rules={"a": {"type": "exact", "column": "anwser"}}),
             r"task.reward_rules.a.column = 'anwser': no row has that column; known.*did you mean 'answer'",
         ),
+        (
+            lambda: gym("a", reward_rules={"a": {"type": "exact", "column": "metadata[expresion]"}}),
+            r"no training row has what 'a' reads, '{metadata\[expresion\]}' at row 0: the item has no 'expresion'.*"
+            r"known: .*did you mean 'expression'",
+        ),
         (lambda: gym("exact", "exact"), "twice"),
     ],
 )
 def test_a_mistaken_name_or_column_is_found_before_a_process_starts(config, message):
     with pytest.raises(TaskError, match=message):
         check_task(config())
+
+
+def test_a_column_that_is_null_in_every_row_is_found_too_and_one_row_that_has_it_is_enough():
+    rows = [Problem("q", "q", {"answer": None}), Problem("q", "q", {})]
+    with pytest.raises(TaskError, match=r"no training row has what 'exact' reads, '{answer}': it is null"):
+        check_rule("exact", ExactRule(), ["answer"], rows, here=False)
+    check_rule("exact", ExactRule(), ["answer"], [*rows, Problem("q", "q", {"answer": ""})], here=False)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +192,7 @@ def test_the_last_block_of_python_is_the_program(completion, source):
             '{"inputs": ["1", "2"], "outputs": ["2", "3"]}',
             [{"stdin": "1", "stdout": "2"}, {"stdin": "2", "stdout": "3"}],
         ),
-        (
-            {"inputs": [[1]], "outputs": [2], "fn_name": "f"},
-            [{"test": "import json\nassert json.loads(json.dumps(f(*[1]))) == 2"}],
-        ),
+        ({"inputs": ["1", "2"], "outputs": ["2"]}, None),
         ([{"input": [1], "output": 2, "fn_name": "f; exit()"}], None),
         ([{"in": 1}], None),
         (7, None),
@@ -203,6 +217,35 @@ def test_tests_have_the_forms_that_data_sets_give_them(monkeypatch, tests, progr
     else:
         assert value == 1.0
         assert seen == [[{"source": "a = 1", **program} for program in programs]]
+
+
+ADDS = "def add(a, b):\n    return a + b\n"
+METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "wanted", "passes"),
+    [
+        (ADDS, 3, True),
+        (ADDS, 4, False),
+        (METHOD, 3, True),
+        (METHOD, 4, False),
+        (ADDS, [3], True),
+        (ADDS, [3, 3], False),
+        ("def add(a, b):\n    return a, b", [1, 2], True),
+        ("def add(a, b):\n    return [a + b]", [3], True),
+        ("def add(a, b):\n    return [a + b]", 3, False),
+        ("def plus(a, b):\n    return a + b", 3, False),
+    ],
+)
+def test_a_function_is_called_by_its_name_also_as_a_method_of_solution_and_may_be_wanted_in_a_list(
+    program, wanted, passes
+):
+    (test,) = code_rule._tests({"inputs": [[1, 2]], "outputs": [wanted], "fn_name": "add"})
+    space = {}
+    exec(program, space)
+    with nullcontext() if passes else pytest.raises((AssertionError, NameError)):
+        exec(test["test"], space)
 
 
 @pytest.mark.parametrize("require", [False, True])
