@@ -218,7 +218,9 @@ class Engine:
         Raises:
             EngineDead: the engine is gone; `so_far` still says what there is.
         """
-        llm = self._alive()
+        llm = self._llm
+        if llm is None or llm.errored:  # not `_alive`: in the middle of an update requests can be ended too
+            raise EngineDead(self._last_words())
         await llm.abort([self._running[key].request_id for key in keys if key in self._running])
 
     def so_far(self, key: RequestKey) -> Generation | None:
@@ -267,7 +269,7 @@ class Engine:
         except Exception as error:
             if self._broken is None and not llm.errored:
                 raise RequestRefused(f"vLLM refused a prompt of {len(prompt_token_ids)} tokens: {error}") from error
-            self._broken, has_died = self._broken or "its process ended", True
+            has_died = True
             raise EngineDead(self._last_words()) from error
         finally:
             if key is not None and not has_died:  # else `so_far` still says what there was
@@ -279,18 +281,17 @@ class Engine:
     def _cache_salt(self) -> str:
         return str(self._version)
 
-    async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> float:
+    async def prepare(self, staged: StagedVersion, *, timeout_s: float = 120.0) -> None:
         """Have the engine verify newer weights while it generates, so that `apply` pauses for their reload alone.
 
         The version is held against removal until it is applied. An engine that takes longer than `timeout_s` counts as
-        dead. The seconds that it took are returned.
+        dead.
 
         Raises:
             UpdateRefused: the version is not as published, or of another model; nothing has changed.
             EngineDead: the engine is gone.
         """
         llm = self._alive()
-        started_s = time.perf_counter()
         try:
             async with asyncio.timeout(timeout_s):
                 refusals = await while_alive(llm, verify(llm, staged))
@@ -301,7 +302,6 @@ class Engine:
         for refusal in filter(None, refusals):
             raise UpdateRefused(f"{refusal}; still serving version {self._version}")
         self._verified = _update_of(staged)
-        return time.perf_counter() - started_s
 
     async def apply(
         self,
@@ -384,16 +384,14 @@ class Engine:
         return params
 
     def _alive(self) -> AsyncLLM:
-        if self._broken is None and (self._llm is None or self._llm.errored):
-            self._broken = "its process ended"
-        if self._broken is not None or self._llm is None:
+        if self._broken is not None or self._llm is None or self._llm.errored:
             raise EngineDead(self._last_words())
         return self._llm
 
     def _last_words(self) -> str:
         return (
-            f"the vLLM engine that served version {self._version} is not usable: {self._broken}; "
-            f"its own words are in the log of this process ({os.getpid()}). Start another"
+            f"the vLLM engine that served version {self._version} is not usable: {self._broken or 'its process ended'}"
+            f"; its own words are in the log of this process ({os.getpid()}). Start another"
         )
 
 

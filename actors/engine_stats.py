@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 class EngineReport:
     """Counts since the start of the engine, but for `kv_usage`."""
 
-    num_steps: int = 0
-    """That were measured: those after an idle moment or a weight update are not."""
-    steps_s: float = 0.0
-    """Seconds of these."""
     num_preempted: int = 0
     """Times that a running request had to make room in the cache; it is computed anew later."""
     num_ended: int = 0
@@ -38,7 +34,10 @@ class EngineReport:
     kv_usage: float = 0.0
     """Greatest share of the cache in use since the last report."""
     moments: tuple[float, ...] = ()
-    """`common.costs.Moments` of its steps, by the terms of `TokenTime`; none before there were steps."""
+    """`common.costs.Moments` of its steps, by the terms of `TokenTime`; none before there were steps.
+
+    Those after an idle moment or a weight update are left out.
+    """
     kv_tokens: int = 0
     """Tokens that its cache holds; 0 where it is not known."""
 
@@ -117,8 +116,6 @@ class EngineStats:
         """What is known; the greatest use of the cache begins anew."""
         kv_usage, self._kv_usage = self._kv_usage, 0.0
         return EngineReport(
-            num_steps=self._moments.num_measured,
-            steps_s=self._moments.total,
             num_preempted=self._num_preempted,
             num_ended=self._num_ended,
             queued_s=self._queued_s,

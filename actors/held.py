@@ -74,8 +74,6 @@ class HandingOn:
     def __init__(self, name: str, maker: SampleMaker, client: BufferClient | ShardedClient) -> None:
         """Let go of what `maker` makes, by telling the buffer."""
         self._name, self._maker, self._client = name, maker, client
-        self.goodbye = Goodbye()
-        """Of `leave_all`."""
 
     async def keep(self, leases: Collection[HeldLease], every_s: float) -> None:
         """Tell the buffer so often what running samples have, in case that this process is killed; `leases` may change.
@@ -93,7 +91,7 @@ class HandingOn:
             for each in told:
                 await settled(each)
 
-    async def leave_all(self, leases: Collection[HeldLease]) -> None:
+    async def leave_all(self, leases: Collection[HeldLease]) -> Goodbye:
         """Leave all that is held, and wait no longer for it than a goodbye takes.
 
         Leases that the buffer does not hear of run out by themselves.
@@ -112,7 +110,7 @@ class HandingOn:
                 self._name, len(remaining), errors[0],
             )  # fmt: skip
             self.count_lost(remaining)
-        self.goodbye = Goodbye(counts.num_handed_on - before[0], counts.num_tokens_lost - before[1])
+        return Goodbye(counts.num_handed_on - before[0], counts.num_tokens_lost - before[1])
 
     async def leave(self, held: HeldLease, indices: set[int]) -> None:
         """Leave samples of a lease to whoever gets them next, with the tokens that they have."""
@@ -124,7 +122,8 @@ class HandingOn:
         with contextlib.suppress(EngineDead):
             await self._maker.interrupt(held.lease, running)
         if tasks:
-            await asyncio.wait(tasks.values(), timeout=GOODBYE_S)
+            # within a goodbye the buffer is to be told too
+            await asyncio.wait(tasks.values(), timeout=GOODBYE_S / 2)
         indices &= held.open
         await settled(self._client.hand_on(held.lease, sorted(indices), self._there(held, indices)))
         self._maker.counts.num_handed_on += len(indices & held.open)

@@ -155,6 +155,8 @@ class ActorLoop:
         self._hand_on_at = 0
         """Tokens with which samples go on elsewhere, as the buffer says; 0: none does."""
         self._waiting = "starting"
+        self.goodbye = Goodbye()
+        """What became of what it held when `run` ended."""
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -213,7 +215,7 @@ class ActorLoop:
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
-            await self._handing_on.leave_all(held)
+            self.goodbye = await self._handing_on.leave_all(held)
             await self._cancel_samples(self._held.values())
             self._waiting = "stopped"
             self._ended.set()
@@ -235,12 +237,12 @@ class ActorLoop:
         finally:
             self._evaluating -= 1
 
-    async def stop(self) -> Goodbye:
+    async def stop(self) -> None:
         """End `run`, which hands on what is leased, and stop the engine. Whoever calls again is answered at once."""
         self._stopping.set()
         parts, self._parts = self._parts, None
         if parts is None:
-            return Goodbye()
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2 * GOODBYE_S):
                 await self._ended.wait()
@@ -253,7 +255,6 @@ class ActorLoop:
         closing = [closer.submit(parts.client.close), closer.submit(parts.puller.close)]
         await asyncio.wait([asyncio.wrap_future(each) for each in closing], timeout=_CLOSE_S)
         await parts.engine.stop()
-        return self._handing_on.goodbye
 
     def report(self) -> ActorReport:
         """What this actor has done and what it waits for."""

@@ -8,7 +8,7 @@ and what it leaves unexplained is how far they may be from that.
 from __future__ import annotations
 
 import logging
-import threading
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,6 +41,8 @@ LEAST_COMMON = 5
 """N-grams that fewer of them have tell of these alone."""
 _AT_ONCE = 20_000
 """Prompts whose features are in memory together."""
+_LARGEST = 1e100
+"""A column with a greater number has no variance, nor has one with NaN; JSON lines may hold either."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _LOOK_EVERY_S = 10.0
 _MORE = 1.25
@@ -132,16 +134,16 @@ class Ranker:
         """Prompts that were known when it was fitted last."""
         self._has_told = False
 
-    def run(self, stop: threading.Event) -> None:
-        """Look now and then whether there is more to learn from, until `stop` is set.
+    def run(self) -> None:
+        """Look now and then whether there is more to learn from, until its process ends.
 
         Raises:
             BufferUnavailable: the buffer did not answer for `buffer.give_up_after_s`.
         """
         try:
-            while not stop.is_set():
+            while True:
                 self.look()
-                stop.wait(_LOOK_EVERY_S)
+                time.sleep(_LOOK_EVERY_S)
         finally:
             self._client.close(1.0)
 
@@ -155,12 +157,11 @@ class Ranker:
         table = pa.Table.from_batches([read_stream(each.body, VISITS) for each in told])
         known, means, variances = (table.column(name).to_numpy() for name in VISITS.names)
         expected = expect(self._features, known, means.astype(np.float64), variances.astype(np.float64))
-        self._num_known = num_known
+        self._num_known, self._has_told = num_known, expected is not None
         if expected is None:
             _log.info("what %d prompts are tells nothing of how long their answers are", num_known)
             return None
         self._client.expect(*expected).result()
-        self._has_told = True
         share = 1.0 - expected.variance / max(1e-9, float(np.var(means)))
         _log.info("foretold from %d prompts: %.0f%% of how others differ from them", num_known, 100 * share)
         return expected
@@ -207,4 +208,5 @@ def _error(rows: csr_matrix, means: Floats, weights: Floats, folds: npt.NDArray[
 
 
 def _is_number(problems: Sequence[Problem], name: str) -> bool:
-    return all(isinstance(each.columns.get(name), int | float) for each in problems)
+    values = [each.columns.get(name) for each in problems]
+    return all(isinstance(value, int | float) and abs(value) < _LARGEST for value in values)

@@ -176,7 +176,12 @@ class RewardProcess:
     @property
     def is_alive(self) -> bool:
         """Can it take another call?"""
-        return not self._is_ended and self._process.poll() is None and not self._reader.at_eof()
+        if self._is_ended or self._process.returncode is not None or self._reader.at_eof():
+            return False
+        with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored the kernel keeps no status
+            # it is left there: once it is taken, as by poll(), `end` cannot end what the process has started
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        return False
 
     async def call(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Value]:
         """What each sample has. A caller that gives up ends the process.

@@ -100,8 +100,8 @@ stop() {
 # The version, and the first digits of a checksum over all our code: two checkouts may share a version.
 leeway_version() {
   local sum
-  sum=$(cd "$dir" && find actors algorithms buffer launch learner weight_sync -name '*.py' -print0 | LC_ALL=C sort -z |
-    xargs -0 cat | sha256sum)
+  sum=$(cd "$dir" && find actors algorithms buffer common launch learner planning weight_sync -name '*.py' -print0 |
+    LC_ALL=C sort -z | xargs -0 cat | sha256sum)
   "$bin/python" -c 'from importlib.metadata import version as v; import platform, sys
 print("python", platform.python_version())
 print("ray", v("ray"))

@@ -6,8 +6,7 @@ written is handed out again after a while, and what is unscored when its step be
 
 from __future__ import annotations
 
-import threading
-from dataclasses import replace
+import time
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ class ReferenceScorer:
         # the pipeline's schedules want a process group; of one rank it needs no address
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self._reference = build_reference(context, Mesh.build(MeshPlace(0)), device)
-        self._rule = replace(packing_rule(context), unit="sequence")
+        self._rule = packing_rule(context)
         self._client = open_client(
             context.buffer_addresses,
             run_id=context.facts.run_id,
@@ -59,17 +58,17 @@ class ReferenceScorer:
         )
         self._client.connect()
 
-    def run(self, stop: threading.Event) -> None:
-        """Score until `stop` is set, a micro-batch at a time.
+    def run(self) -> None:
+        """Score until its process ends, a micro-batch at a time.
 
         Raises:
             BufferUnavailable: the service did not answer for `buffer.give_up_after_s`.
         """
         try:
-            while not stop.is_set():
+            while True:
                 taken: Any = self._client.take_unscored(self._rule.token_budget).result()
                 if not taken.record_ids:
-                    stop.wait(_POLL_S)
+                    time.sleep(_POLL_S)
                     continue
                 scores = self._reference.score_ahead(read_stream(taken.body), self._rule)
                 self._client.write_scores(taken.record_ids, scores).result()

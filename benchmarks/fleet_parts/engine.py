@@ -90,8 +90,7 @@ class SleepingEngine:
 
     def report(self) -> EngineReport:
         """What the clock has passed."""
-        moments = tuple(self._moments.as_list()) if self._moments.num_measured else ()
-        return EngineReport(num_steps=int(self._num_steps), steps_s=self._steps_s, moments=moments)
+        return EngineReport(moments=tuple(self._moments.as_list()) if self._moments.num_measured else ())
 
     async def generate(
         self,

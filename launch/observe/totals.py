@@ -153,7 +153,7 @@ _ENGINE_COUNTS = ("running_s", "samples", "tokens", "steps", "steps_s", "ended",
 
 def _engine_counts(report: ActorReport) -> tuple[float, ...]:
     engine = report.engine
-    steps = engine.num_steps, engine.steps_s
+    steps = engine.moments[1:3] or (0.0, 0.0)  # number and seconds, as `Moments.as_list` has them
     made = report.num_samples, report.num_tokens
     counts = engine.num_preempted, report.num_tokens_lost
     return report.running_s, *made, *steps, engine.num_ended, engine.queued_s, *counts

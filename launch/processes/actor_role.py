@@ -18,7 +18,7 @@ import threading
 from collections.abc import Awaitable
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ray.exceptions import RayTaskError
 
@@ -28,9 +28,6 @@ from actors.sample import EvalRequest, EvalResult
 from common.imports import uncollected
 from common.run import RunContext
 from launch.processes.role_process import Role
-
-if TYPE_CHECKING:
-    from actors.held import Goodbye
 
 GOODBYE_S = 15.0
 """How long an actor that leaves may take to end by itself before it is ended."""
@@ -68,7 +65,7 @@ class ActorRole(Role):
 
     _work: asyncio.Task[None] | None = None
     """That of `run`."""
-    _stopping: asyncio.Task[Goodbye] | None = None
+    _stopping: asyncio.Task[None] | None = None
     """That of `stop`, whoever asked first."""
     _leaving: asyncio.Task[None] | None = None
     """Since SIGTERM came."""
@@ -138,15 +135,12 @@ class ActorRole(Role):
 
     async def _leave(self) -> None:
         _log.warning("%s is told to end by SIGTERM", self._name)
-        goodbye = (0, 0)
         try:
             async with asyncio.timeout(GOODBYE_S):
                 await self.stop()
-            assert self._stopping is not None
-            goodbye = self._stopping.result()
         except Exception as error:
-            _log.exception("%s did not leave in order, and what it held is made anew: %s", self._name, error)
-        told = ToldToEnd(*goodbye)
+            _log.exception("%s did not end in order; what it has not handed on is made anew: %r", self._name, error)
+        told = ToldToEnd(*self._loop.goodbye)
         _log.warning("%s %s", self._name, told)
         self._told.set_result(told)
         self._events.call_later(_ANSWER_S, os._exit, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,17 +29,16 @@ class RankerRole(Role):
 
     def __init__(self, log: Path) -> None:
         super().__init__(log)
-        self._stop = threading.Event()
         with contextlib.suppress(OSError):
             os.nice(_NICE)
         with uncollected():
             import actors.ranking  # noqa: F401 -- for `run`
 
     def run(self, context: RunContext[ActorSections]) -> None:
-        """Load the prompts, and tell the buffer what to expect of them until the run ends."""
+        """Load the prompts, and tell the buffer what to expect of them until it is killed."""
         from actors.ranking import Ranker
 
-        Ranker(context).run(self._stop)
+        Ranker(context).run()
 
 
 class RankerService:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,19 +26,14 @@ class ScorerRole(Role):
 
     def __init__(self, log: Path) -> None:
         super().__init__(log)
-        self._stop = threading.Event()
         with uncollected():
             import learner.scorer  # noqa: F401 -- for `run`
 
     def run(self, context: RunContext[LearnerSections], number: int) -> None:
-        """Load the reference, and score until `stop`."""
+        """Load the reference, and score until it is killed."""
         from learner.scorer import ReferenceScorer
 
-        ReferenceScorer(context, number).run(self._stop)
-
-    def stop(self) -> None:
-        """End `run` after the samples at hand."""
-        self._stop.set()
+        ReferenceScorer(context, number).run()
 
 
 @dataclass

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -58,7 +57,7 @@ def run_scorer(orders_path: Path, log: Path) -> None:
         os.dup2(file.fileno(), 2)
     context = context_of(json.loads(orders_path.read_text()))
     context.config.learner = context.config.learner.alone(0)
-    ReferenceScorer(context, 0).run(threading.Event())
+    ReferenceScorer(context, 0).run()
 
 
 def context_of(orders: dict) -> RunContext:

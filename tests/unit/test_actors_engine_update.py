@@ -187,6 +187,31 @@ async def test_a_request_that_ends_while_weights_change_is_known_no_longer(make,
     assert not engine.runs((1, 0))
 
 
+async def test_requests_are_interrupted_in_the_middle_of_an_update_too(make):
+    llm, may_pause, ended = FakeVllm(), asyncio.Event(), []
+
+    async def pause(**_) -> None:
+        await may_pause.wait()
+
+    async def abort(requests) -> None:
+        ended.extend(requests)
+
+    llm.engine_core.pause_scheduler_async, llm.abort = pause, abort
+    engine = make(llm)
+    engine._running[1, 0] = SimpleNamespace(request_id="r0")
+    updating = asyncio.create_task(engine.apply(staged(NEW), "keep"))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineDead, match=r"its update to version 0\.1 never ended"):
+        await engine.prepare(staged(NEWER))
+    await engine.interrupt([(1, 0), (2, 0)])
+    assert ended == ["r0"]
+    may_pause.set()
+    await updating
+    llm.errored = True
+    with pytest.raises(EngineDead, match="its process ended"):
+        await engine.interrupt([(1, 0)])
+
+
 async def test_the_more_tokens_were_handed_on_the_later_a_request_is_preempted(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.inputs.engine", SimpleNamespace(tokens_input=lambda *_, **__: None))
     llm = FakeVllm()

@@ -96,6 +96,19 @@ def test_what_was_seen_foretells_the_others_and_is_told_again_to_a_service_that_
     asking.close(1.0)
 
 
+def test_a_service_that_was_started_again_is_fitted_for_once_where_lengths_are_not_foretold_any_more(
+    world, monkeypatch
+):
+    ranker, fits = world.ranker(), []
+    world.generate(SEEN)
+    assert ranker.look() is not None
+    world.close()
+    world.serve()
+    monkeypatch.setattr("actors.ranking.expect", lambda *_: fits.append(1))
+    assert [ranker.look() for _ in range(3)] == [None] * 3
+    assert len(fits) == 1
+
+
 def test_what_is_no_expectation_of_this_run_is_refused(world):
     asking = world.client("ranker", "another")
     for means in (np.zeros(NUM_PROMPTS + 1, np.float32), np.full(NUM_PROMPTS, np.nan, np.float32)):

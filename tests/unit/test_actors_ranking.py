@@ -59,6 +59,17 @@ def test_numeric_columns_tell_too():
     assert np.corrcoef(expected.means[300:], terms[300:])[0, 1] > 0.95
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), 10**400, -1e200, None, "7"])
+def test_a_column_that_is_no_fair_number_in_one_row_tells_nothing_and_does_no_harm(odd):
+    random = np.random.default_rng(2)
+    rows = [{"odd": odd if each == 7 else each, "fair": each} for each in range(300)]
+    features = Features([problem(random, 0, row) for row in rows])
+    assert features.numbers.shape == (300, 2)
+    known = np.arange(100)
+    expected = expect(features, known, 0.1 * known, np.full(100, 0.01))
+    assert np.isfinite(expected.means).all()
+
+
 def test_where_tokens_tell_nothing_nothing_is_expected(world):
     _, features = world
     random, known = np.random.default_rng(4), np.arange(NUM_KNOWN)

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from actors.engine_stats import EngineReport
 from actors.report import ActorReport, WeightUpdate
 from buffer.lengths import LengthFidelity
+from common.costs import Moments
 from launch.config import Config
 from launch.observe.observer import Observer
 from launch.observe.sinks import Tracker
 from launch.observe.status import Accuracy, PollResult
-from launch.observe.totals import Rate
+from launch.observe.totals import ActorTotals, Rate
 from launch.run_folder import RunFolder
 from tests.unit.made_up_run import report as made_up_report
 from tests.unit.made_up_run import status as made_up_status
@@ -21,6 +23,17 @@ from tests.unit.made_up_run import status as made_up_status
 def report(name: str, num_tokens: int, pause_s: list[float]) -> ActorReport:
     updates = [WeightUpdate(0.0, seconds, seconds / 2, (0, 1)) for seconds in pause_s]
     return made_up_report(name, num_tokens=num_tokens, updates=updates)
+
+
+def test_a_step_of_an_engine_takes_what_the_last_seconds_say_and_none_is_told_before_there_is_one():
+    totals, sums, reports = ActorTotals(), Moments(4), [made_up_report("actor-0")]
+    totals.update(0.0, reports, ["actor-0"])
+    assert totals.engines("actors", reports).step_s is None
+    for now_s, took_s in ((1.0, 0.5), (20.0, 0.125), (21.0, 0.375)):
+        sums.add((1.0, 2.0, 3.0, 4.0), took_s)
+        reports = [made_up_report("actor-0", engine=EngineReport(moments=tuple(sums.as_list())))]
+        totals.update(now_s, reports, ["actor-0"])
+    assert totals.engines("actors", reports).step_s == pytest.approx(0.25)
 
 
 def step_row(step: int, num_tokens: int, lag: float) -> dict:

@@ -106,6 +106,30 @@ async def test_a_buffer_that_does_not_answer_keeps_it_no_longer_than_a_goodbye_a
         await asyncio.wait_for(work, 60)
 
 
+async def test_samples_that_do_not_end_in_time_are_handed_on_all_the_same(monkeypatch):
+    monkeypatch.setattr("actors.held.GOODBYE_S", 1.0)
+    engine = FakeEngine(600)
+    role, buffer, work = await running(monkeypatch, engine)
+    engine.interrupt = lambda _: asyncio.sleep(0)
+    role.sigterm()
+    with pytest.raises(ToldToEnd, match=f"^left by SIGTERM, {2 * K} samples handed on$"):
+        await asyncio.wait_for(work, 60)
+    assert [len(rows) for _, _, rows, _ in buffer.handed_on] == [K, K], "their tokens are with them"
+
+
+async def test_what_was_handed_on_is_said_where_the_engine_does_not_end_as_it_should(monkeypatch):
+    engine = FakeEngine(600)
+    role, _, work = await running(monkeypatch, engine)
+
+    async def stop() -> None:
+        raise TimeoutError
+
+    engine.stop = stop
+    role.sigterm()
+    with pytest.raises(ToldToEnd, match=f"^left by SIGTERM, {2 * K} samples handed on$"):
+        await asyncio.wait_for(work, 60)
+
+
 async def test_it_ends_though_it_does_not_leave_in_order(monkeypatch):
     monkeypatch.setattr(role_module, "GOODBYE_S", 0.05)
     role, _, work = await running(monkeypatch, FakeEngine(600))
