@@ -8,6 +8,7 @@ on       the number of actors is changed, as `leeway scale` does, within launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from common.costs import Moments, TokenTime
@@ -17,6 +18,8 @@ from planning.following import Advice, Following, PoolState, StepFacts
 
 MOST_ADVISED = 4
 """Times the actors that there are; advice looks no further."""
+FORGETS = 100
+"""Looks without an advice after which it is news again; one that holds comes every 3 to 26."""
 
 Row = Mapping[str, Any]
 Room = Callable[[str], int]
@@ -32,21 +35,38 @@ class Autoscale:
         self._most = config.launch.autoscale_most
         self._following = Following()
         self._before: Row | None = None
-        self._said = ""
+        self._num_looks = 0
+        self._advised: dict[tuple[str, str, int], int] = {}
+        """At which look what was advised last: kind, pool, count."""
 
     def look(self, row: Row, pools: Sequence[PoolStatus], room: Room) -> Advice | None:
-        """A step has ended; None where nothing is to be said or done."""
+        """A step has ended; None where nothing is to be said or done.
+
+        Of `pools`, `wanted` counts the actors that are neither lost nor leaving: nobody waits for the others.
+        """
         before, self._before = self._before, row
         if self.mode == "off" or before is None or row["skipped"]:
             return None
+        if (row["step"], row["restarts"]) != (before["step"] + 1, before["restarts"]):  # what lies between is no step
+            return None
+        pools = [pool for pool in pools if pool.wanted]
         states = [state for pool in pools if (state := self._state(pool, room)) is not None]
         facts = _facts(row, pools, before)
         if facts is None or len(states) < len(pools):
             return None
         advice = self._following.look(states, facts)
-        if advice is None or (not advice.pool and advice.text == self._said):
+        self._num_looks += 1
+        if advice is None:
             return None
-        self._said = advice.text
+        what = (advice.kind, advice.pool, advice.count)
+        is_known = self._num_looks - self._advised.get(what, -FORGETS) <= FORGETS
+        self._advised[what] = self._num_looks
+        if is_known and not (advice.pool and self.mode == "on"):
+            return None
+        if advice.kind == "full":
+            is_most = self._most is not None and all(state.wanted >= self._most for state in states)
+            why = f"launch.autoscale_most = {self._most}" if is_most else "no host or GPU has room for one more actor"
+            return replace(advice, text=f"{advice.text}: {why}")
         return advice
 
     def _state(self, pool: PoolStatus, room: Room) -> PoolState | None:
@@ -55,8 +75,7 @@ class Autoscale:
         fit = Moments.from_list(engines.moments).fit() if engines.moments else None
         if fit is None or not pool.working:
             return None
-        base, per_sample, per_kv_token, per_prompt_token = fit.coefficients
-        law = TokenTime(base, per_sample, per_kv_token, per_prompt_token)
+        law = TokenTime(*fit.coefficients)
         most = MOST_ADVISED * pool.wanted if self.mode == "advise" else pool.wanted + room(pool.name)
         most = most if self._most is None else min(most, self._most)
         return PoolState(pool.name, pool.working, pool.wanted, engines.slots // pool.working, law, most)

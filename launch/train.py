@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from safetensors import SafetensorError
 
 from actors.sample import EvalResult
@@ -342,11 +343,16 @@ class _Run:
         """Say which number of actors would do, or have it so."""
         actors = self.supervisor.actors
         for row in rows:
-            advice = self._autoscale.look(row, self._observer.status.pools, actors.room)
-            if advice is not None:
-                self.sinks.event("advice", advice.text, pool=advice.pool, count=advice.count)
-                if advice.pool and self._autoscale.mode == "on":
+            pools = [replace(pool, wanted=len(actors.staying(pool.name))) for pool in self._observer.status.pools]
+            advice = self._autoscale.look(row, pools, actors.room)
+            if advice is None:
+                continue
+            self.sinks.event("advice", advice.text, pool=advice.pool, count=advice.count)
+            if advice.pool and self._autoscale.mode == "on":
+                try:
                     actors.scale(advice.pool, advice.count)
+                except ValueError as error:  # nobody waits for it
+                    self.sinks.event("not_scaled", f"pool '{advice.pool}' stays as it is: {error}")
 
     def _act(self, trip: Trip) -> None:
         """Tell what tripped, and do what the knob says.
@@ -388,7 +394,8 @@ class _Run:
             return
         every, version = self._config.actors.eval_every, self._observer.status.version
         learner = self._config.learner
-        if every and self._evaluated_at + every <= version < learner.num_steps * learner.updates_per_step:
+        is_due = every and self._evaluated_at + every <= version < learner.num_steps * learner.updates_per_step
+        if is_due and self.supervisor.actors.ready():  # else the run goes on, and begins it once an actor is there
             self._evaluated_at = version - version % every
             self._evaluation = self._evaluate(self._config.actors.eval_problems, None)
 
@@ -401,6 +408,7 @@ class _Run:
         heard_s = time.monotonic()
         while (results := evaluation.poll()) is None:
             time.sleep(EVALUATION_POLL_S)
+            self.supervisor.actors.wait_until_ready()  # nobody else starts again what died
             if time.monotonic() - heard_s >= POLL_S:
                 news = self.supervisor.hear_actors()
                 self.sinks.trace.take_in(news, self._observer.take_in(news))

@@ -14,8 +14,9 @@ times.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from common.costs import TokenTime
 
@@ -71,6 +72,8 @@ class StepFacts:
 class Advice:
     """What would make the run faster, or as fast with less."""
 
+    kind: Literal["grow", "shrink", "bound", "full"]
+    """Of the last two: the staleness bound leaves slots empty, and every pool has as many actors as it may."""
     text: str
     pool: str = ""
     """That is to change; empty where no number of actors helps."""
@@ -126,7 +129,8 @@ class Following:
             return self._grow(pools, facts.prompt_tokens, gen_s)
         if less is not None and self._below >= PATIENCE_TO_SHRINK:
             self._below = 0
-            return self._changed(less[1], less[1].count - 1, "is one more than training needs: one less would do")
+            text = f"pool '{less[1].name}' is one more than training needs: one less would do"
+            return self._changed("shrink", less[1], less[1].count - 1, text)
         return None
 
     def _remember(self, facts: StepFacts) -> None:
@@ -144,15 +148,14 @@ class Following:
     def _grow(self, pools: Sequence[PoolState], prompt_tokens: float, gen_s: float) -> Advice:
         if self._used < USED:
             return Advice(
+                "bound",
                 f"{1.0 - self._used:.0%} of the slots stay empty, for the staleness bound grants no more leases: a "
-                "larger weight_sync.max_lag would raise the rate, more actors would not"
+                "larger weight_sync.max_lag would raise the rate, more actors would not",
             )
         there = [pool for pool in pools if pool.count < pool.most]
         if not there:
-            return Advice(
-                f"the samples of a step take {gen_s:.1f} s, its training {self._train_s:.1f} s, and no pool may grow: "
-                "see launch.autoscale_most"
-            )
+            took = f"the samples of a step take {gen_s:.1f} s, its training {self._train_s:.1f} s"
+            return Advice("full", f"{took}, and no pool may grow")
         pool = max(there, key=lambda each: each.rate(self._tokens, prompt_tokens))
         count = pool.count + 1
         while count < pool.most and self._gen_s(_with(pools, pool, count), prompt_tokens) > self._train_s:
@@ -161,25 +164,20 @@ class Following:
         gain = gen_s / after_s - 1.0
         more = count - pool.count
         actors = "one more actor" if more == 1 else f"{more} more actors"
-        return self._changed(pool, count, f"{actors} in pool '{pool.name}' would raise the rate by {gain:.0%}")
+        return self._changed("grow", pool, count, f"{actors} in pool '{pool.name}' would raise the rate by {gain:.0%}")
 
     def _with_one_less(self, pools: Sequence[PoolState], prompt_tokens: float) -> tuple[float, PoolState] | None:
         """T_gen without one actor of the slowest pool that has two, and which pool that is."""
-        if sum(pool.count for pool in pools) < 2:
+        of_two = [pool for pool in pools if pool.count > 1]
+        if not of_two:
             return None
-        pool = min((each for each in pools if each.count), key=lambda each: each.rate(self._tokens, prompt_tokens))
+        pool = min(of_two, key=lambda each: each.rate(self._tokens, prompt_tokens))
         return self._gen_s(_with(pools, pool, pool.count - 1), prompt_tokens), pool
 
-    def _changed(self, pool: PoolState, count: int, text: str) -> Advice:
+    def _changed(self, kind: Literal["grow", "shrink"], pool: PoolState, count: int, text: str) -> Advice:
         self._settling = SETTLES
-        prefix = f"pool '{pool.name}' " if count < pool.count else ""
-        return Advice(f"{prefix}{text}", pool.name, count)
+        return Advice(kind, text, pool.name, count)
 
 
 def _with(pools: Sequence[PoolState], pool: PoolState, count: int) -> list[PoolState]:
-    return list(_replaced(pools, pool, count))
-
-
-def _replaced(pools: Sequence[PoolState], pool: PoolState, count: int) -> Iterator[PoolState]:
-    for each in pools:
-        yield replace(each, count=count) if each is pool else each
+    return [replace(each, count=count) if each is pool else each for each in pools]

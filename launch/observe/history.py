@@ -21,7 +21,7 @@ class History:
     rows: Sequence[Mapping[str, Any]]
     """Reports of steps in metrics.jsonl, as they came: a step that was taken again is there again."""
     before: Accuracy | None
-    """The first evaluation; None where the run ended before it."""
+    """The first evaluation, of a model that is not trained yet; None where there was none."""
     wall_s: float
     """Seconds that the commands before worked on the run."""
     changes: str = ""
@@ -42,11 +42,13 @@ class History:
         """
         identity = folder.read_identity()
         rows = [row for row in _lines(folder.metrics) if "loss" in row]
-        evaluated = [Accuracy.of_event(event) for event in _lines(folder.events) if event["kind"] == "evaluated"]
+        evaluated = (Accuracy.of_event(event) for event in _lines(folder.events) if event["kind"] == "evaluated")
+        first = next(evaluated, None)
+        before = first if first is not None and first.newest == 0 else None
         wall_s = 0.0
         with suppress(StatusError):  # a command that ended before it said anything
             wall_s = read_status(folder.status).wall_s
-        return cls(identity, rows, evaluated[0] if evaluated else None, wall_s, changes)
+        return cls(identity, rows, before, wall_s, changes)
 
 
 def repair(folder: RunFolder) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -200,20 +201,23 @@ class ActorPools:
         return working
 
     def ready(self) -> list[ActorProcess]:
-        """Actors that can be asked to evaluate; at least one.
+        """Actors that can be asked to evaluate now."""
+        return [actor for actor in self.actors if actor.is_ready]
+
+    def wait_until_ready(self) -> list[ActorProcess]:
+        """The same, at least one; while there is none it waits, starts again what died, and nothing else goes on.
 
         Raises:
             RunFailed: none is, and none became so within launch.startup_timeout_s.
         """
         deadline = time.monotonic() + self._config.startup_timeout_s
-        while True:
-            if ready := [actor for actor in self.actors if actor.is_ready]:
-                return ready
+        while not (ready := self.ready()):
             self.watch()
             if time.monotonic() > deadline:
                 last = self.actors[-1]
                 raise RunFailed(f"no actor became ready, the last is {last.name}; see {last.log}")
             time.sleep(0.2)
+        return ready
 
     def quarantine(self, name: str, why: str) -> None:
         """Take an actor out of the run: it is killed and not started again; its leases run out and are issued anew.
@@ -248,25 +252,34 @@ class ActorPools:
             raise ValueError(
                 f"{count} actors in pool '{name}' would leave the run with {max(0, count + others)}; keep 1"
             )
-        pool, wanted = self.pools[name], {**self.wanted, name: count}
-        if count > self.wanted[name] and (why := too_full(shared(self._config, wanted))):
+        if count > self.wanted[name] and (why := self._too_full(name, count)):
             raise ValueError(why)
-        there = [actor for actor in self.actors if actor.pool == name and not actor.is_going]
+        there = self.staying(name)
         there.sort(key=lambda actor: not actor.is_ready)  # who does not work leaves first, then the youngest
         for _ in range(count - len(there)):
-            self._enlist(pool)
+            self._enlist(self.pools[name])
         for actor in there[count:]:
             self._dismiss(actor)
-        self.wanted = wanted
+        self.wanted[name] = count
         text = f"pool '{name}' had {len(there)} actors and is to have {count}"
         self._notify("scaled", text)
         return text
 
+    def staying(self, name: str) -> list[ActorProcess]:
+        """The actors of a pool that are neither lost nor leaving."""
+        return [actor for actor in self.actors if actor.pool == name and not actor.is_going]
+
     def room(self, name: str) -> int:
-        """How many more actors of a pool have a place now, by what nobody has reserved."""
-        free = ray.available_resources()
-        places = [free.get(kind, 0.0) // amount for kind, amount in self.pools[name].bundle.items()]
-        return int(min(places, default=0.0))
+        """How many more actors of a pool have a place now: what is free of each host, and memory of shared GPUs."""
+        bundle, here = self.pools[name].bundle, len(self.staying(name))
+        hosts = ray._private.state.available_resources_per_node().values()
+        places = (min((host.get(kind, 0.0) / bundle[kind] for kind in bundle), default=0.0) for host in hosts)
+        free = sum(int(each + 1e-6) for each in places)  # 0.3 / 0.1 is a little less than 3
+        return bisect(range(here + 1, here + free + 1), "", key=lambda count: self._too_full(name, count))
+
+    def _too_full(self, name: str, count: int) -> str:
+        """Why a GPU could not hold those who share it, were there so many actors in a pool; '' where it can."""
+        return too_full(shared(self._config, {**self.wanted, name: count}))
 
     def _enlist(self, pool: ActorPool) -> None:
         number, self._next_number = self._next_number, self._next_number + 1

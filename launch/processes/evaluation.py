@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import ray
@@ -36,6 +37,7 @@ class Evaluation:
 
     def __init__(
         self,
+        actors: Sequence[ActorProcess],
         ready_actors: Callable[[], Sequence[ActorProcess]],
         num_problems: int,
         min_version: PolicyVersion | None,
@@ -43,9 +45,10 @@ class Evaluation:
         max_retries: int,
         check: Check = lambda: None,
     ) -> None:
-        """Start it on the actors that `ready_actors` gives, at least one, at `min_version` or whichever each has.
+        """Start it on these actors, at least one, at `min_version` or whichever each has.
 
-        So many shards may be done again, beside those of actors that are leaving or have left.
+        What one of them fails at is done again by those that `ready_actors` gives, once there is one: so many shards,
+        beside those of actors that are leaving or have left.
         """
         self._ready_actors = ready_actors
         self._deadline = time.monotonic() + timeout_s
@@ -53,8 +56,9 @@ class Evaluation:
         self._retries_left = max_retries
         self._check = check
         self._pending: list[_Asked] = []
+        self._unsent: list[EvalRequest] = []
+        """Shards that wait for an actor that is ready."""
         self._results: list[EvalResult] = []
-        actors = ready_actors()
         for shard, actor in enumerate(actors):
             asked = EvalRequest(num_problems=num_problems, shard=shard, num_shards=len(actors), min_version=min_version)
             self._send(asked, actor)
@@ -63,7 +67,7 @@ class Evaluation:
         """The results of all shards; None while some are missing.
 
         Raises:
-            RunFailed: an actor failed to evaluate too often, or the time is over.
+            RunFailed: an actor failed to evaluate too often, or the time is over, also where no actor was ready.
         """
         self._check()
         pending, self._pending = self._pending, []
@@ -75,10 +79,14 @@ class Evaluation:
                 self._results.append(ray.get(asked.call))
             except (RayActorError, RayTaskError) as error:
                 self._again(asked, error)
-        if not self._pending:
+        if self._unsent and (ready := self._ready_actors()):
+            for request, actor in zip(self._unsent, cycle(ready), strict=False):
+                self._send(request, actor)
+            self._unsent = []
+        if not self._pending and not self._unsent:
             return self._results
         if time.monotonic() > self._deadline:
-            names = ", ".join(asked.actor.name for asked in self._pending)
+            names = ", ".join(asked.actor.name for asked in self._pending) or "actors, of which none is ready,"
             raise RunFailed(
                 f"{names} did not finish an evaluation within {self._timeout_s:g} s: evaluate fewer problems, or raise "
                 "learner.batch_timeout_s, of which an evaluation may take a part"
@@ -94,7 +102,7 @@ class Evaluation:
             self._retries_left -= 1
         if (was_told or isinstance(error, RayActorError)) and actor.handle is asked.handle:
             actor.running = asked.call  # its work has ended: it is not ready, and will be started again
-        self._send(asked.request, self._ready_actors()[0])
+        self._unsent.append(asked.request)
 
     def _send(self, request: EvalRequest, actor: ActorProcess) -> None:
         actor.evaluating = actor.handle.evaluate.remote(request)

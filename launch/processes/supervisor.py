@@ -147,7 +147,7 @@ class Supervisor:
 
     def hear_actors(self, patience_s: float = 0.2) -> PollResult:
         """What those say that are ready, while they evaluate before or after training; begins and restarts nothing."""
-        ready = [actor for actor in self.actors.actors if actor.is_ready]
+        ready = self.actors.ready()
         names = frozenset(actor_name(actor.number) for actor in ready)
         return PollResult(actors=self._reports(ready, patience_s), working=names, processes=self.processes())
 
@@ -188,8 +188,12 @@ class Supervisor:
     # --- evaluate, drain, end ---------------------------------------------------------------------
 
     def evaluate(self, num_problems: int, min_version: PolicyVersion | None) -> Evaluation:
-        """Begin a held-out evaluation on the actors, of this version at the earliest; training goes on where it can."""
+        """Begin a held-out evaluation on the actors, of this version at the earliest; training goes on where it can.
+
+        It waits for an actor that is ready, so in training it is called only while one is.
+        """
         return Evaluation(
+            self.actors.wait_until_ready(),
             self.actors.ready,
             num_problems,
             min_version,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from statistics import fmean
 from typing import NamedTuple
 
 from launch.observe.metrics import POOL_PREFIX
@@ -51,17 +53,19 @@ def foretold(run: RunData) -> Foretold | None:
 def measured(run: RunData) -> dict[str, float]:
     """The same figures of the run, after its first steps."""
     series = run.metrics.series
-    samples, started, finished = (
-        dict(series.get(name, ())) for name in ("batch/trajectories", "started_s", "finished_s")
+    samples, started, finished, restarts = (
+        dict(series.get(name, ())) for name in ("batch/trajectories", "started_s", "finished_s", "restarts")
     )
     steps = [step for step in sorted(finished) if step > WARM_UP and step in started and step in samples]
     found: dict[str, float] = {}
-    if len(steps) > 1:
-        seconds = finished[steps[-1]] - finished[steps[0]]
-        busy_s = sum(finished[step] - started[step] for step in steps[1:])
-        found["samples_per_s"] = sum(samples[step] for step in steps[1:]) / seconds
-        found["step_s"] = busy_s / (len(steps) - 1)
-        found["learner_busy"] = busy_s / seconds
+    # a restart of the learner, and the night before a resume, are nobody's pace
+    pairs = [(one, two) for one, two in pairwise(steps) if restarts.get(one) == restarts.get(two)]
+    if pairs:
+        seconds = sum(finished[two] - finished[one] for one, two in pairs)
+        # a row stands for the steps that tracking.log_every left out before it
+        found["samples_per_s"] = sum(samples[two] * (two - one) for one, two in pairs) / seconds
+        found["learner_busy"] = sum((finished[two] - started[two]) * (two - one) for one, two in pairs) / seconds
+        found["step_s"] = fmean(finished[two] - started[two] for _, two in pairs)
     pools = [name for name in series if name.startswith(POOL_PREFIX)]
     for what, key in (("step_ms", "token_ms"), ("slots_used", "slots_used")):
         means = [mean for name in pools if name.endswith(f"/{what}") and (mean := run.metrics.mean(name)) is not None]

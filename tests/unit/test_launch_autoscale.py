@@ -1,12 +1,15 @@
 """What autoscale makes of steps and pools: advice from the engines' own laws, once, and how far a pool may grow."""
 
+from random import Random
+
 import pytest
 
 from common.costs import Moments, TokenTime
-from launch.autoscale import MOST_ADVISED, Autoscale
+from launch.autoscale import FORGETS, MOST_ADVISED, Autoscale
 from launch.config import load_config
 from launch.observe.status import PoolStatus
 from launch.observe.totals import PoolEngines
+from planning.following import Advice
 from tests.unit.made_up_profile import DEMO
 
 LAW = TokenTime(4e-3, 6e-5)
@@ -30,16 +33,19 @@ def pool(count, slots_used=1.0, tokens=64.0):
 def rows(num, step_s, set_aside=0, uses=1):
     for step in range(1, num + 1):
         yield {
-            "step": step, "skipped": False, "started_s": 2.0 * step, "finished_s": 2.0 * step + step_s,
+            "step": step, "restarts": 0, "skipped": False, "started_s": 2.0 * step, "finished_s": 2.0 * step + step_s,
             "time/step": step_s, "time/wait_for_batch": 2.0 - step_s, "batch/trajectories": G * K,
             "batch/tokens": G * K * 70, "batch/completion_tokens": G * K * 64,
             "buffer/trained": step * G * K // uses, "buffer/uninformative": step * set_aside,
         }  # fmt: skip
 
 
+def autoscale(mode, *overrides):
+    return Autoscale(load_config(DEMO, ["--launch.autoscale", mode, *overrides]))
+
+
 def advised(mode, *overrides, room=100, step_s=0.2, count=2, set_aside=0, uses=1, **of_pool):
-    config = load_config(DEMO, ["--launch.autoscale", mode, *overrides])
-    scale = Autoscale(config)
+    scale = autoscale(mode, *overrides)
     found = [scale.look(row, [pool(count, **of_pool)], lambda name: room) for row in rows(30, step_s, set_aside, uses)]
     return [each for each in found if each is not None]
 
@@ -67,13 +73,62 @@ def test_it_grows_no_further_than_there_is_room_or_the_config_says():
     assert advised("on", "--launch.autoscale_most", "4")[0].count == 4
     assert advised("advise", step_s=1e-3)[0].count == 2 * MOST_ADVISED
     none = advised("on", room=0)
-    assert "no pool may grow" in none[0].text
+    assert none[0].text.endswith("no pool may grow: no host or GPU has room for one more actor")
     assert len(none) == 1, "what cannot be changed is said once"
+    most = advised("on", "--launch.autoscale_most", "2")
+    assert most[0].text.endswith("no pool may grow: launch.autoscale_most = 2")
+
+
+@pytest.mark.parametrize(
+    ("mode", "step_s", "room", "facts"),
+    [
+        ("advise", 0.2, 9, {"count": 2}),
+        ("advise", 0.5, 9, {"count": 6}),
+        ("on", 0.2, 0, {"count": 2}),
+        ("on", 0.2, 9, {"count": 2, "slots_used": 0.4}),
+    ],
+)
+def test_an_advice_is_said_once_however_its_figures_change(mode, step_s, room, facts):
+    noise, scale, said = Random(0), autoscale(mode), []
+    for row in rows(300, step_s):
+        row["time/step"] *= noise.uniform(0.97, 1.03)
+        said.append(scale.look(row, [pool(tokens=64 * noise.uniform(0.97, 1.03), **facts)], lambda name: room))
+    assert len([each for each in said if each is not None]) == 1
+
+
+@pytest.mark.parametrize(("mode", "again"), [("advise", False), ("on", True)])
+def test_an_advice_that_lapsed_is_news_and_what_is_acted_upon_always_is(mode, again):
+    scale, now = autoscale(mode), Advice("grow", "", "actors", 3)
+    coming = iter([now, now, *[None] * FORGETS, now])
+    scale._following.look = lambda states, facts: next(coming)
+    found = [scale.look(row, [pool(2)], lambda name: 9) for row in rows(FORGETS + 4, 0.2)]
+    assert found == [None, now, now if again else None, *[None] * FORGETS, now]
+
+
+@pytest.mark.parametrize("gap", [{"step": 5}, {"restarts": 1}])
+def test_what_an_evaluation_or_a_restart_leaves_out_is_not_taken_for_a_step(gap):
+    scale, looks = autoscale("on"), []
+    scale._following.look = lambda states, facts: looks.append(facts)
+    one, two = rows(2, 0.2)
+    for row in (one, two | gap):
+        assert scale.look(row, [pool(2)], lambda name: 9) is None
+    assert not looks
+    assert (
+        scale.look({**two, **gap, "step": (two | gap)["step"] + 1, "buffer/trained": 3 * G * K}, [pool(2)], len) is None
+    )
+    assert [each.samples for each in looks] == [G * K]
+
+
+def test_a_pool_without_actors_silences_nobody():
+    empty = PoolStatus(name="slow", wanted=0)
+    scale = autoscale("on")
+    found = [scale.look(row, [pool(2), empty], lambda name: 9) for row in rows(9, 0.2)]
+    assert "actors" in [each.pool for each in found if each is not None]
 
 
 def test_off_says_nothing_and_neither_does_a_run_whose_engines_have_measured_nothing():
     assert advised("off") == []
-    scale = Autoscale(load_config(DEMO, ["--launch.autoscale", "on"]))
+    scale = autoscale("on")
     unknown = PoolStatus(name="actors", wanted=2, working=2)
     assert not any(scale.look(row, [unknown], lambda name: 9) for row in rows(30, 0.2))
 

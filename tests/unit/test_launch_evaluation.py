@@ -34,8 +34,7 @@ def test_a_shard_of_an_actor_that_leaves_is_evaluated_elsewhere_and_costs_no_ret
 
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(evaluation_module, "done", lambda call: True)
-    ready = [[first], [second]]
-    evaluation = Evaluation(lambda: ready.pop(0), 8, None, timeout_s=60, max_retries=0)
+    evaluation = Evaluation([first], lambda: [second], 8, None, timeout_s=60, max_retries=0)
     first.leaving = "goodbye" if leaves else None
     if not survives:
         with pytest.raises(RunFailed, match=r"actor\.0 failed to evaluate"):
@@ -49,8 +48,7 @@ def test_an_actor_that_died_evaluating_and_was_started_again_meanwhile_is_left_a
     first, second = two_actors
     for actor in (first, second):
         actor.handle.evaluate = SimpleNamespace(remote=lambda request: "an evaluation")
-    ready = [[first], [second]]
-    evaluation = Evaluation(lambda: ready.pop(0), 8, None, timeout_s=60, max_retries=1)
+    evaluation = Evaluation([first], lambda: [second], 8, None, timeout_s=60, max_retries=1)
     first.handle, first.running = Handle(), None  # as the pools do, which hears of the death first
 
     def get(call):
@@ -67,8 +65,7 @@ def test_an_actor_that_left_by_sigterm_costs_no_retry_and_is_not_asked_again(two
     for actor in (first, second):
         actor.handle.evaluate = SimpleNamespace(remote=lambda request, name=actor.name: f"{name} evaluates")
     first.running = None  # it is before training
-    ready = [[first], [second]]
-    evaluation = Evaluation(lambda: ready.pop(0), 8, None, timeout_s=60, max_retries=0)
+    evaluation = Evaluation([first], lambda: [second], 8, None, timeout_s=60, max_retries=0)
 
     def get(call):
         if call == "actor.0 evaluates":
@@ -80,3 +77,31 @@ def test_an_actor_that_left_by_sigterm_costs_no_retry_and_is_not_asked_again(two
     assert evaluation.poll() is None
     assert evaluation.poll() == ["actor.1 evaluates"]
     assert first.running == "actor.0 evaluates", "its work has ended, and the pools see why"
+
+
+def test_a_shard_waits_until_an_actor_is_ready_and_holds_up_nobody(two_actors, monkeypatch):
+    first, second = two_actors
+    for actor in (first, second):
+        actor.handle.evaluate = SimpleNamespace(remote=lambda request, name=actor.name: (name, request.shard))
+    failing = {("actor.0", 0), ("actor.1", 1)}
+
+    def get(call):
+        if call in failing:
+            failing.remove(call)
+            raise RayActorError
+        return call
+
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(evaluation_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(evaluation_module, "done", lambda call: True)
+    ready = []
+    evaluation = Evaluation([first, second], lambda: ready, 8, None, timeout_s=60, max_retries=2)
+    assert [evaluation.poll() for _ in range(3)] == [None, None, None]
+    clock.now_s = 61.0
+    with pytest.raises(RunFailed, match="actors, of which none is ready, did not finish an evaluation within 60 s"):
+        evaluation.poll()
+    clock.now_s = 59.0
+    ready = [first]
+    assert evaluation.poll() is None
+    assert evaluation.poll() == [("actor.0", 0), ("actor.0", 1)]

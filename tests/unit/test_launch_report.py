@@ -7,6 +7,7 @@ import math
 import re
 import time
 from importlib import resources
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +20,8 @@ from launch.observe.metrics import METRICS
 from launch.observe.status import read_status, write_status
 from launch.report import at_end
 from launch.report.charts import GUIDES, curves, distributions
-from launch.report.data import MAX_BUCKETS, Metrics, Series, collect
+from launch.report.data import MAX_BUCKETS, Metrics, RunData, Series, collect
+from launch.report.foretold import measured
 from launch.report.page import render
 from launch.report.samples import read_buffer
 from launch.report.svg import LEFT, LETTER, RIGHT, Curve, axis, line_chart, short
@@ -106,6 +108,17 @@ def test_what_a_plan_said_stands_beside_what_the_run_did(tmp_path, whole):
     text = words(render([collect(run)]))
     assert "The run trained 16.0 samples per second, 32.0 were predicted (-50%)" in text
     assert "a step of the learner took 25% longer than the profile says." in text
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_night_before_a_resume_and_steps_without_a_row_change_nothing_that_a_plan_is_held_to(every):
+    run, at_s = RunData("sums", Path()), 0.0
+    for step in range(1, 81):
+        at_s += 8 * 3600.0 if step == 41 else 2.0
+        if step % every == 0:
+            times = {"started_s": at_s - 1.5, "finished_s": at_s}
+            run.metrics.take_in({"step": step, "batch/trajectories": 256, "restarts": int(step > 40)} | times)
+    assert measured(run) == pytest.approx({"samples_per_s": 128.0, "step_s": 1.5, "learner_busy": 0.75})
 
 
 def test_the_distribution_of_lags_and_lengths_comes_from_the_buffer(whole):

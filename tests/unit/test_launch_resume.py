@@ -172,6 +172,8 @@ def test_history_knows_the_first_evaluation_and_how_long_the_commands_worked(fol
     other.folder.status.rename(folder.status)
     history = History.read(folder)
     assert (history.before.greedy, history.before.versions) == (0.5, "0.0")
+    write_lines(folder.events, [{**later, "eval/version": "0.10"}, later])
+    assert History.read(folder).before is None, "the run had no actors at first"
     assert history.wall_s == 80.0
     assert [each["step"] for each in history.rows] == [1, 2]
 

@@ -1,6 +1,7 @@
 """A run that drains goes on draining, whatever happens to its learner; an actor can be taken out of it."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from buffer.protocol import Nonsense
 from launch.checks import check
 from launch.config import load_config
 from launch.observe.status import PollResult
+from launch.pools import actor_pools
 from launch.processes import actor_pools as pools_module
 from launch.processes import ray_cluster as ray_module
 from launch.processes import supervisor as supervisor_module
@@ -253,6 +255,38 @@ def test_a_pool_grows_no_further_than_the_memory_of_a_gpu_that_its_actors_share(
         pools.scale("actors", 4)
     assert (pools.wanted, len(pools.actors)) == ({"actors": 3}, 3)
     pools.scale("actors", 2)
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "room"),
+    [
+        (0.3, [{"CPU": 8.0, "GPU": 0.5}], 1),
+        (0.4, [{"CPU": 8.0, "GPU": 0.5}], 0),
+        (0.2, [{"CPU": 8.0, "GPU": 0.5}], 2),
+        (0.1, [{"CPU": 8.0, "GPU": 0.2}, {"CPU": 1.0, "GPU": 0.2}, {"CPU": 9.0}], 0),
+        (0.1, [{"CPU": 0.5, "GPU": 1.0}, {"CPU": 8.0, "GPU": 0.75}], 3),
+    ],
+)
+def test_a_pool_has_room_for_what_each_host_holds_and_the_memory_of_shared_gpus(
+    two_actors, monkeypatch, share, free, room
+):
+    said = ["--actors.gpus", "0.25", "--actors.gpu_memory_share", str(share), "--actors.cpus", "1"]
+    two_actors.pools._config = load_config(DEMO, said)
+    two_actors.pools.pools = {pool.name: pool for pool in actor_pools(two_actors.pools._config)}
+    state = SimpleNamespace(available_resources_per_node=lambda: dict(enumerate(free)))
+    monkeypatch.setattr(ray._private, "state", state)
+    assert two_actors.pools.room("actors") == room
+
+
+def test_room_is_counted_from_the_actors_that_are_there_and_thirds_of_a_host_are_three(two_actors, monkeypatch):
+    pools = two_actors.pools
+    pools.actors[1].lost = "given up"
+    pools.wanted["actors"] = 2
+    assert pools.staying("actors") == pools.actors[:1]
+    pools.pools = {"actors": replace(pools.pools["actors"], bundle={"CPU": 0.1})}
+    state = SimpleNamespace(available_resources_per_node=lambda: {"a": {"CPU": 0.3}})
+    monkeypatch.setattr(ray._private, "state", state)
+    assert pools.room("actors") == 3
 
 
 @pytest.mark.parametrize(

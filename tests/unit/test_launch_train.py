@@ -9,10 +9,11 @@ import pytest
 
 from launch.errors import ConfigError, ExitStatus, Interrupts, Stopped
 from launch.observe.history import History
-from launch.observe.status import Accuracy, PollResult
+from launch.observe.status import Accuracy, PollResult, PoolStatus
 from launch.processes.role_process import RunFailed, WrongInput
 from launch.run_folder import RunFolder, RunIdentity
 from launch.train import _Run, train
+from planning.following import Advice
 from tests.unit.made_up_run import context, plan
 
 
@@ -78,6 +79,41 @@ def test_while_an_evaluation_is_all_that_goes_on_the_actors_are_heard_and_shown(
     run._evaluated_alone(evaluation)
     assert sinks.observer.take_in.call_args_list == 2 * [((supervisor.hear_actors(),),)]
     assert sinks.display.update.call_count == 2
+
+
+def test_where_nobody_is_ready_to_evaluate_an_actor_is_waited_for_only_when_nothing_else_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.train.EVALUATION_POLL_S", 0.0)
+    supervisor, evaluation = MagicMock(), MagicMock()
+    supervisor.evaluate.return_value = evaluation
+    supervisor.actors.ready.return_value = []
+    made = plan(tmp_path / "run", "--actors.eval_every", "1")
+    made.folder.create(made.config)
+    run = _Run(made, context(made).facts.contract, None, supervisor, MagicMock(), MagicMock())
+    run._observer.status.version = 1
+    run._evaluate_now_and_then()
+    supervisor.evaluate.assert_not_called()
+    supervisor.actors.ready.return_value = ["an actor"]
+    run._evaluate_now_and_then()
+    supervisor.evaluate.assert_called_once()
+    supervisor.actors.wait_until_ready.assert_not_called()
+    evaluation.poll.side_effect = [None, []]
+    run._evaluated_alone(evaluation)
+    supervisor.actors.wait_until_ready.assert_called_once_with()
+
+
+def test_advice_that_is_refused_is_an_event_and_lost_actors_are_not_waited_for(tmp_path):
+    supervisor, sinks, looks = MagicMock(), MagicMock(), []
+    supervisor.actors.scale.side_effect = ValueError("a GPU is too small for all")
+    supervisor.actors.staying.return_value = ["one that is not lost"]
+    made = plan(tmp_path / "run", "--launch.autoscale", "on")
+    made.folder.create(made.config)
+    run = _Run(made, context(made).facts.contract, None, supervisor, sinks, MagicMock())
+    run._observer.status.pools = [PoolStatus(name="actors", wanted=2, working=1)]
+    run._autoscale.look = lambda row, pools, room: looks.append(pools) or Advice("grow", "one more", "actors", 2)
+    run._follow_lengths([{}])
+    assert [each.wanted for each in looks[0]] == [1]
+    refused = (("not_scaled", "pool 'actors' stays as it is: a GPU is too small for all"),)
+    assert sinks.event.call_args_list[-1] == refused
 
 
 @pytest.fixture

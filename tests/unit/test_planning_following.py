@@ -113,6 +113,16 @@ def test_the_fastest_pool_grows_and_the_slowest_shrinks():
     assert next(filter(None, (following.look(state, short) for _ in range(40)))).pool == "slow"
 
 
+def test_the_last_actor_of_a_pool_stays_and_another_pool_shrinks():
+    slow = TokenTime(4 * LAW.base, 4 * LAW.per_sample)
+    short = facts(tokens_for(4, 0.3))
+    following, state = Following(), [pool(3), pool(1, "slow", slow)]
+    advice = next(filter(None, (following.look(state, short) for _ in range(40))))
+    assert (advice.kind, advice.pool, advice.count) == ("shrink", "fast", 2)
+    following, state = Following(), [pool(1), pool(1, "slow", slow)]
+    assert not any(following.look(state, short) for _ in range(40))
+
+
 def followed(seed, *, doubles=True):
     """A simulated run whose lengths double between the steps 20 and 60; who worked at each step, and the end."""
     lengths = LengthLaw.lognormal(230, 0.6, 2000, 0.5)
