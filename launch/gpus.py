@@ -158,10 +158,10 @@ def _check_stages(config: Config, pools: Sequence[WorkerPool]) -> None:
 
 def _sharing(config: Config) -> Iterator[tuple[WorkerPool, float]]:
     """Pools whose workers reserve a part of a GPU, and the share of its memory that each takes."""
-    for pool in stage_pools(config):
-        gpus = pool.bundle.get("GPU", 0.0)
-        if 0 < gpus < 1 and config.learner.device != "cpu":
-            limit = config.learner.model_copy(update={"gpus": gpus}).memory_limit
+    stages = stage_pools(config) if config.learner.device != "cpu" else []
+    for pool in [*stages, *scorer_pools(config)]:
+        if 0 < (gpus := pool.bundle.get("GPU", 0.0)) < 1:
+            limit = config.learner.alone(gpus).memory_limit
             yield pool, 1.0 if limit is None else limit
     for actors in actor_pools(config):
         if 0 < actors.bundle.get("GPU", 0.0) < 1:

@@ -17,10 +17,10 @@ from common.hf_folder import read_object
 from common.staleness import StalenessConfig, StalenessContract
 from launch.config import Config, load_config
 from launch.doctor.machine import MachineNeeds
-from launch.errors import ConfigError
-from launch.gpus import gpus_here, stage_need, too_small
+from launch.errors import ConfigError, as_config_error
+from launch.gpus import Gpu, check_gpus, gpus_here, shared, stage_need, too_full, too_small
 from launch.plans import Candidate, Host, Key, Keys, as_overrides, engines_like, world_of
-from launch.pools import actor_pools, stage_pools
+from launch.pools import actor_pools, scorer_pools, stage_pools
 from launch.profiling import shape_of
 from planning.bounds import bounds_of
 from planning.learner import LearnerShape
@@ -66,11 +66,13 @@ class Planner:
         self._profile, self._hosts, self._prices = profile, list(hosts), dict(prices)
         self._fixed = {word[2:].partition("=")[0] for word in overrides if word.startswith("--")}
         self._actors = {pool.name: pool for pool in actor_pools(self.config)}
-        self._stages = stage_pools(self.config)
+        self._stages, self._scorers = stage_pools(self.config), scorer_pools(self.config)
+        self._gpus_of_stage = max(pool.bundle.get("GPU", 0.0) for pool in self._stages)
+        _check(self.config)
         self._says_total = "num_actors" in self.config.actors.model_fields_set and not self._actors.keys().isdisjoint(
             self.config.pools
         )
-        names = [*self._actors, *(pool.name for pool in self._stages)]
+        names = [*self._actors, *(pool.name for pool in [*self._stages, *self._scorers])]
         if prices and (missing := [name for name in names if name not in prices]):
             raise ConfigError(
                 f"the price of {', '.join(missing)} is missing: give every pool one, --price POOL=PER_HOUR of one of "
@@ -79,7 +81,8 @@ class Planner:
         if unknown := [name for name in prices if name not in names]:
             raise ConfigError(f"--price {unknown[0]}: there is no such pool; the pools are {', '.join(names)}")
         self._as_it_is = world_of(self.config, profile, prices)
-        taken = max(self._shares(self._counts(self.config), self._num_ranks(shape_of(self.config))))
+        counts = {name: pool.count for name, pool in self._actors.items()}
+        taken = max(self._shares(counts, self._num_ranks(shape_of(self.config))))
         self._slack = max(1.0, taken) if taken < math.inf else 1.0
         """Processes on CPUs may share cores as much as those of the config do, for so the profile was taken."""
 
@@ -146,7 +149,8 @@ class Planner:
         if not found:
             lacks = "" if self._room is None else f" with {self._room / 2**30:.1f} GiB of memory"
             raise ConfigError(
-                "no plan fits: not even an actor of each pool and one stage of a learner have a place on "
+                "no plan fits: not even an actor of each pool and one stage of a learner"
+                f"{', beside the scorers,' if self._scorers else ''} have a place on "
                 f"{', '.join(host.name for host in self._hosts)}{lacks}. Give it more hosts, or smaller workers"
             )
         plans = [self.keys_of(plan) for plan, _ in found]
@@ -180,6 +184,8 @@ class Planner:
             return -math.inf
         if max(self._shares(counts, self._num_ranks(shape))) > self._slack + 1e-9 or self._lacks_memory(counts, shape):
             return -math.inf
+        if self._crowds_a_gpu(tuple(counts.values())):
+            return -math.inf
         contract = self._contract(choices["weight_sync.publish_every"], choices["weight_sync.max_lag"])
         if contract is None:
             return -math.inf
@@ -190,7 +196,7 @@ class Planner:
         world = replace(self._as_it_is, pools=pools, contract=contract)
         worth = bounds_of(world, self._mean_step_s(shape)).rate
         if self._prices:
-            worth /= sum(pool.count * pool.price for pool in pools) + self._price_of_stages(self._num_ranks(shape))
+            worth /= sum(pool.count * pool.price for pool in pools) + self._price_of_learner(self._num_ranks(shape))
         # of plans that are as good the one that changes least
         num_changes = sum(self.own[key] != value for key, value in self.keys_of(plan).items())
         return worth * (1.0 - FOR_A_CHANGE * num_changes)
@@ -217,9 +223,11 @@ class Planner:
         said, learner = self.config.weight_sync.staleness(), self.config.learner
         try:
             asked = StalenessConfig(**{**said.model_dump(), "publish_every": publish_every, "max_lag": max_lag})
-            return StalenessContract(asked, learner.groups_per_step, learner.updates_per_step)
+            contract = StalenessContract(asked, learner.groups_per_step, learner.updates_per_step)
+            self.config.buffer.check_sizes(self._group_size, contract.capacity() + learner.groups_per_step)
         except ValueError:
             return None
+        return contract if contract.capacity() >= self.config.buffer.shards else None  # each has a share of it
 
     @lru_cache(maxsize=4096)  # noqa: B019 -- as above
     def _mean_step_s(self, shape: LearnerShape) -> float:
@@ -264,7 +272,7 @@ class Planner:
         found: dict[LearnerShape, None] = {own: None}
         for num_ranks, schedule, budget in product(ranks, SCHEDULES, budgets):
             for stages in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
-                if (stages == 1) != (schedule == "1f1b") and stages == 1:
+                if stages == 1 and schedule != "1f1b":
                     continue  # without a pipeline all schedules are one
                 for chunks in (1,) if schedule == "1f1b" else (2,) if schedule == "interleaved_1f1b" else (1, 2):
                     shape = replace(
@@ -284,13 +292,23 @@ class Planner:
             return False
         try:
             config = self._with(keys)
-            stage_pools(config)  # whose counts may say another number
+            _check(config)
         except ConfigError:
             return False
         if config.learner.token_budget < config.actors.max_model_tokens:
             return False
-        need = stage_need(config)
-        return need is None or not too_small(config, need, gpus_here())
+        need = stage_need(config) if self._gpus else None
+        return need is None or not too_small(config, need, self._gpus)
+
+    @cached_property
+    def _gpus(self) -> list[Gpu]:
+        """Those of this machine, where it is a host; what those of others are is not known."""
+        return gpus_here() if any(host.is_here for host in self._hosts) else []
+
+    @lru_cache(maxsize=4096)  # noqa: B019 -- as above
+    def _crowds_a_gpu(self, counts: tuple[int, ...]) -> bool:
+        """Would those whom Ray may put on one GPU take too much of its memory? Shapes of the learner alter nothing."""
+        return bool(too_full(shared(self.config, dict(zip(self._actors, counts, strict=True)))))
 
     @cached_property
     def _num_layers(self) -> int:
@@ -310,9 +328,6 @@ class Planner:
             total[TOTAL] = sum(keys.get(self._key(name, "count"), count) for name, count in counts.items())
         return load_config(self._path, [*as_overrides(keys), *self._overrides, *as_overrides(total)])
 
-    def _counts(self, config: Config) -> dict[str, int]:
-        return {pool.name: pool.count for pool in actor_pools(config)}
-
     @staticmethod
     def _num_ranks(shape: LearnerShape) -> int:
         return shape.num_stages * shape.num_replicas
@@ -320,46 +335,44 @@ class Planner:
     def _shares(self, counts: Mapping[str, int], num_ranks: int) -> list[float]:
         """How much of the cores and of the GPUs that they may use these workers take; above 1 they share them.
 
-        Pools that may use the same hosts are counted together: they are the same, or none of another's.
+        Scorers have their part of it. Pools that may use some of the same hosts are counted together on all of theirs.
         """
-        workers = [(name, count, self._actors[name].config) for name, count in counts.items()]
-        placed = {name for _, names in self._sites for name in names}
-        if {*counts, *([LEARNER] if num_ranks else [])} - placed:
-            return [math.inf]  # a pool has no host
-        shares = [0.0]
-        for hosts, names in self._sites:
-            cores, gpus = sum(host.cpus for host in hosts), sum(host.gpus for host in hosts)
-            there = [(count, config) for name, count, config in workers if name in names]
-            on_cpu = sum(count * config.num_threads for count, config in there if not config.gpus)
-            on_gpu = sum(count * config.gpus for count, config in there)
-            if LEARNER in names:
-                learner = self.config.learner
-                device_gpus = max([learner.gpus, *(pool.bundle.get("GPU", 0.0) for pool in self._stages)])
-                on_gpu += num_ranks * device_gpus
-                on_cpu += 0 if device_gpus else num_ranks * learner.num_threads
-            shares.append(on_cpu / cores if cores else math.inf * bool(on_cpu))
-            shares.append(0.0 if not on_gpu else on_gpu / gpus if gpus else math.inf)
+        learner = self.config.learner
+        workers = [(pool.name, pool.count, pool.bundle.get("GPU", 0.0), learner.num_threads) for pool in self._scorers]
+        workers.append((LEARNER, num_ranks, self._gpus_of_stage, learner.num_threads))
+        for name, count in counts.items():
+            workers.append((name, count, self._actors[name].config.gpus, self._actors[name].config.num_threads))
+        shares = []
+        for cores, gpus, names in self._sites:
+            there = [each for each in workers if each[0] in names]
+            on_cpu = sum(count * threads for _, count, part, threads in there if not part)
+            on_gpu = sum(count * part for _, count, part, _ in there)
+            for taken, has in ((on_cpu, cores), (on_gpu, gpus)):
+                shares.append(0.0 if not taken else taken / has if has else math.inf)
         return shares
 
     @cached_property
-    def _sites(self) -> list[tuple[list[Host], frozenset[str]]]:
-        """Hosts, and the pools of workers that may be on them."""
-        stages = {pool.name for pool in self._stages}
-        sites: dict[frozenset[str], list[Host]] = {}
-        for host in self._hosts:
-            names = {name for name in self._actors if not host.pools or name in host.pools}
-            if not host.pools or stages & host.pools:
-                names.add(LEARNER)
-            sites.setdefault(frozenset(names), []).append(host)
-        return [(hosts, names) for names, hosts in sites.items()]
+    def _sites(self) -> list[tuple[float, float, set[str]]]:
+        """Cores and GPUs of the hosts of some pools, or of none, and all pools that have no others."""
+        others = [*self._actors.values(), *self._scorers]
+        may_use = {pool.name: {host for host in self._hosts if host.takes(pool)} for pool in others}
+        may_use[LEARNER] = {host for host in self._hosts if any(map(host.takes, self._stages))}
+        unions: set[frozenset[Host]] = {frozenset()}
+        for mine in may_use.values():
+            unions |= {each | mine for each in unions}
+        sites = []
+        for hosts in unions:
+            names = {name for name, mine in may_use.items() if mine <= hosts}
+            sites.append((sum(host.cpus for host in hosts), sum(host.gpus for host in hosts), names))
+        return sites
 
     @cached_property
     def _room(self) -> int | None:
-        """Bytes of memory, where this machine is the only host; None: not known."""
-        return psutil.virtual_memory().total if len(self._hosts) == 1 else None
+        """Bytes of memory, where this machine is the host; None: what others have is not known."""
+        return psutil.virtual_memory().total if any(host.is_here for host in self._hosts) else None
 
     def _lacks_memory(self, counts: Mapping[str, int], shape: LearnerShape) -> bool:
-        """Do these workers not fit into the memory of this machine, where that is the only host?"""
+        """Do these workers not fit into the memory of this machine, where that is the host?"""
         if self._room is None or self._bytes is None:
             return False
         per_actor, per_rank, per_replica, rest = self._bytes
@@ -373,22 +386,37 @@ class Planner:
 
         `MachineNeeds` is linear in them, so that differences tell.
         """
+        actors = {name: section for name, section in self.config.pools.items() if section.role == "actors"}
+        ones = dict.fromkeys(self._actors, 1)
 
-        def needed(keys: Keys) -> int:
-            found = MachineNeeds.of(self._with({**least, **keys}))
+        def needed(counts: Mapping[str, int], num_stages: int = 1, num_replicas: int = 1) -> int:
+            # not by keys: the command line would win over them, and pools of stages hold as many as they say
+            shape = {"num_stages": num_stages, "num_replicas": num_replicas, "gpus": self._gpus_of_stage}
+            update = {
+                "learner": self.config.learner.model_copy(update=shape),
+                "actors": self.config.actors.model_copy(update={"num_actors": sum(counts.values())}),
+                "pools": {name: each.model_copy(update={"count": counts[name]}) for name, each in actors.items()},
+            }
+            found = MachineNeeds.of(self.config.model_copy(update=update))
             return found.memory.size_bytes if found is not None else 0
 
-        least: dict[Key, Any] = {self._key(name, "count"): 1 for name in self._actors}
-        least |= _keys_of_shape(LearnerShape(token_budget=self.config.learner.token_budget))
-        if not (one := needed({})):
+        if not (one := needed(ones)):
             return None
-        per_actor = {name: needed({self._key(name, "count"): 2}) - one for name in self._actors}
-        per_rank = needed({"learner.num_stages": 2}) - one
-        per_replica = needed({"learner.num_replicas": 2}) - one - per_rank
+        per_actor = {name: needed({**ones, name: 2}) - one for name in ones}
+        per_rank = needed(ones, num_stages=2) - one
+        per_replica = needed(ones, num_replicas=2) - one - per_rank
         return per_actor, per_rank, per_replica, one - sum(per_actor.values()) - per_rank - per_replica
 
-    def _price_of_stages(self, num_ranks: int) -> float:
-        return num_ranks * max(self._prices.get(pool.name, 0.0) for pool in self._stages)
+    def _price_of_learner(self, num_ranks: int) -> float:
+        stages = num_ranks * max(self._prices.get(pool.name, 0.0) for pool in self._stages)
+        return stages + sum(pool.count * self._prices.get(pool.name, 0.0) for pool in self._scorers)
+
+
+def _check(config: Config) -> None:
+    """A `ConfigError` where a run would refuse the learner's shape, as far as the config alone says it."""
+    with as_config_error():
+        config.learner.check_pipeline(config.algorithm.needs.critic)
+    check_gpus(config)
 
 
 def _keys_of_shape(shape: LearnerShape) -> dict[Key, Any]:

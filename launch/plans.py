@@ -22,7 +22,7 @@ from common.staleness import StalenessContract
 from launch.config import Config
 from launch.errors import ConfigError
 from launch.gpus import gpus_here
-from launch.pools import ActorPool, actor_pools, scorer_pools, stage_pools
+from launch.pools import ActorPool, WorkerPool, actor_pools, scorer_pools, stage_pools
 from launch.profiling import shape_of
 from planning.prediction import Prediction
 from planning.profile import EngineCosts, Profile
@@ -41,9 +41,14 @@ class Host(NamedTuple):
 
     name: str
     pools: frozenset[str]
-    """Empty: any."""
     cpus: float
     gpus: float
+    is_here: bool = False
+    """Is it this machine? Ray starts itself here as a host of every pool."""
+
+    def takes(self, pool: WorkerPool) -> bool:
+        """May workers of the pool be on it?"""
+        return self.is_here or pool.bundle.keys() <= {"CPU", "GPU", *(f"pool_{name}" for name in self.pools)}
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Candidate:
 
 def host_here() -> Host:
     """This machine."""
-    return Host("this machine", frozenset(), float(len(os.sched_getaffinity(0))), float(len(gpus_here())))
+    return Host("this machine", frozenset(), float(len(os.sched_getaffinity(0))), float(len(gpus_here())), is_here=True)
 
 
 def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
@@ -76,7 +81,7 @@ def read_hosts(path: Path, cpus: float, gpus: float) -> list[Host]:
     for line in lines:
         words = line.partition("#")[0].split()
         if words:
-            pools = frozenset(words[1].split(",")) if len(words) > 1 else frozenset()
+            pools = frozenset(words[1].split(",")) - {"-"} if len(words) > 1 else frozenset()
             hosts.append(Host(words[0], pools, cpus, gpus))
     if not hosts:
         raise ConfigError(f"{path} names no host: a line is HOST [POOL[,POOL...] [ADDRESS]]")
@@ -103,7 +108,7 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
     prices = prices or {}
     law, shape, group_size = learner.law, shape_of(config), config.actors.group_size
     prompt_tokens = round(profile.samples.prompt_tokens)
-    pools = []
+    pools, scorers = [], scorer_pools(config)
     for pool in actor_pools(config):
         costs = engines_like(profile, pool)
         kv_tokens = float(costs.kv_tokens or math.inf)
@@ -118,8 +123,8 @@ def world_of(config: Config, profile: Profile, prices: Mapping[str, float] | Non
         lambda tokens: law.seconds(tokens, prompt_tokens, group_size, shape),
         prompt_tokens=prompt_tokens,
         costs=profile.costs(),
-        scores=None if scorer_pools(config) else learner.scores(shape, ahead=config.learner.score_while_waiting),
-        learner_price=sum(prices.get(pool.name, 0.0) * pool.count for pool in stage_pools(config)),
+        scores=None if scorers else learner.scores(shape, ahead=config.learner.score_while_waiting),
+        learner_price=sum(prices.get(pool.name, 0.0) * pool.count for pool in [*stage_pools(config), *scorers]),
     )
 
 

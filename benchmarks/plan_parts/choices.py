@@ -130,7 +130,8 @@ def chosen(folder: Path, choice: Choice, costs: Costs, profile: Profile | None) 
     path.write_text(to_toml(config))
     fixed = {key: _value(config, key) for key in (*FIXED, *FREE) if key not in choice.free and _has(config, key)}
     began_s = time.perf_counter()
-    planner = Planner(path, as_overrides(fixed), profile, [Host("here", frozenset(), choice.cores, 0.0)], choice.prices)
+    here = Host("here", frozenset(), choice.cores, 0.0, is_here=True)
+    planner = Planner(path, as_overrides(fixed), profile, [here], choice.prices)
     best = planner.find(lambda text, share: None)[0].keys
     took_s = time.perf_counter() - began_s
     taken = {key: best.get(key, _value(config, key)) for key in choice.free}

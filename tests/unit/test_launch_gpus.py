@@ -108,6 +108,15 @@ def test_workers_of_several_pools_are_the_worst_that_fits_one_gpu():
     assert shared(config, {"a": 0}).names == ("learner",)
 
 
+def test_a_scorer_takes_its_share_where_the_learner_has_no_gpu_too():
+    scorer = ("--pools.sc.role", "scorer", "--pools.sc.gpus", "0.5")
+    actor = ("--actors.num_actors", "1", "--actors.gpus", "0.5", "--actors.gpu_memory_share", "0.6")
+    config = demo(*scorer, *actor, "--learner.device", "cpu")
+    assert str(shared(config)) == "1 of pool 'sc' and 1 of pool 'actors'"
+    with pytest.raises(ConfigError, match=r"would take 1\.1 of its memory"):
+        check_gpus(config)
+
+
 def test_a_gpu_that_would_be_too_full_is_refused():
     with pytest.raises(
         ConfigError, match=r"1 of pool 'learner' and 1 of pool 'actors' may come to share a GPU .* 1.35"

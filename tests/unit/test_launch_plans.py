@@ -12,7 +12,9 @@ from launch import planner as planning
 from launch import plans
 from launch.cli import main
 from launch.config import load_config
+from launch.doctor.machine import MachineNeeds
 from launch.errors import ConfigError
+from launch.gpus import Gpu
 from launch.planner import Planner
 from launch.plans import Host, read_hosts, read_plan, world_of
 from launch.pools import actor_pools
@@ -29,7 +31,7 @@ LEARNED_FROM = (
     "max_new_tokens",
     "dtype",
 )
-BIG = [Host("big", frozenset(), 64.0, 0.0)]
+BIG = [Host("big", frozenset(), 64.0, 0.0, is_here=True)]
 
 
 @pytest.fixture(autouse=True)
@@ -109,9 +111,10 @@ def test_pools_with_hosts_of_their_own_and_prices(tmp_path):
     engine = told.engines["actors"]
     slow = msgspec.structs.replace(engine, terms=tuple(4 * each for each in engine.terms))
     told = msgspec.structs.replace(told, engines={"fast": engine, "slow": slow})
-    (tmp_path / "hosts.txt").write_text("h1 fast 10.0.0.1\nh2 slow,back # both\n\nh3 back\n")
+    (tmp_path / "hosts.txt").write_text("h1 fast 10.0.0.1\nh2 slow,back # both\n\nh3 back\nh4 - 10.0.0.4\n")
     hosts = read_hosts(tmp_path / "hosts.txt", 4.0, 0.0)
     assert hosts[1] == Host("h2", frozenset({"slow", "back"}), 4.0, 0.0)
+    assert hosts[3].pools == frozenset(), "as launch/cluster.sh writes a host of no pool"
     planner = Planner(config, [], told, hosts, {"fast": 1.0, "slow": 1.0, "back": 0.1})
     best = planner.find(say)[0]
     assert best.prediction.price_per_1000 < planner.as_it_is().price_per_1000
@@ -131,6 +134,78 @@ def test_where_a_config_of_pools_says_their_sum_a_plan_says_it_too(tmp_path):
     actor_pools(load_config(config, plans.as_overrides(best)))
     fixed = Planner(config, ["--actors.num_actors", "2"], told, BIG, {})
     assert {each.keys["pools.fast.count"] for each in fixed.find(say)} == {1}
+
+
+def pool(name, **keys):
+    """The overrides that make one, of actors where it says no role."""
+    return [word for key, value in {"role": "actors", **keys}.items() for word in (f"--pools.{name}.{key}", str(value))]
+
+
+def possible(planner):
+    """What each plan that is possible chooses."""
+    return [planner.space.choices(plan) for plan in planner.space.all() if planner.score(plan) > -math.inf]
+
+
+def test_what_train_refuses_is_no_plan_and_a_config_that_it_refuses_has_none():
+    one = ("--actors.num_actors", "1", "--learner.num_replicas", "1", "--learner.token_budget", "1536")
+    again = ("--learner.activation_checkpointing", "true")
+    with pytest.raises(ConfigError, match="would compute every layer again"):
+        made(*again, "--learner.schedule", "zero_bubble")
+    assert {each["learner"].schedule for each in possible(made(*one, *again))} == {"1f1b"}
+    split = possible(made(*one, "--learner.layers_per_chunk", "[1, 1]"))
+    assert {(each["learner"].num_stages, each["learner"].num_chunks) for each in split} == {(2, 1)}
+    lags = possible(made(*one, "--buffer.capacity_trajectories", "800", "--buffer.shards", "64"))
+    assert {each["weight_sync.max_lag"] for each in lags if each["weight_sync.publish_every"] == 1} == {1, 2, 3}
+
+
+def test_no_more_actors_share_a_gpu_than_its_memory_holds():
+    hosts = [Host("here", frozenset(), 64.0, 1.0, is_here=True)]
+    told = ("--actors.gpus", "0.25", "--actors.gpu_memory_share", "0.4", "--learner.num_stages", "1")
+    found = possible(made(*told, "--learner.num_replicas", "1", hosts=hosts))
+    assert {each["actors.num_actors"] for each in found} == {1, 2}, "four reserve one, and want 1.6 of its memory"
+
+
+def test_memory_is_reckoned_as_the_doctor_does_whatever_the_command_line_and_pools_of_stages_say(monkeypatch):
+    told = ["--actors.num_actors", "1", "--learner.num_replicas", "2"]
+    needs = MachineNeeds.of(load_config(DEMO, [*told, "--learner.num_stages", "2"])).memory.size_bytes
+    pools = ["--learner.num_stages", "2", *pool("front", role="learner", count=1), *pool("back", role="learner")]
+    for has_bytes, stages, counted in ((needs, {1, 2}, {2}), (needs - 1, {1}, set())):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda has_bytes=has_bytes: SimpleNamespace(total=has_bytes))
+        assert {each["learner"].num_stages for each in possible(made(*told))} == stages
+        assert {each["learner"].num_stages for each in possible(made(*told, *pools))} == counted
+        elsewhere = possible(made(*told, hosts=[BIG[0]._replace(is_here=False)]))
+        assert {each["learner"].num_stages for each in elsewhere} == {1, 2}, "another host has its own memory"
+
+
+def test_gpus_of_this_machine_say_nothing_of_those_of_a_host_file(monkeypatch):
+    monkeypatch.setattr(planning, "gpus_here", lambda: [Gpu(0, "GPU-aa", "H100", "580", 2**20, 0, 9.0)])
+    for is_here in (True, False):
+        hosts = [Host("h1", frozenset(), 64.0, 8.0, is_here=is_here)]
+        told = ("--learner.gpus", "1", "--learner.num_replicas", "1", "--learner.token_budget", "1536")
+        shapes = made(*told, hosts=hosts).space.dimensions["learner"]
+        assert (len(shapes) > 1) != is_here, "the config's own shape is left to train"
+
+
+def test_a_host_takes_pools_whose_resource_it_carries_and_any_that_ask_for_none():
+    hosts = [Host("h1", frozenset({"exact"}), 2.0, 0.0), Host("h2", frozenset(), 6.0, 0.0)]
+    told = ["--learner.num_stages", "1", "--learner.num_replicas", "1", "--weight_sync.max_lag", "0"]
+    for keys, most in (({"resource": "pool_exact"}, 1), ({"resource": '""'}, 6), ({}, 0)):
+        found = possible(made(*told, *pool("exact", count=1), *pool("fast", **keys), hosts=hosts))
+        assert max((each["pools.fast.count"] for each in found), default=0) == most
+    hosts += [Host("h3", frozenset({"exact", "fast"}), 2.0, 0.0), Host("h4", frozenset({"fast"}), 2.0, 0.0)]
+    both = possible(made(*told, *pool("exact"), *pool("fast"), hosts=hosts))
+    assert max(each["pools.exact.count"] + each["pools.fast.count"] for each in both) == 6, "h3 is counted once"
+
+
+def test_scorers_have_their_place_and_their_price():
+    told = ["--learner.num_stages", "1", "--learner.num_replicas", "1", *pool("sc", role="scorer", count=2)]
+    prices = {"actors": 1.0, "learner": 1.0, "sc": 3.0}
+    planner = made(*told, hosts=[Host("here", frozenset(), 6.0, 0.0, is_here=True)], prices=prices)
+    assert max(each["actors.num_actors"] for each in possible(planner)) == 3, "of six cores"
+    assert planner.as_it_is().price_per_1000 == pytest.approx(9 / 3.6 / planner.as_it_is().samples_per_s, rel=0.01)
+    free = made(*told, hosts=planner._hosts, prices={**prices, "sc": 1e-9})
+    own = next(plan for plan in planner.space.all() if planner.keys_of(plan).items() <= planner.own.items())
+    assert free.score(own) == pytest.approx(3 * planner.score(own))
 
 
 def refused(capsys, *arguments):
@@ -167,7 +242,7 @@ def test_a_plan_that_fits_no_memory_is_refused(monkeypatch):
 
 def test_where_nothing_has_a_place_it_is_said():
     with pytest.raises(ConfigError, match="have a place on h1"):
-        made(hosts=[Host("h1", frozenset({"nobody"}), 4.0, 0.0)]).find(say)
+        made(*pool("a", count=2), hosts=[Host("h1", frozenset({"nobody"}), 4.0, 0.0)]).find(say)
 
 
 def test_a_profile_is_read_as_it_was_written_and_one_of_another_machine_is_marked(tmp_path, capsys, monkeypatch):
