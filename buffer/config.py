@@ -12,9 +12,7 @@ from buffer.prompt_laws import LawName
 from common.user_file import Reference
 
 RestSampler = Literal["fifo", "uniform", "reward_softmax", "prioritised", "length_balanced"] | Reference
-SamplerName = (
-    Literal["fifo", "on_policy_share", "uniform", "reward_softmax", "prioritised", "length_balanced"] | Reference
-)
+SamplerName = Literal["on_policy_share"] | RestSampler
 
 MAX_MESSAGE_MIB = 64
 """A larger message is refused: ZeroMQ has all of one in memory before anyone can look at it. Clients send far smaller
@@ -78,8 +76,8 @@ class BufferConfig(BaseModel):
         default=None,
         ge=1.0,
         description="No new group is leased while those in flight and those that may be used again would fill so many "
-        "steps, so that under replay actors generate what takes the place of what was used up; unset: as much as the "
-        "staleness bound lets them.",
+        "steps, beside those of steps in progress, so that under replay actors generate what takes the place of what "
+        "was used up; unset: as much as the staleness bound lets them.",
     )
     with_replacement: bool = Field(
         default=False, description="One step may take a group several times; for the samplers that draw by weight."
@@ -237,7 +235,7 @@ class BufferConfig(BaseModel):
 
         Args:
             group_size: K of the run.
-            num_outstanding: groups that may be outstanding.
+            num_outstanding: groups that may be outstanding or just used.
 
         Raises:
             ValueError: they do not.
@@ -253,12 +251,20 @@ class BufferConfig(BaseModel):
                 f"{what} is below actors.group_size = {group_size}, which every group has: raise it, or set "
                 "buffer.most_samples = 0, with which all groups have that size"
             )
-        num_samples = num_outstanding * self.largest_group(group_size)
+        self.check_capacity(group_size, num_outstanding)
+
+    def check_capacity(self, group_size: int, num_groups: int, whose: str = "") -> None:
+        """See that so many groups have room; `whose` says of which shard the capacity is.
+
+        Raises:
+            ValueError: they have not.
+        """
+        num_samples = num_groups * self.largest_group(group_size)
         if self.capacity_trajectories < num_samples:
             raise ValueError(
-                f"buffer.capacity_trajectories = {self.capacity_trajectories} is below the {num_samples} samples that "
-                "may be outstanding at once (weight_sync.max_lag, learner.groups_per_step, actors.group_size, "
-                "buffer.most_samples)"
+                f"buffer.capacity_trajectories = {self.capacity_trajectories}{whose} is below the {num_samples} "
+                "samples that may be outstanding at once, those of the step before among them: raise it, or lower "
+                "weight_sync.max_lag, learner.groups_per_step, actors.group_size or buffer.most_samples"
             )
 
     def largest_group(self, group_size: int) -> int:

@@ -14,9 +14,8 @@ import pyarrow as pa
 
 from buffer import protocol as p
 from buffer import schema
-from buffer.config import BufferConfig
 from buffer.draws import Draws
-from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved, StoreError
+from buffer.errors import BadBody, BufferRefused, CorruptRecord, NotBelieved
 from buffer.groups import Groups
 from buffer.ingest import Ingest, Pushes
 from buffer.leases import Leases, Share
@@ -27,7 +26,6 @@ from buffer.scoring import Scoring
 from buffer.steps import Steps
 from buffer.tables import DrawRecord
 from buffer.transaction import Transaction
-from common.run import RunFacts
 
 Answer = tuple[p.Reply, bytes | memoryview]
 
@@ -39,25 +37,10 @@ class BufferCore:
     """`buffer.sharding` puts its own in their place."""
 
     def __init__(self, share: Share, clock: Callable[[], float]) -> None:
-        """Compose the rules.
-
-        Raises:
-            StoreError: the capacity is smaller than what the staleness bound lets be outstanding, or the sampler
-                contradicts on_stale.
-        """
-        _check_waits(share.config, share.facts)
-        num_stored, capacity, facts = share.config.capacity_trajectories, share.capacity, share.facts
-        largest = share.config.largest_group(facts.group_size)
-        need = (capacity + min(facts.groups_per_step, capacity)) * largest
-        if num_stored < need:
-            raise StoreError(
-                f"[buffer] capacity_trajectories = {num_stored}{share.whose} is below the {need} that the "
-                "staleness bound lets be outstanding: raise it, or lower max_lag, groups_per_step, group_size or "
-                "most_samples"
-            )
-        self.facts = facts
+        """Compose the rules."""
+        self.facts = facts = share.facts
         prompts = Prompts(facts, share.contract, share.prompts, share.config, clock)
-        self.groups = Groups(share.config, facts.group_size, facts.groups_per_step, prompts, num_kept=capacity)
+        self.groups = Groups(share.config, facts.group_size, facts.groups_per_step, prompts, num_kept=share.capacity)
         self.leases = Leases(share, self.groups, clock)
         self.quarantine = Quarantine(clock)
         self.ingest = Ingest(share, self.groups, self.leases, self.quarantine)
@@ -174,18 +157,4 @@ class BufferCore:
             draining=state.draining,
             fidelity=state.length_fidelity,
             fidelity_alarm=state.fidelity.is_alarming(self.groups.config.fidelity_alarm),
-        )
-
-
-def _check_waits(config: BufferConfig, facts: RunFacts) -> None:
-    """on_stale = "wait" promises that no group is dropped, which only drawing the oldest first can keep."""
-    takes_others = config.replays or config.chooses_by_length or config.groups_per_prompt > 1
-    is_plain = config.sampler == "fifo" and not takes_others
-    if facts.staleness.on_stale == "wait" and not is_plain:
-        raise StoreError(
-            "on_stale = 'wait' lets no group pass the age bound, for which the oldest must be drawn first, but "
-            f"[buffer] has sampler = '{config.sampler}', max_uses = {config.max_uses}, length_correction = "
-            f"{config.length_correction}, pack_tokens = {config.pack_tokens}, groups_per_prompt = "
-            f"{config.groups_per_prompt}: use sampler = 'fifo', max_uses = 1, no choice by length and "
-            "groups_per_prompt = 1, or on_stale = 'drop'"
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
@@ -50,6 +51,10 @@ class Pace:
         self._drawn_s = self._finished_s = -inf
         self.step_s = self.train_s = 0.0
         """From a step's end to the next one's; and of it from its draw. 0: not known yet."""
+
+    def undo(self) -> Callable[[], None]:
+        """What makes it know again what it knows now."""
+        return partial(self.__dict__.update, dict(self.__dict__))
 
     def drawn(self) -> None:
         """A step begins."""

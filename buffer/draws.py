@@ -66,6 +66,7 @@ class Draws:
         self._steps.release_from(tx, request.step)
         self._drop_stale(tx, request.version)
         chosen = self._choose_sound(tx, request)
+        self._refuse_what_never_comes(tx, request)
         # Of a step that is divided, who divided it knows what all of its parts leave behind.
         if len(chosen) < request.num_groups or (not request.plan and self._held_back_by(tx, chosen, request.version)):
             return None
@@ -87,6 +88,18 @@ class Draws:
         return f"{text}; {self._owed(tx)}"
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _refuse_what_never_comes(self, tx: Transaction, request: DrawRequest) -> None:
+        """Of recorded samples no more are made; those of a step that is not over may be used again after it."""
+        num_ready = len(self._groups.index.ready)
+        if self._groups.config.source is None or num_ready >= request.num_groups or tx.state.pending_draws:
+            return
+        ledger = tx.state.ledger
+        raise BufferRefused(
+            f"step {request.step} has {num_ready} of {request.num_groups} groups, and buffer.source has no more for "
+            f"it: {ledger.filtered} are filtered, as by steps that were skipped, and {ledger.uninformative} set "
+            f"aside. Resume with learner.num_steps = {request.step - 1} to end the run here"
+        )
 
     def _owed(self, tx: Transaction) -> str:
         """Who owes groups, and whether more may be leased."""

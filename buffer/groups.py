@@ -66,24 +66,11 @@ class Groups:
         self.num_needed = min(2, group_size)
         """Samples with rewards that a group must have: a comparison needs two."""
         self._num_kept = num_kept
-        self._is_prepared = False
 
     def prepare(self, tx: Transaction) -> None:
-        """Know the store, and close what an earlier, larger max_uses left open; belongs before the first change."""
+        """Know the store; belongs before the first change."""
         self.index.load(tx)
         self.prompts.load(tx)
-        if self._is_prepared:
-            return
-        self._is_prepared = True
-        tx.undo.append(self._forget_preparation)
-        for _, group_id in list(self.index.ready):
-            if self.index.uses_left(group_id) <= 0:
-                group = tx.groups.require(group_id)
-                group.phase = "closed"
-                self.save(tx, group)
-
-    def _forget_preparation(self) -> None:
-        self._is_prepared = False
 
     def save(self, tx: Transaction, group: Group) -> None:
         """Write the row; or, once nothing of the group is stored, fold it into the retired counts."""

@@ -209,7 +209,9 @@ class GroupIndex:
                 change(self.uninformative, place.ready)
             self.num_unused += sign * (not place.uses)
             if self._weight is not None:
-                self._weights.put(group_id, place.log_weight if sign > 0 else -np.inf)
+                # one that weighs nothing is drawn last: were it never drawn, enough of them would stop every lease
+                log_weight = max(place.log_weight, -LOG_WEIGHT_LIMIT)
+                self._weights.put(group_id, log_weight if sign > 0 else -np.inf)
             for lists, key, entry in (
                 (self.strata, place.bucket, place.ready),
                 (self._by_prompt, place.prompt_id, group_id),

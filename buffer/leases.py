@@ -54,8 +54,6 @@ class Share(NamedTuple):
     prompts: npt.NDArray[np.int64]
     capacity: int
     """How many groups may be outstanding."""
-    whose: str
-    """How a sentence goes on that names the capacity."""
     closed: str
     """Why no group is ever leased; '' where some are."""
     may_be_behind: bool

@@ -205,10 +205,8 @@ class Prompts:
         self.lengths.shape = tx.state.lengths
         if not self.lengths.shape.num_groups:
             return np.zeros(len(prompts))
-        usual = self._facts.group_size
-        # a table for every size would take the service some seconds: a group counts as the next doubling has it
-        doublings = np.ceil(np.log2(self._sizes.of(prompts, tx.state.version) / usual)).astype(np.int64)
-        longest = self.lengths.longest_of(prompts, usual * 2**doublings, tx.state.version)
+        sizes = self._sizes.of(prompts, tx.state.version)
+        longest = self.lengths.longest_of(prompts, sizes, tx.state.version)
         return np.minimum(self._facts.max_tokens, longest)
 
     def _ahead(self, tx: Transaction, many: int) -> npt.NDArray[np.int64]:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Protocol, cast
 
 import numpy as np
@@ -206,12 +206,21 @@ def from_file(key: str, reference: str) -> tuple[Sampler | None, Weight | None]:
     """What FILE.py:NAME is, by the key that names it: a sampler, or the weight that groups are drawn by.
 
     Raises:
-        UserFileError: the file has none of that name, or it is neither.
+        UserFileError: the file has none of that name, or it is neither, or a weight fails on an ordinary group.
     """
     found, setting = load_object(reference), f"buffer.{key} = '{reference}'"
+    if isinstance(found, type):
+        raise UserFileError(f"{setting} is a class: name an object of it, as NAME = {found.__name__}()")
     if hasattr(found, "choose"):
         return FromFile(setting, cast("Sampler", found)), None
     if callable(found):
+        try:
+            float(found(_ordinary_group(), 0))
+        except Exception as error:
+            raise UserFileError(
+                f"{setting} raised {type(error).__name__} on a group of two samples: {error}; it is called with a "
+                "group and the version of its oldest token, and gives the logarithm of the group's weight"
+            ) from error
         return None, _checked(setting, cast("Weight", found))
     raise UserFileError(
         f"{setting} is neither an object with choose(candidates, num_groups, random, taken) nor a "
@@ -219,19 +228,34 @@ def from_file(key: str, reference: str) -> tuple[Sampler | None, Weight | None]:
     )
 
 
+def _ordinary_group() -> Group:
+    """One that is complete, as nobody made it."""
+    group = Group.new(1, 0, 2)
+    group.sample_states, group.records, group.rewards = ["waiting"] * 2, [1, 2], [0.0, 1.0]
+    group.lengths, group.completion_lengths = [16, 16], [8, 8]
+    group.phase, group.attempt, group.issued, group.oldest = "ready", 1, 2, (0, 0)
+    return group
+
+
 def _checked(setting: str, weight: Weight) -> Weight:
-    """A weight of a user's; where it raises or gives no number the group has the weight 1, and the log says so."""
+    """A weight of a user's; where it raises or gives no number the group has the weight 1, and the log says so.
+
+    It is asked at every change of a group, so the log has the first failure, and each that doubles their number.
+    """
+    failures = count(1)
 
     def checked(group: Group, oldest: int) -> float:
+        error = None
         try:
-            found = float(weight(group, oldest))
-        except Exception:  # a group that is complete is stored, whatever a file of the user's does
-            _log.exception("%s failed on group %d, which has weight 1", setting, group.group_id)
-            return 0.0
-        if math.isnan(found):
-            _log.error("%s gave NaN for group %d, which has weight 1", setting, group.group_id)
-            return 0.0
-        return found
+            if not math.isnan(found := float(weight(group, oldest))):
+                return found
+            what = "gave NaN for"
+        except Exception as raised:  # a group that is complete is stored, whatever a file of the user's does
+            what, error = "failed on", raised
+        if (number := next(failures)) & (number - 1) == 0:
+            text = "%s %s group %d, which has weight 1; failures so far: %d"
+            _log.error(text, setting, what, group.group_id, number, exc_info=error)
+        return 0.0
 
     return checked
 

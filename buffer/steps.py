@@ -40,10 +40,8 @@ class Steps:
         """A learner starts, which ends draining; the same session said twice begins one incarnation only.
 
         Raises:
-            BufferRefused: a newer learner has begun since, or its number cannot be right.
+            BufferRefused: a newer learner has begun since.
         """
-        if message.version < 0 or message.step < 0:
-            raise BufferRefused(f"a learner cannot begin at version {message.version} and step {message.step}")
         state = tx.state
         sessions = [start.session for start in state.incarnations]
         if message.session in sessions[:-1]:
@@ -75,7 +73,7 @@ class Steps:
         self._check_outcome(draw, message)
         self._finish(tx, draw, message.version)
         state.version, state.step = message.version, message.step
-        self._groups.prompts.pace.finished()
+        self._finished(tx)
         self._watch_lengths(state)
 
     def durable(self, tx: Transaction, message: CheckpointDurable) -> None:
@@ -112,6 +110,7 @@ class Steps:
         tx.draws.put(draw, draw.step)
         tx.state.pending_draws[draw.step] = len(set(draw.group_ids))
         tx.state.num_set_aside = 0
+        tx.undo.append(self._groups.prompts.pace.undo())
         self._groups.prompts.pace.drawn()
 
     def all_usable(self, tx: Transaction, draw: DrawRecord, version: int) -> bool:
@@ -228,6 +227,10 @@ class Steps:
         draw.finished_by = state.incarnation
         tx.draws.put(draw, draw.step)
         state.pending_draws.pop(draw.step, None)
+
+    def _finished(self, tx: Transaction) -> None:
+        tx.undo.append(self._groups.prompts.pace.undo())
+        self._groups.prompts.pace.finished()
 
     def _settle(self, tx: Transaction, group: Group, used: list[int], *, skipped: bool) -> None:
         """Samples of a finished step. What a skipped step filtered may be trained on when it is redone."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from actors.tasks import TaskError, TaskFacts, check_task
 from buffer import samplers
 from buffer.config import BufferConfig
-from buffer.sharding.division import admission_shares
+from buffer.errors import StoreError
+from buffer.sharding.core import share_of
 from common.hf_folder import ModelFacts
 from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys, is_loopback
 from common.run import RunContext, RunFacts
@@ -84,25 +85,30 @@ class Plan:
         """Loopback; None on a cluster, where a process knows the address of its host."""
         return None if self.is_cluster else LOOPBACK
 
+    def facts(self, vocab_size: int) -> RunFacts:
+        """What its buffer is made with."""
+        config, recorded = self.config, self.recorded
+        return RunFacts(
+            run_id=self.run_id,
+            seed=config.run.seed,
+            num_prompts=self.task.num_train if recorded is None else recorded.num_prompts,
+            group_size=(recorded or config.actors).group_size,
+            groups_per_step=config.learner.groups_per_step,
+            updates_per_step=config.learner.updates_per_step,
+            vocab_size=vocab_size,
+            max_tokens=config.actors.max_model_tokens,
+            token_budget=config.learner.token_budget,
+            correct_at=config.task.correct_at,
+            staleness=config.weight_sync.staleness(),
+            num_shards=config.buffer.shards,
+        )
+
     def context(self, model_path: Path, model: ModelFacts) -> RunContext[Config]:
         """The description that every process of the run is handed; the addresses of its services come in later."""
-        config, recorded = self.config, self.recorded
+        config = self.config
         return RunContext(
             config=config,
-            facts=RunFacts(
-                run_id=self.run_id,
-                seed=config.run.seed,
-                num_prompts=self.task.num_train if recorded is None else recorded.num_prompts,
-                group_size=(recorded or config.actors).group_size,
-                groups_per_step=config.learner.groups_per_step,
-                updates_per_step=config.learner.updates_per_step,
-                vocab_size=model.vocab_size,
-                max_tokens=config.actors.max_model_tokens,
-                token_budget=config.learner.token_budget,
-                correct_at=config.task.correct_at,
-                staleness=config.weight_sync.staleness(),
-                num_shards=config.buffer.shards,
-            ),
+            facts=self.facts(model.vocab_size),
             folder=self.folder.root,
             weights_folder=self.weights_folder,
             model_path=model_path,
@@ -175,7 +181,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     learner = config.learner
     with as_config_error():
         contract = StalenessContract(config.weight_sync.staleness(), learner.groups_per_step, learner.updates_per_step)
-        config.buffer.check_sizes(config.actors.group_size, contract.capacity())
+        config.buffer.check_sizes(config.actors.group_size, contract.capacity() + learner.groups_per_step)
     _check_sizes(config)
     _check_weight_sync(config, is_new=resumed is None)
     _check_ray(config)
@@ -183,14 +189,12 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     if config.model.path is not None and not _is_to_be_made(config):
         model = check_model(config, Path(config.model.path), "model.path")
     task = _check_task(config, Path(str(config.model.path)), model)
-    with as_config_error():
-        admission_shares(task.num_train, config.buffer.shards, contract.capacity())
     if config.actors.eval_every and config.actors.eval_problems > task.num_heldout:
         raise ConfigError(
             f"actors.eval_problems = {config.actors.eval_problems}, but the task holds out {task.num_heldout} problems"
         )
     check_frozen(config, model)
-    return Plan(
+    plan = Plan(
         config,
         RunFolder(root),
         model,
@@ -200,6 +204,18 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
         keys=_keys(config),
         recorded=check_offline(config, model, resumed),
     )
+    _check_shares(plan)
+    return plan
+
+
+def _check_shares(plan: Plan) -> None:
+    """See that every service of the buffer takes its share of the run."""
+    buffer, facts = plan.config.buffer, plan.facts(vocab_size=1)  # by which no share goes
+    try:
+        for shard in range(buffer.shards):
+            share_of(buffer, facts.model_copy(update={"shard": shard}))
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _keys(config: Config) -> RunKeys | None:

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 from buffer.errors import BufferError
+from buffer.groups import most_set_aside
 from buffer.offline.recorded import Recorded, Survey, fill, survey
 from common.hf_folder import ModelFacts
 from common.run import RunFacts
@@ -113,6 +114,8 @@ def _look_at(config: Config, model: ModelFacts | None, path: Path) -> RecordedFa
         num_prompts=found.num_prompts,
         group_size=found.group_size,
         largest_token=found.largest_token,
+        longest=found.longest,
+        num_uninformative=found.num_uninformative,
     )
 
 
@@ -138,6 +141,11 @@ def _check_laws(config: Config) -> None:
         raise ConfigError(
             f"model.teachers teach the prompts of [task], and {what} has prompts of its own, which are nobody's: train "
             "on the samples of one teacher at a time, with model.reference_path"
+        )
+    if config.learner.ess_budget is not None and config.learner.ess_action == "drop":
+        raise ConfigError(
+            f"learner.ess_action = 'drop' drops samples that count for little, so that actors make others, and with "
+            f"{what} nobody does: use learner.ess_action = 'scale_lr'"
         )
     if config.launch.autoscale != "off":
         raise ConfigError(
@@ -199,13 +207,21 @@ def _check_samples(config: Config, found: Survey, path: Path, *, is_recorded: bo
 def _check_steps(config: Config, recorded: RecordedFacts) -> None:
     """Are there samples for all steps, whichever the sampler takes, and room for all?"""
     learner, buffer = config.learner, config.buffer
-    possible = num_steps_of(recorded.num_usable, learner.groups_per_step, buffer.max_uses)
+    most_a_step = most_set_aside(buffer.refill_uninformative, learner.groups_per_step)
+    num_lost = min(recorded.num_uninformative, learner.num_steps * most_a_step)
+    possible = num_steps_of(recorded.num_usable - num_lost, learner.groups_per_step, buffer.max_uses)
     if possible is not None and learner.num_steps > possible:
         remedy = "lower one of the first two, or raise buffer.max_uses" if possible else "lower learner.groups_per_step"
+        aside = f", of which buffer.refill_uninformative may set {num_lost} aside" if num_lost else ""
         raise ConfigError(
             f"learner.num_steps = {learner.num_steps} with learner.groups_per_step = {learner.groups_per_step} and "
-            f"buffer.max_uses = {buffer.max_uses}, but {buffer.source} has {recorded.num_usable} groups to train on, "
-            f"enough for {possible} steps: {remedy}"
+            f"buffer.max_uses = {buffer.max_uses}, but {buffer.source} has {recorded.num_usable} groups to train on"
+            f"{aside}, enough for {possible} steps: {remedy}"
+        )
+    if recorded.longest > learner.token_budget:
+        raise ConfigError(
+            f"learner.token_budget = {learner.token_budget}, and {buffer.source} has a sample of {recorded.longest} "
+            "tokens, which no step could take: raise it"
         )
     if recorded.num_samples > buffer.capacity_trajectories:
         raise ConfigError(

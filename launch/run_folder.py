@@ -42,6 +42,10 @@ class RecordedFacts(BaseModel):
     group_size: int
     """Samples of the largest group."""
     largest_token: int
+    longest: int = 0
+    """Tokens of the longest sample; 0 in run folders that are older than this."""
+    num_uninformative: int = 0
+    """Of `num_usable`: rewards are all equal."""
 
     def __str__(self) -> str:
         return f"{self.num_samples} recorded ones in {self.num_groups} groups, {self.num_usable} of them to train on"

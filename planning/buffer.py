@@ -67,6 +67,8 @@ class SimulatedBuffer:
         self._num_stored = 0
         self._open: dict[int, SimulatedGroup] = {}
         self._ready: dict[int, SimulatedGroup] = {}
+        self._drawn: list[SimulatedGroup] = []
+        """Those of the step in progress."""
 
     @property
     def num_outstanding(self) -> int:
@@ -75,7 +77,7 @@ class SimulatedBuffer:
 
     @property
     def is_full(self) -> bool:
-        """By `buffer.replay_steps`."""
+        """By `buffer.replay_steps`, which leaves out the groups of the step in progress."""
         groups_per_step = self._world.contract.groups_per_step
         return len(self._open) + len(self._ready) >= self._world.buffer.most_alive(groups_per_step)
 
@@ -116,11 +118,19 @@ class SimulatedBuffer:
         for group in groups:
             group.uses += 1
             group.is_scored = True
-        for group in dict.fromkeys(groups):
+        self._drawn = [self._ready.pop(group.id) for group in dict.fromkeys(groups)]
+        for group in self._drawn:
+            self._index.put(group.id, None)
+
+    def finish(self) -> None:
+        """The step is over: what has uses left may be drawn again."""
+        for group in self._drawn:
             if group.uses < self._index.max_uses:
+                self._ready[group.id] = group
                 self._place(group)
             else:
-                self._leave(group.id)
+                self._num_stored -= len(group.lengths)
+        self._drawn = []
 
     def unscored(self, max_tokens: int) -> list[SimulatedGroup]:
         """Groups to score: the oldest, of so many tokens together at most, but one at least; as `buffer.scoring`."""

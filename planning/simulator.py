@@ -386,6 +386,7 @@ class Simulation:
             found.residence_s += self.now_s - group.leased_s
         found.busy_s += self.now_s - began_s
         self._version += updates
+        self._buffer.finish()
         self._num_pending = 0
         self._prompts.pace.finished()
         self._at(self.now_s + self._costs.between_steps_s, _DRAW, None)

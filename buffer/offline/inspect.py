@@ -358,7 +358,7 @@ def joined(samples: Sequence[Sample]) -> pa.RecordBatch:
 
 def _group_of(tx: Transaction, record_id: int) -> int | None:
     holder = tx.find_block(record_id)
-    return None if holder is None else int(rows.decode([holder[0]])["group_id"][0].as_py())
+    return None if holder is None else rows.group_of(holder[0])
 
 
 def _within(value: float | None, low: float | None, high: float | None) -> bool:

@@ -126,6 +126,8 @@ class Survey(NamedTuple):
     num_groups: int
     num_usable: int
     """Groups with enough samples that have a reward: two, or one where no group has more than one sample."""
+    num_uninformative: int
+    """Those of them with two or more, whose rewards are all equal."""
     single: str
     """A sample that is alone in its group, for people; '' where there is none."""
     num_unknown: int
@@ -156,7 +158,7 @@ def survey(recorded: Recorded, *, vocab_size: int = MAX_TOKEN_ID, max_tokens: in
     bad: dict[str, str] = {}
     newest: dict[int, int] = {}
     rewarded: list[npt.NDArray[np.int64]] = []
-    num_samples = num_unknown = num_prompts = group_size = longest = largest = 0
+    num_samples = num_equal = num_unknown = num_prompts = group_size = longest = largest = 0
     run_id, single = "", ""
     limits = {"token outside the vocabulary": f" of {vocab_size}", "longer than max_tokens": f" = {max_tokens}"}
     for part in recorded.parts():
@@ -170,8 +172,10 @@ def survey(recorded: Recorded, *, vocab_size: int = MAX_TOKEN_ID, max_tokens: in
         first, group_of = _groups(batch)
         alone = first[np.bincount(group_of) == 1]
         single = single or (part.name_of(int(alone[0])) if len(alone) else "")
-        has_reward = batch.column("reward").is_valid().to_numpy(zero_copy_only=False)
-        rewarded.append(np.bincount(group_of, weights=has_reward).astype(np.int64))
+        rewards = batch.column("reward").to_numpy(zero_copy_only=False)  # NaN where there is none
+        rewarded.append(np.bincount(group_of, weights=~np.isnan(rewards)).astype(np.int64))
+        is_equal = np.fmin.reduceat(rewards, first) == np.fmax.reduceat(rewards, first)
+        num_equal += int((is_equal & (rewarded[-1] > 1)).sum())
         num_samples, num_unknown = num_samples + batch.num_rows, num_unknown + int(unknown.sum())
         num_prompts, group_size = max(num_prompts, facts.num_prompts), max(group_size, facts.group_size)
         longest, largest = max(longest, int(np.diff(bounds).max())), max(largest, int(tokens.max(initial=0)))
@@ -187,6 +191,7 @@ def survey(recorded: Recorded, *, vocab_size: int = MAX_TOKEN_ID, max_tokens: in
         int(with_reward.sum()),
         len(with_reward),
         int((with_reward >= min(2, group_size)).sum()),
+        num_equal,
         single,
         num_unknown,
         num_prompts,

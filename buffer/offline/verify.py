@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import lmdb
 
 from buffer.errors import CorruptRecord, StoreError
-from buffer.ledger import COMMITTED_STATES
+from buffer.ledger import COMMITTED_STATES, COUNTS
 from buffer.offline.inspect import look_at
 from buffer.rows import group_of, records_in
 from buffer.sharding.division import store_folders
@@ -86,9 +86,7 @@ def recount(tx: Transaction) -> dict[str, int]:
         found["in_flight"] += len(group.in_flight())
         found.update(state for state in group.sample_states if state in COMMITTED_STATES)
     found["committed"] = sum(found[state] for state in COMMITTED_STATES)
-    return {
-        name: found[name] for name in ("issued", "in_flight", "committed", "failed", "handed_on", *COMMITTED_STATES)
-    }
+    return {name: found[name] for name in COUNTS}
 
 
 def _unclaimed(tx: Transaction) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from math import ceil
 
 from buffer import protocol as p
 from buffer.config import BufferConfig
@@ -25,28 +26,44 @@ def share_of(config: BufferConfig, facts: RunFacts) -> Share:
     """What a shard has of the run: the prompts of its hash, and as much of every capacity.
 
     Raises:
-        StoreError: no group could be used within the bound, or some shard could never lease one.
+        StoreError: no group could be used within the bound, or some shard could never lease one, or hold as many as it
+            may; or the sampler contradicts on_stale.
     """
+    _check_waits(config, facts)
     shard, num_shards = facts.shard, facts.num_shards
+    whose = f", which is shard {shard}'s part," if num_shards > 1 else ""
     try:
         contract = facts.contract
         capacity = admission_shares(facts.num_prompts, num_shards, contract.capacity())[shard]
+        part = capacity / contract.capacity()
+        limits = {
+            "capacity_trajectories": max(1, round(config.capacity_trajectories * part)),
+            "capacity_gib": config.capacity_gib * part,
+            "refill_uninformative": config.refill_uninformative * part,
+            "replay_steps": None if config.replay_steps is None else config.replay_steps * part,
+        }
+        config, prompts = config.model_copy(update=limits), owned_prompts(facts)
+        config.check_capacity(facts.group_size, capacity + min(facts.groups_per_step, capacity), whose)
     except ValueError as error:
         raise StoreError(str(error)) from None
-    part = capacity / contract.capacity()
-    trajectories = max(1, round(config.capacity_trajectories * part))
-    limits = {
-        "capacity_trajectories": trajectories,
-        "capacity_gib": config.capacity_gib * part,
-        "refill_uninformative": config.refill_uninformative * part,
-        "replay_steps": None if config.replay_steps is None else config.replay_steps * part,
-    }
-    config, prompts = config.model_copy(update=limits), owned_prompts(facts)
-    whose = f", which is shard {shard}'s part," if num_shards > 1 else ""
     closed = "" if capacity else f"no prompt belongs to shard {shard} of {num_shards}"
     if config.source is not None:
         closed = "the run trains on recorded samples (buffer.source)"
-    return Share(facts, contract, config, prompts, capacity, whose, closed, may_be_behind=num_shards > 1, number=shard)
+    return Share(facts, contract, config, prompts, capacity, closed, may_be_behind=num_shards > 1, number=shard)
+
+
+def _check_waits(config: BufferConfig, facts: RunFacts) -> None:
+    """on_stale = "wait" promises that no group is dropped, which only drawing the oldest first can keep."""
+    takes_others = config.replays or config.chooses_by_length or config.groups_per_prompt > 1
+    is_plain = config.sampler == "fifo" and not takes_others
+    if facts.staleness.on_stale == "wait" and not is_plain:
+        raise StoreError(
+            "on_stale = 'wait' lets no group pass the age bound, for which the oldest must be drawn first, but "
+            f"[buffer] has sampler = '{config.sampler}', max_uses = {config.max_uses}, length_correction = "
+            f"{config.length_correction}, pack_tokens = {config.pack_tokens}, groups_per_prompt = "
+            f"{config.groups_per_prompt}: use sampler = 'fifo', max_uses = 1, no choice by length and "
+            "groups_per_prompt = 1, or on_stale = 'drop'"
+        )
 
 
 class ShardSteps(Steps):
@@ -79,7 +96,7 @@ class ShardSteps(Steps):
         if message.step > state.step:
             self._believe(state, message.version)
             state.version, state.step = message.version, message.step
-            self._groups.prompts.pace.finished()
+            self._finished(tx)
 
 
 class ShardDraws(Draws):
@@ -99,9 +116,11 @@ class ShardDraws(Draws):
         self._groups.set_aside_uninformative(tx)
         ready = self._groups.index.ready
         oldest_first = ready[: self._contract.capacity()]
+        most_alive = self._groups.config.most_alive(self._facts.groups_per_step)
         return p.PlanReply(
             num_eligible=len(ready),
-            capacity=self._share.capacity,
+            # no more than it could lease anew: what is planned may leave, and whoever plans again must keep the plan
+            capacity=ceil(min(self._share.capacity, most_alive)),
             due=dict(Counter(self._left(oldest_first, request.version))),
             open_due=dict(Counter(self._left(self._open(tx) if self._waits else (), request.version))),
             waits=self._waits,
@@ -116,8 +135,8 @@ class ShardDraws(Draws):
         facts = self._facts
         plan = request.plan or {facts.shard: request.num_groups}
         asked = f"step {request.step} asks for {request.num_groups} groups of {plan}"
-        if request.num_groups < 1 or any(s not in range(facts.num_shards) or n < 0 for s, n in plan.items()):
-            raise BufferRefused(f"{asked}: a part has at least 1, and the shards are 0 to {facts.num_shards - 1}")
+        if max(plan) >= facts.num_shards:
+            raise BufferRefused(f"{asked}: the shards are 0 to {facts.num_shards - 1}")
         if sum(plan.values()) != facts.groups_per_step or plan.get(facts.shard) != request.num_groups:
             raise BufferRefused(
                 f"{asked}, but admission counts on {facts.groups_per_step} per step: make [learner] groups_per_step "
@@ -135,7 +154,7 @@ class ShardCore(BufferCore):
     steps_type, draws_type = ShardSteps, ShardDraws
 
     def __init__(self, config: BufferConfig, facts: RunFacts, clock: Callable[[], float]) -> None:
-        """Compose them; errors are those of `share_of` and `BufferCore`."""
+        """Compose them; errors are those of `share_of`."""
         super().__init__(share_of(config, facts), clock)
         self._answers[p.PlanRequest] = self.draws.offer
 

@@ -79,6 +79,17 @@ def test_without_a_reason_it_goes_in_order(speeds):
     assert ByDeadline().choose(window(10, 900, 20), speeds).order == 0
 
 
+def test_a_step_whose_end_was_not_committed_is_no_step_of_its_own(make):
+    buffer = make()
+    buffer.begin()
+    generate(buffer, Actor(buffer), 6)
+    for step in (1, 2, 3):
+        buffer.draw(step, step - 1)
+        buffer.now_s, buffer.loses = 10.0 * step, "commit"
+        buffer.finish(step, step)
+    assert buffer.core.groups.prompts.pace.step_s == 10.0
+
+
 def test_what_nears_its_deadline_goes_on_on_a_faster_lane_and_only_there():
     policy, slow, fast = ByDeadline(), Speeds(SLOW, LANES, 2.0), Speeds(FAST, LANES, 2.0)
     assert policy.hands_on_at(slow) == HAND_ON_SHARE * 100  # which it makes in time

@@ -1,10 +1,13 @@
 """The length model against laws that are known: what it ranks, what it covers, and how soon it notices."""
 
 import math
+import time
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 
+from buffer import length_model
 from buffer.length_model import LengthModel, Shape, Visit
 
 K, NUM_PROMPTS = 8, 1_500
@@ -145,6 +148,14 @@ def test_each_prompt_may_have_a_group_of_its_own_size():
     of_each = [model.longest_of(prompts, size, 0)[place] for place, size in enumerate(sizes.tolist())]
     assert found.tolist() == of_each
     assert found[1] > model.longest_of(prompts, K, 0)[1]
+
+
+def test_a_new_size_of_a_group_keeps_the_service_for_some_milliseconds():
+    length_model._scores_of_longest.cache_clear()
+    began_s = time.process_time()
+    scores = [length_model._scores_of_longest(size)[0] for size in range(1, 41)]
+    assert time.process_time() - began_s < 0.4
+    assert scores == pytest.approx([NormalDist().inv_cdf(0.9 ** (1 / size)) for size in range(1, 41)], abs=1e-4)
 
 
 def test_what_is_put_is_got_and_nothing_is_nothing():

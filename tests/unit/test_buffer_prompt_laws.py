@@ -371,7 +371,7 @@ def test_what_is_issued_again_of_a_larger_group_are_the_samples_that_it_lacks(ma
 def test_the_capacity_is_that_of_the_largest_groups(tmp_path):
     config = BufferConfig(capacity_trajectories=40, most_samples=12)
     InProcessBuffer(tmp_path / "small", facts(max_lag=1), config.model_copy(update={"most_samples": 0})).close()
-    with pytest.raises(StoreError, match=r"capacity_trajectories = 40 is below the 72 .* group_size or most_samples"):
+    with pytest.raises(StoreError, match=r"capacity_trajectories = 40 is below the 72 samples .* buffer.most_samples"):
         InProcessBuffer(tmp_path / "large", facts(max_lag=1), config)
 
 
@@ -385,7 +385,7 @@ def test_a_bound_that_agrees_with_no_group_is_refused(group_size, most, why):
     BufferConfig(most_samples=8).check_sizes(8, 1)
 
 
-@pytest.mark.parametrize("most", [0, 16])
+@pytest.mark.parametrize("most", [0, 13, 16])
 def test_of_a_larger_group_a_longer_answer_is_foretold(make, most):
     buffer = make(
         BufferConfig(prompt_law="uniform", most_samples=most), group_size=K, num_prompts=NUM_PROMPTS, max_tokens=4096

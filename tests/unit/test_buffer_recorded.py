@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from buffer import protocol as p
 from buffer import schema
 from buffer.config import BufferConfig
-from buffer.errors import StoreError
+from buffer.errors import BufferRefused, StoreError
 from buffer.offline import recorded as recording
 from buffer.offline.export import export
 from buffer.offline.inspect import Inspection, Selection
@@ -148,6 +148,19 @@ def test_the_laws_of_replay_hold_for_recorded_samples(tmp_path):
         buffer.finish(step, step, incarnation=incarnation)
     assert drawn.count(7) > 30, "its weight is 0.51, and that of the nine others 0.01 each"
     assert len(set(drawn)) > 1
+    buffer.close()
+
+
+def test_where_recorded_groups_are_left_out_a_step_that_lacks_some_is_refused_at_once(tmp_path):
+    path = write(tmp_path / "s.jsonl", *[row((3, prompt)) for prompt in range(3) for _ in range(2)])
+    config = BufferConfig(source=str(path), sampler="uniform", max_uses="unlimited")
+    buffer = filled(path, tmp_path / "new", config, groups_per_step=2)
+    incarnation = buffer.begin(session="learner").incarnation
+    assert buffer.draw(1, 0, incarnation=incarnation)[0].ready
+    assert not buffer.draw(2, 1, incarnation=incarnation)[0].ready, "the first step may give its groups back"
+    buffer.finish(1, 0, incarnation=incarnation, skipped=True)
+    with pytest.raises(BufferRefused, match=r"step 2 has 1 of 2 groups.*4 are filtered.* learner.num_steps = 1 to end"):
+        buffer.draw(2, 0, incarnation=incarnation)
     buffer.close()
 
 

@@ -294,6 +294,15 @@ class Broken:
         raise KeyError("lost")
 
 newest_first, twice, broken, nothing = NewestFirst(), Twice(), Broken(), 3
+
+def spread(group, oldest):
+    return 0.0 if group.reward_spread else float("-inf")
+
+def of_group_alone(group):
+    return 0.0
+
+def no_number(group, oldest):
+    return None
 """
 
 
@@ -318,6 +327,15 @@ def test_a_users_weight_draws_by_it_and_a_group_that_it_fails_on_has_weight_one(
     assert_near(drawn_in(buffer, 600), {group: weight / total for group, weight in weights.items()}, 600)
     assert "a quarter is beyond me" in caplog.text
     assert f"buffer.replay_sampler = '{mine('seldom_solved')}' gave NaN for group" in caplog.text
+    failures = [record.args[-1] for record in caplog.records if "failures so far" in record.message]
+    assert failures == [2**i for i in range(len(failures))], "the first, and each that doubles their number"
+
+
+def test_a_group_to_which_a_user_gives_no_weight_is_drawn_last(make, mine):
+    buffer, actor = started(make, BufferConfig(sampler=mine("spread")), groups_per_step=1)
+    alike, others = generate(buffer, actor, 1, [1.0]), generate(buffer, actor, 2, [0.0, 1.0])
+    assert sorted(train(buffer, 1).group_ids + train(buffer, 2).group_ids) == others
+    assert train(buffer, 3).group_ids == alike
 
 
 @pytest.mark.parametrize(
@@ -346,6 +364,12 @@ def test_the_examples_of_the_page_draw_as_it_says(make, tmp_path):
 def test_what_is_no_sampler_is_refused_before_a_service_is_made(mine):
     with pytest.raises(UserFileError, match=r"mine.py:nothing' is neither an object with choose.* nor a function"):
         samplers.build(config(mine("nothing")))
+    with pytest.raises(UserFileError, match=r"mine.py:NewestFirst' is a class: name an object of it"):
+        samplers.build(config(mine("NewestFirst")))
+    with pytest.raises(UserFileError, match=r"raised TypeError on a group of two samples: of_group_alone\(\) takes 1"):
+        samplers.build(config(mine("of_group_alone")))
+    with pytest.raises(UserFileError, match=r"raised TypeError on a group of two samples: float\(\)"):
+        samplers.build(config(mine("no_number")))
     with pytest.raises(ValidationError, match="String should match pattern"):
         config("newest")
 
@@ -360,10 +384,6 @@ def test_another_sampler_finds_the_groups_of_the_last_one(make):
         assert buffer.status().num_ready_groups == 4
         assert buffer.faults() == []
     assert groups[-1] in train(buffer, 2).group_ids + train(buffer, 3).group_ids
-    buffer.config = BufferConfig()
-    buffer.restart()
-    assert buffer.status().num_ready_groups > 0, "the unused ones"
-    assert buffer.store.read(lambda tx: {g.phase for _, g in tx.groups.all_items() if g.uses}) == {"closed"}
 
 
 def test_what_a_transaction_changes_in_the_index_is_put_back_where_it_is_not_committed(make):

@@ -174,6 +174,45 @@ def test_a_folder_with_another_number_of_shards_is_refused(tmp_path):
         new_folders(divided, 1)
 
 
+def test_a_shard_promises_a_step_no_more_than_it_could_lease_anew(tmp_path):
+    """All that was promised leaves, as under a smaller token_budget, and the step must become ready all the same."""
+    config = BufferConfig(sampler="uniform", max_uses=4, replay_steps=1.0)
+    where = {"max_lag": 16, "max_tokens": 64, "groups_per_step": 8, "num_prompts": 200, "num_shards": 2}
+    first, second = made = [InProcessBuffer(tmp_path / str(i), facts(shard=i, **where), config) for i in (0, 1)]
+    actor, other = map(ShardActor, made)
+
+    def plan(step, incarnation=0):
+        told = [each.ask(p.PlanRequest(step, step - 1, incarnation), p.PlanReply) for each in made]
+        return divide_step(8, dict(enumerate(told)), in_order=False)
+
+    def all_leased(tokens):
+        for lease in actor.lease():
+            actor.work(lease, num_completion_tokens=tokens)
+
+    for each in made:
+        each.begin()
+    all_leased(40)
+    for lease in other.lease():
+        other.work(lease)
+    parts = plan(1)
+    assert None not in [draw(each, 1, parts) for each in made]
+    all_leased(40)  # those of the second shard are slow
+    other.lease()
+    for each in made:
+        each.finish(1, 1)
+    first.facts = first.facts.model_copy(update={"token_budget": 20})
+    first.restart()
+    for each in made:
+        each.begin(1, 1, session="again")
+    parts = plan(2, 1)
+    assert sum(parts.values()) == 8
+    if draw(first, 2, parts, 1) is None:  # too long, all of them
+        all_leased(4)
+    assert None not in [draw(each, 2, parts, 1) for each in (first, second)]
+    for each in made:
+        each.close()
+
+
 def test_a_shard_keeps_its_part_of_the_capacity(tmp_path):
     config = BufferConfig(capacity_trajectories=90, capacity_gib=3.0)
     parts = [

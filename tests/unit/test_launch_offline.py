@@ -70,7 +70,7 @@ def test_a_dry_run_says_what_there_is_to_train_on(train, tmp_path):
 
 
 def test_its_buffer_is_filled_before_anything_starts_and_needs_its_source_no_more(tmp_path):
-    path = samples(tmp_path / "samples.jsonl")
+    path = samples(tmp_path / "samples.jsonl", completion_ids=[4] * 18, logprobs=[-0.5] * 18)
     made = plan(path, tmp_path / "run")
     made.folder.create(made.config)
     facts = context(made).facts
@@ -87,6 +87,10 @@ def test_its_buffer_is_filled_before_anything_starts_and_needs_its_source_no_mor
     assert context(found.plan).facts == facts
     with pytest.raises(ConfigError, match="enough for 3 steps"):
         resume(made.folder, ["--learner.num_steps", "4"], print)
+    with pytest.raises(ConfigError, match=r"learner.token_budget = 19, and .* has a sample of 20 tokens"):
+        resume(made.folder, ["--learner.token_budget", "19"], print)
+    older = identity.model_dump_json(exclude={"recorded": {"longest", "num_uninformative"}})
+    assert RunIdentity.model_validate_json(older).recorded.longest == 0, "which run folders of before do not know"
     step = made.folder.checkpoints / "step-00000003"
     step.mkdir()
     (step / "meta.json").write_bytes(CheckpointMeta(TrainingProgress(3, 3, 0), 2, 1, "", {}).encode())
@@ -114,6 +118,16 @@ def test_samples_that_change_between_the_look_and_the_start_are_refused(tmp_path
         ({}, ["--launch.autoscale", "on"], "launch.autoscale = 'on' counts what actors make"),
         ({}, ["--learner.num_steps", "4"], "has 6 groups to train on, enough for 3 steps: lower"),
         ({}, ["--learner.groups_per_step", "7"], "enough for 0 steps"),
+        (
+            {"reward": lambda group, index: group % 2 * index},
+            ["--buffer.refill_uninformative", "1.0"],
+            "has 6 groups to train on, of which buffer.refill_uninformative may set 3 aside, enough for 1 steps",
+        ),
+        (
+            {},
+            ["--learner.ess_budget", "0.5", "--learner.ess_action", "drop"],
+            "nobody does: use learner.ess_action = 'scale_lr'",
+        ),
         ({}, ["--buffer.source", "nowhere"], "nowhere: give the folder of"),
         ({}, ["--actors.num_actors", "0", "--actors.eval_every", "5"], "with actors.num_actors = 0 nobody evaluates"),
         ({"completion_ids": [4, 16]}, [], "row 1: token outside the vocabulary of 16"),

@@ -140,6 +140,12 @@ def test_replay_generates_no_more_than_takes_the_place_of_what_was_used_up():
     assert found.num_generated == pytest.approx(150 * G * K / 3, rel=0.1)
 
 
+def test_groups_of_the_step_in_progress_keep_no_new_ones_from_being_generated():
+    often = {"sampler": "uniform", "max_uses": 2, "replay_steps": 1.0}
+    found = Simulation(world(engines=8, step_s=10.0, sampler=often, max_lag="unbounded")).run(60, warm_up=20)
+    assert found.learner_busy == pytest.approx(1.0, abs=0.01)
+
+
 def test_a_faster_pool_makes_more_and_the_price_is_that_of_all():
     config = ActorsConfig(group_size=K, max_running_samples=16, max_new_tokens=4096)
     pools = (
