@@ -8,6 +8,7 @@ check_inputs             refuses a batch that no loss can use
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
@@ -29,7 +30,7 @@ def clamped_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def share_of(chosen: Tensor, number: int) -> Tensor:
+def share_of(chosen: Tensor, number: int | Tensor) -> Tensor:
     """How many are chosen (bool), over a number, as float64 of one value."""
     return chosen.sum().double() / number
 
@@ -72,6 +73,8 @@ class LossInputs:
     """The critic's value of the state before each token: a second leaf; None where there is no critic."""
     old_values_T: Tensor | None = None
     """The same at the start of this draw, constant over its updates."""
+    num_prompts: int | None = None
+    """Of `prompt_B`, whose numbers are then 0..num_prompts-1; None: they may be any, and `by_prompt` looks at them."""
     lag_T: Tensor | None = None
     """int64: updates between the version that sampled each token and the present one; None where nobody counts them."""
 
@@ -120,6 +123,8 @@ class LossInputs:
         """The same batch with all samples of a prompt in one group, whichever version wrote them."""
         if self.prompt_B is None:
             return self
+        if self.num_prompts is not None:
+            return replace(self, group_B=self.prompt_B, num_groups=self.num_prompts)
         numbers, group_B = torch.unique(self.prompt_B, return_inverse=True)
         return replace(self, group_B=group_B, num_groups=int(numbers.numel()))
 
@@ -131,7 +136,7 @@ class LossOutput:
     loss: Tensor
     measured: Measured = field(default_factory=dict)
     """What is logged, by name. A tensor of one number costs nothing until it is read: the learner takes the gradient
-    of a loss for each micro-batch, and a number read there would wait for the GPU each time."""
+    of a loss for each micro-batch, and a number read there would wait for the GPU each time. NaN counts as None."""
     weights_T: Tensor | None = None
     """The importance weights as the loss applied them, after corrections: pi_prox / mu, or pi / mu of its gradient;
     None where it has none."""
@@ -139,9 +144,10 @@ class LossOutput:
     @property
     def metrics(self) -> dict[str, float | None]:
         """What was measured, as numbers; None where a metric does not apply to this batch."""
-        return {
+        read = {
             name: float(found.detach()) if isinstance(found, Tensor) else found for name, found in self.measured.items()
         }
+        return {name: None if found is None or math.isnan(found) else found for name, found in read.items()}
 
 
 CriticKind = Literal["head", "model"]
@@ -169,7 +175,7 @@ class Needs:
     its prompt alone, also where the proximal policy is the present one; rewards, references and counts of the whole
     batch may enter. None: it depends on all."""
     critic: CriticKind | None = None
-    """Values: from a head on the policy, or from a model of their own."""
+    """Values, and those at the start of the draw: from a head on the policy, or from a model of their own."""
 
 
 class Correction(BaseModel):
@@ -239,7 +245,7 @@ class BadInputs(ValueError):
 
 
 def check_inputs(inputs: LossInputs, needs: Needs) -> None:
-    """Check what came from outside: rewards, and behaviour log-probabilities where they are read.
+    """Check what came from outside, once for a draw: rewards, and behaviour log-probabilities where they are read.
 
     The learner's own log-probabilities are not checked: where they are not finite, the gradient tells.
 

@@ -173,6 +173,7 @@ class OffPolicyPPOConfig(GroupSection):
     def _keys_must_agree(self) -> OffPolicyPPOConfig:
         check_corrections(self.corrections)
         self._check_surrogate()
+        self._check_that_all_is_read()
         if self.compare == "prompt" and not self.has_group_baseline:
             raise ValueError(
                 f"compare = 'prompt' is about group baselines, and baseline = '{self.baseline}' is none: remove it"
@@ -221,6 +222,22 @@ class OffPolicyPPOConfig(GroupSection):
                 "surrogate"
             )
 
+    def _check_that_all_is_read(self) -> None:
+        """Refuse what was given and says nothing; a preset may fill in more than is read."""
+        of_critic = dict.fromkeys(("critic", "gamma", "gae_lambda", "value_coef", "value_clip"), "baseline = 'critic'")
+        needed = {
+            **({} if self.baseline == "critic" else of_critic),
+            **({} if self.baseline == "grpo" else {"normalize_std": "baseline = 'grpo'"}),
+            **({} if self.kl_beta else {"kl_in": "kl_beta above 0"}),
+            **({} if self.kl_beta and self.kl_in == "loss" else {"kl_estimator": "kl_in = 'loss' and kl_beta above 0"}),
+        }
+        if self.is_weighed_whole and not self.shapes_reward:
+            needed["proximal"] = "a clipped surrogate or a KL in the reward"
+        for key, what in needed.items():
+            default = type(self).model_fields[key].default
+            if getattr(self, key) not in (default, PRESETS.get(self.preset or "", {}).get(key, default)):
+                raise ValueError(f"{key} is read with {what} alone: remove it, or ask for that")
+
     @property
     def has_group_baseline(self) -> bool:
         """Is a sample compared with others of its group?"""
@@ -235,8 +252,6 @@ class OffPolicyPPOConfig(GroupSection):
     def needs(self) -> Needs:
         """Groups for a group baseline, a critic for the other, a reference for the KL."""
         has_critic = self.baseline == "critic"
-        # a KL in the reward enters the baseline of the group, or of the batch
-        shapes_reward = self.kl_beta > 0 and self.kl_in == "reward"
         compared = self.compare if self.has_group_baseline else None
         # what a user's baseline reads nobody knows
         is_whole = has_critic or self.is_users_baseline
@@ -245,11 +260,16 @@ class OffPolicyPPOConfig(GroupSection):
             prompts=self.compare == "prompt",
             reference=self.kl_beta > 0 and self.kl_in != "behaviour",
             behaviour=True,
-            proximal=self.proximal == "draw_start" and (shapes_reward or not self.is_weighed_whole),
+            proximal=self.proximal == "draw_start" and (self.shapes_reward or not self.is_weighed_whole),
             rewards_of_success=self.baseline == "maxrl",
-            separable=None if is_whole else compared if shapes_reward else "sequence",
+            separable=None if is_whole else compared if self.shapes_reward else "sequence",
             critic=self.critic if has_critic else None,
         )
+
+    @property
+    def shapes_reward(self) -> bool:
+        """Is there a KL in the reward, and so in the baseline of the group, or of the batch?"""
+        return self.kl_beta > 0 and self.kl_in == "reward"
 
     @property
     def is_weighed_whole(self) -> bool:
@@ -292,8 +312,9 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
         metrics["ppo/entropy"] = -(weighing.weight_T * inputs.logprobs_T.detach()).sum().double() / num_tokens
     if config.baseline == "critic":
         loss = loss + config.value_coef * _value_loss(config, inputs, advantage_T, metrics)
-    applied_T = found.weight_T if config.is_weighed_whole else weighing.weight_T
-    return LossOutput(loss, metrics, None if config.proximal == "behaviour" else applied_T)
+    if config.is_weighed_whole:
+        return LossOutput(loss, metrics, found.weight_T)
+    return LossOutput(loss, metrics, None if config.proximal == "behaviour" else weighing.weight_T)
 
 
 def _interpolated(inputs: LossInputs) -> Tensor:

@@ -100,23 +100,25 @@ def online_dpo(config: OnlineDPOConfig, inputs: LossInputs) -> LossOutput:
     best_G, worst_G, tied_G = best_and_worst(rewards_B, inputs.group_B, inputs.num_groups)
     of_answer = inputs.sum_per_sequence if config.log_ratio == "sum" else inputs.mean_per_sequence
     log_ratio_B = of_answer(inputs.logprobs_T - inputs.reference_logprobs_T)
-    margin_P = (log_ratio_B[best_G] - log_ratio_B[worst_G])[~tied_G]
-    num_pairs = margin_P.numel()
+    # how many pairs there are is not asked for: a GPU would have to finish first
+    num_pairs = (~tied_G).sum()
+    # tied groups leave before anything is computed of them, so that none has a gradient that is not finite
+    margin_G = torch.where(tied_G, 0.0, log_ratio_B[best_G] - log_ratio_B[worst_G])
     if config.variant == "sigmoid":
-        loss_P = -F.logsigmoid(config.beta * margin_P)
+        loss_G = -F.logsigmoid(config.beta * margin_G)
     else:
-        loss_P = (margin_P - 1 / (2 * config.beta)).square()
+        loss_G = (margin_G - 1 / (2 * config.beta)).square()
     # a sum over no pairs is 0 and still part of the graph, where a mean would be NaN
-    loss = loss_P.sum() / max(1, num_pairs)
-    margins_P = margin_P.detach()
-    cross_P = (lease_B[best_G] != lease_B[worst_G])[~tied_G]
+    loss = torch.where(tied_G, 0.0, loss_G).sum() / num_pairs.clamp_min(1)
+    margin_G = margin_G.detach()
+    is_cross_G = (lease_B[best_G] != lease_B[worst_G]) & ~tied_G
     return LossOutput(
         loss,
         {
-            "dpo/tied_frac": 1 - num_pairs / inputs.num_groups,
-            "dpo/margin": config.beta * margins_P.mean() if num_pairs else None,
-            "dpo/accuracy": share_of(margins_P > 0, num_pairs) if num_pairs else None,
-            "dpo/cross_frac": share_of(cross_P, num_pairs) if num_pairs else None,
+            "dpo/tied_frac": share_of(tied_G, inputs.num_groups),
+            "dpo/margin": config.beta * margin_G.sum() / num_pairs,
+            "dpo/accuracy": share_of(margin_G > 0, num_pairs),
+            "dpo/cross_frac": share_of(is_cross_G, num_pairs),
             **shares,
         },
         weights_T,

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field, SerializeAsAny, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from torch import Tensor
 
-from algorithms.base import Algorithm, AlgorithmSection, LossInputs, LossOutput, Needs, check_inputs
+from algorithms.base import Algorithm, AlgorithmSection, LossInputs, LossOutput, Needs
 from common.user_file import UserFileError, is_reference, load_object
 
 FILES = (
@@ -55,9 +55,11 @@ def _from_user_file(given: Any, known: ValidatorFunctionWrapHandler) -> Algorith
             return section_class.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
-            key, what = ".".join(map(str, first["loc"])), first["msg"][:1].lower() + first["msg"][1:]
+            # an error of the whole section names no key, and pydantic says of every one that it is of a value
+            key, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+            what = f"{key}: {what[:1].lower()}{what[1:]}" if key else what
             keys = ", ".join(name for name in section_class.model_fields if name != "type")
-            raise ValueError(f"{key}: {what}; keys of {given['type']} are {keys}") from None
+            raise ValueError(f"{what}; keys of {given['type']} are {keys}") from None
     section: AlgorithmSection = known(given)
     return section
 
@@ -73,21 +75,14 @@ else:
     ]
 
 
-def loss_for(config: AlgorithmConfig, *, checks: bool = True) -> Loss:
-    """The loss of a config, as a function of a batch alone, which it checks first, unless that was done before.
+def loss_for(config: AlgorithmConfig) -> Loss:
+    """The loss of a config, as a function of a batch alone, of which `algorithms.base.check_inputs` finds no fault.
 
-    The function raises `algorithms.base.BadInputs`, a ValueError, for a batch that the loss cannot be right on, and
-    `algorithms.registry.UndeclaredInput` where the loss reads what its `needs` do not declare.
+    The function raises `algorithms.registry.UndeclaredInput` where the loss reads what its `needs` do not declare.
     """
     loss = algorithm_of(config.type).loss
     needs = config.needs
-
-    def checked(inputs: LossInputs) -> LossOutput:
-        if checks:
-            check_inputs(inputs, needs)
-        return loss(config, only_declared(inputs, needs))
-
-    return checked
+    return lambda inputs: loss(config, only_declared(inputs, needs))
 
 
 class UndeclaredInput(RuntimeError):

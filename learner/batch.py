@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -115,9 +115,9 @@ class StepBatch:
         return StepBatch.build(self.rows.take(sequences), version, self.resumed_at, self.rule)
 
     def pack(self, sequences: IntArray) -> PackedBatch:
-        """Some of the sequences, packed by the same rule."""
+        """Some of the sequences, packed by the same rule to be scored alone: there is no second pass to save."""
         chosen, (_, group_B) = self.rows.take(sequences), np.unique(self.group_B[sequences], return_inverse=True)
-        return pack_rows(chosen, self.rule, group_B)
+        return pack_rows(chosen, replace(self.rule, unit="sequence"), group_B)
 
     def tokens_of(self, sequences: IntArray) -> IntArray:
         """Where the completion tokens of these sequences stand in T, in order."""
@@ -161,6 +161,7 @@ class StepBatch:
             return torch.from_numpy(values).to(device)
 
         column = self.rows.column
+        prompts, prompt_B = np.unique(self.prompt_B, return_inverse=True)
         return LossInputs(
             logprobs_T=leaves.logprobs_T.detach().clone().requires_grad_(),
             proximal_logprobs_T=old.logprobs_T.detach(),
@@ -172,7 +173,8 @@ class StepBatch:
             finished_B=torch.tensor(np.asarray(column("finish_reason")) == "stop", device=device),
             num_groups=self.num_groups,
             step=step,
-            prompt_B=integers(self.prompt_B),
+            prompt_B=integers(prompt_B),
+            num_prompts=len(prompts),
             values_T=None if leaves.values_T is None else leaves.values_T.detach().clone().requires_grad_(),
             old_values_T=None if old.values_T is None else old.values_T.detach(),
             lag_T=integers(self.lag_T),

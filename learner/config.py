@@ -73,7 +73,7 @@ class LearnerConfig(BaseModel):
         default=False, description="Keep only each layer's input and compute the rest again in the backward pass."
     )
     reference_offload: Literal["none", "cpu", "disk"] = Field(
-        default="none", description="Where the frozen reference model is kept while it does not score."
+        default="none", description="Where the frozen reference model is kept while a step trains."
     )
     score_while_waiting: bool = Field(
         default=True,

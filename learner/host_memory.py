@@ -1,4 +1,4 @@
-"""What leaves a device: room for copies in host memory, and the weights of a frozen stage while it does not score."""
+"""What leaves a device: room for copies in host memory, and the weights of a frozen stage while a step trains."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def host_room(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tenso
 
 
 class Offload:
-    """Where the weights of a frozen stage are while it does not score; takes them away, and brings the same ones back.
+    """Where the weights of a frozen stage are while a step trains; takes them away, and brings the same ones back.
 
         cpu    in the memory of the host; on a stage that computes there they stay where they are
         disk   in a file of the run, read when the stage is to score

@@ -97,7 +97,6 @@ class StageModule(nn.Module):
         self.share = share
         self.rule = rule
         self.hidden_size = int(whole.config.hidden_size)
-        self.vocab_size = int(whole.config.vocab_size)
         self.heads = heads
         self.tied = bool(whole.config.tie_word_embeddings) and heads != "value"
         """Are embedding and LM head one tensor?"""
@@ -164,26 +163,30 @@ class StageModule(nn.Module):
     def batch(self) -> DeviceBatch | None:
         """What `forward`'s index refers to: set before a schedule runs, None after it.
 
-        An off-loaded stage holds its weights while a batch is set.
+        To set one brings the weights of an off-loaded stage back, which `release` takes away.
         """
         return self._batch
 
     @batch.setter
     def batch(self, batch: DeviceBatch | None) -> None:
         self._batch = batch
+        if self._offload is not None and batch is not None:
+            self._offload.fetch()
+            self.tie()
+
+    def release(self) -> None:
+        """Give the device's copy of an off-loaded stage's weights up, until a batch is set; else do nothing."""
+        assert self._batch is None, "a pass is under way"
         if self._offload is not None:
-            if batch is not None:
-                self._offload.fetch()
-            else:
-                self._offload.release()
+            self._offload.release()
             self.tie()
 
     def offload(self, where: Literal["cpu", "disk"], folder: Path) -> None:
-        """Keep a frozen stage's weights elsewhere while no batch is set; "disk": in this folder of the run."""
+        """Keep a frozen stage's weights elsewhere from now on; "disk": in this folder of the run."""
         assert self._batch is None
         name = f"chunk-{self.share.chunk + 1:05d}-of-{self.share.num_chunks:05d}.safetensors"
         self._offload = Offload(self, self.device, where, folder / name)
-        self.batch = None
+        self.release()
 
     @property
     def num_heads(self) -> int:

@@ -3,8 +3,9 @@
 The second network runs backwards: the rank with the policy's first stage has the critic's last. So each rank finds work
 of the one while it waits for the other, and the bubbles at both ends of a pass fill up. RLHFuse (arXiv 2409.13221,
 section 5) searches such orders by annealing. Here a list schedule is made over and over, with other limits on what
-stages hold and other noise in what comes first, and the best is taken: it reaches the lower bound, or one unit more, in
-a fraction of a second for up to eight stages, and is the same on every machine.
+stages hold and other noise in what comes first, and the best is taken. It is found within a second or so, and is the
+same on every machine. For up to eight stages it is within 2 % of the lower bound where networks are alike, and within
+7 % where the critic costs three quarters of the policy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 NUM_NETWORKS = 2
-_TRIES = 300
+_MOST_TRIES = 300
+_SEARCHED = 20_000
+"""Micro-batches of stages in all tries together: less than a second, for the step waits meanwhile, on every rank."""
+_NEAR = 1.01
+"""An order that takes so much of the lower bound is short enough."""
 _SEED = 0
 
 
@@ -69,7 +74,8 @@ def find_order(num_stages: int, num_micro_batches: int, work: tuple[Work, Work],
     bound = shortest_possible(num_stages, num_micro_batches, work)
     rng = random.Random(_SEED)
     best: Order | None = None
-    for number in range(_TRIES):
+    tries = max(20, min(_MOST_TRIES, _SEARCHED // (num_stages * num_micro_batches)))
+    for number in range(tries):
         # the first try holds what 1F1B holds of each network
         more = rng.randint(0, num_stages) if number else 0
         limits = [[num_stages - stage + rng.randint(0, more) for stage in range(num_stages)] for _ in work]
@@ -81,7 +87,7 @@ def find_order(num_stages: int, num_micro_batches: int, work: tuple[Work, Work],
             continue
         if best is None or (found.makespan, found.most_held) < (best.makespan, best.most_held):
             best = found
-        if best.makespan <= bound * (1 + 1e-9):
+        if best.makespan <= bound * _NEAR:
             break
     assert best is not None, "with divided limits every schedule comes to an end"
     return best

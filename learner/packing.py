@@ -90,11 +90,11 @@ class PackingRule:
 def micro_batches_asked(schedule: str, num_stages: int) -> tuple[int, int]:
     """How many micro-batches a replica has to run by its schedule: the least number, and of what it is a multiple.
 
-    1F1B takes at least one per stage, schedules in rounds whole rounds of them.
+    1F1B and fused passes take at least one per stage, schedules in rounds whole rounds of them.
     """
     if schedule == "gpipe" or num_stages == 1:
         return 1, 1
-    return num_stages, 1 if schedule == "1f1b" else num_stages
+    return num_stages, 1 if schedule in ("1f1b", "fused") else num_stages
 
 
 @dataclass(frozen=True)
@@ -270,12 +270,8 @@ def longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def plan(lengths: Sequence[int], rule: PackingRule) -> list[list[int]]:
+def plan(lengths: Sequence[int], cost_B: FloatArray, rule: PackingRule) -> list[list[int]]:
     """Which sequences each micro-batch takes, replica by replica; errors as `best_fit`."""
-    return _plan(lengths, rule.cost.of(lengths), rule)
-
-
-def _plan(lengths: Sequence[int], cost_B: FloatArray, rule: PackingRule) -> list[list[int]]:
     fewest = best_fit(lengths, rule.token_budget)
     num_bins = rule.num_micro_batches(len(fewest))
     bins = spread(lengths, cost_B, rule.token_budget, num_bins)
@@ -314,7 +310,7 @@ class _Samples:
 
     def bins(self, unit_B: IntArray | None) -> tuple[list[list[int]], FloatArray, Unit]:
         """Which sequences each micro-batch takes, what each costs, and what lies in one whole."""
-        bins = _plan(self.length_B.tolist(), self.cost_B, self.rule)
+        bins = plan(self.length_B.tolist(), self.cost_B, self.rule)
         cost_M = self.cost_of_bins(bins)
         shares = len(np.unique(self.same_B)) < len(self.same_B)
         if unit_B is not None and (self.rule.unit != "sequence" or shares):
@@ -330,7 +326,7 @@ class _Samples:
         length_U = np.bincount(unit_B, self.length_B).astype(np.int64)
         if length_U.max() > self.rule.token_budget:
             return None
-        bins = _plan(length_U.tolist(), self.cost_of(unit_B, len(length_U)), self.rule)
+        bins = plan(length_U.tolist(), self.cost_of(unit_B, len(length_U)), self.rule)
         sequences_U = np.split(np.argsort(unit_B, kind="stable"), np.cumsum(np.bincount(unit_B))[:-1])
         return [[i for unit in units for i in sequences_U[unit].tolist()] for units in bins]
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +58,7 @@ class Reference:
         """Reference log-probabilities, and those computed anew. All ranks call it together.
 
         On the last stages [T], to float32 in any precision, NaN where there is no reference, and the new ones; None and
-        nothing on the others.
+        nothing on the others. Off-loaded models leave the device after it: what a step trains takes their room.
         """
         reference_T = self._stored(batch) if self._mesh.place.is_last else None
         unscored = batch.unscored()
@@ -72,15 +73,18 @@ class Reference:
             where_T = torch.from_numpy(batch.tokens_of(own)).to(reference_T.device)
             reference_T[where_T] = new_T.to(reference_T.dtype)
             scores |= _by_sequence(new_T, own, np.diff(batch.bounds_T())[own])
+        self._release()
         return reference_T, scores
 
     def score_ahead(self, rows: pa.RecordBatch, rule: PackingRule) -> list[npt.NDArray[np.float32]]:
         """Reference log-probabilities of trajectories of no step yet, by the columns of the buffer's schema.
 
-        All ranks call it together; on the last stages one array per trajectory, on the others none.
+        All ranks call it together; on the last stages one array per trajectory, on the others none. An off-loaded model
+        stays for the next round, until `score` or another model of several takes its place.
         """
         assert self.exists, "nothing asks for scores where there is no reference"
         scores: Scores = {}
+        rule = replace(rule, unit="sequence")  # no loss follows, which could save a pass
         for pipeline, own in self._by_model(np.array(rows.column("prompt_id"))):
             chosen = rows if len(own) == rows.num_rows else rows.take(own)
             new_T = self._logprobs(pipeline, share_of(pack_rows(chosen, rule), self._mesh, self._device))
@@ -99,8 +103,15 @@ class Reference:
 
     def _logprobs(self, pipeline: Pipeline, on_device: DeviceBatch) -> Tensor | None:
         """Of all T tokens, as they are stored, so that a step taken again reads the same numbers also in float64."""
+        self._release(but=pipeline)
         found = gather_tokens(pipeline.forward_only(on_device), on_device, self._mesh)
         return None if found is None else found[0].to(torch.float32)
+
+    def _release(self, but: Pipeline | None = None) -> None:
+        """Take off-loaded models away from the device."""
+        for pipeline in self.pipelines:
+            for module in pipeline.modules if pipeline is not but else ():
+                module.release()
 
     def _stored(self, batch: StepBatch) -> Tensor:
         """What earlier steps have scored, NaN elsewhere: [T]."""

@@ -28,12 +28,10 @@ their small effective sample size is none of these, and does not end a row of th
 """
 
 Report = dict[str, float | int | bool | Lag0ByActor | LagByActor | None]
-"""Metrics by name; and `NO_METRICS`."""
+"""Metrics by name; and, which are none, what a step tells of each actor: tables, which the observer adds up."""
 
 MAX_PARTS = 16
 """Reward functions that have a metric each: a task that sums more is better read from the buffer."""
-NO_METRICS = frozenset({"lag0_by_actor", "lag_by_actor"})
-"""What a step tells of each actor: tables, which the observer of the run adds up."""
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ class Stage:
         self._coordinator: Coordinator | None = None
         self._publisher: Publisher | None = None
         self._progress = TrainingProgress(step=0, version=0, incarnation=0)
+        self._resumed_at: dict[int, int] = {}
         self._saved_step = -1
         self._published_version = -1
         self._bad_batches = BadBatches(context.folder / "bad_batches")
@@ -210,13 +211,21 @@ class Stage:
             self._bad_batches.non_finite_steps = resumed.non_finite_steps
 
     def _begin_incarnation(self) -> None:
-        incarnation = torch.zeros(1, dtype=torch.int64)
+        """Open one, and tell all ranks from which version each went on: any last stage may have its loss read lags."""
+        source = self._place.coordinator
+        told, pairs = torch.zeros(2, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int64)
         if self._place.is_coordinator:
             self._coordinator = Coordinator(self._context, self._channel, self._packing.least_tokens)
             self._coordinator.begin(self._progress.version, self._progress.step)
-            incarnation += self._coordinator.incarnation
-        dist.broadcast(incarnation, src=self._place.coordinator)
-        self._progress = structs.replace(self._progress, incarnation=int(incarnation))
+            pairs = torch.tensor(list(self._coordinator.resumed_at.items()))
+            told += torch.tensor([self._coordinator.incarnation, len(pairs)])
+        dist.broadcast(told, src=source)
+        incarnation, count = told.tolist()
+        if not self._place.is_coordinator:
+            pairs = pairs.new_zeros(count, 2)
+        dist.broadcast(pairs, src=source)
+        self._resumed_at = dict(pairs.tolist())
+        self._progress = structs.replace(self._progress, incarnation=incarnation)
 
     # --- the loop -----------------------------------------------------------------------------------
 
@@ -308,9 +317,7 @@ class Stage:
     def _batch(self, draw: Draw | bytes) -> tuple[StepBatch, list[int] | None]:
         """The samples of a draw, and on the coordinator their records."""
         rows = read_stream(draw) if isinstance(draw, bytes) else draw.rows
-        # lags are the coordinator's to report; no other stage knows where earlier incarnations ended
-        resumed_at = self._coordinator.resumed_at if self._coordinator is not None else {}
-        batch = StepBatch.build(rows, self._progress.version, resumed_at, self._packing)
+        batch = StepBatch.build(rows, self._progress.version, self._resumed_at, self._packing)
         return batch, None if isinstance(draw, bytes) else draw.record_ids
 
     def _publish_if_due(self, version: int) -> float:

@@ -98,13 +98,15 @@ class TrainStep:
         self._config = config
         self._seed = seed
         self._keeps_prompts_whole = algorithm.needs.prompts
-        self._reads_start = algorithm.needs.proximal or networks.critic is not None
-        self._separable = algorithm.needs.separable if one_pass and networks.critic is None else None
+        has_critic = algorithm.needs.critic is not None
+        self._reads_start = algorithm.needs.proximal or has_critic
+        self._separable = algorithm.needs.separable if one_pass and not has_critic else None
         self.evaluator = LossEvaluator(algorithm, config)
 
     def run(self, batch: StepBatch, step: int, between_updates: BetweenUpdates | None = None) -> StepResult:
         """Take step `step`, counted from 0, with the same batch, at the version that it begins with, on all ranks.
 
+        `report.check_samples` has found no fault of it.
         `between_updates` is called with the version before every update but the first.
         """
         clock = _Clock(self._networks.policy.device)
@@ -355,7 +357,6 @@ class LossEvaluator:
     def __init__(self, algorithm: AlgorithmConfig, config: LearnerConfig) -> None:
         """Take the loss and the rule of the effective sample size."""
         self._loss = loss_for(algorithm)
-        self._unchecked = loss_for(algorithm, checks=False)
         self._rule: EssRule | None = None
         if config.ess_budget is not None:
             self._rule = EssRule(config.ess_budget, config.ess_action, MAX_DROPS)
@@ -370,11 +371,11 @@ class LossEvaluator:
     def gradient(self, inputs: LossInputs) -> Tensor:
         """The gradient dL / d(log-probability) of all T tokens; `inputs.logprobs_T` is a leaf.
 
-        Asked for each micro-batch, it reads nothing back from the device: samples were checked before the step, and
-        `evaluate` reads metrics once all log-probabilities are there.
+        Asked for each micro-batch, it reads nothing back from the device: `evaluate` reads metrics once all
+        log-probabilities are there.
         """
         with torch.enable_grad():
-            return torch.autograd.grad(self._unchecked(inputs).loss, inputs.logprobs_T)[0]
+            return torch.autograd.grad(self._loss(inputs).loss, inputs.logprobs_T)[0]
 
     def evaluate(self, batch: StepBatch, leaves: Leaves, old: Leaves, reference_T: Tensor) -> LossEvaluation:
         """Evaluate the loss on the batch of an update, at the leaves of the present weights.

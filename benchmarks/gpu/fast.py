@@ -276,6 +276,7 @@ def offloaded(place: Place, shape: str = "1.5B") -> None:
         place.sync()
         taken.append(time.perf_counter() - start)
         reference.batch = None
+        reference.release()
     _tell_rate(place, "reference to GPU", statistics.median(taken[1:]), size)
 
 

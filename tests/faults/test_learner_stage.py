@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from common.staleness import PolicyVersion
 from launch.observe.metrics import METRICS
-from learner.report import NO_METRICS
 from tests.faults.learner_run import LearnerRun, MadeUpActor
 from tests.trajectories import decode
+from tests.world.learner import TABLES
 from weight_sync.store import WeightStore
 
 
@@ -113,7 +113,7 @@ def test_several_updates_per_step_are_several_versions_and_a_critic_is_checkpoin
     reports = run.reports()
     assert [(report["step"], report["version"]) for report in reports] == [(n, 4 * n) for n in range(1, 6)]
     assert all(report["updates/taken"] == 4 and report["lag/token_max"] <= 4 for report in reports)
-    assert all(report.keys() - NO_METRICS <= METRICS.keys() for report in reports)
+    assert all(report.keys() - TABLES <= METRICS.keys() for report in reports)
     checkpoint = load_metadata(run.folder / "checkpoints" / "step-00000005")
     assert {"critic.value_head.weight", "critic.optimizer.exp_avg.value_head.weight"} <= checkpoint
     newest = store.newest()

@@ -107,6 +107,20 @@ def test_a_file_without_an_algorithm_is_refused_by_name(tmp_path, source, messag
     assert str(tmp_path / "mine.py") in str(caught.value)
 
 
+def test_what_is_wrong_with_a_users_section_as_a_whole_is_said_as_of_one_of_ours(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from algorithms.base import Algorithm\n"
+        "from algorithms.corrections import WeighedSection\n"
+        "ALGORITHM = Algorithm(WeighedSection, None)\n"
+    )
+    section = '[algorithm]\ntype = "mine.py:ALGORITHM"\ncorrections = ["token_tis", "sequence_tis"]\n'
+    (tmp_path / "run.toml").write_text(TOML + section)
+    with pytest.raises(
+        ConfigError, match=r"\[algorithm\] corrections 'token_tis' .* one of them; keys of .* are corrections"
+    ):
+        load_config(tmp_path / "run.toml")
+
+
 def test_a_baseline_in_a_file_of_a_users_weighs_the_sequences(tmp_path):
     (tmp_path / "mine.py").write_text("def centred(inputs, rewards_B):\n    return rewards_B - rewards_B.mean()\n")
     (tmp_path / "run.toml").write_text(TOML + '[algorithm]\ntype = "off_policy_ppo"\nbaseline = "mine.py:centred"\n')

@@ -93,7 +93,7 @@ def test_units_stay_whole_where_the_budget_has_room_for_each_and_a_pipeline_is_n
         # else a unit's length does not tell its cost
         if fits and not rule.cost.per_token_squared and len({prompt for prompt, _ in shapes}) == len(shapes):
             lengths_U = np.bincount(unit_B, list(map(len, rows))).astype(int)
-            whole = [lengths_U[units].sum() for units in plan(lengths_U.tolist(), rule)]
+            whole = [lengths_U[units].sum() for units in plan(lengths_U.tolist(), rule.cost.of(lengths_U), rule)]
             assert 3 * duration(whole, rule) > 4 * duration(by_sequence.cost_M, rule)
         assert [members.tolist() for members in packed.members] == [m.tolist() for m in by_sequence.members]
         return
@@ -159,7 +159,7 @@ def test_the_order_of_the_sequences_changes_no_micro_batchs_lengths(shapes, rule
     shuffled = random.sample(lengths, len(lengths))
 
     def of(some):
-        return [Counter(some[i] for i in members) for members in plan(some, rule)]
+        return [Counter(some[i] for i in members) for members in plan(some, rule.cost.of(some), rule)]
 
     assert of(lengths) == of(shuffled)
 
@@ -167,7 +167,7 @@ def test_the_order_of_the_sequences_changes_no_micro_batchs_lengths(shapes, rule
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 4))
 def test_work_is_shared_among_the_replicas_and_micro_batches_that_there_have_to_be(lengths, num_replicas, multiple):
     rule = PackingRule(2000, num_replicas, 1, multiple)  # one micro-batch has room for all
-    bins = plan(lengths, rule)
+    bins = plan(lengths, rule.cost.of(lengths), rule)
     assert len(bins) == num_replicas * multiple
     filled_R = np.array([len(members) > 0 for members in bins]).reshape(num_replicas, -1).sum(axis=1)
     assert filled_R.sum() == min(len(lengths), len(bins))

@@ -62,6 +62,7 @@ GROUP_CONFIGS = {
     ),
     "cispo": OffPolicyPPOConfig(corrections=[{"type": "cispo", "low": 0.8, "high": 1.2}]),
     "vespo": OffPolicyPPOConfig(corrections=["vespo"]),
+    "vespo around the sampler": OffPolicyPPOConfig(proximal="behaviour", kl_beta=0.2, corrections=["vespo"]),
     "dppo": OffPolicyPPOConfig(corrections=[{"type": "dppo", "threshold": 0.2, "cap": 1.3}]),
     "dppo by kl": OffPolicyPPOConfig(
         kl_beta=0.2, corrections=[{"type": "dppo", "divergence": "kl", "threshold": 0.1, "cap": 1.3}]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.base import BadInputs
+from algorithms.base import BadInputs, check_inputs
 from algorithms.corrections import TokenTIS, WeighedSection
 from algorithms.registry import loss_for
 from learner.config import LearnerConfig
@@ -14,6 +14,7 @@ from learner.step import LossEvaluator
 from tests.unit.loss_batches import (
     CONFIGS,
     GROUP_CONFIGS,
+    GROUPS,
     LENGTHS,
     evaluate,
     gradient,
@@ -171,7 +172,7 @@ def test_a_reward_that_is_not_finite_is_refused_by_name(config, reward):
     rewards_B = inputs.rewards_B.clone()
     rewards_B[3] = reward
     with pytest.raises(BadInputs, match=rf"sequence 3: its reward is {reward}, and must be finite") as caught:
-        loss_for(config)(replace(inputs, rewards_B=rewards_B))
+        check_inputs(replace(inputs, rewards_B=rewards_B), config.needs)
     assert caught.value.sequence == 3
 
 
@@ -184,10 +185,11 @@ def test_a_missing_behaviour_logprob_is_refused_where_it_is_read_and_allowed_whe
     behaviour_T[token] = logprob
     unknown = replace(inputs, behaviour_logprobs_T=behaviour_T)
     if not config.needs.behaviour:
+        check_inputs(unknown, config.needs)
         assert_same(config, inputs, unknown)
         return
     with pytest.raises(BadInputs, match=rf"sequence 4: .*token is {logprob}.*corrections = \[\]") as caught:
-        loss_for(config)(unknown)
+        check_inputs(unknown, config.needs)
     assert caught.value.sequence == 4
 
 
@@ -224,18 +226,10 @@ def test_comparing_prompts_is_comparing_groups_that_were_joined_by_hand(config):
     assert torch.equal(gradient(config, unknown)[1], gradient(by_group, inputs)[1])
 
 
-@every(
-    {
-        name: each
-        for name, each in CONFIGS.items()
-        if each.needs.separable
-        and getattr(each, "compare", "group") == "group"
-        and each.type != "online_dpo"  # which counts its pairs
-    }
-)
+@every({name: each for name, each in CONFIGS.items() if each.needs.separable})
 def test_the_gradient_of_a_separable_loss_reads_nothing_back_from_the_device(config):
     """It is asked for with every micro-batch."""
-    inputs = make_inputs()
+    inputs = make_inputs(prompts=GROUPS, num_prompts=3)
     evaluator = LossEvaluator(config, LearnerConfig())
     leaf_T = inputs.logprobs_T.clone().requires_grad_()
     batch = replace(inputs, logprobs_T=leaf_T, values_T=None, old_values_T=None)
@@ -243,7 +237,7 @@ def test_the_gradient_of_a_separable_loss_reads_nothing_back_from_the_device(con
         found_T = evaluator.gradient(batch)
     assert torch.equal(found_T, torch.autograd.grad(loss_for(config)(batch).loss, leaf_T)[0])
     with pytest.raises(AssertionError, match="waits for the device"), NoReading():
-        loss_for(config)(batch)
+        check_inputs(batch, config.needs)
 
 
 @every(CONFIGS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from algorithms.base import BadInputs
+from algorithms.base import BadInputs, check_inputs
 from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from algorithms.registry import loss_for
 from tests.unit import ppo_by_hand
@@ -38,7 +38,8 @@ def test_loss_gradients_weights_and_shares_follow_the_formula(config, seed):
     torch.testing.assert_close(slope_T, torch.tensor(hand.slope_T, dtype=torch.float64), rtol=0, atol=1e-12)
     torch.testing.assert_close(value_slope_T, torch.tensor(hand.value_slope_T, dtype=torch.float64), rtol=0, atol=1e-12)
     weights_T = loss_for(config)(inputs).weights_T
-    assert (weights_T is None) == (config.proximal == "behaviour"), "pi_prox / mu is 1 there: nothing is weighed"
+    # pi_prox / mu is 1 there: nothing is weighed
+    assert (weights_T is None) == (config.proximal == "behaviour" and not config.is_weighed_whole)
     if weights_T is not None:
         torch.testing.assert_close(weights_T, torch.tensor(hand.weight_T, dtype=torch.float64), rtol=0, atol=1e-12)
     names = {"low": "off_policy/clip_frac_low", "high": "off_policy/clip_frac_high", "value": "ppo/value_clip_frac"}
@@ -68,7 +69,7 @@ def test_without_staleness_it_is_the_plain_policy_gradient(baseline):
         mean = sum(own) / len(own)
         expected_B.append(reward - mean if baseline == "grpo" else reward - (sum(own) - reward) / (len(own) - 1))
     expected_T = -torch.tensor(expected_B, dtype=torch.float64)[inputs.sequence_T] / NUM_TOKENS
-    config = OffPolicyPPOConfig(baseline=baseline, normalize_std=False)
+    config = OffPolicyPPOConfig(baseline=baseline, normalize_std=baseline != "grpo")
     _, slope_T, _, metrics = evaluate(config, fresh)
     torch.testing.assert_close(slope_T, expected_T, rtol=0, atol=1e-12)
     assert metrics["off_policy/clip_frac_low"] == metrics["off_policy/clip_frac_high"] == 0
@@ -121,8 +122,8 @@ def test_kl_to_the_reference_is_logged_and_pulls_towards_it(kl_in, per_token):
     inputs = make_inputs(rewards_B=torch.ones(9, dtype=torch.float64), values_T=torch.zeros(22).double())
     inputs = replace(inputs, old_values_T=inputs.values_T, finished_B=torch.ones(9, dtype=torch.bool))
     fresh = replace(inputs, proximal_logprobs_T=inputs.logprobs_T, behaviour_logprobs_T=inputs.logprobs_T)
-    baseline = "critic" if per_token else "rloo"
-    config = OffPolicyPPOConfig(baseline=baseline, gae_lambda=0.0, kl_beta=0.4, kl_in=kl_in)
+    keys = {"baseline": "critic", "gae_lambda": 0.0} if per_token else {}
+    config = OffPolicyPPOConfig(**keys, kl_beta=0.4, kl_in=kl_in)
     _, slope_T, _, metrics = evaluate(config, fresh)
     log_ratio_T = fresh.logprobs_T - fresh.reference_logprobs_T
     expected = ppo_by_hand.kl_to_reference(fresh, fresh.logprobs_T)
@@ -225,8 +226,8 @@ def test_a_negative_reward_is_refused_where_rewards_are_of_success():
     inputs = make_inputs()
     failed = replace(inputs, rewards_B=torch.where(torch.arange(9) == 5, -1.0, inputs.rewards_B))
     with pytest.raises(BadInputs, match=r"sequence 5: its reward is -1\.0, and baseline = 'maxrl' takes rewards of 0"):
-        loss_for(OffPolicyPPOConfig(baseline="maxrl"))(failed)
-    loss_for(OffPolicyPPOConfig(baseline="rloo"))(failed)
+        check_inputs(failed, OffPolicyPPOConfig(baseline="maxrl").needs)
+    check_inputs(failed, OffPolicyPPOConfig(baseline="rloo").needs)
 
 
 def test_against_the_batch_a_sample_is_compared_with_all_others_of_the_update():
@@ -346,8 +347,13 @@ def test_keys_that_are_given_win_over_the_preset():
     )
     assert (changed.proximal, changed.baseline, changed.kl_beta) == ("draw_start", "rloo", 0.0)
     assert [each.type for each in changed.corrections] == ["gspo", "icepop"]
+    # nor is a preset to blame for what it fills in and a key that is given takes the meaning from
+    kept = [
+        OffPolicyPPOConfig(preset="dr_grpo", baseline="rloo", length_scale=8.0),
+        OffPolicyPPOConfig(preset="proximal_rloo", kl_beta=0.0, corrections=["vespo"]),
+    ]
     # what a run's folder keeps reads back as the same config
-    for config in (preset, changed):
+    for config in (preset, changed, *kept):
         assert OffPolicyPPOConfig.model_validate(config.model_dump(mode="json")) == config
 
 
@@ -369,6 +375,15 @@ def test_keys_that_are_given_win_over_the_preset():
             "entropy_coef is weighed by pi_prox / mu, which 'dppo' has none",
         ),
         ({"corrections": ["vespo"], "kl_beta": 0.1, "kl_in": "loss"}, "kl_in = 'loss' is weighed by pi_prox / mu"),
+        ({"kl_beta": 0.04, "kl_estimator": "k3"}, "kl_estimator is read with kl_in = 'loss' and kl_beta above 0 alone"),
+        ({"kl_in": "loss"}, "kl_in is read with kl_beta above 0 alone: remove it"),
+        ({"normalize_std": False}, "normalize_std is read with baseline = 'grpo' alone"),
+        ({"critic": "model"}, "critic is read with baseline = 'critic' alone"),
+        ({"gae_lambda": 0.9}, "gae_lambda is read with baseline = 'critic' alone"),
+        (
+            {"proximal": "interpolated", "corrections": ["vespo"]},
+            "proximal is read with a clipped surrogate or a KL in",
+        ),
         ({"preset": "dr_grpo"}, "'sequence_sums' and length_scale belong together"),
         ({"length_scale": 8.0}, "'sequence_sums' and length_scale belong together"),
         ({"baseline": "maxrl", "kl_beta": 0.1}, "'maxrl' takes rewards of 0 or more, and kl_in = 'reward' would"),

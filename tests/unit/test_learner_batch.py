@@ -13,8 +13,12 @@ import torch
 from buffer.schema import encode, read_stream
 from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion, effective_version
+from learner import stage as stage_file
 from learner.batch import Leaves, StepBatch, lag0_by_actor, lag_by_actor
+from learner.config import LearnerConfig
 from learner.packing import PackingRule, pack
+from learner.stage import Stage
+from tests.world.run_context import run_context
 
 RULE = PackingRule(64, num_replicas=2, min_micro_batches=2)
 RESUMED_AT = {0: 0, 1: 4, 2: 3}
@@ -101,6 +105,8 @@ def check_same(batch: StepBatch, wanted: OneByOne, version: int) -> None:
     assert equal(inputs.behaviour_logprobs_T, torch.tensor(wanted.logprobs_T).double())
     assert equal(inputs.rewards_B, torch.tensor([row.reward for row in wanted.rows], dtype=torch.float64))
     assert inputs.finished_B.tolist() == [row.finish_reason == "stop" for row in wanted.rows]
+    prompts, numbers = np.unique(wanted.prompt_B, return_inverse=True)
+    assert (inputs.num_prompts, inputs.prompt_B.tolist()) == (len(prompts), numbers.tolist())
 
     lag_T = version - wanted.counted_T
     mismatch_T = np.abs(wanted.logprobs_T.astype(np.float64))
@@ -155,3 +161,39 @@ def test_columns_make_the_batch_that_trajectories_would_and_so_do_parts_of_it(se
     part = OneByOne([rows[i] for i in sequences])
     check_same(batch.part(sequences, VERSION + 1), part, VERSION + 1)
     assert equal(batch.pack(sequences), part.packed)
+
+
+class Restarted:
+    """A coordinator whose buffer has seen three learners."""
+
+    incarnation, resumed_at = 2, RESUMED_AT
+
+    def __init__(self, *_: object) -> None: ...
+
+    begin = __init__
+
+
+def test_after_restarts_a_token_has_the_same_lag_on_every_rank(tmp_path, monkeypatch):
+    context, rows = run_context(tmp_path, learner=LearnerConfig(num_stages=2, num_replicas=2)), random_rows(0)
+    monkeypatch.setattr(stage_file, "Coordinator", Restarted)
+    said = []
+
+    def lags_on(rank: int) -> list[int]:
+        unheard = list(said)
+
+        def broadcast(tensor, src):
+            if rank == src:
+                said.append(tensor.clone())
+            else:
+                assert tensor.shape == unheard[0].shape
+                tensor.copy_(unheard.pop(0))
+
+        monkeypatch.setattr(stage_file.dist, "broadcast", broadcast)
+        stage = Stage(context, rank, "")
+        stage._packing, stage._channel = RULE, None
+        stage._begin_incarnation()
+        assert stage._progress.incarnation == 2
+        return stage._batch(bytes(encode(rows, "run")))[0].lag_T.tolist()
+
+    wanted = (-OneByOne(rows).counted_T).tolist()
+    assert [lags_on(rank) for rank in (1, 0, 3)] == [wanted] * 3, "the coordinator is rank 1"

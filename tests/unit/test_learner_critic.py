@@ -84,9 +84,10 @@ def test_a_critic_learns_the_value_of_rewards_it_sees(models, critic):
     assert max(change for name, change in moved.items() if name not in of_critic) < 1e-3
 
 
+@pytest.mark.parametrize("proximal", ["draw_start", "behaviour"])
 @pytest.mark.parametrize("critic", ["head", "model"])
-def test_old_values_stay_those_of_the_start_of_the_draw_over_all_its_updates(models, critic, monkeypatch):
-    algorithm = OffPolicyPPOConfig(baseline="critic", critic=critic)
+def test_old_values_stay_those_of_the_start_of_the_draw_over_all_its_updates(models, critic, proximal, monkeypatch):
+    algorithm = OffPolicyPPOConfig(baseline="critic", critic=critic, proximal=proximal)
     config = LearnerConfig(learning_rate=1e-2, num_minibatches=2, num_epochs=2)
     seen = []
     inputs = StepBatch.loss_inputs

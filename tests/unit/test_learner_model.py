@@ -261,6 +261,8 @@ def test_an_off_loaded_stage_scores_to_the_same_bit_and_holds_nothing_in_between
                 assert torch.equal(run([alone], packed_batch()), expected_alone)
             else:
                 assert torch.equal(run(stages, packed_batch()), expected)
+            assert not any(p.is_meta for p in stage.parameters()), "it stays for the next round"
+            stage.release()
         assert {p.is_meta for p in stage.parameters()} == {where == "disk"}
         assert not any(p.requires_grad for p in stage.parameters())
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner import orders
 from learner.orders import Order, Work, default_most_held, find_order, shortest_possible, stage_of
 
 
@@ -99,3 +100,11 @@ def test_less_memory_takes_longer_and_never_more_than_asked():
 def test_every_machine_finds_the_same_order():
     order = find_order(4, 6, works(0.875), 5)
     assert blake2b(repr(order.ranks).encode(), digest_size=8).hexdigest() == "69b6d110d3507604"
+
+
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(4, 60), (8, 16), (8, 64)])
+def test_a_search_ends_soon_however_long_its_orders(monkeypatch, num_stages, num_micro_batches):
+    tries, make = [], orders._List.run
+    monkeypatch.setattr(orders._List, "run", lambda self: tries.append(1) or make(self))
+    find_order(num_stages, num_micro_batches, works(0.625), default_most_held(num_stages))
+    assert len(tries) * num_stages * num_micro_batches <= 20_000, "28 us each"

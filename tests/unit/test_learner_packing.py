@@ -17,11 +17,10 @@ from learner.batch import StepBatch
 from learner.mesh import MeshPlace
 from learner.model import DeviceBatch
 from learner.optimizer import UpdateResult
-from learner.packing import CostModel, PackingRule, best_fit, deal, order, pack, plan, spread
+from learner.packing import CostModel, PackingRule, best_fit, deal, micro_batches_asked, order, pack, plan, spread
 from learner.reference import Reference
 from learner.report import (
     MAX_PARTS,
-    NO_METRICS,
     StepTimes,
     lag_metrics,
     part_metrics,
@@ -30,6 +29,7 @@ from learner.report import (
     uninformative_frac,
 )
 from learner.step import StepResult, Update
+from tests.world.learner import TABLES
 
 RULE = PackingRule(64)
 
@@ -76,7 +76,7 @@ def test_long_tailed_lengths_leave_little_padding_and_replicas_alike():
 
 def test_three_full_micro_batches_on_two_replicas_become_four_of_like_cost():
     lengths = [10] * 9
-    bins = plan(lengths, PackingRule(30, num_replicas=2))
+    bins = plan(lengths, np.array(lengths), PackingRule(30, num_replicas=2))
     assert sorted(map(len, bins)) == [2, 2, 2, 3]
     assert sorted(map(len, bins[:2])) in ([2, 2], [2, 3])
 
@@ -90,7 +90,10 @@ def test_micro_batches_that_are_asked_for_are_filled_and_only_what_is_left_is_em
 def test_a_layout_that_leaves_no_room_for_even_costs_is_that_of_best_fit():
     lengths = [6, 5, 4, 3, 2]  # 20 of 20: 6 + 3 and 5 + 4 would leave no room for the last
     assert spread(lengths, np.array(lengths, float), 10, 2) is None
-    assert [sum(lengths[i] for i in members) for members in plan(lengths, PackingRule(10))] == [10, 10]
+    assert [sum(lengths[i] for i in members) for members in plan(lengths, np.array(lengths), PackingRule(10))] == [
+        10,
+        10,
+    ]
 
 
 def test_attention_counts_where_the_cost_model_says_so():
@@ -128,6 +131,11 @@ def test_samples_of_a_prompt_are_packed_together_where_that_is_cheaper_and_their
     apart = pack(rows, [10] * 8, PackingRule(24, min_micro_batches=2), units)
     assert [len(members) for members in apart.members] == [2] * 4, "a group has no room, though its tokens would"
     assert (apart.num_tokens, apart.efficiency) == (96, 1.0)
+
+
+def test_only_schedules_in_rounds_ask_for_multiples_of_the_stages():
+    asked = {name: micro_batches_asked(name, 4) for name in ("gpipe", "1f1b", "fused", "interleaved_1f1b")}
+    assert asked == {"gpipe": (1, 1), "1f1b": (4, 1), "fused": (4, 1), "interleaved_1f1b": (4, 4)}
 
 
 # --- batch ----------------------------------------------------------------------------------------
@@ -208,6 +216,8 @@ def test_a_part_of_a_batch_keeps_what_is_known_of_its_tokens_and_its_packing_rul
 class Echo:
     """A pipeline whose log-probability of a token is its negated id; remembers what it was given."""
 
+    modules = ()
+
     def __init__(self):
         self.num_tokens = []
 
@@ -216,10 +226,14 @@ class Echo:
         return -batch.tokens_ML.double()
 
 
+def reference_of(*pipelines, teacher_of_prompt=b""):
+    mesh = SimpleNamespace(place=MeshPlace(0))
+    return Reference(pipelines, mesh, torch.device("cpu"), torch.float64, teacher_of_prompt)
+
+
 def score(batch, *pipelines, teacher_of_prompt=b""):
-    mesh, device = SimpleNamespace(place=MeshPlace(0)), torch.device("cpu")
-    reference = Reference(pipelines, mesh, device, torch.float64, teacher_of_prompt)
-    return reference.score(batch, DeviceBatch(batch.packed, device))
+    on_device = DeviceBatch(batch.packed, torch.device("cpu"))
+    return reference_of(*pipelines, teacher_of_prompt=teacher_of_prompt).score(batch, on_device)
 
 
 def test_the_reference_scores_only_what_no_earlier_step_has_scored():
@@ -270,12 +284,52 @@ def test_each_of_several_teachers_scores_the_samples_of_its_own_prompts():
 
 def test_what_teachers_score_ahead_comes_back_in_the_order_in_which_it_was_asked():
     rows = [replace(row, prompt_id=prompt) for row, prompt in zip(of_lengths((0, 5), (1, 4)), (1, 0), strict=True)]
-    mesh, device = SimpleNamespace(place=MeshPlace(0)), torch.device("cpu")
-    reference = Reference((Echo(), Shifted()), mesh, device, torch.float64, bytes([0, 1]))
+    reference = reference_of(Echo(), Shifted(), teacher_of_prompt=bytes([0, 1]))
     first, second = reference.score_ahead(to_batch(rows, "run"), PackingRule(8))
     assert (len(first), len(second)) == (3, 2)
     assert (first < -900).all()
     assert (second > -900).all()
+
+
+def test_scoring_packs_for_one_forward_pass_also_where_the_loss_compares_groups():
+    rows = [replace(row, token_ids=row.token_ids + i) for i, row in enumerate(of_lengths(*[(0, 3)] * 4, *[(1, 3)] * 2))]
+    rule = PackingRule(12, min_micro_batches=2, unit="group", num_stages=2)
+    batch = StepBatch.build(to_batch(rows, "run"), 0, {0: 0}, rule)
+    assert batch.packed.cost_M.tolist() == [6, 12], "longer, but one pass of two is saved"
+    assert batch.pack(np.arange(6)).cost_M.tolist() == [9, 9]
+    seen = []
+    echo = SimpleNamespace(modules=(), forward_only=lambda on: seen.append(on.packed.cost_M.tolist()) or -on.tokens_ML)
+    reference_of(echo).score_ahead(to_batch(rows, "run"), rule)
+    assert seen == [[9, 9]]
+
+
+class OffLoaded(Echo):
+    """Its weights come with a pass; counts how often."""
+
+    is_here, num_fetched = False, 0
+
+    @property
+    def modules(self):
+        return (self,)
+
+    def forward_only(self, batch):
+        self.is_here, self.num_fetched = True, self.num_fetched + (not self.is_here)
+        return super().forward_only(batch)
+
+    def release(self):
+        self.is_here = False
+
+
+def test_an_off_loaded_reference_comes_once_for_all_rounds_of_a_wait_and_is_gone_when_the_step_trains():
+    rows = to_batch(of_lengths((0, 5), (1, 4)), "run")
+    one, other = OffLoaded(), OffLoaded()
+    for teacher in (0, 0, 0, 1):
+        reference_of(one, other, teacher_of_prompt=bytes([teacher])).score_ahead(rows, PackingRule(8))
+        assert (one.is_here, other.is_here) == (teacher == 0, teacher == 1), "there is room for one"
+    assert (one.num_fetched, other.num_fetched) == (1, 1)
+    known = [replace(row, reference_logprobs=np.zeros(3, np.float32)) for row in of_lengths((0, 5))]
+    score(StepBatch.build(to_batch(known, "run"), 0, {0: 0}, PackingRule(8)), one, other)
+    assert not other.is_here, "also where the step had nothing left to score"
 
 
 class Third(Echo):
@@ -370,4 +424,4 @@ def test_a_step_reports_how_its_draw_was_packed_and_shared():
         batch, StepResult(3, (skipped,), {}), 1, 3, StepTimes(0.0, 1.0, 2.0), ledger, LengthFidelity(0.1, 0.8)
     )
     assert report["lag_by_actor"] == {}, "nothing was trained"
-    assert set(report) - NO_METRICS <= set(METRICS)
+    assert set(report) - TABLES <= set(METRICS)

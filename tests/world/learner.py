@@ -39,6 +39,9 @@ from tests.world.run_context import run_context, run_facts
 VOCABULARY, TEMPERATURE, TOKEN_BUDGET, NUM_STEPS = 40, 0.8, 48, 2
 SEED = 5
 
+TABLES = frozenset({"lag0_by_actor", "lag_by_actor"})
+"""What is in a report and is no metric."""
+
 READS = ("_local_scalar_dense", "nonzero", "bincount", "_unique2", "masked_select", "equal", "unique_dim")
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -88,6 +91,9 @@ class NoReading(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         is_number = name == "_local_scalar_dense" and args[0].dtype == torch.int64
         assert name not in READS or is_number, f"{name} waits for the device"
+        wheres = args[1] if name in ("index", "index_put", "index_put_") else ()
+        masks = [where for where in wheres if where is not None and where.dtype == torch.bool]
+        assert not masks, f"{name} with a mask waits for the device"
         return func(*args, **(kwargs or {}))
 
 
