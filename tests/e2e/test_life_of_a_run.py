@@ -452,7 +452,7 @@ def test_its_folder_is_not_trained_into_again(run: Life):
 # --- what others make of it ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["trajectory_balance", "oapl"])
+@pytest.mark.parametrize("loss", [pytest.param("trajectory_balance", marks=pytest.mark.full), "oapl"])
 def test_its_samples_train_another_run_by_any_loss_without_an_actor(run: Life, tmp_path, loss):
     store = run.folder / "buffer" / "data.mdb"
     before = store.read_bytes()
