@@ -387,6 +387,7 @@ class Planner:
         `MachineNeeds` is linear in them, so that differences tell.
         """
         actors = {name: section for name, section in self.config.pools.items() if section.role == "actors"}
+        scorers = {name: section for name, section in self.config.pools.items() if section.role == "scorer"}
         ones = dict.fromkeys(self._actors, 1)
 
         def needed(counts: Mapping[str, int], num_stages: int = 1, num_replicas: int = 1) -> int:
@@ -395,7 +396,8 @@ class Planner:
             update = {
                 "learner": self.config.learner.model_copy(update=shape),
                 "actors": self.config.actors.model_copy(update={"num_actors": sum(counts.values())}),
-                "pools": {name: each.model_copy(update={"count": counts[name]}) for name, each in actors.items()},
+                "pools": scorers
+                | {name: each.model_copy(update={"count": counts[name]}) for name, each in actors.items()},
             }
             found = MachineNeeds.of(self.config.model_copy(update=update))
             return found.memory.size_bytes if found is not None else 0

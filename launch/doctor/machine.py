@@ -29,7 +29,7 @@ from launch.errors import ConfigError
 from launch.gpus import GIB, MIN_DRIVER, Gpu, gpu_processes, gpus_here, stage_need, too_small, unfit
 from launch.host import OBJECT_STORE_BYTES, role_processes
 from launch.observe.status import why_nobody_works
-from launch.pools import actor_pools, serving_dtypes, stage_pools
+from launch.pools import actor_pools, scorer_pools, serving_dtypes, stage_pools
 from launch.run_folder import RunFolder, check_writable, nearest_existing
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -133,6 +133,7 @@ class MachineNeeds:
         memory = {
             f"{sum(pool.count for pool, _ in engines)} engines": on_cpu + ENGINE_BYTES * sum(num for _, num in engines),
             f"{num_stages} stages": stages,
+            **_of_scorers(config, num_served),
             "the rest": REST_BYTES,
         }
         staging_bytes = 0 if config.weight_sync.transport == "folder" else 3 * max(served, default=0)
@@ -167,8 +168,22 @@ def _frozen_bytes(config: Config, num_served: int) -> int:
     kept_in = ("cpu", "none") if _trains_on_cpu(config) else ("cpu",)
     if not config.algorithm.needs.reference or config.learner.reference_offload not in kept_in:
         return 0
-    sizes = [_num_served(_sizes(path)) for path in config.model.frozen.values()] or [num_served]
-    return config.learner.num_replicas * REFERENCE_BYTES * sum(sizes)
+    return config.learner.num_replicas * REFERENCE_BYTES * _num_frozen(config, num_served)
+
+
+def _num_frozen(config: Config, num_served: int) -> int:
+    """Parameters of the models that score."""
+    return sum([_num_served(_sizes(path)) for path in config.model.frozen.values()] or [num_served])
+
+
+def _of_scorers(config: Config, num_served: int) -> dict[str, int]:
+    """Bytes of host memory that scorers hold, where there are some: each has the whole of what scores."""
+    pools = scorer_pools(config)
+    whole = {
+        pool.name: 0 if pool.bundle.get("GPU") else REFERENCE_BYTES * _num_frozen(config, num_served) for pool in pools
+    }
+    held = sum(pool.count * (STAGE_BYTES + whole[pool.name]) for pool in pools)
+    return {f"{sum(pool.count for pool in pools)} scorers": held} if pools else {}
 
 
 def _queues_bytes(config: Config) -> int:
