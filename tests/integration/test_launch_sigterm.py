@@ -24,14 +24,14 @@ from launch.processes.role_process import failure
 
 class Work:
     def __init__(self, *_):
-        self.stopped = asyncio.Event()
+        self.stopped, self.goodbye = asyncio.Event(), (0, 0)
     async def start(self):
         resource_tracker.ensure_running()  # as an engine's start does
     async def run(self):
         await self.stopped.wait()
     async def stop(self):
         self.stopped.set()
-        return 7, 0
+        self.goodbye = 7, 0
 
 class Actor(ActorRole):
     def __init__(self, log):

@@ -299,7 +299,8 @@ def run(tmp_path, request):
         plan = check(load_config(DEMO, ["--tracking.wandb", "disabled", *overrides]), tmp_path / "run")
         plan.folder.create(plan.config)
         quarantined: list[str] = []
-        supervisor = SimpleNamespace(actors=SimpleNamespace(quarantine=lambda name, why: quarantined.append(name)))
+        actors = SimpleNamespace(quarantine=lambda name, why: quarantined.append(name), wait_until_ready=lambda: None)
+        supervisor = SimpleNamespace(actors=actors)
         said: list[str] = []
         display = SimpleNamespace(say=said.append, update=lambda progress: None)
         tracker = Tracker(plan.config, plan.folder)
