@@ -65,7 +65,7 @@ def test_of_samples_that_are_handed_on_nothing_acknowledged_is_lost_whoever_is_k
 ):
     service = start_service(facts=MANY, config=CONFIG.model_copy(update={"max_attempts": 10_000}))
     load_on(service, num_actors=0, draws=False)
-    chance, num_points = random.Random(3), pick(12, 200)
+    chance, num_points = random.Random(3), pick(6, 200)
     options = {"hands_on": 0.7, "num_completion_tokens": 4000, "groups": 2}
     alive = {name: start_actor(service, name, **options) for name in ("one", "other")}
     actors, num_killed = [*alive.values()], dict.fromkeys(("actor", "service"), 0)

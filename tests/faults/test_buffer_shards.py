@@ -172,7 +172,7 @@ def run(tmp_path):
         pytest.param(
             signal.SIGKILL, marks=pytest.mark.fault(1, "kill -9 of one of three shards, which stays down 5 s")
         ),
-        pytest.param(signal.SIGSTOP, marks=pytest.mark.fault(13, "one of three shards stopped for 5 s")),
+        pytest.param(signal.SIGSTOP, marks=pytest.mark.fault(13, "one of three shards stopped for 5 s", full=True)),
     ],
 )
 def test_while_one_shard_is_down_the_others_train_on_and_it_comes_back_with_all_it_had(run, number, show):

@@ -176,7 +176,7 @@ def test_a_learner_killed_inside_a_checkpoint_write_resumes_to_the_bit(recording
     show(f"{num_kills} kills, {num_torn} left a checkpoint half written or half removed: the same to the bit")
 
 
-@pytest.mark.fault(15, "the disk of the checkpoints is full, then freed", root=True)
+@pytest.mark.fault(15, "the disk of the checkpoints is full, then freed", root=True, full=True)
 def test_a_full_disk_ends_the_learner_and_its_last_checkpoint_stays_usable(recording, run_of, show, mounts):
     recorded = recording(BALANCE)
     run = run_of(recorded)
@@ -208,6 +208,7 @@ def test_a_learner_that_forgot_its_moments_would_be_found_out(recording, run_of,
     show(f"{len(wrong)} of {len(state)} tensors differ")
 
 
+@pytest.mark.full
 def test_a_restart_does_not_forget_how_many_steps_in_a_row_dropped_their_updates(recording, run_of):
     recorded = recording(BALANCE, ess_budget=1.0, ess_action="drop")
     versions = [version for _, version in recorded.losses.values()]
@@ -311,7 +312,7 @@ def test_a_flipped_byte_is_found_and_the_checkpoint_before_is_used(tmp_path, sho
     show("found at the start, the log of every rank names the file; step 4 is resumed from, steps 5 and 6 are redone")
 
 
-@pytest.mark.fault(17, "newest checkpoint corrupt: the result of the run")
+@pytest.mark.fault(17, "newest checkpoint corrupt: the result of the run", full=True)
 def test_a_run_that_falls_back_to_the_checkpoint_before_comes_to_the_same_weights(recording, run_of, show):
     recorded = recording(BALANCE)
     run = run_of(recorded)

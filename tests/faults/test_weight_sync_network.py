@@ -118,7 +118,7 @@ def fetch_through(wire: Wire, staging_dir: Path) -> tuple[HostStaging, Manifest]
     return staging, manifest
 
 
-@pytest.mark.fault(26, "flipped bits in chunks and requests on their way")
+@pytest.mark.fault(26, "flipped bits in chunks and requests on their way", full=True)
 def test_flipped_bits_are_asked_for_again_and_never_staged(folder, service, tmp_path, show):
     publish(folder, 0, **SIZE)
     num_flipped = 0

@@ -34,7 +34,11 @@ sys.exit(status)
     [
         ({}, "needs a login of Weights & Biases, and there is none: run 'wandb login'"),
         pytest.param({"WANDB_API_KEY": "short"}, "API key must have 40+ characters", marks=pytest.mark.full),
-        ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "check the network and"),
+        pytest.param(
+            {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"},
+            "check the network and",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_online_without_a_login_or_a_network_is_one_sentence_and_leaves_nothing_behind(tmp_path, environment, said):

@@ -2,6 +2,7 @@
 
 import tempfile
 from contextlib import closing
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,9 @@ def trained(buffer, num_steps):
         assert buffer.draw(step, step - 1)[0].ready
         leased[-1] += all_leased(actor)
         most = buffer.config.most_alive(GROUPS_PER_STEP)
-        assert len(index.ready) < most + 1, "beside those of the step in progress"
+        assert len(index.ready) - 1 < most, "beside those of the step in progress"
         train(buffer, step)
-        assert len(index.ready) < most + 1 + GROUPS_PER_STEP
+        assert len(index.ready) - 1 - GROUPS_PER_STEP < most
     return leased
 
 
@@ -75,7 +76,7 @@ def test_no_step_waits_for_ever(steps, uses, max_lag, sampler):
     ):
         leased = trained(buffer, 3 * uses)
         assert buffer.status().ledger["uses"] == 3 * uses * GROUPS_PER_STEP * buffer.facts.group_size
-        assert max(leased) < steps * GROUPS_PER_STEP + 1 + 2 * GROUPS_PER_STEP
+        assert max(leased) <= ceil(steps * GROUPS_PER_STEP) + 2 * GROUPS_PER_STEP
         assert buffer.faults() == []
 
 

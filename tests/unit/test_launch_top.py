@@ -13,7 +13,7 @@ import pytest
 from launch.observe.status import RunStatus, read_status, write_status
 from launch.observe.view import MARK, MAX_ROWS, View, lag_rows
 from launch.run_folder import RunFolder
-from tests.world.terminal import ALTERNATE_SCREEN, CURSOR, Terminal
+from tests.world.terminal import ALTERNATE_SCREEN, CURSOR, Terminal, new_attributes
 
 RECORDED = Path(__file__).parents[1] / "data" / "status"
 """Of real runs of the demo: in training with two pools, and done."""
@@ -164,7 +164,7 @@ def shows_the_run(grid) -> bool:
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 12)])
 def test_a_terminal_of_any_size_shows_the_run_and_q_gives_it_back_as_it_was(top, size):
     terminal = top(*size)
-    before = terminal.attributes()
+    before = new_attributes()  # its own may be changed by now
     terminal.wait_for(shows_the_run)
     assert terminal.grid.lines[0].startswith("demo  ")
     assert terminal.attributes() != before, "keys are read one by one"
@@ -199,7 +199,7 @@ def test_the_view_follows_the_size_of_the_screen_and_what_the_run_writes_and_p_h
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_puts_the_terminal_back_too(top, number):
     terminal = top(80, 24)
-    before = terminal.attributes()
+    before = new_attributes()  # its own may be changed by now
     terminal.wait_for(shows_the_run)
     os.kill(terminal.pid, number)
     assert terminal.end() == 128 + number

@@ -19,6 +19,16 @@ _BEGUN = re.compile(r"\x1b(\[\??[\d;]*)?$")
 ALTERNATE_SCREEN, CURSOR = 1049, 25
 
 
+def new_attributes() -> list:
+    """Of a terminal that nobody has changed, as `Terminal.attributes`."""
+    ours, theirs = pty.openpty()
+    try:
+        return termios.tcgetattr(ours)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
 class Grid:
     """The characters of a screen."""
 
