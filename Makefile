@@ -16,8 +16,8 @@ demo: install  ## train the demo: under 2 minutes on 2 cores
 	@echo "Training the demo: under 2 minutes on 2 cores"
 	@$(VENV)/leeway train examples/demo.toml
 
-test: install  ## unit, integration, property, faults and end to end (about 12 minutes)
-	@echo "Running the tests: about 12 minutes on 2 cores"
+test: install  ## unit, integration, property, faults and end to end (about a quarter of an hour)
+	@echo "Running the tests: about a quarter of an hour on 2 cores"
 	$(PYTEST) $(THREE_AT_A_TIME) tests/unit tests/integration tests/property tests/faults
 	$(PYTEST) tests/e2e
 
