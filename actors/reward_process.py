@@ -35,7 +35,7 @@ from pydantic import TypeAdapter
 from actors.sandbox import HINT, cut_network
 from actors.tasks import Problem, RewardFunction, TaskError, load_reward
 from actors.tasks.config import Judge, TaskConfig
-from actors.tasks.task import Call, NoScore
+from actors.tasks.task import TOOK_TOO_LONG, Call, NoScore
 
 MEMORY_BYTES = 16 * 2**30
 """What a process may allocate. The soft limit alone: a reward file that needs more raises it itself."""
@@ -113,7 +113,7 @@ class _Outcome(msgspec.Struct, omit_defaults=True):
             raise CallFailed(self.why, self.detail, where=self.where, trace=self.trace)
         values: list[Value] = list(self.values)
         for number, (why, detail) in self.without.items():
-            values[number] = CallFailed(why, detail)
+            values[number] = CallFailed(why, detail, is_timeout=why == TOOK_TOO_LONG)
         return values
 
 

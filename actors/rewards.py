@@ -22,7 +22,7 @@ from typing import cast
 from actors.reward_process import Caller, CallFailed, RewardProcess, Value
 from actors.tasks.code import AT_ONCE
 from actors.tasks.config import Classifier, CodeRule, Judge
-from actors.tasks.task import TOOK_TOO_LONG, Problem, RewardFunction, TaskError
+from actors.tasks.task import Problem, RewardFunction, TaskError
 from buffer.ledger import REWARD_FAILED
 
 _log = logging.getLogger(__name__)
@@ -274,7 +274,6 @@ class _Lane:
             if not isinstance(value, CallFailed):
                 self._resolve(one, value)
                 continue
-            value.is_timeout |= value.why == TOOK_TOO_LONG
             most = attempt if value.is_timeout else retries  # a whole limit of time that the next ones wait for
             self._report(one, value, attempt, most)
             if attempt < most:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -14,13 +13,19 @@ import torch
 from transformers import AutoConfig
 
 from algorithms.trajectory_balance import TrajectoryBalanceConfig
-from benchmarks.learner_parts.measurements import SAME_WITHIN, SMOLLM2_SAME_WITHIN
+from benchmarks.learner_parts.measurements import (
+    PLAIN_THREADS,
+    SAME_WITHIN,
+    SHORTEST_COMPLETION,
+    SMOLLM2_SAME_WITHIN,
+)
 from benchmarks.learner_parts.sides import (
     PROMPT,
     BalanceLoop,
     configured,
     long_tailed,
     packed_for_balance,
+    scored_by_themselves,
     small_llama,
     trajectories,
 )
@@ -42,7 +47,6 @@ BALANCE_GROUPS = 4
 BALANCE_BUDGET = 2048
 BALANCE_MEDIAN, BALANCE_LONGEST = 160, 240
 """Of prompt and completion together, in tokens; a group of the longest fits the budget."""
-PLAIN_THREADS = 2
 SIDES = {"ours": 0, "one_pass": 0, "two_pass": 0, "plain": 1, "plain_one_pass": 1}
 """Side -> the world that runs it."""
 
@@ -58,29 +62,17 @@ def balance(spot: Spot, *, path: str, quick: bool) -> Figures:
     """
     num_groups = 2 if quick else BALANCE_GROUPS
     lengths = long_tailed(GROUP_SIZE * num_groups, seed=7, median=BALANCE_MEDIAN, longest=BALANCE_LONGEST)
-    lengths = [max(each, PROMPT + 16) for each in lengths]
+    lengths = [max(each, PROMPT + SHORTEST_COMPLETION) for each in lengths]
     rows = trajectories(lengths, AutoConfig.from_pretrained(path).vocab_size, seed=8)
     rule = PackingRule(BALANCE_BUDGET, min_micro_batches=num_groups, unit="group", num_stages=2)
     batch = StepBatch.build(to_batch(rows, "benchmark"), 0, {0: 0}, rule)
     assert batch.packed.unit == "group"
     if spot.world == 0:
-        scored = StepBatch.build(to_batch(_scored(rows), "benchmark"), 0, {0: 0}, rule)
+        scored = StepBatch.build(to_batch(scored_by_themselves(rows), "benchmark"), 0, {0: 0}, rule)
         steps = _balance_ours(spot, Path(path), batch, scored)
     else:
         steps = _balance_plain(spot, Path(path), batch, rows)
-    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
-    norms: dict[str, float] = {}
-
-    def run(name: str) -> None:
-        norms[name] = steps[name]()
-
-    for number in range(2 if quick else 4):
-        taken = {name: spot.seconds(partial(run, name), worlds=[world]) for name, world in SIDES.items()}
-        spot.say(f"trajectory balance, round {number}: {taken}")
-        if number > 0:  # the first round warms up
-            for name, each in taken.items():
-                seconds[name].append(each)
-    found = {name: max(spot.gather(norms.get(name, 0.0))) for name in SIDES}
+    seconds, found = spot.take_turns(SIDES, steps, 2 if quick else 4)
     for same in (("one_pass", "two_pass"), ("ours", "plain", "plain_one_pass")):
         own = [found[name] for name in same]
         if max(own) > min(own) * (1 + SMOLLM2_SAME_WITHIN):
@@ -94,11 +86,6 @@ def balance(spot: Spot, *, path: str, quick: bool) -> Figures:
         "tb_num_micro_batches": batch.packed.num_micro_batches,
         "tb_grad_norms": [found[name] for name in ("plain", "plain_one_pass", "ours")],
     }
-
-
-def _scored(rows: Sequence[Trajectory]) -> list[Trajectory]:
-    """As if a reference had scored them: by what is at hand, for what the scores are costs nothing."""
-    return [replace(row, reference_logprobs=row.logprobs) for row in rows]
 
 
 def _balance_ours(spot: Spot, folder: Path, batch: StepBatch, scored: StepBatch) -> dict[str, Callable[[], float]]:
@@ -145,7 +132,7 @@ def shared_prompts(spot: Spot, *, quick: bool) -> Figures:
         mesh = spot.mesh()
         config = configured(mesh, token_budget=GROUP_SIZE * (prompt + answer))
         learner = Learner(path, mesh, config, algorithm=UNWEIGHED)
-        rows = _scored(_groups_of_a_prompt(1 if quick else SHARED_GROUPS, prompt, answer))
+        rows = scored_by_themselves(_groups_of_a_prompt(1 if quick else SHARED_GROUPS, prompt, answer))
         batches = {"shared": learner.batch(rows)}
         with mock.patch.object(packing, "same_prompts", _none_the_same):
             batches["plain"] = learner.batch(rows)

@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from benchmarks.learner_parts.sides import (
     long_tailed,
     packed,
     padded,
+    scored_by_themselves,
     small_llama,
     trajectories,
 )
@@ -127,7 +127,7 @@ def weighed_gradients(spot: Spot, *, quick: bool) -> Figures:
     num_sequences = 32 if quick else WEIGHED_SEQUENCES
     path = small_llama(spot.folder / "model", hidden_size=128, num_layers=4, vocab_size=PADDED_VOCABULARY)
     rows = trajectories([WEIGHED_LENGTH] * num_sequences, PADDED_VOCABULARY, seed=4)
-    rows = [replace(row, reference_logprobs=row.logprobs) for row in rows]  # scored, so no reference is computed
+    rows = scored_by_themselves(rows)  # so no reference is computed
     mesh = spot.mesh()
     config = configured(mesh, token_budget=TOKEN_BUDGET)
     losses = {"weighed": TrajectoryBalanceConfig(), "plain": TrajectoryBalanceConfig(corrections=())}
@@ -295,19 +295,8 @@ def smollm2(spot: Spot, *, path: str, quick: bool) -> Figures:
     )
     assert batch.packed.num_micro_batches == num_micro_batches, batch.packed.num_micro_batches
     steps = _smollm2_ours(spot, Path(path), batch) if spot.world == 0 else _smollm2_plain(spot, Path(path), batch, rows)
-    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
-    norms: dict[str, float] = {}
-
-    def run(name: str) -> None:
-        norms[name] = steps[name]()
-
-    for number in range(2 if quick else 4):
-        taken = {name: spot.seconds(partial(run, name), worlds=[world]) for name, world in SIDES.items()}
-        spot.say(f"smollm2, round {number}: {taken}")
-        if number > 0:  # the first round warms up
-            for name, each in taken.items():
-                seconds[name].append(each)
-    found = [max(spot.gather(norms.get(name, 0.0))) for name in SIDES]
+    seconds, norms = spot.take_turns(SIDES, steps, 2 if quick else 4)
+    found = list(norms.values())
     if max(found) > min(found) * (1 + SMOLLM2_SAME_WITHIN):
         raise RuntimeError(f"the sides do not train the same loss: gradient norms {found}")
     num_tokens = sum(len(row.token_ids) for row in rows)

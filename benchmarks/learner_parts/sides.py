@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,11 @@ def trajectories(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Tra
         logprobs = np.full(completion, -math.log(vocab_size), np.float32)
         rows.append(sample(number, token_ids, logprobs, float(random.random()), "stop"))
     return rows
+
+
+def scored_by_themselves(rows: Sequence[Trajectory]) -> list[Trajectory]:
+    """As if a reference had scored them: by what is at hand, for what the scores are costs nothing."""
+    return [replace(row, reference_logprobs=row.logprobs) for row in rows]
 
 
 def small_llama(folder: Path, *, hidden_size: int, num_layers: int, vocab_size: int) -> Path:

@@ -9,8 +9,9 @@ import sys
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -123,6 +124,30 @@ class Spot:
         if self.world in worlds:
             action()
         return max(self.gather(time.perf_counter() if self.world in worlds else 0.0)) - start
+
+    def take_turns(
+        self, worlds: Mapping[str, int], steps: Mapping[str, Callable[[], float]], num_rounds: int
+    ) -> tuple[dict[str, list[float]], dict[str, float]]:
+        """Seconds of each side's steps in so many rounds, and the gradient norm of its last; all processes call it.
+
+        Args:
+            worlds: side -> the world that takes its steps.
+            steps: of the sides of this world: a step, which gives its gradient norm.
+            num_rounds: with the first, which warms up and does not count.
+        """
+        seconds: dict[str, list[float]] = {name: [] for name in worlds}
+        norms: dict[str, float] = {}
+
+        def run(name: str) -> None:
+            norms[name] = steps[name]()
+
+        for number in range(num_rounds):
+            taken = {name: self.seconds(partial(run, name), worlds=[world]) for name, world in worlds.items()}
+            self.say(f"round {number}: {taken}")
+            if number > 0:
+                for name, each in taken.items():
+                    seconds[name].append(each)
+        return seconds, {name: max(self.gather(norms.get(name, 0.0))) for name in worlds}
 
     def pin(self) -> None:
         """Keep this process on one core: each world takes the cores in turn."""

@@ -178,12 +178,11 @@ def _num_frozen(config: Config, num_served: int) -> int:
 
 def _of_scorers(config: Config, num_served: int) -> dict[str, int]:
     """Bytes of host memory that scorers hold, where there are some: each has the whole of what scores."""
-    pools = scorer_pools(config)
-    whole = {
-        pool.name: 0 if pool.bundle.get("GPU") else REFERENCE_BYTES * _num_frozen(config, num_served) for pool in pools
-    }
-    held = sum(pool.count * (STAGE_BYTES + whole[pool.name]) for pool in pools)
-    return {f"{sum(pool.count for pool in pools)} scorers": held} if pools else {}
+    if not (pools := scorer_pools(config)):
+        return {}
+    on_cpu = REFERENCE_BYTES * _num_frozen(config, num_served)
+    held = sum(pool.count * (STAGE_BYTES + (0 if pool.bundle.get("GPU") else on_cpu)) for pool in pools)
+    return {f"{sum(pool.count for pool in pools)} scorers": held}
 
 
 def _queues_bytes(config: Config) -> int:
