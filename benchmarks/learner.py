@@ -300,8 +300,8 @@ def _shared(r: Figures) -> str:
     text = (
         "A step of trajectory balance over four groups of 8 on a Llama of 8 layers, width 256 and vocabulary 2,048 in "
         "float32, one stage, one thread: the prompt of a group computed once in its micro-batch, against a prompt for "
-        "every sample (`shared_prefix_over_plain_...`). The bound counts tokens alone; every sample still attends to "
-        "the prompt."
+        "every sample (`shared_prefix_over_plain_...`). The bound counts tokens alone; every sample attends to the "
+        "prompt from its answer."
     )
     head = ["tokens of prompt and answer", "s, a prompt each", "s, shared", "bound", "gain"]
     return f"{text}\n\n{table(head, rows)}"

@@ -3,9 +3,11 @@
 Where flash attention runs (CUDA, 16-bit floats), all T packed tokens of a micro-batch are one call, which is told where
 its sequences end. Elsewhere the sequences are bucketed by power-of-two length, gathered into a padded grid
 [N, H, L, D] per bucket, run through SDPA with `is_causal`, and scattered back. Padding stands to the
-right of every sequence, so no real token ever attends to it: the result is exact, and so is its gradient. A prompt that
-several sequences share is gathered for each of them, and of its results, which are alike, one is taken.
-Two things that some models ask for are exact too: a sliding window is a band mask [L, L] where a bucket is
+right of every sequence, so no real token ever attends to it: the result is exact, and so is its gradient.
+A prompt that several sequences share asks once, as part of the first of them; the others ask from their completions
+alone, and only its keys and values are gathered for each. In a grid those are sequences with as long a prompt, under
+a mask [Q, L], and where a prompt is short it asks anew for each, since that is cheaper.
+Two things that some models ask for are exact too: a sliding window is a band mask [Q, L] where a bucket is
 longer than the window, and soft-capped scores (Gemma 2), which neither kernel knows, are computed a block of queries at
 a time, again in the backward pass. The function is registered with Transformers under `IMPLEMENTATION`; layers pass the
 layout through.
@@ -36,13 +38,21 @@ SCORES_MIB = 64.0
 """Soft-capped scores (float32, or wider as the model is) held at a time."""
 
 
+class Grid(NamedTuple):
+    """The sequences of a bucket; cells of padding repeat a sequence's first token."""
+
+    queries: Tensor
+    """int64 [N, Q]: the packed position of each cell."""
+    keys: Tensor
+    """The same of the keys and values, [N, L]; the last Q of them are the queries'."""
+
+
 class Grids(NamedTuple):
     """Where the packed tokens of one micro-batch stand in the grids of its buckets."""
 
-    gather: tuple[Tensor, ...]
-    """Per bucket, int64 [N, L]: packed position of each grid cell; padding cells repeat the sequence's first."""
+    buckets: tuple[Grid, ...]
     scatter: Tensor
-    """int64 [T]: for each packed token its row in the concatenated, flattened grids."""
+    """int64 [T]: for each packed token its row in the concatenated, flattened queries."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +60,35 @@ class AttentionLayout:
     """Where each sequence of one micro-batch begins and ends among its T packed tokens."""
 
     bounds: IntArray
-    """The N sequences' starts, and the end of the last."""
+    """The N sequences' starts, and the end of the last, each with the prompt that it reads."""
+    places: IntArray
+    """Which packed token is each of the sequences' tokens."""
+    shared_N: IntArray
+    """Tokens at a sequence's beginning that are packed with one before it; the others follow each other."""
     edges: Tensor
-    """The same on the device, int32 [N + 1]."""
-    places: IntArray | None = None
-    """Which packed token is each of the sequences' tokens; None: they share none, and stand one behind the other."""
-    to_sequences: Tensor | None = None
-    """The same on the device."""
-    to_packed: Tensor | None = None
-    """The way back, int64 [T]: one of the sequences' tokens that each packed token is."""
-    _bands: dict[tuple[int, int], Tensor] = field(default_factory=dict, compare=False)
+    """As `bounds`, of the tokens that a sequence has for itself, on the device: int32 [N + 1]."""
+    key_edges: Tensor
+    """`bounds` on the device, int32 [N + 1]."""
+    keys: Tensor | None
+    """`places` on the device; None: nothing is shared, so the sequences' tokens are the packed ones."""
+    _bands: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
     def build(cls, bounds: IntArray, device: torch.device, places: IntArray | None = None) -> AttentionLayout:
         """Lay out the tokens of one micro-batch; the arguments as in `PackedBatch`, None where nothing is shared."""
-        edges = torch.from_numpy(bounds.astype(np.int32)).to(device)
-        if places is None or places.max() + 1 == len(places):
-            return cls(bounds, edges)
-        back_T = np.zeros(places.max() + 1, np.int64)
-        back_T[places] = np.arange(len(places))
-        return cls(bounds, edges, places, torch.from_numpy(places).to(device), torch.from_numpy(back_T).to(device))
+        if places is None:
+            places = np.arange(bounds[-1])
+        is_new = np.diff(np.maximum.accumulate(places), prepend=-1) > 0
+        own_N = np.add.reduceat(is_new, bounds[:-1], dtype=np.int64)
+        asks = own_N > 0  # a completion of no token behind another's prompt does not
+        lengths, own_N = np.diff(bounds)[asks], own_N[asks]
+        places = places[np.repeat(asks, np.diff(bounds))]
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        key_edges = torch.from_numpy(bounds.astype(np.int32)).to(device)
+        if (own_N == lengths).all():
+            return cls(bounds, places, lengths - own_N, key_edges, key_edges, None)
+        edges = torch.from_numpy(np.concatenate([[0], np.cumsum(own_N)]).astype(np.int32)).to(device)
+        return cls(bounds, places, lengths - own_N, edges, key_edges, torch.from_numpy(places).to(device))
 
     @functools.cached_property
     def longest(self) -> int:
@@ -77,31 +96,42 @@ class AttentionLayout:
         return int(np.diff(self.bounds).max())
 
     @functools.cached_property
+    def longest_own(self) -> int:
+        """Most tokens that a sequence has for itself."""
+        return int((np.diff(self.bounds) - self.shared_N).max())
+
+    @functools.cached_property
     def grids(self) -> Grids:
         """The sequences by bucket; made when a layer first asks, for a kernel that takes them packed never does."""
         starts, lengths = self.bounds[:-1], np.diff(self.bounds)
-        buckets = np.maximum(SHORTEST_BUCKET, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
-        scatter = np.zeros(int(self.bounds[-1]), np.int64)
-        gather: list[Tensor] = []
+        # a shorter prompt asks anew: each length is a grid of its own, and a mask costs what lies above the diagonal
+        asks_apart_N = self.shared_N >= np.maximum(lengths - self.shared_N, SHORTEST_BUCKET)
+        shared_N = np.where(asks_apart_N, self.shared_N, 0)
+        asking_N = np.maximum(SHORTEST_BUCKET, lengths - shared_N)
+        bucket_N = 2 ** np.ceil(np.log2(asking_N)).astype(np.int64)
+        scatter_T = np.zeros(int(self.places.max()) + 1, np.int64)
+        grids: list[Grid] = []
         row = 0
-        for bucket in np.unique(buckets):
-            chosen = buckets == bucket
+        for shared, bucket in sorted(set(zip(shared_N.tolist(), bucket_N.tolist(), strict=True))):
+            chosen = (shared_N == shared) & (bucket_N == bucket)
             offset_L = np.arange(lengths[chosen].max())
             inside_NL = offset_L < lengths[chosen, None]
-            cell_NL = starts[chosen, None] + np.where(inside_NL, offset_L, 0)
-            row_NL = row + np.arange(cell_NL.size).reshape(cell_NL.shape)
-            scatter[cell_NL[inside_NL]] = row_NL[inside_NL]
-            cell_NL = cell_NL if self.places is None else self.places[cell_NL]
-            gather.append(torch.from_numpy(cell_NL).to(self.edges.device))
-            row += cell_NL.size
-        rows = torch.from_numpy(scatter).to(self.edges.device)
-        return Grids(tuple(gather), rows if self.to_packed is None else rows[self.to_packed])
+            key_NL = self.places[starts[chosen, None] + np.where(inside_NL, offset_L, 0)]
+            query_NQ = key_NL[:, shared:]
+            row_NQ = row + np.arange(query_NQ.size).reshape(query_NQ.shape)
+            # of a prompt that several ask from, for it is short, all rows are alike
+            scatter_T[query_NQ[inside_NL[:, shared:]]] = row_NQ[inside_NL[:, shared:]]
+            queries, keys = (torch.from_numpy(cells).to(self.edges.device) for cells in (query_NQ, key_NL))
+            grids.append(Grid(queries, keys))
+            row += query_NQ.size
+        return Grids(tuple(grids), torch.from_numpy(scatter_T).to(self.edges.device))
 
-    def band(self, length: int, window: int) -> Tensor:
-        """Who sees whom, bool [length, length] by query and key: itself and the `window - 1` tokens before it."""
-        band = self._bands.get((length, window))
+    def band(self, queries: int, keys: int, window: int) -> Tensor:
+        """Who sees whom, bool [queries, keys], the last of each the same: itself and the `window - 1` tokens before."""
+        band = self._bands.get((queries, keys, window))
         if band is None:
-            band = self._bands[length, window] = _band(length, length, 0, window, self.edges.device)
+            band = _band(queries, keys, keys - queries, window, self.edges.device)
+            self._bands[queries, keys, window] = band
         return band
 
 
@@ -146,10 +176,11 @@ def packed_attention(
     if softcap is None and _takes_packed(query_THD):
         return _in_one_call(query_THD, key_THD, value_THD, layout, scaling, window).unsqueeze(0), None
     outputs = []
-    for cell_NL in layout.grids.gather:
-        query_NHLD, key_NHLD, value_NHLD = (_to_grid(states, cell_NL) for states in (query_THD, key_THD, value_THD))
-        out_NHLD = _in_grid(query_NHLD, key_NHLD, value_NHLD, layout, scaling, window, softcap)
-        outputs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
+    for grid in layout.grids.buckets:
+        query_NHQD = _to_grid(query_THD, grid.queries)
+        key_NHLD, value_NHLD = (_to_grid(states, grid.keys) for states in (key_THD, value_THD))
+        out_NHQD = _in_grid(query_NHQD, key_NHLD, value_NHLD, layout, scaling, window, softcap)
+        outputs.append(out_NHQD.transpose(1, 2).flatten(0, 1))
     rows_RHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return rows_RHD.index_select(0, layout.grids.scatter).unsqueeze(0), None
 
@@ -185,28 +216,29 @@ def _in_one_call(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    kernel, places = _packed_kernel(), layout.to_sequences
+    kernel = _packed_kernel()
     assert kernel is not None
-    if places is not None:
-        query_THD, key_THD, value_THD = (each.index_select(0, places) for each in (query_THD, key_THD, value_THD))
+    if layout.keys is not None:
+        key_THD, value_THD = (states.index_select(0, layout.keys) for states in (key_THD, value_THD))
     grouped: dict[str, bool] = {}
     if _takes_grouped_heads_packed(kernel):
         grouped["enable_gqa"] = True
     else:  # its kernels may take grouped heads, but it does not promise it
         times = query_THD.shape[1] // key_THD.shape[1]
         key_THD, value_THD = (states.repeat_interleave(times, 1) for states in (key_THD, value_THD))
-    # it counts the tokens behind the query that are seen, and the query besides; -1 of them is all
+    # it counts the tokens behind the query that are seen, and the query besides; -1 of them is all. Of a sequence with
+    # more keys than queries it takes the last of each for the same token
     seen = (-1 if window is None else window - 1, 0)
-    ends = (layout.edges, layout.edges, layout.longest, layout.longest)
+    ends = (layout.edges, layout.key_edges, layout.longest_own, layout.longest)
     out_THD: Tensor = kernel(query_THD, key_THD, value_THD, *ends, scale=scale, window_size=seen, **grouped)
-    return out_THD if layout.to_packed is None else out_THD.index_select(0, layout.to_packed)
+    return out_THD
 
 
 # --- in grids -------------------------------------------------------------------------------------
 
 
 def _in_grid(
-    query_NHLD: Tensor,
+    query_NHQD: Tensor,
     key_NHLD: Tensor,
     value_NHLD: Tensor,
     layout: AttentionLayout,
@@ -214,46 +246,51 @@ def _in_grid(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    length = query_NHLD.shape[2]
-    is_plain = (window is None or window >= length) and softcap is None
-    if not (is_plain and _takes_grouped_heads(query_NHLD)):
-        times = query_NHLD.shape[1] // key_NHLD.shape[1]
-        key_NHLD, value_NHLD = (states.repeat_interleave(times, 1) for states in (key_NHLD, value_NHLD))
-    if is_plain:
-        grouped = query_NHLD.shape[1] != key_NHLD.shape[1]
-        return F.scaled_dot_product_attention(
-            query_NHLD, key_NHLD, value_NHLD, is_causal=True, scale=scaling, enable_gqa=grouped
-        )
+    queries, length = query_NHQD.shape[2], key_NHLD.shape[2]
     window = min(window or length, length)
+    is_plain = window == length and queries == length
+    if softcap is not None or not _takes_grouped_heads(query_NHQD, is_plain):
+        times = query_NHQD.shape[1] // key_NHLD.shape[1]
+        key_NHLD, value_NHLD = (states.repeat_interleave(times, 1) for states in (key_NHLD, value_NHLD))
     if softcap is None:
-        band_LL = layout.band(length, window)
-        return F.scaled_dot_product_attention(query_NHLD, key_NHLD, value_NHLD, band_LL, scale=scaling)
-    scale = query_NHLD.shape[-1] ** -0.5 if scaling is None else scaling
-    return _soft_capped_in_blocks(query_NHLD, key_NHLD, value_NHLD, window, scale, softcap)
+        return F.scaled_dot_product_attention(
+            query_NHQD,
+            key_NHLD,
+            value_NHLD,
+            None if is_plain else layout.band(queries, length, window),
+            is_causal=is_plain,
+            scale=scaling,
+            enable_gqa=query_NHQD.shape[1] != key_NHLD.shape[1],
+        )
+    scale = query_NHQD.shape[-1] ** -0.5 if scaling is None else scaling
+    return _soft_capped_in_blocks(query_NHQD, key_NHLD, value_NHLD, window, scale, softcap)
 
 
-def _takes_grouped_heads(query: Tensor) -> bool:
-    """Has SDPA a kernel for them, without a mask, that keeps no scores [N, H, L, L]?
+def _takes_grouped_heads(query: Tensor, is_plain: bool) -> bool:
+    """Has SDPA a kernel for them that keeps no scores [N, H, L, L]? With a mask, unless attention `is_plain`.
 
-    On CUDA that is flash attention alone, which takes 16-bit floats: so torch documents it, and no GPU has run it here.
+    On CUDA that is flash attention alone, which takes 16-bit floats and no mask: so torch documents it, and no GPU has
+    run it here.
     """
-    return query.device.type == "cpu" or query.dtype in (torch.bfloat16, torch.float16)
+    return query.device.type == "cpu" or (is_plain and query.dtype in (torch.bfloat16, torch.float16))
 
 
 def _soft_capped_in_blocks(
-    query_NHLD: Tensor, key_NHLD: Tensor, value_NHLD: Tensor, window: int, scale: float, softcap: float
+    query_NHQD: Tensor, key_NHLD: Tensor, value_NHLD: Tensor, window: int, scale: float, softcap: float
 ) -> Tensor:
     """As many queries at a time as `SCORES_MIB` lets; where that is not all, each block is computed again backward."""
-    (num, heads, length, _), wide = query_NHLD.shape, torch.promote_types(query_NHLD.dtype, torch.float32)
-    rows = max(1, int(SCORES_MIB * 2**20) // (num * heads * length * wide.itemsize))
-    if rows >= length:
-        return _soft_capped(query_NHLD, key_NHLD, value_NHLD, 0, window, scale, softcap)
+    (num, heads, queries, _), wide = query_NHQD.shape, torch.promote_types(query_NHQD.dtype, torch.float32)
+    length = key_NHLD.shape[2]
+    rows, offset = max(1, int(SCORES_MIB * 2**20) // (num * heads * length * wide.itemsize)), length - queries
+    if rows >= queries:
+        return _soft_capped(query_NHQD, key_NHLD, value_NHLD, offset, window, scale, softcap)
     key_NHLD, value_NHLD = key_NHLD.to(wide), value_NHLD.to(wide)  # so that the blocks' gradients add up in it
     blocks: list[Tensor] = []
-    for first in range(0, length, rows):
-        end, seen = min(first + rows, length), max(0, first - window + 1)
-        states = (query_NHLD[:, :, first:end], key_NHLD[:, :, seen:end], value_NHLD[:, :, seen:end])
-        rule = (first - seen, window, scale, softcap)
+    for first in range(0, queries, rows):
+        end = min(first + rows, queries)
+        seen = max(0, offset + first - window + 1)
+        states = (query_NHQD[:, :, first:end], *(each[:, :, seen : offset + end] for each in (key_NHLD, value_NHLD)))
+        rule = (offset + first - seen, window, scale, softcap)
         # no random number is drawn in a block
         blocks.append(checkpoint(_soft_capped, *states, *rule, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(blocks, 2)

@@ -12,7 +12,7 @@
 
 Every micro-batch is [1, L] with L = token_budget: real sequences side by side, padding on the right, some of it
 empty. One shape lets the pipeline keep its buffers, and whole sequences keep attention and positions exact; a stage
-computes no padding. Attention sees each sequence with a prompt of its own, so a budget is filled as if none were
+computes no padding. Attention gathers a prompt's keys for each sequence, so a budget is filled as if none were
 shared. All of it follows from the sequences alone: every rank finds the same packing.
 """
 
@@ -296,10 +296,9 @@ class _Samples:
     def cost_of(self, home_B: IntArray, num_homes: int) -> FloatArray:
         """What it costs to compute the sequences by their home, a micro-batch or a unit: each prompt there once."""
         _, first = np.unique(home_B * len(home_B) + self.same_B, return_index=True)
-        saved = np.bincount(home_B, self.prompt_B, num_homes)
-        saved -= np.bincount(home_B[first], self.prompt_B[first], num_homes)
-        found: FloatArray = np.bincount(home_B, self.cost_B, num_homes) - self.rule.cost.per_token * saved
-        return found
+        saved_B = self.rule.cost.of(self.prompt_B)
+        saved_B[first] = 0.0
+        return np.bincount(home_B, self.cost_B - saved_B, num_homes).astype(np.float64, copy=False)
 
     def cost_of_bins(self, bins: Sequence[Sequence[int]]) -> FloatArray:
         """The same, of micro-batches."""

@@ -45,7 +45,7 @@ from learner.mesh import Agreement, Mesh, MeshPlace, join_group, tells_of_loss
 from learner.model import StageModule
 from learner.networks import Network, Networks, load_chunks
 from learner.optimizer import UpdateDecision, UpdateResult
-from learner.packing import PackingRule
+from learner.packing import IntArray, PackingRule
 from learner.reference import Reference
 from learner.step import TrainStep
 
@@ -290,29 +290,35 @@ def attention(place: Place) -> None:
     heads, keys, size = (12, 2, 128) if place.on_gpu else (4, 2, 16)
     lengths = long_tailed(24 if place.on_gpu else 6, seed=2, median=200 if place.on_gpu else 20, longest=700)
     bounds = np.cumsum([0, *lengths]).astype(np.int64)
-    cases: dict[str, tuple[torch.dtype, torch.dtype, int, int | None]] = {
-        "bf16": (torch.bfloat16, torch.bfloat16, heads, None),
-        "bf16, grouped": (torch.bfloat16, torch.bfloat16, keys, None),
-        "rotated in float32, grouped": (torch.float32, torch.bfloat16, keys, None),
-        "bf16, grouped, window of 64": (torch.bfloat16, torch.bfloat16, keys, 64),
-        "float32, grouped": (torch.float32, torch.float32, keys, None),
+    apart = np.arange(bounds[-1])
+    shared = _with_a_shared_prompt(lengths)
+    cases: dict[str, tuple[torch.dtype, torch.dtype, int, int | None, IntArray]] = {
+        "bf16": (torch.bfloat16, torch.bfloat16, heads, None, apart),
+        "bf16, grouped": (torch.bfloat16, torch.bfloat16, keys, None, apart),
+        "rotated in float32, grouped": (torch.float32, torch.bfloat16, keys, None, apart),
+        "bf16, grouped, window of 64": (torch.bfloat16, torch.bfloat16, keys, 64, apart),
+        "bf16, grouped, a prompt shared": (torch.bfloat16, torch.bfloat16, keys, None, shared),
+        "bf16, grouped, a prompt shared, window of 64": (torch.bfloat16, torch.bfloat16, keys, 64, shared),
+        "float32, grouped": (torch.float32, torch.float32, keys, None, apart),
+        "float32, grouped, a prompt shared": (torch.float32, torch.float32, keys, None, shared),
     }
-    for name, (rotated, plain, num_keys, window) in cases.items():
+    for name, (rotated, plain, num_keys, window, places) in cases.items():
         torch.manual_seed(1)
-        of = (1, heads, int(bounds[-1]), size), (1, num_keys, int(bounds[-1]), size)
+        tokens = int(places.max()) + 1
+        of = (1, heads, tokens, size), (1, num_keys, tokens, size)
         query, key, value = states = [
             torch.randn(of[0], device=place.device, dtype=plain).to(rotated).requires_grad_(),
             torch.randn(of[1], device=place.device, dtype=plain).to(rotated).requires_grad_(),
             torch.randn(of[1], device=place.device, dtype=plain).requires_grad_(),
         ]
-        layout = AttentionLayout.build(bounds, place.device)
-        gradient = torch.randn(1, int(bounds[-1]), heads, size, device=place.device)
+        layout = AttentionLayout.build(bounds, place.device, places)
+        gradient = torch.randn(1, tokens, heads, size, device=place.device)
 
         run = functools.partial(_attend, query, key, value, gradient, layout, window, plain is torch.bfloat16)
         with Counting(place.device) as counting:
             out = run()
         ours = [out, *(each.grad for each in states)]
-        theirs = _by_formula([each.detach().double() for each in states], bounds, window, gradient.double())
+        theirs = _by_formula([each.detach().double() for each in states], bounds, places, window, gradient.double())
         errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True) if a is not None]
         reached = sorted(counting.attention_shapes)
         place.tell(
@@ -322,8 +328,15 @@ def attention(place: Place) -> None:
             kernels=sorted({each[0] for each in reached}),
             calls=len(reached),
             first_call=[f"{dtype} {list(size)}" for size, dtype in reached[0][1]] if reached else None,
-            tokens=int(bounds[-1]),
+            tokens=tokens,
         )
+
+
+def _with_a_shared_prompt(lengths: Sequence[int]) -> IntArray:
+    """Which packed token is each of the sequences', where all begin alike, as long as 3/4 of the shortest."""
+    prompt = min(lengths) * 3 // 4
+    ends = np.cumsum([lengths[0], *(length - prompt for length in lengths[1:])])
+    return np.concatenate([np.arange(ends[0]), *(np.r_[:prompt, start:end] for start, end in pairwise(ends))])
 
 
 def _attend(
@@ -341,9 +354,12 @@ def _attend(
     return out.detach()
 
 
-def _by_formula(states: list[Tensor], bounds: Any, window: int | None, gradient: Tensor) -> list[Tensor]:  # noqa: ANN401
+def _by_formula(
+    states: list[Tensor], bounds: IntArray, places: IntArray, window: int | None, gradient: Tensor
+) -> list[Tensor]:
     """Output and gradients, sequence by sequence."""
-    query, key, value = (each.requires_grad_() for each in states)
+    leaves = [each.requires_grad_() for each in states]
+    query, key, value = (each.index_select(2, torch.from_numpy(places).to(each.device)) for each in leaves)
     times = query.shape[1] // key.shape[1]
     pieces = []
     for start, end in pairwise(bounds):
@@ -354,9 +370,10 @@ def _by_formula(states: list[Tensor], bounds: Any, window: int | None, gradient:
         behind = behind[:, None] - behind
         seen = (behind >= 0) & (behind < (window or end - start))
         pieces.append((scores.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(0, 1))
-    out = torch.cat(pieces).unsqueeze(0)
+    firsts = torch.from_numpy(np.unique(places, return_index=True)[1]).to(gradient.device)
+    out = torch.cat(pieces).index_select(0, firsts).unsqueeze(0)
     out.backward(gradient)
-    found = [out.detach(), query.grad, key.grad, value.grad]
+    found = [out.detach(), *(each.grad for each in leaves)]
     return [each for each in found if each is not None]
 
 

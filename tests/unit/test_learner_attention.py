@@ -15,8 +15,6 @@ from learner.attention import AttentionLayout, packed_attention
 from tests.unit.small_models import LOCAL, Model, assert_close, load, packed_batch, run
 
 BOUNDS = np.array([0, 17, 22, 40])
-PLACES = np.concatenate([np.arange(17), np.arange(5), np.arange(5), np.arange(17, 30)])
-"""Which of 30 tokens are those of the sequences, where all begin with the same five."""
 
 
 def states(*heads, length=40):
@@ -68,7 +66,8 @@ class Operators(TorchDispatchMode):
 )
 def test_grouped_heads_are_left_to_kernels_that_keep_no_scores(device, dtype, takes):
     query = SimpleNamespace(device=torch.device(device), dtype=dtype)
-    assert attention._takes_grouped_heads(query) == takes
+    assert attention._takes_grouped_heads(query, is_plain=True) == takes
+    assert attention._takes_grouped_heads(query, is_plain=False) == (device == "cpu")
 
 
 def test_repeated_heads_give_what_grouped_ones_do(monkeypatch):
@@ -83,7 +82,7 @@ def test_repeated_heads_give_what_grouped_ones_do(monkeypatch):
     grouped = attend(*inputs)
     assert set(heads) == {(6, 2, 2, True)}
     heads.clear()
-    monkeypatch.setattr(attention, "_takes_grouped_heads", lambda query: False)
+    monkeypatch.setattr(attention, "_takes_grouped_heads", lambda *_: False)
     repeated = attend(*inputs)
     assert set(heads) == {(6, 6, 6, False)}
     assert_close(repeated, grouped)
@@ -116,19 +115,42 @@ def test_attention_never_waits_for_plans_of_cudnn():
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 2.0}])
-def test_a_prompt_that_sequences_share_is_to_each_as_one_of_its_own(options, is_packed, monkeypatch):
-    inputs = states(6, 2, 2, length=30)
-    weights = torch.randn(1, 30, 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    apart = attend(*(each.index_select(2, torch.from_numpy(PLACES)) for each in inputs), **options)
-    firsts = np.unique(PLACES, return_index=True)[1]
+@pytest.mark.parametrize("prompt", [5, 17])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 4}, {"softcap": 2.0}, {"softcap": 2.0, "sliding_window": 6}]
+)
+def test_a_prompt_that_sequences_share_is_to_each_as_one_of_its_own(options, prompt, is_packed, monkeypatch):
+    """In a grid the shorter one asks anew for each sequence; in one call of packed sequences neither does."""
+    own = [prompt + 4, 0, 13, 9, 20]  # tokens that a sequence has for itself: the first holds the prompt
+    ends = np.cumsum(own)
+    places = [
+        np.arange(ends[0]),
+        *(np.r_[:prompt, end - num : end] for num, end in zip(own[1:], ends[1:], strict=True)),
+    ]
+    bounds, places = np.cumsum([0, *map(len, places)]), np.concatenate(places)
+    inputs = states(6, 2, 2, length=ends[-1])
+    weights = torch.randn(1, ends[-1], 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    apart = attend(*(each.index_select(2, torch.from_numpy(places)) for each in inputs), bounds=bounds, **options)
+    firsts = np.unique(places, return_index=True)[1]
     wanted = [apart[:, firsts], *torch.autograd.grad((apart[:, firsts] * weights).sum(), inputs)]
+    monkeypatch.setattr(attention, "SCORES_MIB", 1e-2)  # a few queries at a time
     if is_packed and "softcap" not in options:
         monkeypatch.setattr(attention, "_takes_packed", lambda query: True)
         monkeypatch.setattr(attention, "_packed_kernel", lambda: of_213)
-    shared = attend(*inputs, places=PLACES, **options)
+    shared = attend(*inputs, bounds=bounds, places=places, **options)
     for found, expected in zip([shared, *torch.autograd.grad((shared * weights).sum(), inputs)], wanted, strict=True):
         assert_close(found, expected)
+
+
+def test_a_shared_prompt_asks_once_and_the_others_from_their_completions_alone():
+    prompt, length, group = 40, 60, 8
+    first = np.arange(length)
+    others = [np.concatenate([first[:prompt], length + n * 20 + np.arange(20)]) for n in range(group - 1)]
+    bounds = np.arange(group + 1) * length
+    layout = AttentionLayout.build(bounds, torch.device("cpu"), np.concatenate([first, *others]))
+    asked = {(tuple(each.queries.shape), tuple(each.keys.shape)) for each in layout.grids.buckets}
+    assert asked == {((1, 60), (1, 60)), ((7, 20), (7, 60))}
+    assert layout.edges.tolist() == [0, 60, *range(80, 201, 20)], "nor is it asked of a kernel that takes them packed"
 
 
 # --- packed, where flash attention runs -----------------------------------------------------------
@@ -136,15 +158,21 @@ def test_a_prompt_that_sequences_share_is_to_each_as_one_of_its_own(options, is_
 
 def by_sequence(query, key, value, edges, key_edges, longest, longest_key, scale, window_size):
     """What torch says of `varlen_attn`, sequence by sequence, in plain formulas."""
-    assert edges.dtype == torch.int32
-    assert edges is key_edges
-    assert longest == longest_key == int(edges.diff().max())
+    assert edges.dtype == key_edges.dtype == torch.int32
+    assert (longest, longest_key) == (int(edges.diff().max()), int(key_edges.diff().max()))
+    assert int(edges.diff().min()) > 0
     behind_most, after_most = window_size
     pieces = []
-    for start, end in itertools.pairwise(edges.tolist()):
-        one, keys, values = (each[start:end].transpose(0, 1) for each in (query, key, value))
+    spans = zip(itertools.pairwise(edges.tolist()), itertools.pairwise(key_edges.tolist()), strict=True)
+    for (start, end), (key_start, key_end) in spans:
+        one, keys, values = (
+            each[slice(*span)].transpose(0, 1)
+            for each, span in ((query, (start, end)), (key, (key_start, key_end)), (value, (key_start, key_end)))
+        )
         keys, values = (each.repeat_interleave(len(one) // len(keys), 0) for each in (keys, values))
-        behind = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        # the last of both are the same token, as flash attention has it
+        behind = torch.arange(key_end - key_start - (end - start), key_end - key_start)[:, None]
+        behind = behind - torch.arange(key_end - key_start)
         is_seen = -behind <= after_most
         if behind_most >= 0:
             is_seen &= behind <= behind_most

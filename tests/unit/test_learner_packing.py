@@ -105,6 +105,13 @@ def test_attention_counts_where_the_cost_model_says_so():
     assert CostModel(2.0, 0.5).of([3, 4]).tolist() == [10.5, 16.0]
 
 
+def test_a_prompt_that_is_shared_costs_its_tokens_and_its_squares_once():
+    rows = [np.append(np.arange(10), np.full(2, 100 + i)) for i in range(4)]
+    packed = pack(rows, [10] * 4, PackingRule(48, cost=CostModel(1.0, 0.5)))
+    each, prompt = 12 + 0.5 * 12**2, 10 + 0.5 * 10**2
+    assert packed.cost_M.tolist() == [4 * each - 3 * prompt]
+
+
 def test_bins_are_dealt_in_rounds_so_that_the_dear_ones_go_to_those_who_have_least():
     assert deal(np.array([9.0, 7.0, 5.0, 1.0]), 2) == [[0, 3], [1, 2]]
 

@@ -168,6 +168,10 @@ def test_no_pass_copies_from_the_host_once_its_batch_is_on_the_device(train_step
     on_device = networks.on_device(build(make_rows(0)).packed)
     assert on_device.packed.num_micro_batches > 1
     assert all(layout.grids for layout in on_device.layouts)  # made on a CPU alone, at the first use
+    buckets = [each for layout in on_device.layouts for each in layout.grids.buckets]
+    assert any(each.queries.shape != each.keys.shape for each in buckets), (
+        "a shared prompt asks once, here and in splits"
+    )
     monkeypatch.setattr(torch, "from_numpy", lambda _: pytest.fail("such a copy waits for the whole queue of a GPU"))
     leaves = networks.forward_only(on_device)
     networks.train(on_device, Leaves(torch.ones_like(leaves.logprobs_T)))

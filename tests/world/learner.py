@@ -27,6 +27,7 @@ from algorithms.registry import AlgorithmConfig
 from buffer.schema import to_batch
 from buffer.trajectory import Trajectory, VersionSpan
 from common.staleness import PolicyVersion
+from learner import attention
 from learner.batch import StepBatch
 from learner.config import LearnerConfig
 from learner.mesh import Mesh, MeshPlace
@@ -75,6 +76,10 @@ def _norms_of_their_own_width(kind: type[torch.nn.Module], offset: float) -> Non
         return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + eps) * (offset + self.weight)
 
     kind.forward = forward
+
+
+attention.SHORTEST_BUCKET = 2
+"""So that of prompts as short as these some ask once for several samples."""
 
 
 for _kind, _offset in ((LlamaRMSNorm, 0.0), (Qwen3RMSNorm, 0.0), (Gemma2RMSNorm, 1.0)):
