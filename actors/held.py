@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 from actors.engine import EngineDead
 from actors.sample import Completed, SampleMaker
 from actors.tasks import Problem
-from buffer.client import BufferClient
+from buffer.client import BufferClient, Granted
 from buffer.protocol import Lease
 from buffer.sharding.client import ShardedClient
 from buffer.trajectory import Prefix, Trajectory
@@ -74,6 +74,14 @@ class HandingOn:
     def __init__(self, name: str, maker: SampleMaker, client: BufferClient | ShardedClient) -> None:
         """Let go of what `maker` makes, by telling the buffer."""
         self._name, self._maker, self._client = name, maker, client
+        self._asked: Future[Granted] | None = None
+
+    async def granted(self, asked: Future[Granted]) -> Granted:
+        """Wait for leases. Those that come after this is cancelled nobody takes, so `leave_all` leaves them."""
+        self._asked = asked
+        grant = await settled(asked)
+        self._asked = None
+        return grant
 
     async def keep(self, leases: Collection[HeldLease], every_s: float) -> None:
         """Tell the buffer so often what running samples have, in case that this process is killed; `leases` may change.
@@ -92,7 +100,7 @@ class HandingOn:
                 await settled(each)
 
     async def leave_all(self, leases: Collection[HeldLease]) -> Goodbye:
-        """Leave all that is held, and wait no longer for it than a goodbye takes.
+        """Leave all that is held, or granted only now, and wait no longer for it than a goodbye takes.
 
         Leases that the buffer does not hear of run out by themselves.
         """
@@ -102,6 +110,7 @@ class HandingOn:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
                 leaving = [self.leave(held, held.unfinished) for held in leases]
+                leaving += [self._leave_granted(self._asked)] if self._asked is not None else []
                 results = list(await asyncio.gather(*leaving, return_exceptions=True))
         errors = [each for each in results if isinstance(each, Exception)]
         if errors and (remaining := [held for held in leases if held.unfinished]):
@@ -128,6 +137,13 @@ class HandingOn:
         await settled(self._client.hand_on(held.lease, sorted(indices), self._there(held, indices)))
         self._maker.counts.num_handed_on += len(indices & held.open)
         held.open -= indices
+
+    async def _leave_granted(self, asked: Future[Granted]) -> None:
+        """Leave what nobody began with; what the buffer has of it stays there."""
+        leases = (await settled(asked)).leases
+        for left in [self._client.hand_on(lease, lease.sample_indices, []) for lease in leases]:
+            await settled(left)
+        self._maker.counts.num_handed_on += sum(len(lease.sample_indices) for lease in leases)
 
     def count_lost(self, leases: Iterable[HeldLease]) -> None:
         """Nobody gets the tokens of these leases."""

@@ -214,9 +214,10 @@ class ActorLoop:
             self._stopping.set()
             for task in tasks:
                 task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            # before the jobs have ended: a follower in the middle of an update ends only with it
             self.goodbye = await self._handing_on.leave_all(held)
             await self._cancel_samples(self._held.values())
+            results = await asyncio.gather(*tasks, return_exceptions=True)
             self._waiting = "stopped"
             self._ended.set()
         failures = [one for one in results if isinstance(one, Exception)]
@@ -318,7 +319,8 @@ class ActorLoop:
                 continue
             asked_s = self._clock()
             wants = self._maker.slots.needs_lengths
-            grant = await settled(self._client.lease(room, self._pool, self._engine.step_s, wants_lengths=wants))
+            asked = self._client.lease(room, self._pool, self._engine.step_s, wants_lengths=wants)
+            grant = await self._handing_on.granted(asked)
             self._follower.hear_of(PolicyVersion(*grant.newest))
             self._hand_on_at = grant.hand_on_at
             prefixes = grant.prefixes()

@@ -34,11 +34,11 @@ from pydantic import TypeAdapter
 
 from actors.sandbox import HINT, cut_network
 from actors.tasks import Problem, RewardFunction, TaskError, load_reward
-from actors.tasks.config import Judge, TaskConfig
+from actors.tasks.config import Classifier, Judge, TaskConfig
 from actors.tasks.task import TOOK_TOO_LONG, Call, NoScore
 
 MEMORY_BYTES = 16 * 2**30
-"""What a process may allocate. The soft limit alone: a reward file that needs more raises it itself."""
+"""What a process may allocate, a classifier's apart. The soft limit alone: a file that needs more raises it itself."""
 _END_S = 5.0
 """How long the kernel may take to end a process that is killed; one that holds much memory takes longest."""
 _LOOK_S = 0.005
@@ -258,9 +258,6 @@ def serve(descriptor: str, parent: str) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who started us may hold some back
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    soft = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     channel = socket.socket(fileno=int(descriptor))
     channel.set_inheritable(False)
     stream = cast("BinaryIO", channel.makefile("rwb"))
@@ -271,6 +268,10 @@ def serve(descriptor: str, parent: str) -> None:
     name, columns, reference = about["function"]
     task: Any = TypeAdapter(TaskConfig).validate_python(about["task"])
     function = RewardFunction(name, task, columns, reference)
+    if not isinstance(function.named, Classifier):  # which allocates what its weights take
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        soft = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     try:
         if not (task.reward_network or isinstance(function.named, Judge)):
             cut_network()
@@ -323,8 +324,8 @@ def _failed(error: BaseException) -> _Outcome:
         detail = str(error)
     except Exception as another:  # its text is made by the user's code too
         detail = f"and its text cannot be made: {type(another).__name__}"
-    if isinstance(error, MemoryError):
-        soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if isinstance(error, MemoryError) and soft != resource.RLIM_INFINITY:
         detail = f"{detail or 'out of memory'}; a reward's process may allocate {soft / 2**30:g} GiB"
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THE_USERS)

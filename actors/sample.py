@@ -305,7 +305,8 @@ class SampleMaker:
 
     async def _answer(self, problem: Problem, index: int, temperature: float) -> EvalCounts:
         try:
-            async with self._evaluation_slots, asyncio.timeout(self._config.generate_timeout_s):
+            # twice: at first samples have the engine's seats, for as long as each of them may take
+            async with self._evaluation_slots, asyncio.timeout(2 * self._config.generate_timeout_s):
                 seed = sample_seed(self._run_seed, -1, index, 0) if temperature else None
                 completion = await self._engine.generate(problem.token_ids, temperature=temperature, seed=seed)
             scored = await self._scorer.score(problem, self._decoder.decode(completion.token_ids.tolist()))

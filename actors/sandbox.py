@@ -37,6 +37,8 @@ _NUM_PROCESSES = 64
 _NUM_FILES = 256
 NOBODY = 65534
 _LOOK_S = 20.0
+_ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""Of a program: with a thread for each core, as `import numpy` starts them, their buffers fill its memory limit."""
 SCRATCH = "/dev/shm"
 """Where the programs find their folder: it is on every Linux, and what others keep there is none of their business."""
 REFUSED = 77
@@ -237,6 +239,7 @@ def _passes(program: dict[str, str], job: dict[str, Any], folder: str, deadline:
     with tempfile.TemporaryFile(dir=folder) as stdin:
         stdin.write(program.get("stdin", "").encode("utf-8", "replace"))
         stdin.seek(0)
+        places = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder}
         process = subprocess.Popen(
             command,
             stdin=stdin,
@@ -244,7 +247,7 @@ def _passes(program: dict[str, str], job: dict[str, Any], folder: str, deadline:
             stderr=subprocess.DEVNULL,
             pass_fds=() if test is None else (theirs, says),
             cwd=folder,
-            env={"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
+            env={**places, **_ONE_THREAD, "LANG": "C.UTF-8"},
             start_new_session=True,
             preexec_fn=lambda: _limit(job),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,10 @@ def load_classifier(
             f"{where}: {config.path} lacks {missing[0]}, so its rewards would be random: it is no trained classifier"
         )
     limit = getattr(made.get_text_config(), "max_position_embeddings", None)
+    for part, module in model.named_modules():  # models like RoBERTa count positions from their padding's on
+        if limit is not None and part.endswith("position_embeddings"):
+            padding = getattr(module, "padding_idx", None)
+            limit -= 0 if padding is None else padding + 1
     pads = tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id
     if pads:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
@@ -50,9 +56,13 @@ def load_classifier(
         batch = (
             tokenizer.pad({"input_ids": list(ids)}, return_tensors="pt") if pads else {"input_ids": torch.tensor(ids)}
         )
-        with torch.inference_mode():
-            logits = model(**{key: value.to(config.device) for key, value in batch.items()}).logits
-        values: list[float] = logits[:, 0].float().tolist()
+        try:
+            with torch.inference_mode():
+                logits = model(**{key: value.to(config.device) for key, value in batch.items()}).logits
+            values: list[float] = logits[:, 0].float().tolist()
+        except torch.AcceleratorError:  # with it all that this process asks of its GPU fails from now on
+            traceback.print_exc()
+            os._exit(1)
         return values
 
     def call(problems: Sequence[Problem], completions: Sequence[str]) -> list[float | NoScore | None]:

@@ -25,6 +25,8 @@ _NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)")
 _BREAK = re.compile(r"[:=\n]|[.!?;]\s")
 """A number after it is not part of what is said before it."""
 _MARKUP = re.compile(r"[\s*_`$\\(){}\[\]]+")
+_SAYS_MORE = re.compile(r"(?:[^\w.!?;\n]|_)*(?:[=:]|[^\W_])")
+"""What follows a number that is not the rating: `10 = best`, `10 is the best`."""
 _OF_A_SCALE = frozenset({"/", "of", "out of"})
 _OF_A_RANGE = frozenset({",", "\u2013", "to", "or"})
 """What stands between two numbers: `8/10`, `7 or 8`."""
@@ -140,6 +142,11 @@ def _rating(answer: str, low: float, high: float) -> float | None:
     rated = {one for one, text, most in neighbours if text in _OF_A_SCALE and most == high}
     if between[-1] in _OF_A_SCALE:
         return numbers[-2] if last == high else None
+    if last in (low, high) and any(low <= one <= high and one != last for one in numbers):
+        # an end of the scale may be named after the rating
+        *before, lead = _BREAK.split(pieces[-3])
+        if not before or _MARKUP.sub("", lead) or _SAYS_MORE.match(pieces[-1]):
+            return None
     is_end, is_beside, is_another = last in (low, high), not _BREAK.search(pieces[-3]), bool(rated - {last})
     return None if is_end + is_beside + is_another > 1 or between[-1] in _OF_A_RANGE else last
 

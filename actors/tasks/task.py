@@ -237,15 +237,27 @@ class PromptCodec:
         self._system_prompt = system_prompt
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each prompt, with the special tokens that its tokenizer puts in front."""
+        """Token ids of each prompt, with the special tokens that its tokenizer puts in front.
+
+        Raises:
+            TaskError: the chat template refuses the turns.
+        """
         if not self._chat:
             return self._ids(texts, special=True)
+        from jinja2 import TemplateError  # only with a chat template, as in Transformers
+
         head = [{"role": "system", "content": self._system_prompt}] if self._system_prompt is not None else []
         turns = [[*head, {"role": "user", "content": text}] for text in texts]
         # The chat template writes its special tokens as text, so none may be added when encoding.
-        rendered = [
-            self._tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in turns
-        ]
+        try:
+            rendered = [
+                self._tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in turns
+            ]
+        except TemplateError as error:
+            raise TaskError(
+                f"task.chat = true, and the tokenizer's chat template refuses the prompts: {error}. Where it knows no "
+                "system turn, leave task.system_prompt out and say it in task.template"
+            ) from error
         return self._ids(rendered, special=False)
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:

@@ -15,11 +15,12 @@ import time
 import psutil
 import pytest
 
-from actors import sandbox
+from actors import reward_process, sandbox
 from actors.rewards import RewardFailed, Scorer, ScorerLimits
 from actors.tasks import Problem, RewardFunction, TaskError, load_task
 from actors.tasks.config import FileTask, ReasoningGymTask
 from tests.unit.fake_actor import FakeBuffer, K, make_actor, run_to_end
+from tests.unit.test_actors_classifier import make as make_classifier
 
 REWARD = """
 import asyncio, os, re, resource, signal, socket, subprocess, sys, threading, time
@@ -232,6 +233,19 @@ async def test_a_kernel_that_cannot_cut_the_network_off_is_named_before_anything
         patch.setenv("PYTHONPATH", str(tmp_path))
         with pytest.raises(TaskError, match=r"reward_network = false, and the kernel refuses: .*not permitted.*user"):
             await scorer(has_network=False)
+
+
+async def test_a_classifier_may_allocate_more_than_a_reward_of_the_users(tmp_path, monkeypatch):
+    make_classifier(tmp_path)
+    little = "import sys; sys.path.append(sys.argv[1]); from actors import reward_process as here;"
+    monkeypatch.setattr(reward_process, "_PROGRAM", f"{little} here.MEMORY_BYTES = 2**20; here.serve(*sys.argv[2:])")
+    models = {"helpful": {"type": "classifier", "path": str(tmp_path)}}
+    task = FileTask(type="file", path="rows.jsonl", rewards=("helpful",), reward_models=models)
+    process = await reward_process.RewardProcess.start(RewardFunction("helpful", task, ["answer"]), 60.0)
+    try:
+        assert len(await process.call([problem()], ["1"])) == 1
+    finally:
+        await process.end()
 
 
 async def test_a_rule_whose_pattern_backtracks_for_ever_costs_its_own_sample(folder):

@@ -51,6 +51,7 @@ ADD = "def add(a, b):\n    return a + b\n"
         ("def f(a):\n    return a, a", {"inputs": [[1], [2]], "outputs": [[1, 1], [2, 2]], "fn_name": "f"}, {}, 1.0),
         ("print(int(input()) + 1)", [{"input": "1", "output": "2"}, {"input": "2", "output": "3 \n\n"}], {}, 1.0),
         ("import numpy\nprint(numpy.ones(3).sum())", [{"output": "3.0"}], {}, 1.0),
+        ("import numpy\nprint(1)", [{"output": "1"}], {"memory_mib": 70}, 1.0),
         ("import os\nos._exit(0)", ["assert False"], {}, 0.0),
         ("print(1); raise SystemExit(3)", [{"output": "1"}], {}, 0.0),
         ("x = bytearray(2**30)", ["assert x"], {"memory_mib": 256}, 0.0),

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from actors.tasks import Problem, TaskError, check_task, load_reward, load_task
 from actors.tasks.config import ReasoningGymTask
@@ -65,6 +72,38 @@ def test_a_text_that_is_too_long_has_no_score_and_costs_no_other_its_own(tmp_pat
     long, short = load_reward(function)([problem, problem], ["1" * 30, "2"])
     assert long == NoScore("too long for the reward model", "34 tokens, it was made for 24")
     assert isinstance(short, float)
+
+
+def test_a_model_whose_positions_begin_behind_its_padding_takes_fewer_tokens_than_it_has_positions(tmp_path):
+    _, tokenizer = make(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    values = {"vocab_size": len(tokenizer), "max_position_embeddings": 20, "num_labels": 1, "pad_token_id": 1}
+    RobertaForSequenceClassification(RobertaConfig(**sizes, **values)).save_pretrained(tmp_path)
+    (function,) = load_task(task(tmp_path)).rewards
+    longest = 20 - 2
+    problems = [Problem("1" * number, "1" * number, {}) for number in (longest - 1, longest, longest + 1, 20)]
+    values = [load_reward(function)([problem], [""])[0] for problem in problems]
+    assert [isinstance(value, float) for value in values] == [True, True, False, False]
+    assert values[2] == NoScore("too long for the reward model", f"{longest + 1} tokens, it was made for {longest}")
+
+
+def test_an_error_of_its_gpu_ends_its_process_for_no_later_call_would_succeed(tmp_path, monkeypatch):
+    make(tmp_path)
+    (function,) = load_task(task(tmp_path)).rewards
+    call, statuses = load_reward(function), []
+
+    def fail(*_, **__):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def leave(status):
+        statuses.append(status)
+        raise SystemExit
+
+    monkeypatch.setattr(LlamaForSequenceClassification, "forward", fail)
+    monkeypatch.setattr("os._exit", leave)
+    with pytest.raises(SystemExit):
+        call([Problem("1", "1", {})], ["2"])
+    assert statuses == [1]
 
 
 def refused(folder, **changes):

@@ -301,6 +301,68 @@ async def test_an_actor_whose_buffer_is_gone_lets_go_of_its_weights_and_ends_its
     assert engine.stopped
 
 
+async def test_what_runs_is_handed_on_though_an_update_never_ends(monkeypatch):
+    for where in ("actors.loop", "actors.held"):
+        monkeypatch.setattr(f"{where}.GOODBYE_S", 0.5)
+    buffer, engine, store = FakeBuffer(2), FakeEngine(600), FakeStore()
+    actor = make_actor(buffer, engine, store)
+    await actor.start()
+    running = asyncio.create_task(actor.run())
+    await until(lambda: engine.running == 2 * K)
+    engine.may_apply.clear()
+    store.version = PolicyVersion(0, 1)
+    async with asyncio.timeout(60):
+        await engine.applying.wait()
+        await actor.stop()
+    assert not running.done(), "the update has ended, so this test shows nothing"
+    assert sorted(lease for lease, *_ in buffer.handed_on) == [1, 2]
+    assert [row.num_completion_tokens for _, _, rows, _ in buffer.handed_on for row in rows] == [2] * 2 * K
+    assert actor.goodbye == (2 * K, 0)
+    engine.may_apply.set()
+    await asyncio.wait_for(running, 60)
+
+
+async def test_what_is_leased_while_an_actor_says_goodbye_is_handed_on():
+    class SlowToAnswer(FakeBuffer):
+        """Grants a lease when a test lets it."""
+
+        def lease(self, *asked, **options):
+            self.grant, self.late = super().lease(*asked, **options), Future()
+            return self.late
+
+    buffer = SlowToAnswer(2)
+    actor = make_actor(buffer)
+    await actor.start()
+    running = asyncio.create_task(actor.run())
+    await until(lambda: buffer.granted == 2)
+    stopping = asyncio.create_task(actor.stop())
+    await asyncio.sleep(0.05)
+    buffer.late.set_result(buffer.grant.result())
+    await asyncio.wait_for(asyncio.gather(stopping, running), 60)
+    assert buffer.handed_on == [(lease, list(range(K)), [], False) for lease in (1, 2)]
+    assert actor.goodbye == (2 * K, 0)
+
+
+async def test_an_answer_that_waits_for_the_seat_of_a_running_sample_is_scored():
+    limit_s = 1.0
+
+    class OneSeat(FakeEngine):
+        seat = asyncio.Semaphore(1)
+
+        async def generate(self, *prompt, **options):
+            async with self.seat:
+                return await super().generate(*prompt, **options)
+
+    engine = OneSeat(0.5 * limit_s)
+    actor = make_actor(FakeBuffer(0), engine, config={"generate_timeout_s": limit_s, "max_running_samples": 1})
+    await actor.start()
+    await engine.seat.acquire()
+    asyncio.get_running_loop().call_later(0.8 * limit_s, engine.seat.release)
+    result = await asyncio.wait_for(actor.evaluate(EvalRequest(num_problems=1)), 60)
+    await actor.stop()
+    assert (result.greedy.num_scored, result.sampled.num_scored) == (1, 1)
+
+
 async def test_an_evaluation_holds_updates_and_training_requests_and_counts_its_shard():
     def even_prompt(problems, completions):
         return [float(int(text.split()[0]) % 2 == 0) for text in completions]

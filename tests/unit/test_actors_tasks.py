@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -305,6 +306,23 @@ def test_the_example_of_a_file_task_rewards_its_own_rows():
         max_prompt_tokens=config.actors.max_prompt_tokens,
         vocab_size=16,
     )
+
+
+def test_a_chat_template_that_refuses_a_system_turn_is_a_mistake_that_names_the_keys(tmp_path):
+    from transformers import AutoTokenizer
+
+    shutil.copytree(EXAMPLES / "demo_model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = {"model_folder": tmp_path / "model", "max_prompt_tokens": 512, "vocab_size": 18}
+    config = gym(num_train=8, num_heldout=2, template="{metadata[expression]:compact}=", chat=True)
+    check_task(config, **model)
+    with pytest.raises(TaskError, match=r"task\.chat.*System role not supported.*task\.system_prompt"):
+        check_task(config.model_copy(update={"system_prompt": "1"}), **model)
 
 
 def test_columns_become_json():
