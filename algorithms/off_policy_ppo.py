@@ -35,7 +35,7 @@ Where the off-policy correction enters:
 Presets:
     proximal_rloo (Asynchronous RLHF): proximal = "behaviour", baseline = "rloo", corrections = ["sequence_clip"],
     kl_beta = 0.05 in the reward. T stays the denominator where the paper divides by the
-    number of sequences: the gradient is the paper's times sequences / T.
+    number of sequences: the gradient is the paper's times sequences / T, or the paper's with mean_over = "sequences".
     dr_grpo: baseline = "grpo", normalize_std = false, mean_over = "sequence_sums"; length_scale is to be given.
     Keys that are given win.
 
@@ -80,7 +80,7 @@ from algorithms.corrections import (
     importance_weights,
     surrogate_of,
 )
-from algorithms.surrogates import AnySurrogate, AnyWhole, TokenClip
+from algorithms.surrogates import AnySurrogate, AnyWhole, SequenceClip, TokenClip
 from common.user_file import Reference, load_object
 
 CLIP = 0.2
@@ -297,8 +297,13 @@ def off_policy_ppo(config: OffPolicyPPOConfig, inputs: LossInputs) -> LossOutput
     metrics: Measured = dict(weighing.metrics)
     advantage_T = _advantages(config, inputs, metrics)
     default = TokenClip(clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip)
-    found = surrogate_of(config.corrections, default).objective(inputs, advantage_T)
-    loss = -(share_T * weighing.weight_T * found.objective_T).sum()
+    surrogate = surrogate_of(config.corrections, default)
+    found = surrogate.objective(inputs, advantage_T)
+    objective_T = found.objective_T
+    if config.mean_over == "sequences" and isinstance(surrogate, SequenceClip):
+        # it divides by the length already, as the share does
+        objective_T = objective_T * inputs.length_B[inputs.sequence_T]
+    loss = -(share_T * weighing.weight_T * objective_T).sum()
     metrics["off_policy/clip_frac_low"] = share_of(found.low_T & weighing.kept_T, num_tokens)
     metrics["off_policy/clip_frac_high"] = share_of(found.high_T & weighing.kept_T, num_tokens)
     metrics["ppo/advantage_abs"] = advantage_T.abs().sum().double() / num_tokens

@@ -267,10 +267,12 @@ def stage_need(config: Config) -> MemoryNeed | None:
     learner, needs = config.learner, config.algorithm.needs
     model, *references = (AutoConfig.from_pretrained(each, local_files_only=True) for each in (path, *frozen))
     samples = learner.groups_per_step * config.buffer.largest_group(config.actors.group_size)
+    draw_tokens = samples * config.actors.max_model_tokens
     return memory_need(
         model,
         learner,
-        update_tokens=samples * config.actors.max_model_tokens // learner.num_minibatches,
+        update_tokens=draw_tokens // learner.num_minibatches,
+        scored_tokens=draw_tokens if needs.reference or needs.proximal or needs.critic else 0,
         references=references if needs.reference else (),
         num_models=2 if needs.critic == "model" else 1,
     )

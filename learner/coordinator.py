@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from enum import IntEnum
+from math import inf
 from typing import TypeVar
 
 import numpy as np
@@ -137,14 +138,19 @@ class Coordinator:
         """Seconds spent on them while the last batch was waited for."""
         self.resumed_at: dict[int, int] = {}
         self.incarnation = 0
-        self.newest_published = -1
+        self.newest_published: int | None = None
+        """None until weights of this process are committed."""
         self.waiting_for = ""
         """Whom the learner waits for just now; empty while it computes."""
 
-    def begin(self, version: int, step: int) -> None:
-        """Open this learner's incarnation."""
+    def begin(self, version: int, step: int, deadline: float) -> None:
+        """Open this learner's incarnation; the other stages do not listen yet.
+
+        Raises:
+            TimeoutError: the service lets it wait beyond the deadline, on the monotonic clock.
+        """
         future = self._client.begin_incarnation(version, step)
-        reply = future.result(self._buffer.give_up_after_s + REQUEST_TIMEOUT_S)
+        reply = self._answer(future, "begin an incarnation", heartbeats=False, deadline=deadline)
         self.incarnation = reply.incarnation
         self.resumed_at = dict(reply.resumed_at)
 
@@ -244,7 +250,7 @@ class Coordinator:
         with self._lock:
             self._pending.append((what, future))  # type: ignore[arg-type]  # a Future is read-only to us
 
-    def _answer(self, future: Future[R], what: str, *, heartbeats: bool = True) -> R:
+    def _answer(self, future: Future[R], what: str, *, heartbeats: bool = True, deadline: float = inf) -> R:
         """The reply; the client itself gives up on a silent service, and its error says so."""
         patience_s = self._buffer.give_up_after_s + 2 * REQUEST_TIMEOUT_S
         asked_at = time.monotonic()
@@ -257,7 +263,11 @@ class Coordinator:
                 if heartbeats:
                     self._channel.send(Kind.WAITING)
                 # A service whose disk is full answers that it waits: so do we.
-                if time.monotonic() - max(asked_at, self._client.heard_at) > patience_s:
+                now, service = time.monotonic(), f"the buffer service at {', '.join(self._addresses)}"
+                if now - max(asked_at, self._client.heard_at) > patience_s:
+                    raise TimeoutError(f"{service} did not {what} for {patience_s:g} s") from None
+                if now > deadline:
                     raise TimeoutError(
-                        f"the buffer service at {', '.join(self._addresses)} did not {what} for {patience_s:g} s"
+                        f"{service} was asked to {what} and has let that wait for {now - asked_at:.0f} s, as it does "
+                        "while its disk is full: its log in the run folder says why"
                     ) from None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.memory import keep_freed_memory
 from learner.config import LearnerConfig
 from learner.decoders import StageShare, split_layers, widths
 from learner.logprobs import KEPT_MIB, LogitRule
@@ -67,9 +68,16 @@ def device_of(config: LearnerConfig, rank: int) -> torch.device:
     return device
 
 
-def limit_memory(config: LearnerConfig, device: torch.device) -> None:
-    """Keep a stage to its share of a GPU: an engine beside it that is started again has to find its own."""
-    if device.type == "cuda" and config.memory_limit is not None:
+def settle(config: LearnerConfig, device: torch.device) -> None:
+    """Let this process use its device as the config says.
+
+    It keeps to its share of a GPU: an engine beside it that is started again has to find its own. On a CPU it keeps its
+    threads, and memory that it freed: every micro-batch needs as much again, and page faults took an eighth of a step.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(config.num_threads)
+        keep_freed_memory()
+    elif device.type == "cuda" and config.memory_limit is not None:
         torch.cuda.set_per_process_memory_fraction(config.memory_limit, device)
 
 
@@ -97,6 +105,7 @@ def memory_need(
     config: LearnerConfig,
     *,
     update_tokens: int,
+    scored_tokens: int = 0,
     references: Sequence[PreTrainedConfig] = (),
     num_models: int = 1,
 ) -> MemoryNeed:
@@ -106,11 +115,13 @@ def memory_need(
         model: of the checkpoint.
         config: the `[learner]` section.
         update_tokens: tokens of the samples of one update, at most, over all replicas.
+        scored_tokens: the same of a pass over the whole draw, before its updates; 0 where the loss reads none.
         references: the frozen models that score the samples.
         num_models: 2 where a critic is a model of its own.
     """
     needs = [
-        _need_of(stage, model, config, update_tokens, references, num_models) for stage in range(config.num_stages)
+        _need_of(stage, model, config, (update_tokens, scored_tokens), references, num_models)
+        for stage in range(config.num_stages)
     ]
     return max(needs, key=lambda need: need.size_bytes)
 
@@ -119,7 +130,7 @@ def _need_of(
     stage: int,
     model: PreTrainedConfig,
     config: LearnerConfig,
-    update_tokens: int,
+    tokens: tuple[int, int],
     references: Sequence[PreTrainedConfig],
     num_models: int,
 ) -> MemoryNeed:
@@ -136,7 +147,7 @@ def _need_of(
     item = 8 if config.precision == "float64" else 4
     is_narrow = config.precision == "bfloat16"
     states_item = 2 if config.residual == "bfloat16" else item
-    num_micro_batches = max(1, ceil(update_tokens / config.num_replicas / budget))
+    num_micro_batches, num_scored = (max(1, ceil(each / config.num_replicas / budget)) for each in tokens)
     in_flight = micro_batches_in_flight(config, stage, num_micro_batches)
     per_layer = budget * kept_bytes(model, config)
     kept = states_item * budget * width * num_layers if checkpointing else per_layer * num_layers
@@ -145,23 +156,30 @@ def _need_of(
     chunk, most_kept = (of(model.vocab_size, computed, "cuda") for of in (head.chunk_tokens, head.kept_tokens))
     chunk_bytes = item * model.vocab_size * min(chunk, budget)
     heads = min(heads_in_flight(config), num_micro_batches)
-    probabilities = computed.itemsize * model.vocab_size * min(most_kept, budget) * int(heads)
+    probabilities = computed.itemsize * model.vocab_size * min(most_kept, budget) * int(heads) * has_head
     static = {
         "weights": item * trained,
         "rounded weights": 2 * trained * is_narrow,
         "gradients": item * trained,
         "moments": 2 * item * trained,
-        "logits": (LOGIT_COPIES * chunk_bytes + HEAD_STATES * item * budget * width + probabilities) * has_head,
-        "between stages": 2 * states_item * budget * width * num_micro_batches * (config.num_stages > 1),
+        "logits": (LOGIT_COPIES * chunk_bytes + HEAD_STATES * item * budget * width) * has_head,
         "CUDA": RUNTIME_BYTES,
     }
-    training = {"activations": int(in_flight * kept), "a layer at work": per_layer}
+    between = 2 * states_item * budget * width * (config.num_stages > 1)
+    training = {
+        "between stages": between * num_micro_batches,
+        "probabilities": probabilities,
+        "activations": int(in_flight * kept),
+        "a layer at work": per_layer,
+    }
+    # of the whole draw at once; it keeps nothing for a backward pass
+    scoring = {"between stages": between * num_scored, "a layer at work": per_layer}
     frozen = [(2 if is_narrow else item) * _num_weights(_shares(stage, each, config), each) for each in references]
     if config.reference_offload == "none":
-        return MemoryNeed(stage, {**static, "reference": sum(frozen), **training})
-    # one is there while it scores, and then neither another nor activations are
-    reference = {"reference": max(frozen, default=0)}
-    larger = training if sum(training.values()) > reference["reference"] else reference
+        static["reference"] = sum(frozen)
+    else:  # one is there while it scores, and no other
+        scoring["reference"] = max(frozen, default=0)
+    larger = training if sum(training.values()) >= sum(scoring.values()) else scoring
     return MemoryNeed(stage, {**static, **larger})
 
 

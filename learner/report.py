@@ -48,11 +48,13 @@ class StepTimes:
     """How much of the wait for the batch was spent scoring."""
 
 
-def lag_metrics(updates: Sequence[StepBatch], start: StepBatch, newest_published: int, started_s: float) -> Metrics:
+def lag_metrics(
+    updates: Sequence[StepBatch], start: StepBatch, newest_published: int | None, started_s: float
+) -> Metrics:
     """The lags of design and metric reference, over the tokens and trajectories that were trained.
 
     Updates are at their own versions, and a sample counts once for each; `start` is the draw, at the version that the
-    step began with. `newest_published` could be pulled then.
+    step began with. `newest_published` could be pulled then; None: this learner had published nothing yet.
     """
     lag_T = np.concatenate([batch.lag_T for batch in updates])
     first_B, last_B = (np.concatenate(ends) for ends in zip(*map(_ends, updates), strict=True))
@@ -64,7 +66,7 @@ def lag_metrics(updates: Sequence[StepBatch], start: StepBatch, newest_published
         "lag/token_max": float(lag_T.max()),
         "lag/in_flight": float((first_B - last_B).mean()),
         "lag/in_queue": float(last_B.mean()),
-        "lag/publish": float(start.version - newest_published),
+        "lag/publish": None if newest_published is None else float(start.version - newest_published),
         "lag/wall_s": float(np.mean(waited_s)),
         "lag/abandoned": float(start.abandoned_T.sum()),
     }
@@ -116,7 +118,7 @@ def step_report(
     batch: StepBatch,
     result: StepResult,
     step: int,
-    newest_published: int,
+    newest_published: int | None,
     times: StepTimes,
     ledger: Mapping[str, int],
     fidelity: LengthFidelity,

@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from buffer.schema import read_stream
 from buffer.sharding.client import open_client
 from common.run import RunContext
 from learner.config import LearnerSections
-from learner.device import device_of, limit_memory
+from learner.device import device_of, settle
 from learner.mesh import Mesh, MeshPlace
 from learner.reference import build_reference
 from learner.stage import packing_rule
@@ -41,9 +40,7 @@ class ReferenceScorer:
         """
         config = context.config.learner
         device = device_of(config, 0)
-        limit_memory(config, device)
-        if device.type == "cpu":
-            torch.set_num_threads(config.num_threads)
+        settle(config, device)
         # the pipeline's schedules want a process group; of one rank it needs no address
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self._reference = build_reference(context, Mesh.build(MeshPlace(0)), device)

@@ -36,7 +36,7 @@ from learner.checkpoint_meta import TrainingProgress
 from learner.config import LearnerSections
 from learner.coordinator import Channel, Coordinator, Kind
 from learner.decoders import cost_of
-from learner.device import device_of, limit_memory
+from learner.device import device_of, settle
 from learner.export import write_shard
 from learner.mesh import (
     Agreement,
@@ -59,6 +59,10 @@ from weight_sync.errors import PublishFailed
 from weight_sync.publisher import Publisher
 
 logger = logging.getLogger(__name__)
+
+GIVES_UP_EARLIER_S = 5.0
+"""So long before launch.startup_timeout_s is over, the coordinator stops waiting for the buffer: its error names the
+service, and the launcher's could not."""
 
 
 class Stage:
@@ -96,6 +100,7 @@ class Stage:
         Raises:
             StageLost: not all stages came to the rendezvous within `collective_timeout_s`, or had loaded their share
                 within `startup_timeout_s`.
+            TimeoutError: the buffer service let the coordinator wait for so long; the text names it.
         """
         self._guard(self._setup, "set up")
 
@@ -143,11 +148,10 @@ class Stage:
 
     def _setup(self) -> None:
         context, config, place = self._context, self._config, self._place
+        deadline = time.monotonic() + context.startup_timeout_s - GIVES_UP_EARLIER_S
         self._device = device = device_of(config, place.rank)
         _make_current(device)
-        limit_memory(config, device)
-        if device.type == "cpu":
-            torch.set_num_threads(config.num_threads)
+        settle(config, device)
         torch.manual_seed(context.facts.seed)
         join_group(
             self._rendezvous,
@@ -177,7 +181,7 @@ class Stage:
         )
         self._channel = Channel(place)
         self._resume()
-        self._begin_incarnation()
+        self._begin_incarnation(deadline)
         if place.publishes:
             self._publisher = self._open_publisher()
         self._publish(self._progress.version)
@@ -210,20 +214,23 @@ class Stage:
             self._train_step.evaluator.drops_in_a_row = resumed.drops_in_a_row
             self._bad_batches.non_finite_steps = resumed.non_finite_steps
 
-    def _begin_incarnation(self) -> None:
-        """Open one, and tell all ranks from which version each went on: any last stage may have its loss read lags."""
+    def _begin_incarnation(self, deadline: float) -> None:
+        """Open one, and tell all ranks from which version each went on: any last stage may have its loss read lags.
+
+        The buffer may let the coordinator wait: the others are as patient as while they load.
+        """
         source = self._place.coordinator
         told, pairs = torch.zeros(2, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int64)
         if self._place.is_coordinator:
             self._coordinator = Coordinator(self._context, self._channel, self._packing.least_tokens)
-            self._coordinator.begin(self._progress.version, self._progress.step)
+            self._coordinator.begin(self._progress.version, self._progress.step, deadline)
             pairs = torch.tensor(list(self._coordinator.resumed_at.items()))
             told += torch.tensor([self._coordinator.incarnation, len(pairs)])
-        dist.broadcast(told, src=source)
+        dist.broadcast(told, src=source, group=self._ranks.group)
         incarnation, count = told.tolist()
         if not self._place.is_coordinator:
             pairs = pairs.new_zeros(count, 2)
-        dist.broadcast(pairs, src=source)
+        dist.broadcast(pairs, src=source, group=self._ranks.group)
         self._resumed_at = dict(pairs.tolist())
         self._progress = structs.replace(self._progress, incarnation=incarnation)
 
@@ -282,7 +289,7 @@ class Stage:
     def _take_step(self, step: int, draw: Draw | bytes, asked_s: float) -> None:
         started_s = time.time()
         batch, record_ids = self._batch(draw)
-        newest = self._coordinator.newest_published if self._coordinator is not None else 0
+        newest = self._coordinator.newest_published if self._coordinator is not None else None
         try:
             check_samples(batch, self._context.config.algorithm.needs, record_ids)
         except BadSample as error:

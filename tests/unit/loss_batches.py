@@ -56,6 +56,7 @@ GROUP_CONFIGS = {
     "icepop": OffPolicyPPOConfig(corrections=[{"type": "icepop", "low": 0.8, "high": 1.3}]),
     "geometric_mask": OffPolicyPPOConfig(corrections=[{"type": "geometric_mask", "low": 0.9, "high": 1.1}]),
     "sequence_clip": OffPolicyPPOConfig(corrections=[{"type": "sequence_clip", "clip_low": 0.1}]),
+    "sequence_clip of sequences": OffPolicyPPOConfig(preset="proximal_rloo", mean_over="sequences"),
     "gspo": OffPolicyPPOConfig(corrections=[{"type": "gspo", "clip_low": 0.1, "clip_high": 0.2}]),
     "gspo of sequences": OffPolicyPPOConfig(
         mean_over="sequences", corrections=[{"type": "gspo", "clip_low": 0.1, "clip_high": 0.2}, TIGHT]

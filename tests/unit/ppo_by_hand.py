@@ -179,6 +179,8 @@ def ppo(config, inputs) -> ByHand:
     result = ByHand(0.0, [0.0] * num_tokens, [0.0] * num_tokens, list(weight), counts)
     log_u, log_w = difference(inputs.logprobs_T, proximal_T), difference(inputs.logprobs_T, inputs.behaviour_logprobs_T)
     for tokens in tokens_of(inputs):
+        # a mean over tokens divides by the length; in the others it is of the sequence's objective
+        per_sequence = len(tokens) if kind == "sequence_clip" and config.mean_over != "sequences" else 1
         for t in tokens:
             a, total = advantage[t], sum(log_u[i] for i in tokens)
             if is_whole:
@@ -191,10 +193,10 @@ def ppo(config, inputs) -> ByHand:
                 result.counts["low"] += kept[t] and term.low
                 result.counts["high"] += kept[t] and term.high
             counted = weight[t] * share(config, inputs, tokens)
-            result.loss -= counted * term.objective / (len(tokens) if kind == "sequence_clip" else 1)
+            result.loss -= counted * term.objective / per_sequence
             # the ratio of a sequence moves with all its tokens: d prod u / dlogp = prod u, d exp(mean) = exp(mean) / L
             for other in tokens if kind in ("gspo", "sequence_clip") else [t]:
-                part = 1 / len(tokens) if kind in ("gspo", "sequence_clip") else 1.0
+                part = 1 / len(tokens) if kind == "gspo" else 1 / per_sequence
                 result.slope_T[other] -= counted * term.slope * part
             add_penalties(config, inputs, t, share(config, inputs, tokens), weight[t], result)
     if config.baseline == "critic":

@@ -304,6 +304,19 @@ def test_proximal_rloo_is_the_formula_of_its_paper():
     assert output_loss * NUM_TOKENS == pytest.approx(loss, abs=1e-12)
     expected_T = torch.tensor(slope_B, dtype=torch.float64)[inputs.sequence_T] / NUM_TOKENS
     torch.testing.assert_close(slope_T, expected_T, rtol=0, atol=1e-12)
+    papers_loss, slope_T = gradient(OffPolicyPPOConfig(preset="proximal_rloo", mean_over="sequences"), inputs)
+    assert papers_loss * 9 == pytest.approx(loss, abs=1e-12)
+    torch.testing.assert_close(slope_T, expected_T * NUM_TOKENS / 9, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mean_over", ["tokens", "sequences"])
+def test_a_sequence_that_is_one_action_weighs_as_much_as_any_other_whatever_its_length(mean_over):
+    inputs = make_inputs(groups=[0, 0], lengths=[1, 10], rewards_B=torch.tensor([1.0, 0.0]))
+    fresh = replace(inputs, logprobs_T=inputs.behaviour_logprobs_T)
+    config = OffPolicyPPOConfig(preset="proximal_rloo", kl_beta=0.0, mean_over=mean_over)
+    loss, slope_T = gradient(config, fresh)
+    assert loss == pytest.approx(0.0, abs=1e-12), "one ratio, and advantages of 1 and -1"
+    torch.testing.assert_close(slope_T[0].expand(10), -slope_T[1:], rtol=0, atol=1e-12)
 
 
 def test_a_value_that_was_not_clipped_is_not_counted_as_clipped():

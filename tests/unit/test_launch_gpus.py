@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from algorithms.off_policy_ppo import OffPolicyPPOConfig
 from launch import gpus as gpus_module
 from launch.checks import check
 from launch.config import ModelConfig, load_config
@@ -176,6 +177,27 @@ def test_a_stage_that_does_not_fit_is_told_with_what_helps(monkeypatch):
     assert "learner.reference_offload = 'cpu'" in told
     half = config.model_copy(update={"learner": config.learner.model_copy(update={"gpu_memory_share": 0.01})})
     assert "0.01 of GPU 0" in too_small(half, need, [card()])
+
+
+@pytest.mark.parametrize(
+    ("loss", "passes_over_the_draw"),
+    [
+        ({"kl_beta": 0.1, "kl_in": "loss", "proximal": "behaviour"}, True),
+        ({}, True),
+        ({"baseline": "critic", "proximal": "behaviour"}, True),
+        ({"proximal": "behaviour"}, False),
+    ],
+)
+def test_what_minibatches_do_not_divide_is_counted_whole(loss, passes_over_the_draw):
+    asked = ["--learner.gpus", "1", "--learner.num_stages", "2", "--learner.token_budget", "64"]
+    config = demo(*asked, "--learner.activation_checkpointing", "true")
+    config = config.model_copy(update={"algorithm": OffPolicyPPOConfig(**loss)})
+
+    def between(num_minibatches: int) -> int:
+        learner = config.learner.model_copy(update={"num_minibatches": num_minibatches})
+        return stage_need(config.model_copy(update={"learner": learner})).parts["between stages"]
+
+    assert (between(8) == between(1)) == passes_over_the_draw
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -181,7 +182,8 @@ def test_after_restarts_a_token_has_the_same_lag_on_every_rank(tmp_path, monkeyp
     def lags_on(rank: int) -> list[int]:
         unheard = list(said)
 
-        def broadcast(tensor, src):
+        def broadcast(tensor, src, group):
+            assert group == "as patient as while they load"
             if rank == src:
                 said.append(tensor.clone())
             else:
@@ -191,7 +193,8 @@ def test_after_restarts_a_token_has_the_same_lag_on_every_rank(tmp_path, monkeyp
         monkeypatch.setattr(stage_file.dist, "broadcast", broadcast)
         stage = Stage(context, rank, "")
         stage._packing, stage._channel = RULE, None
-        stage._begin_incarnation()
+        stage._ranks = SimpleNamespace(group="as patient as while they load")
+        stage._begin_incarnation(deadline=0.0)
         assert stage._progress.incarnation == 2
         return stage._batch(bytes(encode(rows, "run")))[0].lag_T.tolist()
 

@@ -14,7 +14,7 @@ from learner import device as device_module
 from learner.attention import AttentionLayout
 from learner.config import LearnerConfig
 from learner.decoders import StageShare, widths
-from learner.device import device_of, kept_bytes, limit_memory, memory_need, micro_batches_in_flight
+from learner.device import device_of, kept_bytes, memory_need, micro_batches_in_flight, settle
 from learner.logprobs import LogitRule
 from learner.model import StageModule
 
@@ -147,6 +147,23 @@ def test_a_reference_that_leaves_takes_the_place_of_activations_and_no_more():
     assert "stage 0 takes up to" in gone.describe()
 
 
+def test_a_pass_over_the_draw_holds_all_its_states_and_no_activations():
+    model = transformers.Qwen2Config(**QWEN_7B)
+
+    def need(*, num_minibatches: int, **changes):
+        told = {"num_stages": 4, "token_budget": 8192, "precision": "bfloat16", "activation_checkpointing": True}
+        draw, config = 640 * 1280, LearnerConfig(**{**told, **changes})
+        return memory_need(model, config, update_tokens=draw // num_minibatches, scored_tokens=draw)
+
+    whole, divided = need(num_minibatches=1), need(num_minibatches=8)
+    assert divided.parts["between stages"] == whole.parts["between stages"] > 20 * 2**30
+    assert "activations" in whole.parts
+    assert "activations" not in divided.parts
+    # where activations are larger than that, they are what a stage has to hold
+    kept = need(num_minibatches=8, activation_checkpointing=False)
+    assert kept.parts["activations"] > divided.parts["between stages"] > 7 * kept.parts["between stages"]
+
+
 def test_every_teacher_is_counted_by_its_own_size_and_the_largest_alone_where_they_leave():
     student, teachers = (
         transformers.Qwen2Config(**SIZES["0.5B"]),
@@ -167,11 +184,11 @@ def test_every_teacher_is_counted_by_its_own_size_and_the_largest_alone_where_th
 def test_all_stages_together_hold_every_weight_once():
     model = transformers.Qwen2Config(**QWEN_7B)
     config = LearnerConfig(num_stages=4)
-    parts = [device_module._need_of(stage, model, config, 4096, (), 1).parts for stage in range(4)]
+    parts = [device_module._need_of(stage, model, config, (4096, 0), (), 1).parts for stage in range(4)]
     num = 28 * widths(model).num_weights + 2 * model.vocab_size * model.hidden_size
     assert sum(each["weights"] for each in parts) == 4 * num
     tied = transformers.Qwen2Config(**{**QWEN_7B, "tie_word_embeddings": True})
-    alone = device_module._need_of(0, tied, LearnerConfig(num_stages=1), 4096, (), 1)
+    alone = device_module._need_of(0, tied, LearnerConfig(num_stages=1), (4096, 0), (), 1)
     assert alone.parts["weights"] == 4 * (num - model.vocab_size * model.hidden_size)
     assert alone.parts["between stages"] == 0
 
@@ -234,7 +251,13 @@ def test_bfloat16_is_refused_where_the_card_has_none(card):
 )
 def test_a_stage_keeps_to_its_share_of_a_gpu_that_it_shares(card, told, limit):
     shares = card(True)
-    limit_memory(LearnerConfig(**told), torch.device("cuda", 0))
+    settle(LearnerConfig(**told), torch.device("cuda", 0))
     assert shares == limit
-    limit_memory(LearnerConfig(**told), torch.device("cpu"))
-    assert shares == limit
+
+
+def test_on_a_cpu_a_stage_keeps_its_threads_and_what_it_freed(card, monkeypatch):
+    shares, found = card(True), []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(device_module, "keep_freed_memory", lambda: found.append("kept"))
+    settle(LearnerConfig(num_threads=3), torch.device("cpu"))
+    assert (found, shares) == ([3, "kept"], [])

@@ -201,6 +201,7 @@ def test_lags_count_from_the_checkpoint_that_a_restart_resumed_from():
     assert metrics["lag/in_flight"] == 1.0
     assert metrics["lag/in_queue"] == 1.5
     assert metrics["lag/publish"] == 1
+    assert lag_metrics([batch], batch, newest_published=None, started_s=103.0)["lag/publish"] is None
     assert metrics["lag/wall_s"] == 3.0
 
 
