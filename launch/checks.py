@@ -17,10 +17,10 @@ from common.hf_folder import ModelFacts
 from common.rpc.auth import LOOPBACK, ClientKeys, RunKeys, ServiceKeys, is_loopback
 from common.run import RunContext, RunFacts
 from common.staleness import StalenessContract
-from launch.config import Config
+from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError, as_config_error
 from launch.gpus import check_gpus, describe_gpus, lacking_gpus
-from launch.host import CONNECT_S, answers
+from launch.host import CONNECT_S, NO_WANDB_LOGIN, answers, cannot_bind, has_wandb_login
 from launch.model_folder import check_frozen, check_model, quiet_transformers
 from launch.offline import check_offline, check_vocabulary
 from launch.pools import actor_pools, scorer_pools, serving_dtypes, stage_pools
@@ -185,6 +185,7 @@ def check(config: Config, root: Path, *, resumed: RunIdentity | None = None) -> 
     _check_sizes(config)
     _check_weight_sync(config, is_new=resumed is None)
     _check_ray(config)
+    _check_tracking(config.tracking)
     model = None
     if config.model.path is not None and not _is_to_be_made(config):
         model = check_model(config, Path(config.model.path), "model.path")
@@ -418,6 +419,17 @@ def _check_ray(config: Config) -> None:
         raise ConfigError(
             f"no Ray cluster answers at launch.ray_address = '{address}' within {CONNECT_S:g} s; see launch/cluster.sh "
             "status, or leave the key out, and Ray starts itself here"
+        )
+
+
+def _check_tracking(tracking: TrackingConfig) -> None:
+    """Whoever is told of the run, as far as no process and no server is needed to know it."""
+    if tracking.wandb == "online" and not has_wandb_login():
+        raise ConfigError(NO_WANDB_LOGIN)
+    port = tracking.prometheus_port
+    if port is not None and (why := cannot_bind(LOOPBACK, port)):
+        raise ConfigError(
+            f"tracking.prometheus_port = {port} cannot be bound at {LOOPBACK}: {why}; choose another, or leave it out"
         )
 
 

@@ -412,15 +412,17 @@ VERBS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parsed = parse(arguments)
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     status: int = ExitStatus.OK
     try:
+        parsed = parse(arguments)
         status = int(parsed.run_verb(parsed))
         sys.stdout.flush()
     except ConfigError as error:
         status = refuse(error, ExitStatus.WRONG_INPUT)
+    except KeyboardInterrupt:
+        status = refuse("interrupted", ExitStatus.INTERRUPTED)
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
@@ -442,6 +444,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     Raises:
         SystemExit: they are wrong; status 2, and a sentence on the standard error.
+        ConfigError: an override stands before the config or the run.
     """
     parser = argparse.ArgumentParser(
         prog="leeway", description="Asynchronous off-policy reinforcement learning for language models."
@@ -452,6 +455,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parsed, overrides = parser.parse_known_args(arguments)
     if overrides and not parsed.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    taken = getattr(parsed, "config", None) or getattr(parsed, "run", None)
+    if overrides and taken is not None:
+        before = words[[Path(word) for word in words].index(taken) - 1]
+        if (
+            before in overrides and before.startswith("--") and "=" not in before
+        ):  # argparse does not know that it has a value
+            what = "CONFIG" if "config" in parsed else "RUN"
+            raise ConfigError(f"give {what} first, and {before} after it: '{taken}' is taken for {what}")
     parsed.overrides = overrides
     return parsed
 

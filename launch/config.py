@@ -302,6 +302,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     _resolve_paths(tree, path.parent, f"{path}: ")
     for key, text in _pairs(overrides):
         patch = _value(key, text)
+        if not isinstance(patch, str) and _is_text(key):
+            patch = text  # a name may look like a number or a date, and is as it was typed
         for part in reversed(key.split(".")):
             patch = {part: patch}
         _check_values(patch, "--")
@@ -379,6 +381,13 @@ def _value(key: str, text: str) -> Any:  # noqa: ANN401 -- any TOML value
         return text
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--{key} = {shortened(text)}: not a TOML value: {error}") from None
+
+
+def _is_text(key: str) -> bool:
+    section, _, name = key.partition(".")
+    kind = Config.model_fields[section].annotation if section in Config.model_fields else None
+    field = getattr(kind, "model_fields", {}).get(name)
+    return field is not None and field.annotation in (str, str | None)
 
 
 def _check_values(value: object, where: str) -> None:

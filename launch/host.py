@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import netrc
 import os
 import re
+import shutil
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import psutil
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """Only control passes through Ray, so its object store stays near the smallest that it accepts."""
 CONNECT_S = 3.0
+_QUIET_S = 3600.0
+WANDB_HOST = "https://api.wandb.ai"
+NO_WANDB_LOGIN = (
+    "tracking.wandb = 'online' needs a login of Weights & Biases, and there is none: run 'wandb login', set "
+    "WANDB_API_KEY, or use tracking.wandb = 'offline' and 'wandb sync' later"
+)
 _OWNER_ONLY = 0o077
 _ROLE_LOG = re.compile(r"(buffer|weights|scorer|ranker|stage|actor)\.\d+\.log")
 
@@ -84,7 +94,7 @@ def sessions_folder() -> Path:
 
 
 def make_sessions_folder() -> Path:
-    """The same, made where it is not there.
+    """The same, made where it is not there, without the sessions of commands that were killed.
 
     Raises:
         OSError: it cannot be made, or the folder around it is somebody else's or open to others.
@@ -99,7 +109,17 @@ def make_sessions_folder() -> Path:
                 f"{folder.parent} is not a folder of this user alone, and Ray's sockets would lie in it: remove it, or "
                 "set RAY_TMPDIR"
             ) from None
+    for session in folder.glob("session_*_*"):  # Ray puts the process that starts it last
+        pid = session.name.rpartition("_")[2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and _is_quiet(session):
+            shutil.rmtree(session, ignore_errors=True)
     return folder
+
+
+def _is_quiet(session: Path) -> bool:
+    """Has nothing written there for an hour? Where containers share the folder, a process of another is none of ours."""
+    newest = max((file.lstat().st_mtime for file in (session, *session.glob("logs/*"))), default=0.0)
+    return time.time() - newest > _QUIET_S
 
 
 def answers(address: str, limit_s: float = CONNECT_S) -> bool:
@@ -110,3 +130,36 @@ def answers(address: str, limit_s: float = CONNECT_S) -> bool:
             return True
     except (OSError, ValueError, OverflowError):
         return False
+
+
+def cannot_bind(host: str, port: int) -> str:
+    """Why nothing can listen there now; "" where it can."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.closing(socket.socket(family, kind, proto)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def wandb_host(environment: Mapping[str, str] = os.environ) -> str:
+    """The server of Weights & Biases."""
+    return urlsplit(environment.get("WANDB_BASE_URL", WANDB_HOST)).hostname or ""
+
+
+def has_wandb_login(environment: Mapping[str, str] = os.environ, home: Callable[[], Path] = Path.home) -> bool:
+    """Is there a login for that server where its own library looks for one? It is not proved, and no process starts."""
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    settings = Path(environment.get("WANDB_CONFIG_DIR") or home() / ".config" / "wandb") / "settings"
+    for file in (settings, Path("wandb/settings"), Path(".wandb/settings")):
+        with contextlib.suppress(OSError, ValueError):
+            if "api_key" in file.read_text(encoding="utf-8"):
+                return True
+    for file in [Path(given)] if (given := environment.get("NETRC")) else [home() / ".netrc", home() / "_netrc"]:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(str(file.expanduser())).authenticators(wandb_host(environment)) is not None:
+                return True
+    return False

@@ -258,5 +258,5 @@ def _model_folder(config: Config) -> Path:
     except LocalEntryNotFoundError as error:
         raise ConfigError(
             f"the model that the run started from, {config.model.hub}, is not in this machine's cache of the Hub, and "
-            f"its config and tokenizer are needed: huggingface-cli download {name} --revision {revision}"
+            f"its config and tokenizer are needed: hf download {name} --revision {revision}"
         ) from error

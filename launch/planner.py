@@ -333,22 +333,27 @@ class Planner:
         return shape.num_stages * shape.num_replicas
 
     def _shares(self, counts: Mapping[str, int], num_ranks: int) -> list[float]:
-        """How much of the cores and of the GPUs that they may use these workers take; above 1 they share them.
+        """How much of the cores that they may use these workers on CPUs take; above 1 they share them.
 
         Scorers have their part of it. Pools that may use some of the same hosts are counted together on all of theirs.
+        Infinite where workers reserve more CPUs or GPUs than there are, which cannot be shared.
         """
-        learner = self.config.learner
-        workers = [(pool.name, pool.count, pool.bundle.get("GPU", 0.0), learner.num_threads) for pool in self._scorers]
-        workers.append((LEARNER, num_ranks, self._gpus_of_stage, learner.num_threads))
+        learner, stages = self.config.learner, self._stages
+        workers = [(pool.name, pool.count, pool.bundle, learner.num_threads) for pool in self._scorers]
+        most = {kind: max(pool.bundle.get(kind, 0.0) for pool in stages) for kind in ("CPU", "GPU")}
+        workers.append((LEARNER, num_ranks, most, learner.num_threads))
         for name, count in counts.items():
-            workers.append((name, count, self._actors[name].config.gpus, self._actors[name].config.num_threads))
+            workers.append((name, count, self._actors[name].bundle, self._actors[name].config.num_threads))
+        # a scorer that finds no place is given up, and `train` lets a run begin without it
+        spared = {pool.name for pool in self._scorers if any(host.is_here for host in self._hosts)}
         shares = []
         for cores, gpus, names in self._sites:
             there = [each for each in workers if each[0] in names]
-            on_cpu = sum(count * threads for _, count, part, threads in there if not part)
-            on_gpu = sum(count * part for _, count, part, _ in there)
-            for taken, has in ((on_cpu, cores), (on_gpu, gpus)):
-                shares.append(0.0 if not taken else taken / has if has else math.inf)
+            on_cpu = sum(count * threads for _, count, bundle, threads in there if not bundle.get("GPU"))
+            shares.append(0.0 if not on_cpu else on_cpu / cores if cores else math.inf)
+            cpus = sum(count * bundle.get("CPU", 0.0) for name, count, bundle, _ in there if name not in spared)
+            on_gpu = sum(count * bundle.get("GPU", 0.0) for _, count, bundle, _ in there)
+            shares.append(math.inf if cpus > cores + 1e-9 or on_gpu > gpus + 1e-9 else 0.0)
         return shares
 
     @cached_property

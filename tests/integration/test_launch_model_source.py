@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 
 from launch.config import ModelConfig
 from launch.errors import ConfigError
-from launch.model_folder import fetch_model
+from launch.model_folder import _model_folder, fetch_model
 
 ROOT = Path(__file__).parents[2]
 WRITES = """
@@ -127,3 +128,10 @@ def test_a_model_of_the_hub_is_that_of_main_or_of_the_revision_that_is_named(mon
     monkeypatch.setattr("launch.model_folder.subprocess.run", run)
     assert fetch_model(ModelConfig(hub=hub), is_there=False) == Path("/cache/model")
     assert asked == ["org/model", revision]
+
+
+def test_a_model_of_the_hub_that_is_gone_is_fetched_again_with_a_command_that_there_is(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="needed: hf download nobody/nothing --revision v1"):
+        _model_folder(SimpleNamespace(model=ModelConfig(hub="nobody/nothing@v1")))
+    assert "hf" in {each.name for each in entry_points(group="console_scripts")}

@@ -113,3 +113,19 @@ def test_a_folder_that_others_may_enter_is_not_used(tmp_path, monkeypatch, mode)
     host.sessions_folder().parent.chmod(mode)
     with pytest.raises(PermissionError, match="is not a folder of this user alone"):
         host.make_sessions_folder()
+
+
+def test_the_session_of_a_command_that_was_killed_is_removed_and_that_of_a_living_one_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    folder = host.make_sessions_folder()
+    names = {f"session_2026-11-26_09-00-00_1_{pid}" for pid in (dead.pid, os.getpid())}
+    for name in names | {"session_latest", "other"}:
+        (folder / name / "logs").mkdir(parents=True)
+    host.make_sessions_folder()
+    assert len([*folder.iterdir()]) == 4, "it was written to just now, maybe by a process of another container"
+    monkeypatch.setattr(host, "_QUIET_S", -1.0)
+    assert host.make_sessions_folder() == folder
+    left = {each.name for each in folder.iterdir()}
+    assert left == {f"session_2026-11-26_09-00-00_1_{os.getpid()}", "session_latest", "other"}

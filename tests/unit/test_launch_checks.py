@@ -4,11 +4,12 @@ import json
 import os
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
-from launch.cli import main
+from launch.cli import main, parse
 from launch.errors import ConfigError, ExitStatus
 from launch.run_folder import claimed_weights
 from tests.unit.small_models import Model
@@ -215,9 +216,40 @@ def test_every_example_passes_a_dry_run(capsys, tmp_path, monkeypatch, path):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "k")
     assert main(["train", str(path), "--run.dir", str(tmp_path / "runs"), "--dry-run"]) == OK
     assert "in order" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_sees_that_there_is_no_login_of_wandb_and_that_a_port_is_taken(capsys, tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", "--dry-run", "--tracking.wandb", "online")
+    assert (status, "tracking.wandb = 'online' needs a login" in error) == (WRONG_INPUT, True)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        key = ["--tracking.prometheus_port", taken.getsockname()[1]]
+        status, error = run(capsys, DEMO, "--run.dir", tmp_path / "runs", "--dry-run", *key)
+    assert (status, "tracking.prometheus_port" in error) == (WRONG_INPUT, True)
+
+
+def test_the_sums_example_says_which_loss_needs_more_than_its_name(capsys, tmp_path):
+    sums = ROOT / "examples" / "sums.toml"
+    status, error = run(capsys, sums, "--run.dir", tmp_path / "runs", "--algorithm.type", "distillation", "--dry-run")
+    assert (status, "there is no teacher" in error) == (WRONG_INPUT, True)
+    assert "but\n# for distillation, which needs a teacher" in sums.read_text()
+
+
+@pytest.mark.parametrize(("verb", "what"), [("train", "CONFIG"), ("resume", "RUN")])
+def test_an_override_that_stands_before_the_config_is_told_so(capsys, verb, what):
+    assert main([verb, "--learner.num_steps", "20", str(DEMO)]) == WRONG_INPUT
+    assert f"give {what} first, and --learner.num_steps after it" in capsys.readouterr().err
+    for words in (["--learner.num_steps=20", str(DEMO)], [str(DEMO), "--run.name", str(DEMO)]):
+        assert str(parse([verb, *words]).overrides[0]) in words
 
 
 def test_a_machine_that_is_too_small_may_dry_run_what_it_cannot_run(capsys, tmp_path, monkeypatch):

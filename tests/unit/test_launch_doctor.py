@@ -356,6 +356,16 @@ def test_shared_memory_that_does_not_hold_the_queues_of_gpus_is_a_problem(monkey
     assert (found.state, "64 MiB free" in found.found, "--ipc=host" in found.remedy) == ("problem", True, True)
 
 
+def test_the_memory_of_a_cluster_is_not_held_against_that_of_this_machine(quick, monkeypatch):
+    monkeypatch.setattr(machine.MachineNeeds, "of", lambda _: MachineNeeds(Need(1, ""), Need(2**60, ""), 0, 2**60))
+    on_cluster = ["--launch.ray_address", "10.0.0.1:6379", "--actors.num_actors", "64"]
+    monkeypatch.setattr(checks, "answers", lambda _: True)
+    for overrides, expected in ((on_cluster, set()), ([], {"memory", "/dev/shm"})):
+        found = checkup(load_config(DEMO, overrides), None)
+        problems = {each.name for each in found if each.state == "problem"}
+        assert problems & {"memory", "/dev/shm"} == expected
+
+
 def test_the_cuda_build_has_longer_to_load(monkeypatch):
     assert checks._import_limit_s() == checks.IMPORT_LIMIT_S
     monkeypatch.setattr(checks, "_version", {"vllm": "0.32.0"}.get)
@@ -376,6 +386,7 @@ def test_a_cluster_that_does_not_answer_is_a_problem_in_time():
     started = time.monotonic()
     found = checks.check_ray(load_config(DEMO, ["--launch.ray_address", address]), {})
     assert (found[0].state, address in found[0].found) == ("problem", True)
+    assert "launch/cluster.sh --hosts HOSTS status" in found[0].remedy
     assert time.monotonic() - started < CONNECT_S + 20
 
 
@@ -417,7 +428,10 @@ def test_online_tracking_needs_a_key(tmp_path):
 
     assert look({}).state == "problem"
     assert look({"WANDB_API_KEY": "k" * 40}).state == "ok"
+    assert look({"WANDB_IDENTITY_TOKEN_FILE": "token"}).state == "ok"
     assert look({"WANDB_MODE": "offline"}).state == "warning"
+    (tmp_path / "settings").write_text("[default]\napi_key = k\n")
+    assert look({"WANDB_CONFIG_DIR": str(tmp_path)}).state == "ok"
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
     (tmp_path / ".netrc").chmod(0o600)
     assert look({}).state == "ok"

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from launch.errors import END_SIGNALS, Interrupts, Stopped
+from launch.cli import main
+from launch.errors import END_SIGNALS, ExitStatus, Interrupts, Stopped
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +89,12 @@ def test_while_the_processes_are_being_ended_signals_are_only_counted():
         interrupt()
         interrupt()
         assert interrupts.count == 2
+
+
+def test_in_any_other_verb_it_is_a_sentence_and_no_traceback(monkeypatch, capsys):
+    def interrupted(config, path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launch.doctor.checkup.checkup", interrupted)
+    assert main(["doctor"]) == ExitStatus.INTERRUPTED
+    assert capsys.readouterr().err == "leeway: interrupted\n"

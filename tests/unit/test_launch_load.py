@@ -54,6 +54,14 @@ def test_a_number_is_a_name_too(minimal):
     assert (config.run.name, config.run.seed) == ("7", 7)
 
 
+@pytest.mark.parametrize("text", ["3e-4", "1e-5", "1_000", "12.50", "2026-11-26"])
+def test_a_name_that_looks_like_a_number_or_a_date_is_as_it_was_typed(minimal, text):
+    config = load_config(
+        minimal, ["--run.name", text, "--tracking.project", f'"{text}"', "--learner.warmup_steps", "1_0"]
+    )
+    assert (config.run.name, config.tracking.project, config.learner.warmup_steps) == (text, text, 10)
+
+
 def test_a_resolved_config_read_back_is_the_same(minimal, tmp_path):
     config = load_config(
         minimal, ["--task.params", "{min_terms = 2, deep = {a = [1, 2]}}", "--run.name", 'a "b" \\ c \x7f']

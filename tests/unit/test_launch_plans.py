@@ -1,15 +1,20 @@
 """Plans: what is chosen and what never is, what fits, what is refused with a sentence, and what a plan file does."""
 
+import contextlib
 import math
+import subprocess
 import tomllib
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 
+from common.costs import Moments
 from launch import planner as planning
-from launch import plans
+from launch import plans, profiling
+from launch.checks import _lacking_here
 from launch.cli import main
 from launch.config import load_config
 from launch.doctor.machine import MachineNeeds
@@ -19,6 +24,9 @@ from launch.planner import Planner
 from launch.plans import Host, read_hosts, read_plan, world_of
 from launch.pools import actor_pools
 from launch.profiling import _score_costs
+from launch.run_folder import RunFolder
+from learner.packing import CostModel, pack
+from planning.learner import LearnerTime
 from planning.profile import Profile, ProfileError
 from tests.unit.made_up_profile import DEMO, profile
 
@@ -156,6 +164,24 @@ def test_what_train_refuses_is_no_plan_and_a_config_that_it_refuses_has_none():
     assert {(each["learner"].num_stages, each["learner"].num_chunks) for each in split} == {(2, 1)}
     lags = possible(made(*one, "--buffer.capacity_trajectories", "800", "--buffer.shards", "64"))
     assert {each["weight_sync.max_lag"] for each in lags if each["weight_sync.publish_every"] == 1} == {1, 2}
+
+
+@pytest.mark.parametrize("score", [(), ("--pools.score.role", "scorer", "--pools.score.cpus", "2")])
+def test_no_plan_reserves_more_of_this_machine_than_train_lets_it(few, monkeypatch, score):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    told = ["--learner.cpus", "1.5", "--learner.num_stages", "1", "--actors.num_actors", "1", *score]
+    candidates = made(*told, hosts=[Host("here", frozenset(), 4.0, 0.0, is_here=True)]).find(say)
+    assert candidates
+    for each in candidates:
+        assert _lacking_here(load_config(DEMO, [*plans.as_overrides(each.keys), *told])) == ""
+    best = max(each.keys["learner.num_replicas"] for each in candidates)
+    assert best == 2, "what a scorer reserves, which may be given up, is no reason to have fewer"
+
+
+def test_gpus_are_not_shared_as_cores_are():
+    host = Host("h", frozenset(), 2.0, 1.0)
+    planner = made("--learner.gpus", "1", "--learner.num_stages", "1", "--actors.num_actors", "6", hosts=[host])
+    assert {shape.num_replicas for shape in planner.space.dimensions["learner"]} == {1}
 
 
 def test_no_more_actors_share_a_gpu_than_its_memory_holds():
@@ -298,3 +324,94 @@ def test_scores_belong_to_the_learner_unless_it_has_no_reference_or_scorers_do_i
     never = ["--learner.score_while_waiting", "false"]
     assert world_of(load_config(DEMO, never), found).scores.round_tokens == 0
     assert world_of(load_config(DEMO, ["--pools.s.role", "scorer"]), found).scores is None
+
+
+class SlowRun:
+    """A run that takes a step every 20 s of a clock that moves while somebody waits for it."""
+
+    def __init__(self, step_s):
+        self.now_s, self.step_s = 0.0, step_s
+
+    def poll(self):
+        return None
+
+    def wait(self, timeout_s):
+        self.now_s += timeout_s
+        raise subprocess.TimeoutExpired("leeway", timeout_s)
+
+    def status(self, path):
+        return SimpleNamespace(step=int(self.now_s / self.step_s), phase="training")
+
+
+@pytest.mark.parametrize(("step_s", "has_enough"), [(0.1, True), (20.0, True), (90.0, True), (1000.0, False)])
+def test_a_run_is_profiled_for_as_long_as_its_steps_take_within_a_bound(tmp_path, monkeypatch, step_s, has_enough):
+    run = SlowRun(step_s)
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(monotonic=lambda: run.now_s))
+    monkeypatch.setattr(profiling, "read_status", run.status)
+    profiling._follow(run, RunFolder(tmp_path), lambda text: None)
+    assert (run.status(tmp_path).step >= profiling.WARM_UP + profiling.LEAST_STEPS) == has_enough
+    assert run.now_s <= step_s + profiling.AT_MOST_S + 1
+
+
+def test_a_first_run_that_shows_too_little_is_refused_before_the_second(monkeypatch):
+    begun = []
+    monkeypatch.setattr(profiling, "_run", lambda *arguments: begun.append(arguments))
+
+    def too_short(folder):
+        raise ConfigError("3 steps")
+
+    monkeypatch.setattr(profiling, "_Run", too_short)
+    with pytest.raises(ConfigError, match="3 steps"):
+        profiling.take(DEMO, [], lambda text: None)
+    assert len(begun) == 1
+
+
+def test_runs_that_are_profiled_have_weights_of_their_own_beside_those_of_the_config(tmp_path, monkeypatch):
+    used = []
+
+    def run(config, arguments, folder, log, say):
+        used.append(load_config(config, arguments).weight_sync.folder)
+        if used[-1] is not None:
+            (tmp_path / used[-1] / "0.1").mkdir(parents=True)
+
+    monkeypatch.setattr(profiling, "_run", run)
+    monkeypatch.setattr(profiling, "_Run", lambda folder: folder.name)
+    monkeypatch.setattr(profiling, "_profile_of", tuple)
+    assert profiling.take(DEMO, ["--weight_sync.folder", str(tmp_path / "w")], lambda text: None)
+    assert len({*used, str(tmp_path / "w")}) == 3
+    assert list((tmp_path / "w").iterdir()) == []
+    profiling.take(DEMO, [], lambda text: None)
+    assert used[2:] == [None, None]
+
+
+@pytest.mark.parametrize("prompt_tokens", [20, 200, 1000])
+def test_what_attention_saves_on_shared_prompts_is_in_the_steps_and_not_in_the_price(monkeypatch, prompt_tokens):
+    random, price, group_size = np.random.default_rng(3), LearnerTime(0.05, 0.004, 2e-5, 3e-8), 8
+    found = Moments(4)
+    for budget, num_groups in ((12_288, 8), (24_576, 4)):
+        config = load_config(DEMO, ["--learner.token_budget", str(budget), "--learner.num_stages", "1"])
+        shape, steps, groups = profiling.shape_of(config), [], []
+        for step in range(1, 21):
+            own = random.integers(50, 400, (num_groups, group_size))
+            lengths = (prompt_tokens + own).reshape(-1).tolist()
+            for each in own.tolist():
+                facts = {"lengths": [prompt_tokens + n for n in each], "completion_lengths": each, "prompt_id": step}
+                stored = SimpleNamespace(**facts, trained_at=[SimpleNamespace(step=step)])
+                groups.append(SimpleNamespace(row=stored, samples=[]))
+            prompts = np.arange(len(lengths)) // group_size
+            sequences = [
+                np.r_[np.full(prompt_tokens, i), np.zeros(n - prompt_tokens, np.int64)]
+                for i, n in zip(prompts, lengths, strict=True)
+            ]
+            rule = shape.rule(CostModel(price.token, price.token_squared))
+            packed = pack(sequences, [prompt_tokens] * len(lengths), rule, prompts)
+            row = {"step": step, "time/step": price.seconds(lengths, prompt_tokens, group_size, shape)}
+            row |= {"batch/tokens": packed.num_tokens, "batch/shared_frac": packed.shared_frac}
+            steps.append(row | {"batch/micro_batches": packed.num_micro_batches})
+        inspection = SimpleNamespace(groups=lambda *_, told=groups, **__: told)
+        monkeypatch.setattr(profiling.Inspection, "open", lambda _, opened=inspection: contextlib.nullcontext(opened))
+        run = SimpleNamespace(config=config, steps=steps, trained=profiling._trained(SimpleNamespace(root="run")))
+        profiling._Run.add_steps(run, found)
+    again = LearnerTime(*found.fit().coefficients)
+    assert again.token_squared == pytest.approx(price.token_squared, rel=0.01)
+    assert again.seconds(lengths, prompt_tokens, group_size, shape) == pytest.approx(row["time/step"], rel=0.01)

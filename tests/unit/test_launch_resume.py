@@ -14,10 +14,10 @@ from launch.errors import ConfigError, ExitStatus
 from launch.mistakes import models_of
 from launch.observe.history import History, repair
 from launch.observe.observer import Observer
-from launch.observe.status import Accuracy
+from launch.observe.status import Accuracy, PollResult
 from launch.resume import FIXED, FREE, resume, wait_for_the_dead
 from launch.run_folder import RunFolder, RunIdentity, claimed, owner_of
-from tests.unit.made_up_run import context, plan, status
+from tests.unit.made_up_run import context, plan, status, step_row
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.toml"
@@ -195,6 +195,44 @@ def test_steps_that_log_every_left_out_are_not_taken_for_lost(tmp_path):
     observer.take_up([row(3), row(6)], step=8, version=8)
     assert observer.totals.num_without_report(8) == 0
     assert observer.totals.num_tokens == 8 * row(6)["batch/completion_tokens"]
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 10), (10, 1), (10, 10), (1, 1)])
+def test_rows_stand_for_as_many_steps_as_the_log_every_that_they_were_written_under_left_out(tmp_path, before, now):
+    rows = [row(step, log_every=before, resumed_at=0) for step in range(before, 31, before)]
+    for known in (rows, [{key: each[key] for key in each if key not in ("log_every", "resumed_at")} for each in rows]):
+        observer = Observer(plan(tmp_path / "run", "--tracking.log_every", str(now)))
+        observer.take_up(known, step=30, version=30)
+        totals = observer.totals
+        assert (totals.num_redone, totals.num_without_report(30), totals.num_tokens) == (0, 0, 300)
+
+
+def test_steps_without_a_row_are_taken_for_redone_as_far_as_it_is_known_where_the_learner_went_on(tmp_path):
+    rows = [row(50), row(100), row(100, restarts=1, resumed_at=90, log_every=50)]
+    observer = Observer(plan(tmp_path / "run", "--tracking.log_every", "50"))
+    observer.take_up(rows, step=130, version=130)
+    assert (observer.totals.num_redone, observer.totals.num_without_report(130)) == (10, 0)
+    observer = Observer(plan(tmp_path / "run", "--tracking.log_every", "50"))
+    observer.take_up([*rows[:2], row(100, restarts=1)], step=100, version=100)
+    assert (observer.totals.num_redone, observer.totals.num_without_report(100)) == (1, 0), "a row that does not say it"
+
+
+def test_steps_whose_reports_were_lost_before_a_restart_stay_without(tmp_path):
+    observer = Observer(plan(tmp_path / "run"))
+    rows = [row(1), row(2), row(6, restarts=1, resumed_at=5, log_every=1)]
+    observer.take_up(rows, step=8, version=8)
+    assert observer.totals.num_without_report(8) == 3 + 2, "3 to 5, and 7 and 8"
+    observer = Observer(plan(tmp_path / "other", "--tracking.log_every", "5"))
+    observer.take_up([row(5), row(15, restarts=1, resumed_at=12, log_every=5)], step=15, version=15)
+    assert observer.totals.num_without_report(15) == 3, "the row of 10 did not come, nor anything after it"
+
+
+def test_a_row_says_where_its_learner_went_on_and_how_many_are_written(tmp_path):
+    observer = Observer(plan(tmp_path / "run", "--tracking.log_every", "5"))
+    observer.take_up([row(5)], step=7, version=7)
+    said = observer.take_in(PollResult(steps=[step_row(8, 10, 0.0)]))
+    said += observer.take_in(PollResult(steps=[step_row(8, 10, 0.0)], resumed_at=6, resumed_version=6))
+    assert [(each["resumed_at"], each["log_every"]) for each in said] == [(7, 5), (6, 5)]
 
 
 def test_a_run_whose_command_lives_is_refused_with_its_process(folder, capsys):

@@ -81,9 +81,12 @@ def test_the_law_is_found_again_from_steps_of_one_shape_and_holds_for_another():
         assert found.seconds(lengths, 1, 8, shape) == pytest.approx(law.seconds(lengths, 1, 8, shape), rel=1e-3)
 
 
-def test_a_step_of_many_samples_is_estimated_without_packing():
+@pytest.mark.parametrize("budget", [8192, 16_384, 65_536])
+@pytest.mark.parametrize(("prompt_tokens", "most_new"), [(1, 4000), (1000, 300)])
+def test_a_step_of_many_samples_is_estimated_from_some_of_its_groups(budget, prompt_tokens, most_new):
+    """Whole groups of the short answers fit the greater budgets, and there their prompts are shared."""
     random = np.random.default_rng(5)
-    law, shape = LearnerTime(0.1, 1e-4, 1e-6, 1e-11), LearnerShape(4, 2, token_budget=16_384)
-    lengths = random.integers(500, 4000, 4096).tolist()
-    packed = law.seconds(lengths, 1, 8, shape)
-    assert law.seconds([*lengths, 500], 1, 8, shape) == pytest.approx(packed, rel=0.03)
+    law, shape = LearnerTime(0.1, 1e-3, 1e-6, 1e-11), LearnerShape(4, 2, token_budget=budget)
+    lengths = (prompt_tokens + random.integers(100, most_new, 4096)).tolist()
+    packed = law.seconds(lengths, prompt_tokens, 8, shape)
+    assert law.seconds([*lengths, *lengths[:8]], prompt_tokens, 8, shape) == pytest.approx(packed, rel=0.03)
