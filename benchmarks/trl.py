@@ -118,7 +118,7 @@ def long(folder: Path, quick: bool) -> Case:
 def smollm2(folder: Path, quick: bool) -> Case:
     """The example, with long answers."""
     sizes = ("--actors.max_new_tokens", "128", "--learner.groups_per_step", "4", "--actors.max_running_samples", "16")
-    return Case(ROOT / "examples" / "smollm2.toml", sizes, 2 if quick else 6, 1)
+    return Case(ROOT / "examples" / "smollm2.toml", sizes, 2 if quick else 4, 1)
 
 
 CASES = {"short": short, "long": long, "smollm2": smollm2}

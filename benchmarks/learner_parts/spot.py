@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # which its stub does not re-export
 
 from benchmarks.lib.processes import call_in_processes
+from common.memory import keep_freed_memory
 from learner.mesh import Mesh, MeshPlace
 
 Figures = dict[str, Any]
@@ -87,6 +88,7 @@ class Spot:
 
     def __enter__(self) -> Spot:
         torch.set_num_threads(1)
+        keep_freed_memory()  # on every side, as the learner does on a CPU
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             init_method=f"file://{self.folder}/world-{self.world}",

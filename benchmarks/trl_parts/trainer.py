@@ -16,6 +16,7 @@ import torch
 
 from actors.tasks import Problem, load_reward, load_task
 from actors.tasks.task import Call, PromptCodec
+from common.memory import keep_freed_memory
 from launch.config import Config, load_config
 
 EVALUATED_AT_ONCE = 256
@@ -35,6 +36,7 @@ def train(config: str, overrides: Sequence[str], num_threads: int) -> Figures:
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(num_threads)
+    keep_freed_memory()  # as our learner does
     made = load_config(Path(config), overrides)
     set_seed(made.run.seed)
     task, folder = load_task(made.task), Path(str(made.model.path))
